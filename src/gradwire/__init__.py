@@ -1,0 +1,1 @@
+"""gradwire: data-parallel training for PyTorch in plain Python."""

@@ -1,0 +1,319 @@
+"""The rules of a well-formed collective.
+
+`check_alone` needs only the record and runs when it is made; `check_in_world` needs to know which rank of how many submits
+it, and runs in every group before anything moves. Both raise UsageError and say what to change. What only a comparison
+between ranks can show (different shapes on different ranks) is the business of the `Verified` wrapper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives.kinds import Kind, ReduceOp
+from gradwire.errors import UsageError, UsageTypeError
+
+if TYPE_CHECKING:
+    from gradwire.collectives.op import Collective
+
+_BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
+_INEXACT_ONLY = frozenset({ReduceOp.AVG, ReduceOp.PREMUL_SUM})
+_SPARSE_OPS = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM})
+_ROOTED = frozenset({Kind.BROADCAST, Kind.REDUCE, Kind.GATHER, Kind.SCATTER})
+
+
+def _refuse(op: Collective, problem: str, advice: str) -> NoReturn:
+    label = f" labelled {op.label!r}" if op.label else ""
+    raise UsageError(f"{op.kind.value}{label}: {problem}. {advice}")
+
+
+def _describe(t: Tensor) -> str:
+    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)} on {t.device}"
+
+
+def check_alone(op: Collective) -> None:
+    """Raise unless the record makes sense by itself."""
+    tensors = op.inputs if op.inputs is op.outputs else op.inputs + op.outputs
+    for t in tensors:
+        if not isinstance(t, Tensor):
+            raise UsageTypeError(
+                f"{op.kind.value}: expected tensors, got {type(t).__name__} ({t!r}). Wrap it in torch.tensor(...) first."
+            )
+    if not tensors and op.kind is not Kind.BARRIER:
+        _refuse(op, "no tensors were given", "Pass at least one; skip the call when there is nothing to communicate.")
+    _check_numbers(op)
+    _check_alike(op, tensors)
+    for t in op.outputs:
+        if not t.is_sparse and any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True)):
+            _refuse(
+                op,
+                f"an output, {_describe(t)}, is expanded, so one memory cell stands for many elements",
+                "Pass t.contiguous() instead.",
+            )
+    if op.kind.reduces:
+        _check_reduction(op)
+    elif op.reduce_op is not None or op.factor is not None:
+        _refuse(op, "it does not reduce, yet reduce_op or factor is set", "Leave both out.")
+    if op.kind in _SHAPE_RULES:
+        _SHAPE_RULES[op.kind](op)
+
+
+def _check_numbers(op: Collective) -> None:
+    if op.kind in _ROOTED and op.root is None:
+        _refuse(op, "it has no root", "Say src= or dst=.")
+    for name, value in (("root", op.root), ("peer", op.peer), ("tag", op.tag)):
+        if value is None:
+            continue
+        if not isinstance(value, int):
+            raise UsageTypeError(f"{op.kind.value}: {name} is {value!r}, not an int. Pass a rank of this group.")
+        if value < 0:
+            _refuse(op, f"{name} is {value}, which is negative", "Ranks and tags count from 0.")
+    if op.kind is Kind.SEND and op.peer is None:
+        _refuse(op, "no destination was given", "Say dst=.")
+
+
+def _check_alike(op: Collective, tensors: Sequence[Tensor]) -> None:
+    if len(tensors) < 2:
+        first_sparse = bool(tensors) and tensors[0].layout is not torch.strided
+    else:
+        first = tensors[0]
+        device, layout = first.device, first.layout
+        first_sparse = layout is not torch.strided
+        for t in tensors:
+            if t.device != device:
+                _refuse(
+                    op,
+                    f"tensors are on different devices: {_describe(first)} and {_describe(t)}",
+                    "Move them to one device.",
+                )
+            if t.layout != layout:
+                _refuse(op, f"tensors have different layouts: {layout} and {t.layout}", "Convert them to one layout.")
+        if op.kind not in _PAIRED:
+            for t in tensors:
+                if t.dtype != first.dtype:
+                    _refuse(
+                        op,
+                        f"tensors have different dtypes: {_describe(first)} and {_describe(t)}",
+                        "Convert them to one dtype.",
+                    )
+    if first_sparse and (tensors[0].layout is not torch.sparse_coo or op.kind is not Kind.ALL_REDUCE):
+        _refuse(
+            op,
+            f"layout {tensors[0].layout} is not supported",
+            "Only all_reduce takes sparse COO tensors; use t.to_dense().",
+        )
+
+
+def _check_reduction(op: Collective) -> None:
+    reduce_op = op.reduce_op
+    if not isinstance(reduce_op, ReduceOp):
+        raise UsageTypeError(f"{op.kind.value}: op is {reduce_op!r}. Pass a gradwire.ReduceOp, such as ReduceOp.SUM.")
+    for t in op.inputs:
+        inexact = t.dtype.is_floating_point or t.dtype.is_complex
+        if inexact and reduce_op in _BITWISE:
+            _refuse(
+                op,
+                f"{reduce_op.name} of {_describe(t)} has no meaning",
+                "Bitwise operations take integers and bool; view the bits as an integer dtype.",
+            )
+        if not inexact and reduce_op in _INEXACT_ONLY:
+            _refuse(
+                op,
+                f"{reduce_op.name} of {_describe(t)} is not an integer",
+                "Use SUM and divide yourself, or convert to a floating-point dtype.",
+            )
+        if t.dtype.is_complex and reduce_op in (ReduceOp.MIN, ReduceOp.MAX):
+            _refuse(
+                op, f"{reduce_op.name} of {_describe(t)}: complex numbers have no order", "Reduce the absolute value."
+            )
+        if t.is_sparse and reduce_op not in _SPARSE_OPS:
+            _refuse(
+                op,
+                f"{reduce_op.name} of a sparse tensor is not supported",
+                "Sparse tensors can be summed or averaged; use t.to_dense().",
+            )
+    if (reduce_op is ReduceOp.PREMUL_SUM) != (op.factor is not None):
+        _refuse(
+            op,
+            f"op is {reduce_op.name} and factor is {op.factor!r}",
+            "PREMUL_SUM needs factor=, the others must not have one.",
+        )
+    if isinstance(op.factor, Tensor) and op.factor.numel() != 1:
+        _refuse(op, f"factor has shape {list(op.factor.shape)}", "Pass a number or a tensor with one element.")
+
+
+# -- shapes: one rule a kind ---------------------------------------------------------------------------------------------
+
+
+def _in_place(op: Collective) -> None:
+    if len(op.inputs) != len(op.outputs) or any(
+        i is not o and (i.shape != o.shape or i.dtype != o.dtype) for i, o in zip(op.inputs, op.outputs, strict=True)
+    ):
+        _refuse(
+            op,
+            "inputs and outputs do not pair up",
+            "They must be the same tensors, or tensors of the same shapes and dtypes.",
+        )
+
+
+def _one_input(op: Collective) -> None:
+    if len(op.inputs) != 1:
+        _refuse(op, f"{len(op.inputs)} inputs were given", "Pass exactly one.")
+
+
+def _one_output(op: Collective) -> None:
+    if len(op.outputs) != 1:
+        _refuse(op, f"{len(op.outputs)} outputs were given", "Pass exactly one.")
+
+
+def _pairs(op: Collective) -> None:
+    if len(op.inputs) != len(op.outputs):
+        _refuse(
+            op, f"{len(op.inputs)} inputs but {len(op.outputs)} outputs were given", "Pass one output for each input."
+        )
+    for i, o in zip(op.inputs, op.outputs, strict=True):
+        if i.dtype != o.dtype:
+            _refuse(
+                op,
+                f"an input and its output differ in dtype: {_describe(i)} and {_describe(o)}",
+                "Convert one of them.",
+            )
+        whole, part = (o, i) if op.kind is Kind.ALL_GATHER_INTO_TENSOR else (i, o)
+        if whole.numel() and (part.numel() == 0 or whole.numel() % part.numel()):
+            _refuse(
+                op,
+                f"{_describe(whole)} is not a whole number of parts like {_describe(part)}",
+                "Sizes must differ by the number of ranks.",
+            )
+
+
+def _single(op: Collective) -> None:
+    _one_input(op)
+    _one_output(op)
+    if op.splits is None:
+        return
+    for name, splits, t in (("output", op.splits[0], op.outputs[0]), ("input", op.splits[1], op.inputs[0])):
+        if any(not isinstance(n, int) or n < 0 for n in splits):
+            _refuse(op, f"{name}_split_sizes are {list(splits)}", "Split sizes are whole numbers from 0 up.")
+        length = t.shape[0] if t.dim() else 1
+        if splits and sum(splits) != length:
+            _refuse(
+                op,
+                f"{name}_split_sizes {list(splits)} add up to {sum(splits)}, but dimension 0 of the {name} has {length}",
+                "They must cover it exactly.",
+            )
+    if op.inputs[0].shape[1:] != op.outputs[0].shape[1:]:
+        _refuse(
+            op,
+            f"rows differ: input {_describe(op.inputs[0])}, output {_describe(op.outputs[0])}",
+            "All dimensions but the first must agree.",
+        )
+
+
+def _send(op: Collective) -> None:
+    _one_input(op)
+
+
+_PAIRED = frozenset({Kind.ALL_REDUCE, Kind.BROADCAST, Kind.ALL_GATHER_INTO_TENSOR, Kind.REDUCE_SCATTER_TENSOR})
+_SHAPE_RULES: dict[Kind, Callable[[Collective], None]] = {
+    Kind.ALL_REDUCE: _in_place,
+    Kind.BROADCAST: _in_place,
+    Kind.REDUCE: _in_place,
+    Kind.ALL_GATHER: _one_input,
+    Kind.ALL_GATHER_INTO_TENSOR: _pairs,
+    Kind.REDUCE_SCATTER: _one_output,
+    Kind.REDUCE_SCATTER_TENSOR: _pairs,
+    Kind.ALL_TO_ALL_SINGLE: _single,
+    Kind.GATHER: _one_input,
+    Kind.SCATTER: _one_output,
+    Kind.SEND: _send,
+    Kind.RECV: _one_output,
+}
+
+
+# -- with rank and size --------------------------------------------------------------------------------------------------
+
+
+def check_in_world(op: Collective, rank: int, size: int) -> None:
+    """Raise unless `rank` of `size` ranks can submit it."""
+    kind = op.kind
+    if kind is Kind.BARRIER:
+        return
+    for name, value in (("root", op.root), ("peer", op.peer)):
+        if value is not None and value >= size:
+            _refuse(
+                op,
+                f"{name} is {value}, but the group has ranks 0 to {size - 1}",
+                "Ranks are those of this group, not of the whole job.",
+            )
+    if kind is Kind.SEND and op.peer == rank:
+        _refuse(op, f"rank {rank} sends to itself", "Copy the tensor instead.")
+    if kind is Kind.RECV and op.peer == rank:
+        _refuse(op, f"rank {rank} receives from itself", "Copy the tensor instead.")
+    if kind is Kind.ALL_GATHER:
+        _count(op, "outputs", op.outputs, size)
+        _same_size(op, op.outputs[rank], op.inputs[0], f"outputs[{rank}], this rank's place,", "the input")
+    elif kind is Kind.REDUCE_SCATTER:
+        _count(op, "inputs", op.inputs, size)
+        _same_size(op, op.inputs[rank], op.outputs[0], f"inputs[{rank}], this rank's part,", "the output")
+    elif kind is Kind.ALL_TO_ALL:
+        _count(op, "inputs", op.inputs, size)
+        _count(op, "outputs", op.outputs, size)
+        _same_size(op, op.outputs[rank], op.inputs[rank], f"outputs[{rank}]", f"inputs[{rank}], which stays here,")
+    elif kind is Kind.ALL_TO_ALL_SINGLE:
+        _check_parts(op, size)
+    elif kind in (Kind.ALL_GATHER_INTO_TENSOR, Kind.REDUCE_SCATTER_TENSOR):
+        gather = kind is Kind.ALL_GATHER_INTO_TENSOR
+        for i, o in zip(op.inputs, op.outputs, strict=True):
+            whole, part = (o, i) if gather else (i, o)
+            if whole.numel() != part.numel() * size:
+                _refuse(
+                    op,
+                    f"{_describe(whole)} is not {size} times {_describe(part)}",
+                    f"There are {size} ranks, so it must be {part.numel() * size} elements.",
+                )
+    elif kind is Kind.GATHER:
+        _check_rooted_list(op, "outputs", op.outputs, op.inputs[0], rank, size)
+    elif kind is Kind.SCATTER:
+        _check_rooted_list(op, "inputs", op.inputs, op.outputs[0], rank, size)
+
+
+def _count(op: Collective, name: str, tensors: Sequence[Tensor], size: int) -> None:
+    if len(tensors) != size:
+        _refuse(op, f"{len(tensors)} {name} were given to a group of {size}", f"Pass {size}, one per rank.")
+
+
+def _same_size(op: Collective, a: Tensor, b: Tensor, a_name: str, b_name: str) -> None:
+    if a.numel() != b.numel():
+        _refuse(op, f"{a_name} is {_describe(a)}, but {b_name} is {_describe(b)}", "They must have as many elements.")
+
+
+def _check_parts(op: Collective, size: int) -> None:
+    for index, (name, t) in enumerate((("output", op.outputs[0]), ("input", op.inputs[0]))):
+        splits = op.splits[index] if op.splits else ()
+        if splits and len(splits) != size:
+            _refuse(
+                op, f"{len(splits)} {name}_split_sizes were given to a group of {size}", f"Pass {size}, one per rank."
+            )
+        length = t.shape[0] if t.dim() else 1
+        if not splits and length % size:
+            _refuse(
+                op,
+                f"dimension 0 of the {name} is {length}, not a multiple of {size} ranks",
+                f"Pad it, or pass {name}_split_sizes.",
+            )
+
+
+def _check_rooted_list(op: Collective, name: str, tensors: Sequence[Tensor], own: Tensor, rank: int, size: int) -> None:
+    if rank != op.root:
+        if tensors:
+            _refuse(
+                op, f"rank {rank} is not the root ({op.root}), yet it passes {name}", f"Only the root passes {name}."
+            )
+        return
+    _count(op, name, tensors, size)
+    for t in tensors:
+        _same_size(op, t, own, f"one of the root's {name}", "the tensor")

@@ -1,0 +1,74 @@
+"""The vocabulary of collectives: what one does, and how values of different ranks become one."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Kind(Enum):
+    """What a collective does. The value is the name people read."""
+
+    ALL_REDUCE = "all_reduce"
+    """Every input becomes its reduction over all ranks, in place; several tensors are reduced as one operation."""
+    BROADCAST = "broadcast"
+    """The root's tensors replace everybody's, in place."""
+    REDUCE = "reduce"
+    """As ALL_REDUCE, but only the root's tensor holds the result; the others' are left as they were."""
+    ALL_GATHER = "all_gather"
+    """One input; one output per rank, which may differ in size from rank to rank."""
+    ALL_GATHER_INTO_TENSOR = "all_gather_into_tensor"
+    """Each output is the concatenation of all ranks' inputs, rank 0 first; several pairs are one operation."""
+    REDUCE_SCATTER = "reduce_scatter"
+    """One input per rank; the output is the reduction of the inputs that all ranks meant for this one."""
+    REDUCE_SCATTER_TENSOR = "reduce_scatter_tensor"
+    """Each input is a concatenation of one part per rank; several pairs are one operation."""
+    ALL_TO_ALL = "all_to_all"
+    """Input j goes to rank j, output i comes from rank i."""
+    ALL_TO_ALL_SINGLE = "all_to_all_single"
+    """The same on one tensor, cut along dimension 0 into equal parts or by `splits`."""
+    GATHER = "gather"
+    """Every input goes to the root, which has one output per rank."""
+    SCATTER = "scatter"
+    """The root has one input per rank; everybody gets theirs in the output."""
+    SEND = "send"
+    """One tensor to `peer`, matched by tag."""
+    RECV = "recv"
+    """One tensor from `peer`, or from anybody when `peer` is None, matched by tag."""
+    BARRIER = "barrier"
+    """No data: done when every rank has come."""
+
+    @property
+    def is_p2p(self) -> bool:
+        """Between two ranks only, and so not numbered together with the rest."""
+        return self in (Kind.SEND, Kind.RECV)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a `reduce_op` takes part."""
+        return self in _REDUCING
+
+
+_REDUCING = frozenset({Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE_SCATTER_TENSOR})
+
+
+class ReduceOp(Enum):
+    """How values of different ranks become one."""
+
+    SUM = "sum"
+    """The sum; on bool, the logical or."""
+    AVG = "avg"
+    """The sum divided by the number of ranks; floating point and complex only."""
+    PRODUCT = "product"
+    """The product; on bool, the logical and."""
+    MIN = "min"
+    """The least; not on complex."""
+    MAX = "max"
+    """The greatest; not on complex."""
+    BAND = "band"
+    """Bitwise and; integers and bool."""
+    BOR = "bor"
+    """Bitwise or; integers and bool."""
+    BXOR = "bxor"
+    """Bitwise exclusive or; integers and bool."""
+    PREMUL_SUM = "premul_sum"
+    """The sum of each rank's values times `factor`, which ranks may choose differently; floating point and complex."""

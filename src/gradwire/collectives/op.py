@@ -1,0 +1,111 @@
+"""Collectives as values: `Collective`, its vocabulary, and what it looks like without its tensors.
+
+A `Collective` is a frozen record with uniform `inputs` and `outputs`; the constructors in `build.py` are how one is made,
+and `check.py` holds the rules. This package knows tensors, not groups: what needs the caller's rank or the world's size is
+checked by `Collective.check(rank, size)`, which every group calls before it communicates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives.check import check_alone, check_in_world
+from gradwire.collectives.kinds import Kind, ReduceOp
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A collective without its tensors: what ranks compare, and what errors, events and traces carry."""
+
+    kind: Kind
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[str, ...] = ()
+    reduce_op: ReduceOp | None = None
+    root: int | None = None
+    peer: int | None = None
+    tag: int = 0
+    label: str = ""
+
+    def __str__(self) -> str:
+        parts = []
+        if len(set(zip(self.shapes, self.dtypes, strict=True))) == 1:
+            times = f"{len(self.shapes)} x " if len(self.shapes) > 1 else ""
+            parts.append(f"{times}{self.dtypes[0]}{list(self.shapes[0])}")
+        else:
+            parts += [f"{dtype}{list(shape)}" for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
+        if self.reduce_op is not None:
+            parts.append(self.reduce_op.name)
+        if self.root is not None:
+            parts.append(f"root={self.root}")
+        if self.kind.is_p2p:
+            parts.append(f"peer={'any' if self.peer is None else self.peer}")
+            parts.append(f"tag={self.tag}")
+        if self.label:
+            parts.append(f"label={self.label!r}")
+        return f"{self.kind.value}({', '.join(parts)})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Collective:
+    """One operation of a group, as a value: hand it to `Group.submit`.
+
+    `splits` is `(output_splits, input_splits)` of ALL_TO_ALL_SINGLE, or None for equal parts. `peer` and `tag` belong to
+    SEND and RECV, `factor` to PREMUL_SUM. `label` is the caller's name for it: it appears in every error, event and trace.
+
+    >>> from gradwire.collectives import all_reduce
+    >>> all_reduce(torch.zeros(3), label="loss")
+    all_reduce(float32[3], SUM, label='loss')
+    """
+
+    kind: Kind
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    reduce_op: ReduceOp | None = None
+    root: int | None = None
+    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    peer: int | None = None
+    tag: int = 0
+    factor: float | Tensor | None = None
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        check_alone(self)
+
+    def check(self, rank: int, size: int) -> None:
+        """Raise UsageError unless `rank` of `size` ranks can submit this."""
+        check_in_world(self, rank, size)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What this rank contributes, or, where it contributes nothing, what it receives."""
+        return self.inputs or self.outputs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's contribution (of what it receives, where it contributes nothing)."""
+        return sum(t._values().nbytes + t._indices().nbytes if t.is_sparse else t.nbytes for t in self.tensors)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors live; the CPU for a barrier."""
+        return self.tensors[0].device if self.tensors else torch.device("cpu")
+
+    @property
+    def signature(self) -> Signature:
+        """This collective without its tensors."""
+        return Signature(
+            kind=self.kind,
+            shapes=tuple(tuple(t.shape) for t in self.tensors),
+            dtypes=tuple(str(t.dtype).removeprefix("torch.") for t in self.tensors),
+            reduce_op=self.reduce_op,
+            root=self.root,
+            peer=self.peer,
+            tag=self.tag,
+            label=self.label,
+        )
+
+    def __repr__(self) -> str:
+        return str(self.signature)

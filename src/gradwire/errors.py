@@ -1,0 +1,115 @@
+"""Every error gradwire raises, as one tree.
+
+A message has three parts: what was being done with which values, what is wrong, what to do about it. The facts are
+attributes too, so that code need not parse text. Where torch raises a documented built-in type for the same mistake, ours
+is an instance of that type as well. All errors pickle with their facts: they cross process boundaries in `testing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradwire.collectives.op import Signature
+
+
+class GradwireError(Exception):
+    """The root: `except GradwireError` catches everything gradwire raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(cls: type[GradwireError], args: tuple[Any, ...], facts: dict[str, Any]) -> GradwireError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(facts)
+    return error
+
+
+class UsageError(GradwireError, ValueError):
+    """The caller's mistake, found before any communication."""
+
+
+class UsageTypeError(UsageError, TypeError):
+    """A value of the wrong type, where torch raises TypeError."""
+
+
+class HookError(UsageError, RuntimeError):
+    """A hook broke its contract, or a completion hook raised: names the hook."""
+
+    def __init__(self, message: str, *, hook: str = "<unknown>") -> None:
+        super().__init__(message)
+        self.hook = hook
+
+
+class LayoutError(UsageError, RuntimeError):
+    """Ranks disagree about the parameters or buckets of one model."""
+
+
+class ClosedError(UsageError, RuntimeError):
+    """Used after it was closed."""
+
+
+class GroupError(GradwireError, RuntimeError):
+    """The world's fault: a peer, the network, or an engine failed."""
+
+
+class PeerLost(GroupError):
+    """A rank has died or left. `rank` is None where the engine cannot tell which."""
+
+    def __init__(self, message: str, *, rank: int | None = None, op: Signature | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.op = op
+
+
+class CollectiveTimeout(GroupError):
+    """A deadline passed. `joined` and `missing` are None where the group cannot know who took part."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        op: Signature | None = None,
+        joined: Sequence[int] | None = None,
+        missing: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.op = op
+        self.joined = None if joined is None else tuple(joined)
+        self.missing = None if missing is None else tuple(missing)
+
+
+class CollectiveMismatch(GroupError):
+    """Ranks submitted different collectives. `ops` maps each rank to what it submitted."""
+
+    def __init__(self, message: str, *, ops: dict[int, Signature] | None = None) -> None:
+        super().__init__(message)
+        self.ops = ops or {}
+
+
+class GroupAborted(GroupError):
+    """The group was aborted, here or by a peer."""
+
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class NonFiniteGradient(GradwireError, RuntimeError):
+    """A tensor on its way to the wire holds NaN or infinity."""
+
+    def __init__(self, message: str, *, rank: int | None = None, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.parameter = parameter
+
+
+class InternalError(GradwireError, RuntimeError):
+    """A bug in gradwire. `story` is what led to it, for the report."""
+
+    def __init__(self, message: str, *, story: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.story = tuple(story)

@@ -1,0 +1,153 @@
+"""Typed events, and the emitter that carries them to listeners.
+
+Every layer that communicates holds an `Emitter` and tells it what happens. Nothing is built, formatted or timed when nobody
+listens, because an emitter is tested for truth first: `if events: events.emit(...)`. Listeners run in the thread in which
+the thing happened and must be quick; what one raises is kept in `Emitter.errors` and never thrown into the layer that
+emitted. This module knows no other layer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something happened at `time` (seconds on `time.perf_counter`'s clock)."""
+
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveEvent(Event):
+    """Something happened to operation number `seq` of the group called `group`, on `rank`."""
+
+    group: str
+    rank: int
+    seq: int
+    kind: str
+    label: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveSubmitted(CollectiveEvent):
+    """The caller handed the operation to the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveStarted(CollectiveEvent):
+    """The engine took it up: its call was made, or every peer has joined."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveFinished(CollectiveEvent):
+    """The result is in the outputs, `duration` seconds after submission."""
+
+    duration: float
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveFailed(CollectiveEvent):
+    """It will never finish; `error` says why."""
+
+    duration: float
+    error: BaseException
+
+
+class Handle:
+    """Takes one registration back. Removing twice is a no-op; as a context manager it removes on exit."""
+
+    __slots__ = ("_remove",)
+
+    def __init__(self, remove: Callable[[], None]) -> None:
+        self._remove: Callable[[], None] | None = remove
+
+    def remove(self) -> None:
+        """Take the registration back."""
+        remove, self._remove = self._remove, None
+        if remove is not None:
+            remove()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.remove()
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Callbacks(Generic[F]):
+    """Callables in registration order. Iterating walks a snapshot, so any of them may add or remove during the walk."""
+
+    __slots__ = ("_entries", "_lock")
+
+    def __init__(self) -> None:
+        self._entries: tuple[tuple[object, F], ...] = ()
+        self._lock = threading.Lock()
+
+    def add(self, fn: F) -> Handle:
+        """Register `fn`; the same function may stand here more than once."""
+        key = object()
+        with self._lock:
+            self._entries += ((key, fn),)
+        return Handle(lambda: self._discard(key))
+
+    def _discard(self, key: object) -> None:
+        with self._lock:
+            self._entries = tuple(entry for entry in self._entries if entry[0] is not key)
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[F]:
+        return iter([fn for _, fn in self._entries])
+
+
+Listener = Callable[[Any], None]
+
+
+class Emitter:
+    """Carries events to listeners.
+
+    >>> events, seen = Emitter(), []
+    >>> handle = events.listen(seen.append)
+    >>> if events:
+    ...     events.emit(Event(time=1.0))
+    >>> seen
+    [Event(time=1.0)]
+    >>> handle.remove()
+    ... bool(events)
+    False
+    """
+
+    __slots__ = ("_listeners", "errors")
+
+    def __init__(self) -> None:
+        self._listeners: Callbacks[Listener] = Callbacks()
+        self.errors: deque[Exception] = deque(maxlen=16)
+
+    def __bool__(self) -> bool:
+        return bool(self._listeners._entries)
+
+    def listen(self, fn: Listener) -> Handle:
+        """Call `fn(event)` for every event from now on."""
+        return self._listeners.add(fn)
+
+    def emit(self, event: Event) -> None:
+        """Tell every listener; one that raises does not disturb the others or the caller."""
+        for listener in self._listeners:
+            try:
+                listener(event)
+            except Exception as error:
+                self.errors.append(error)

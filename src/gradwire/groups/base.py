@@ -1,0 +1,256 @@
+"""`Group`: who takes part, and one verb. A group of your own implements `submit` and inherits everything else.
+
+`submit(op)` calls `self.begin(op)`, which checks the operation, numbers it, announces it and returns its Work; then it moves
+the bytes its own way, and settles the Work with `work.finish()` or `work.fail(error)`, at once or later, from any thread.
+Deadlines, completion hooks, events, `abort`, `close` and torch.distributed's method names come with the base class.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import Collective, build
+from gradwire.errors import ClosedError, GroupAborted, UsageError
+from gradwire.events import Emitter, Handle
+from gradwire.groups.completion import CompletionHook
+from gradwire.groups.ledger import Attendance, Ledger
+from gradwire.groups.verbs import Verbs
+from gradwire.groups.watchdog import Watchdog
+from gradwire.groups.work import Work
+
+DEFAULT_TIMEOUT = 300.0
+"""Seconds until an operation fails when the group was not told otherwise."""
+
+W = TypeVar("W", bound=Work)
+G = TypeVar("G", bound="Group")
+
+
+class Group(Verbs, ABC):
+    """Ranks that communicate. Submit from one thread, or agree on an order: the n-th collectives of all ranks meet."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        name: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        if not 0 <= rank < size:
+            raise UsageError(f"{type(self).__name__}: rank {rank} of size {size}. Ranks count from 0 to size - 1.")
+        if timeout <= 0:
+            raise UsageError(f"{type(self).__name__}: timeout {timeout}. It must be more than 0 seconds.")
+        self.rank = rank
+        self.size = size
+        self.name = name or type(self).__name__
+        self.timeout = timeout
+        self.ledger = Ledger(name=self.name, rank=rank, size=size)
+        self.ledger.attendance = _attendance_of(self)
+        self.failure: BaseException | None = None
+        self.closed = False
+        self._splits = 0
+        self._watchdog = watchdog or Watchdog(f"{self.name}-{rank}")
+        self._watchdog.watch(self.ledger)
+        # Runs at interpreter exit too: daemon threads must not be left running into the interpreter's end.
+        self._finalizer = weakref.finalize(self, _stop, self._watchdog, self.ledger)
+
+    # -- the one verb --------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def submit(self, op: Collective) -> Work:
+        """Start `op` and return its Work, without waiting for anybody."""
+
+    def begin(self, op: Collective, work_type: type[W] = Work) -> W:  # type: ignore[assignment]
+        """Check, number and announce `op`: the first line of every `submit`. The Work is then in flight."""
+        self.check_usable(op)
+        op.check(self.rank, self.size)
+        work = work_type(op, self.ledger, seq=self.ledger.next_seq(), timeout=self.timeout)
+        self.ledger.submitted(work)
+        if not self._watchdog.running:
+            self._watchdog.wake()
+        return work
+
+    def check_usable(self, op: Collective) -> None:
+        """Raise if the group was closed or has failed, or if a completion hook has raised since the last call."""
+        if self.closed:
+            raise ClosedError(f"{op} on {self}: the group is closed. Submit before close().")
+        if self.failure is not None:
+            raise self.failure
+        if self.ledger.hook_errors:
+            self.ledger.raise_hook_error()
+
+    # -- memory and members --------------------------------------------------------------------------------------------
+
+    def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+        """A flat tensor in the memory that this group moves best. Its contents are undefined."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def split(self, color: int | None, key: int | None = None) -> Group | None:
+        """Divide the group: ranks that pass the same `color` form a new group, ordered by `key`, then by rank.
+
+        Every rank must call it; one that passes None joins no new group and gets None.
+        """
+        number = self._splits
+        self._splits += 1
+        mine = torch.tensor([-1 if color is None else color, self.rank if key is None else key], dtype=torch.int64)
+        if color is not None and color < 0:
+            raise UsageError(f"split of {self}: color {color} is negative. Colors count from 0; None joins no group.")
+        everybody = torch.empty(self.size * 2, dtype=torch.int64)
+        self.submit(build.all_gather_into_tensor(everybody, mine, label="split")).wait()
+        table = everybody.view(self.size, 2).tolist()
+        if color is None:
+            return None
+        ranks = [r for _, r in sorted((table[r][1], r) for r in range(self.size) if table[r][0] == color)]
+        return self.subgroup(ranks, name=f"{self.name}/{number}.{color}")
+
+    def subgroup(self, ranks: list[int], *, name: str) -> Group:
+        """The group of `ranks` of this one, in that order. Called on each of them at the same point, by `split`."""
+        raise UsageError(
+            f"{type(self).__name__} does not make sub-groups. Override subgroup(ranks, name=...) to return one."
+        )
+
+    def attendance(self, work: Work) -> Attendance | None:
+        """Who has joined `work`, where the group can know. Time-outs name the missing."""
+        return None
+
+    # -- watching ------------------------------------------------------------------------------------------------------
+
+    @property
+    def events(self) -> Emitter:
+        """What happens here, as typed events: `group.events.listen(fn)`."""
+        return self.ledger.events
+
+    def on_completion(self, fn: CompletionHook) -> Handle:
+        """Call `fn(info)` once per finished operation, in completion order, on a thread of its own."""
+        return self.ledger.hooks.add(fn)
+
+    def flush_completions(self, timeout: float = 10.0) -> bool:
+        """Wait until completion hooks were told of everything that has finished. True if they were."""
+        return self.ledger.hooks.flush(timeout)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Fail everything in flight now, and every later submit, with GroupAborted. Never waits; call it from any thread."""
+        self.fail(GroupAborted(f"{self} was aborted: {reason}", reason=reason))
+
+    def fail(self, error: BaseException) -> None:
+        """As `abort`, with an error of your choice. The first failure is the one that stays."""
+        if self.failure is None:
+            self.failure = error
+        self.ledger.fail_all(self.failure)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Leave politely: let what is in flight finish, at most `timeout` seconds, tell the hooks, end the threads.
+
+        What has not finished by then fails with ClosedError. Closing twice is a no-op. An error that a completion hook
+        raised and nobody has seen yet comes out here.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        deadline = time.perf_counter() + timeout
+        for work in list(self.ledger.pending.values()):
+            work._block(max(0.0, min(deadline, work.deadline) - time.perf_counter()))
+        self.ledger.fail_all(ClosedError(f"{self} was closed with the operation in flight for {timeout:.3g} s more."))
+        self._release()
+        self._finalizer()
+        if self.ledger.hook_errors:
+            self.ledger.raise_hook_error()
+
+    def _release(self) -> None:
+        """What a group gives back when it is closed: sockets, threads, memory."""
+
+    def __enter__(self: G) -> G:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None:
+            self.abort(f"{type(error).__name__}: {error}")
+        self.close()
+
+    def __repr__(self) -> str:
+        state = (
+            "closed"
+            if self.closed
+            else "failed"
+            if self.failure is not None
+            else f"{len(self.ledger.pending)} in flight"
+        )
+        return f"<{self.name} rank {self.rank} of {self.size}, {state}>"
+
+
+def _attendance_of(group: Group) -> Callable[[Work], Attendance | None]:
+    """The group's `attendance` for its ledger, without a cycle that would keep a dropped group alive."""
+    weak = weakref.WeakMethod(group.attendance)
+
+    def attendance(work: Work) -> Attendance | None:
+        method = weak()
+        return None if method is None else method(work)
+
+    return attendance
+
+
+def _stop(watchdog: Watchdog, ledger: Ledger) -> None:
+    watchdog.stop()
+    ledger.hooks.stop(timeout=5.0)
+
+
+class GroupWrapper(Group):
+    """A group around another: override `submit`, inherit the rest. Shares the inner group's ledger and life."""
+
+    def __init__(self, inner: Group) -> None:
+        self.inner = inner
+        self.rank = inner.rank
+        self.size = inner.size
+        self.name = f"{type(self).__name__}({inner.name})"
+        self.timeout = inner.timeout
+        self.ledger = inner.ledger
+
+    @property
+    def failure(self) -> BaseException | None:  # type: ignore[override]
+        """The inner group's."""
+        return self.inner.failure
+
+    @property
+    def closed(self) -> bool:  # type: ignore[override]
+        """The inner group's."""
+        return self.inner.closed
+
+    def submit(self, op: Collective) -> Work:
+        """Hand `op` to the inner group."""
+        return self.inner.submit(op)
+
+    def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+        """Memory of the inner group."""
+        return self.inner.allocate(numel, dtype=dtype, device=device)
+
+    def split(self, color: int | None, key: int | None = None) -> Group | None:
+        """Split the inner group and wrap the part in the same way."""
+        part = self.inner.split(color, key)
+        return None if part is None else self.rewrap(part)
+
+    def rewrap(self, inner: Group) -> Group:
+        """The same wrapper around another group: what `split` returns. Override when the constructor takes more."""
+        return type(self)(inner)
+
+    def attendance(self, work: Work) -> Attendance | None:
+        """As the inner group knows it."""
+        return self.inner.attendance(work)
+
+    def fail(self, error: BaseException) -> None:
+        """Fail the inner group."""
+        self.inner.fail(error)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Close the inner group."""
+        self.inner.close(timeout)

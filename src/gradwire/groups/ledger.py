@@ -1,0 +1,105 @@
+"""The books of one group on one rank: numbers operations, knows what is in flight, and tells who wants to know.
+
+A wrapper that adds nothing of its own shares its inner group's ledger, so an operation is counted once however many
+wrappers it passes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gradwire.errors import CollectiveTimeout, HookError
+from gradwire.events import CollectiveFailed, CollectiveFinished, CollectiveStarted, CollectiveSubmitted, Emitter
+from gradwire.groups.completion import CompletionHooks
+from gradwire.groups.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Attendance:
+    """Who has joined an operation and who has not, as far as this rank can know."""
+
+    joined: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+class Ledger:
+    """Operations of one group on one rank."""
+
+    def __init__(self, *, name: str, rank: int, size: int) -> None:
+        self.name = name
+        self.rank = rank
+        self.size = size
+        self.events = Emitter()
+        self.hooks = CompletionHooks(f"{name}, rank {rank}")
+        self.hook_errors = self.hooks.errors
+        self.pending: dict[int, Work] = {}
+        self.attendance: Callable[[Work], Attendance | None] = lambda work: None
+        self._numbers = itertools.count()
+
+    def next_seq(self) -> int:
+        """The number of the next operation; they count from 0."""
+        return next(self._numbers)
+
+    def submitted(self, work: Work) -> None:
+        """An operation was handed to the group."""
+        self.pending[work.seq] = work
+        if self.events:
+            self.events.emit(CollectiveSubmitted(work.started, *self._facts(work)))
+
+    def started(self, work: Work, time: float) -> None:
+        """The engine took an operation up."""
+        if self.events:
+            self.events.emit(CollectiveStarted(time, *self._facts(work)))
+
+    def settled(self, work: Work) -> None:
+        """An operation is over."""
+        self.pending.pop(work.seq, None)
+        if self.events:
+            error, finished, duration = work.exception(), work.finished or 0.0, work.duration or 0.0
+            if error is None:
+                self.events.emit(CollectiveFinished(finished, *self._facts(work), duration))
+            else:
+                self.events.emit(CollectiveFailed(finished, *self._facts(work), duration, error))
+        if self.hooks:
+            self.hooks.put(work.info)
+
+    def _facts(self, work: Work) -> tuple[str, int, int, str, str, int]:
+        return self.name, self.rank, work.seq, work.op.kind.value, work.op.label, work.op.nbytes
+
+    def fail_all(self, error: BaseException) -> None:
+        """Fail everything in flight."""
+        for work in list(self.pending.values()):
+            work.fail(error)
+
+    def expire(self, work: Work) -> None:
+        """The operation's deadline has passed: it fails, unless it was over in the meantime."""
+        if not work.is_completed():
+            work.fail(self.timed_out(work, work.timeout))
+
+    def timed_out(self, work: Work, limit: float) -> CollectiveTimeout:
+        """The error for an operation that was not over after `limit` seconds."""
+        known = self.attendance(work)
+        if known is None:
+            who = "This group cannot tell who is missing."
+        elif known.missing:
+            who = f"Joined: ranks {list(known.joined)}; missing: ranks {list(known.missing)}."
+        else:
+            who = f"All ranks {list(known.joined)} have joined: the engine or the link is slow or stuck."
+        return CollectiveTimeout(
+            f"{work.op} (operation #{work.seq} of {self.name}) on rank {self.rank} of {self.size}: not finished after "
+            f"{limit:.3g} s. {who} Look at the missing ranks for an exception, a different order of operations or "
+            "slow work between them; raise the time-out if they are only slow.",
+            op=work.op.signature,
+            joined=None if known is None else known.joined,
+            missing=None if known is None else known.missing,
+        )
+
+    def raise_hook_error(self) -> None:
+        """Raise, once, what a completion hook raised."""
+        try:
+            error: HookError = self.hook_errors.popleft()
+        except IndexError:
+            return
+        raise error

@@ -1,0 +1,257 @@
+"""`ThreadGroup`: ranks as threads of one process. No sockets and no helper threads of its own: the last rank to join an
+operation carries it out for all, in rank order, so results are the same bits every run.
+
+    world = ThreadGroup.world(4)          # one group object per rank; hand each to a thread
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from gradwire.collectives import Collective, Kind
+from gradwire.collectives.agree import disagreement
+from gradwire.collectives.reference import perform, store
+from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, PeerLost, UsageError
+from gradwire.groups.base import DEFAULT_TIMEOUT, Group
+from gradwire.groups.ledger import Attendance
+from gradwire.groups.watchdog import Watchdog
+from gradwire.groups.work import Work
+
+
+class ThreadGroup(Group):
+    """One rank's place in a world of threads. A send is done when it has been received, as MPI's synchronous mode."""
+
+    def __init__(self, rank: int, table: _Table) -> None:
+        super().__init__(rank, table.size, name=table.name, timeout=table.timeout, watchdog=table.watchdog)
+        self._table = table
+        self._joined = itertools.count()
+
+    @classmethod
+    def world(cls, size: int, *, name: str = "threads", timeout: float = DEFAULT_TIMEOUT) -> list[ThreadGroup]:
+        """The groups of `size` ranks, in rank order.
+
+        >>> import torch
+        >>> a, b = ThreadGroup.world(2)
+        >>> x, y = torch.ones(2), torch.ones(2)
+        >>> first = a.all_reduce(x, async_op=True)  # rank 0 does not wait
+        >>> second = b.all_reduce(y)  # rank 1 completes it for both
+        >>> first.wait(), x
+        (True, tensor([2., 2.]))
+        >>> a.close()
+        ... b.close()
+        """
+        if size < 1:
+            raise UsageError(f"ThreadGroup.world({size}): a world has at least one rank.")
+        return cls._seat(_Table(size, name, timeout))
+
+    @classmethod
+    def _seat(cls, table: _Table) -> list[ThreadGroup]:
+        table.groups = [cls(rank, table) for rank in range(table.size)]
+        return table.groups
+
+    def submit(self, op: Collective) -> Work:
+        """Join the operation; the last rank to come carries it out before it returns."""
+        work = self.begin(op)
+        if op.device.type == "cuda":
+            torch.cuda.current_stream(op.device).synchronize()
+        if op.kind.is_p2p:
+            self._table.meet(work, self.rank)
+        else:
+            self._table.join(work, self.rank, next(self._joined))
+        return work
+
+    def attendance(self, work: Work) -> Attendance | None:
+        """Who has joined: known exactly."""
+        return self._table.attendance(work, self.rank)
+
+    def subgroup(self, ranks: list[int], *, name: str) -> Group:
+        """A world of threads of its own."""
+        return self._table.subtable(name, len(ranks)).groups[ranks.index(self.rank)]
+
+    def fail(self, error: BaseException) -> None:
+        """Fail every rank's group: threads of one process share their fate."""
+        for group in self._table.groups:
+            Group.fail(group, error)
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Abort on every rank."""
+        self.fail(GroupAborted(f"{self.name} was aborted by rank {self.rank}: {reason}", reason=reason))
+
+    def _release(self) -> None:
+        self._table.leave(self.rank)
+
+
+class _Table:
+    """Where the ranks of one world meet. All state is under one lock; data moves outside it."""
+
+    def __init__(self, size: int, name: str, timeout: float) -> None:
+        self.size = size
+        self.name = name
+        self.timeout = timeout
+        self.watchdog = _SharedWatchdog(name, size)
+        self.groups: list[ThreadGroup] = []
+        self._lock = threading.Lock()
+        self._slots: dict[int, dict[int, Work]] = {}
+        self._p2p: list[tuple[Work, int]] = []
+        self._left: dict[int, None] = {}
+        self._subtables: dict[str, _Table] = {}
+
+    def subtable(self, name: str, size: int) -> _Table:
+        with self._lock:
+            table = self._subtables.get(name)
+            if table is None:
+                table = self._subtables[name] = _Table(size, name, self.timeout)
+                ThreadGroup._seat(table)
+            return table
+
+    # -- collectives ---------------------------------------------------------------------------------------------------
+
+    def join(self, work: Work, rank: int, place: int) -> None:
+        with self._lock:
+            slot = self._slots.setdefault(place, {})
+            slot[rank] = work
+            complete = len(slot) == self.size
+            if complete:
+                del self._slots[place]
+            lost = [r for r in self._left if r not in slot]
+        if complete:
+            self._carry_out([slot[r] for r in range(self.size)])
+        elif lost:
+            work.fail(_left(work, lost[0]))
+
+    def _carry_out(self, works: Sequence[Work]) -> None:
+        now = time.perf_counter()
+        for work in works:
+            work.ledger.started(work, now)
+        error = self._obstacle(works)
+        if error is None:
+            try:
+                perform([work.op for work in works])
+                if works[0].op.device.type == "cuda":
+                    torch.cuda.synchronize(works[0].op.device)
+            except Exception as problem:
+                error = problem
+        for work in works:
+            if error is None:
+                work.finish()
+            else:
+                work.fail(error)
+
+    def _obstacle(self, works: Sequence[Work]) -> Exception | None:
+        gave_up = [r for r, work in enumerate(works) if work.is_completed()]
+        if gave_up:
+            return CollectiveTimeout(
+                f"{works[0].op} of {self.name}: ranks {gave_up} gave it up before the others came. "
+                "Start anew with a longer time-out, or find out what held the others up.",
+                op=works[0].op.signature,
+                joined=range(self.size),
+                missing=gave_up,
+            )
+        signatures = [work.op.signature for work in works]
+        problem = disagreement([replace(s, label="") for s in signatures])
+        if problem is None:
+            return None
+        return CollectiveMismatch(
+            f"{self.name}: operation #{works[0].seq} is not the same on all ranks: {problem}. "
+            f"Submitted: {'; '.join(f'rank {r}: {s}' for r, s in enumerate(signatures))}. "
+            "All ranks must submit the same collectives in the same order.",
+            ops=dict(enumerate(signatures)),
+        )
+
+    # -- send and receive ----------------------------------------------------------------------------------------------
+
+    def meet(self, work: Work, rank: int) -> None:
+        with self._lock:
+            self._p2p = [(other, r) for other, r in self._p2p if not other.is_completed()]
+            match = next((entry for entry in self._p2p if _fits(work, rank, *entry)), None)
+            if match is None:
+                lost = work.op.peer if work.op.peer in self._left else None
+                if lost is None:
+                    self._p2p.append((work, rank))
+            else:
+                self._p2p.remove(match)
+        if match is not None:
+            other, other_rank = match
+            if work.op.kind is Kind.SEND:
+                _deliver(work, rank, other)
+            else:
+                _deliver(other, other_rank, work)
+        elif lost is not None:
+            work.fail(_left(work, lost))
+
+    # -- who is here ---------------------------------------------------------------------------------------------------
+
+    def attendance(self, work: Work, rank: int) -> Attendance | None:
+        if work.op.kind.is_p2p:
+            peers = [work.op.peer] if work.op.peer is not None else [r for r in range(self.size) if r != rank]
+            return Attendance(joined=(rank,), missing=tuple(peers))
+        with self._lock:
+            slot = next((s for s in self._slots.values() if s.get(rank) is work), None)
+            joined = range(self.size) if slot is None else sorted(slot)
+        return Attendance(tuple(joined), tuple(r for r in range(self.size) if r not in joined))
+
+    def leave(self, rank: int) -> None:
+        with self._lock:
+            self._left[rank] = None
+            stranded = [work for slot in self._slots.values() if rank not in slot for work in slot.values()]
+            stranded += [work for work, _ in self._p2p if work.op.peer == rank]
+        for work in stranded:
+            work.fail(_left(work, rank))
+
+
+def _left(work: Work, rank: int) -> PeerLost:
+    return PeerLost(
+        f"{work.op} (operation #{work.seq} of {work.ledger.name}) on rank {work.ledger.rank}: rank {rank} has closed its "
+        "group and will not join. All ranks must submit the same operations before any of them closes.",
+        rank=rank,
+        op=work.op.signature,
+    )
+
+
+def _fits(work: Work, rank: int, other: Work, other_rank: int) -> bool:
+    return (
+        work.op.kind is not other.op.kind
+        and work.op.tag == other.op.tag
+        and work.op.peer in (None, other_rank)
+        and other.op.peer in (None, rank)
+    )
+
+
+def _deliver(send: Work, source: int, recv: Work) -> None:
+    value, place = send.op.inputs[0], recv.op.outputs[0]
+    now = time.perf_counter()
+    for work in (send, recv):
+        work.ledger.started(work, now)
+    try:
+        if value.dtype != place.dtype or value.numel() != place.numel():
+            raise CollectiveMismatch(
+                f"{recv.ledger.name}: rank {source} sends {send.op} but rank {recv.ledger.rank} receives {recv.op}. "
+                "Both sides need the same dtype and number of elements.",
+                ops={source: send.op.signature, recv.ledger.rank: recv.op.signature},
+            )
+        store(place, value)
+    except Exception as error:
+        send.fail(error)
+        recv.fail(error)
+    else:
+        recv.finish(source_rank=source)
+        send.finish()
+
+
+class _SharedWatchdog(Watchdog):
+    """One watchdog for all ranks of a world; ends when the last of them stops it."""
+
+    def __init__(self, name: str, owners: int) -> None:
+        super().__init__(name)
+        self._owners = owners
+
+    def stop(self) -> None:
+        self._owners -= 1
+        if self._owners <= 0:
+            super().stop()

@@ -1,0 +1,161 @@
+"""torch.distributed's function names as methods, each one line over `submit`. Mixed into every Group.
+
+All return the Work; unless `async_op` is set, it is finished when they return. Ranks are those of the group.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from gradwire.collectives import Collective, ReduceOp, build
+from gradwire.groups.work import Work
+
+Tensors = Tensor | Sequence[Tensor]
+
+
+class Verbs(ABC):
+    """Convenience over `submit`."""
+
+    @abstractmethod
+    def submit(self, op: Collective) -> Work:
+        """Start `op`."""
+
+    def _do(self, op: Collective, async_op: bool) -> Work:
+        work = self.submit(op)
+        if not async_op:
+            work.wait()
+        return work
+
+    def all_reduce(
+        self,
+        tensors: Tensors,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        factor: float | Tensor | None = None,
+        async_op: bool = False,
+        label: str = "",
+    ) -> Work:
+        """Reduce over all ranks, in place; a list of tensors is one operation."""
+        return self._do(build.all_reduce(tensors, op=op, factor=factor, label=label), async_op)
+
+    def broadcast(self, tensors: Tensors, src: int, *, async_op: bool = False, label: str = "") -> Work:
+        """Make every rank's tensors equal to those of `src`, in place."""
+        return self._do(build.broadcast(tensors, src=src, label=label), async_op)
+
+    def reduce(
+        self,
+        tensor: Tensor,
+        dst: int,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        factor: float | Tensor | None = None,
+        async_op: bool = False,
+        label: str = "",
+    ) -> Work:
+        """Reduce over all ranks into the tensor of `dst`."""
+        return self._do(build.reduce(tensor, dst=dst, op=op, factor=factor, label=label), async_op)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, async_op: bool = False, label: str = "") -> Work:
+        """Fill `outputs[i]` with rank i's `tensor`."""
+        return self._do(build.all_gather(outputs, tensor, label=label), async_op)
+
+    def all_gather_into_tensor(
+        self, outputs: Tensors, inputs: Tensors, *, async_op: bool = False, label: str = ""
+    ) -> Work:
+        """Concatenate all ranks' inputs into each output."""
+        return self._do(build.all_gather_into_tensor(outputs, inputs, label=label), async_op)
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        inputs: Sequence[Tensor],
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        factor: float | Tensor | None = None,
+        async_op: bool = False,
+        label: str = "",
+    ) -> Work:
+        """Reduce `inputs[i]` over all ranks into rank i's `output`."""
+        return self._do(build.reduce_scatter(output, inputs, op=op, factor=factor, label=label), async_op)
+
+    def reduce_scatter_tensor(
+        self,
+        outputs: Tensors,
+        inputs: Tensors,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        factor: float | Tensor | None = None,
+        async_op: bool = False,
+        label: str = "",
+    ) -> Work:
+        """Cut each input into one part per rank and reduce part i into rank i's output."""
+        return self._do(build.reduce_scatter_tensor(outputs, inputs, op=op, factor=factor, label=label), async_op)
+
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool = False, label: str = ""
+    ) -> Work:
+        """Send `inputs[j]` to rank j and receive `outputs[i]` from rank i."""
+        return self._do(build.all_to_all(outputs, inputs, label=label), async_op)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+        label: str = "",
+    ) -> Work:
+        """The all-to-all of one tensor cut along dimension 0."""
+        op = build.all_to_all_single(
+            output, tensor, output_split_sizes=output_split_sizes, input_split_sizes=input_split_sizes, label=label
+        )
+        return self._do(op, async_op)
+
+    def gather(
+        self,
+        tensor: Tensor,
+        outputs: Sequence[Tensor] | None = None,
+        dst: int = 0,
+        *,
+        async_op: bool = False,
+        label: str = "",
+    ) -> Work:
+        """Bring every rank's tensor to `dst`."""
+        return self._do(build.gather(tensor, outputs, dst=dst, label=label), async_op)
+
+    def scatter(
+        self,
+        output: Tensor,
+        inputs: Sequence[Tensor] | None = None,
+        src: int = 0,
+        *,
+        async_op: bool = False,
+        label: str = "",
+    ) -> Work:
+        """Hand `inputs[i]` of `src` to rank i."""
+        return self._do(build.scatter(output, inputs, src=src, label=label), async_op)
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0, *, async_op: bool = False, label: str = "") -> Work:
+        """Send to `dst`; done when received."""
+        return self._do(build.send(tensor, dst=dst, tag=tag, label=label), async_op)
+
+    def recv(
+        self, tensor: Tensor, src: int | None = None, tag: int = 0, *, async_op: bool = False, label: str = ""
+    ) -> Work:
+        """Receive from `src`, or from anybody; the Work's `source_rank()` tells from whom."""
+        return self._do(build.recv(tensor, src=src, tag=tag, label=label), async_op)
+
+    def barrier(self, *, async_op: bool = False, label: str = "") -> Work:
+        """Wait for every rank."""
+        return self._do(build.barrier(label=label), async_op)
+
+    def monitored_barrier(self, timeout: float, *, label: str = "monitored_barrier") -> None:
+        """Wait at most `timeout` seconds for every rank; CollectiveTimeout names the missing ones in `.missing`."""
+        work = self.submit(build.barrier(label=label))
+        work.limit(timeout)
+        work.wait()

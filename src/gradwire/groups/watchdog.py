@@ -1,0 +1,86 @@
+"""The watchdog: fails operations whose deadline has passed even when nobody waits for them.
+
+Note [A ticking thread instead of a timer per operation]
+A timer per operation, or a condition notified by each submit, would wake a second thread for every operation and hand the
+interpreter lock back and forth: more than a small operation costs. The watchdog looks at what is in flight every `interval`
+seconds instead, and submit only tests a flag. When nothing has been in flight for a while its thread ends; the next submit
+starts another. Waiters do not depend on it: they hold the deadline themselves.
+
+Note [Starting and ending without a lost operation]
+The thread says `running = False` first and looks at what is in flight afterwards; a submit enters its operation first and
+looks at `running` afterwards. Whichever is later sees the other, so an operation is always watched.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from gradwire.groups.ledger import Ledger
+
+_IDLE_TICKS = 20
+
+
+class Watchdog:
+    """Watches the ledgers of one or several ranks in one process."""
+
+    def __init__(self, name: str, *, interval: float = 0.1) -> None:
+        self.name = name
+        self.interval = interval
+        self.running = False
+        self.on_tick: list[Callable[[], None]] = []
+        self._ledgers: list[Ledger] = []
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, ledger: Ledger) -> None:
+        """Watch one more ledger."""
+        with self._lock:
+            self._ledgers.append(ledger)
+
+    def wake(self) -> None:
+        """Make sure that the thread runs; cheap when it does."""
+        if self.running or self._stopping.is_set():
+            return
+        with self._lock:
+            if not self.running:
+                self.running = True
+                self._thread = threading.Thread(target=self._run, name=f"gradwire-watchdog-{self.name}", daemon=True)
+                self._thread.start()
+
+    def _busy(self) -> bool:
+        return any(ledger.pending for ledger in self._ledgers)
+
+    def _run(self) -> None:
+        idle = 0
+        while not self._stopping.wait(self.interval):
+            self.tick(time.perf_counter())
+            idle = 0 if self._busy() else idle + 1
+            if idle < _IDLE_TICKS:
+                continue
+            self.running = False
+            if not self._busy():
+                return
+            with self._lock:
+                if self.running:
+                    return
+                self.running = True
+            idle = 0
+
+    def tick(self, now: float) -> None:
+        """Fail what is overdue at `now`, then run the owners' own checks."""
+        for ledger in list(self._ledgers):
+            for work in list(ledger.pending.values()):
+                if now >= work.deadline:
+                    ledger.expire(work)
+        for check in self.on_tick:
+            check()
+
+    def stop(self) -> None:
+        """End the thread and watch no more."""
+        self._stopping.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=5)

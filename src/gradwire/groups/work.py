@@ -1,0 +1,235 @@
+"""`Work`: one submitted collective on its way, and `WorkInfo`: what is known about it afterwards.
+
+A group makes a Work with `Group.begin(op)` and settles it exactly once, from any thread, with `finish()` or `fail(error)`;
+the first call wins. Callers wait. This module knows no engine: a Work whose engine can be waited on directly (a CUDA
+stream, a gloo operation) is a subclass in that engine's module.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import Collective, Signature
+from gradwire.errors import UsageError
+
+if TYPE_CHECKING:
+    from gradwire.groups.ledger import Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class WorkInfo:
+    """A finished operation: what completion hooks receive."""
+
+    op: Signature
+    group: str
+    rank: int
+    seq: int
+    bytes: int
+    started: float
+    finished: float
+    error: BaseException | None
+
+    @property
+    def kind(self) -> str:
+        """The operation's name, such as "all_reduce"."""
+        return self.op.kind.value
+
+    @property
+    def label(self) -> str:
+        """The caller's name for it."""
+        return self.op.label
+
+    @property
+    def duration(self) -> float:
+        """Seconds from submission to completion."""
+        return self.finished - self.started
+
+
+def seconds(timeout: float | timedelta | None) -> float | None:
+    """A time-out as torch's users write it (seconds, timedelta, or zero for "none given") in seconds."""
+    if timeout is None:
+        return None
+    value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    return None if isinstance(timeout, timedelta) and value <= 0 else value
+
+
+class Work:
+    """One operation in flight.
+
+    Waiting is allowed at any time, any number of times and from any thread: each wait returns True, or raises the one
+    error the operation failed with. A wait whose own `timeout` passes raises CollectiveTimeout to that caller alone and
+    leaves the operation running; when the group's deadline passes, the operation itself fails.
+    """
+
+    def __init__(self, op: Collective, ledger: Ledger, *, seq: int, timeout: float) -> None:
+        self.op = op
+        self.seq = seq
+        self.ledger = ledger
+        self.timeout = timeout
+        self.started = time.perf_counter()
+        self.finished: float | None = None
+        self._source: int | None = op.peer
+        self._error: BaseException | None = None
+        self._settled = False
+        self._lock = threading.Lock()
+        self._latch = threading.Lock()
+        self._latch.acquire()
+        self._future: torch.futures.Future[Any] | None = None
+        self._callbacks: list[Callable[[Work], None]] = []
+
+    # -- for the group that carries it out -----------------------------------------------------------------------------
+
+    def finish(self, *, source_rank: int | None = None) -> bool:
+        """Say that the outputs hold the result. False if it was settled before."""
+        return self._settle(None, source_rank)
+
+    def fail(self, error: BaseException) -> bool:
+        """Say that it will never finish, and why. False if it was settled before."""
+        return self._settle(error, None)
+
+    def _settle(self, error: BaseException | None, source_rank: int | None) -> bool:
+        with self._lock:
+            if self._settled:
+                return False
+            self._settled = True
+            self._error = error
+            if source_rank is not None:
+                self._source = source_rank
+            self.finished = time.perf_counter()
+            callbacks, self._callbacks = self._callbacks, []
+            future = self._future
+        # Listeners and hooks are told before any waiter wakes, so that "after wait() returned, the event is there" holds.
+        self.ledger.settled(self)
+        self._latch.release()
+        if future is not None:
+            self._fulfil(future)
+        for callback in callbacks:
+            callback(self)
+        return True
+
+    def limit(self, timeout: float) -> None:
+        """Shorten the deadline to `timeout` seconds after submission."""
+        self.timeout = min(self.timeout, timeout)
+
+    @property
+    def deadline(self) -> float:
+        """When the operation fails by itself, on `time.perf_counter`'s clock."""
+        return self.started + self.timeout
+
+    def add_done_callback(self, fn: Callable[[Work], None]) -> None:
+        """Call `fn(work)` once settled: now if it is, else in the thread that settles it. `fn` must not block."""
+        with self._lock:
+            if not self._settled:
+                self._callbacks.append(fn)
+                return
+        fn(self)
+
+    # -- for the caller ------------------------------------------------------------------------------------------------
+
+    def wait(self, timeout: float | timedelta | None = None) -> bool:
+        """Return True once the outputs may be used; raise what went wrong otherwise."""
+        if self.ledger.hook_errors:
+            self.ledger.raise_hook_error()
+        limit = seconds(timeout)
+        remaining = max(0.0, self.deadline - time.perf_counter())
+        if limit is None or limit >= remaining:
+            if not self._block(remaining):
+                self.ledger.expire(self)
+        elif not self._block(limit):
+            raise self.ledger.timed_out(self, limit)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _block(self, limit: float) -> bool:
+        """Wait at most `limit` seconds until settled."""
+        if not self._latch.acquire(timeout=min(limit, threading.TIMEOUT_MAX)):
+            return self._settled
+        self._latch.release()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is over, well or badly."""
+        return self._settled
+
+    def is_success(self) -> bool:
+        """Whether it is over and the outputs hold the result."""
+        return self._settled and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """What it failed with, or None: while it runs, and after success."""
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        """The outputs, once they hold the result: waits for it."""
+        self.wait()
+        return list(self.op.outputs)
+
+    def source_rank(self) -> int:
+        """Which rank a finished receive came from."""
+        if self._source is None:
+            raise UsageError(
+                f"source_rank of {self.op}: not known. Only a receive has a source, and one from any rank only once finished."
+            )
+        return self._source
+
+    @property
+    def duration(self) -> float | None:
+        """Seconds from submission to completion; None while it runs."""
+        return None if self.finished is None else self.finished - self.started
+
+    @property
+    def info(self) -> WorkInfo:
+        """What completion hooks receive; while it runs, `finished` is now."""
+        return WorkInfo(
+            op=self.op.signature,
+            group=self.ledger.name,
+            rank=self.ledger.rank,
+            seq=self.seq,
+            bytes=self.op.nbytes,
+            started=self.started,
+            finished=time.perf_counter() if self.finished is None else self.finished,
+            error=self._error,
+        )
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A torch Future of the list of outputs; on CUDA it carries the streams' order along."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            device = self.op.device
+            future: torch.futures.Future[Any] = torch.futures.Future(
+                devices=[device] if device.type == "cuda" else None
+            )
+            self._future = future
+            settled = self._settled
+        if settled:
+            self._fulfil(future)
+        return future
+
+    def _fulfil(self, future: torch.futures.Future[Any]) -> None:
+        if isinstance(self._error, Exception):
+            future.set_exception(self._error)
+        elif self._error is not None:
+            future.set_exception(RuntimeError(repr(self._error)))
+        else:
+            future.set_result(list(self.op.outputs))
+
+    def __repr__(self) -> str:
+        if not self._settled:
+            state = f"in flight for {time.perf_counter() - self.started:.3f} s"
+        elif self._error is None:
+            state = f"finished in {self.duration or 0:.6f} s"
+        else:
+            state = f"failed: {type(self._error).__name__}"
+        return (
+            f"<{type(self).__name__} #{self.seq} {self.op} on rank {self.ledger.rank} of {self.ledger.name}: {state}>"
+        )
