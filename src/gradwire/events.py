@@ -127,7 +127,7 @@ class Emitter:
     >>> seen
     [Event(time=1.0)]
     >>> handle.remove()
-    ... bool(events)
+    >>> bool(events)
     False
     """
 

@@ -6,9 +6,26 @@ from collections.abc import Sequence
 
 from gradwire.collectives.kinds import Kind
 from gradwire.collectives.op import Signature
+from gradwire.errors import CollectiveMismatch
 
 # Kinds in which ranks may bring tensors of different shapes, or different numbers of them.
 _FREE_SHAPES = frozenset({Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.ALL_TO_ALL_SINGLE})
+
+
+_NAMES = ("kind", "dtype", "shape", "op", "root", "label")
+
+
+def comparable(signature: Signature) -> tuple[object, ...]:
+    """What must be equal on all ranks: one value per entry of kind, dtype, shape, op, root, label."""
+    free = signature.kind in _FREE_SHAPES
+    return (
+        signature.kind,
+        tuple(sorted(set(signature.dtypes))) if free else signature.dtypes,
+        () if free else signature.shapes,
+        signature.reduce_op,
+        signature.root,
+        signature.label,
+    )
 
 
 def disagreement(signatures: Sequence[Signature]) -> str | None:
@@ -19,21 +36,25 @@ def disagreement(signatures: Sequence[Signature]) -> str | None:
     >>> disagreement([a, a, b])
     'ranks differ in shape: rank 2 has [[4]], the others have [[3]]'
     """
-    first = signatures[0]
-    if all(s == first for s in signatures):
-        return None
-    for field in ("kind", "dtypes", "shapes", "reduce_op", "root", "label"):
-        if field == "shapes" and first.kind in _FREE_SHAPES:
-            continue
-        values = [
-            set(s.dtypes) if field == "dtypes" and s.kind in _FREE_SHAPES else getattr(s, field) for s in signatures
-        ]
+    for name, values in zip(_NAMES, zip(*map(comparable, signatures), strict=True), strict=True):
         common = max(values, key=values.count)
         odd = [rank for rank, value in enumerate(values) if value != common]
         if odd:
-            name = {"dtypes": "dtype", "shapes": "shape", "reduce_op": "op"}.get(field, field)
             return f"ranks differ in {name}: {_who(odd)} {_show(values[odd[0]])}, the others have {_show(common)}"
     return None
+
+
+def mismatch(group: str, signatures: Sequence[Signature]) -> CollectiveMismatch | None:
+    """The error for ranks that submitted different collectives to `group` at the same place, or None if they agree."""
+    problem = disagreement(signatures)
+    if problem is None:
+        return None
+    return CollectiveMismatch(
+        f"{group}: an operation is not the same on all ranks: {problem}. "
+        f"Submitted: {'; '.join(f'rank {r}: {s}' for r, s in enumerate(signatures))}. "
+        "All ranks must submit the same collectives in the same order.",
+        ops=dict(enumerate(signatures)),
+    )
 
 
 def _who(ranks: Sequence[int]) -> str:
@@ -41,6 +62,6 @@ def _who(ranks: Sequence[int]) -> str:
 
 
 def _show(value: object) -> str:
-    if isinstance(value, (tuple, set)):
+    if isinstance(value, tuple):
         return str([list(v) if isinstance(v, tuple) else v for v in value])
     return str(getattr(value, "value", repr(value)))

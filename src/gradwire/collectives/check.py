@@ -71,6 +71,8 @@ def _check_numbers(op: Collective) -> None:
             raise UsageTypeError(f"{op.kind.value}: {name} is {value!r}, not an int. Pass a rank of this group.")
         if value < 0:
             _refuse(op, f"{name} is {value}, which is negative", "Ranks and tags count from 0.")
+    if op.timeout is not None and op.timeout <= 0:
+        _refuse(op, f"timeout is {op.timeout}", "Pass more than 0 seconds, or None for the group's own.")
     if op.kind is Kind.SEND and op.peer is None:
         _refuse(op, "no destination was given", "Say dst=.")
 
@@ -159,6 +161,11 @@ def _in_place(op: Collective) -> None:
         )
 
 
+def _one_in_place(op: Collective) -> None:
+    _one_input(op)
+    _in_place(op)
+
+
 def _one_input(op: Collective) -> None:
     if len(op.inputs) != 1:
         _refuse(op, f"{len(op.inputs)} inputs were given", "Pass exactly one.")
@@ -194,6 +201,7 @@ def _single(op: Collective) -> None:
     _one_input(op)
     _one_output(op)
     if op.splits is None:
+        _same_size(op, op.inputs[0], op.outputs[0], "the input", "the output, in equal parts,")
         return
     for name, splits, t in (("output", op.splits[0], op.outputs[0]), ("input", op.splits[1], op.inputs[0])):
         if any(not isinstance(n, int) or n < 0 for n in splits):
@@ -221,7 +229,7 @@ _PAIRED = frozenset({Kind.ALL_REDUCE, Kind.BROADCAST, Kind.ALL_GATHER_INTO_TENSO
 _SHAPE_RULES: dict[Kind, Callable[[Collective], None]] = {
     Kind.ALL_REDUCE: _in_place,
     Kind.BROADCAST: _in_place,
-    Kind.REDUCE: _in_place,
+    Kind.REDUCE: _one_in_place,
     Kind.ALL_GATHER: _one_input,
     Kind.ALL_GATHER_INTO_TENSOR: _pairs,
     Kind.REDUCE_SCATTER: _one_output,

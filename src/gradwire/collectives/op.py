@@ -7,7 +7,7 @@ checked by `Collective.check(rank, size)`, which every group calls before it com
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -54,6 +54,7 @@ class Collective:
 
     `splits` is `(output_splits, input_splits)` of ALL_TO_ALL_SINGLE, or None for equal parts. `peer` and `tag` belong to
     SEND and RECV, `factor` to PREMUL_SUM. `label` is the caller's name for it: it appears in every error, event and trace.
+    `timeout` is how many seconds it may take, where that is less than what the group allows.
 
     >>> from gradwire.collectives import all_reduce
     >>> all_reduce(torch.zeros(3), label="loss")
@@ -70,6 +71,7 @@ class Collective:
     tag: int = 0
     factor: float | Tensor | None = None
     label: str = ""
+    timeout: float | None = None
 
     def __post_init__(self) -> None:
         check_alone(self)
@@ -78,10 +80,14 @@ class Collective:
         """Raise UsageError unless `rank` of `size` ranks can submit this."""
         check_in_world(self, rank, size)
 
+    def within(self, seconds: float) -> Collective:
+        """The same collective, to be over in at most `seconds`."""
+        return replace(self, timeout=seconds if self.timeout is None else min(seconds, self.timeout))
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """What this rank contributes, or, where it contributes nothing, what it receives."""
-        return self.inputs or self.outputs
+        return self.outputs if self.kind is Kind.SCATTER else self.inputs or self.outputs
 
     @property
     def nbytes(self) -> int:

@@ -23,7 +23,8 @@ _NARROW = frozenset({
 _WIDE_UNSIGNED = frozenset({torch.uint16, torch.uint32, torch.uint64})
 
 
-def _working_dtype(dtype: torch.dtype) -> torch.dtype:
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of `dtype` are added and compared."""
     if dtype in _NARROW:
         return torch.float32
     if dtype is torch.complex32:
@@ -55,7 +56,7 @@ def reduce_tensors(op: ReduceOp, tensors: Sequence[Tensor], factors: Sequence[fl
     """
     dtype = tensors[0].dtype
     fold = _BOOL_FOLDS.get(op, _FOLDS[op]) if dtype is torch.bool else _FOLDS[op]
-    working = _working_dtype(dtype)
+    working = working_dtype(dtype)
     # uint64 is compared as int64 with the sign bit flipped, which keeps its order.
     flip = dtype is torch.uint64 and op in (ReduceOp.MIN, ReduceOp.MAX)
     total: Tensor | None = None
@@ -65,7 +66,8 @@ def reduce_tensors(op: ReduceOp, tensors: Sequence[Tensor], factors: Sequence[fl
             value = value ^ _SIGN_BIT
         if op is ReduceOp.PREMUL_SUM:
             factor = factors[index]
-            value = value * (factor.to(value.device) if isinstance(factor, Tensor) else factor)
+            assert factor is not None
+            value = value * (factor.to(value.device).reshape(()) if isinstance(factor, Tensor) else factor)
         total = value if total is None else fold(total, value)
     assert total is not None
     if op is ReduceOp.AVG:
@@ -141,7 +143,7 @@ def _all_to_all(ops: Sequence[Collective]) -> _Writes:
 def cut(t: Tensor, splits: Sequence[int], size: int) -> tuple[Tensor, ...]:
     """Dimension 0 of `t` in one part per rank: by `splits`, or equal parts where there are none."""
     t = t.reshape(1) if t.dim() == 0 else t
-    return t.split(list(splits) if splits else [t.shape[0] // size] * size)
+    return tuple(torch.split(t, list(splits) if splits else [t.shape[0] // size] * size))
 
 
 def _all_to_all_single(ops: Sequence[Collective]) -> _Writes:

@@ -1,7 +1,24 @@
 """Groups: who takes part and how bytes move."""
 
-from gradwire.groups.base import Group, GroupWrapper
+from gradwire.groups.base import Group
+from gradwire.groups.c10d import C10dGroup
+from gradwire.groups.checked import NanCheck, Verified
 from gradwire.groups.threads import ThreadGroup
 from gradwire.groups.work import Work, WorkInfo
+from gradwire.groups.wrapper import GroupWrapper, ProgramWrapper
+from gradwire.groups.wrappers import Deadline, Latched, Recording
 
-__all__ = ["Group", "GroupWrapper", "ThreadGroup", "Work", "WorkInfo"]
+__all__ = [
+    "C10dGroup",
+    "Deadline",
+    "Group",
+    "GroupWrapper",
+    "Latched",
+    "NanCheck",
+    "ProgramWrapper",
+    "Recording",
+    "ThreadGroup",
+    "Verified",
+    "Work",
+    "WorkInfo",
+]

@@ -12,7 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import TracebackType
-from typing import TypeVar
+from typing import TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -69,12 +69,19 @@ class Group(Verbs, ABC):
     def submit(self, op: Collective) -> Work:
         """Start `op` and return its Work, without waiting for anybody."""
 
-    def begin(self, op: Collective, work_type: type[W] = Work) -> W:  # type: ignore[assignment]
+    @overload
+    def begin(self, op: Collective) -> Work: ...
+    @overload
+    def begin(self, op: Collective, work_type: type[W]) -> W: ...
+    def begin(self, op: Collective, work_type: type[Work] = Work) -> Work:
         """Check, number and announce `op`: the first line of every `submit`. The Work is then in flight."""
         self.check_usable(op)
         op.check(self.rank, self.size)
-        work = work_type(op, self.ledger, seq=self.ledger.next_seq(), timeout=self.timeout)
+        timeout = self.timeout if op.timeout is None else min(self.timeout, op.timeout)
+        work = work_type(op, self.ledger, seq=self.ledger.next_seq(), timeout=timeout)
         self.ledger.submitted(work)
+        if self.failure is not None:  # aborted since the check above, perhaps before the operation was in the books
+            work.fail(self.failure)
         if not self._watchdog.running:
             self._watchdog.wake()
         return work
@@ -99,13 +106,15 @@ class Group(Verbs, ABC):
 
         Every rank must call it; one that passes None joins no new group and gets None.
         """
-        number = self._splits
-        self._splits += 1
-        mine = torch.tensor([-1 if color is None else color, self.rank if key is None else key], dtype=torch.int64)
         if color is not None and color < 0:
             raise UsageError(f"split of {self}: color {color} is negative. Colors count from 0; None joins no group.")
+        mine = torch.tensor([-1 if color is None else color, self.rank if key is None else key], dtype=torch.int64)
         everybody = torch.empty(self.size * 2, dtype=torch.int64)
-        self.submit(build.all_gather_into_tensor(everybody, mine, label="split")).wait()
+        work = self.submit(build.all_gather_into_tensor(everybody, mine, label="split"))
+        # Counted once submitted: a call that was refused here has not happened on the other ranks.
+        number = self._splits
+        self._splits += 1
+        work.wait()
         table = everybody.view(self.size, 2).tolist()
         if color is None:
             return None
@@ -203,54 +212,3 @@ def _attendance_of(group: Group) -> Callable[[Work], Attendance | None]:
 def _stop(watchdog: Watchdog, ledger: Ledger) -> None:
     watchdog.stop()
     ledger.hooks.stop(timeout=5.0)
-
-
-class GroupWrapper(Group):
-    """A group around another: override `submit`, inherit the rest. Shares the inner group's ledger and life."""
-
-    def __init__(self, inner: Group) -> None:
-        self.inner = inner
-        self.rank = inner.rank
-        self.size = inner.size
-        self.name = f"{type(self).__name__}({inner.name})"
-        self.timeout = inner.timeout
-        self.ledger = inner.ledger
-
-    @property
-    def failure(self) -> BaseException | None:  # type: ignore[override]
-        """The inner group's."""
-        return self.inner.failure
-
-    @property
-    def closed(self) -> bool:  # type: ignore[override]
-        """The inner group's."""
-        return self.inner.closed
-
-    def submit(self, op: Collective) -> Work:
-        """Hand `op` to the inner group."""
-        return self.inner.submit(op)
-
-    def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
-        """Memory of the inner group."""
-        return self.inner.allocate(numel, dtype=dtype, device=device)
-
-    def split(self, color: int | None, key: int | None = None) -> Group | None:
-        """Split the inner group and wrap the part in the same way."""
-        part = self.inner.split(color, key)
-        return None if part is None else self.rewrap(part)
-
-    def rewrap(self, inner: Group) -> Group:
-        """The same wrapper around another group: what `split` returns. Override when the constructor takes more."""
-        return type(self)(inner)
-
-    def attendance(self, work: Work) -> Attendance | None:
-        """As the inner group knows it."""
-        return self.inner.attendance(work)
-
-    def fail(self, error: BaseException) -> None:
-        """Fail the inner group."""
-        self.inner.fail(error)
-
-    def close(self, timeout: float = 5.0) -> None:
-        """Close the inner group."""
-        self.inner.close(timeout)

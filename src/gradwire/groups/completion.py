@@ -88,6 +88,7 @@ class CompletionHooks:
         """Tell the hooks what is queued, then end the thread."""
         with self._lock:
             thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None:
             self._queue.put(None)
-            thread.join(timeout)
+            if thread is not threading.current_thread():
+                thread.join(timeout)

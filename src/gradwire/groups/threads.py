@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from gradwire.collectives import Collective, Kind
-from gradwire.collectives.agree import disagreement
+from gradwire.collectives.agree import mismatch
 from gradwire.collectives.reference import perform, store
 from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
@@ -43,8 +43,8 @@ class ThreadGroup(Group):
         >>> second = b.all_reduce(y)  # rank 1 completes it for both
         >>> first.wait(), x
         (True, tensor([2., 2.]))
-        >>> a.close()
-        ... b.close()
+        >>> a.close(), b.close()
+        (None, None)
         """
         if size < 1:
             raise UsageError(f"ThreadGroup.world({size}): a world has at least one rank.")
@@ -150,19 +150,11 @@ class _Table:
                 f"{works[0].op} of {self.name}: ranks {gave_up} gave it up before the others came. "
                 "Start anew with a longer time-out, or find out what held the others up.",
                 op=works[0].op.signature,
-                joined=range(self.size),
+                joined=[r for r in range(self.size) if r not in gave_up],
                 missing=gave_up,
             )
-        signatures = [work.op.signature for work in works]
-        problem = disagreement([replace(s, label="") for s in signatures])
-        if problem is None:
-            return None
-        return CollectiveMismatch(
-            f"{self.name}: operation #{works[0].seq} is not the same on all ranks: {problem}. "
-            f"Submitted: {'; '.join(f'rank {r}: {s}' for r, s in enumerate(signatures))}. "
-            "All ranks must submit the same collectives in the same order.",
-            ops=dict(enumerate(signatures)),
-        )
+        # Labels are for people; ranks may choose them differently. The Verified wrapper compares them too.
+        return mismatch(self.name, [replace(work.op.signature, label="") for work in works])
 
     # -- send and receive ----------------------------------------------------------------------------------------------
 
@@ -252,6 +244,8 @@ class _SharedWatchdog(Watchdog):
         self._owners = owners
 
     def stop(self) -> None:
-        self._owners -= 1
-        if self._owners <= 0:
+        with self._lock:
+            self._owners -= 1
+            last = self._owners <= 0
+        if last:
             super().stop()

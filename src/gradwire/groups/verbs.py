@@ -156,6 +156,4 @@ class Verbs(ABC):
 
     def monitored_barrier(self, timeout: float, *, label: str = "monitored_barrier") -> None:
         """Wait at most `timeout` seconds for every rank; CollectiveTimeout names the missing ones in `.missing`."""
-        work = self.submit(build.barrier(label=label))
-        work.limit(timeout)
-        work.wait()
+        self.submit(build.barrier(label=label).within(timeout)).wait()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective, Signature
+from gradwire.collectives import Collective, Kind, Signature
 from gradwire.errors import UsageError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Work:
         self.timeout = timeout
         self.started = time.perf_counter()
         self.finished: float | None = None
-        self._source: int | None = op.peer
+        self._source: int | None = op.peer if op.kind is Kind.RECV else None
         self._error: BaseException | None = None
         self._settled = False
         self._lock = threading.Lock()
@@ -151,7 +151,7 @@ class Work:
 
     def _block(self, limit: float) -> bool:
         """Wait at most `limit` seconds until settled."""
-        if not self._latch.acquire(timeout=min(limit, threading.TIMEOUT_MAX)):
+        if not self._latch.acquire(timeout=max(0.0, min(limit, threading.TIMEOUT_MAX))):
             return self._settled
         self._latch.release()
         return True

@@ -1,0 +1,331 @@
+"""How a collective is made of simpler ones, for engines that lack it.
+
+`lower(op, rank=…, size=…, takes=…)` is a generator that yields only collectives for which `takes` is true, in the same order
+on every rank; whoever drives it carries each out before asking for the next, and when it ends `op`'s outputs hold the
+result. Rules: pack what is scattered in memory, move any dtype as bytes, and make a reduction the engine cannot do from an
+all-to-all, a local sum in rank order and an all-gather: 2 (size - 1) / size of the data per rank on the wire, as a ring's.
+No group, no engine, no thread in here, so it is tested with simulated ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import build
+from gradwire.collectives.kinds import Kind, ReduceOp
+from gradwire.collectives.op import Collective
+from gradwire.collectives.reference import reduce_tensors, store, working_dtype
+from gradwire.errors import UsageError
+
+Program = Generator[Collective, None, None]
+
+
+def is_plain(t: Tensor) -> bool:
+    """Dense, contiguous and what its memory says: an engine can read and write it as it lies there."""
+    return t.layout is torch.strided and t.is_contiguous() and not t.is_conj() and not t.is_neg()
+
+
+def flat(t: Tensor) -> Tensor:
+    """All elements in one row: the same memory where `t` is plain, a copy otherwise."""
+    return t.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    """The bytes of a plain tensor, in the same memory."""
+    return t.detach().view(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lowering:
+    """What the rules need to know beside the operation."""
+
+    rank: int
+    size: int
+    takes: Callable[[Collective], bool]
+
+    def __call__(self, op: Collective) -> Program:
+        if self.takes(op):
+            yield op
+        else:
+            yield from _RULES[op.kind](op, self)
+
+
+def lower(op: Collective, *, rank: int, size: int, takes: Callable[[Collective], bool]) -> Program:
+    """Carry out `op` by collectives that the engine takes.
+
+    >>> ops = lower(build.barrier(label="start"), rank=0, size=2, takes=lambda op: op.kind is Kind.ALL_REDUCE)
+    >>> list(ops)
+    [all_reduce(uint8[1], SUM, label='start')]
+    """
+    for step in _Lowering(rank, size, takes)(op):
+        yield step if op.timeout is None else step.within(op.timeout)
+
+
+# -- reductions ----------------------------------------------------------------------------------------------------------
+
+_BOOL_AS_BYTES = {
+    ReduceOp.SUM: ReduceOp.MAX,
+    ReduceOp.BOR: ReduceOp.MAX,
+    ReduceOp.PRODUCT: ReduceOp.MIN,
+    ReduceOp.BAND: ReduceOp.MIN,
+}
+_LINEAR = frozenset({ReduceOp.SUM, ReduceOp.AVG})
+
+
+def _all_reduce(op: Collective, low: _Lowering) -> Program:
+    reduce_op = op.reduce_op
+    assert reduce_op is not None
+    if len(op.inputs) > 1:
+        yield from _all_reduce_packed(op, low)
+        return
+    source, target = op.inputs[0], op.outputs[0]
+    if source.is_sparse:
+        yield from _all_reduce_sparse(op, low)
+    elif reduce_op is ReduceOp.PREMUL_SUM or source is not target or not is_plain(source):
+        copy = flat(_scaled(op, source)).clone()
+        sum_op = ReduceOp.SUM if reduce_op is ReduceOp.PREMUL_SUM else reduce_op
+        yield from low(build.all_reduce(copy, op=sum_op, label=op.label))
+        store(target, copy)
+    elif source.dtype is torch.bool:
+        yield from low(build.all_reduce(as_bytes(source), op=_BOOL_AS_BYTES.get(reduce_op, reduce_op), label=op.label))
+    elif source.dtype.is_complex and reduce_op in _LINEAR:
+        yield from low(build.all_reduce(torch.view_as_real(source.detach()), op=reduce_op, label=op.label))
+    elif reduce_op is ReduceOp.AVG and source.dtype in (torch.float32, torch.float64):
+        yield from low(build.all_reduce(source, op=ReduceOp.SUM, label=op.label))
+        source.detach().div_(low.size)
+    else:
+        yield from _all_reduce_by_exchange(op, low)
+
+
+def _scaled(op: Collective, t: Tensor) -> Tensor:
+    if op.reduce_op is not ReduceOp.PREMUL_SUM:
+        return t
+    assert op.factor is not None
+    # Narrow dtypes are scaled, sent and summed in float32, so that they are rounded once, as in the reference.
+    return t.detach().to(working_dtype(t.dtype)) * op.factor
+
+
+def _all_reduce_packed(op: Collective, low: _Lowering) -> Program:
+    """Several tensors as one flat buffer per dtype; sparse ones by themselves."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for i, t in enumerate(op.inputs):
+        if t.is_sparse:
+            single = build.all_reduce(t, op=op.reduce_op or ReduceOp.SUM, factor=op.factor, label=op.label)
+            yield from low(single)
+            if op.outputs[i] is not t:
+                store(op.outputs[i], t)
+        else:
+            by_dtype.setdefault(t.dtype, []).append(i)
+    for indices in by_dtype.values():
+        buffer = torch.cat([flat(op.inputs[i]) for i in indices])
+        yield from low(build.all_reduce(buffer, op=op.reduce_op or ReduceOp.SUM, factor=op.factor, label=op.label))
+        _unpack(buffer, [op.outputs[i] for i in indices])
+
+
+def _unpack(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
+    offset = 0
+    for t in tensors:
+        store(t, buffer[offset : offset + t.numel()])
+        offset += t.numel()
+
+
+def _all_reduce_by_exchange(op: Collective, low: _Lowering) -> Program:
+    t, n, size = op.inputs[0], op.inputs[0].numel(), low.size
+    share = -(-n // size)
+    padded = torch.zeros(share * size, dtype=t.dtype, device=t.device)
+    padded[:n].copy_(flat(t))
+    received = torch.empty_like(padded)
+    yield from low(build.all_to_all_single(received, padded, label=op.label))
+    mine = reduce_tensors(op.reduce_op or ReduceOp.SUM, received.view(size, share).unbind())
+    yield from low(build.all_gather_into_tensor(padded, mine, label=op.label))
+    store(t.detach(), padded[:n])
+
+
+def _all_reduce_sparse(op: Collective, low: _Lowering) -> Program:
+    """Gather everybody's indices and values, then add up: coordinates may differ from rank to rank."""
+    own = op.inputs[0].detach().coalesce()
+    indices, values = own.indices(), own.values()
+    counts = torch.empty(low.size, dtype=torch.int64, device=own.device)
+    yield from low(build.all_gather_into_tensor(counts, counts.new_tensor([values.shape[0]]), label=op.label))
+    lengths = counts.tolist()
+    all_indices = [indices.new_empty(indices.shape[0] * n) for n in lengths]
+    yield from low(build.all_gather(all_indices, flat(indices), label=op.label))
+    row = values.shape[1:].numel()
+    scaled = flat(_scaled(op, values))
+    all_values = [scaled.new_empty(n * row) for n in lengths]
+    yield from low(build.all_gather(all_values, scaled, label=op.label))
+    parts = [
+        torch.sparse_coo_tensor(i.view(-1, n), v.view(n, *values.shape[1:]), own.shape)
+        for i, v, n in zip(all_indices, all_values, lengths, strict=True)
+    ]
+    sum_op = ReduceOp.SUM if op.reduce_op is ReduceOp.PREMUL_SUM else op.reduce_op or ReduceOp.SUM
+    store(op.outputs[0].detach(), reduce_tensors(sum_op, parts).to(own.dtype).coalesce())
+
+
+def _reduce(op: Collective, low: _Lowering) -> Program:
+    # An all-reduce of a copy: twice the bytes of a reduction to the root, but the others' tensors stay untouched.
+    copy = flat(op.inputs[0]).clone()
+    yield from low(build.all_reduce(copy, op=op.reduce_op or ReduceOp.SUM, factor=op.factor, label=op.label))
+    if low.rank == op.root:
+        store(op.outputs[0].detach(), copy)
+
+
+def _reduce_scatter(op: Collective, low: _Lowering) -> Program:
+    output = op.outputs[0]
+    parts = [flat(_scaled(op, t)) for t in op.inputs]
+    received = [torch.empty(output.numel(), dtype=parts[0].dtype, device=output.device) for _ in range(low.size)]
+    yield from low(build.all_to_all(received, parts, label=op.label))
+    sum_op = ReduceOp.SUM if op.reduce_op is ReduceOp.PREMUL_SUM else op.reduce_op or ReduceOp.SUM
+    store(output.detach(), reduce_tensors(sum_op, received))
+
+
+def _reduce_scatter_tensor(op: Collective, low: _Lowering) -> Program:
+    for whole, part in zip(op.inputs, op.outputs, strict=True):
+        parts = flat(whole).split(part.numel()) if part.numel() else [flat(whole)] * low.size
+        reduce_op = op.reduce_op or ReduceOp.SUM
+        yield from low(build.reduce_scatter(part, parts, op=reduce_op, factor=op.factor, label=op.label))
+
+
+# -- movement ------------------------------------------------------------------------------------------------------------
+
+
+def _broadcast(op: Collective, low: _Lowering) -> Program:
+    first = op.outputs[0]
+    if len(op.outputs) == 1 and first is op.inputs[0] and is_plain(first):
+        yield from _taken(build.broadcast(as_bytes(first), src=op.root or 0, label=op.label), low)
+        return
+    buffer = torch.cat([as_bytes(flat(t)) for t in op.inputs])
+    yield from _taken(build.broadcast(buffer, src=op.root or 0, label=op.label), low)
+    offset = 0
+    for t in op.outputs:
+        # A byte slice may start anywhere, a dtype's view only at multiples of its size: hence the copy.
+        store(t.detach(), buffer[offset : offset + t.nbytes].clone().view(t.dtype))
+        offset += t.nbytes
+
+
+def _all_gather(op: Collective, low: _Lowering) -> Program:
+    """Outputs tell how much each rank brings, so all agree on the padding without asking."""
+    own = op.inputs[0]
+    longest = max(t.numel() for t in op.outputs)
+    mine = flat(own)
+    if mine.numel() < longest:
+        mine = torch.cat([mine, mine.new_zeros(longest - mine.numel())])
+    whole = torch.empty(longest * low.size, dtype=own.dtype, device=own.device)
+    yield from low(build.all_gather_into_tensor(whole, mine, label=op.label))
+    for i, t in enumerate(op.outputs):
+        store(t.detach(), whole[i * longest : i * longest + t.numel()])
+
+
+def _all_gather_into_tensor(op: Collective, low: _Lowering) -> Program:
+    for part, whole in zip(op.inputs, op.outputs, strict=True):
+        target = whole.detach() if is_plain(whole) else torch.empty(whole.shape, dtype=whole.dtype, device=whole.device)
+        pair = build.all_gather_into_tensor(target.view(-1), flat(part), label=op.label)
+        if not low.takes(pair):
+            pair = build.all_gather_into_tensor(as_bytes(target), as_bytes(flat(part)), label=op.label)
+        yield from _taken(pair, low)
+        if target.data_ptr() != whole.data_ptr():
+            store(whole.detach(), target)
+
+
+def _all_to_all(op: Collective, low: _Lowering) -> Program:
+    out_sizes, in_sizes = [t.numel() for t in op.outputs], [t.numel() for t in op.inputs]
+    output = torch.empty(sum(out_sizes), dtype=op.outputs[0].dtype, device=op.device)
+    yield from low(
+        build.all_to_all_single(
+            output,
+            torch.cat([flat(t) for t in op.inputs]),
+            output_split_sizes=out_sizes,
+            input_split_sizes=in_sizes,
+            label=op.label,
+        )
+    )
+    for t, part in zip(op.outputs, output.split(out_sizes), strict=True):
+        store(t.detach(), part)
+
+
+def _all_to_all_single(op: Collective, low: _Lowering) -> Program:
+    """The same on flat bytes, with both lists of split sizes written out."""
+    source, target = op.inputs[0], op.outputs[0]
+    row = (source.shape[1:].numel() if source.dim() else 1) * source.element_size()
+    splits = []
+    for i, t in enumerate((target, source)):
+        given = op.splits[i] if op.splits else ()
+        length = t.shape[0] if t.dim() else 1
+        splits.append([n * row for n in (given or [length // low.size] * low.size)])
+    scratch = (
+        target.detach() if is_plain(target) else torch.empty(target.shape, dtype=target.dtype, device=target.device)
+    )
+    yield from _taken(
+        build.all_to_all_single(
+            as_bytes(scratch),
+            as_bytes(flat(source)),
+            output_split_sizes=splits[0],
+            input_split_sizes=splits[1],
+            label=op.label,
+        ),
+        low,
+    )
+    if scratch.data_ptr() != target.data_ptr():
+        store(target.detach(), scratch)
+
+
+def _gather(op: Collective, low: _Lowering) -> Program:
+    places = [torch.empty(t.nbytes, dtype=torch.uint8, device=t.device) for t in op.outputs]
+    mine = as_bytes(flat(op.inputs[0]))
+    yield from _taken(build.gather(mine, places, dst=op.root or 0, label=op.label), low)
+    for t, place in zip(op.outputs, places, strict=True):
+        store(t.detach(), place.view(t.dtype))
+
+
+def _scatter(op: Collective, low: _Lowering) -> Program:
+    parts = [as_bytes(flat(t)) for t in op.inputs]
+    target = op.outputs[0]
+    place = torch.empty(target.nbytes, dtype=torch.uint8, device=target.device)
+    yield from _taken(build.scatter(place, parts, src=op.root or 0, label=op.label), low)
+    store(target.detach(), place.view(target.dtype))
+
+
+def _send(op: Collective, low: _Lowering) -> Program:
+    yield from _taken(build.send(as_bytes(flat(op.inputs[0])), dst=op.peer or 0, tag=op.tag, label=op.label), low)
+
+
+def _recv(op: Collective, low: _Lowering) -> Program:
+    target = op.outputs[0]
+    place = torch.empty(target.nbytes, dtype=torch.uint8, device=target.device)
+    yield from _taken(build.recv(place, src=op.peer, tag=op.tag, label=op.label), low)
+    store(target.detach(), place.view(target.dtype))
+
+
+def _barrier(op: Collective, low: _Lowering) -> Program:
+    yield from low(build.all_reduce(torch.zeros(1, dtype=torch.uint8), label=op.label))
+
+
+def _taken(op: Collective, low: _Lowering) -> Program:
+    """The end of the way down: plain bytes. An engine that refuses even these cannot do the operation at all."""
+    if not low.takes(op):
+        raise UsageError(
+            f"{op}: the engine does not take it, and there is nothing simpler to make it of. Use a group that does."
+        )
+    yield op
+
+
+_RULES: dict[Kind, Callable[[Collective, _Lowering], Program]] = {
+    Kind.ALL_REDUCE: _all_reduce,
+    Kind.BROADCAST: _broadcast,
+    Kind.REDUCE: _reduce,
+    Kind.ALL_GATHER: _all_gather,
+    Kind.ALL_GATHER_INTO_TENSOR: _all_gather_into_tensor,
+    Kind.REDUCE_SCATTER: _reduce_scatter,
+    Kind.REDUCE_SCATTER_TENSOR: _reduce_scatter_tensor,
+    Kind.ALL_TO_ALL: _all_to_all,
+    Kind.ALL_TO_ALL_SINGLE: _all_to_all_single,
+    Kind.GATHER: _gather,
+    Kind.SCATTER: _scatter,
+    Kind.SEND: _send,
+    Kind.RECV: _recv,
+    Kind.BARRIER: _barrier,
+}

@@ -1,0 +1,5 @@
+"""`C10dGroup`: any torch.distributed process group as a Group."""
+
+from gradwire.groups.c10d.group import C10dGroup
+
+__all__ = ["C10dGroup"]

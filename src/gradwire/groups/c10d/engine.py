@@ -1,0 +1,188 @@
+"""What each torch.distributed engine takes as it is, and how it is called. The only module that speaks c10d's dialect
+downwards: method names, option objects, reduce ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from gradwire.collectives import Collective, Kind, ReduceOp
+from gradwire.collectives.lower import is_plain
+
+_ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
+_BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
+_FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
+_TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One kind of c10d back end."""
+
+    name: str
+    takes: Callable[[Collective], bool]
+    """Whether it carries out this collective as it is; the rest is lowered to ones it does."""
+    stream_ordered: bool = False
+    """Whether a finished wait() only means "ordered on the current CUDA stream", as NCCL's does."""
+
+
+def _movable(op: Collective) -> bool:
+    dtype = op.tensors[0].dtype if op.tensors else torch.uint8
+    return dtype in _FLOATS or dtype in _INTEGERS
+
+
+def _one_size(tensors: tuple[Tensor, ...]) -> bool:
+    return len({t.numel() for t in tensors}) <= 1
+
+
+def _plain(op: Collective) -> bool:
+    return all(is_plain(t) for t in op.inputs) and (op.outputs is op.inputs or all(is_plain(t) for t in op.outputs))
+
+
+def _gloo_takes(op: Collective) -> bool:
+    kind = op.kind
+    if kind is Kind.BARRIER:
+        return True
+    if not _plain(op) or not (_movable(op) or kind.is_p2p):
+        return False
+    if kind in (Kind.ALL_REDUCE, Kind.BROADCAST):
+        return len(op.inputs) == 1 and op.inputs[0] is op.outputs[0] and (kind is Kind.BROADCAST or _gloo_reduces(op))
+    if kind is Kind.ALL_GATHER:
+        return _one_size(op.outputs)
+    if kind is Kind.ALL_GATHER_INTO_TENSOR:
+        return len(op.inputs) == 1
+    if kind is Kind.ALL_TO_ALL_SINGLE:
+        return op.splits is None or all(op.splits)
+    # Gloo's reduce may write into tensors that are not the root's, its reduce-scatter and its all-to-all of lists are
+    # recent and partial; they are made of others.
+    return kind in (Kind.GATHER, Kind.SCATTER, Kind.SEND, Kind.RECV)
+
+
+def _gloo_reduces(op: Collective) -> bool:
+    dtype, reduce_op = op.inputs[0].dtype, op.reduce_op
+    if reduce_op is ReduceOp.AVG:
+        return _TORCH >= (2, 13) and dtype in (torch.float32, torch.float64)
+    return reduce_op in _ARITHMETIC or (dtype in _INTEGERS and reduce_op in _BITWISE)
+
+
+def _nccl_takes(op: Collective) -> bool:
+    kind = op.kind
+    if kind is Kind.BARRIER:
+        return True
+    if not _plain(op) or not _movable(op):
+        return False
+    if kind.reduces:
+        if op.reduce_op in _BITWISE or op.reduce_op is ReduceOp.PREMUL_SUM:
+            return False
+        return len(op.inputs) == 1 and (kind is not Kind.ALL_REDUCE or op.inputs[0] is op.outputs[0])
+    if kind is Kind.BROADCAST:
+        return len(op.inputs) == 1 and op.inputs[0] is op.outputs[0]
+    if kind is Kind.ALL_GATHER:
+        return _one_size(op.outputs)
+    if kind is Kind.ALL_GATHER_INTO_TENSOR:
+        return len(op.inputs) == 1
+    if kind is Kind.ALL_TO_ALL_SINGLE:
+        return op.splits is None or all(op.splits)
+    return kind in (Kind.ALL_TO_ALL, Kind.GATHER, Kind.SCATTER, Kind.SEND) or (
+        kind is Kind.RECV and op.peer is not None
+    )
+
+
+GLOO = Engine("gloo", _gloo_takes)
+NCCL = Engine("nccl", _nccl_takes, stream_ordered=True)
+
+
+def engine_of(name: str, *, in_python: bool) -> Engine:
+    """What is known about the back end called `name`.
+
+    One written in Python is trusted with everything, since it can be mended; an unknown one in C++ is asked for no more
+    than gloo.
+    """
+    known = {"gloo": GLOO, "nccl": NCCL}.get(name)
+    return known or Engine(name, (lambda op: True) if in_python else _gloo_takes)
+
+
+# -- calls ---------------------------------------------------------------------------------------------------------------
+
+_REDUCE_OPS = {op: getattr(dist.ReduceOp, op.name) for op in ReduceOp if op is not ReduceOp.PREMUL_SUM}
+
+
+def _reduce_op(op: Collective) -> Any:
+    assert op.reduce_op is not None
+    if op.reduce_op is not ReduceOp.PREMUL_SUM:
+        return _REDUCE_OPS[op.reduce_op]
+    return c10d._make_nccl_premul_sum(op.factor)  # type: ignore[arg-type]
+
+
+def _set(options: Any, op: Collective, timeout: timedelta) -> Any:
+    options.timeout = timeout
+    if op.kind.reduces:
+        options.reduceOp = _reduce_op(op)
+    if op.root is not None:
+        options.rootRank = op.root
+    if op.kind is Kind.BROADCAST:
+        options.rootTensor = 0
+    return options
+
+
+def call(pg: Any, op: Collective, timeout: float) -> Any:
+    """Hand `op` to the process group or back end `pg`; returns c10d's Work."""
+    ins, outs = [t.detach() for t in op.inputs], [t.detach() for t in op.outputs]
+    return _CALLS[op.kind](pg, op, ins, outs, timedelta(seconds=timeout))
+
+
+def _all_reduce(pg: Any, op: Collective, ins: list[Tensor], outs: list[Tensor], timeout: timedelta) -> Any:
+    if len(ins) == 1:
+        return pg.allreduce(ins, _set(c10d.AllreduceOptions(), op, timeout))
+    return pg.allreduce_coalesced(ins, _set(c10d.AllreduceCoalescedOptions(), op, timeout))
+
+
+def _all_gather_into_tensor(pg: Any, op: Collective, ins: list[Tensor], outs: list[Tensor], timeout: timedelta) -> Any:
+    options = _set(c10d.AllgatherOptions(), op, timeout)
+    if len(ins) == 1:
+        return pg._allgather_base(outs[0], ins[0], options)
+    return pg.allgather_into_tensor_coalesced(outs, ins, options)
+
+
+def _reduce_scatter_tensor(pg: Any, op: Collective, ins: list[Tensor], outs: list[Tensor], timeout: timedelta) -> Any:
+    options = _set(c10d.ReduceScatterOptions(), op, timeout)
+    if len(ins) == 1:
+        return pg._reduce_scatter_base(outs[0], ins[0], options)
+    return pg.reduce_scatter_tensor_coalesced(outs, ins, options)
+
+
+def _all_to_all_single(pg: Any, op: Collective, ins: list[Tensor], outs: list[Tensor], timeout: timedelta) -> Any:
+    out_splits, in_splits = op.splits or ((), ())
+    options = _set(c10d.AllToAllOptions(), op, timeout)
+    return pg.alltoall_base(outs[0], ins[0], list(out_splits), list(in_splits), options)
+
+
+def _recv(pg: Any, op: Collective, ins: list[Tensor], outs: list[Tensor], timeout: timedelta) -> Any:
+    return pg.recv_anysource(outs, op.tag) if op.peer is None else pg.recv(outs, op.peer, op.tag)
+
+
+_CALLS: dict[Kind, Callable[[Any, Collective, list[Tensor], list[Tensor], timedelta], Any]] = {
+    Kind.ALL_REDUCE: _all_reduce,
+    Kind.BROADCAST: lambda pg, op, i, o, t: pg.broadcast(i, _set(c10d.BroadcastOptions(), op, t)),
+    Kind.REDUCE: lambda pg, op, i, o, t: pg.reduce(i, _set(c10d.ReduceOptions(), op, t)),
+    Kind.ALL_GATHER: lambda pg, op, i, o, t: pg.allgather([o], i, _set(c10d.AllgatherOptions(), op, t)),
+    Kind.ALL_GATHER_INTO_TENSOR: _all_gather_into_tensor,
+    Kind.REDUCE_SCATTER: lambda pg, op, i, o, t: pg.reduce_scatter(o, [i], _set(c10d.ReduceScatterOptions(), op, t)),
+    Kind.REDUCE_SCATTER_TENSOR: _reduce_scatter_tensor,
+    Kind.ALL_TO_ALL: lambda pg, op, i, o, t: pg.alltoall(o, i, _set(c10d.AllToAllOptions(), op, t)),
+    Kind.ALL_TO_ALL_SINGLE: _all_to_all_single,
+    Kind.GATHER: lambda pg, op, i, o, t: pg.gather([o] if o else [], i, _set(c10d.GatherOptions(), op, t)),
+    Kind.SCATTER: lambda pg, op, i, o, t: pg.scatter(o, [i] if i else [], _set(c10d.ScatterOptions(), op, t)),
+    Kind.SEND: lambda pg, op, i, o, t: pg.send(i, op.peer, op.tag),
+    Kind.RECV: _recv,
+    Kind.BARRIER: lambda pg, op, i, o, t: pg.barrier(_set(c10d.BarrierOptions(), op, t)),
+}

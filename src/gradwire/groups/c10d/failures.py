@@ -1,0 +1,42 @@
+"""Engines' errors in gradwire's words: one table from what c10d's engines say to what it means."""
+
+from __future__ import annotations
+
+import re
+
+from gradwire.errors import CollectiveTimeout, GradwireError, GroupError, PeerLost
+from gradwire.groups.c10d.rollcall import RollCall
+from gradwire.groups.work import Work
+
+_TIMED_OUT = re.compile(r"timed? ?out waiting|operation timed out|watchdog.*timeout|connect timeout", re.IGNORECASE)
+_PEER_GONE = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|closed by peer|reset by peer|broken pipe|socket (closed|error)|"
+    r"pair closure|remote process|nccl.*(remote|system) error|connection.*lost",
+    re.IGNORECASE,
+)
+
+
+def translate(error: BaseException, work: Work, engine: str, roll: RollCall | None) -> BaseException:
+    """The gradwire error for what `engine` raised during `work`, with the original as its cause."""
+    if isinstance(error, GradwireError):
+        return error
+    said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    where = f"{work.op} (operation #{work.seq} of {work.ledger.name}) on rank {work.ledger.rank} of {work.ledger.size}"
+    translated: GroupError
+    if _PEER_GONE.search(said):
+        rank, why = (None, "a peer is gone") if roll is None else roll.find_culprit(roll.joined)
+        translated = PeerLost(
+            f"{where}: {why}. Look at that rank's own output for the cause; this group cannot be used any more. "
+            f"{engine} said: {said}",
+            rank=rank,
+            op=work.op.signature,
+        )
+    elif _TIMED_OUT.search(said):
+        known = work.ledger.timed_out(work, work.timeout)
+        translated = CollectiveTimeout(
+            f"{known} {engine} said: {said}", op=known.op, joined=known.joined, missing=known.missing
+        )
+    else:
+        translated = GroupError(f"{where}: {engine} failed. It said: {said}")
+    translated.__cause__ = error
+    return translated

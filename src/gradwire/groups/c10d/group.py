@@ -1,0 +1,322 @@
+"""`C10dGroup`: any torch.distributed process group (gloo, nccl, ucc, mpi, or one of your own) as a Group.
+
+What the engine takes is handed to it in the caller's thread, in order; what it lacks is lowered to what it takes and runs as
+a program on the group's lane, or straight through where the engine only orders CUDA streams. Liveness and "who is missing"
+come from the roll call over the rendezvous store; without a store they are unknown.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+
+from gradwire.collectives import Collective
+from gradwire.collectives.lower import Program, lower
+from gradwire.errors import GroupAborted, GroupError, PeerLost, UsageError
+from gradwire.groups.base import DEFAULT_TIMEOUT, Group
+from gradwire.groups.c10d.engine import Engine, call, engine_of
+from gradwire.groups.c10d.failures import translate
+from gradwire.groups.c10d.rollcall import RollCall
+from gradwire.groups.c10d.work import C10dWork, Reaper, wait_slice
+from gradwire.groups.lane import Lane
+from gradwire.groups.ledger import Attendance
+from gradwire.groups.work import Work
+
+# How long after our own deadline the engine gives an operation up. Ours comes first, because it can name who is missing.
+_ENGINE_MARGIN = 1.0
+# An operation this old is looked into: are the peers alive, where are they?
+_SUSPICIOUS_AGE = 0.3
+
+
+class C10dGroup(Group):
+    """A torch.distributed process group as a Group. Closing it leaves `pg` alone; `C10dGroup.gloo` owns its engine."""
+
+    def __init__(
+        self,
+        pg: Any,
+        *,
+        name: str | None = None,
+        timeout: float | None = None,
+        store: Any = None,
+    ) -> None:
+        if not hasattr(pg, "allreduce"):
+            raise UsageError(
+                f"C10dGroup({pg!r}): not a torch.distributed process group. Pass dist.group.WORLD or one like it."
+            )
+        super().__init__(pg.rank(), pg.size(), name=name or f"c10d-{_name_of(pg)}", timeout=timeout or DEFAULT_TIMEOUT)
+        self.pg: Any = pg
+        self._backends: dict[str, tuple[Any, Engine]] = {}
+        self._store = _store_of(pg) if store is None else store
+        self._roll = None if self._store is None else RollCall(self._store, self.rank, self.size)
+        self._lane = Lane(f"{self.name}-{self.rank}")
+        self._reaper = Reaper(f"{self.name}-{self.rank}")
+        self._order = threading.Lock()
+        self._joined = 0
+        self._owned: list[Any] = []
+        self._watchdog.on_tick.append(_weak_tick(self))
+        # After the base class's finalizer was made, so that at exit these threads end first.
+        self._threads_finalizer = weakref.finalize(self, _stop_threads, self._reaper, self._lane)
+
+    @classmethod
+    def gloo(
+        cls, store: Any, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT, name: str | None = None
+    ) -> C10dGroup:
+        """A group over a gloo engine of its own, built on `store`; closing the group ends the engine."""
+        engine = _make_gloo(store, rank, size, timeout)
+        try:
+            group = cls(engine, name=name or "gloo", timeout=timeout, store=store)
+        except BaseException:
+            del engine
+            raise
+        group._owned.append(engine)
+        return group
+
+    # -- the one verb --------------------------------------------------------------------------------------------------
+
+    def submit(self, op: Collective) -> Work:
+        """Hand `op` to the engine, or its parts to the lane."""
+        backend, engine = self._backend(op.device)
+        if op.kind.is_p2p:
+            work = self.begin(op, C10dWork)
+            self._start_p2p(work, backend, engine)
+            return work
+        with self._order:
+            work = self.begin(op, C10dWork)
+            self._joined += 1
+            work.place = self._joined
+            if engine.stream_ordered:
+                self._run_through(work, backend, engine)
+            elif engine.takes(op) and self._lane.idle:
+                self._start(work, op, backend, engine)
+            else:
+                self._lane.put(lambda: self._run_program(work, backend, engine))
+        return work
+
+    def _start(self, work: C10dWork, op: Collective, backend: Any, engine: Engine) -> None:
+        """One call of the engine is the whole operation."""
+        work.ledger.started(work, time.perf_counter())
+        try:
+            native = call(backend, op, work.timeout + _ENGINE_MARGIN)
+        except Exception as error:
+            self._broken(work, error, engine)
+            return
+        work.watch(native, lambda error: self._broken(work, error, engine), self._reaper)
+
+    def _run_program(self, work: C10dWork, backend: Any, engine: Engine) -> None:
+        """On the lane: one step after another, each waited for."""
+        work.ledger.started(work, time.perf_counter())
+        program = self._program(work.op, engine)
+        try:
+            for step in program:
+                if work.is_completed():
+                    return
+                native = call(backend, step, work.timeout + _ENGINE_MARGIN)
+                while not wait_slice(native):
+                    if work.is_completed() or self._lane.stopping.is_set():
+                        return
+            work.finish()
+        except Exception as error:
+            self._broken(work, error, engine)
+        finally:
+            program.close()
+
+    def _run_through(self, work: C10dWork, backend: Any, engine: Engine) -> None:
+        """Stream-ordered engines: enqueue everything now; the reaper notices when the device has done it."""
+        work.ledger.started(work, time.perf_counter())
+        try:
+            for step in self._program(work.op, engine):
+                native = call(backend, step, work.timeout + _ENGINE_MARGIN)
+                native.wait()
+        except Exception as error:
+            self._broken(work, error, engine)
+            return
+        work.watch_stream(self._reaper)
+
+    def _program(self, op: Collective, engine: Engine) -> Program:
+        return lower(op, rank=self.rank, size=self.size, takes=engine.takes)
+
+    def _start_p2p(self, work: C10dWork, backend: Any, engine: Engine) -> None:
+        """Sends and receives do not queue behind anything; a thread each waits for them.
+
+        Gloo gives up the whole connection when a wait on a receive times out, so it is waited on once, to the deadline.
+        """
+        work.ledger.started(work, time.perf_counter())
+        program = self._program(work.op, engine)
+        try:
+            native = call(backend, next(program), work.timeout)
+        except Exception as error:
+            self._broken(work, error, engine)
+            return
+
+        def finish() -> None:
+            try:
+                native.wait(timedelta(seconds=work.timeout + _ENGINE_MARGIN))
+                source = native._source_rank() if work.op.peer is None else work.op.peer
+                next(program, None)
+                work.finish(source_rank=source)
+            except Exception as error:
+                if not work.is_completed():
+                    self._broken(work, error, engine)
+
+        if engine.stream_ordered:
+            native.wait()
+            next(program, None)
+            work.watch_stream(self._reaper)
+        else:
+            threading.Thread(target=finish, name=f"gradwire-p2p-{self.name}-{self.rank}", daemon=True).start()
+
+    # -- failures ------------------------------------------------------------------------------------------------------
+
+    def _broken(self, work: C10dWork, error: BaseException, engine: Engine) -> None:
+        """The engine failed: so does the operation, and with it the group, whose ranks are no longer in step."""
+        if isinstance(error, UsageError):
+            work.fail(error)
+            return
+        if isinstance(self.failure, PeerLost) or work.is_completed():
+            work.fail(self.failure or error)
+            return
+        translated = translate(error, work, engine.name, self._roll)
+        work.fail(translated)
+        if isinstance(translated, GroupError):
+            self.fail(translated)
+
+    def fail(self, error: BaseException) -> None:
+        """Fail here, and tell the other ranks."""
+        super().fail(error)
+        if self._roll is not None and isinstance(error, PeerLost):
+            self._roll.bury(
+                error.rank, f"rank {self.rank} has lost it" if error.rank is None else f"rank {error.rank} is lost"
+            )
+        elif self._roll is not None and isinstance(error, GroupAborted):
+            self._roll.bury(None, f"rank {self.rank} aborted: {error.reason}")
+
+    def _tick(self) -> None:
+        """In the watchdog's thread: publish this rank's progress, and look into what has been in flight for long."""
+        for work in list(self.ledger.pending.values()):
+            if isinstance(work, C10dWork):
+                work.look()
+        roll = self._roll
+        if roll is None or self.closed:
+            return
+        roll.joined = self._joined
+        roll.publish()
+        now = time.perf_counter()
+        old = [work for work in list(self.ledger.pending.values()) if now - work.started > _SUSPICIOUS_AGE]
+        if not old or self.failure is not None:
+            return
+        roll.refresh()
+        error = self._bad_news(roll, old)
+        if error is not None:
+            self.fail(error)
+
+    def _bad_news(self, roll: RollCall, old: Sequence[Work]) -> GroupError | None:
+        first = next(iter(old))
+        where = f"{first.op} (operation #{first.seq} of {self.name}) on rank {self.rank} of {self.size}"
+        rank, why = roll.dead(), "its process has died"
+        if rank is None and roll.obituary is not None:
+            rank, why = roll.obituary
+            if rank is None:
+                return GroupAborted(f"{where}: the group was aborted: {why}", reason=why)
+        place = max((work.place for work in old if isinstance(work, C10dWork)), default=0)
+        if rank is None:
+            rank = roll.left_before(place)
+            why = "it has left the group"
+        if rank is None:
+            return None
+        message = f"{where}: rank {rank} is lost: {why}. Look at its output for the cause; this group cannot be used any more."
+        return PeerLost(message, rank=rank, op=first.op.signature)
+
+    def attendance(self, work: Work) -> Attendance | None:
+        """Who has joined, as of the last roll call."""
+        if self._roll is None:
+            return None
+        if work.op.kind.is_p2p:
+            return None if work.op.peer is None else Attendance((self.rank,), (work.op.peer,))
+        place = work.place if isinstance(work, C10dWork) else 0
+        joined = tuple(r for r, m in self._roll.members.items() if r == self.rank or m.joined >= place)
+        return Attendance(joined, tuple(r for r in range(self.size) if r not in joined))
+
+    # -- members and life ----------------------------------------------------------------------------------------------
+
+    def _backend(self, device: torch.device) -> tuple[Any, Engine]:
+        """The back end for this device, and what is known about it."""
+        known = self._backends.get(device.type)
+        if known is None:
+            in_python = type(self.pg).__init__ is not dist.ProcessGroup.__init__ and isinstance(
+                self.pg, dist.ProcessGroup
+            )
+            backend = self.pg
+            if isinstance(self.pg, dist.ProcessGroup) and not in_python:
+                backend = self.pg._get_backend(device)
+            known = self._backends[device.type] = (backend, engine_of(_name_of(backend), in_python=in_python))
+        return known
+
+    def subgroup(self, ranks: list[int], *, name: str) -> Group:
+        """A group over an engine of its own, of the same kind."""
+        in_group_rank = ranks.index(self.rank)
+        backend, engine = self._backend(torch.device("cpu"))
+        if engine.name == "gloo" and self._store is not None:
+            store = PrefixStore(name, self._store)
+            return C10dGroup.gloo(store, in_group_rank, len(ranks), timeout=self.timeout, name=name)
+        if not hasattr(backend, "split_group"):
+            raise UsageError(
+                f"{self}: its engine, {engine.name}, cannot be split. Make the process group with dist.new_group."
+            )
+        part = backend.split_group(ranks, timedelta(seconds=self.timeout), None, name, None)
+        return C10dGroup(part, name=name, timeout=self.timeout)
+
+    def _release(self) -> None:
+        if self._roll is not None:
+            self._roll.joined = self._joined
+            self._roll.leave("closed" if self.failure is None else f"failed: {type(self.failure).__name__}")
+        self._threads_finalizer()
+        self._backends.clear()
+        if self._owned:
+            self._end_engine()
+
+    def _end_engine(self) -> None:
+        """Let go of the engine; its destructor waits for its threads, so it runs in a thread that may be left behind."""
+        engines, self._owned, self.pg = self._owned, [], None
+        undertaker = threading.Thread(target=engines.clear, name=f"gradwire-end-{self.name}-{self.rank}", daemon=True)
+        undertaker.start()
+        undertaker.join(timeout=5)
+
+
+def _weak_tick(group: C10dGroup) -> Any:
+    weak = weakref.WeakMethod(group._tick)
+
+    def tick() -> None:
+        method = weak()
+        if method is not None:
+            method()
+
+    return tick
+
+
+def _stop_threads(reaper: Reaper, lane: Lane) -> None:
+    lane.stop(timeout=2.0)
+    reaper.stop(timeout=2.0)
+
+
+def _name_of(pg: Any) -> str:
+    name = pg.name() if callable(getattr(pg, "name", None)) else getattr(pg, "name", "")
+    return str(name) or type(pg).__name__
+
+
+def _store_of(pg: Any) -> Any:
+    try:
+        return pg.get_group_store()
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _make_gloo(store: Any, rank: int, size: int, timeout: float) -> Any:
+    return ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout + _ENGINE_MARGIN))

@@ -1,0 +1,184 @@
+"""The roll call: what ranks in different processes know of each other beside the data, over the rendezvous store.
+
+Engines tell little: gloo's "connection closed by peer" names no rank, and a time-out names nobody. So every rank writes into
+the store who it is (host, process), how many collectives it has joined, and how it left; and reads the others' entries when
+an operation has been in flight for a while. Nothing is written or read for operations that finish at once.
+
+Note [Dead, or only silent]
+A rank is called dead only on proof: its process, on this host, is gone or a zombie, or it wrote that it left, or another
+rank wrote its obituary. Silence is no proof: a rank that computes, or is stopped in a debugger, is silent too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+_STORE_PATIENCE = timedelta(seconds=3)
+_GIVE_UP_AFTER = 3
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def host_identity() -> str:
+    """The same for two processes exactly when one can see the other by its process number."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    return f"{socket.gethostname()} {_read('/proc/sys/kernel/random/boot_id').strip()} {namespace}"
+
+
+def process_start(pid: int) -> str | None:
+    """When the process started, in the kernel's ticks; "" where that cannot be known, None if it is dead or a zombie."""
+    if not os.path.isdir("/proc/self"):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        except PermissionError:
+            pass
+        return ""
+    after_name = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return None if not after_name or after_name[0] in "ZX" else after_name[19]
+
+
+@dataclass(slots=True)
+class Member:
+    """What is known of one rank."""
+
+    host: str = ""
+    pid: int = 0
+    start: str = ""
+    joined: int = 0
+    left: str = ""
+
+    def is_dead(self, here: str) -> bool:
+        """Whether its process, if it is on this host, has ended."""
+        return bool(self.pid) and self.host == here and process_start(self.pid) != self.start
+
+
+class RollCall:
+    """One rank's page in the store, and its view of the others' pages."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        try:
+            store = store.clone()  # a connection of its own: the caller's may be inside a blocking wait
+            store.set_timeout(_STORE_PATIENCE)
+        except (RuntimeError, NotImplementedError):
+            pass  # a HashStore or FileStore has no connection to share
+        self.rank = rank
+        self.size = size
+        self.joined = 0
+        self.members = {r: Member() for r in range(size)}
+        self.obituary: tuple[int | None, str] | None = None
+        self._left = ""
+        self._here = host_identity()
+        self._published: tuple[int, str] | None = None
+        self._failures = 0
+        self._lock = threading.Lock()
+        self._store = store
+        # Groups over one store are made in the same order on every rank, so they have the same number.
+        self._prefix = f"gradwire/{store.add(f'gradwire/{rank}/groups', 1)}"
+        self.publish()
+
+    @property
+    def store_lost(self) -> bool:
+        """Whether the store has stopped answering."""
+        return self._failures >= _GIVE_UP_AFTER
+
+    def publish(self) -> None:
+        """Write this rank's page if it has changed."""
+        page = (self.joined, self._left)
+        if page == self._published:
+            return
+        me = {
+            "host": self._here,
+            "pid": os.getpid(),
+            "start": process_start(os.getpid()),
+            "joined": page[0],
+            "left": page[1],
+        }
+        if self._talk(lambda: self._store.set(f"{self._prefix}/{self.rank}", json.dumps(me))):
+            self._published = page
+
+    def refresh(self) -> None:
+        """Read the others' pages and the obituary, if one was written."""
+        keys = [f"{self._prefix}/{r}" for r in range(self.size)]
+
+        def read() -> None:
+            for r, key in enumerate(keys):
+                if r != self.rank and self._store.check([key]):
+                    self.members[r] = Member(**json.loads(self._store.get(key)))
+            if self._store.check([f"{self._prefix}/obituary"]):
+                rank, reason = json.loads(self._store.get(f"{self._prefix}/obituary"))
+                self.obituary = (rank, reason)
+
+        self._talk(read)
+
+    def bury(self, rank: int | None, reason: str) -> None:
+        """Tell everybody that `rank` is lost, or, if it is None, that the group is."""
+        if self.obituary is None:
+            self.obituary = (rank, reason)
+            self._talk(lambda: self._store.set(f"{self._prefix}/obituary", json.dumps([rank, reason])))
+
+    def _talk(self, exchange: Callable[[], Any]) -> bool:
+        if self.store_lost:
+            return False
+        with self._lock:
+            try:
+                exchange()
+            except (RuntimeError, ValueError):  # c10d's store errors are RuntimeErrors; a torn page is a ValueError
+                self._failures += 1
+                return False
+            self._failures = 0
+        return True
+
+    def leave(self, how: str) -> None:
+        """Write that this rank has left, and `how`."""
+        self._left = how
+        self.publish()
+
+    def dead(self) -> int | None:
+        """A rank whose process on this host has ended without leaving."""
+        for rank, member in self.members.items():
+            if rank != self.rank and not member.left and member.is_dead(self._here):
+                return rank
+        return None
+
+    def left_before(self, joined: int) -> int | None:
+        """A rank that left before it had joined `joined` collectives."""
+        for rank, member in self.members.items():
+            if rank != self.rank and member.left and member.joined < joined:
+                return rank
+        return None
+
+    def find_culprit(self, joined: int, patience: float = 1.0) -> tuple[int | None, str]:
+        """Who is to blame for a broken connection: looks for at most `patience` seconds."""
+        deadline = time.monotonic() + patience
+        while True:
+            self.refresh()
+            dead = self.dead()
+            if dead is not None:
+                return dead, f"rank {dead} (process {self.members[dead].pid}) has died"
+            if self.obituary is not None:
+                return self.obituary
+            gone = self.left_before(joined)
+            if gone is not None:
+                return gone, f"rank {gone} has left ({self.members[gone].left})"
+            if time.monotonic() >= deadline or self.store_lost:
+                return None, "a peer has died or closed its connections; which one is not known"
+            time.sleep(0.02)

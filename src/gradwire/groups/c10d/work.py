@@ -1,0 +1,168 @@
+"""A Work over c10d's Work, and the thread that notices when those are over.
+
+Note [Who notices that the engine is done]
+The caller, if it waits: it waits inside the engine and settles the Work itself, so a synchronous operation wakes no other
+thread. The reaper's thread, if somebody wants to be told at once: a future, a done-callback, a completion hook, a listener.
+The watchdog's tick otherwise, which is soon enough for a Work that was dropped.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from gradwire.collectives import Collective
+from gradwire.groups.ledger import Ledger
+from gradwire.groups.work import Work
+
+_SLICE = 0.1
+
+
+def wait_slice(native: Any, limit: float = _SLICE) -> bool:
+    """Wait a moment for c10d's Work: True if it is over and well, False if it still runs; raises if it failed.
+
+    Note [Waiting in slices]
+    A wait that times out raises, leaves the operation running, and looks like a failure; so after one, completion is
+    asked for, and a completed Work waited on once more says at once which it was. Slices let a thread see that its owner
+    is closing: a thread that sits inside the engine when the interpreter ends may take the process down with it.
+    """
+    try:
+        native.wait(timedelta(seconds=max(limit, 0.002)))  # c10d rounds to milliseconds, and 0 would mean "for ever"
+    except RuntimeError:
+        if not native.is_completed():
+            return False
+        native.wait()
+    return True
+
+
+class C10dWork(Work):
+    """A Work whose engine can be waited on: by the caller itself, or by the reaper if nobody does."""
+
+    def __init__(self, op: Collective, ledger: Ledger, *, seq: int, timeout: float) -> None:
+        super().__init__(op, ledger, seq=seq, timeout=timeout)
+        self.place = 0
+        self._native: Any = None
+        self._event: torch.cuda.Event | None = None
+        self._on_error: Callable[[BaseException], None] = lambda error: None
+        self._reaper: Reaper | None = None
+        self._attended = False
+
+    def watch(self, native: Any, on_error: Callable[[BaseException], None], reaper: Reaper) -> None:
+        """From now on `native` tells how it goes."""
+        self._on_error = on_error
+        self._reaper = reaper
+        self._native = native
+        self._attend_if_wanted()
+
+    def watch_stream(self, reaper: Reaper) -> None:
+        """From now on the current CUDA stream tells: the result is there when it has come this far."""
+        self._reaper = reaper
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(self.op.device))
+        self._attend_if_wanted()
+
+    def _attend_if_wanted(self) -> None:
+        wanted = self._future is not None or self._callbacks or self.ledger.hooks or self.ledger.events
+        if wanted and self._reaper is not None and not self._attended and not self._settled:
+            self._attended = True
+            self._reaper.put(self)
+
+    def add_done_callback(self, fn: Callable[[Work], None]) -> None:
+        """As in Work; the reaper sees to it that it is called promptly."""
+        super().add_done_callback(fn)
+        self._attend_if_wanted()
+
+    def is_completed(self) -> bool:
+        """Whether it is over, well or badly."""
+        return self._settled or self.look()
+
+    def is_success(self) -> bool:
+        """Whether it is over and the outputs hold the result."""
+        return self.is_completed() and self._error is None
+
+    def look(self) -> bool:
+        """Settle if the engine is done, without waiting. True once settled."""
+        native = self._native
+        if self._event is not None or (native is not None and native.is_completed()):
+            return self.poll(_SLICE)
+        return self._settled
+
+    def poll(self, limit: float) -> bool:
+        """Wait a moment; settle if the engine is done. True once settled."""
+        native, event = self._native, self._event
+        if self._settled:
+            return True
+        try:
+            if event is not None:
+                if not event.query():
+                    return False
+            elif native is None or not wait_slice(native, limit):
+                return self._settled
+        except Exception as error:
+            self._native = None
+            self._on_error(error)
+            return True
+        self._native = None
+        self.finish()
+        return True
+
+    def _block(self, limit: float) -> bool:
+        if self._event is not None:
+            torch.cuda.current_stream(self.op.device).wait_event(self._event)
+            return True
+        deadline = time.perf_counter() + limit
+        while self._native is not None and (left := deadline - time.perf_counter()) > 0:
+            if self.poll(min(left, _SLICE)):
+                break
+        return super()._block(max(0.0, deadline - time.perf_counter()))
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """On a stream-ordered engine it is fulfilled at once and carries the stream's order, as NCCL's own is."""
+        future = super().get_future()
+        self._attend_if_wanted()
+        if self._event is not None and not future.done():
+            torch.cuda.current_stream(self.op.device).wait_event(self._event)
+            future.set_result(list(self.op.outputs))
+        return future
+
+    def _fulfil(self, future: torch.futures.Future[Any]) -> None:
+        if not future.done():
+            super()._fulfil(future)
+
+
+class Reaper:
+    """The thread that settles Works nobody waits for. Started with the first; holds no reference to the group."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[C10dWork | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+
+    def put(self, work: C10dWork) -> None:
+        """See to it that `work` is settled when its engine is done. Called in submission order."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"gradwire-reaper-{self._name}", daemon=True)
+            self._thread.start()
+        self._queue.put(work)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            while not self._stopping and not work.poll(_SLICE):
+                if work._event is not None:
+                    time.sleep(0.0005)  # CUDA events can be polled, or waited for without a time-out; polling can end
+            del work
+
+    def stop(self, timeout: float) -> None:
+        """End the thread; what is not settled by then is no longer watched."""
+        self._stopping = True
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            self._queue.put(None)
+            thread.join(timeout)

@@ -1,0 +1,167 @@
+"""Groups around groups. `GroupWrapper` passes operations through; `ProgramWrapper` makes several of one.
+
+A wrapper overrides `submit`, or `program`, and cannot forget the other verbs: they all end there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import Collective
+from gradwire.collectives.lower import Program
+from gradwire.groups.base import Group
+from gradwire.groups.lane import Lane
+from gradwire.groups.ledger import Attendance
+from gradwire.groups.work import Work
+
+
+class _Around(Group):
+    """What all wrappers hand on to the group inside."""
+
+    inner: Group
+
+    def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+        """Memory of the inner group."""
+        return self.inner.allocate(numel, dtype=dtype, device=device)
+
+    def split(self, color: int | None, key: int | None = None) -> Group | None:
+        """Split the inner group and wrap the part in the same way."""
+        part = self.inner.split(color, key)
+        return None if part is None else self.rewrap(part)
+
+    def rewrap(self, inner: Group) -> Group:
+        """The same wrapper around another group: what `split` returns. Override when the constructor takes more."""
+        return type(self)(inner)  # type: ignore[call-arg, arg-type]
+
+
+class GroupWrapper(_Around):
+    """A group around another: override `submit`, inherit the rest. Shares the inner group's ledger and life."""
+
+    def __init__(self, inner: Group) -> None:
+        self.inner = inner
+        self.rank = inner.rank
+        self.size = inner.size
+        self.name = f"{type(self).__name__}({inner.name})"
+        self.timeout = inner.timeout
+        self.ledger = inner.ledger
+
+    @property
+    def failure(self) -> BaseException | None:  # type: ignore[override]
+        """The inner group's."""
+        return self.inner.failure
+
+    @property
+    def closed(self) -> bool:  # type: ignore[override]
+        """The inner group's."""
+        return self.inner.closed
+
+    def submit(self, op: Collective) -> Work:
+        """Hand `op` to the inner group."""
+        return self.inner.submit(op)
+
+    def attendance(self, work: Work) -> Attendance | None:
+        """As the inner group knows it."""
+        return self.inner.attendance(work)
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Abort the inner group, which may know how to tell its peers."""
+        self.inner.abort(reason)
+
+    def fail(self, error: BaseException) -> None:
+        """Fail the inner group."""
+        self.inner.fail(error)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Close the inner group."""
+        self.inner.close(timeout)
+
+
+class ProgramWrapper(_Around):
+    """A group that makes a program of every collective: several operations of the inner group, one after another.
+
+    Programs run on a lane, in submission order, so `submit` never blocks and all ranks' steps come in the same order. The
+    wrapper keeps its own books: hooks and listeners see the caller's operations, not the steps. Sends and receives concern
+    two ranks only; they pass through.
+    """
+
+    def __init__(self, inner: Group) -> None:
+        super().__init__(inner.rank, inner.size, name=f"{type(self).__name__}({inner.name})", timeout=inner.timeout)
+        self.inner = inner
+        self._lane = Lane(f"{self.name}-{self.rank}")
+        self._order = threading.Lock()
+        self._steps: dict[int, Work] = {}
+
+    @abstractmethod
+    def program(self, op: Collective) -> Program:
+        """Yield the inner group's operations that make up `op`; raise to fail it."""
+
+    def check_usable(self, op: Collective) -> None:
+        """Raise if this or the inner group is closed or has failed."""
+        super().check_usable(op)
+        self.inner.check_usable(op)
+
+    def submit(self, op: Collective) -> Work:
+        """Put the operation's program on the lane."""
+        if op.kind.is_p2p:
+            return self._pass_through(op)
+        with self._order:
+            work = self.begin(op)
+            self._lane.put(lambda: self._run(work))
+        return work
+
+    def _pass_through(self, op: Collective) -> Work:
+        work = self.begin(op)
+
+        def settle(inner: Work) -> None:
+            error = inner.exception()
+            if error is None:
+                work.finish(source_rank=inner._source)
+            else:
+                work.fail(error)
+
+        try:
+            self.inner.submit(op).add_done_callback(settle)
+        except Exception as error:
+            work.fail(error)
+        return work
+
+    def _run(self, work: Work) -> None:
+        program = self.program(work.op)
+        work.ledger.started(work, time.perf_counter())
+        try:
+            for step in program:
+                left = work.deadline - time.perf_counter()
+                if work.is_completed() or left <= 0:
+                    return
+                self._steps[work.seq] = inner = self.inner.submit(step.within(left))
+                inner.wait()
+            work.finish()
+        except Exception as error:
+            work.fail(error)
+        finally:
+            program.close()
+            self._steps.pop(work.seq, None)
+
+    def attendance(self, work: Work) -> Attendance | None:
+        """Who has joined the step the operation is at."""
+        step = self._steps.get(work.seq)
+        return None if step is None else self.inner.attendance(step)
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Abort the inner group, and with it what is in flight here."""
+        self.inner.abort(reason)
+        super().abort(reason)
+
+    def fail(self, error: BaseException) -> None:
+        """Fail both."""
+        super().fail(error)
+        self.inner.fail(error)
+
+    def _release(self) -> None:
+        self._lane.stop()
+        self.inner.close()

@@ -1,0 +1,99 @@
+"""Wrappers that watch: `Recording`, `Deadline`, `Latched`. They nest: `Latched(Deadline(group, seconds=30))`."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from gradwire.collectives import Collective, Signature
+from gradwire.errors import GroupAborted, UsageError
+from gradwire.groups.base import Group
+from gradwire.groups.work import Work, WorkInfo
+from gradwire.groups.wrapper import GroupWrapper
+
+
+class Recording(GroupWrapper):
+    """Keeps what was submitted through it and how it ended: the last `limit` of each, oldest first.
+
+    >>> import torch
+    >>> from gradwire.groups import ThreadGroup
+    >>> (group,) = map(Recording, ThreadGroup.world(1))
+    >>> work = group.all_reduce(torch.zeros(3), label="loss")
+    >>> group.submitted
+    [Signature(kind=<Kind.ALL_REDUCE: 'all_reduce'>, shapes=((3,),), dtypes=('float32',), reduce_op=..., label='loss')]
+    >>> group.finished[0].kind, group.finished[0].bytes
+    ('all_reduce', 12)
+    >>> group.close()
+    """
+
+    def __init__(self, inner: Group, *, limit: int = 10_000) -> None:
+        super().__init__(inner)
+        self._limit = limit
+        self._submitted: deque[Signature] = deque(maxlen=limit)
+        self._finished: deque[WorkInfo] = deque(maxlen=limit)
+
+    @property
+    def submitted(self) -> list[Signature]:
+        """What was submitted, in order."""
+        return list(self._submitted)
+
+    @property
+    def finished(self) -> list[WorkInfo]:
+        """What is over, well or badly, in the order in which it ended."""
+        return list(self._finished)
+
+    def submit(self, op: Collective) -> Work:
+        """Note it down and hand it on."""
+        work = self.inner.submit(op)
+        self._submitted.append(op.signature)
+        work.add_done_callback(lambda done: self._finished.append(done.info))
+        return work
+
+    def rewrap(self, inner: Group) -> Group:
+        """A recording of its own."""
+        return Recording(inner, limit=self._limit)
+
+
+class Deadline(GroupWrapper):
+    """Gives every operation at most `seconds`, then fails it with CollectiveTimeout, which names who is missing."""
+
+    def __init__(self, inner: Group, *, seconds: float) -> None:
+        if seconds <= 0:
+            raise UsageError(f"Deadline of {seconds} s around {inner}. It must be more than 0.")
+        super().__init__(inner)
+        self.seconds = seconds
+        self.timeout = min(seconds, inner.timeout)
+
+    def submit(self, op: Collective) -> Work:
+        """Hand it on with its time cut."""
+        return self.inner.submit(op.within(self.seconds))
+
+    def rewrap(self, inner: Group) -> Group:
+        """The same deadline."""
+        return Deadline(inner, seconds=self.seconds)
+
+
+class Latched(GroupWrapper):
+    """After one operation has failed, refuses every later one at once, with the first failure as the cause.
+
+    Ranks that are out of step would otherwise pair operations that do not belong together, or wait for nobody.
+    """
+
+    def __init__(self, inner: Group) -> None:
+        super().__init__(inner)
+        self.first_failure: BaseException | None = None
+
+    def submit(self, op: Collective) -> Work:
+        """Hand it on, unless something has failed before."""
+        if self.first_failure is not None:
+            raise GroupAborted(
+                f"{op} on rank {self.rank} of {self.name}: refused, because an earlier operation failed with "
+                f"{type(self.first_failure).__name__}: {self.first_failure} Make a new group to go on.",
+                reason=str(self.first_failure),
+            ) from self.first_failure
+        work = self.inner.submit(op)
+        work.add_done_callback(self._note)
+        return work
+
+    def _note(self, work: Work) -> None:
+        if self.first_failure is None:
+            self.first_failure = work.exception()
