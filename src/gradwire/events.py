@@ -60,6 +60,56 @@ class CollectiveFailed(CollectiveEvent):
     error: BaseException
 
 
+@dataclass(frozen=True, slots=True)
+class RankEvent(Event):
+    """Something happened in the model on `rank`."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class GradientReady(RankEvent):
+    """A parameter's gradient has been accumulated: the only time that tells a slow rank from one that waits."""
+
+    parameter: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketFull(RankEvent):
+    """All gradients of a bucket are in its buffer."""
+
+    bucket: int
+    parameters: tuple[str, ...]
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLaunched(RankEvent):
+    """The bucket's reduction has begun."""
+
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketReduced(RankEvent):
+    """The averages of a bucket are back in `.grad`."""
+
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardEnded(RankEvent):
+    """The engine has computed every gradient; what follows is waiting for reductions."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnded(RankEvent):
+    """Every gradient of step number `step` is averaged."""
+
+    step: int
+
+
 class Handle:
     """Takes one registration back. Removing twice is a no-op; as a context manager it removes on exit."""
 

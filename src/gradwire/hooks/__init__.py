@@ -1,0 +1,22 @@
+"""Communication hooks: what happens to a bucket on its way to the wire."""
+
+from gradwire.hooks.as_torch import as_torch_hook
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn
+from gradwire.hooks.bucket import BucketSpec, GradBucket
+from gradwire.hooks.combine import chain
+from gradwire.hooks.dense import cast, mean, weighted_mean
+
+__all__ = [
+    "BucketSpec",
+    "CommHook",
+    "GradBucket",
+    "Reduced",
+    "Reduction",
+    "Stage",
+    "Turn",
+    "as_torch_hook",
+    "cast",
+    "chain",
+    "mean",
+    "weighted_mean",
+]

@@ -1,0 +1,74 @@
+"""The communication hook: `CommHook`, what it returns, and what it is told.
+
+A hook's `reduce` is a generator: `yield all_reduce(t)` means "communicate this" and continues when the result is in `t`;
+`yield from inner.reduce(...)` means "compose". No group, no thread and no future is in sight, so one hook runs on simulated
+ranks, on a Group and inside torch's own DDP alike.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from gradwire.collectives import Collective
+from gradwire.hooks.bucket import BucketSpec
+
+
+class Reduced(NamedTuple):
+    """What a reduction gives back."""
+
+    value: Tensor
+    """The averaged gradient, the same bits on every rank."""
+    sent: Tensor
+    """What this rank in effect contributed: `value` is the mean of all ranks' `sent`. Error feedback needs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a hook is told about the reduction it carries out."""
+
+    spec: BucketSpec
+    rank: int
+    world_size: int
+    step: int = 0
+    """How many times this bucket has been reduced before."""
+    donated: bool = False
+    """Whether `grad` may be overwritten and `sent` is not asked for: nobody else needs this bucket."""
+    divisor: int | None = None
+    """How many ranks the average counts, where that is not all: some have run out of inputs and contribute zeros."""
+    weight: float = 1.0
+    """How much this rank's gradient counts, for hooks that weigh: usually its number of samples."""
+
+
+Reduction = Generator[Collective, None, Reduced]
+
+
+class CommHook(ABC):
+    """What happens to a bucket between the model and the wire. Hooks are values: all state comes from `init`."""
+
+    collectives: int | None = None
+    """How many collectives `reduce` yields for a bucket, where that is always the same number."""
+
+    def init(self, spec: BucketSpec) -> Any:
+        """The state for one bucket, before its first reduction. The reducer owns it."""
+        return None
+
+    @abstractmethod
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        """Average `grad`, flat and not to be written, over all ranks."""
+
+    def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
+        """The state as a mapping from parameter name to that parameter's part of it. Empty where there is none."""
+        return {}
+
+    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
+        """The state for `spec` from what `save` gave, possibly for other buckets; parameters not in it start afresh."""
+        return self.init(spec)
+
+
+Stage = Callable[[CommHook], CommHook]
+"""A hook around a hook. `chain` composes them."""

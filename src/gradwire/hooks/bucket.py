@@ -1,0 +1,138 @@
+"""What a communication hook sees of a bucket: `BucketSpec`, pure data, and `GradBucket`, the bucket itself.
+
+`GradBucket` has the methods of torch's class of that name, so hooks written for torch run on it unchanged, and beside them
+the parameters' names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSpec:
+    """Which parameters share a bucket, and where each lies in it. The same on every rank."""
+
+    index: int
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    device: torch.device
+    sparse: bool = False
+
+    @property
+    def numels(self) -> tuple[int, ...]:
+        """Elements of each parameter."""
+        return tuple(torch.Size(shape).numel() for shape in self.shapes)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each parameter begins in the flat buffer."""
+        offsets, position = [], 0
+        for numel in self.numels:
+            offsets.append(position)
+            position += numel
+        return tuple(offsets)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole bucket."""
+        return sum(self.numels)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The parameters' places in `buffer`, each in its parameter's shape and, where it is dense, its strides."""
+        flat = buffer.view(-1)
+        return [
+            _view(flat, offset, numel, shape, stride)
+            for offset, numel, shape, stride in zip(self.offsets, self.numels, self.shapes, self.strides, strict=True)
+        ]
+
+
+def _view(flat: Tensor, offset: int, numel: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+    if _is_dense(shape, stride):
+        return flat.as_strided(shape, stride, flat.storage_offset() + offset)
+    return flat.narrow(0, offset, numel).view(shape)
+
+
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the elements fill their memory without gaps or overlap, in whatever order (channels_last does)."""
+    expected = 1
+    for step, length in sorted((s, n) for s, n in zip(stride, shape, strict=True) if n > 1):
+        if step != expected:
+            return False
+        expected *= length
+    return True
+
+
+class GradBucket:
+    """Gradients on their way, in one flat buffer (of a sparse parameter: the gradient itself)."""
+
+    __slots__ = ("_buffer", "_gradients", "_is_last", "_parameters", "_sparse_indices", "spec")
+
+    def __init__(
+        self,
+        spec: BucketSpec,
+        buffer: Tensor,
+        parameters: Sequence[Tensor],
+        *,
+        is_last: bool,
+        views: list[Tensor] | None = None,
+    ) -> None:
+        self.spec = spec
+        self._buffer = buffer
+        self._parameters = parameters
+        self._is_last = is_last
+        self._gradients = views
+        self._sparse_indices: Tensor | None = None
+
+    def index(self) -> int:
+        """The bucket's number, in launch order; the same on every rank."""
+        return self.spec.index
+
+    def buffer(self) -> Tensor:
+        """The flat buffer, one row of all gradients. It has not been divided by the number of ranks."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Replace the buffer, by one as long; `gradients()` are then views of it."""
+        if not isinstance(buffer, Tensor) or (not buffer.is_sparse and buffer.numel() != self._buffer.numel()):
+            raise UsageError(
+                f"set_buffer on bucket {self.index()}: expected a tensor of {self._buffer.numel()} elements, got "
+                f"{list(buffer.shape) if isinstance(buffer, Tensor) else type(buffer).__name__}."
+            )
+        self._buffer = buffer
+        self._gradients = None
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients in their parameters' shapes: views of the buffer, or, of a sparse parameter, the gradient."""
+        if self._gradients is None:
+            self._gradients = [self._buffer] if self._buffer.is_sparse else self.spec.views(self._buffer)
+        return list(self._gradients)
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters themselves; `parameters()[i]` belongs to `gradients()[i]`."""
+        return list(self._parameters)
+
+    def names(self) -> tuple[str, ...]:
+        """The parameters' full names."""
+        return self.spec.names
+
+    def is_last(self) -> bool:
+        """Whether this is the last bucket launched in this backward."""
+        return self._is_last
+
+    def sparse_grad_indices(self) -> Tensor | None:
+        """The indices of a sparse gradient, or None."""
+        return self._buffer._indices() if self._buffer.is_sparse else self._sparse_indices
+
+    def __repr__(self) -> str:
+        return (
+            f"GradBucket(index={self.index()}, parameters={list(self.spec.names)}, buffer={tuple(self._buffer.shape)})"
+        )

@@ -1,0 +1,119 @@
+"""Dense hooks: every element travels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import ReduceOp, all_reduce
+from gradwire.errors import UsageError
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn
+from gradwire.hooks.bucket import BucketSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Mean(CommHook):
+    """See `mean`."""
+
+    collectives = 1
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        """One all-reduce."""
+        label = f"bucket {turn.spec.index}"
+        value = grad if turn.donated else grad.clone()
+        if turn.divisor is None:
+            yield all_reduce(value, op=ReduceOp.AVG, label=label)
+        else:
+            value.div_(turn.divisor)
+            yield all_reduce(value, op=ReduceOp.SUM, label=label)
+        return Reduced(value, grad)
+
+    def __repr__(self) -> str:
+        return "mean()"
+
+
+def mean() -> CommHook:
+    """The plain average, one all-reduce a bucket. On the wire: the bucket's bytes, as the group's all-reduce moves them."""
+    return Mean()
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedMean(CommHook):
+    """See `weighted_mean`."""
+
+    collectives = 1
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        """One all-reduce of the weighted gradient with the weight behind it."""
+        if turn.weight < 0:
+            raise UsageError(f"weighted_mean on rank {turn.rank}: weight {turn.weight} is negative.")
+        if grad.is_sparse:
+            raise UsageError("weighted_mean: sparse gradients cannot be weighted. Use mean() for their parameters.")
+        value = torch.cat([grad * turn.weight, grad.new_tensor([turn.weight])])
+        yield all_reduce(value, op=ReduceOp.SUM, label=f"bucket {turn.spec.index}")
+        total = value[-1].clone()
+        # All ranks see the same total, so all take the same branch; a step in which nobody has a sample gives zeros.
+        mean = value[:-1].div_(total) if bool(total) else value[:-1].zero_()
+        sent = grad * (turn.weight * turn.world_size / total) if bool(total) else torch.zeros_like(grad)
+        return Reduced(mean, sent)
+
+    def __repr__(self) -> str:
+        return "weighted_mean()"
+
+
+def weighted_mean() -> CommHook:
+    """The average in which each rank counts by its weight, for ranks with batches of different size.
+
+    Set the weight before backward: `model.set_weight(len(batch))`. With a loss averaged over the batch, the result is the
+    gradient of the loss averaged over all samples of all ranks. On the wire: the bucket's bytes and one element.
+    """
+    return WeightedMean()
+
+
+@dataclass(frozen=True, slots=True)
+class Cast(CommHook):
+    """See `cast`."""
+
+    inner: CommHook
+    dtype: torch.dtype
+
+    @property
+    def collectives(self) -> int | None:  # type: ignore[override]
+        """As many as the hook inside."""
+        return self.inner.collectives
+
+    def init(self, spec: BucketSpec) -> Any:
+        """The inner hook's state, for a bucket of the narrow dtype."""
+        return self.inner.init(self._narrow(spec))
+
+    def _narrow(self, spec: BucketSpec) -> BucketSpec:
+        return replace(spec, dtype=self.dtype)
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        """Convert, reduce, convert back."""
+        narrow = grad.to(self.dtype)
+        inner_turn = replace(turn, spec=self._narrow(turn.spec))
+        value, sent = yield from self.inner.reduce(narrow, state, inner_turn)
+        return Reduced(value.to(grad.dtype), sent.to(grad.dtype))
+
+    def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
+        """The inner hook's."""
+        return self.inner.save(state, self._narrow(spec))
+
+    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
+        """The inner hook's."""
+        return self.inner.load(saved, self._narrow(spec))
+
+    def __repr__(self) -> str:
+        return f"cast({self.dtype}) > {self.inner!r}"
+
+
+def cast(dtype: torch.dtype) -> Stage:
+    """Reduce in `dtype`, such as torch.bfloat16, and convert back. On the wire: itemsize(dtype) / itemsize(grad) of it."""
+    if not dtype.is_floating_point:
+        raise UsageError(f"cast({dtype}): not a floating-point dtype. Use torch.bfloat16 or torch.float16.")
+    return lambda inner: Cast(inner, dtype)

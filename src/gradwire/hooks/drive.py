@@ -1,0 +1,152 @@
+"""Drives a reduction against a Group: the one place where hooks meet communication.
+
+Note [Where a reduction runs]
+On CUDA it runs straight through in the caller's thread under a side stream: a stream-ordered group's `wait` does not block
+the host, so the whole hook is enqueued while backward goes on. On the CPU a hook of one collective is submitted at once and
+finished by whoever waits for it; a hook of several runs on the group's lane, one bucket after another, so that all ranks
+submit their collectives in the same order whatever the timing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import Collective
+from gradwire.errors import CollectiveTimeout, HookError
+from gradwire.groups.base import Group
+from gradwire.groups.lane import Lane
+from gradwire.groups.work import Work
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
+
+
+class Pending(Protocol):
+    """A reduction under way."""
+
+    def wait(self) -> Tensor:
+        """The averaged gradient, flat; raises what went wrong."""
+
+
+def run(reduction: Reduction, submit: Callable[[Collective], Work]) -> Reduced:
+    """Advance to the end, waiting for each collective."""
+    try:
+        op = next(reduction)
+        while True:
+            try:
+                submit(op).wait()
+            except BaseException as error:
+                op = reduction.throw(error)
+            else:
+                op = next(reduction)
+    except StopIteration as stop:
+        if not isinstance(stop.value, Reduced):
+            raise HookError(
+                f"a communication hook's reduce() returned {type(stop.value).__name__}, not Reduced(value, sent)."
+            ) from None
+        return stop.value
+
+
+class Driver:
+    """Launches reductions of one group, in bucket order."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._lane = Lane(f"reductions-{group.name}-{group.rank}")
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def launch(self, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Pending:
+        """Start reducing `grad`; never waits for another rank, except on groups that block in `submit`."""
+        if grad.device.type == "cuda":
+            return self._launch_on_stream(hook, grad, state, turn)
+        reduction = hook.reduce(grad, state, turn)
+        if hook.collectives == 1:
+            return _Single(reduction, self.group)
+        return _OnLane(reduction, self.group, self._lane, turn)
+
+    def _launch_on_stream(self, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Pending:
+        device = grad.device
+        side = self._streams.get(device)
+        if side is None:
+            side = self._streams[device] = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            # The allocator must not hand the bucket's memory out again before the side stream is done with it.
+            grad.record_stream(side)
+            value = run(hook.reduce(grad, state, turn), self.group.submit).value
+            event = torch.cuda.Event()
+            event.record(side)
+        return _OnStream(value, event)
+
+    def close(self) -> None:
+        """End the lane."""
+        self._lane.stop()
+
+
+class _Single:
+    """One collective, submitted at once; what follows it runs in the waiter's thread."""
+
+    def __init__(self, reduction: Reduction, group: Group) -> None:
+        self._reduction = reduction
+        self._work = group.submit(next(reduction))
+
+    def wait(self) -> Tensor:
+        def no_more(op: Collective) -> Work:
+            raise HookError(f"a hook that says collectives = 1 yielded a second one, {op}.")
+
+        self._work.wait()
+        return run(self._reduction, no_more).value
+
+
+class _OnLane:
+    """Several collectives, on the lane."""
+
+    def __init__(self, reduction: Reduction, group: Group, lane: Lane, turn: Turn) -> None:
+        self._done = threading.Event()
+        self._value: Tensor | None = None
+        self._error: BaseException | None = None
+        self._group = group
+        self._turn = turn
+        self._started = time.perf_counter()
+
+        def job() -> None:
+            try:
+                with torch.no_grad():
+                    self._value = run(reduction, group.submit).value
+            except BaseException as error:
+                self._error = error
+            finally:
+                self._done.set()
+
+        lane.put(job)
+
+    def wait(self) -> Tensor:
+        # The steps have deadlines of their own; this one only guards against a hook that computes for ever.
+        limit = 10 * self._group.timeout
+        if not self._done.wait(limit):
+            raise CollectiveTimeout(
+                f"reduction of bucket {self._turn.spec.index} on rank {self._turn.rank}: the hook has not finished after "
+                f"{time.perf_counter() - self._started:.3g} s."
+            )
+        if self._error is not None:
+            raise self._error
+        assert self._value is not None
+        return self._value
+
+
+class _OnStream:
+    """Everything enqueued on a side stream."""
+
+    def __init__(self, value: Tensor, event: torch.cuda.Event) -> None:
+        self._value = value
+        self._event = event
+
+    def wait(self) -> Tensor:
+        stream = torch.cuda.current_stream(self._value.device)
+        stream.wait_event(self._event)
+        self._value.record_stream(stream)
+        return self._value

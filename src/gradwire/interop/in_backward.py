@@ -1,0 +1,51 @@
+"""Optimizers that step inside backward, as torch arranges them: `_apply_optimizer_in_backward` and fused optimizers.
+
+torch ships both as communication hooks that lean on the model's reducer; they run unchanged on ours.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+from gradwire.errors import UsageError
+
+
+class NoOverlap(UsageError, RuntimeError):
+    """An optimizer that cannot step inside backward."""
+
+
+def optimizer_in_backward_hook(ddp: Any) -> None:
+    """If parameters carry optimizers of their own, step each when its bucket has been reduced, and not before."""
+    parameters = [p for p in ddp._module_parameters if hasattr(p, "_in_backward_optimizers")]
+    if not parameters:
+        return
+    from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import _apply_optim_in_backward_hook
+    from torch.distributed.optim import apply_optimizer_in_backward
+
+    # They were registered to step as soon as a gradient is there; now they wait for its average.
+    handles = apply_optimizer_in_backward.param_to_optim_hook_handle_map
+    for parameter in ddp._module_parameters:
+        for handle in handles.get(parameter, []):
+            handle.remove()
+    hook = _apply_optim_in_backward_hook(gradient_is_bucket_view=ddp.gradient_as_bucket_view)
+    ddp.register_comm_hook(weakref.ref(ddp), hook)
+    ddp.reducer._set_optimizer_in_backward()
+
+
+def register_fused_optimizer(ddp: Any, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+    """Run a functional form of `optim` on each parameter right after its reduction."""
+    from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
+
+    overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)
+    try:
+        overlapped.register_ddp(ddp)
+    except NotImplementedError as error:
+        raise NoOverlap(f"{optim} does not support overlapped DDP.") from error
+
+
+def env_debug_level() -> str:
+    """torch's debug level by name."""
+    return str(dist.get_debug_level()).rpartition(".")[2]

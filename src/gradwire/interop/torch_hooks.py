@@ -1,0 +1,142 @@
+"""Communication hooks written for torch, `hook(state, bucket) -> Future`, checked and run on our buckets.
+
+The seeds' rules (python_comm_hook.cpp) with the holes closed: a result is looked at before it touches a gradient, and every
+error names the hook, the bucket, its parameters, the rank and what came back.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket as TorchGradBucket
+
+from gradwire.errors import CollectiveTimeout, HookError, UsageError, UsageTypeError
+from gradwire.groups.completion import name_of
+from gradwire.hooks.bucket import GradBucket
+
+TorchHook = Callable[[Any, Any], torch.futures.Future[Tensor]]
+
+
+class HookAnnotationError(UsageError):
+    """A hook's annotations contradict the interface. A ValueError, as in torch."""
+
+
+def check_torch_hook(hook: Any) -> None:
+    """Raise unless `hook` can be called with a state and a bucket. Any callable will do, with any parameter names."""
+    if not callable(hook):
+        raise UsageTypeError(
+            f"Communication hook must be callable. Got {type(hook).__name__}: {hook!r}. "
+            "Pass a function hook(state, bucket) that returns a torch.futures.Future."
+        )
+    try:
+        signature = inspect.signature(hook)
+    except (TypeError, ValueError):
+        return  # a callable in C has no signature; it will be checked by what it returns
+    positional = [
+        p
+        for p in signature.parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    named = signature.parameters.get("bucket") or (positional[1] if len(positional) > 1 else None)
+    annotation = inspect.Parameter.empty if named is None else named.annotation
+    if annotation not in (inspect.Parameter.empty, TorchGradBucket, GradBucket, Any) and not (
+        isinstance(annotation, str) and annotation.rpartition(".")[2] == "GradBucket"
+    ):
+        raise HookAnnotationError(
+            f"Communication hook: bucket annotation should be dist.GradBucket. {name_of(hook)!r} says {annotation!r}."
+        )
+    returns = signature.return_annotation
+    allowed = (inspect.Signature.empty, torch.futures.Future[torch.Tensor], torch.futures.Future, Any)
+    if returns not in allowed and not (isinstance(returns, str) and "Future" in returns):
+        raise HookAnnotationError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. "
+            f"{name_of(hook)!r} says {returns!r}."
+        )
+
+
+class TorchHookRun:
+    """One call of a torch-style hook, under way."""
+
+    def __init__(self, hook: TorchHook, state: Any, bucket: GradBucket, *, rank: int, timeout: float) -> None:
+        self._bucket = bucket
+        self._where = (
+            f"communication hook {name_of(hook)!r} on bucket {bucket.index()} "
+            f"(parameters {_listed(bucket.names())}), rank {rank}"
+        )
+        self._hook_name = name_of(hook)
+        self._timeout = timeout
+        self._dtype = bucket.buffer().dtype
+        self._numel = bucket.buffer().numel()
+        self._device = bucket.buffer().device
+        self._sparse = bucket.buffer().is_sparse
+        try:
+            future = hook(state, bucket)
+        except Exception as error:
+            error.add_note(f"raised by {self._where}")
+            raise
+        if not isinstance(future, torch._C.Future):  # torch.futures.Future, and what c10d's Works hand out
+            kind = type(future)
+            raise HookError(
+                f"{self._where}: DDP communication hook's callback must return a torch.futures.Future object, but got "
+                f"{kind.__module__}.{kind.__qualname__}. Wrap the result: fut = torch.futures.Future(); fut.set_result(t).",
+                hook=self._hook_name,
+            )
+        self._future = future
+
+    def wait(self) -> Tensor:
+        """The checked result."""
+        self._await()
+        try:
+            value = self._future.wait()
+        except Exception as error:
+            error.add_note(f"raised in the Future of {self._where}")
+            raise
+        return self._check(value)
+
+    def _await(self) -> None:
+        """Until the Future is done; its own wait knows no time-out."""
+        if self._future.done():
+            return
+        done = threading.Event()
+        self._future.add_done_callback(lambda _: done.set())
+        started = time.perf_counter()
+        if not done.wait(self._timeout):
+            raise CollectiveTimeout(
+                f"{self._where}: its Future was not completed after {time.perf_counter() - started:.3g} s. Complete it with "
+                "set_result or set_exception on every path, or raise the group's time-out."
+            )
+
+    def _check(self, value: Any) -> Tensor:
+        if not isinstance(value, Tensor):
+            raise self._bad(f"a Future of {_kind(value)}", "a Future of one tensor")
+        if value.is_sparse or self._sparse:
+            if value.is_sparse != self._sparse:
+                raise self._bad(f"a {value.layout} tensor", "one of the bucket's layout")
+        elif value.numel() != self._numel:
+            raise self._bad(f"a tensor of {value.numel()} elements", f"one of {self._numel}, as long as the bucket")
+        if value.device.type != self._device.type:
+            raise self._bad(f"a tensor on {value.device}", f"one on {self._device}")
+        # A hook that put a buffer of another dtype into the bucket asked for the conversion back.
+        if value.dtype != self._dtype and value.dtype != self._bucket.buffer().dtype:
+            raise self._bad(
+                f"a {value.dtype} tensor", f"one of {self._dtype}, or bucket.set_buffer() with that dtype first"
+            )
+        return value
+
+    def _bad(self, got: str, expected: str) -> HookError:
+        return HookError(f"{self._where}: returned {got}, expected {expected}.", hook=self._hook_name)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,463 @@
+"""`DistributedDataParallel`: torch's class, torch's constructor, on our replica. Flags become policies at the door.
+
+What is torch's face and nothing else lives in `face.py` (the reducer and logger that torch's own code looks for), `stats.py`
+(logging data), `mixed.py`, `delayed.py` and `uneven.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel.scatter_gather import gather as gather_outputs
+from torch.nn.parallel.scatter_gather import scatter_kwargs
+
+from gradwire.errors import HookError, UsageError
+from gradwire.groups.base import Group
+from gradwire.hooks.base import CommHook
+from gradwire.hooks.combine import chain
+from gradwire.hooks.dense import cast, mean
+from gradwire.interop import as_process_group, from_process_group
+from gradwire.interop.defaults import default_process_group, is_default, mesh_group
+from gradwire.interop.in_backward import optimizer_in_backward_hook
+from gradwire.interop.join import Joinable, notify
+from gradwire.interop.torch_hooks import check_torch_hook
+from gradwire.parallel.bufferhook import BufferHook
+from gradwire.parallel.delayed import Delayed
+from gradwire.parallel.devices import check_devices, move_to
+from gradwire.parallel.face import Logger, ReducerFace
+from gradwire.parallel.flags import Flags
+from gradwire.parallel.mixed import MixedPrecision
+from gradwire.parallel.replica import Replica
+from gradwire.parallel.uneven import Uneven
+from gradwire.policies import Buffers
+
+
+class OnlyOnce(HookError):
+    """A second hook was registered where torch allows one."""
+
+
+class DistributedDataParallel(nn.Module, Joinable):
+    """A module whose gradients are averaged over all ranks during backward: torch's class of that name.
+
+    `process_group` is a torch process group (the default one if None) or a gradwire Group. All other arguments are torch's.
+    Beyond torch: `set_hook` swaps the communication hook between steps, `set_weight` weighs ranks by their batch, and
+    `register_comm_hook` also takes partials, callable objects and gradwire's own hooks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        super().__init__()
+        Joinable.__init__(self)  # type: ignore[no-untyped-call]
+        if check_reduction:
+            warnings.warn("`check_reduction` is deprecated and does nothing.", FutureWarning, stacklevel=2)
+        flags = Flags(
+            find_unused=find_unused_parameters,
+            static=static_graph,
+            views=gradient_as_bucket_view,
+            broadcast_buffers=broadcast_buffers,
+            forward_sync_buffers=forward_sync_buffers,
+            cap_mb=bucket_cap_mb,
+            cap_mb_list=tuple(bucket_cap_mb_list or ()),
+            skip_unused=skip_all_reduce_unused_params,
+        )
+        self._set_group(process_group, device_mesh)
+        self._flags = flags
+        self.module = module
+        self.dim = dim
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._delayed = Delayed.of(self, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self.device_ids, self.output_device, self.device, self.device_type = check_devices(
+            module, self.parameters_to_ignore, device_ids, output_device
+        )
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.mixed_precision = mixed_precision
+        self.forward_sync_buffers = flags.buffers is Buffers.EVERY_FORWARD
+        self.bucket_bytes_cap = flags.bucket_bytes_cap
+        self.bucket_bytes_cap_list = list(flags.bytes_cap_list)
+        self.broadcast_bucket_size = 250 * 2**20
+        self.require_backward_grad_sync = True
+        self._comm_hooks: list[tuple[Any, Any]] = []
+        self._fused_optimizers_checked = False
+        self._build(init_sync=init_sync)
+        self._mixed = None
+        if mixed_precision is not None:
+            self._mixed = MixedPrecision(module, mixed_precision)
+            self.replica.hook = self._mixed.hook()
+            self.replica.reducer.after_backward.append(self._mixed.widen)
+
+    # -- construction --------------------------------------------------------------------------------------------------
+
+    def _set_group(self, process_group: Any, device_mesh: Any) -> None:
+        if process_group is not None and device_mesh is not None:
+            raise TwoGroups("Cannot specify both process_group and device_mesh arguments.")
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+            process_group = mesh_group(device_mesh)
+        if isinstance(process_group, Group):
+            self.group: Group = process_group
+            self.process_group = as_process_group(process_group)
+        else:
+            self.process_group = default_process_group() if process_group is None else process_group
+            self.group = from_process_group(self.process_group)
+
+    def _build(self, *, init_sync: bool) -> None:
+        self.logger: Logger | None = None
+        if self._delayed is not None and self._delayed.covers(self.module, self.parameters_to_ignore):
+            return
+        self.replica = Replica(
+            self.module,
+            self.group,
+            buckets=self._flags.buckets,
+            graph=self._flags.graph,
+            gradients=self._flags.gradients,
+            buffers=self._flags.buffers,
+            ignore=self.parameters_to_ignore,
+            skip_unused=self._flags.skip_unused,
+            sync_at_start=init_sync,
+        )
+        self.reducer = ReducerFace(self.replica)
+        self.logger = Logger(self)
+        self._uneven = Uneven(self.replica, weakref.ref(self))
+
+    @property
+    def _module_parameters(self) -> list[nn.Parameter]:
+        return [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any] | CommHook) -> None:
+        """Reduce every bucket with `hook(state, bucket)`, a function in torch's form, or with a gradwire hook. Once."""
+        if not isinstance(hook, CommHook):
+            try:
+                check_torch_hook(hook)
+            except UsageError as error:
+                self._log(error)
+                raise
+        if self._comm_hooks:
+            raise OnlyOnce(
+                "register_comm_hook or register_builtin_comm_hook can only be called once. Nothing was changed; "
+                "set_hook swaps gradwire hooks between steps."
+            )
+        self._comm_hooks.append((hook, state))
+        if isinstance(hook, CommHook):
+            self.replica.hook = hook
+        else:
+            self.replica.torch_hook = (hook, state)
+
+    def _log(self, error: Exception) -> None:
+        if self.logger is not None:
+            self.logger.set_error_and_log(f"{type(error).__name__}: {error}")
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """torch's two built-in hooks, by our own."""
+        builtin = {"ALLREDUCE": mean(), "FP16_COMPRESS": chain(cast(torch.float16), mean())}
+        name = str(comm_hook_type).rpartition(".")[2]
+        if name not in builtin:
+            raise UsageError(f"built-in hook {comm_hook_type}: not known. There are {', '.join(builtin)}.")
+        self.register_comm_hook(comm_hook_type, builtin[name])
+
+    def set_hook(self, hook: CommHook) -> None:
+        """Use another gradwire hook from the next step on; every rank calls it after the same step with an equal hook."""
+        self.replica.set_hook(hook)
+        self._comm_hooks = [(hook, None)]
+
+    def set_weight(self, weight: float) -> None:
+        """How much this rank's gradient counts under `hooks.weighted_mean()`: usually the number of samples in its batch."""
+        self.replica.weight = float(weight)
+
+    def _register_buffer_comm_hook(self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = None) -> None:
+        """Synchronise buffers with `hook(state, {name: buffer})` instead of a broadcast from rank 0."""
+        self.buffer_hook = BufferHook(hook, state, comm_hook_location)
+
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        from gradwire.interop.in_backward import register_fused_optimizer
+
+        register_fused_optimizer(self, optim, *args, optim_params=optim_params, **kwargs)
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward, between what the replica does before and after."""
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+            if self._delayed is not None and self.logger is None:
+                return self._delayed.after_forward(self.module(*inputs, **kwargs))
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            output = self.module(*inputs, **kwargs)
+            return self._post_forward(output)
+
+    @torch.compiler.disable
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        replica = self.replica
+        replica.sync = self.require_backward_grad_sync
+        if not self._fused_optimizers_checked:
+            self._fused_optimizers_checked = True
+            optimizer_in_backward_hook(self)
+        if torch.is_grad_enabled() and replica.sync and self.logger is not None:
+            self.logger.forward_begins()
+        self._uneven.before_forward(notify(self))
+        replica.rebuild()
+        self._sync_buffers(BufferHook.BEFORE)
+        if self._join_config.enable:
+            self._uneven.announce_sync(replica.sync)
+        if self.device_ids:
+            inputs, kwargs = move_to(inputs, kwargs, torch.device(self.device_type, self.device_ids[0]))
+        if self._mixed is not None:
+            self._mixed.narrow()
+            inputs, kwargs = self._mixed.cast(inputs), self._mixed.cast(kwargs)
+        return inputs, kwargs
+
+    @torch.compiler.disable
+    def _post_forward(self, output: Any) -> Any:
+        self._sync_buffers(BufferHook.AFTER)
+        output = self.replica.after_forward(output)
+        if self.logger is not None:
+            self.logger.forward_ends()
+        return output if self._delayed is None else self._delayed.after_forward(output)
+
+    def _sync_buffers(self, place: str) -> None:
+        if not self.will_sync_module_buffers():
+            return
+        hook: BufferHook | None = getattr(self, "buffer_hook", None)
+        if (hook.place if hook is not None else BufferHook.BEFORE) != place:
+            return
+        src = self._uneven.common_rank(True) if self._join_config.enable else 0
+        if hook is None:
+            self.replica.sync_buffers(src)
+        else:
+            hook.run(self.replica)
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether this forward makes buffers equal."""
+        return self.replica.sync_buffers_next and self.forward_sync_buffers and bool(self.replica.named_buffers())
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients without averaging; the first step outside averages what has accumulated."""
+        return _NoSync(self)
+
+    # -- uneven inputs ---------------------------------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[Any]:
+        """Train with a different number of inputs on each rank: a rank that has run out shadows the others' collectives."""
+        return self._uneven.context(self, divide_by_initial_world_size, enable, throw_on_early_termination)
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """What torch's Join runs on this model."""
+        return self._uneven.hook(divide=kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where Join's flags live."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """Where Join's flags travel."""
+        return self.process_group
+
+    # -- the rest of torch's face ----------------------------------------------------------------------------------------
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether buffers are made equal before every forward."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """The buffers that are synchronised."""
+        return list(self.replica.named_buffers().values())
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """The same by name."""
+        return self.replica.named_buffers()
+
+    @property
+    def _distributed_rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        return self.replica.reducer.rebuilt
+
+    @property
+    def _authoritative_rank(self) -> int:
+        return self._uneven.authoritative_rank
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        """As in torch.nn.DataParallel."""
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
+        """Inputs moved to the device."""
+        moved, moved_kwargs = move_to(inputs, kwargs, torch.device(self.device_type, device_id))
+        return (moved,), (moved_kwargs,)
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        """As in torch.nn.DataParallel."""
+        return gather_outputs(outputs, output_device, dim=self.dim)
+
+    def train(self, mode: bool = True) -> DistributedDataParallel:
+        """As in nn.Module."""
+        super().train(mode)
+        return self
+
+    def _default_broadcast_coalesced(
+        self, bufs: Any = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        from gradwire.parallel.broadcast import broadcast_coalesced
+
+        tensors = self.modules_buffers if bufs is None else bufs
+        size = self.broadcast_bucket_size if bucket_size is None else bucket_size
+        broadcast_coalesced(self.group, tensors, buffer_size=size, src=authoritative_rank)
+
+    def _set_static_graph(self) -> None:
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+            return
+        if self.replica.reducer.steps:
+            error = TooLate(
+                "set_static_graph() should be called before training loop starts, and after the model was built."
+            )
+            self._log(error)
+            raise error
+        self.static_graph = True
+        self.replica.become_static()
+        if self.find_unused_parameters:
+            warnings.warn(
+                "find_unused_parameters has no effect with a static graph, which finds them itself.", stacklevel=2
+            )
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            raise UsageError("DDP runtime logging sample rate should be equal or greater than 1")
+        assert self.logger is not None
+        self.logger.stats.sample_rate = sample_rate
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """What the model was built with and how its steps went, under torch's names."""
+        assert self.logger is not None
+        return self.logger.data()
+
+    def _remove_autograd_hooks(self) -> None:
+        self.replica.detach()
+
+    def _check_reducer_finalized(self) -> None:
+        self.replica.check_finished()
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        self.replica.sink_clones = val
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        self._set_group(new_process_group, None)
+        self.replica.move_to_group(self.group)
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
+        """Leave these parameters and buffers, by full name, to the caller."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if name in params_and_buffers_to_ignore:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        specs = self.replica.reducer.layout.parameters
+        return list(self.replica.parameters), [s.sparse for s in specs]
+
+    def _build_debug_param_to_name_mapping(self, parameters: Any) -> dict[int, str]:
+        from gradwire.parallel.names import names_of
+
+        return names_of(self.module, parameters, self.parameters_to_ignore)
+
+    # -- copies and pickles ----------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not is_default(self.process_group):
+            raise NotPicklable(
+                "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, when "
+                "you have called init_process_group and have not passed process_group argument to DDP constructor."
+            )
+        state = copy.copy(self.__dict__)
+        for name in ("process_group", "group", "replica", "reducer", "logger", "_uneven"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._set_group(None, None)
+        self._build(init_sync=False)
+        for hook, hook_state in self._comm_hooks:
+            if isinstance(hook, CommHook):
+                self.replica.hook = hook
+            else:
+                self.replica.torch_hook = (hook, hook_state)
+
+
+class _NoSync(AbstractContextManager[None]):
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+
+    def __enter__(self) -> None:
+        self._before = self._ddp.require_backward_grad_sync
+        self._ddp.require_backward_grad_sync = False
+
+    def __exit__(self, *_: object) -> None:
+        self._ddp.require_backward_grad_sync = self._before
+
+
+class TooLate(UsageError, RuntimeError):
+    """A choice that must be made before the first step."""
+
+
+class TwoGroups(UsageError, RuntimeError):
+    """Both a process group and a device mesh were given."""
+
+
+class NotPicklable(UsageError, RuntimeError):
+    """Pickling a model whose process group cannot be found again."""

@@ -1,0 +1,341 @@
+"""`Replica`: one rank's copy of a model whose gradients are averaged. The common core of `DistributedDataParallel` and
+`replicate`, which are two faces of it.
+
+It knows modules and policies. It does not know torch's flags (`ddp.py` turns them into policies), nor how buckets are filled
+(`reducer`), nor how they travel (`hooks`, `groups`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from gradwire.autograd.graph import reachable_parameters
+from gradwire.collectives import all_gather_into_tensor
+from gradwire.errors import HookError, UsageError
+from gradwire.groups.base import Group
+from gradwire.hooks.base import CommHook, Turn
+from gradwire.hooks.bucket import GradBucket
+from gradwire.hooks.dense import mean
+from gradwire.hooks.drive import Driver, Pending
+from gradwire.interop.torch_hooks import TorchHook, TorchHookRun
+from gradwire.parallel.attach import attach_ready
+from gradwire.parallel.broadcast import broadcast_coalesced
+from gradwire.parallel.scale import ScaleChecked
+from gradwire.parallel.sink import through_sink
+from gradwire.policies import Buckets, Buffers, Gradients, Graph, ScaleCheck
+from gradwire.reducer import BucketLayout, ParameterSpec, Reducer
+from gradwire.reducer.agreement import compare_parameters
+from gradwire.reducer.assign import by_size
+from gradwire.reducer.machine import State
+
+_BROADCAST_BYTES = 250 * 2**20
+_UNLIMITED = 2**62
+
+
+class Replica:
+    """One rank's copy of a model."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Group,
+        *,
+        hook: CommHook | None = None,
+        buckets: Buckets | None = None,
+        graph: Graph = Graph.ALL_USED,
+        gradients: Gradients = Gradients.COPIES,
+        buffers: Buffers = Buffers.EVERY_FORWARD,
+        ignore: Collection[str] = (),
+        scale_check: ScaleCheck | None = None,
+        skip_unused: bool = False,
+        sync_at_start: bool = True,
+    ) -> None:
+        self.module = module
+        self.group = group
+        self.graph = graph
+        self.buffers = buffers
+        self.ignore = frozenset(ignore)
+        self.sync = True
+        self.weight = 1.0
+        self.divisor: int | None = None
+        self.hook: CommHook = hook or mean()
+        self.torch_hook: tuple[TorchHook, Any] | None = None
+        self.scale_check = scale_check
+        self.sink_clones = True
+        self._buckets = buckets or Buckets()
+        self._driver = Driver(group)
+        self._states: dict[int, Any] = {}
+        self._steps: dict[int, int] = {}
+        self.sync_buffers_next = True
+        self._learning = graph is Graph.STATIC
+        self._skip_unused = skip_unused
+        self.names, self.parameters, specs = _parameters(module, self.ignore)
+        if sync_at_start:
+            compare_parameters(group, specs, device=self._device())
+            self.broadcast_state()
+        self.reducer = Reducer(
+            self.parameters,
+            specs,
+            self._first_members(specs),
+            group=group,
+            launch=_weak_launch(self),
+            keep_views=gradients is Gradients.VIEWS,
+            track_unused=graph is Graph.FIND_UNUSED,
+            rebuild_limits=None if graph is Graph.FIND_UNUSED else self._buckets.limits,
+            skip_unused=skip_unused,
+        )
+        self._layout_before = self.reducer.layout
+        self.reducer.on_relayout.append(_weak_relayout(self))
+        if self._learning:
+            self.reducer.learn_static_graph()
+        self.handles = attach_ready(self.parameters, self.reducer, undefined_too=graph is not Graph.ALL_USED)
+
+    def _device(self) -> torch.device:
+        return self.parameters[0].device
+
+    def _first_members(self, specs: list[ParameterSpec]) -> list[list[int]]:
+        """Before any backward has shown the order, parameters are taken to become ready last to first."""
+        known = self._buckets.from_start or self.graph is Graph.FIND_UNUSED
+        limits = self._buckets.limits if known else (_UNLIMITED,)
+        return by_size(specs, limits)[::-1]
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    def set_hook(self, hook: CommHook) -> None:
+        """Use another hook from the next step on. Every rank must call it, between the same steps, with an equal hook."""
+        if not isinstance(hook, CommHook):
+            raise HookError(f"set_hook({hook!r}): not a CommHook. register_comm_hook takes functions in torch's form.")
+        if self.reducer.machine.state in (State.RUNNING, State.LAUNCHED):
+            raise HookError(f"set_hook({hook!r}) during backward. Call it between steps.")
+        self._agree_on(hook)
+        self.hook = hook
+        self.torch_hook = None
+        self._states.clear()
+        self._steps.clear()
+
+    def _agree_on(self, hook: CommHook) -> None:
+        digest = hashlib.sha256(f"{hook!r} at step {self.reducer.steps}".encode()).digest()
+        device = self._device()
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+        everybody = torch.empty(self.group.size * 32, dtype=torch.uint8, device=device)
+        self.group.submit(all_gather_into_tensor(everybody, mine, label="set_hook")).wait()
+        odd = [r for r, row in enumerate(everybody.view(self.group.size, 32)) if not torch.equal(row, mine)]
+        if odd:
+            raise HookError(
+                f"set_hook({hook!r}) at step {self.reducer.steps} on rank {self.group.rank}: ranks {odd} set another hook or "
+                "are at another step. Nothing was changed; call it with equal hooks after the same step on every rank."
+            )
+
+    def start(self, bucket: GradBucket) -> Pending:
+        """Begin the reduction of one bucket."""
+        number = bucket.index()
+        step = self._steps.get(number, 0)
+        self._steps[number] = step + 1
+        check = self.scale_check if self.scale_check is not None and step % self.scale_check.every == 0 else None
+        before = ScaleChecked.project(bucket.buffer()) if check is not None else None
+        pending = self._start(bucket, step)
+        if check is None or before is None:
+            return pending
+        name = repr(self.hook) if self.torch_hook is None else str(getattr(self.torch_hook[0], "__qualname__", "hook"))
+        return ScaleChecked(pending, before, bucket, self.group, check, name)
+
+    def _start(self, bucket: GradBucket, step: int) -> Pending:
+        if self.torch_hook is not None:
+            hook, state = self.torch_hook
+            return TorchHookRun(hook, state, bucket, rank=self.group.rank, timeout=self.group.timeout)
+        return self.start_own(bucket, self.hook, step)
+
+    def start_own(self, bucket: GradBucket, hook: CommHook, step: int = 0) -> Pending:
+        """Begin a reduction with one of our hooks."""
+        number = bucket.index()
+        if number not in self._states:
+            self._states[number] = hook.init(bucket.spec)
+        turn = Turn(
+            bucket.spec,
+            self.group.rank,
+            self.group.size,
+            step,
+            donated=True,
+            divisor=self.divisor,
+            weight=self.weight,
+        )
+        return self._driver.launch(hook, bucket.buffer(), self._states[number], turn)
+
+    def move_states(self, layout: BucketLayout) -> None:
+        """Buckets were rebuilt: hook states follow their parameters."""
+        if self._states:
+            saved: dict[str, Any] = {}
+            for spec in self._layout_before.buckets:
+                if spec.index in self._states:
+                    saved.update(self.hook.save(self._states[spec.index], spec))
+            self._states = {spec.index: self.hook.load(saved, spec) for spec in layout.buckets}
+        self._steps = dict.fromkeys(range(len(layout.members)), max(self._steps.values(), default=0))
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    def before_forward(self) -> None:
+        """Rebuild buckets if it is time, and make buffers equal."""
+        self.rebuild()
+        if self.buffers is Buffers.EVERY_FORWARD and self.sync_buffers_next:
+            self.sync_buffers()
+
+    def rebuild(self) -> None:
+        """Deal the parameters to buckets anew, once the first step has shown their order."""
+        if torch.is_grad_enabled():
+            self._layout_before = self.reducer.layout
+            self.reducer.rebuild()
+
+    @torch.compiler.disable
+    def after_forward(self, output: Any) -> Any:
+        """Expect the backward of this forward. Returns the output, which may have to pass through a sink."""
+        if not (torch.is_grad_enabled() and self.sync):
+            self.sync_buffers_next = False
+            return output
+        self.sync_buffers_next = True
+        unused: list[int] = []
+        if self.graph is Graph.FIND_UNUSED:
+            with torch.autograd.profiler.record_function("search_unused_parameters"):
+                reached = reachable_parameters(output, self.parameters)
+            unused = [i for i in range(len(self.parameters)) if i not in reached]
+        self.reducer.prepare(unused)
+        if self.graph is Graph.FIND_UNUSED or self._learning:
+            return through_sink(self, output)
+        return output
+
+    def first_static_backward(self) -> None:
+        """The first backward of a static graph has begun: at its end, reduce."""
+        if self._learning:
+            self._learning = False
+            weak = weakref.WeakMethod(self.reducer.finish_first_static_step)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: _call(weak))
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without averaging them."""
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    # -- parameters and buffers ------------------------------------------------------------------------------------------
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        """The module's buffers, looked up anew each time: modules may reassign them."""
+        return {n: b for n, b in self.module.named_buffers() if n not in self.ignore}
+
+    def sync_buffers(self, src: int = 0) -> None:
+        """Make buffers equal to those of `src`, without disturbing what autograd has saved of them."""
+        buffers = list(self.named_buffers().values())
+        if buffers:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+                broadcast_coalesced(self.group, buffers, buffer_size=_BROADCAST_BYTES, src=src)
+
+    def broadcast_state(self, src: int = 0) -> None:
+        """Make parameters, and buffers unless they are never synchronised, equal to those of `src`."""
+        tensors = [p for n, p in self.module.named_parameters() if n not in self.ignore]
+        if self.buffers is not Buffers.NEVER:
+            tensors += list(self.named_buffers().values())
+        broadcast_coalesced(self.group, tensors, buffer_size=_BROADCAST_BYTES, src=src)
+
+    def become_static(self) -> None:
+        """The graph will not change from now on: learn it in the next step."""
+        self.graph = Graph.STATIC
+        self._learning = True
+        self.reducer.track_unused = False
+        self.reducer.rebuild_limits = self._buckets.limits
+        self.reducer.learn_static_graph()
+        for handle in self.handles:
+            handle.remove()
+        self.handles = attach_ready(self.parameters, self.reducer, undefined_too=True)
+
+    def check_finished(self) -> None:
+        """Raise if the last backward did not reduce every bucket."""
+        machine = self.reducer.machine
+        if machine.state is State.RUNNING:
+            raise machine.unfinished()
+
+    def move_to_group(self, group: Group) -> None:
+        """Go on with other ranks. Every rank of the new group calls it, between steps."""
+        self.group = group
+        self._driver.close()
+        self._driver = Driver(group)
+        self.reducer.move_to_group(group)
+        self._states.clear()
+
+    def detach(self) -> None:
+        """Take our hooks off the parameters: the module is an ordinary one again."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+        self._driver.close()
+
+
+def _call(weak: weakref.WeakMethod[Any]) -> None:
+    method = weak()
+    if method is not None:
+        method()
+
+
+def _weak_launch(replica: Replica) -> Callable[[GradBucket], Pending]:
+    """`replica.start` without a cycle through the reducer."""
+    weak = weakref.ref(replica)
+
+    def launch(bucket: GradBucket) -> Pending:
+        owner = weak()
+        if owner is None:
+            raise UsageError(f"bucket {bucket.index()}: its model is gone.")
+        return owner.start(bucket)
+
+    return launch
+
+
+def _weak_relayout(replica: Replica) -> Callable[[BucketLayout], None]:
+    weak = weakref.ref(replica)
+
+    def relayout(layout: BucketLayout) -> None:
+        owner = weak()
+        if owner is not None:
+            owner.move_states(layout)
+
+    return relayout
+
+
+def _parameters(
+    module: nn.Module, ignore: Collection[str]
+) -> tuple[list[str], list[nn.Parameter], list[ParameterSpec]]:
+    names, parameters, specs = [], [], []
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise UninitializedError(
+                "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a dummy forward "
+                f"pass to correctly initialize the modules. Uninitialized: {name}."
+            )
+        if parameter.requires_grad and name not in ignore:
+            owner = module.get_submodule(name.rpartition(".")[0])
+            sparse = isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse
+            names.append(name)
+            parameters.append(parameter)
+            specs.append(ParameterSpec.of(name, parameter, sparse=sparse))
+    if not parameters:
+        raise NothingToDo(
+            "DistributedDataParallel is not needed when a module doesn't have any parameters that require a gradient."
+        )
+    return names, parameters, specs
+
+
+class UninitializedError(UsageError, RuntimeError):
+    """A lazy module has not seen an input yet."""
+
+
+class NothingToDo(UsageError, RuntimeError):
+    """The module has nothing to average."""

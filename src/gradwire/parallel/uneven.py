@@ -1,0 +1,97 @@
+"""Uneven inputs: what a rank does before a forward under `join()`, and after it has run out of inputs."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from gradwire.collectives import ReduceOp, all_reduce
+from gradwire.hooks.bucket import GradBucket
+from gradwire.interop.join import Join, JoinHook, ShadowHook
+from gradwire.parallel.replica import Replica
+from gradwire.policies import Graph
+
+
+class Uneven:
+    """One replica's part in torch's Join."""
+
+    def __init__(self, replica: Replica, ddp: weakref.ref[Any]) -> None:
+        self._replica = replica
+        self._ddp = ddp
+        self._divide_by_all = True
+        self.authoritative_rank = 0
+
+    def context(self, model: Any, divide: bool, enable: bool, throw: bool) -> AbstractContextManager[Any]:
+        """The context manager around a training loop."""
+        context: AbstractContextManager[Any] = Join([model], enable, throw, divide_by_initial_world_size=divide)
+        return context
+
+    def hook(self, *, divide: bool) -> JoinHook:
+        """What Join runs once this rank has joined."""
+        self._divide_by_all = divide
+        ddp = self._ddp()
+        if ddp is not None and ddp.logger is not None:
+            ddp.logger.joins_uneven_inputs()
+        return ShadowHook(self)
+
+    def before_forward(self, work: Any) -> None:
+        """This rank still has inputs; `work` counts how many do."""
+        self._replica.divisor = None
+        if work is not None and not self._divide_by_all:
+            work.wait()
+            self._replica.divisor = int(work.result()[0].item())
+
+    def _ask(self, value: float, op: ReduceOp) -> float:
+        answer = torch.tensor([value], device=self._replica.parameters[0].device)
+        self._replica.group.submit(all_reduce(answer, op=op, label="uneven inputs")).wait()
+        return answer.item()
+
+    def announce_sync(self, sync: bool) -> None:
+        """Tell the ranks that have joined whether this step's backward synchronises."""
+        self._ask(float(sync), ReduceOp.SUM)
+
+    def common_rank(self, candidate: bool) -> int:
+        """The highest rank that is a candidate; all ranks ask together."""
+        return int(self._ask(float(self._replica.group.rank if candidate else -1), ReduceOp.MAX))
+
+    def shadow_step(self) -> None:
+        """Match the collectives of one step of the ranks that still have inputs."""
+        replica = self._replica
+        replica.reducer.rebuild()
+        ddp = self._ddp()
+        if ddp is not None and ddp.will_sync_module_buffers():
+            replica.sync_buffers(self.common_rank(False))
+        replica.sync_buffers_next = self._ask(0.0, ReduceOp.SUM) > 0
+        if not replica.sync_buffers_next:
+            return
+        replica.divisor = 1
+        pending = [replica.start(bucket) for bucket in _zeros(replica)]
+        for reduction in pending:
+            reduction.wait()
+        if replica.graph is Graph.FIND_UNUSED:
+            replica.reducer.shadow_used_map()
+        replica.reducer.assume_arrival()
+
+    def sync_final(self, is_last_joiner: bool) -> None:
+        """Make everybody's model that of a rank that joined last."""
+        self.authoritative_rank = self.common_rank(is_last_joiner)
+        self._replica.broadcast_state(self.authoritative_rank)
+
+
+def _zeros(replica: Replica) -> list[GradBucket]:
+    """The buckets with nothing in them, in launch order."""
+    reducer = replica.reducer
+    buckets = []
+    for storage, members in zip(reducer.storages, reducer.layout.members, strict=True):
+        parameters = [reducer.parameters[i] for i in members]
+        if storage.buffer is None:
+            first = parameters[0]
+            buffer = torch.zeros(first.shape, dtype=first.dtype, device=first.device).to_sparse(1)
+        else:
+            buffer = torch.zeros_like(storage.buffer)
+        last = storage is reducer.storages[-1]
+        buckets.append(GradBucket(storage.spec, buffer, parameters, is_last=last))
+    return buckets

@@ -1,0 +1,71 @@
+"""Policies: choices about replication as values, instead of flags that interact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from gradwire.errors import UsageError
+
+MiB = 2**20
+
+
+class Graph(Enum):
+    """What is known about which parameters get a gradient in a step."""
+
+    ALL_USED = "all used"
+    """Every parameter does, in every step, on every rank. One that does not is an error that names it."""
+    FIND_UNUSED = "find unused"
+    """Some may not: the graph is searched after every forward, and ranks tell each other what they used."""
+    STATIC = "static"
+    """The same ones, the same number of times, in every step; learnt in the first."""
+
+
+class Gradients(Enum):
+    """Where `.grad` lives."""
+
+    COPIES = "copies"
+    """In tensors of its own; buckets are copied in and out."""
+    VIEWS = "views"
+    """In the buckets: no copy out, and none in while `.grad` is kept between steps."""
+
+
+class Buffers(Enum):
+    """When a module's buffers (BatchNorm's statistics, say) are made equal to rank 0's."""
+
+    EVERY_FORWARD = "every forward"
+    """Before every forward, and when the model is replicated."""
+    AT_START = "at start"
+    """Once, when the model is replicated."""
+    NEVER = "never"
+    """They stay each rank's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """How large buckets are. The first to be launched is small, so that communication starts early."""
+
+    limits: tuple[int, ...] = (1 * MiB, 25 * MiB)
+    """Bytes of the first, second, … bucket; the last limit holds for all that follow."""
+    from_start: bool = False
+    """Whether they hold in the first step too. Normally its one bucket is everything, since the order is not known yet."""
+
+    def __post_init__(self) -> None:
+        if not self.limits or any(limit <= 0 for limit in self.limits):
+            raise UsageError(f"Buckets(limits={self.limits}): every bucket must be allowed more than 0 bytes.")
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleCheck:
+    """Compares a hook's result with the true mean, on a projection of one number per bucket, every `every` steps.
+
+    Catches a hook that sums where it should average, or averages twice. `tolerance` is how far, relatively, a lossy hook may
+    be off. On the wire: one element a bucket.
+    """
+
+    every: int = 1
+    tolerance: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or not 0 < self.tolerance < 1:
+            raise UsageError(f"{self}: every must be at least 1 and tolerance between 0 and 1.")

@@ -1,0 +1,215 @@
+"""The reducer's state machine: events in, instructions out, no I/O.
+
+One instance lives through all steps of a model. It knows numbers of parameters and buckets, never tensors, groups or hooks,
+so every rule about order, unused parameters, two backwards, static graphs and failures is a row of a table test.
+
+Note [Launch order]
+Buckets are launched in index order on every rank, whatever the order in which they fill: the n-th collectives of all ranks
+must meet. A bucket that is full waits for those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from gradwire.errors import GradwireError, InternalError
+
+
+class State(Enum):
+    """Where the machine is in a step."""
+
+    RESTING = "resting"
+    """No gradient is expected to be reduced: before a forward, under no_sync, after a finished backward."""
+    ARMED = "armed"
+    """A forward has prepared a synchronised backward; nothing has come yet."""
+    RUNNING = "running"
+    """Gradients are coming."""
+    LAUNCHED = "launched"
+    """All buckets are under way; the end of backward will wait for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Reduce this bucket now."""
+
+    bucket: int
+    last: bool
+
+
+class ReadyTwice(GradwireError, RuntimeError):
+    """A parameter's gradient became ready twice in one backward."""
+
+
+class Unfinished(GradwireError, RuntimeError):
+    """A new step began although parameters of the last one never got a gradient."""
+
+
+class GraphChanged(GradwireError, RuntimeError):
+    """A graph declared static has changed."""
+
+
+_NOTHING: tuple[Launch, ...] = ()
+
+
+class Machine:
+    """Counts gradients down to launches.
+
+    `uses[i]` is how often parameter i becomes ready in one backward: once, unless a static graph says otherwise; a
+    parameter with 0 uses is ready from the start.
+    """
+
+    def __init__(self, members: Sequence[Sequence[int]], names: Sequence[str], *, rank: int = 0) -> None:
+        self.rank = rank
+        self.names = tuple(names)
+        self.story: list[str] = []
+        self.static_uses: list[int] | None = None
+        self._relayout(members)
+        self.state = State.RESTING
+        self._left: list[int] = []
+        self._ready: list[bool] = [False] * len(names)
+        self._uses: list[int] = []
+        self._next = 0
+        self.arrival: list[int] = []
+
+    def _relayout(self, members: Sequence[Sequence[int]]) -> None:
+        self.members = tuple(tuple(m) for m in members)
+        self._bucket_of = [-1] * len(self.names)
+        for bucket, indices in enumerate(self.members):
+            for i in indices:
+                self._bucket_of[i] = bucket
+        if any(b < 0 for b in self._bucket_of):
+            raise InternalError("a parameter is in no bucket", story=self.story)
+
+    def relayout(self, members: Sequence[Sequence[int]]) -> None:
+        """Use other buckets from the next step on. Only between steps."""
+        if self.state is not State.RESTING:
+            raise InternalError(f"relayout while {self.state.value}", story=self.story)
+        self._relayout(members)
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def prepare(self, unused: Iterable[int] = ()) -> Sequence[Launch]:
+        """A forward has ended whose backward is to be synchronised. `unused` parameters count as ready."""
+        if self.state is State.RUNNING:
+            raise self.unfinished()
+        self.story = ["prepared"]
+        self._left = [len(m) for m in self.members]
+        self._ready = [False] * len(self.names)
+        self._uses = [1] * len(self.names) if self.static_uses is None else list(self.static_uses)
+        self._next = 0
+        self.arrival = []
+        self.state = State.ARMED
+        self._unused = [i for i, n in enumerate(self._uses) if n == 0] if self.static_uses is not None else list(unused)
+        return _NOTHING
+
+    def grad_ready(self, index: int) -> Sequence[Launch]:
+        """The gradient of parameter `index` has been accumulated."""
+        if self.state is State.RESTING:
+            return _NOTHING
+        if self.state is State.ARMED:
+            self.state = State.RUNNING
+            launches = [launch for i in self._unused if i != index for launch in self._mark(i)]
+            launches += self._use(index)
+            return launches
+        return self._use(index)
+
+    def _use(self, index: int) -> Sequence[Launch]:
+        uses = self._uses
+        uses[index] -= 1
+        if uses[index] > 0:
+            return _NOTHING
+        if self._ready[index] or uses[index] < 0:
+            raise self._twice(index)
+        self.arrival.append(index)
+        return self._mark(index)
+
+    def _mark(self, index: int) -> Sequence[Launch]:
+        if self._ready[index]:
+            raise self._twice(index)
+        self._ready[index] = True
+        bucket = self._bucket_of[index]
+        left = self._left
+        left[bucket] -= 1
+        if left[bucket] or bucket != self._next:
+            return _NOTHING
+        launches = []
+        count = len(left)
+        while self._next < count and left[self._next] == 0:
+            launches.append(Launch(self._next, self._next == count - 1))
+            self._next += 1
+        self.story.append(f"launched to bucket {self._next - 1}")
+        if self._next == count:
+            self.state = State.LAUNCHED
+        return launches
+
+    def finished(self) -> None:
+        """Every reduction has been waited for and copied out."""
+        if self.state is not State.LAUNCHED:
+            raise InternalError(f"finished while {self.state.value}", story=self.story)
+        self.state = State.RESTING
+
+    def abandon(self, why: str) -> None:
+        """The step failed; the next one starts afresh."""
+        self.story.append(f"abandoned: {why}")
+        self.state = State.RESTING
+
+    # -- questions -----------------------------------------------------------------------------------------------------
+
+    @property
+    def complete(self) -> bool:
+        """Whether every bucket has been launched in this step."""
+        return self.state is State.LAUNCHED
+
+    def missing(self) -> list[int]:
+        """Parameters that have no gradient yet in this step."""
+        return [i for i, ready in enumerate(self._ready) if not ready]
+
+    # -- what is said when an event is illegal ---------------------------------------------------------------------------
+
+    def _named(self, indices: Iterable[int]) -> str:
+        return ", ".join(f"{i} ({self.names[i]})" for i in indices)
+
+    def _twice(self, index: int) -> GradwireError:
+        if self.static_uses is not None:
+            return GraphChanged(
+                "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but "
+                f"then got used in the second iteration: parameter {self._named([index])} got "
+                f"{self.static_uses[index] - self._uses[index]} gradients, in the first iteration it got "
+                f"{self.static_uses[index]}. This is not compatible with static_graph set to True."
+            )
+        return ReadyTwice(
+            "Expected to mark a variable ready only once. This error is caused by one of the following reasons: 1) Use of a "
+            "module parameter outside the `forward` function, or a parameter shared by several backward passes that run at "
+            "the same time. 2) Reused parameters in multiple reentrant backward passes, for example several `checkpoint` "
+            "functions wrapping the same part of the model; static_graph=True supports that if the graph does not change. "
+            f"Parameter at index {index} with name {self.names[index]} has been marked as ready twice."
+        )
+
+    def unfinished(self) -> GradwireError:
+        """The error for a new step that begins before the last one is done."""
+        start = "Expected to have finished reduction in the prior iteration before starting a new one. "
+        if self.static_uses is not None:
+            return GraphChanged(
+                f"{start}This error indicates that your training graph has changed in this iteration, e.g., one parameter is "
+                "used in first iteration, but then got unused in the second iteration. this is not compatible with "
+                f"static_graph set to True.\n{self._without_gradient()}"
+            )
+        return Unfinished(
+            f"{start}This error indicates that your module has parameters that were not used in producing loss. You can "
+            "enable unused parameter detection by passing the keyword argument `find_unused_parameters=True` to "
+            "`torch.nn.parallel.DistributedDataParallel`, and by \nmaking sure all `forward` function outputs participate in "
+            "calculating loss. \nIf you already have done the above, then the distributed data parallel module wasn't able to "
+            "locate the output tensors in the return value of your module's `forward` function. Please include the loss "
+            "function and the structure of the return value of `forward` of your module when reporting this issue "
+            f"(e.g. list, dict, iterable).\n{self._without_gradient()}"
+        )
+
+    def _without_gradient(self) -> str:
+        missing = self.missing()
+        return (
+            f"Parameter indices which did not receive grad for rank {self.rank}: {' '.join(map(str, missing))}\n"
+            f"Parameters which did not receive grad for rank {self.rank}: {', '.join(self.names[i] for i in missing)}\n"
+            "(There is no need to set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL for this.)"
+        )

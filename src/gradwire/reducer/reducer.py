@@ -1,0 +1,317 @@
+"""The performer: carries out what the machine says, with real gradients, buckets and reductions.
+
+It knows parameters, storage and a `launch` function that starts reducing one bucket. It does not know where a hook came from,
+which flags a user passed, or what a module is.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import all_reduce, broadcast
+from gradwire.errors import GradwireError
+from gradwire.events import BackwardEnded, BucketFull, BucketLaunched, BucketReduced, Emitter, GradientReady, StepEnded
+from gradwire.groups.base import Group
+from gradwire.hooks.bucket import GradBucket
+from gradwire.hooks.drive import Pending
+from gradwire.reducer.assign import by_size
+from gradwire.reducer.layout import BucketLayout, ParameterSpec
+from gradwire.reducer.machine import Launch, Machine, State
+from gradwire.reducer.storage import Storage
+
+Launcher = Callable[[GradBucket], Pending]
+"""Starts the reduction of a bucket."""
+
+
+class Reducer:
+    """Gradients of one model on one rank, from "ready" to "averaged and back in .grad"."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        specs: Sequence[ParameterSpec],
+        members: Sequence[Sequence[int]],
+        *,
+        group: Group,
+        launch: Launcher,
+        keep_views: bool = False,
+        track_unused: bool = False,
+        rebuild_limits: Sequence[int] | None = None,
+        skip_unused: bool = False,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.group = group
+        self.launch = launch
+        self.keep_views = keep_views
+        self.track_unused = track_unused
+        self.events = Emitter()
+        self.rebuild_limits = rebuild_limits
+        self.skip_unused = skip_unused
+        self.leave_gradients = False
+        self.rebuilt = False
+        self.steps = 0
+        self.layout = BucketLayout.make(specs, members)
+        self.machine = Machine(members, [s.name for s in specs], rank=group.rank)
+        self.on_relayout: list[Callable[[BucketLayout], None]] = []
+        self.after_backward: list[Callable[[], None]] = []
+        self.wait_at_end: list[torch.futures.Future[Any]] = []
+        self.last_arrival: list[int] = []
+        self.graph_seems_static = True
+        self.buckets_reduced = 0
+        self._used = torch.zeros(len(self.parameters), dtype=torch.int32)
+        self._seen: list[bool] = [False] * len(self.parameters)
+        self._pending: list[tuple[Launch, Pending]] = []
+        self._first_uses: dict[int, int] | None = None
+        self._declared_unused: frozenset[int] = frozenset()
+        self.last_error: str | None = None
+        self._callback_queued = False
+        self._arrival: list[int] | None = None
+        self._allocate()
+
+    def _allocate(self) -> None:
+        self.storages = [Storage(spec, self.group) for spec in self.layout.buckets]
+        self._members = [[self.parameters[i] for i in m] for m in self.layout.members]
+
+    # -- between steps -------------------------------------------------------------------------------------------------
+
+    def rebuild(self) -> bool:
+        """After the first step: deal the parameters to buckets anew, in the order in which rank 0's gradients came."""
+        arrival, limits = self._arrival, self.rebuild_limits
+        if self.rebuilt or limits is None or arrival is None or self.machine.state is State.RUNNING:
+            return False
+        order = torch.tensor(arrival, dtype=torch.int64)
+        self.group.submit(broadcast(order, src=0, label="bucket order")).wait()
+        members = by_size(self.layout.parameters, limits, order=order.tolist())
+        self.machine.abandon("buckets are rebuilt")
+        self.machine.relayout(members)
+        self.layout = BucketLayout.make(self.layout.parameters, members)
+        self._allocate()
+        self.rebuilt = True
+        for tell in self.on_relayout:
+            tell(self.layout)
+        return True
+
+    def forget_arrival(self) -> None:
+        """Learn the order anew, and rebuild once more after the next step."""
+        self.rebuilt = False
+        self._arrival = None
+
+    def prepare(self, unused: Iterable[int] = ()) -> None:
+        """A forward has ended whose backward is to be synchronised."""
+        unused = list(unused)
+        try:
+            self.machine.prepare(unused)
+        except GradwireError as error:
+            self.fail(error)
+            raise
+        self._declared_unused = frozenset(unused)
+        self._pending.clear()
+        self._callback_queued = False
+
+    def move_to_group(self, group: Group) -> None:
+        """Use another group from the next step on, and learn the order of buckets anew."""
+        self.group = group
+        self.machine.abandon("the group was exchanged")
+        self.forget_arrival()
+
+    def learn_static_graph(self) -> None:
+        """Count uses in the next backward and reduce at its end; from then on expect the same."""
+        self._first_uses = {}
+
+    # -- during backward -----------------------------------------------------------------------------------------------
+
+    def on_ready(self, index: int) -> None:
+        """The gradient of parameter `index` has been accumulated. The hot path: called once per parameter and step."""
+        machine = self.machine
+        if self.track_unused and self.parameters[index].grad is not None:
+            self._seen[index] = True  # under no_sync too: what has accumulated there is reduced later
+        if machine.state is State.RESTING:
+            return
+        if self.events:
+            self.events.emit(GradientReady(time.perf_counter(), self.group.rank, machine.names[index], index))
+        if self._first_uses is not None:
+            self._first_uses[index] = self._first_uses.get(index, 0) + 1
+            return
+        try:
+            launches = machine.grad_ready(index)
+        except GradwireError as error:
+            self.fail(error)
+            raise
+        if launches:
+            self._start(launches)
+
+    def finish_first_static_step(self) -> None:
+        """At the end of the first backward of a static graph: reduce everything, and remember how often each was used."""
+        uses, self._first_uses = self._first_uses, None
+        if uses is None:
+            return
+        self.machine.static_uses = None
+        self.machine.prepare(i for i in range(len(self.parameters)) if i not in uses)
+        for i in uses:  # in the order in which they came first
+            launches = self.machine.grad_ready(i)
+            if launches:
+                self._start(launches, queue=False)
+        self.machine.static_uses = [uses.get(i, 0) for i in range(len(self.parameters))]
+        self.machine.arrival = []  # as in torch, the order is taken from the second step of a static graph
+        if self.machine.complete:
+            self.finish()
+
+    def _start(self, launches: Sequence[Launch], *, queue: bool = True) -> None:
+        with torch.no_grad():
+            try:
+                for launch in launches:
+                    if self.skip_unused and self._declared_unused.issuperset(self.layout.members[launch.bucket]):
+                        continue
+                    self._pending.append((launch, self._launch(launch)))
+            except BaseException as error:
+                self.fail(error)
+                raise
+        if queue and self.machine.complete and not self._callback_queued:
+            self._callback_queued = True
+            weak = weakref.WeakMethod(self.finish)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: _call(weak))
+
+    def _launch(self, launch: Launch) -> Pending:
+        storage, members = self.storages[launch.bucket], self._members[launch.bucket]
+        gradients = [p.grad for p in members]
+        if storage.buffer is None:
+            buffer = _sparse(gradients[0], members[0])
+        else:
+            storage.take_in(gradients)
+            buffer = storage.buffer
+        spec = storage.spec
+        if self.events:
+            self.events.emit(
+                BucketFull(time.perf_counter(), self.group.rank, launch.bucket, spec.names, buffer.numel())
+            )
+        bucket = GradBucket(spec, buffer, members, is_last=launch.last, views=storage.views or None)
+        pending = self.launch(bucket)
+        if self.events:
+            self.events.emit(BucketLaunched(time.perf_counter(), self.group.rank, launch.bucket))
+        return pending
+
+    # -- the end of backward -------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Wait for the reductions and put the averages back into `.grad`."""
+        if self.events:
+            self.events.emit(BackwardEnded(time.perf_counter(), self.group.rank))
+        with torch.no_grad():
+            try:
+                results = []
+                for launch, pending in self._pending:
+                    results.append((launch, pending.wait()))
+                    if self.events:
+                        self.events.emit(BucketReduced(time.perf_counter(), self.group.rank, launch.bucket))
+                self.buckets_reduced = len(self._pending)
+                self._pending.clear()
+                unused = self._unused_everywhere()
+                for launch, result in results:
+                    self._put_back(launch, result, unused)
+                for future in self.wait_at_end:
+                    future.wait()
+                self.wait_at_end.clear()
+                for do in self.after_backward:
+                    do()
+            except BaseException as error:
+                self.fail(error)
+                raise
+        self._note_arrival()
+        self.machine.finished()
+        self.steps += 1
+        if self.events:
+            self.events.emit(StepEnded(time.perf_counter(), self.group.rank, self.steps))
+
+    def _note_arrival(self) -> None:
+        arrived = self.machine.arrival
+        if (self.steps and len(arrived) != len(self.last_arrival)) or (
+            self.steps and set(arrived) != set(self.last_arrival)
+        ):
+            self.graph_seems_static = False
+        self.last_arrival = arrived
+        if self._arrival is None and not self.rebuilt and arrived:
+            seen = set(arrived)
+            self._arrival = arrived + [i for i in range(len(self.parameters)) if i not in seen]
+
+    def assume_arrival(self) -> None:
+        """For a rank that has seen no backward of its own: any order will do, since rank 0's is taken."""
+        if self._arrival is None and not self.rebuilt:
+            self._arrival = list(range(len(self.parameters)))
+
+    def shadow_used_map(self) -> None:
+        """Take part in the exchange of used parameters without having used any."""
+        self._seen = [False] * len(self.parameters)
+        self._unused_everywhere()
+
+    def unused_numel(self) -> int:
+        """Bytes of parameters that got no gradient in the last step."""
+        if not self.steps:
+            return 0
+        seen = set(self.last_arrival)
+        return sum(spec.nbytes for i, spec in enumerate(self.layout.parameters) if i not in seen)
+
+    def _unused_everywhere(self) -> frozenset[int]:
+        """Which parameters no rank used: their gradients are left alone."""
+        if not self.track_unused:
+            return frozenset()
+        self._used = torch.tensor(self._seen, dtype=torch.int32, device=self.parameters[0].device)
+        self.group.submit(all_reduce(self._used, label="used parameters")).wait()
+        self._seen = [False] * len(self.parameters)
+        return frozenset(i for i, ranks in enumerate(self._used.tolist()) if ranks == 0)
+
+    def used_map(self) -> Tensor:
+        """How many ranks had a gradient for each parameter in the last step."""
+        return self._used
+
+    def _put_back(self, launch: Launch, result: Tensor, unused: frozenset[int]) -> None:
+        if self.leave_gradients:
+            return
+        storage, indices = self.storages[launch.bucket], self.layout.members[launch.bucket]
+        if storage.buffer is None:
+            if indices[0] not in unused:
+                self.parameters[indices[0]].grad = result
+            return
+        storage.put(result)
+        places, values = [], []
+        for i, view in zip(indices, storage.views, strict=True):
+            if i in unused:
+                continue
+            parameter = self.parameters[i]
+            grad = parameter.grad
+            if self.keep_views:
+                if grad is not view:
+                    parameter.grad = view
+            elif grad is None:
+                parameter.grad = torch.empty_like(view).copy_(view)
+            elif grad.is_sparse:
+                parameter.grad = view.clone()
+            else:
+                places.append(grad)
+                values.append(view)
+        if places:
+            torch._foreach_copy_(places, values)
+
+    def fail(self, error: BaseException) -> None:
+        """The step is lost; what is in flight is let go, and the next step starts afresh."""
+        self.last_error = f"{type(error).__name__}: {error}"
+        self.machine.abandon(self.last_error)
+        self._pending.clear()
+        self._callback_queued = False
+
+
+def _call(weak: weakref.WeakMethod[Any]) -> None:
+    method = weak()
+    if method is not None:
+        method()
+
+
+def _sparse(grad: Tensor | None, parameter: Tensor) -> Tensor:
+    if grad is None:
+        return torch.sparse_coo_tensor(size=parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    return grad.detach() if grad.is_sparse else grad.detach().to_sparse(1)
