@@ -152,6 +152,19 @@ class Group(Verbs, ABC):
         """Fail everything in flight now, and every later submit, with GroupAborted. Never waits; call it from any thread."""
         self.fail(GroupAborted(f"{self} was aborted: {reason}", reason=reason))
 
+    def check_peers(self) -> None:
+        """Look now whether the group has failed, here or on another rank, and raise what it failed with."""
+        if self.failure is not None:
+            raise self.failure
+
+    def recover(self, timeout: float | None = None) -> None:
+        """Make an aborted group usable again. Every rank calls it; what was in flight is lost.
+
+        Raises what the group failed with where that cannot be mended: a lost peer stays lost.
+        """
+        if self.failure is not None:
+            raise self.failure
+
     def fail(self, error: BaseException) -> None:
         """As `abort`, with an error of your choice. The first failure is the one that stays."""
         if self.failure is None:

@@ -17,7 +17,7 @@ import torch
 from gradwire.collectives import Collective, Kind
 from gradwire.collectives.agree import mismatch
 from gradwire.collectives.reference import perform, store
-from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, PeerLost, UsageError
+from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.ledger import Attendance
 from gradwire.groups.watchdog import Watchdog
@@ -83,6 +83,15 @@ class ThreadGroup(Group):
         """Abort on every rank."""
         self.fail(GroupAborted(f"{self.name} was aborted by rank {self.rank}: {reason}", reason=reason))
 
+    def recover(self, timeout: float | None = None) -> None:
+        """Start counting afresh, together."""
+        self._table.start_over(self.rank, self.timeout if timeout is None else timeout)
+
+    def start_over(self) -> None:
+        """This rank's part of a recovery: forget the failure and what was joined."""
+        self.failure = None
+        self._joined = itertools.count()
+
     def _release(self) -> None:
         self._table.leave(self.rank)
 
@@ -101,6 +110,7 @@ class _Table:
         self._p2p: list[tuple[Work, int]] = []
         self._left: dict[int, None] = {}
         self._subtables: dict[str, _Table] = {}
+        self._recovery = threading.Barrier(size, action=self._reset)
 
     def subtable(self, name: str, size: int) -> _Table:
         with self._lock:
@@ -129,14 +139,19 @@ class _Table:
         now = time.perf_counter()
         for work in works:
             work.ledger.started(work, now)
-        error = self._obstacle(works)
+        error: Exception | None = self._obstacle(works)
         if error is None:
             try:
                 perform([work.op for work in works])
                 if works[0].op.device.type == "cuda":
                     torch.cuda.synchronize(works[0].op.device)
             except Exception as problem:
-                error = problem
+                submitted = "; ".join(f"rank {rank}: {work.op}" for rank, work in enumerate(works))
+                error = GroupError(
+                    f"{self.name}: an operation could not be carried out: {problem}. Submitted: {submitted}. "
+                    "Sizes that ranks expect of each other must agree."
+                )
+                error.__cause__ = problem
         for work in works:
             if error is None:
                 work.finish()
@@ -154,7 +169,8 @@ class _Table:
                 missing=gave_up,
             )
         # Labels are for people; ranks may choose them differently. The Verified wrapper compares them too.
-        return mismatch(self.name, [replace(work.op.signature, label="") for work in works])
+        signatures = [work.op.signature for work in works]
+        return mismatch(self.name, signatures, compared=[replace(s, label="") for s in signatures])
 
     # -- send and receive ----------------------------------------------------------------------------------------------
 
@@ -187,6 +203,23 @@ class _Table:
             slot = next((s for s in self._slots.values() if s.get(rank) is work), None)
             joined = range(self.size) if slot is None else sorted(slot)
         return Attendance(tuple(joined), tuple(r for r in range(self.size) if r not in joined))
+
+    def start_over(self, rank: int, timeout: float) -> None:
+        try:
+            self._recovery.wait(timeout)
+        except threading.BrokenBarrierError:
+            raise CollectiveTimeout(
+                f"recovery of {self.name} on rank {rank}: not all of {self.size} ranks came within {timeout:.3g} s. "
+                "Every rank must call recover() after a failure."
+            ) from None
+
+    def _reset(self) -> None:
+        """All ranks are at the barrier: nobody submits."""
+        with self._lock:
+            self._slots.clear()
+            self._p2p.clear()
+        for group in self.groups:
+            group.start_over()
 
     def leave(self, rank: int) -> None:
         with self._lock:

@@ -112,7 +112,11 @@ class Work:
         if future is not None:
             self._fulfil(future)
         for callback in callbacks:
-            callback(self)
+            # Whoever settles may have other ranks' operations to settle next: a callback must not stop it.
+            try:
+                callback(self)
+            except Exception as problem:
+                self.ledger.events.errors.append(problem)
         return True
 
     def limit(self, timeout: float) -> None:

@@ -72,6 +72,14 @@ class GroupWrapper(_Around):
         """Abort the inner group, which may know how to tell its peers."""
         self.inner.abort(reason)
 
+    def check_peers(self) -> None:
+        """As the inner group knows it."""
+        self.inner.check_peers()
+
+    def recover(self, timeout: float | None = None) -> None:
+        """Recover the inner group."""
+        self.inner.recover(timeout)
+
     def fail(self, error: BaseException) -> None:
         """Fail the inner group."""
         self.inner.fail(error)
@@ -156,6 +164,16 @@ class ProgramWrapper(_Around):
         """Abort the inner group, and with it what is in flight here."""
         self.inner.abort(reason)
         super().abort(reason)
+
+    def check_peers(self) -> None:
+        """As the inner group knows it."""
+        super().check_peers()
+        self.inner.check_peers()
+
+    def recover(self, timeout: float | None = None) -> None:
+        """Recover the inner group; programs that were under way have failed with it."""
+        self.inner.recover(timeout)
+        self.failure = None
 
     def fail(self, error: BaseException) -> None:
         """Fail both."""

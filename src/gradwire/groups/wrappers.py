@@ -94,6 +94,11 @@ class Latched(GroupWrapper):
         work.add_done_callback(self._note)
         return work
 
+    def recover(self, timeout: float | None = None) -> None:
+        """Recover the inner group and open the latch."""
+        super().recover(timeout)
+        self.first_failure = None
+
     def _note(self, work: Work) -> None:
         if self.first_failure is None:
             self.first_failure = work.exception()

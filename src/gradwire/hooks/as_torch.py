@@ -57,7 +57,7 @@ class _Adapter:
             try:
                 future.set_result(pending.wait())
             except Exception as error:
-                future.set_exception(error)
+                future.set_exception(error)  # type: ignore[arg-type]  # torch's stub types it as a result
 
         # torch waits for the future in C++ with no way to call back here, so a thread of ours waits for the reduction.
         threading.Thread(target=fulfil, name=f"gradwire-hook-{spec.index}", daemon=True).start()

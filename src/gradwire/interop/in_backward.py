@@ -8,8 +8,6 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch.distributed as dist
-
 from gradwire.errors import UsageError
 
 
@@ -37,15 +35,10 @@ def optimizer_in_backward_hook(ddp: Any) -> None:
 
 def register_fused_optimizer(ddp: Any, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
     """Run a functional form of `optim` on each parameter right after its reduction."""
-    from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
+    from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
 
     overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)
     try:
         overlapped.register_ddp(ddp)
     except NotImplementedError as error:
         raise NoOverlap(f"{optim} does not support overlapped DDP.") from error
-
-
-def env_debug_level() -> str:
-    """torch's debug level by name."""
-    return str(dist.get_debug_level()).rpartition(".")[2]

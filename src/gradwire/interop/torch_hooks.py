@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket as TorchGradBucket
 
-from gradwire.errors import CollectiveTimeout, HookError, UsageError, UsageTypeError
+from gradwire.errors import CollectiveTimeout, GroupError, HookError, UsageError, UsageTypeError
+from gradwire.groups.base import Group
 from gradwire.groups.completion import name_of
 from gradwire.hooks.bucket import GradBucket
 
+_LOOK_EVERY = 0.5
 TorchHook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
 
@@ -63,14 +65,14 @@ def check_torch_hook(hook: Any) -> None:
 class TorchHookRun:
     """One call of a torch-style hook, under way."""
 
-    def __init__(self, hook: TorchHook, state: Any, bucket: GradBucket, *, rank: int, timeout: float) -> None:
+    def __init__(self, hook: TorchHook, state: Any, bucket: GradBucket, group: Group) -> None:
         self._bucket = bucket
+        self._group = group
         self._where = (
             f"communication hook {name_of(hook)!r} on bucket {bucket.index()} "
-            f"(parameters {_listed(bucket.names())}), rank {rank}"
+            f"(parameters {_listed(bucket.names())}), rank {group.rank}"
         )
         self._hook_name = name_of(hook)
-        self._timeout = timeout
         self._dtype = bucket.buffer().dtype
         self._numel = bucket.buffer().numel()
         self._device = bucket.buffer().device
@@ -95,6 +97,8 @@ class TorchHookRun:
         try:
             value = self._future.wait()
         except Exception as error:
+            if self._group.failure is not None and not isinstance(error, GroupError):
+                raise self._group.failure from error  # torch's then() has wrapped it beyond recognition
             error.add_note(f"raised in the Future of {self._where}")
             raise
         return self._check(value)
@@ -105,12 +109,15 @@ class TorchHookRun:
             return
         done = threading.Event()
         self._future.add_done_callback(lambda _: done.set())
-        started = time.perf_counter()
-        if not done.wait(self._timeout):
-            raise CollectiveTimeout(
-                f"{self._where}: its Future was not completed after {time.perf_counter() - started:.3g} s. Complete it with "
-                "set_result or set_exception on every path, or raise the group's time-out."
-            )
+        deadline = time.perf_counter() + self._group.timeout
+        # The hook's own communication is not the group's, so a peer that gave this step up is looked for here.
+        while not done.wait(min(_LOOK_EVERY, max(0.0, deadline - time.perf_counter()))):
+            self._group.check_peers()
+            if time.perf_counter() >= deadline:
+                raise CollectiveTimeout(
+                    f"{self._where}: its Future was not completed after {self._group.timeout:.3g} s. Complete it with "
+                    "set_result or set_exception on every path, or raise the group's time-out."
+                )
 
     def _check(self, value: Any) -> Tensor:
         if not isinstance(value, Tensor):

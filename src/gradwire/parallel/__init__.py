@@ -2,5 +2,7 @@
 
 from gradwire.parallel.broadcast import broadcast_coalesced
 from gradwire.parallel.ddp import DistributedDataParallel
+from gradwire.parallel.replica import Replica
+from gradwire.parallel.replicate import replicate
 
-__all__ = ["DistributedDataParallel", "broadcast_coalesced"]
+__all__ = ["DistributedDataParallel", "Replica", "broadcast_coalesced", "replicate"]

@@ -28,6 +28,7 @@ from gradwire.interop.defaults import default_process_group, is_default, mesh_gr
 from gradwire.interop.in_backward import optimizer_in_backward_hook
 from gradwire.interop.join import Joinable, notify
 from gradwire.interop.torch_hooks import check_torch_hook
+from gradwire.interop.untraced import untraced_call
 from gradwire.parallel.bufferhook import BufferHook
 from gradwire.parallel.delayed import Delayed
 from gradwire.parallel.devices import check_devices, move_to
@@ -75,7 +76,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
-        Joinable.__init__(self)  # type: ignore[no-untyped-call]
+        Joinable.__init__(self)
         if check_reduction:
             warnings.warn("`check_reduction` is deprecated and does nothing.", FutureWarning, stacklevel=2)
         flags = Flags(
@@ -217,7 +218,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             output = self.module(*inputs, **kwargs)
             return self._post_forward(output)
 
-    @torch.compiler.disable
+    @untraced_call
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         replica = self.replica
         replica.sync = self.require_backward_grad_sync
@@ -238,7 +239,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             inputs, kwargs = self._mixed.cast(inputs), self._mixed.cast(kwargs)
         return inputs, kwargs
 
-    @torch.compiler.disable
+    @untraced_call
     def _post_forward(self, output: Any) -> Any:
         self._sync_buffers(BufferHook.AFTER)
         output = self.replica.after_forward(output)
@@ -401,7 +402,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
         """Leave these parameters and buffers, by full name, to the caller."""
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name in params_and_buffers_to_ignore:
                 tensor._ddp_ignored = True  # type: ignore[attr-defined]

@@ -51,7 +51,11 @@ class Delayed:
 
     def _launch(self, grad: Tensor) -> Tensor:
         work = self._group.submit(all_reduce(self._buffer, op=ReduceOp.AVG, label="delayed all-reduce"))
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: work.wait() and None)
+
+        def wait() -> None:
+            work.wait()
+
+        torch.autograd.Variable._execution_engine.queue_callback(wait)
         return grad
 
     def after_forward(self, output: Any) -> Any:

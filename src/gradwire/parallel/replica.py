@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parameter import UninitializedParameter
 
 from gradwire.autograd.graph import reachable_parameters
@@ -26,6 +27,7 @@ from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.dense import mean
 from gradwire.hooks.drive import Driver, Pending
 from gradwire.interop.torch_hooks import TorchHook, TorchHookRun
+from gradwire.interop.untraced import untraced_call
 from gradwire.parallel.attach import attach_ready
 from gradwire.parallel.broadcast import broadcast_coalesced
 from gradwire.parallel.scale import ScaleChecked
@@ -58,7 +60,7 @@ class Replica:
         skip_unused: bool = False,
         sync_at_start: bool = True,
     ) -> None:
-        self.module = module
+        self._module = weakref.ref(module)
         self.group = group
         self.graph = graph
         self.buffers = buffers
@@ -97,6 +99,14 @@ class Replica:
         if self._learning:
             self.reducer.learn_static_graph()
         self.handles = attach_ready(self.parameters, self.reducer, undefined_too=graph is not Graph.ALL_USED)
+
+    @property
+    def module(self) -> nn.Module:
+        """The replicated module. It is held weakly: it, or its wrapper, owns this."""
+        module = self._module()
+        if module is None:
+            raise UsageError("the replicated module is gone. Keep a reference to it.")
+        return module
 
     def _device(self) -> torch.device:
         return self.parameters[0].device
@@ -150,7 +160,7 @@ class Replica:
     def _start(self, bucket: GradBucket, step: int) -> Pending:
         if self.torch_hook is not None:
             hook, state = self.torch_hook
-            return TorchHookRun(hook, state, bucket, rank=self.group.rank, timeout=self.group.timeout)
+            return TorchHookRun(hook, state, bucket, self.group)
         return self.start_own(bucket, self.hook, step)
 
     def start_own(self, bucket: GradBucket, hook: CommHook, step: int = 0) -> Pending:
@@ -181,7 +191,7 @@ class Replica:
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
+    @untraced_call
     def before_forward(self) -> None:
         """Rebuild buckets if it is time, and make buffers equal."""
         self.rebuild()
@@ -189,12 +199,19 @@ class Replica:
             self.sync_buffers()
 
     def rebuild(self) -> None:
-        """Deal the parameters to buckets anew, once the first step has shown their order."""
+        """Deal the parameters to buckets anew, once the first step has shown their order; first mend what a step broke."""
+        failure = self.group.failure
+        if failure is not None and self.reducer.reported is not failure:
+            # Another rank's step failed. This rank's caller must hear of it too, or the two would go on a step apart.
+            self.reducer.reported = failure
+            raise failure
+        if failure is not None:
+            self.recover()
         if torch.is_grad_enabled():
             self._layout_before = self.reducer.layout
             self.reducer.rebuild()
 
-    @torch.compiler.disable
+    @untraced_call
     def after_forward(self, output: Any) -> Any:
         """Expect the backward of this forward. Returns the output, which may have to pass through a sink."""
         if not (torch.is_grad_enabled() and self.sync):
@@ -218,6 +235,16 @@ class Replica:
             weak = weakref.WeakMethod(self.reducer.finish_first_static_step)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _call(weak))
 
+    def recover(self) -> None:
+        """After a step that failed on some rank: meet the others, and make the replicas equal again.
+
+        Some ranks may have stepped their optimizer and some not, so parameters and buffers are taken from rank 0.
+        """
+        self.group.recover()
+        self._states.clear()
+        self.reducer.start_over()
+        self.broadcast_state()
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without averaging them."""
@@ -237,12 +264,12 @@ class Replica:
         """Make buffers equal to those of `src`, without disturbing what autograd has saved of them."""
         buffers = list(self.named_buffers().values())
         if buffers:
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+            with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):
                 broadcast_coalesced(self.group, buffers, buffer_size=_BROADCAST_BYTES, src=src)
 
     def broadcast_state(self, src: int = 0) -> None:
         """Make parameters, and buffers unless they are never synchronised, equal to those of `src`."""
-        tensors = [p for n, p in self.module.named_parameters() if n not in self.ignore]
+        tensors: list[Tensor] = [p for n, p in self.module.named_parameters() if n not in self.ignore]
         if self.buffers is not Buffers.NEVER:
             tensors += list(self.named_buffers().values())
         broadcast_coalesced(self.group, tensors, buffer_size=_BROADCAST_BYTES, src=src)

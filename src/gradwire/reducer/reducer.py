@@ -70,6 +70,7 @@ class Reducer:
         self._first_uses: dict[int, int] | None = None
         self._declared_unused: frozenset[int] = frozenset()
         self.last_error: str | None = None
+        self.reported: BaseException | None = None
         self._callback_queued = False
         self._arrival: list[int] | None = None
         self._allocate()
@@ -113,6 +114,18 @@ class Reducer:
         self._declared_unused = frozenset(unused)
         self._pending.clear()
         self._callback_queued = False
+
+    def start_over(self) -> None:
+        """After a failed step: agree with rank 0 on how many steps there were, and learn the order of buckets anew.
+
+        A rank that finished the step knows the order in which gradients came, one that failed does not; all forget it.
+        """
+        steps = torch.tensor([self.steps], device=self.parameters[0].device)
+        self.group.submit(broadcast(steps, src=0, label="recovery")).wait()
+        self.steps = int(steps.item())
+        self._seen = [False] * len(self.parameters)
+        if not self.rebuilt:
+            self._arrival = None
 
     def move_to_group(self, group: Group) -> None:
         """Use another group from the next step on, and learn the order of buckets anew."""
@@ -298,11 +311,17 @@ class Reducer:
             torch._foreach_copy_(places, values)
 
     def fail(self, error: BaseException) -> None:
-        """The step is lost; what is in flight is let go, and the next step starts afresh."""
+        """The step is lost: let go of what is in flight, and tell the other ranks, who may be waiting for this one.
+
+        The group is aborted, so nobody hangs; before the next step all ranks recover it together.
+        """
         self.last_error = f"{type(error).__name__}: {error}"
         self.machine.abandon(self.last_error)
         self._pending.clear()
         self._callback_queued = False
+        if self.group.failure is None:
+            self.group.abort(f"step {self.steps} failed on rank {self.group.rank} with {self.last_error}")
+        self.reported = self.group.failure
 
 
 def _call(weak: weakref.WeakMethod[Any]) -> None:
@@ -313,5 +332,5 @@ def _call(weak: weakref.WeakMethod[Any]) -> None:
 
 def _sparse(grad: Tensor | None, parameter: Tensor) -> Tensor:
     if grad is None:
-        return torch.sparse_coo_tensor(size=parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device).to_sparse(1)
     return grad.detach() if grad.is_sparse else grad.detach().to_sparse(1)

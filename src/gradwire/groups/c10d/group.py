@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from gradwire.collectives import Collective
 from gradwire.collectives.lower import Program, lower
-from gradwire.errors import GroupAborted, GroupError, PeerLost, UsageError
+from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.c10d.engine import Engine, call, engine_of
 from gradwire.groups.c10d.failures import translate
@@ -61,6 +61,7 @@ class C10dGroup(Group):
         self._order = threading.Lock()
         self._joined = 0
         self._owned: list[Any] = []
+        self._unfinished: list[Work] = []
         self._watchdog.on_tick.append(_weak_tick(self))
         # After the base class's finalizer was made, so that at exit these threads end first.
         self._threads_finalizer = weakref.finalize(self, _stop_threads, self._reaper, self._lane)
@@ -190,6 +191,7 @@ class C10dGroup(Group):
 
     def fail(self, error: BaseException) -> None:
         """Fail here, and tell the other ranks."""
+        self._unfinished += list(self.ledger.pending.values())
         super().fail(error)
         if self._roll is not None and isinstance(error, PeerLost):
             self._roll.bury(
@@ -218,8 +220,9 @@ class C10dGroup(Group):
             self.fail(error)
 
     def _bad_news(self, roll: RollCall, old: Sequence[Work]) -> GroupError | None:
-        first = next(iter(old))
-        where = f"{first.op} (operation #{first.seq} of {self.name}) on rank {self.rank} of {self.size}"
+        first = next(iter(old), None)
+        what = self.name if first is None else f"{first.op} (operation #{first.seq} of {self.name})"
+        where = f"{what} on rank {self.rank} of {self.size}"
         rank, why = roll.dead(), "its process has died"
         if rank is None and roll.obituary is not None:
             rank, why = roll.obituary
@@ -231,8 +234,54 @@ class C10dGroup(Group):
             why = "it has left the group"
         if rank is None:
             return None
-        message = f"{where}: rank {rank} is lost: {why}. Look at its output for the cause; this group cannot be used any more."
-        return PeerLost(message, rank=rank, op=first.op.signature)
+        message = f"{where}: rank {rank} is lost: {why}. Look at its output for the cause; make a new group to go on."
+        return PeerLost(message, rank=rank, op=None if first is None else first.op.signature)
+
+    def check_peers(self) -> None:
+        """Read the roll call now; raise if a peer is lost or has aborted."""
+        roll = self._roll
+        if self.failure is None and roll is not None and not self.closed:
+            roll.refresh()
+            error = self._bad_news(roll, [])
+            if error is not None:
+                self.fail(error)
+        super().check_peers()
+
+    def recover(self, timeout: float | None = None) -> None:
+        """Meet the other ranks; where they are out of step, go on over an engine of our own.
+
+        An engine cannot be told to forget an operation that some ranks have begun, so it is left to its own time-out and a
+        new one is made on the same store. The process group this was made from is then no longer used.
+        """
+        roll, failure = self._roll, self.failure
+        if roll is None or isinstance(failure, PeerLost):
+            super().recover(timeout)
+            return
+        limit = self.timeout if timeout is None else timeout
+        roll.joined = self._joined
+        stuck = sum(isinstance(work, C10dWork) and work.in_engine for work in self._unfinished)
+        try:
+            epoch, in_step = roll.start_over(stuck, limit)
+        except TimeoutError as error:
+            raise CollectiveTimeout(f"recovery of {self}: {error} within {limit:.3g} s.") from None
+        if not in_step:
+            self._replace_engine(epoch)
+        self._unfinished.clear()
+        self._joined = 0
+        self.failure = None
+
+    def _replace_engine(self, epoch: int) -> None:
+        _, engine = self._backend(torch.device("cpu"))
+        if engine.stream_ordered:
+            raise UsageError(
+                f"{self}: its {engine.name} engine is out of step and cannot be made anew. Make a new group."
+            )
+        old, self._owned = self._owned, []
+        threading.Thread(target=old.clear, name=f"gradwire-end-{self.name}-{self.rank}", daemon=True).start()
+        store = PrefixStore(f"gradwire/recovered/{self.name}/{epoch}", self._store)
+        self.pg = _make_gloo(store, self.rank, self.size, self.timeout)
+        self._owned = [self.pg]
+        self._backends.clear()
 
     def attendance(self, work: Work) -> Attendance | None:
         """Who has joined, as of the last roll call."""

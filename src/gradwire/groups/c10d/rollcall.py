@@ -92,8 +92,35 @@ class RollCall:
         self._lock = threading.Lock()
         self._store = store
         # Groups over one store are made in the same order on every rank, so they have the same number.
-        self._prefix = f"gradwire/{store.add(f'gradwire/{rank}/groups', 1)}"
+        self._base = f"gradwire/{store.add(f'gradwire/{rank}/groups', 1)}"
+        self._epoch = 0
         self.publish()
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self._base}/{self._epoch}"
+
+    def start_over(self, in_flight: int, timeout: float) -> tuple[int, bool]:
+        """Meet all ranks after a failure and begin a new epoch: (its number, whether all were in step).
+
+        In step means that every rank has joined as many collectives and none is in flight: then the engine is as good as
+        new. Raises TimeoutError naming who did not come.
+        """
+        keys = [f"{self._base}/recover/{self._epoch + 1}/{r}" for r in range(self.size)]
+        self._store.set(keys[self.rank], json.dumps([self.joined, in_flight]))
+        deadline = time.monotonic() + timeout
+        while missing := [r for r, key in enumerate(keys) if not self._store.check([key])]:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"ranks {missing} have not called recover()")
+            time.sleep(0.01)
+        states = [json.loads(self._store.get(key)) for key in keys]
+        self._epoch += 1
+        self.joined = 0
+        self.members = {r: Member() for r in range(self.size)}
+        self.obituary = None
+        self._published = None
+        self.publish()
+        return self._epoch, len({joined for joined, _ in states}) == 1 and not any(pending for _, pending in states)
 
     @property
     def store_lost(self) -> bool:
@@ -148,9 +175,12 @@ class RollCall:
         return True
 
     def leave(self, how: str) -> None:
-        """Write that this rank has left, and `how`."""
+        """Write that this rank has left, and `how`; then let go of the store's connection."""
         self._left = how
         self.publish()
+        with self._lock:
+            self._failures = _GIVE_UP_AFTER
+            self._store = None
 
     def dead(self) -> int | None:
         """A rank whose process on this host has ended without leaving."""

@@ -41,6 +41,10 @@ def wait_slice(native: Any, limit: float = _SLICE) -> bool:
     return True
 
 
+def _ignore(error: BaseException) -> None:
+    """The Work is settled already."""
+
+
 class C10dWork(Work):
     """A Work whose engine can be waited on: by the caller itself, or by the reaper if nobody does."""
 
@@ -49,7 +53,7 @@ class C10dWork(Work):
         self.place = 0
         self._native: Any = None
         self._event: torch.cuda.Event | None = None
-        self._on_error: Callable[[BaseException], None] = lambda error: None
+        self._on_error: Callable[[BaseException], None] = _ignore
         self._reaper: Reaper | None = None
         self._attended = False
 
@@ -66,6 +70,16 @@ class C10dWork(Work):
         self._event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(self.op.device))
         self._attend_if_wanted()
+
+    @property
+    def in_engine(self) -> bool:
+        """Whether the engine may still be busy with it, although it has failed here."""
+        return self._native is not None and not self._native.is_completed()
+
+    def _settle(self, error: BaseException | None, source_rank: int | None) -> bool:
+        settled = super()._settle(error, source_rank)
+        self._on_error = _ignore  # it knows the group and this Work: a cycle that would keep the tensors alive
+        return settled
 
     def _attend_if_wanted(self) -> None:
         wanted = self._future is not None or self._callbacks or self.ledger.hooks or self.ledger.events

@@ -1,0 +1,228 @@
+"""`Face`: everything torch asks of a process group beside collectives: names, life, hooks, parts, sequence numbers.
+
+The collectives are in `process_group.py`, which builds on this. All of it is said on behalf of one gradwire group.
+
+Note [The group is its own back end]
+torch asks a process group for the C++ back end of a device to learn what it can do. This group has none (see Note [How torch
+reaches a Python group]); it answers with itself, says no to every special ability and yes to allocating tensors, which is all
+that torch's Python code wants to know.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from gradwire.collectives import Collective
+from gradwire.errors import UsageError, UsageTypeError
+from gradwire.events import Handle
+from gradwire.groups.base import Group
+from gradwire.groups.work import Work
+from gradwire.interop.completion import C10dWorkInfo, translate_hook
+from gradwire.interop.members import layers, subgroup
+from gradwire.interop.options import Settings
+from gradwire.interop.untraced import untraced
+from gradwire.interop.work import TorchWork
+
+
+class NoBackendError(UsageError, RuntimeError):
+    """The group does not serve this kind of device. torch's callers catch RuntimeError."""
+
+
+@untraced
+class Face(dist.ProcessGroup):
+    """A gradwire group's names and life as torch sees them."""
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+    supports_shrinking = False
+
+    def __init__(self, group: Group, *, devices: Sequence[str], backend_name: str, store: Store | None) -> None:
+        # torch's other constructor, with a store, cannot make an object that Python has derived from.
+        super().__init__(group.rank, group.size)  # type: ignore[call-arg]
+        self._store = store
+        self.group = group
+        self._devices = [torch.device(device) for device in devices]
+        self._backend_name = backend_name
+        self._name = group.name
+        self._desc = "undefined"
+        self._sequence = 0
+        self._coalescing: list[Work] | None = None
+        self._parts: Counter[tuple[int, ...]] = Counter()
+
+    def submit(self, settings: Settings, *ops: Collective) -> TorchWork:
+        """Hand collectives to the group: every method of c10d ends here."""
+        works = [self._submit_one(settings, op) for op in ops]
+        if self._coalescing is not None:
+            self._coalescing += works
+        return TorchWork(*works)
+
+    def _submit_one(self, settings: Settings, op: Collective) -> Work:
+        work: object = self.group.submit(op if settings.timeout is None else op.within(settings.timeout))
+        if not isinstance(work, Work):
+            raise UsageTypeError(
+                f"{op} on {self.group}: submit returned {work!r}, not a gradwire Work. "
+                f"{type(self.group).__name__}.submit must return the Work that begin(op) gave it."
+            )
+        self._sequence = work.seq + 1
+        return work
+
+    # -- names: C++ looks these spellings up, and torch's Python names (name, group_name, …) go through C++ ---------------
+
+    def getBackendName(self) -> str:
+        """What `dist.get_backend` and torch's logs call the engine; never "gloo" or "nccl"."""
+        return self._backend_name
+
+    def getGroupName(self) -> str:
+        """The name under which torch registers the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        """Called by `dist.init_process_group` and `dist.new_group`."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        """The user's description of the group."""
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        """Called by `dist.init_process_group` and `dist.new_group`."""
+        self._desc = desc
+
+    def get_group_store(self) -> Any:
+        """The store the group was made over, or None."""
+        return self._store
+
+    # -- what it can do ------------------------------------------------------------------------------------------------
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return list(self._devices)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Itself: see Note [The group is its own back end]."""
+        if all(device.type != own.type for own in self._devices):
+            raise NoBackendError(
+                f"{self.group} serves {', '.join(str(own) for own in self._devices)}, not {device}. "
+                "Pass devices= to as_process_group if the group can move tensors there."
+            )
+        return self
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Yes for the devices it serves: FSDP2 can then take its buffers from the group."""
+        return any(device.type == own.type for own in self._devices)
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory that the group moves best."""
+        return self.group.allocate(size, dtype=dtype, device=device)
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Fail everything in flight, now."""
+        self.group.abort("torch aborted the process group")
+
+    def shutdown(self) -> None:
+        """Close the group and let go of the store: what `dist.destroy_process_group` does last."""
+        self._store = None  # torch may keep the process group: default arguments of torch.distributed.nn.functional do
+        self.group.close()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The deadline of operations submitted from now on."""
+        value = timeout.total_seconds()
+        if value <= 0:
+            raise UsageError(f"set_timeout of {self.group}: {timeout} is not more than zero.")
+        for group in layers(self.group):
+            group.timeout = value
+
+    _set_default_timeout = set_timeout
+
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> Any:
+        """The process group of `new_ranks` of this one, in that order; None on the other ranks, who need not call it."""
+        ranks = [int(rank) for rank in new_ranks]
+        if not ranks or len(set(ranks)) != len(ranks) or any(not 0 <= rank < self.group.size for rank in ranks):
+            raise UsageError(
+                f"split_group of {self.group} into {ranks}: pass different ranks from 0 to {self.group.size - 1}."
+            )
+        if self.group.rank not in ranks:
+            return None
+        key = tuple(ranks)
+        self._parts[key] += 1
+        name = group_name or f"{self._name}/{'.'.join(map(str, ranks))}.{self._parts[key]}"
+        devices = self._devices if device_types is None else device_types
+        part = type(self)(
+            subgroup(self.group, ranks, name=name),
+            devices=[device.type for device in devices],
+            backend_name=self._backend_name,
+            store=None if self._store is None else PrefixStore(f"{name}/", self._store),
+        )
+        part.setGroupName(name)
+        part.setGroupDesc(group_desc or f"{self._desc}:split")
+        if timeout is not None:
+            part.set_timeout(timeout)
+        return part
+
+    def merge_remote_group(self, *args: object, **named: object) -> Any:
+        """Not possible: a gradwire group has the members it was made with."""
+        raise UsageError(f"merge_remote_group on {self.group}: its members are fixed. Make a new group over a store.")
+
+    # -- coalescing: operations start at once, and the end of the block gives one Work for all of them --------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescing = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        works, self._coalescing = self._coalescing, None
+        if works is None:
+            raise UsageError(f"_end_coalescing on {self.group}: no block was begun. Call _start_coalescing first.")
+        return TorchWork(*works) if works else None
+
+    # -- completion hooks and numbers ----------------------------------------------------------------------------------
+
+    def _register_on_completion_hook(self, hook: Callable[[C10dWorkInfo], None]) -> Handle:
+        """Call `hook(info)` once per finished operation, with c10d's WorkInfo. Any number of hooks; the Handle removes it."""
+        if not callable(hook):
+            raise UsageTypeError(f"completion hook of {self.group}: {hook!r} is not callable. Pass a function.")
+        return self.group.on_completion(translate_hook(hook))
+
+    def _has_hooks(self) -> bool:
+        return bool(self.group.ledger.hooks)
+
+    def _wait_for_pending_works(self) -> None:
+        """Until what is in flight is over and the hooks have been told. Each operation's deadline bounds it."""
+        for work in list(self.group.ledger.pending.values()):
+            over = threading.Event()
+            work.add_done_callback(lambda _, over=over: over.set())  # type: ignore[misc]
+            over.wait(max(0.0, work.deadline - time.perf_counter()) + 1.0)  # the watchdog fails it at its deadline
+        self.group.flush_completions()
+
+    def _enable_collectives_timing(self) -> None:
+        """Nothing to do: every operation is timed."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        """One more than the number of the last operation that torch submitted."""
+        return self._sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to agree on: every rank counts from 0."""
+
+    def __repr__(self) -> str:
+        return f"<{self._backend_name} process group {self._name!r} over {self.group}>"

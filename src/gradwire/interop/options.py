@@ -1,0 +1,88 @@
+"""What c10d's callers say beside the tensors: option objects, and the bare values of its shorter overloads.
+
+Most collectives of c10d exist in two spellings, `allreduce([t], AllreduceOptions)` and `allreduce(t, ReduceOp.SUM, timeout)`.
+The types of the values tell them apart, so one reader serves all methods and all versions of the option objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from gradwire.collectives import ReduceOp
+from gradwire.errors import UsageError, UsageTypeError
+
+# The name that `dist.record_comm(name)` gives to the communication in its block; torch 2.11 has no such thing.
+_comm_name: Callable[[], str] = getattr(c10d, "_get_comm_profiling_name", lambda: "")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """c10d's options in gradwire's words."""
+
+    reduce_op: ReduceOp = ReduceOp.SUM
+    factor: float | Tensor | None = None
+    root: int = 0
+    timeout: float | None = None
+    """Seconds for this operation alone; None where the caller gave none."""
+    label: str = ""
+    """What `dist.record_comm` calls it."""
+
+
+def read_settings(method: str, args: Sequence[Any] = (), named: Mapping[str, Any] | None = None) -> Settings:
+    """Read what stands behind the tensors of one call of c10d's `method`.
+
+    >>> from datetime import timedelta
+    >>> read_settings("broadcast", (1, timedelta(seconds=5)))
+    Settings(reduce_op=<ReduceOp.SUM: 'sum'>, factor=None, root=1, timeout=5.0, label='')
+    """
+    reduce_op, factor, root, timeout = ReduceOp.SUM, None, 0, None
+    for value in (*args, *(named or {}).values()):
+        if value is None:
+            continue
+        if isinstance(value, timedelta):
+            timeout = _seconds(value)
+        elif isinstance(value, int):
+            root = value
+        elif isinstance(value, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+            reduce_op, factor = translate_reduce_op(value)
+        elif hasattr(value, "timeout"):
+            if getattr(value, "sparseIndices", None) is not None:
+                raise UsageError(f"{method}: sparseIndices is set. Pass a sparse COO tensor instead.")
+            if hasattr(value, "reduceOp"):
+                reduce_op, factor = translate_reduce_op(value.reduceOp)
+            root = getattr(value, "rootRank", 0)
+            timeout = _seconds(value.timeout)
+        else:
+            raise UsageTypeError(
+                f"{method}: {value!r} is neither one of c10d's option objects nor a ReduceOp, root rank or timedelta."
+            )
+    return Settings(reduce_op, factor, root, timeout, _comm_name())
+
+
+def _seconds(timeout: timedelta) -> float | None:
+    # c10d says "not given" with zero or, in option objects, with minus one millisecond.
+    value = timeout.total_seconds()
+    return value if value > 0 else None
+
+
+def translate_reduce_op(op: Any) -> tuple[ReduceOp, float | Tensor | None]:
+    """c10d's ReduceOp as ours, with the factor of PREMUL_SUM.
+
+    >>> translate_reduce_op(dist.ReduceOp.MAX)
+    (<ReduceOp.MAX: 'max'>, None)
+    """
+    # The pickled state is the one spelling of the factor that all supported versions of torch share.
+    kind, factor = (op, None) if isinstance(op, dist.ReduceOp.RedOpType) else op.__getstate__()
+    try:
+        return ReduceOp[kind.name], factor
+    except KeyError:
+        raise UsageError(
+            f"c10d's ReduceOp {kind.name} has no meaning here. Pass one of {', '.join(o.name for o in ReduceOp)}."
+        ) from None

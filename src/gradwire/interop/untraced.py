@@ -1,0 +1,46 @@
+"""Keeps torch.compile out of the methods that torch's C++ calls.
+
+Note [Frames that Dynamo must not see]
+Inside a compiled function Dynamo looks at every Python frame, also at those that C++ opens: the DDP reducer, when it rebuilds
+its buckets, broadcasts through our methods, and Dynamo refuses to trace them. `torch.compiler.disable` is the cure, but to
+import it takes seconds, which every user would pay. What it does in the end is to mark the code object, and the mark can be
+set without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import TypeVar
+
+try:
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+except ImportError:  # a torch that marks code otherwise: torch.compile around stock DDP then fails with Dynamo's error
+    _FrameExecStrategy = None  # type: ignore[assignment, misc]
+
+T = TypeVar("T")
+
+
+def untraced(cls: type[T]) -> type[T]:
+    """Class decorator: the methods that the class itself defines, and what they call, run outside torch.compile."""
+    if _FrameExecStrategy is None:
+        return cls
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    for member in vars(cls).values():
+        if isinstance(member, FunctionType):
+            set_code_exec_strategy(member.__code__, skip)
+    return cls
+
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def untraced_call(fn: F) -> F:
+    """Function decorator: a compiled caller breaks its graph here and runs `fn` as it is, with everything `fn` calls.
+
+    The attribute is what Dynamo looks for when it would inline a call; the mark on the code stops it at frames it meets.
+    """
+    fn._torchdynamo_disable = True  # type: ignore[attr-defined]
+    if _FrameExecStrategy is not None and isinstance(fn, FunctionType):
+        set_code_exec_strategy(fn.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return fn

@@ -1,0 +1,163 @@
+"""`TorchWork`: a torch.distributed.Work over gradwire's, so that torch can wait for what a gradwire group does.
+
+Note [Who keeps a Work alive]
+c10d's C++ reaches a Work written in Python through a trampoline that finds its methods only while the Python object lives.
+The torch versions we support wrap what a Python group returns in a holder with a reference to that object, so a Work that
+only C++ knows, such as the one behind a functional collective, stays whole. The gradwire Work beneath needs no such care:
+the group's ledger holds it until it is settled, whoever forgot it. An older torch would call the empty base class instead,
+which waits for ever; nothing on this side of the boundary could prevent that.
+
+Note [Errors in futures]
+`torch.futures.Future.set_exception` stores the exception as a value that Python's `wait()` and `value()` raise. C++ reads the
+value itself: torch 2.13's reducer takes it for a list of tensors and dies of a segmentation fault. So a future handed out
+here has failed in C++'s sense too, at the price of the type: `get_future().wait()` raises RuntimeError with our text in it,
+as the futures of c10d's own engines do. `TorchWork.wait()` keeps type and facts.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from gradwire.collectives import Kind
+from gradwire.errors import CollectiveTimeout, GroupError, UsageError
+from gradwire.groups.work import Work, seconds
+from gradwire.interop.untraced import untraced
+
+OpType: Any = c10d.OpType  # type: ignore[attr-defined]  # torch's stubs leave both out
+WorkResult: Any = c10d.WorkResult  # type: ignore[attr-defined]
+
+_OP_TYPES = {
+    Kind.ALL_REDUCE: OpType.ALLREDUCE,
+    Kind.BROADCAST: OpType.BROADCAST,
+    Kind.REDUCE: OpType.REDUCE,
+    Kind.ALL_GATHER: OpType.ALLGATHER,
+    Kind.ALL_GATHER_INTO_TENSOR: OpType._ALLGATHER_BASE,
+    Kind.REDUCE_SCATTER: OpType.REDUCE_SCATTER,
+    Kind.REDUCE_SCATTER_TENSOR: OpType._REDUCE_SCATTER_BASE,
+    Kind.ALL_TO_ALL: OpType.ALLTOALL,
+    Kind.ALL_TO_ALL_SINGLE: OpType.ALLTOALL_BASE,
+    Kind.GATHER: OpType.GATHER,
+    Kind.SCATTER: OpType.SCATTER,
+    Kind.SEND: OpType.SEND,
+    Kind.RECV: OpType.RECV,
+    Kind.BARRIER: OpType.BARRIER,
+}
+
+
+def op_type(kind: Kind) -> Any:
+    """c10d's name for a kind of collective."""
+    return _OP_TYPES.get(kind, OpType.UNKNOWN)
+
+
+@untraced
+class TorchWork(dist.Work):
+    """One or more gradwire Works as one Work of torch. Over when all are; failed when one has failed."""
+
+    def __init__(self, *works: Work) -> None:
+        super().__init__()
+        self.works = works
+        self._future: torch.futures.Future[Any] | None = None
+
+    # -- waiting -------------------------------------------------------------------------------------------------------
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Return True once the outputs may be used; raise what went wrong. Zero means no limit but the operation's own."""
+        limit = seconds(timeout)
+        if limit is None:
+            for work in self.works:
+                work.wait()
+            return True
+        until = time.perf_counter() + limit
+        for work in self.works:
+            work.wait(max(0.0, until - time.perf_counter()))
+        return True
+
+    def synchronize(self) -> None:
+        """Order what follows after the operation: on CUDA this is a matter of streams, elsewhere it waits."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Make what the current stream does next see the outputs. The host waits where the engine has no streams."""
+        self.wait()
+
+    # -- asking --------------------------------------------------------------------------------------------------------
+
+    def is_completed(self) -> bool:
+        """Whether it is over, well or badly."""
+        return all(work.is_completed() for work in self.works)
+
+    def is_success(self) -> bool:
+        """Whether it is over and the outputs hold the result."""
+        return all(work.is_success() for work in self.works)
+
+    def exception(self) -> BaseException | None:
+        """What it failed with, or None: while it runs, and after success."""
+        return next((error for work in self.works if (error := work.exception()) is not None), None)
+
+    def result(self) -> list[Tensor]:
+        """The outputs, once they hold the result: waits for it."""
+        return [t for work in self.works for t in work.result()]
+
+    def source_rank(self) -> int:
+        """Which rank a finished receive came from."""
+        if len(self.works) != 1:
+            raise UsageError(f"source_rank of {len(self.works)} operations: only one receive has a source.")
+        return self.works[0].source_rank()
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def _get_duration(self) -> float:
+        """Milliseconds from submission to completion, as c10d counts."""
+        durations = [work.duration for work in self.works]
+        if any(duration is None for duration in durations):
+            raise UsageError(f"duration of {self!r}: it is still running. Wait for it first.")
+        return 1000.0 * max((duration or 0.0 for duration in durations), default=0.0)
+
+    def _get_op_type(self) -> int:
+        kinds = {work.op.kind for work in self.works}
+        return int(op_type(kinds.pop()) if len(self.works) == 1 else OpType.COALESCED)
+
+    # -- futures -------------------------------------------------------------------------------------------------------
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A Future of the list of outputs. See Note [Errors in futures]."""
+        if self._future is None:
+            if len(self.works) == 1:
+                self._future = self.works[0].get_future().then(_value)
+            else:
+                self._future = torch.futures.collect_all([work.get_future() for work in self.works]).then(_values)
+        return self._future
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        """A Future of a WorkResult as a number. It never fails: it says how the operation ended."""
+        return torch.futures.collect_all([work.get_future() for work in self.works]).then(self._verdict)
+
+    def _verdict(self, _: object) -> int:
+        error = self.exception()
+        if error is None:
+            verdict = WorkResult.SUCCESS
+        elif isinstance(error, CollectiveTimeout):
+            verdict = WorkResult.TIMEOUT
+        else:
+            verdict = WorkResult.COMM_ERROR if isinstance(error, GroupError) else WorkResult.UNKNOWN
+        return int(verdict)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {', '.join(repr(work) for work in self.works)}>"
+
+
+def _value(future: torch.futures.Future[Any]) -> list[Tensor]:
+    value: list[Tensor] = future.value()
+    return value
+
+
+def _values(future: torch.futures.Future[list[torch.futures.Future[Any]]]) -> list[Tensor]:
+    return [t for part in future.value() for t in part.value()]

@@ -1,0 +1,79 @@
+"""`replicate`: the function form. The module stays what it is, with no wrapper around it and no `.module` in its names."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+
+from gradwire.errors import UsageError
+from gradwire.events import Handle
+from gradwire.groups.base import Group
+from gradwire.hooks.base import CommHook
+from gradwire.parallel.replica import Replica
+from gradwire.policies import Buckets, Buffers, Gradients, Graph, ScaleCheck
+
+_MARK = "_gradwire_replica"
+
+
+def replicate(
+    module: nn.Module,
+    *,
+    group: Group,
+    hook: CommHook | None = None,
+    buckets: Buckets | None = None,
+    graph: Graph = Graph.ALL_USED,
+    gradients: Gradients = Gradients.VIEWS,
+    buffers: Buffers = Buffers.EVERY_FORWARD,
+    ignore: Collection[str] = (),
+    scale_check: ScaleCheck | None = None,
+) -> Replica:
+    """Average the gradients of `module` over `group` in every backward from now on.
+
+    Returns the Replica, which offers `no_sync()`, `set_hook()`, `weight` and `detach()`; the module owns it.
+
+    >>> import torch
+    >>> from gradwire.groups import ThreadGroup
+    >>> (group,) = ThreadGroup.world(1)
+    >>> model = nn.Linear(2, 1)
+    >>> replica = replicate(model, group=group)
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> replica.reducer.steps
+    1
+    >>> replica.detach()
+    ... group.close()
+    """
+    if getattr(module, _MARK, None) is not None:
+        raise UsageError(f"replicate({type(module).__name__}): it is replicated already. detach() it first.")
+    replica = Replica(
+        module,
+        group,
+        hook=hook,
+        buckets=buckets,
+        graph=graph,
+        gradients=gradients,
+        buffers=buffers,
+        ignore=ignore,
+        scale_check=scale_check,
+    )
+
+    def before(_: nn.Module, __: Any) -> None:
+        replica.before_forward()
+
+    def after(_: nn.Module, __: Any, output: Any) -> Any:
+        return replica.after_forward(output)
+
+    removers = [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    object.__setattr__(module, _MARK, replica)
+    replica.handles += [Handle(r.remove) for r in removers]
+    weak = weakref.ref(module)
+    replica.handles.append(Handle(lambda: _unmark(weak)))
+    return replica
+
+
+def _unmark(weak: weakref.ref[nn.Module]) -> None:
+    module = weak()
+    if module is not None:
+        object.__setattr__(module, _MARK, None)
