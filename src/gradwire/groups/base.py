@@ -36,6 +36,10 @@ G = TypeVar("G", bound="Group")
 class Group(Verbs, ABC):
     """Ranks that communicate. Submit from one thread, or agree on an order: the n-th collectives of all ranks meet."""
 
+    tells_mismatch: bool = False
+    """Whether ranks that submit different collectives are told so. Engines that do not look may hang, mix data up or, as
+    gloo does on different sizes, take the process down; the `Verified` wrapper makes any group look."""
+
     def __init__(
         self,
         rank: int,

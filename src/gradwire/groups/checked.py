@@ -27,6 +27,8 @@ class Verified(ProgramWrapper):
     On the wire: 32 bytes per rank and operation; the full descriptions travel only when they differ.
     """
 
+    tells_mismatch = True
+
     def program(self, op: Collective) -> Program:
         """Compare digests; on a difference exchange the descriptions and raise."""
         signature = op.signature

@@ -27,6 +27,8 @@ from gradwire.groups.work import Work
 class ThreadGroup(Group):
     """One rank's place in a world of threads. A send is done when it has been received, as MPI's synchronous mode."""
 
+    tells_mismatch = True
+
     def __init__(self, rank: int, table: _Table) -> None:
         super().__init__(rank, table.size, name=table.name, timeout=table.timeout, watchdog=table.watchdog)
         self._table = table

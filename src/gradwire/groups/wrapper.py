@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradwire.collectives import Collective
 from gradwire.collectives.lower import Program
+from gradwire.errors import CollectiveTimeout
 from gradwire.groups.base import Group
 from gradwire.groups.lane import Lane
 from gradwire.groups.ledger import Attendance
@@ -24,6 +25,11 @@ class _Around(Group):
     """What all wrappers hand on to the group inside."""
 
     inner: Group
+
+    @property
+    def tells_mismatch(self) -> bool:  # type: ignore[override]
+        """As the inner group does."""
+        return self.inner.tells_mismatch
 
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
         """Memory of the inner group."""
@@ -149,6 +155,11 @@ class ProgramWrapper(_Around):
                 self._steps[work.seq] = inner = self.inner.submit(step.within(left))
                 inner.wait()
             work.finish()
+        except CollectiveTimeout as error:
+            # The step's name says nothing to the caller; whom it misses is the same.
+            late = self.ledger.timed_out(work, work.timeout)
+            late.__cause__ = error
+            work.fail(late)
         except Exception as error:
             work.fail(error)
         finally:
@@ -181,5 +192,6 @@ class ProgramWrapper(_Around):
         self.inner.fail(error)
 
     def _release(self) -> None:
+        # What was in flight has had its time; a step that still is would hold the lane.
+        self.inner.close(timeout=0)
         self._lane.stop()
-        self.inner.close()

@@ -200,10 +200,10 @@ class Machine:
             f"{start}This error indicates that your module has parameters that were not used in producing loss. You can "
             "enable unused parameter detection by passing the keyword argument `find_unused_parameters=True` to "
             "`torch.nn.parallel.DistributedDataParallel`, and by \nmaking sure all `forward` function outputs participate "
-            "in calculating loss. \nIf you already have done the above, then the distributed data parallel module wasn't "
-            "able to locate the output tensors in the return value of your module's `forward` function. Please include the loss "
-            "function and the structure of the return value of `forward` of your module when reporting this issue "
-            f"(e.g. list, dict, iterable).\n{self._without_gradient()}"
+            "in calculating loss. \nIf you already have done the above, then the distributed data parallel module "
+            "wasn't able to locate the output tensors in the return value of your module's `forward` function. Please "
+            "include the loss function and the structure of the return value of `forward` of your module when reporting this "
+            f"issue (e.g. list, dict, iterable).\n{self._without_gradient()}"
         )
 
     def _without_gradient(self) -> str:

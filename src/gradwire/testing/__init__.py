@@ -1,0 +1,21 @@
+"""Tools for testing what communicates: run a function on ranks of any kind, see what it left behind. No pytest inside."""
+
+from gradwire.testing.conformance import ConformanceError, check_group, check_names
+from gradwire.testing.leftovers import Leftovers
+from gradwire.testing.pool import RankPool, default_pool
+from gradwire.testing.ranks import kinds, run_ranks
+from gradwire.testing.simulate import Exchange, Simulation, simulate
+
+__all__ = [
+    "ConformanceError",
+    "Exchange",
+    "Leftovers",
+    "RankPool",
+    "Simulation",
+    "check_group",
+    "check_names",
+    "default_pool",
+    "kinds",
+    "run_ranks",
+    "simulate",
+]

@@ -59,7 +59,8 @@ def _gloo_takes(op: Collective) -> bool:
     if kind is Kind.ALL_GATHER:
         return _one_size(op.outputs)
     if kind is Kind.ALL_GATHER_INTO_TENSOR:
-        return len(op.inputs) == 1
+        # Gloo compares shapes, but the whole of parts [2, 3] may be [4, 3] as well as [2, 2, 3]: only flat ones are clear.
+        return len(op.inputs) == 1 and op.inputs[0].dim() == op.outputs[0].dim() == 1
     if kind is Kind.ALL_TO_ALL_SINGLE:
         return op.splits is None or all(op.splits)
     # Gloo's reduce may write into tensors that are not the root's, its reduce-scatter and its all-to-all of lists are
@@ -136,7 +137,9 @@ def _set(options: Any, op: Collective, timeout: timedelta) -> Any:
 
 def call(pg: Any, op: Collective, timeout: float) -> Any:
     """Hand `op` to the process group or back end `pg`; returns c10d's Work."""
-    ins, outs = [t.detach() for t in op.inputs], [t.detach() for t in op.outputs]
+    # A sparse tensor is written by giving it new indices and values, which a detached twin would keep for itself.
+    ins = [t if t.is_sparse else t.detach() for t in op.inputs]
+    outs = [t if t.is_sparse else t.detach() for t in op.outputs]
     return _CALLS[op.kind](pg, op, ins, outs, timedelta(seconds=timeout))
 
 
@@ -149,8 +152,7 @@ def _all_reduce(pg: Any, op: Collective, ins: list[Tensor], outs: list[Tensor], 
 def _all_gather_into_tensor(pg: Any, op: Collective, ins: list[Tensor], outs: list[Tensor], timeout: timedelta) -> Any:
     options = _set(c10d.AllgatherOptions(), op, timeout)
     if len(ins) == 1:
-        # Flat: gloo compares shapes, and the whole of parts [2, 3] may be [4, 3] as well as [2, 2, 3].
-        return pg._allgather_base(outs[0].view(-1), ins[0].view(-1), options)
+        return pg._allgather_base(outs[0], ins[0], options)
     return pg.allgather_into_tensor_coalesced(outs, ins, options)
 
 

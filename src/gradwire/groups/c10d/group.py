@@ -277,7 +277,7 @@ class C10dGroup(Group):
                 f"{self}: its {engine.name} engine is out of step and cannot be made anew. Make a new group."
             )
         old, self._owned = self._owned, []
-        threading.Thread(target=old.clear, name=f"gradwire-end-{self.name}-{self.rank}", daemon=True).start()
+        threading.Thread(target=_end, args=(old,), name=f"gradwire-end-{self.name}", daemon=True).start()
         store = PrefixStore(f"gradwire/recovered/{self.name}/{epoch}", self._store)
         self.pg = _make_gloo(store, self.rank, self.size, self.timeout)
         self._owned = [self.pg]
@@ -319,8 +319,13 @@ class C10dGroup(Group):
             raise UsageError(
                 f"{self}: its engine, {engine.name}, cannot be split. Make the process group with dist.new_group."
             )
-        part = backend.split_group(ranks, timedelta(seconds=self.timeout), None, name, None)
-        return C10dGroup(part, name=name, timeout=self.timeout)
+        part = C10dGroup(
+            backend.split_group(ranks, timedelta(seconds=self.timeout), None, name, None),
+            name=name,
+            timeout=self.timeout,
+        )
+        part._owned.append(part.pg)
+        return part
 
     def _release(self) -> None:
         if self._roll is not None:
@@ -334,9 +339,17 @@ class C10dGroup(Group):
     def _end_engine(self) -> None:
         """Let go of the engine; its destructor waits for its threads, so it runs in a thread that may be left behind."""
         engines, self._owned, self.pg = self._owned, [], None
-        undertaker = threading.Thread(target=engines.clear, name=f"gradwire-end-{self.name}-{self.rank}", daemon=True)
+        undertaker = threading.Thread(target=_end, args=(engines,), name=f"gradwire-end-{self.name}", daemon=True)
         undertaker.start()
         undertaker.join(timeout=5)
+
+
+def _end(engines: list[Any]) -> None:
+    while engines:
+        engine = engines.pop()
+        if isinstance(engine, dist.ProcessGroup):
+            engine.shutdown()
+        del engine
 
 
 def _weak_tick(group: C10dGroup) -> Any:

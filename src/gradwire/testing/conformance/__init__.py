@@ -1,0 +1,6 @@
+"""The conformance suite that every Group passes: `check_group`. No pytest inside."""
+
+from gradwire.testing.conformance.report import ConformanceError, Failure, Report
+from gradwire.testing.conformance.suite import check_group, check_names
+
+__all__ = ["ConformanceError", "Failure", "Report", "check_group", "check_names"]

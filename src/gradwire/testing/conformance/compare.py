@@ -1,0 +1,141 @@
+"""How the checks say what is wrong: sentences, one for each thing that is not as it must be.
+
+Note [Checks are generators]
+A check yields a sentence for each wrong value and goes on, so a rank that found one stays in step with the others. What a
+check raises means that communication itself went wrong; then the world is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import Collective, Kind, ReduceOp
+from gradwire.collectives.reference import perform
+from gradwire.groups.base import Group
+from gradwire.testing.conformance.data import FLOAT8, LARGEST
+
+Problems = Iterator[str]
+E = TypeVar("E", bound=BaseException)
+
+AT_ONCE = 8
+"""How many operations the asynchronous pass keeps in flight."""
+
+
+def same(what: str, got: object, want: object) -> Problems:
+    """Yield a sentence unless `got` equals `want`."""
+    if got != want:
+        yield f"{what} is {got!r}, expected {want!r}"
+
+
+def holds(ok: bool, problem: str) -> Problems:
+    """Yield `problem` unless `ok`."""
+    if not ok:
+        yield problem
+
+
+def raises(kind: type[E], what: str, call: Callable[[], object]) -> Generator[str, None, E | None]:
+    """Yield a sentence unless `call()` raises `kind`; return the error."""
+    try:
+        got = call()
+    except kind as error:
+        # Without its traceback, whose frames hold the group and this error: a cycle that keeps sockets open.
+        return error.with_traceback(None)
+    except Exception as error:
+        yield f"{what} raised {type(error).__name__} ({error}), expected {kind.__name__}"
+    else:
+        yield f"{what} returned {got!r}, expected {kind.__name__}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One collective to compare with the reference. `make(rank)` gives a rank's record, over the same values each time."""
+
+    what: str
+    make: Callable[[int], Collective]
+
+
+def against_reference(group: Group, cases: Sequence[Case]) -> Problems:
+    """Run every case, waiting for each, then again with several in flight, waiting for the last first."""
+    for first in range(0, len(cases), AT_ONCE):
+        chunk = cases[first : first + AT_ONCE]
+        wanted = []
+        for case in chunk:
+            everybody = [case.make(rank) for rank in range(group.size)]
+            perform(everybody)
+            wanted.append(everybody[group.rank])
+        for case, want in zip(chunk, wanted, strict=True):
+            op = case.make(group.rank)
+            group.submit(op).wait()
+            yield from _differences(f"{case.what}, waited for at once", group, op, want)
+        ops = [case.make(group.rank) for case in chunk]
+        works = [group.submit(op) for op in ops]
+        for work in reversed(works):
+            work.wait()
+        for case, op, want in zip(chunk, ops, wanted, strict=True):
+            yield from _differences(f"{case.what}, with others in flight", group, op, want)
+
+
+def _differences(what: str, group: Group, op: Collective, want: Collective) -> Problems:
+    changed = op.kind is not Kind.REDUCE or op.root == group.rank
+    for index, (got, right) in enumerate(zip(op.outputs, want.outputs, strict=True)):
+        reduced = op.kind.reduces and changed
+        name = f"{what}: {op}: output {index}" if changed else f"{what}: {op}: a tensor that is not the root's"
+        yield from unlike(name, got, right, op.reduce_op if reduced else None, group.size)
+    for index, (got, right) in enumerate(zip(op.inputs, want.inputs, strict=True)):
+        if not any(got is output for output in op.outputs):
+            yield from unlike(f"{what}: {op}: input {index}, which is not an output,", got, right)
+
+
+def unlike(what: str, got: Tensor, want: Tensor, reduced: ReduceOp | None = None, size: int = 1) -> Problems:
+    """Yield a sentence unless the tensors agree: exactly, or as well as `size` values can be reduced in any order."""
+    if got.shape != want.shape or got.dtype != want.dtype or got.layout != want.layout:
+        yield f"{what} became {got.dtype}{list(got.shape)}, expected {want.dtype}{list(want.shape)}"
+        return
+    if not got.is_sparse and torch.equal(got, want):
+        return
+    wide_got, wide_want = _widened(got), _widened(want)
+    slack = _slack(reduced, want.dtype, size, wide_want)
+    # NaN is never drawn: it counts as wrong, because no comparison with it holds.
+    wrong = ~((wide_got - wide_want).abs() <= slack) if wide_got.dtype.is_floating_point else wide_got != wide_want
+    count = int(wrong.sum())
+    if count:
+        at = int(wrong.nonzero()[0, 0])
+        yield (
+            f"{what}: element {at} of {wrong.numel()} is {wide_got[at].item()}, expected {wide_want[at].item()}"
+            f"{f' ({count} elements are wrong)' if count > 1 else ''}"
+        )
+
+
+@torch.no_grad()
+def _widened(t: Tensor) -> Tensor:
+    """As a flat vector of float64 or int64: every dtype has those."""
+    if t.is_sparse:
+        t = t.to_dense()
+    t = t.detach().reshape(-1)
+    if t.dtype.is_complex:
+        return torch.view_as_real(t).reshape(-1).to(torch.float64)
+    return t.to(torch.float64 if t.dtype.is_floating_point else torch.int64)
+
+
+def _slack(reduced: ReduceOp | None, dtype: torch.dtype, size: int, want: Tensor) -> Any:
+    """How far a reduction may be off, whatever its order and however often an engine rounds on the way.
+
+    A sum of `size` values is rounded at most `size` times, each time by half an epsilon of a partial sum that is at most
+    size * LARGEST; factors of PREMUL_SUM are at most LARGEST as well. A product is off by as many epsilons of itself.
+    """
+    inexact = dtype.is_floating_point or dtype.is_complex
+    if reduced is None or not inexact or reduced in (ReduceOp.MIN, ReduceOp.MAX):
+        return 0.0
+    if dtype in FLOAT8 and reduced in (ReduceOp.SUM, ReduceOp.PRODUCT) and size <= 8:
+        return 0.0
+    limits = torch.finfo(dtype)
+    if reduced is ReduceOp.PRODUCT and not dtype.is_complex:
+        return want.abs() * limits.eps * size + limits.tiny * LARGEST**size
+    largest = LARGEST**size if reduced is ReduceOp.PRODUCT else size * LARGEST * LARGEST
+    return limits.eps / 2 * size * largest

@@ -1,0 +1,97 @@
+"""Values for the checks, drawn from a key, so that every rank can draw what every other rank drew; and memory layouts."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import ReduceOp
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, *FLOAT8)
+COMPLEX = (torch.complex64, torch.complex128)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16)
+DTYPES = (*FLOATS, *COMPLEX, *INTEGERS, torch.bool)
+FEW_DTYPES = (torch.float64, torch.bfloat16, torch.float8_e5m2, torch.complex64, torch.int8, torch.uint16, torch.bool)
+"""One of each width and sort, for lists with one tensor per rank, where a case costs the cube of the world's size."""
+
+_ARITHMETIC = (ReduceOp.SUM, ReduceOp.PRODUCT)
+_ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
+_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+
+LARGEST = 2
+"""No floating-point value drawn is larger: what tolerances are computed from."""
+
+
+def reductions_of(dtype: torch.dtype) -> tuple[ReduceOp, ...]:
+    """The reductions that have a meaning on `dtype`, but for PREMUL_SUM."""
+    if dtype.is_complex:
+        return (*_ARITHMETIC, ReduceOp.AVG)
+    return (*_ARITHMETIC, ReduceOp.AVG, *_ORDERED) if dtype.is_floating_point else (*_ARITHMETIC, *_ORDERED, *_BITWISE)
+
+
+def sizes(world: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes worth trying: nothing, one, fewer elements than ranks, primes, no multiple of the world, a few thousand."""
+    return ((0,), (1,), (world - 1,), (13,), (world + 1, 3), (2, 0, 3), (4099,))
+
+
+_POOL = 16_411
+
+
+@functools.cache
+def _pool(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random values of one dtype. float8 holds -1, 0 and 1 only, whose sums of up to 8 are exact."""
+    generator = torch.Generator().manual_seed(20)
+
+    def integers(low: int, high: int) -> Tensor:
+        return torch.randint(low, high, (_POOL,), generator=generator, device="cpu")
+
+    def reals() -> Tensor:
+        return torch.rand(_POOL, generator=generator, dtype=torch.float64, device="cpu") * 2 * LARGEST - LARGEST
+
+    if dtype is torch.bool:
+        values = integers(0, 2)
+    elif dtype in FLOAT8:
+        values = integers(-1, 2)
+    elif dtype.is_complex:
+        values = torch.complex(reals(), reals()) / LARGEST
+    elif dtype.is_floating_point:
+        values = reals()
+    else:
+        values = integers(-8 if dtype.is_signed else 0, 9)
+    return values.to(dtype).to(device)
+
+
+def draw(shape: Sequence[int], dtype: torch.dtype, *key: int) -> Tensor:
+    """The tensor of `key`, on the default device: a window, at a place the key decides, on values drawn once."""
+    place = 7
+    for number in key:
+        place = (place * 1_000_003 + number + 1) % (2**31 - 1)
+    count = math.prod(shape)
+    first = place % (_POOL - count)
+    values = _pool(dtype, torch.get_default_device())[first : first + count].clone()
+    return values if len(shape) == 1 else values.view(tuple(shape))
+
+
+def blank(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An output that holds something else yet: a result that was never written shows."""
+    return torch.ones(tuple(shape), dtype=dtype)
+
+
+LAYOUTS = ("transposed", "strided", "offset")
+
+
+def arrange(t: Tensor, layout: str) -> Tensor:
+    """The same values in memory that is not contiguous, or not at the start of its storage."""
+    if layout == "transposed":
+        return t.mT.contiguous().mT
+    if layout == "strided":
+        home = blank((*t.shape[:-1], 2 * t.shape[-1]), t.dtype)[..., ::2]
+    else:
+        home = blank((t.numel() + 3,), t.dtype)[3:].view(t.shape)
+    home.copy_(t)
+    return home

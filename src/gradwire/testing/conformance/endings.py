@@ -1,0 +1,197 @@
+"""Checks of how things end: deadlines, missing ranks, abort, close, a peer that leaves. Each needs a world of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+
+from gradwire.collectives import build
+from gradwire.errors import ClosedError, CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost
+from gradwire.events import CollectiveFailed
+from gradwire.groups.base import Group
+from gradwire.groups.work import WorkInfo
+from gradwire.testing.conformance.compare import Problems, holds, raises, same
+from gradwire.testing.conformance.side import PATIENCE, SHORT, SOON, beside, meet, part
+
+
+def _names_the_missing(group: Group, error: CollectiveTimeout, *, known: bool) -> Problems:
+    """Where the group knows who has joined, the error says so, and the last rank is among the missing."""
+    joined, missing = error.joined, error.missing
+    if joined is None or missing is None:
+        yield from holds(not known, f"the group knows who has joined, but the error has {joined=}, {missing=}")
+        return
+    yield from holds(group.size - 1 in missing, f"rank {group.size - 1} never joined, but missing is {missing}")
+    yield from holds(group.rank in joined, f"this rank did join, but joined is {joined}")
+    yield from holds(not set(joined) & set(missing), f"ranks are both in joined {joined} and in missing {missing}")
+
+
+def check_deadline(group: Group) -> Problems:
+    """An operation that a rank never joins fails by its deadline, and everything about it says so, again and again."""
+    side = beside(group)
+    if group.rank < group.size - 1:
+        infos: list[WorkInfo] = []
+        failed: list[CollectiveFailed] = []
+        group.on_completion(infos.append)
+        group.events.listen(lambda event: failed.append(event) if isinstance(event, CollectiveFailed) else None)
+        work = group.submit(build.all_reduce(torch.ones(3), label="forever").within(SHORT))
+        future = work.get_future()
+        yield from raises(CollectiveTimeout, "a wait shorter than the deadline", lambda: work.wait(SHORT / 2))
+        known = group.attendance(work) is not None
+        error = yield from raises(CollectiveTimeout, "wait past the deadline", work.wait)
+        if error is not None:
+            yield from same("op of the CollectiveTimeout", error.op, work.op.signature)
+            yield from holds("forever" in str(error), f"the CollectiveTimeout does not name the label: {error}")
+            yield from _names_the_missing(group, error, known=known)
+        again = yield from raises(CollectiveTimeout, "a second wait past the deadline", work.wait)
+        yield from holds(again is error, "a second wait raised another error than the first")
+        yield from holds(work.exception() is error, f"exception() is {work.exception()!r}")
+        yield from same("is_completed() and is_success()", (work.is_completed(), work.is_success()), (True, False))
+        yield from holds(
+            f"failed: {CollectiveTimeout.__name__}" in repr(work), f"repr of a failed operation is {work!r}"
+        )
+        yield from raises(CollectiveTimeout, "result() past the deadline", work.result)
+        yield from raises(CollectiveTimeout, "the future, taken before the deadline,", future.wait)
+        yield from raises(CollectiveTimeout, "a future taken after the deadline", work.get_future().wait)
+        group.flush_completions()
+        yield from same("errors that hooks were told", [i.error for i in infos if i.label == "forever"], [error])
+        yield from same("errors that listeners were told", [e.error for e in failed if e.label == "forever"], [error])
+    part(side)
+
+
+def check_deadline_unwatched(group: Group) -> Problems:
+    """The deadline holds though nobody waits, and `limit` can move it nearer after submission."""
+    side = beside(group)
+    if group.rank < group.size - 1:
+        told = threading.Event()
+        work = group.submit(build.barrier(label="unwatched"))
+        work.limit(SHORT)
+        work.add_done_callback(lambda work: told.set())
+        yield from holds(told.wait(SHORT + SOON), f"nobody waits, and after {SHORT + SOON} s it has not failed: {work}")
+        yield from holds(isinstance(work.exception(), CollectiveTimeout), f"exception() is {work.exception()!r}")
+    part(side)
+
+
+def check_missing_rank(group: Group) -> Problems:
+    """A monitored barrier names the rank that does not come."""
+    side = beside(group)
+    known = group.attendance(group.barrier()) is not None
+    if group.rank < group.size - 1:
+        error = yield from raises(
+            CollectiveTimeout, "monitored_barrier with a rank missing", lambda: group.monitored_barrier(SHORT)
+        )
+        if error is not None:
+            yield from _names_the_missing(group, error, known=known)
+        yield from holds("monitored_barrier" in str(error), f"the CollectiveTimeout does not name the label: {error}")
+    part(side)
+
+
+def check_abort(group: Group) -> Problems:
+    """`abort` fails what is in flight and what comes later, at once; peers get an error, by their deadline at the latest."""
+    side = beside(group)
+    done = group.barrier()
+    work = None
+    if group.rank < group.size - 1:
+        work = group.submit(build.all_reduce(torch.ones(3), label="doomed"))
+    meet(side)
+    if group.rank == 0 and work is not None:
+        began = time.perf_counter()
+        group.abort("the check says so")
+        group.abort("once more")
+        error = yield from raises(GroupAborted, "an operation in flight at abort", lambda: work.wait(SOON))
+        late = build.barrier(label="too late").within(SHORT)
+        later = yield from raises(GroupAborted, "submit after abort", lambda: group.submit(late).wait())
+        for problem in (error, later):
+            if problem is not None:
+                told = problem.reason
+                yield from holds("the check says so" in told, f"reason of the GroupAborted is {told!r}")
+        took = time.perf_counter() - began
+        yield from holds(took < SOON, f"abort, a wait and a submit took {took:.1f} s")
+        yield from holds("failed" in repr(group) or "abort" in repr(group), f"repr after abort is {group!r}")
+        yield from same("wait() after abort for what had finished before", done.wait(), True)
+    elif work is not None:
+        work.limit(time.perf_counter() - work.started + SHORT)
+        yield from raises(GroupError, "an operation in flight when a peer aborted", work.wait)
+    part(side)
+    group.close()
+
+
+def check_abort_wakes(group: Group) -> Problems:
+    """`abort` from another thread wakes a rank that waits."""
+    side = beside(group)
+    if group.rank == 0:
+        work = group.submit(build.barrier(label="asleep"))
+        thread = threading.Thread(target=group.abort, args=("from another thread",), daemon=True)
+        thread.start()
+        began = time.perf_counter()
+        yield from raises(GroupAborted, "a wait during which another thread aborted", lambda: work.wait(SOON))
+        took = time.perf_counter() - began
+        yield from holds(took < SOON, f"it took {took:.1f} s until abort woke the wait")
+        thread.join(PATIENCE)
+    part(side)
+
+
+def check_close(group: Group) -> Problems:
+    """`close` lets the operation in flight finish; closing twice is a no-op; later submits raise ClosedError."""
+    t = torch.ones(2)
+    work = group.all_reduce(t, async_op=True, label="the last")
+    group.close()
+    group.close()
+    yield from same("wait() after close", work.wait(), True)
+    yield from same("all_reduce in flight at close", t.tolist(), [float(group.size)] * 2)
+    late = build.barrier(label="too late").within(SHORT)
+    yield from raises(ClosedError, "submit after close", lambda: group.submit(late).wait())
+    yield from same("closed", group.closed, True)
+    yield from holds("closed" in repr(group), f"repr after close is {group!r}")
+
+
+def check_close_in_flight(group: Group) -> Problems:
+    """What nobody joins fails with ClosedError when `close` has waited long enough."""
+    side = beside(group)
+    if group.rank == 0:
+        work = group.submit(build.barrier(label="left alone"))
+        began = time.perf_counter()
+        group.close(timeout=SHORT)
+        took = time.perf_counter() - began
+        yield from holds(took < SHORT + 2 * SOON, f"close(timeout={SHORT}) took {took:.1f} s")
+        yield from raises(ClosedError, "an operation in flight when the group was closed", work.wait)
+    part(side)
+
+
+def check_peer_leaves(group: Group) -> Problems:
+    """When a peer has closed its group, the others' operations fail, by their deadline at the latest."""
+    side = beside(group)
+    last = group.size - 1
+    if group.rank == last:
+        group.close()
+    meet(side)
+    if group.rank < last:
+        op = build.all_reduce(torch.ones(3), label="without you").within(SHORT)
+        error = yield from raises(GroupError, "all_reduce after a peer has left", lambda: group.submit(op).wait())
+        if isinstance(error, PeerLost) and error.rank is not None:
+            yield from same("rank of the PeerLost", error.rank, last)
+    part(side)
+
+
+def check_mismatch(group: Group) -> Problems:
+    """Different collectives on different ranks, on a group that looks: no rank hangs, and all are told who submitted what."""
+    if not group.tells_mismatch:
+        return
+    side = beside(group)
+    last = group.size - 1
+    op = build.all_reduce(torch.ones(4 if group.rank < last else 5), label="which?").within(SHORT)
+    try:
+        group.submit(op).wait()
+    except CollectiveMismatch as error:
+        if error.ops:
+            yield from same("own entry in CollectiveMismatch.ops", error.ops.get(group.rank), op.signature)
+            yield from holds(len(set(error.ops.values())) > 1, f"CollectiveMismatch.ops agree: {error.ops}")
+        yield from holds(
+            "[4]" in str(error) and "[5]" in str(error), f"the mismatch does not say what differs: {error}"
+        )
+    except GroupError:
+        pass
+    except Exception as error:
+        yield f"all_reduce of different sizes raised {type(error).__name__} ({error}), expected a GroupError"
+    part(side)

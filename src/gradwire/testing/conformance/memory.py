@@ -1,0 +1,159 @@
+"""Checks of what tensors may look like: strides, no dimensions, leaves of autograd, the group's own memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import Collective, ReduceOp, build
+from gradwire.groups.base import Group
+from gradwire.testing.conformance.compare import Case, Problems, against_reference, holds, same, unlike
+from gradwire.testing.conformance.data import LAYOUTS, arrange, blank, draw
+
+Shaper = Callable[[Tensor], Tensor]
+
+
+def _every_kind(size: int, shape: tuple[int, ...], to_input: Shaper, to_output: Shaper) -> list[Case]:
+    """One case of each collective, its tensors passed through `to_input` and `to_output`."""
+
+    def value(rank: int, i: int = 0) -> Tensor:
+        return to_input(draw(shape, torch.float32, 41, i, rank))
+
+    def values(rank: int) -> list[Tensor]:
+        return [value(rank, i) for i in range(size)]
+
+    def out() -> Tensor:
+        return to_output(blank(shape, torch.float32))
+
+    def outs() -> list[Tensor]:
+        return [out() for _ in range(size)]
+
+    def whole(rank: int) -> Tensor:
+        return to_input(draw((size, *shape), torch.float32, 42, rank))
+
+    def whole_out() -> Tensor:
+        return to_output(blank((size, *shape), torch.float32))
+
+    def at_root(rank: int, tensors: list[Tensor]) -> list[Tensor] | None:
+        return tensors if rank == size - 1 else None
+
+    makers: dict[str, Callable[[int], Collective]] = {
+        "all_reduce": lambda rank: build.all_reduce([value(rank), value(rank, 1)]),
+        "broadcast": lambda rank: build.broadcast([value(rank), value(rank, 1)], src=size - 1),
+        "reduce": lambda rank: build.reduce(value(rank), dst=size - 1, op=ReduceOp.MAX),
+        "all_gather": lambda rank: build.all_gather(outs(), value(rank)),
+        "all_gather_into_tensor": lambda rank: build.all_gather_into_tensor(whole_out(), value(rank)),
+        "reduce_scatter": lambda rank: build.reduce_scatter(out(), values(rank)),
+        "reduce_scatter_tensor": lambda rank: build.reduce_scatter_tensor(out(), whole(rank)),
+        "all_to_all": lambda rank: build.all_to_all(outs(), values(rank)),
+        "all_to_all_single": lambda rank: build.all_to_all_single(whole_out(), whole(rank)),
+        "gather": lambda rank: build.gather(value(rank), at_root(rank, outs()), dst=size - 1),
+        "scatter": lambda rank: build.scatter(out(), at_root(rank, values(rank)), src=size - 1),
+    }
+    return [Case(name, make) for name, make in makers.items()]
+
+
+def check_layouts(group: Group) -> Problems:
+    """Tensors that are transposed, strided, or lie inside a larger storage, going in and coming out."""
+    for layout in LAYOUTS:
+
+        def arranged(t: Tensor, layout: str = layout) -> Tensor:
+            return arrange(t, layout)
+
+        yield from against_reference(group, _every_kind(group.size, (3, 4), arranged, arranged))
+
+
+def check_layouts_mixed(group: Group) -> Problems:
+    """Ranks need not agree on strides: the order of elements is that of their indices."""
+
+    def case(rank: int) -> Collective:
+        t = draw((4, 6), torch.float32, 43, rank)
+        return build.all_reduce(arrange(t, "transposed") if rank % 2 else t)
+
+    def gathered(rank: int) -> Collective:
+        t = draw((4, 6), torch.float32, 44, rank)
+        outputs = [arrange(blank((4, 6), torch.float32), LAYOUTS[i % 3]) for i in range(group.size)]
+        return build.all_gather(outputs, arrange(t, "transposed") if rank % 2 else t)
+
+    yield from against_reference(group, [Case("strides differ", case), Case("strides differ", gathered)])
+
+
+def check_zero_dimensional(group: Group) -> Problems:
+    """Tensors with no dimensions, in every collective."""
+    yield from against_reference(group, _every_kind(group.size, (), lambda t: t, lambda t: t))
+
+
+def check_channels_last(group: Group) -> Problems:
+    """Images in channels_last order keep it."""
+
+    def images(rank: int) -> Tensor:
+        return draw((2, 3, 4, 5), torch.float32, 45, rank).to(memory_format=torch.channels_last)
+
+    cases = [
+        Case("all_reduce", lambda rank: build.all_reduce(images(rank))),
+        Case("broadcast", lambda rank: build.broadcast(images(rank), src=0)),
+        Case("all_gather", lambda rank: build.all_gather([images(9) for _ in range(group.size)], images(rank))),
+    ]
+    yield from against_reference(group, cases)
+    t = images(group.rank)
+    group.all_reduce(t)
+    yield from holds(
+        t.is_contiguous(memory_format=torch.channels_last), "all_reduce: a channels_last tensor lost its strides"
+    )
+
+
+def check_gaps(group: Group) -> Problems:
+    """Memory between the elements of a strided output is not written."""
+    for name in ("all_reduce", "broadcast", "all_gather"):
+        home = torch.full((10,), 7.0)
+        t = home[::2]
+        t.copy_(draw((5,), torch.float32, 46, group.rank))
+        if name == "all_reduce":
+            group.all_reduce(t)
+        elif name == "broadcast":
+            group.broadcast(t, src=0)
+        else:
+            group.all_gather([t if r == group.rank else blank((5,), torch.float32) for r in range(group.size)], t)
+        yield from unlike(f"{name}: the memory between the elements", home[1::2], torch.full((5,), 7.0))
+
+
+def check_leaves(group: Group) -> Problems:
+    """Leaves that require grad can be written, and stay leaves."""
+
+    def leaf(t: Tensor) -> Tensor:
+        return t.requires_grad_()
+
+    yield from against_reference(group, _every_kind(group.size, (3,), leaf, leaf))
+    parameter = torch.nn.Parameter(draw((3,), torch.float32, 47, group.rank))
+    group.all_reduce(parameter)
+    yield from holds(
+        parameter.is_leaf and parameter.requires_grad and parameter.grad_fn is None,
+        "all_reduce: a parameter is no longer a leaf that requires grad",
+    )
+
+
+def check_allocate(group: Group) -> Problems:
+    """Memory from the group has the dtype, size and device asked for, and can be communicated."""
+    device = torch.get_default_device()
+    for dtype, numel in ((torch.float32, 1000), (torch.float32, 0), (torch.bfloat16, 17), (torch.int64, 3)):
+        first, second = (group.allocate(numel, dtype=dtype, device=device) for _ in range(2))
+        for t in (first, second):
+            yield from same("allocate: shape", tuple(t.shape), (numel,))
+            yield from same("allocate: dtype", t.dtype, dtype)
+            yield from same("allocate: device", t.device.type, device.type)
+            yield from holds(t.is_contiguous(), "allocate: the tensor is not contiguous")
+        first.fill_(group.rank + 1)
+        second.fill_(0)
+        group.all_reduce(first)
+        total = torch.full_like(first, group.size * (group.size + 1) // 2)
+        yield from unlike(f"all_reduce of {numel} allocated {dtype}", first, total, ReduceOp.SUM, group.size)
+        yield from unlike("a second allocation, while the first is in use,", second, torch.zeros_like(second))
+        # Part of an allocation: a bucket's gradients are views of it.
+        if numel > 2:
+            first.fill_(group.rank)
+            group.broadcast(first[1:-1], src=group.size - 1)
+            want = torch.full_like(first, group.size - 1)
+            want[0] = want[-1] = group.rank
+            yield from unlike("broadcast of the middle of an allocation", first, want)

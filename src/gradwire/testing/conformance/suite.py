@@ -1,0 +1,132 @@
+"""Runs the checks: those that leave a world as they found it share one, the others get a fresh world each."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradwire.errors import UsageError
+from gradwire.groups.base import Group
+from gradwire.testing.conformance.report import ConformanceError, Failure, Outcome, Report
+from gradwire.testing.conformance.table import BY_NAME, CHECKS, Check
+
+_HERE = Path(__file__).parent
+MakeWorld = Callable[[Callable[[Group], Any]], Sequence[Any]]
+"""Runs a function on every rank of a fresh world and returns what each returned, in rank order."""
+
+
+def check_names() -> tuple[str, ...]:
+    """The names of all checks, in the order in which they run."""
+    return tuple(check.name for check in CHECKS)
+
+
+def check_group(make_world: MakeWorld, *, only: Iterable[str] | None = None, device: str = "cpu") -> Report:
+    """Check that a Group is one: every operation against the reference, Work, hooks, events, mistakes and endings.
+
+    `make_world(fn)` runs `fn(group)` on every rank of a fresh world, closes the groups, and returns the results in rank
+    order; `fn` can be pickled. Give the world's groups a short time-out (10 s, say): that is how long it takes until a
+    group that hangs is reported. Tensors are made on `device`. Raises ConformanceError, which names what failed.
+
+    >>> from gradwire.groups import ThreadGroup
+    >>> def alone(fn):
+    ...     with ThreadGroup.world(1)[0] as group:
+    ...         return [fn(group)]
+    >>> report = check_group(alone, only=["all_reduce_ops", "split"])
+    >>> report.ran
+    ('all_reduce_ops', 'split')
+    """
+    began = time.perf_counter()
+    checks = _chosen(only)
+    shared = tuple(check.name for check in checks if not check.fresh)
+    worlds: list[tuple[str, ...]] = [(check.name,) for check in checks if check.fresh]
+    if shared:
+        worlds.insert(0, shared)
+    outcomes: list[Outcome] = []
+    failures: list[Failure] = []
+    for number, names in enumerate(worlds):
+        found, broken = _in_one_world(make_world, Visit(names, device))
+        outcomes += found
+        failures += [failure for outcome in found for failure in outcome.failures] if found else broken
+        if (broken or any(outcome.broken for outcome in found)) and number == 0 and len(names) > 1:
+            break  # what fails at the beginning would fail, slowly, in every other world
+    reached = {name for outcome in outcomes for name in (*outcome.ran, *outcome.skipped)}
+    if failures:
+        named = reached | {failure.check for failure in failures}
+        raise ConformanceError(failures, [check.name for check in checks if check.name not in named])
+    skipped = {name for outcome in outcomes for name in outcome.skipped}
+    return Report(
+        size=max((outcome.size for outcome in outcomes), default=0),
+        ran=tuple(check.name for check in checks if check.name not in skipped),
+        skipped=tuple(check.name for check in checks if check.name in skipped),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _chosen(only: Iterable[str] | None) -> list[Check]:
+    if only is None:
+        return list(CHECKS)
+    wanted = [only] if isinstance(only, str) else list(only)
+    unknown = [name for name in wanted if name not in BY_NAME]
+    if unknown or not wanted:
+        raise UsageError(f"check_group: there are no checks {unknown}. Choose from {', '.join(BY_NAME)}.")
+    return [check for check in CHECKS if check.name in wanted]
+
+
+def _in_one_world(make_world: MakeWorld, visit: Visit) -> tuple[list[Outcome], list[Failure]]:
+    name = visit.names[0] if len(visit.names) == 1 else f"{visit.names[0]} to {visit.names[-1]}"
+    try:
+        results = list(make_world(visit))
+    except Exception as error:  # a world that breaks is a finding about the group, to be reported with the others
+        return [], [Failure(name, None, f"make_world raised {type(error).__name__}: {error}")]
+    if not results or not all(isinstance(outcome, Outcome) for outcome in results):
+        raise UsageError(
+            f"check_group: make_world returned {results!r}. It must call the function it is given on every rank and "
+            "return the list of results in rank order."
+        )
+    return results, []
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What a rank does in one world: run some checks and say what it found. Can be pickled."""
+
+    names: tuple[str, ...]
+    device: str = "cpu"
+
+    def __call__(self, group: Group) -> Outcome:
+        """Run the checks on `group`, until one of them raises."""
+        ran: list[str] = []
+        skipped: list[str] = []
+        failures: list[Failure] = []
+        broken = False
+        with self._default_device():
+            for name in self.names:
+                check = BY_NAME[name]
+                if group.size < check.ranks:
+                    skipped.append(name)
+                    continue
+                ran.append(name)
+                try:
+                    failures += [Failure(name, group.rank, problem) for problem in check.run(group)]
+                except Exception as error:
+                    failures.append(Failure(name, group.rank, _story(error)))
+                    broken = True
+                    group.abort(f"conformance check {name} failed")
+                    break
+        return Outcome(group.rank, group.size, tuple(ran), tuple(skipped), tuple(failures), broken)
+
+    def _default_device(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.device == "cpu" else torch.device(self.device)
+
+
+def _story(error: Exception) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == _HERE]
+    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return f"it raised {type(error).__name__}{where}: {error}"

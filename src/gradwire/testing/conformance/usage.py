@@ -1,0 +1,56 @@
+"""Checks that mistakes are found on the rank that makes them, before anything is communicated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from gradwire.collectives import ReduceOp
+from gradwire.errors import UsageError
+from gradwire.groups.base import Group
+from gradwire.testing.conformance.compare import Problems, raises, same
+
+
+def check_usage_errors(group: Group) -> Problems:
+    """Bad roots, counts, sizes, peers and colors raise UsageError on the one rank that passes them; the group works on."""
+    size, rank = group.size, group.rank
+    t, many = torch.zeros(2), [torch.zeros(2) for _ in range(size + 1)]
+    mistakes: dict[str, Callable[[], object]] = {
+        "broadcast from a rank that is not there": lambda: group.broadcast(t, src=size),
+        "reduce to a rank that is not there": lambda: group.reduce(t, dst=size + 3),
+        "gather to a rank that is not there": lambda: group.gather(t, dst=size),
+        "broadcast from a negative rank": lambda: group.broadcast(t, src=-1),
+        "all_gather with too many outputs": lambda: group.all_gather(many, t),
+        "all_gather with too few outputs": lambda: group.all_gather(many[: size - 1], t),
+        "reduce_scatter with too many inputs": lambda: group.reduce_scatter(t, many),
+        "all_to_all with too many inputs": lambda: group.all_to_all(many[:size], many),
+        "all_gather with a place of the wrong size": lambda: group.all_gather(many[:size], torch.zeros(3)),
+        "all_gather_into_tensor of the wrong size": lambda: group.all_gather_into_tensor(torch.zeros(2 * size + 2), t),
+        "reduce_scatter_tensor of the wrong size": lambda: group.reduce_scatter_tensor(t, torch.zeros(2 * size + 2)),
+        "all_to_all_single in parts that do not fit": lambda: group.all_to_all_single(
+            torch.zeros(size + 1), torch.zeros(size + 1), [size + 1], [size + 1]
+        ),
+        "gather with outputs off the root": lambda: group.gather(t, many[:size], dst=(rank + 1) % size),
+        "scatter with no inputs at the root": lambda: group.scatter(t, None, src=rank),
+        "send to itself": lambda: group.send(t, dst=rank),
+        "receive from itself": lambda: group.recv(t, src=rank),
+        "send to a rank that is not there": lambda: group.send(t, dst=size),
+        "split by a negative color": lambda: group.split(-2),
+        "all_reduce of nothing": lambda: group.all_reduce([]),
+        "AVG of integers": lambda: group.all_reduce(torch.zeros(2, dtype=torch.int64), ReduceOp.AVG),
+    }
+    if rank == size - 1:
+        for what, call in mistakes.items():
+            yield from raises(UsageError, what, call)
+        yield from same("operations in flight after nothing but mistakes", len(group.ledger.pending), 0)
+    one = torch.ones(1)
+    group.all_reduce(one)
+    yield from same("all_reduce after another rank's mistakes", one.item(), float(size))
+    sub = group.split(0)
+    if sub is None:
+        yield "split(0) returned None"
+        return
+    sub.all_reduce(one)
+    yield from same("all_reduce in a sub-group after another rank's mistakes", one.item(), float(size * size))
+    sub.close()

@@ -1,0 +1,192 @@
+"""Checks of Work: waiting, what it tells, futures."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import Collective, ReduceOp, build
+from gradwire.errors import CollectiveTimeout
+from gradwire.groups.base import Group
+from gradwire.groups.work import Work, WorkInfo
+from gradwire.testing.conformance.compare import Problems, holds, raises, same, unlike
+from gradwire.testing.conformance.data import blank, draw
+from gradwire.testing.conformance.side import PATIENCE, SOON, beside, meet
+
+
+def _sum(group: Group, *key: int) -> Tensor:
+    return torch.as_tensor(sum(draw((6,), torch.int64, *key, rank) for rank in range(group.size)))
+
+
+def _held_up(group: Group, op: Collective, look: Callable[[Work], Problems]) -> Problems:
+    """Submit `op`, the last rank only after all others have had a look at theirs in flight; then wait for it."""
+    side = beside(group)
+    if group.rank == group.size - 1:
+        meet(side)
+        work = group.submit(op)
+    else:
+        work = group.submit(op)
+        yield from look(work)
+        meet(side)
+    yield from same("wait()", work.wait(), True)
+    side.close()
+
+
+def check_wait_again(group: Group) -> Problems:
+    """Waiting twice, and after other operations."""
+    t = draw((6,), torch.int64, 61, group.rank)
+    work = group.all_reduce(t, async_op=True)
+    yield from same("the first wait()", work.wait(), True)
+    group.barrier()
+    yield from same("the second wait()", work.wait(), True)
+    yield from same("wait(timeout) of a finished operation", work.wait(timeout=0.001), True)
+    yield from unlike("all_reduce", t, _sum(group, 61))
+
+
+def check_wait_from_threads(group: Group) -> Problems:
+    """Two threads and the caller wait for one operation; all return."""
+    answers: list[object] = []
+
+    def wait(work: Work) -> None:
+        try:
+            answers.append(work.wait())
+        except BaseException as error:  # reported below, by the rank's own thread
+            answers.append(error)
+
+    threads: list[threading.Thread] = []
+
+    def look(work: Work) -> Problems:
+        threads.extend(threading.Thread(target=wait, args=(work,), daemon=True) for _ in range(2))
+        for thread in threads:
+            thread.start()
+        yield from holds(not work.is_completed(), "all_reduce: it is completed, though the last rank has not come")
+
+    t = draw((6,), torch.int64, 62, group.rank)
+    yield from _held_up(group, build.all_reduce(t), look)
+    for thread in threads:
+        thread.join(PATIENCE)
+    yield from same("what wait() returned in two threads", answers, [True] * len(threads))
+    yield from unlike("all_reduce", t, _sum(group, 62))
+
+
+def check_wait_timeout(group: Group) -> Problems:
+    """A wait whose own time-out passes raises to that caller and leaves the operation running."""
+
+    def look(work: Work) -> Problems:
+        for limit in (0.02, 0.0, timedelta(seconds=0.02)):
+            error = yield from raises(CollectiveTimeout, f"wait({limit!r})", partial(work.wait, limit))
+            if error is not None:
+                yield from same("op of the CollectiveTimeout", error.op, work.op.signature)
+                yield from holds("patience" in str(error), f"the CollectiveTimeout does not name the label: {error}")
+        yield from same("is_completed() after a wait that timed out", work.is_completed(), False)
+        yield from same("exception() after a wait that timed out", work.exception(), None)
+
+    t = draw((6,), torch.int64, 63, group.rank)
+    yield from _held_up(group, build.all_reduce(t, label="patience"), look)
+    yield from unlike("all_reduce after a wait that timed out", t, _sum(group, 63))
+
+
+def check_work_tells(group: Group) -> Problems:
+    """What a Work says about itself, in flight and afterwards."""
+    t = draw((6,), torch.int64, 64, group.rank)
+    op = build.all_reduce(t, label="tell")
+    seen: list[Work] = []
+
+    def look(work: Work) -> Problems:
+        seen.append(work)
+        yield from same("is_completed() in flight", work.is_completed(), False)
+        yield from same("is_success() in flight", work.is_success(), False)
+        yield from same("exception() in flight", work.exception(), None)
+        yield from same("duration in flight", work.duration, None)
+        yield from holds("tell" in repr(work) and "in flight" in repr(work), f"repr in flight is {work!r}")
+
+    yield from _held_up(group, op, look)
+    for work in seen:
+        yield from same("is_completed()", work.is_completed(), True)
+        yield from same("is_success()", work.is_success(), True)
+        yield from same("exception()", work.exception(), None)
+        yield from holds(len(work.result()) == 1 and work.result()[0] is t, "result() is not the list of outputs")
+        yield from _tells(group, work.info, work)
+        yield from holds("finished" in repr(work), f"repr of a finished operation is {work!r}")
+    first, second = group.barrier(), group.barrier()
+    yield from holds(first.seq < second.seq, f"operation #{second.seq} followed operation #{first.seq}")
+
+
+def _tells(group: Group, info: WorkInfo, work: Work) -> Problems:
+    yield from same("info.op", info.op, work.op.signature)
+    yield from same("info.kind and label", (info.kind, info.label), ("all_reduce", "tell"))
+    yield from same("info.rank", info.rank, group.rank)
+    yield from same("info.seq", info.seq, work.seq)
+    yield from same("info.bytes", info.bytes, work.op.nbytes)
+    yield from same("info.error", info.error, None)
+    yield from same("info.duration", info.duration, work.duration)
+    yield from holds(info.finished >= info.started, f"it finished before it started: {info}")
+
+
+def check_future(group: Group) -> Problems:
+    """A future of the outputs, taken early or late, with `then` chained to it."""
+    t = draw((6,), torch.int64, 65, group.rank)
+    want = _sum(group, 65)
+    taken: list[torch.futures.Future[list[Tensor]]] = []
+    chained: list[torch.futures.Future[Tensor]] = []
+
+    def look(work: Work) -> Problems:
+        future = work.get_future()
+        yield from same("done() of the future of an operation in flight", future.done(), False)
+        taken.append(future)
+        chained.append(future.then(lambda done: done.value()[0] + 1))
+
+    yield from _held_up(group, build.all_reduce(t), look)
+    for future in taken:
+        yield from unlike("the future's value", future.wait()[0], want)
+    for after in chained:
+        yield from unlike("what then() made of the future's value", after.wait(), want + 1)
+    out = blank((6,), torch.int64)
+    late = group.reduce_scatter(out, [draw((6,), torch.int64, 66, group.rank)] * group.size)
+    yield from same("done() of the future of a finished operation", late.get_future().done(), True)
+    yield from unlike("the value of a future taken late", late.get_future().wait()[0], _sum(group, 66))
+
+
+def check_many_in_flight(group: Group) -> Problems:
+    """Many operations of several kinds at once, waited for in an order of each rank's own."""
+    tensors = [draw((n,), torch.int64, 67, n, group.rank) for n in range(40)]
+    works: list[tuple[str, Tensor, Tensor, Work]] = []
+    for n, t in enumerate(tensors):
+        everybody = [draw((n,), torch.int64, 67, n, rank) for rank in range(group.size)]
+        if n % 3 == 0:
+            works.append(("all_reduce", t, torch.as_tensor(sum(everybody)), group.all_reduce(t, async_op=True)))
+        elif n % 3 == 1:
+            root = n % group.size
+            works.append(("broadcast", t, everybody[root], group.broadcast(t, src=root, async_op=True)))
+        else:
+            out = blank((n * group.size,), torch.int64)
+            works.append(("all_gather", out, torch.cat(everybody), group.all_gather_into_tensor(out, t, async_op=True)))
+    random.Random(group.rank).shuffle(works)
+    for name, got, want, work in works:
+        work.wait()
+        yield from unlike(f"{name} #{work.seq}, one of 40 in flight", got, want)
+
+
+def check_dropped_work(group: Group) -> Problems:
+    """An operation whose Work nobody keeps is carried out all the same."""
+    told = threading.Event()
+
+    def hook(info: WorkInfo) -> None:
+        if info.label == "dropped":
+            told.set()
+
+    t = draw((6,), torch.float64, 68, group.rank)
+    with group.on_completion(hook):
+        group.all_reduce(t, ReduceOp.MAX, async_op=True, label="dropped")
+        gc.collect()
+        group.barrier()
+        yield from holds(told.wait(SOON), "completion hooks were not told of an operation whose Work was dropped")
+    want = torch.stack([draw((6,), torch.float64, 68, rank) for rank in range(group.size)]).amax(0)
+    yield from unlike("all_reduce whose Work was dropped", t, want)

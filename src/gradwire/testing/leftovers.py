@@ -1,0 +1,212 @@
+"""`Leftovers`: what a piece of code left running or open: threads, child processes, sockets, shared memory, descriptors.
+
+A snapshot is taken before and compared after. Only differences count, so what was there before is never reported, and the
+rules for what is *not* a leftover are few and exact:
+
+- a `threading._DummyThread`: Python's name for a thread that C++ started (autograd, gloo) and that once ran Python code;
+  it belongs to its engine, which has descriptors of its own that are looked at;
+- the process and the pipe of `multiprocessing`'s resource tracker, of which Python starts one per process and keeps it;
+- names in /dev/shm that another user made, or that a process outside our process group holds: another run's;
+- what a `Keeper` passed to `snapshot` says is its own: the warm pool's workers and their sockets.
+
+What torch opens once per process and keeps for life is opened early by `prime()`, and so is in every snapshot, instead of
+being ignored. This module knows Linux's /proc and no group.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+from torch._C._distributed_c10d import TCPStore
+
+_SHM = "/dev/shm"
+_POLL = 0.01
+"""Seconds between looks: a closing descriptor cannot be waited on; a thread can, and is."""
+
+
+class Keeper(Protocol):
+    """Something that lives longer than what is being checked, and knows what belongs to it."""
+
+    def keeps_process(self, pid: int) -> bool:
+        """Whether this child process is the keeper's."""
+
+    def keeps_descriptor(self, fd: int) -> bool:
+        """Whether this open descriptor is the keeper's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """What ran and was open at one moment.
+
+    >>> before = Leftovers.snapshot()
+    >>> pipe = os.pipe()
+    >>> [line.split(":")[0].rstrip(" 0123456789") for line in before.compare(grace=0)]
+    ['file descriptor', 'file descriptor']
+    >>> for end in pipe:
+    ...     os.close(end)
+    >>> before.compare()
+    []
+    """
+
+    threads: frozenset[threading.Thread]
+    processes: frozenset[int]
+    descriptors: Mapping[int, str]
+    shm: frozenset[str]
+    keepers: tuple[Keeper, ...] = ()
+
+    @classmethod
+    def snapshot(cls, *keepers: Keeper) -> Leftovers:
+        """What runs and is open now. What `keepers` own is never a leftover, whenever they came by it."""
+        return cls(
+            frozenset(threading.enumerate()), frozenset(_children()), open_descriptors(), frozenset(_shm()), keepers
+        )
+
+    def compare(self, *, grace: float = 2.0) -> list[str]:
+        """One line for each thing that is here now and was not then; empty if clean.
+
+        What is just ending is no leak: it gets up to `grace` seconds, and unreachable objects are collected first.
+        """
+        for generation in (1, 2):  # the young first: a whole collection takes a tenth of a second once torch is loaded
+            if not any(True for _ in self._new()):
+                return []
+            gc.collect(generation)
+        deadline = time.monotonic() + grace
+        while (left := list(self._new())) and (remaining := deadline - time.monotonic()) > 0:
+            thread = next((t for t in self._new_threads() if t is not threading.current_thread()), None)
+            if thread is not None:
+                thread.join(remaining)
+            else:
+                time.sleep(_POLL)
+        return left
+
+    def _new_threads(self) -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t not in self.threads and not isinstance(t, threading._DummyThread)]
+
+    def _new(self) -> Iterator[str]:
+        for thread in self._new_threads():
+            yield f"thread {thread.name!r}{' (daemon)' if thread.daemon else ''}"
+        tracker = _resource_tracker()
+        for pid in _children():
+            if pid not in self.processes and pid != tracker[0] and not any(k.keeps_process(pid) for k in self.keepers):
+                yield f"process {pid}: {_command(pid)}"
+        for fd, target in open_descriptors().items():
+            if self.descriptors.get(fd) == target or fd == tracker[1]:
+                continue
+            if not any(k.keeps_descriptor(fd) for k in self.keepers):
+                yield _describe(fd, target)
+        for name in _shm():
+            if name not in self.shm and not _held_elsewhere(name):
+                yield f"shared memory {_SHM}/{name}"
+
+
+def prime() -> None:
+    """Make torch open now what it opens once per process and never closes, so that no snapshot sees it come.
+
+    libuv, under the first TCPStore that a process hosts, makes a pipe for signals that lives as long as the process.
+    """
+    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+
+
+def tcp_ports(fd: int) -> tuple[int, ...]:
+    """The local and, if connected, the remote port of a TCP socket; empty for any other descriptor."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return ()
+        with socket.socket(fileno=os.dup(fd)) as twin:
+            if twin.family not in (socket.AF_INET, socket.AF_INET6) or twin.type != socket.SOCK_STREAM:
+                return ()
+            local = twin.getsockname()[1]
+            try:
+                return local, twin.getpeername()[1]
+            except OSError:  # listening, or the peer is gone
+                return (local,)
+    except OSError:  # closed meanwhile
+        return ()
+
+
+# -- what /proc says -----------------------------------------------------------------------------------------------------
+
+
+def open_descriptors() -> dict[int, str]:
+    """Every open descriptor of this process and what it leads to."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:  # the listing's own descriptor, or one that closed meanwhile
+            continue
+    return found
+
+
+def _children() -> Iterator[int]:
+    # Linux keeps children per thread that started them; a thread that ended passes its own to another thread.
+    for task in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{task}/children") as file:
+                yield from map(int, file.read().split())
+        except OSError:  # the thread ended meanwhile
+            continue
+
+
+def _shm() -> Iterator[str]:
+    user = os.getuid()
+    try:
+        with os.scandir(_SHM) as entries:
+            for entry in entries:
+                try:
+                    if entry.stat(follow_symlinks=False).st_uid == user:
+                        yield entry.name
+                except OSError:  # removed meanwhile
+                    continue
+    except OSError:  # no /dev/shm here
+        return
+
+
+def _held_elsewhere(name: str) -> bool:
+    """Whether a process outside our process group has the name mapped. Looked at only when there is something to report."""
+    group, path = os.getpgrp(), f"{_SHM}/{name}"
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            if os.getpgid(int(entry)) != group:
+                with open(f"/proc/{entry}/maps") as file:
+                    if any(line.rstrip().endswith(path) for line in file):
+                        return True
+        except OSError:  # gone, or another user's
+            continue
+    return False
+
+
+def _resource_tracker() -> tuple[int | None, int | None]:
+    """Process id and pipe of multiprocessing's resource tracker, where one runs."""
+    module = sys.modules.get("multiprocessing.resource_tracker")
+    tracker = getattr(module, "_resource_tracker", None)
+    return getattr(tracker, "_pid", None), getattr(tracker, "_fd", None)
+
+
+def _command(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read().decode(errors="replace").split("\0")
+        return " ".join(words).strip()[:200] or "ended, but nobody has waited for it"
+    except OSError:
+        return "ended meanwhile"
+
+
+def _describe(fd: int, target: str) -> str:
+    if not target.startswith("socket:"):
+        return f"file descriptor {fd}: {target}"
+    ports = tcp_ports(fd)
+    where = f"TCP port {' to port '.join(map(str, ports))}" if ports else target
+    return f"socket, descriptor {fd}: {where}"

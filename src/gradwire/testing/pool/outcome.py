@@ -1,0 +1,60 @@
+"""What became of a rank, as a value; and how long everything may take."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+HOST = "127.0.0.1"
+"""Where the store listens: ranks of a test never leave the host."""
+START_LIMIT = 120.0
+"""Seconds that new workers have to import torch and report."""
+ABORT_GRACE = 5.0
+"""Seconds that ranks have to come to an end after another has failed; then they are killed."""
+GROUP_MARGIN = 5.0
+"""Seconds by which a group's own time-out is longer than the run's, whose error shows where every rank stands."""
+CLOSE_LIMIT = 30.0
+"""Seconds that ranks have to close their groups and be clean once all have answered."""
+LEFTOVER_GRACE = 3.0
+"""Seconds that what a rank leaves may still take to go away by itself."""
+MESSAGE_LIMIT = 30.0
+"""Seconds in which a message that has begun must make progress."""
+TURN_LIMIT = 900.0
+"""Seconds that a call waits for the calls of other threads on the same pool."""
+
+
+class Fate(Enum):
+    """What became of a rank."""
+
+    RETURNED = "its function returned"
+    RAISED = "its function, or closing its group, raised; or it left something behind"
+    DIED = "its process ended by itself"
+    STUCK = "it had not come to an end when its time was up"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one rank, and when (on `time.monotonic`'s clock, which the processes of a host share).
+
+    `detail` is how a process died, or the stack of a rank that was stuck.
+    """
+
+    rank: int
+    fate: Fate
+    when: float
+    value: Any = None
+    error: BaseException | None = None
+    detail: str = ""
+
+    def failed(self, lost: Collection[int]) -> bool:
+        """Whether this is a failure when the ranks in `lost` are meant to die."""
+        return self.fate is not (Fate.DIED if self.rank in lost else Fate.RETURNED)
+
+
+class RemoteTraceback(Exception):
+    """The `__cause__` of an error from another process: prints as the traceback it had there."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'

@@ -1,0 +1,191 @@
+"""`RankPool`: starts workers, keeps them, gives each call its turn, and ends them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import select
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from gradwire.errors import ClosedError, GroupError, UsageTypeError
+from gradwire.groups import Group
+from gradwire.testing.leftovers import open_descriptors, tcp_ports
+from gradwire.testing.pool.messages import Job, Ready, receive
+from gradwire.testing.pool.outcome import ABORT_GRACE, GROUP_MARGIN, HOST, START_LIMIT, TURN_LIMIT, Outcome
+from gradwire.testing.pool.process import Process, ending
+from gradwire.testing.pool.run import Run
+from gradwire.testing.pool.shipping import ship
+from gradwire.testing.pool.worker import Build
+
+
+class RankPool:
+    """Warm rank processes. Workers are started when first needed, all missing ones at once; calls take turns.
+
+    What is started here ends with `close()`, with the interpreter, or when the pool is dropped.
+    """
+
+    def __init__(self) -> None:
+        self._turns = threading.Lock()
+        self._numbers = itertools.count()
+        self._workers: list[Process] = []
+        self._paths: tuple[str, ...] = ()
+        self._store: TCPStore | None = None
+        self._store_descriptors: dict[int, str] = {}
+        self._finalizer = weakref.finalize(self, _dismiss, self._workers, os.getpid())
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers' process ids; ranks are given out in this order."""
+        return [worker.pid for worker in self._workers]
+
+    def run(
+        self,
+        fn: Callable[[Group], object],
+        n: int,
+        *,
+        build: Build,
+        timeout: float = 60.0,
+        lost: Collection[int] = (),
+        wrap: Callable[[Group], Group] | None = None,
+        name: str = "ranks",
+    ) -> list[Outcome]:
+        """Do `fn(wrap(build(...)))` on `n` ranks and say what became of each. Raises only for its own troubles."""
+        with self._turn():
+            self._staff(n)
+            name = f"{name}-{next(self._numbers)}"
+            blob = self._ship(fn, build, wrap)
+            workers = self._workers[:n]
+            try:
+                jobs = [Job(rank, n, name, timeout + GROUP_MARGIN, blob) for rank in range(n)]
+                return Run(workers, lost, timeout).finish(jobs)
+            except BaseException:  # Ctrl-C, a test's own time-out: nobody knows any more what the workers are doing
+                for worker in workers:
+                    worker.spoilt = True
+                raise
+            finally:
+                self._discharge([worker for worker in workers if worker.spoilt or worker.wait(0) is not None])
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if not self._turns.acquire(timeout=TURN_LIMIT):
+            raise GroupError(f"{self}: waited {TURN_LIMIT:.0f} s for the calls of other threads on this pool to end.")
+        try:
+            if not self._finalizer.alive:
+                raise ClosedError(f"{self}: the pool is closed. Make a new one.")
+            yield
+        finally:
+            self._turns.release()
+
+    def _ship(self, *parts: object) -> bytes:
+        try:
+            return ship(parts, self._paths)
+        except Exception as problem:
+            raise UsageTypeError(
+                f"{parts[0]!r} cannot be sent to rank processes: {type(problem).__name__}: {problem}. "
+                "Let it make what cannot be pickled itself, on its rank, instead of bringing it along."
+            ) from problem
+
+    # -- hiring and firing ---------------------------------------------------------------------------------------------
+
+    def _staff(self, n: int) -> None:
+        """Have at least `n` workers."""
+        if self._store is None:
+            before, limit = open_descriptors(), timedelta(seconds=START_LIMIT)
+            self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=limit)
+            self._store_descriptors = dict(open_descriptors().items() - before.items())
+        self._discharge([worker for worker in self._workers if worker.wait(0) is not None])
+        fresh: list[Process] = []
+        try:
+            while len(self._workers) < n:
+                fresh.append(Process(self._store.port))
+                self._workers.append(fresh[-1])
+            deadline = time.monotonic() + START_LIMIT
+            for worker in fresh:
+                self._paths = _greet(worker, deadline).paths
+        except BaseException:
+            self._discharge(fresh)
+            raise
+
+    def _discharge(self, workers: Sequence[Process]) -> None:
+        for worker in workers:
+            self._workers.remove(worker)
+            worker.kill()
+            worker.release()
+
+    def close(self) -> None:
+        """End all workers and wait for them. Closing twice is a no-op."""
+        with suppress(ClosedError), self._turn():
+            self._finalizer()
+            self._store, self._store_descriptors = None, {}
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: types.TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = f"{len(self._workers)} workers" if self._finalizer.alive else "closed"
+        return f"<RankPool, {state}>"
+
+    # -- for Leftovers -------------------------------------------------------------------------------------------------
+
+    def keeps_process(self, pid: int) -> bool:
+        """Whether `pid` is one of the workers."""
+        return pid in self.pids
+
+    def keeps_descriptor(self, fd: int) -> bool:
+        """Whether `fd` leads to a worker or belongs to the store, which also has one connection from every worker."""
+        if self._store is None:
+            return False
+        return (
+            any(fd in worker.descriptors for worker in self._workers)
+            or (fd in self._store_descriptors and open_descriptors().get(fd) == self._store_descriptors[fd])
+            or self._store.port in tcp_ports(fd)
+        )
+
+
+def _greet(worker: Process, deadline: float) -> Ready:
+    """Wait until a new worker is up."""
+    sources: list[Any] = [worker.control, worker.alive]
+    ready, _, _ = select.select(sources, [], [], max(0.0, deadline - time.monotonic()))
+    try:
+        if worker.control in ready:
+            hello: Ready = receive(worker.control)
+            return hello
+    except (EOFError, OSError):
+        pass
+    status = worker.wait(1.0 if ready else 0.0)
+    what = f"gave no sign for {START_LIMIT:.0f} s" if status is None else ending(status)
+    raise GroupError(f"starting rank processes: worker {worker.pid} {what}. Its own words, if any, are on stderr.")
+
+
+def _dismiss(workers: list[Process], owner: int) -> None:
+    if os.getpid() != owner:  # a forked copy of the owner must not end its workers
+        return
+    for worker in workers:
+        worker.control.close()  # all at once, then wait for each
+    deadline = time.monotonic() + ABORT_GRACE
+    while workers:
+        worker = workers.pop()
+        if worker.wait(deadline - time.monotonic()) is None:
+            worker.kill()
+        worker.release()
+
+
+@functools.cache
+def default_pool() -> RankPool:
+    """The pool that `run_ranks` uses. It costs nothing until something is run on it."""
+    return RankPool()

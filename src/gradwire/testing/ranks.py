@@ -1,0 +1,283 @@
+"""`run_ranks(fn, n)`: run one function on every rank of a world of any kind, and get its results or its failure back.
+
+One table holds the kinds; a new kind of group adds one entry and every test that is written against `run_ranks` can run on
+it. This module runs threads itself, leaves processes to `pool.py`, and decides which of several failures is the one to raise.
+
+Note [Which failure is raised]
+When a rank fails, the others usually fail after it: their peer is lost, or the group aborted under them. The earliest
+failure is therefore the one to raise. Clocks and threads blur that within `NEAR` seconds, so among failures that close to
+the earliest an error of the rank's own goes first, then a process that died, then PeerLost and GroupAborted, which are what
+a consequence looks like. The others appear as notes; nothing is hidden.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from gradwire.errors import CollectiveTimeout, GroupAborted, PeerLost, UsageError
+from gradwire.groups import Group, ThreadGroup
+from gradwire.testing.pool import ABORT_GRACE, GROUP_MARGIN, Build, Fate, Outcome, default_pool
+
+NEAR = 1.0
+"""Seconds within which failures count as simultaneous."""
+
+Wrap = Callable[[Group], Group]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call of `run_ranks`, checked."""
+
+    fn: Callable[[Group], Any]
+    n: int
+    kind: str
+    timeout: float
+    lost: frozenset[int]
+    wrap: Wrap | None
+
+    def __str__(self) -> str:
+        return f"run_ranks({getattr(self.fn, '__qualname__', repr(self.fn))}, {self.n}, kind={self.kind!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class RankKind:
+    """How ranks of one kind are run, and whether one can die without the others."""
+
+    run: Callable[[Request], list[Outcome]]
+    mortal: bool
+
+
+def run_ranks(
+    fn: Callable[[Group], Any],
+    n: int,
+    *,
+    kind: str = "threads",
+    timeout: float = 60.0,
+    lost: Collection[int] = (),
+    wrap: Wrap | None = None,
+) -> list[Any]:
+    """Run `fn(group)` on `n` ranks at once and return what each returned, in rank order.
+
+    `wrap` is applied to each rank's group first. Groups are closed when all ranks have returned, so `fn` need not; a rank
+    that returns early has not left. What a rank raises is raised here, with a note that names the rank; the others are
+    aborted. A process that dies is PeerLost, except for the ranks in `lost`: they are meant to die, their result is None,
+    and it is an error if they do not. After `timeout` seconds CollectiveTimeout tells where each missing rank stood.
+
+    >>> import torch
+    >>> def total(group):
+    ...     t = torch.tensor([group.rank])
+    ...     group.all_reduce(t)
+    ...     return t.item()
+    >>> run_ranks(total, 4)
+    [6, 6, 6, 6]
+    """
+    request = Request(fn, n, kind, timeout, frozenset(lost), wrap)
+    _check(request)
+    return _verdict(_KINDS[kind].run(request), request)
+
+
+def kinds() -> tuple[str, ...]:
+    """The kinds of ranks that `run_ranks` knows."""
+    return tuple(_KINDS)
+
+
+def _check(request: Request) -> None:
+    if request.kind not in _KINDS:
+        raise UsageError(f"{request}: there is no such kind. Known kinds: {', '.join(kinds())}.")
+    if request.n < 1 or request.timeout <= 0:
+        raise UsageError(
+            f"{request}: {request.n} ranks, timeout {request.timeout} s. A world has at least one rank, and some time."
+        )
+    if not all(0 <= rank < request.n for rank in request.lost):
+        raise UsageError(f"{request}: lost={sorted(request.lost)}, but ranks count from 0 to {request.n - 1}.")
+    if request.lost and not _KINDS[request.kind].mortal:
+        mortal = [name for name, kind in _KINDS.items() if kind.mortal]
+        raise UsageError(
+            f"{request}: lost={sorted(request.lost)}, but a rank of this kind cannot die alone. Use {' or '.join(mortal)}."
+        )
+
+
+# -- what the outcomes mean ----------------------------------------------------------------------------------------------
+
+
+def _verdict(outcomes: Sequence[Outcome], request: Request) -> list[Any]:
+    failures = [outcome for outcome in outcomes if outcome.failed(request.lost)]
+    if not failures:
+        return [outcome.value for outcome in outcomes]
+    active = [outcome for outcome in failures if outcome.fate is not Fate.STUCK]
+    error = _error(_first(active), request) if active else _timed_out(failures, outcomes, request)
+    first = _first(active or failures)
+    for outcome in failures:
+        if active and outcome is not first:
+            error.add_note(_mention(outcome, request))
+    try:
+        raise error
+    finally:
+        del error, first, active, failures, outcomes  # a traceback must not keep every rank's objects alive in a cycle
+
+
+def _first(failures: Sequence[Outcome]) -> Outcome:
+    """See Note [Which failure is raised]."""
+    limit = min(outcome.when for outcome in failures) + NEAR
+
+    def order(outcome: Outcome) -> tuple[int, float]:
+        if outcome.when > limit:
+            return 3, outcome.when
+        if outcome.fate is Fate.DIED:
+            return 1, outcome.when
+        return (2 if isinstance(outcome.error, (PeerLost, GroupAborted)) else 0), outcome.when
+
+    return min(failures, key=order)
+
+
+def _error(outcome: Outcome, request: Request) -> BaseException:
+    """The error that stands for a failure."""
+    rank = outcome.rank
+    if outcome.error is not None:
+        outcome.error.add_note(f"raised on rank {rank} of {request.n} in {request}")
+        return outcome.error
+    if outcome.fate is Fate.DIED:
+        return PeerLost(
+            f"{request}: rank {rank} died: {outcome.detail}. Look for its last words on stderr; if it is meant to die, "
+            f"say lost=({rank},).",
+            rank=rank,
+        )
+    return UsageError(
+        f"{request}: rank {rank} was meant to die (lost={sorted(request.lost)}) but returned {outcome.value!r}. "
+        "The fault did not fire: mend the test, or take the rank out of lost."
+    )
+
+
+def _timed_out(stuck: Sequence[Outcome], outcomes: Sequence[Outcome], request: Request) -> CollectiveTimeout:
+    ranks = [outcome.rank for outcome in stuck]
+    stacks = "\n".join(f"rank {outcome.rank} stood here:\n{outcome.detail}" for outcome in stuck)
+    return CollectiveTimeout(
+        f"{request}: ranks {ranks} had not returned after {request.timeout:.3g} s and were stopped. "
+        f"Find out what they wait for, or raise timeout if they are only slow.\n{stacks}",
+        joined=[outcome.rank for outcome in outcomes if outcome.rank not in ranks],
+        missing=ranks,
+    )
+
+
+def _mention(outcome: Outcome, request: Request) -> str:
+    if outcome.fate is Fate.STUCK:
+        return f"rank {outcome.rank} did not come to an end and was stopped; it stood here:\n{outcome.detail}"
+    if outcome.error is not None:
+        return f"rank {outcome.rank} failed too: {type(outcome.error).__name__}: {outcome.error}"
+    return f"rank {outcome.rank} failed too: {outcome.detail or 'it was meant to die, but returned'}"
+
+
+# -- threads -------------------------------------------------------------------------------------------------------------
+
+
+def _run_threads(request: Request) -> list[Outcome]:
+    groups: list[Group] = list(ThreadGroup.world(request.n, timeout=request.timeout + GROUP_MARGIN))
+    answers: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+
+    def rank_thread(rank: int) -> None:
+        try:
+            if request.wrap is not None:
+                groups[rank] = request.wrap(groups[rank])
+            answers.put(Outcome(rank, Fate.RETURNED, time.monotonic(), value=request.fn(groups[rank])))
+        except BaseException as error:
+            answers.put(Outcome(rank, Fate.RAISED, time.monotonic(), error=error))
+            groups[rank].abort(f"rank {rank} raised {type(error).__name__}: {error}")
+
+    threads = [
+        threading.Thread(target=rank_thread, args=(rank,), name=f"gradwire-rank-{rank}", daemon=True)
+        for rank in range(request.n)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        outcomes = _await_threads(threads, answers, request.timeout)
+    except BaseException:
+        groups[0].abort("run_ranks was interrupted")
+        for group in groups:
+            with suppress(Exception):
+                group.close()
+        raise
+    if any(outcome.fate is Fate.STUCK for outcome in outcomes):
+        groups[0].abort("run_ranks: the time of some ranks was up")
+    deadline = time.monotonic() + ABORT_GRACE
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [_close(group, outcome) for group, outcome in zip(groups, outcomes, strict=True)]
+
+
+def _await_threads(
+    threads: Sequence[threading.Thread], answers: queue.SimpleQueue[Outcome], timeout: float
+) -> list[Outcome]:
+    """Every rank's outcome. A rank that gives none in time is stuck; after a failure there is little time left."""
+    deadline = time.monotonic() + timeout
+    known: dict[int, Outcome] = {}
+    while len(known) < len(threads):
+        try:
+            outcome = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            break
+        known[outcome.rank] = outcome
+        if outcome.fate is Fate.RAISED:
+            deadline = min(deadline, time.monotonic() + ABORT_GRACE)
+    frames = sys._current_frames()
+    for rank, thread in enumerate(threads):
+        if rank not in known:
+            frame = frames.get(thread.ident or 0)
+            stack = "".join(traceback.format_stack(frame)) if frame is not None else "(just ended)"
+            known[rank] = Outcome(rank, Fate.STUCK, time.monotonic(), detail=stack)
+    return [known[rank] for rank in range(len(threads))]
+
+
+def _close(group: Group, outcome: Outcome) -> Outcome:
+    try:
+        group.close()
+    except BaseException as error:
+        if outcome.error is None:
+            return Outcome(outcome.rank, Fate.RAISED, time.monotonic(), error=error)
+        outcome.error.add_note(f"and then, when the group was closed: {type(error).__name__}: {error}")
+    return outcome
+
+
+# -- processes -----------------------------------------------------------------------------------------------------------
+
+
+def in_processes(build: Build) -> RankKind:
+    """Ranks as warm processes of the default pool, each with the group that `build` makes there."""
+
+    def run(request: Request) -> list[Outcome]:
+        return default_pool().run(
+            request.fn,
+            request.n,
+            build=build,
+            timeout=request.timeout,
+            lost=request.lost,
+            wrap=request.wrap,
+            name=request.kind,
+        )
+
+    return RankKind(run, mortal=True)
+
+
+def _gloo(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Group:
+    from gradwire.groups.c10d import C10dGroup
+
+    return C10dGroup.gloo(store, rank, size, timeout=timeout, name=name)
+
+
+_KINDS: Mapping[str, RankKind] = MappingProxyType(
+    {
+        "threads": RankKind(_run_threads, mortal=False),
+        "gloo": in_processes(_gloo),
+    }
+)

@@ -1,0 +1,52 @@
+"""The example of a user's own group passes the whole suite, and its guide shows the code as it is."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from gradwire.testing.conformance import check_group, check_names
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "own_group.py"
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("own_group", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_example_is_a_group(example: ModuleType, size: int) -> None:
+    report = check_group(lambda fn: example.run(fn, size))
+    assert report.ran == check_names()
+
+
+def test_the_example_alone(example: ModuleType) -> None:
+    report = check_group(lambda fn: example.run(fn, 1))
+    assert set(report.ran) | set(report.skipped) == set(check_names())
+
+
+def test_the_example_runs_as_a_script() -> None:
+    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=90, check=True)
+    assert "[10.0, 10.0, 10.0, 10.0]" in done.stdout
+    assert f"{len(check_names())} checks passed on 3 ranks" in done.stdout
+
+
+def test_the_guide_quotes_the_example() -> None:
+    quoted = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own-group.md").read_text(), re.DOTALL)
+    assert len(quoted) >= 5
+    source = EXAMPLE.read_text()
+    for block in quoted:
+        assert block in source, f"the guide shows code that the example does not have:\n{block}"

@@ -1,0 +1,28 @@
+"""Every test is checked for leftovers: threads, processes, sockets, descriptors and shared memory that it did not end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from gradwire.testing import Leftovers, default_pool
+from gradwire.testing.leftovers import prime
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    prime()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    default_pool().close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Fail a test that leaves something behind. The warm pool's workers, sockets and store are its own affair."""
+    before = Leftovers.snapshot(default_pool())
+    yield
+    left = before.compare()
+    if left:
+        pytest.fail("the test left behind: " + "; ".join(left), pytrace=False)

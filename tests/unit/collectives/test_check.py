@@ -1,0 +1,180 @@
+"""The rules of a well-formed collective: one row for each way to break one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from gradwire.collectives import Collective, Kind, ReduceOp, build
+from gradwire.errors import UsageError, UsageTypeError
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def sparse() -> torch.Tensor:
+    return torch.sparse_coo_tensor([[0]], [1.0], (4,), check_invariants=False)
+
+
+two, three, integers = zeros(2), zeros(3), zeros(2, dtype=torch.int64)
+Make = Callable[[], Collective]
+
+ALONE: list[tuple[str, Make]] = [
+    ("no tensors were given", lambda: build.all_reduce([])),
+    ("no tensors were given", lambda: Collective(Kind.SEND, peer=1)),
+    ("has no root", lambda: Collective(Kind.BROADCAST, (two,), (two,))),
+    ("has no root", lambda: Collective(Kind.SCATTER, (), (two,))),
+    ("root is -1", lambda: build.broadcast(two, src=-1)),
+    ("peer is -2", lambda: build.send(two, dst=-2)),
+    ("tag is -1", lambda: build.recv(two, tag=-1)),
+    ("no destination", lambda: Collective(Kind.SEND, (two,))),
+    ("timeout is 0", lambda: build.barrier().within(0)),
+    ("timeout is -1", lambda: build.barrier().within(-1)),
+    ("different devices", lambda: build.all_reduce([two, zeros(2, device="meta")])),
+    ("different layouts", lambda: build.all_reduce([zeros(4), sparse()])),
+    ("different dtypes", lambda: build.all_gather([two, integers], two)),
+    ("different dtypes", lambda: build.all_to_all([two, two], [integers, integers])),
+    ("torch.sparse_csr is not supported", lambda: build.all_reduce(torch.eye(2).to_sparse_csr())),
+    ("torch.sparse_coo is not supported", lambda: build.broadcast(sparse(), src=0)),
+    ("is expanded", lambda: build.all_reduce(zeros(1).expand(3))),
+    ("is expanded", lambda: build.recv(zeros(2, 1).expand(2, 3))),
+    ("BAND of float32", lambda: build.all_reduce(two, op=ReduceOp.BAND)),
+    ("BXOR of complex64", lambda: build.all_reduce(zeros(2, dtype=torch.complex64), op=ReduceOp.BXOR)),
+    ("AVG of int64", lambda: build.all_reduce(integers, op=ReduceOp.AVG)),
+    ("AVG of bool", lambda: build.reduce(zeros(2, dtype=torch.bool), dst=0, op=ReduceOp.AVG)),
+    ("PREMUL_SUM of int64", lambda: build.all_reduce(integers, op=ReduceOp.PREMUL_SUM, factor=2)),
+    ("complex numbers have no order", lambda: build.all_reduce(zeros(2, dtype=torch.complex64), op=ReduceOp.MAX)),
+    ("MAX of a sparse tensor", lambda: build.all_reduce(sparse(), op=ReduceOp.MAX)),
+    ("op is PREMUL_SUM and factor is None", lambda: build.all_reduce(two, op=ReduceOp.PREMUL_SUM)),
+    ("op is SUM and factor is 2", lambda: build.all_reduce(two, factor=2.0)),
+    (r"factor has shape \[2\]", lambda: build.all_reduce(two, op=ReduceOp.PREMUL_SUM, factor=two)),
+    ("factor is complex", lambda: build.all_reduce(two, op=ReduceOp.PREMUL_SUM, factor=torch.tensor(1j))),
+    ("factor is complex", lambda: build.all_reduce(two, op=ReduceOp.PREMUL_SUM, factor=1j)),  # type: ignore[arg-type]
+    ("does not reduce", lambda: Collective(Kind.BROADCAST, (two,), (two,), root=0, reduce_op=ReduceOp.SUM)),
+    ("does not reduce", lambda: Collective(Kind.BARRIER, factor=2.0)),
+    ("do not pair up", lambda: Collective(Kind.ALL_REDUCE, (two,), (three,), reduce_op=ReduceOp.SUM)),
+    ("do not pair up", lambda: Collective(Kind.BROADCAST, (two, two), (two,), root=0)),
+    ("do not pair up", lambda: Collective(Kind.ALL_REDUCE, (two,), (integers,), reduce_op=ReduceOp.SUM)),
+    ("2 inputs were given", lambda: Collective(Kind.REDUCE, (two, two), (two, two), reduce_op=ReduceOp.SUM, root=0)),
+    ("2 inputs were given", lambda: Collective(Kind.ALL_GATHER, (two, two), (two, two))),
+    ("2 inputs were given", lambda: Collective(Kind.GATHER, (two, two), root=0)),
+    ("2 inputs were given", lambda: Collective(Kind.SEND, (two, two), peer=0)),
+    ("2 outputs were given", lambda: Collective(Kind.RECV, outputs=(two, two))),
+    ("2 outputs were given", lambda: Collective(Kind.SCATTER, outputs=(two, two), root=0)),
+    ("2 outputs were given", lambda: Collective(Kind.REDUCE_SCATTER, (two,), (two, two), reduce_op=ReduceOp.SUM)),
+    ("1 inputs but 2 outputs", lambda: build.all_gather_into_tensor([two, two], [two])),
+    ("differ in dtype", lambda: build.all_gather_into_tensor(zeros(4), integers)),
+    ("differ in dtype", lambda: build.reduce_scatter_tensor(integers, zeros(4))),
+    ("not a whole number of parts", lambda: build.all_gather_into_tensor(zeros(5), two)),
+    ("not a whole number of parts", lambda: build.reduce_scatter_tensor(zeros(0), two)),
+    ("the input is float32.*the output", lambda: build.all_to_all_single(zeros(4, 2), zeros(4, 3))),
+    (r"output_split_sizes are \[-1, 3\]", lambda: build.all_to_all_single(two, two, output_split_sizes=[-1, 3])),
+    (r"input_split_sizes are \[1.0", lambda: build.all_to_all_single(two, two, input_split_sizes=[1.0, 1.0])),  # type: ignore[list-item]
+    ("add up to 3, but dimension 0", lambda: build.all_to_all_single(two, two, input_split_sizes=[1, 2])),
+    ("rows differ", lambda: build.all_to_all_single(zeros(2, 3), zeros(2, 4), output_split_sizes=[1, 1])),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize(
+    ("problem", "make"), ALONE, ids=[f"{i}-{problem[:30]}" for i, (problem, _) in enumerate(ALONE)]
+)
+def test_a_record_that_makes_no_sense_is_refused(problem: str, make: Make) -> None:
+    with pytest.raises(UsageError, match=problem) as caught:
+        make()
+    message = str(caught.value)
+    assert message.endswith((".", "?")), "a message ends with advice"
+    assert message.count(". ") >= 1, "a message says what is wrong and then what to do"
+
+
+@pytest.mark.parametrize(
+    ("problem", "make"),
+    [
+        ("expected tensors, got int", lambda: build.all_reduce([3])),  # type: ignore[list-item]
+        ("root is '0', not an int", lambda: build.broadcast(two, src="0")),  # type: ignore[arg-type]
+        ("peer is 1.0, not an int", lambda: build.send(two, dst=1.0)),  # type: ignore[arg-type]
+        ("op is 'sum'", lambda: build.all_reduce(two, op="sum")),  # type: ignore[arg-type]
+    ],
+)
+def test_a_value_of_the_wrong_type_is_a_type_error(problem: str, make: Make) -> None:
+    with pytest.raises(UsageTypeError, match=problem) as caught:
+        make()
+    assert isinstance(caught.value, TypeError)
+
+
+# Each row is submitted by rank 1 of 3.
+IN_WORLD: list[tuple[str, Make]] = [
+    ("root is 3, but the group has ranks 0 to 2", lambda: build.broadcast(two, src=3)),
+    ("root is 9", lambda: build.reduce(two, dst=9)),
+    ("peer is 3", lambda: build.send(two, dst=3)),
+    ("peer is 4", lambda: build.recv(two, src=4)),
+    ("sends to itself", lambda: build.send(two, dst=1)),
+    ("receives from itself", lambda: build.recv(two, src=1)),
+    ("2 outputs were given to a group of 3", lambda: build.all_gather([two] * 2, two)),
+    (r"outputs\[1\], this rank's place, is float32\[3\]", lambda: build.all_gather([two, three, two], two)),
+    ("4 inputs were given to a group of 3", lambda: build.reduce_scatter(two, [two] * 4)),
+    (r"inputs\[1\], this rank's part, is float32\[3\]", lambda: build.reduce_scatter(two, [two, three, two])),
+    ("2 inputs were given", lambda: build.all_to_all([two] * 3, [two] * 2)),
+    ("2 outputs were given", lambda: build.all_to_all([two] * 2, [two] * 3)),
+    (r"outputs\[1\] is float32\[3\] on cpu, but inputs\[1\]", lambda: build.all_to_all([two, three, two], [two] * 3)),
+    ("is not 3 times", lambda: build.all_gather_into_tensor(zeros(4), two)),
+    ("it must be 6 elements", lambda: build.reduce_scatter_tensor(two, zeros(4))),
+    ("not a multiple of 3 ranks", lambda: build.all_to_all_single(zeros(4), zeros(4))),
+    (
+        "2 output_split_sizes were given to a group of 3",
+        lambda: build.all_to_all_single(zeros(4), zeros(3), output_split_sizes=[2, 2]),
+    ),
+    (
+        "dimension 0 of the input is 4, not a multiple",
+        lambda: build.all_to_all_single(zeros(4), zeros(4), output_split_sizes=[2, 2, 0]),
+    ),
+    (r"rank 1 is not the root \(0\), yet it passes outputs", lambda: build.gather(two, [two] * 3, dst=0)),
+    ("0 outputs were given", lambda: build.gather(two, dst=1)),
+    ("one of the root's outputs is float32", lambda: build.gather(two, [two, two, three], dst=1)),
+    (r"rank 1 is not the root \(2\), yet it passes inputs", lambda: build.scatter(two, [two] * 3, src=2)),
+    ("2 inputs were given", lambda: build.scatter(two, [two] * 2, src=1)),
+    ("one of the root's inputs is float32", lambda: build.scatter(two, [three, two, two], src=1)),
+]
+
+
+@pytest.mark.parametrize(
+    ("problem", "make"), IN_WORLD, ids=[f"{i}-{problem[:30]}" for i, (problem, _) in enumerate(IN_WORLD)]
+)
+def test_what_rank_1_of_3_cannot_submit(problem: str, make: Make) -> None:
+    op = make()
+    with pytest.raises(UsageError, match=problem):
+        op.check(1, 3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: build.all_reduce([two, integers], op=ReduceOp.MAX),
+        lambda: build.all_reduce(sparse(), op=ReduceOp.AVG),
+        lambda: build.all_reduce(zeros(1).expand(1)),
+        lambda: build.all_reduce(zeros(1, 0).expand(3, 0)),
+        lambda: build.all_reduce(two, op=ReduceOp.PREMUL_SUM, factor=torch.tensor([2.0])),
+        lambda: build.broadcast([two, integers], src=2),
+        lambda: build.all_gather([zeros(0), two, three], two),
+        lambda: build.reduce_scatter(two, [zeros(0), two, three]),
+        lambda: build.all_gather_into_tensor(zeros(0), zeros(0)),
+        lambda: build.all_gather_into_tensor([zeros(6), zeros(3, dtype=torch.int8)], [two, zeros(1, dtype=torch.int8)]),
+        lambda: build.all_to_all_single(zeros(3), zeros(6), output_split_sizes=[1, 2, 0]),
+        lambda: build.all_to_all_single(zeros(6), zeros(3, 2)),
+        lambda: build.gather(two, dst=0),
+        lambda: build.scatter(two, src=2),
+        lambda: build.recv(two),
+        lambda: build.barrier(),
+        lambda: Collective(Kind.ALL_REDUCE, (two,), (zeros(2),), reduce_op=ReduceOp.SUM),
+    ],
+)
+def test_what_rank_1_of_3_can_submit(make: Make) -> None:
+    make().check(1, 3)
+
+
+def test_the_label_is_in_the_refusal() -> None:
+    with pytest.raises(UsageError, match="all_gather labelled 'stats'"):
+        build.all_gather([two, integers], two, label="stats")

@@ -1,0 +1,109 @@
+"""The error tree: what is an instance of what, and that every error crosses a process boundary with its facts."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import pytest
+
+from gradwire import errors
+from gradwire.collectives import Kind, ReduceOp, Signature
+from gradwire.errors import (
+    ClosedError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GradwireError,
+    GroupAborted,
+    GroupError,
+    HookError,
+    InternalError,
+    LayoutError,
+    NonFiniteGradient,
+    PeerLost,
+    UsageError,
+    UsageTypeError,
+)
+
+OP = Signature(Kind.ALL_REDUCE, ((3,),), ("float32",), ReduceOp.SUM, label="loss")
+
+EXAMPLES = [
+    GradwireError("what, why, advice"),
+    UsageError("what"),
+    UsageTypeError("what"),
+    HookError("what", hook="my_hook"),
+    LayoutError("what"),
+    ClosedError("what"),
+    GroupError("what"),
+    PeerLost("what", rank=3, op=OP),
+    CollectiveTimeout("what", op=OP, joined=[0, 1], missing=range(2, 4)),
+    CollectiveTimeout("what", op=OP),
+    CollectiveMismatch("what", ops={0: OP, 1: OP}),
+    GroupAborted("what", reason="because"),
+    NonFiniteGradient("what", rank=1, parameter="fc.weight"),
+    InternalError("what", story=["first", "then"]),
+]
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda e: type(e).__name__)
+def test_an_error_pickles_with_its_facts(error: GradwireError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert copy.args == error.args
+    assert copy.__dict__ == error.__dict__
+
+
+def test_every_error_of_the_module_pickles() -> None:
+    classes = [
+        c
+        for _, c in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(c, GradwireError) and c.__module__ == errors.__name__
+    ]
+    assert len(classes) >= 13
+    for cls in classes:
+        error = cls("the message")
+        error.add_note("a note")
+        copy = pickle.loads(pickle.dumps(error))
+        assert (type(copy), str(copy), copy.__notes__) == (cls, "the message", ["a note"])
+        assert copy.__dict__ == error.__dict__
+
+
+def test_facts_are_attributes() -> None:
+    lost = PeerLost("gone", rank=2, op=OP)
+    assert (lost.rank, lost.op) == (2, OP)
+    late = CollectiveTimeout("late", op=OP, joined=[0], missing=[1, 2])
+    assert (late.joined, late.missing, late.op) == ((0,), (1, 2), OP)
+    unknown = CollectiveTimeout("late")
+    assert (unknown.joined, unknown.missing, unknown.op) == (None, None, None)
+    assert CollectiveMismatch("differ").ops == {}
+    assert GroupAborted("end", reason="because").reason == "because"
+    assert InternalError("bug", story=["a"]).story == ("a",)
+    assert HookError("bad").hook == "<unknown>"
+
+
+@pytest.mark.parametrize(
+    ("error", "torch_raises"),
+    [
+        (UsageError, ValueError),
+        (UsageTypeError, TypeError),
+        (HookError, RuntimeError),
+        (LayoutError, RuntimeError),
+        (ClosedError, RuntimeError),
+        (GroupError, RuntimeError),
+        (NonFiniteGradient, RuntimeError),
+        (InternalError, RuntimeError),
+    ],
+)
+def test_code_written_for_torch_keeps_catching(error: type[GradwireError], torch_raises: type[Exception]) -> None:
+    assert issubclass(error, torch_raises)
+    assert issubclass(error, GradwireError)
+
+
+def test_your_fault_and_the_worlds_fault_are_apart() -> None:
+    for cls in (PeerLost, CollectiveTimeout, CollectiveMismatch, GroupAborted):
+        assert issubclass(cls, GroupError)
+        assert not issubclass(cls, UsageError)
+    for cls in (HookError, LayoutError, ClosedError, UsageTypeError):
+        assert issubclass(cls, UsageError)
+        assert not issubclass(cls, GroupError)

@@ -1,0 +1,135 @@
+"""Handles, callbacks and the emitter: what may be removed when, and what a listener that raises can disturb."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from gradwire.events import Callbacks, CollectiveFinished, Emitter, Event, Handle
+
+
+def test_a_handle_removes_once() -> None:
+    calls: list[str] = []
+    handle = Handle(lambda: calls.append("removed"))
+    handle.remove()
+    handle.remove()
+    assert calls == ["removed"]
+
+
+def test_a_handle_is_a_context_manager_and_lets_errors_through() -> None:
+    calls: list[str] = []
+    handle = Handle(lambda: calls.append("removed"))
+    with pytest.raises(KeyError), handle:
+        raise KeyError(calls.copy())
+    handle.remove()
+    assert calls == ["removed"]
+
+
+def test_callbacks_keep_registration_order_and_duplicates() -> None:
+    callbacks: Callbacks[object] = Callbacks()  # type: ignore[type-var]
+
+    def a() -> None: ...
+    def b() -> None: ...
+
+    first, _, _ = callbacks.add(a), callbacks.add(b), callbacks.add(a)
+    assert list(callbacks) == [a, b, a]
+    assert len(callbacks) == 3
+    first.remove()
+    assert list(callbacks) == [b, a]
+    assert callbacks
+
+
+def test_no_callbacks_are_false() -> None:
+    callbacks: Callbacks[object] = Callbacks()  # type: ignore[type-var]
+    assert not callbacks
+    callbacks.add(print).remove()
+    assert not callbacks
+    assert len(callbacks) == 0
+
+
+def test_iterating_walks_a_snapshot() -> None:
+    emitter = Emitter()
+    calls: list[str] = []
+    handles: dict[str, Handle] = {}
+
+    def first(event: Event) -> None:
+        calls.append("first")
+        handles["second"].remove()
+        handles["third"] = emitter.listen(lambda event: calls.append("third"))
+        handles["first"].remove()
+
+    handles["first"] = emitter.listen(first)
+    handles["second"] = emitter.listen(lambda event: calls.append("second"))
+    emitter.emit(Event(1.0))
+    assert calls == ["first", "second"]
+    emitter.emit(Event(2.0))
+    assert calls == ["first", "second", "third"]
+
+
+def test_an_emitter_is_false_until_somebody_listens() -> None:
+    emitter = Emitter()
+    assert not emitter
+    with emitter.listen(print):
+        assert emitter
+    assert not emitter
+
+
+def test_a_listener_that_raises_disturbs_nobody() -> None:
+    emitter, seen = Emitter(), []
+    problem = ValueError("bad listener")
+
+    def bad(event: Event) -> None:
+        raise problem
+
+    emitter.listen(bad)
+    emitter.listen(seen.append)
+    emitter.emit(Event(1.0))
+    assert seen == [Event(1.0)]
+    assert list(emitter.errors) == [problem]
+
+
+def test_only_the_last_errors_are_kept() -> None:
+    emitter = Emitter()
+
+    def bad(event: Event) -> None:
+        raise ValueError(event.time)
+
+    emitter.listen(bad)
+    for i in range(100):
+        emitter.emit(Event(float(i)))
+    assert [error.args[0] for error in emitter.errors] == [float(i) for i in range(84, 100)]
+
+
+def test_events_are_values() -> None:
+    facts = ("threads", 0, 7, "all_reduce", "loss", 12)
+    event = CollectiveFinished(1.0, *facts, duration=0.5)
+    assert event == CollectiveFinished(1.0, *facts, duration=0.5)
+    assert (event.group, event.rank, event.seq, event.kind, event.label, event.nbytes) == facts
+    with pytest.raises(AttributeError):
+        event.seq = 8  # type: ignore[misc]
+
+
+def test_adding_and_removing_from_many_threads_loses_nothing() -> None:
+    callbacks: Callbacks[object] = Callbacks()  # type: ignore[type-var]
+    start = threading.Barrier(8)
+    kept: list[Handle] = []
+
+    def churn() -> None:
+        start.wait(10)
+        for i in range(200):
+            handle = callbacks.add(print)
+            if i % 2:
+                handle.remove()
+            else:
+                kept.append(handle)
+
+    threads = [threading.Thread(target=churn) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(callbacks) == len(kept) == 800
+    for handle in kept:
+        handle.remove()
+    assert not callbacks

@@ -1,0 +1,185 @@
+"""Leftovers: that each kind is seen, that what is ending is not, and that every test is under its eye."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import pytest
+
+from gradwire.testing import Leftovers, default_pool, run_ranks
+from gradwire.testing.leftovers import prime
+
+CONFTEST = Path(__file__).parents[2] / "conftest.py"
+
+
+def test_clean_is_clean() -> None:
+    assert Leftovers.snapshot().compare(grace=0) == []
+
+
+def test_a_thread_is_named() -> None:
+    before, end = Leftovers.snapshot(), threading.Event()
+    thread = threading.Thread(target=end.wait, args=(30,), name="leaky")
+    thread.start()
+    assert before.compare(grace=0.05) == ["thread 'leaky'"]
+    end.set()
+    assert before.compare(grace=10) == []
+
+
+def test_a_thread_that_is_ending_is_waited_for() -> None:
+    before, end = Leftovers.snapshot(), threading.Event()
+
+    def ending() -> None:
+        end.wait(0.3)
+
+    threading.Thread(target=ending).start()
+    started = time.monotonic()
+    assert before.compare(grace=30) == []
+    assert time.monotonic() - started < 10
+
+
+def test_a_process_is_named_until_it_is_waited_for() -> None:
+    before = Leftovers.snapshot()
+    process = subprocess.Popen(["sleep", "30"])
+    assert before.compare(grace=0) == [f"process {process.pid}: sleep 30"]
+    process.kill()
+    ended = os.pidfd_open(process.pid)
+    os.waitid(os.P_PIDFD, ended, os.WEXITED | os.WNOWAIT)
+    os.close(ended)
+    assert before.compare(grace=0) == [f"process {process.pid}: ended, but nobody has waited for it"]
+    process.wait(10)
+    assert before.compare(grace=0) == []
+
+
+def test_a_child_of_another_thread_is_seen() -> None:
+    before, processes = Leftovers.snapshot(), []
+    thread = threading.Thread(target=lambda: processes.append(subprocess.Popen(["sleep", "30"])))
+    thread.start()
+    thread.join(10)
+    assert before.compare(grace=0) == [f"process {processes[0].pid}: sleep 30"]
+    processes[0].kill()
+    processes[0].wait(10)
+
+
+def test_sockets_and_descriptors_are_described() -> None:
+    before = Leftovers.snapshot()
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    client = socket.create_connection(("127.0.0.1", port))
+    local = client.getsockname()[1]
+    file = open(__file__)  # noqa: SIM115
+    assert sorted(before.compare(grace=0)) == [
+        f"file descriptor {file.fileno()}: {__file__}",
+        f"socket, descriptor {listener.fileno()}: TCP port {port}",
+        f"socket, descriptor {client.fileno()}: TCP port {local} to port {port}",
+    ]
+    for thing in (listener, client, file):
+        thing.close()
+    assert before.compare() == []
+
+
+def test_a_descriptor_that_was_closed_and_opened_anew_is_seen() -> None:
+    read, write = os.pipe()
+    before = Leftovers.snapshot()
+    os.close(read)
+    os.close(write)
+    again = os.pipe()
+    assert set(again) == {read, write}
+    assert len(before.compare(grace=0)) == 2
+    for end in again:
+        os.close(end)
+
+
+def test_unreachable_objects_are_collected_first() -> None:
+    before = Leftovers.snapshot()
+    ends: list[object] = list(socket.socketpair())
+    ends.append(ends)
+    del ends
+    with pytest.warns(ResourceWarning):
+        left = before.compare(grace=0)
+    assert left == []
+
+
+def test_shared_memory_of_ours_is_seen_and_of_others_is_not() -> None:
+    name = f"gradwire-test-{uuid.uuid4().hex}"
+    path = f"/dev/shm/{name}"
+    before = Leftovers.snapshot()
+    with open(path, "wb") as file:
+        file.truncate(4096)
+    try:
+        assert before.compare(grace=0) == [f"shared memory {path}"]
+        script = (
+            f"import mmap, sys; f = open({path!r}, 'r+b'); m = mmap.mmap(f.fileno(), 0); print('mapped', flush=True);"
+            "sys.stdin.read()"
+        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen([sys.executable, "-c", script], process_group=0, **pipes) as other:  # type: ignore[call-overload]
+            assert other.stdout.readline() == "mapped\n"
+            assert f"shared memory {path}" not in before.compare(grace=0)
+        with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0):
+            pass
+        assert before.compare(grace=0) == [f"shared memory {path}"]
+    finally:
+        os.unlink(path)
+    assert before.compare(grace=0) == []
+
+
+def test_the_resource_tracker_is_pythons_own() -> None:
+    before = Leftovers.snapshot()
+    resource_tracker.ensure_running()
+    assert before.compare(grace=0) == []
+
+
+def test_what_torch_keeps_for_life_is_there_early() -> None:
+    before = Leftovers.snapshot()
+    prime()
+    assert before.compare(grace=5) == []
+
+
+def test_only_a_keepers_own_is_kept() -> None:
+    with_pool, alone = Leftovers.snapshot(default_pool()), Leftovers.snapshot()
+    known = set(default_pool().pids)
+    (pid,) = set(run_ranks(lambda group: os.getpid(), len(known) + 1, kind="gloo")) - known
+    assert with_pool.compare() == []
+    left = alone.compare(grace=0)
+    assert any(line.startswith(f"process {pid}: ") for line in left)
+    assert any(line.startswith("socket, descriptor") for line in left)
+    read, write = os.pipe()
+    assert len(with_pool.compare(grace=0)) == 2
+    os.close(read)
+    os.close(write)
+
+
+def test_a_clean_test_costs_less_than_five_milliseconds() -> None:
+    costs = []
+    for _ in range(10):
+        started = time.perf_counter()
+        Leftovers.snapshot(default_pool()).compare()
+        costs.append(time.perf_counter() - started)
+    assert min(costs) < 0.005
+
+
+def test_a_test_that_leaves_something_fails(tmp_path: Path) -> None:
+    shutil.copy(CONFTEST, tmp_path / "conftest.py")
+    (tmp_path / "test_leaks.py").write_text(
+        "import threading, os\n"
+        "def test_clean(): pass\n"
+        "def test_thread(): threading.Thread(target=threading.Event().wait, name='leaky', daemon=True).start()\n"
+        "def test_descriptor(): os.pipe()\n"
+        "def test_clean_again(): pass\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=tmp_path)
+    assert "4 passed, 2 errors" in done.stdout, done.stdout + done.stderr
+    assert "the test left behind: thread 'leaky' (daemon)" in done.stdout
+    assert "the test left behind: file descriptor" in done.stdout

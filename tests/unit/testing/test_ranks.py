@@ -1,0 +1,544 @@
+"""run_ranks, and the warm pool under it: results, failures, deaths, time-outs, and what is sent how."""
+
+from __future__ import annotations
+
+import _thread
+import importlib.util
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from gradwire.errors import (
+    ClosedError,
+    CollectiveTimeout,
+    GroupAborted,
+    GroupError,
+    InternalError,
+    PeerLost,
+    UsageError,
+    UsageTypeError,
+)
+from gradwire.groups import Group, GroupWrapper
+from gradwire.testing import RankPool, default_pool, kinds, run_ranks
+from gradwire.testing.pool import Fate, Outcome, RemoteTraceback
+from gradwire.testing.pool.shipping import ship
+from gradwire.testing.ranks import Request, _gloo, _verdict
+
+OFFSET = 40
+every_kind = pytest.mark.parametrize("kind", ["threads", "gloo"])
+
+
+class LocalError(Exception):
+    """Of this test module, which no worker can import."""
+
+
+class Named(GroupWrapper):
+    """A wrapper that the worker can only have by value."""
+
+
+def offset_rank(group: Group) -> int:
+    return OFFSET + group.rank
+
+
+def my_pid(group: Group) -> int:
+    return os.getpid()
+
+
+def die(group: Group) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# -- results -------------------------------------------------------------------------------------------------------------
+
+
+def test_kinds_are_a_table() -> None:
+    assert {"threads", "gloo"} <= set(kinds())
+    with pytest.raises(UsageError, match=r"'carrier-pigeon'.*Known kinds: threads, gloo"):
+        run_ranks(offset_rank, 2, kind="carrier-pigeon")
+
+
+@every_kind
+def test_results_come_in_rank_order_and_ranks_communicate(kind: str) -> None:
+    factor = torch.tensor([3.0])
+
+    def total(group: Group) -> tuple[int, float]:
+        t = factor * (group.rank + 1)
+        group.all_reduce(t)
+        return group.rank, t.item()
+
+    assert run_ranks(total, 3, kind=kind) == [(0, 18.0), (1, 18.0), (2, 18.0)]
+
+
+@every_kind
+def test_module_functions_lambdas_and_tensors(kind: str) -> None:
+    assert run_ranks(offset_rank, 2, kind=kind) == [40, 41]
+    results = run_ranks(lambda group: torch.full((2,), group.rank), 2, kind=kind)
+    assert [r.tolist() for r in results] == [[0, 0], [1, 1]]
+
+
+@every_kind
+def test_wrap_is_applied_on_each_rank(kind: str) -> None:
+    names = run_ranks(lambda group: type(group).__name__, 2, kind=kind, wrap=Named)
+    assert names == ["Named", "Named"]
+
+
+@every_kind
+def test_groups_are_closed_afterwards(kind: str) -> None:
+    marks = run_ranks(lambda group: group, 1) if kind == "threads" else None
+    assert marks is None or marks[0].closed
+
+    def close_myself(group: Group) -> bool:
+        group.close()
+        return group.closed
+
+    assert run_ranks(close_myself, 2, kind=kind) == [True, True]
+
+
+@every_kind
+def test_a_rank_that_returns_early_has_not_left(kind: str) -> None:
+    def last_waits(group: Group) -> tuple[int, ...] | None:
+        if group.rank == 0:
+            return None
+        try:
+            group.monitored_barrier(timeout=1.0)
+        except CollectiveTimeout as error:
+            return error.missing
+        return ()
+
+    assert run_ranks(last_waits, 2, kind=kind) == [None, (0,)]
+
+
+@pytest.mark.parametrize(("n", "timeout", "lost"), [(0, 1.0, ()), (2, 0.0, ()), (2, 1.0, (2,)), (2, 1.0, (-1,))])
+def test_arguments_are_checked(n: int, timeout: float, lost: tuple[int, ...]) -> None:
+    with pytest.raises(UsageError):
+        run_ranks(offset_rank, n, kind="gloo", timeout=timeout, lost=lost)
+
+
+def test_threads_cannot_be_lost() -> None:
+    with pytest.raises(UsageError, match=r"cannot die alone. Use gloo"):
+        run_ranks(offset_rank, 2, lost=(1,))
+
+
+# -- failures ------------------------------------------------------------------------------------------------------------
+
+
+@every_kind
+def test_a_rank_that_raises_stops_the_others_and_is_named(kind: str) -> None:
+    def rank_one_fails(group: Group) -> None:
+        if group.rank == 1:
+            error = LocalError("on purpose")
+            error.add_note("a note of its own")
+            raise error
+        group.barrier()
+
+    started = time.monotonic()
+    with pytest.raises(LocalError, match="on purpose") as caught:
+        run_ranks(rank_one_fails, 3, kind=kind)
+    assert time.monotonic() - started < 30
+    notes = caught.value.__notes__
+    assert notes[0] == "a note of its own"
+    assert "raised on rank 1 of 3" in notes[1]
+    assert repr(kind) in notes[1]
+    assert any(re.match(r"rank [02] failed too: (GroupAborted|PeerLost)", note) for note in notes)
+    assert "rank_one_fails" in "".join(traceback.format_exception(caught.value))
+
+
+def test_the_remote_traceback_is_the_cause() -> None:
+    def outer(group: Group) -> None:
+        try:
+            raise KeyError("inner")
+        except KeyError as error:
+            raise LocalError("outer") from error
+
+    with pytest.raises(LocalError) as caught:
+        run_ranks(outer, 1, kind="gloo")
+    assert isinstance(caught.value.__cause__, RemoteTraceback)
+    text = str(caught.value.__cause__)
+    assert "KeyError: 'inner'" in text
+    assert "in outer" in text
+
+
+@every_kind
+def test_a_wrapper_that_raises_is_a_failure_of_its_rank(kind: str) -> None:
+    def refuse(group: Group) -> Group:
+        raise LocalError(f"rank {group.rank} will not be wrapped")
+
+    with pytest.raises(LocalError, match="will not be wrapped"):
+        run_ranks(offset_rank, 2, kind=kind, wrap=refuse)
+
+
+@every_kind
+def test_an_error_on_closing_is_a_failure(kind: str) -> None:
+    def bad_hook(group: Group) -> None:
+        def hook(info: object) -> None:
+            raise LocalError("from the hook")
+
+        group.on_completion(hook)
+        group.barrier()
+
+    with pytest.raises(UsageError, match="from the hook") as caught:
+        run_ranks(bad_hook, 2, kind=kind)
+    assert re.match(r"raised on rank [01] of 2", caught.value.__notes__[0])
+
+
+def test_an_exception_that_cannot_be_pickled_is_told_of() -> None:
+    class Awkward(Exception):
+        def __init__(self, left: str, right: str) -> None:
+            super().__init__(left + right)
+
+    def hold_a_lock(group: Group) -> None:
+        error = ValueError("with a lock")
+        error.lock = threading.Lock()  # type: ignore[attr-defined]
+        raise error
+
+    def two_arguments(group: Group) -> None:
+        raise Awkward("left", "right")
+
+    with pytest.raises(GroupError, match=r"raised ValueError: with a lock.*cannot pickle '_thread.lock'") as caught:
+        run_ranks(hold_a_lock, 1, kind="gloo")
+    assert "hold_a_lock" in str(caught.value.__cause__)
+    with pytest.raises(GroupError, match=r"Awkward: leftright.*missing 1 required positional argument"):
+        run_ranks(two_arguments, 1, kind="gloo")
+
+
+def test_what_cannot_be_sent_is_refused_clearly() -> None:
+    with pytest.raises(UsageTypeError, match=r"rank 0 returned a lock that cannot be sent to another process"):
+        run_ranks(lambda group: threading.Lock(), 1, kind="gloo")
+    lock = threading.Lock()
+    with pytest.raises(
+        UsageTypeError, match=r"cannot be sent to rank processes: TypeError: cannot pickle '_thread.lock'"
+    ):
+        run_ranks(lambda group: lock.locked(), 1, kind="gloo")
+
+
+def test_an_interrupt_in_the_parent_ends_the_run() -> None:
+    def interrupt_parent(group: Group) -> None:
+        if group.rank == 0:
+            os.kill(os.getppid(), signal.SIGINT)
+        threading.Event().wait(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(interrupt_parent, 2, kind="gloo")
+    assert run_ranks(offset_rank, 2, kind="gloo") == [40, 41]
+
+
+def test_an_interrupt_ends_threads_too() -> None:
+    def interrupt_main(group: Group) -> None:
+        if group.rank == 0:
+            _thread.interrupt_main()
+        group.send(torch.zeros(1), dst=1 - group.rank)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(interrupt_main, 2)
+
+
+REQUEST = Request(offset_rank, 3, "gloo", 5.0, frozenset(), None)
+LOST_2 = Request(offset_rank, 3, "gloo", 5.0, frozenset({2}), None)
+
+
+def returned(rank: int) -> Outcome:
+    return Outcome(rank, Fate.RETURNED, 0.0, value=rank)
+
+
+def raised(rank: int, when: float, error: BaseException) -> Outcome:
+    return Outcome(rank, Fate.RAISED, when, error=error)
+
+
+def died(rank: int, when: float) -> Outcome:
+    return Outcome(rank, Fate.DIED, when, detail="its process 1 was killed by SIGKILL (signal 9)")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "wanted"),
+    [
+        ([raised(0, 2.0, KeyError()), raised(1, 1.9, ValueError()), returned(2)], ValueError),
+        ([raised(0, 1.9, PeerLost("")), raised(1, 2.0, ValueError()), raised(2, 1.8, GroupAborted(""))], ValueError),
+        ([raised(0, 1.0, PeerLost("")), raised(1, 9.0, ValueError()), returned(2)], PeerLost),
+        ([raised(0, 1.0, GroupAborted("")), died(1, 1.5), returned(2)], PeerLost),
+        ([raised(0, 1.0, ValueError()), died(1, 0.9), returned(2)], ValueError),
+        ([Outcome(0, Fate.STUCK, 1.0, detail="here"), raised(1, 3.0, GroupAborted("")), returned(2)], GroupAborted),
+    ],
+)
+def test_which_failure_is_raised(outcomes: list[Outcome], wanted: type[Exception]) -> None:
+    with pytest.raises(wanted) as caught:
+        _verdict(outcomes, REQUEST)
+    failures = [outcome for outcome in outcomes if outcome.failed(())]
+    others = [note for note in getattr(caught.value, "__notes__", []) if "failed too" in note or "was stopped" in note]
+    assert len(others) == len(failures) - 1
+
+
+def test_a_lost_rank_is_none_and_must_have_died() -> None:
+    assert _verdict([returned(0), returned(1), died(2, 1.0)], LOST_2) == [0, 1, None]
+    with pytest.raises(UsageError, match=r"rank 2 was meant to die.*did not fire"):
+        _verdict([returned(0), returned(1), returned(2)], LOST_2)
+
+
+# -- deaths --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_dies_is_peer_lost_and_is_replaced() -> None:
+    before = run_ranks(my_pid, 2, kind="gloo")
+
+    def rank_one_dies(group: Group) -> None:
+        if group.rank == 1:
+            die(group)
+        group.barrier()
+
+    with pytest.raises(
+        PeerLost, match=rf"rank 1 died: its process {before[1]} was killed by SIGKILL \(signal 9\)"
+    ) as caught:
+        run_ranks(rank_one_dies, 2, kind="gloo")
+    assert caught.value.rank == 1
+    after = run_ranks(my_pid, 2, kind="gloo")
+    assert before[1] not in after
+    with pytest.raises(PeerLost, match="exited with code 3"):
+        run_ranks(lambda group: os._exit(3), 1, kind="gloo")
+
+
+def test_a_death_is_seen_even_if_a_forked_child_keeps_the_sockets(tmp_path: object) -> None:
+    fifo = os.path.join(str(tmp_path), "fifo")
+    os.mkfifo(fifo)
+
+    def fork_and_die(group: Group) -> None:
+        if os.fork() == 0:
+            os.close(os.open(fifo, os.O_RDONLY))  # until the test opens the other end
+            os._exit(0)
+        die(group)
+
+    with pytest.raises(PeerLost):
+        run_ranks(fork_and_die, 1, kind="gloo")
+    os.close(os.open(fifo, os.O_WRONLY))
+
+
+def test_lost_ranks_may_die() -> None:
+    def rank_two_dies(group: Group) -> str:
+        if group.rank == 2:
+            die(group)
+        try:
+            group.barrier()
+        except GroupError as error:
+            return type(error).__name__
+        return "nothing happened"
+
+    results = run_ranks(rank_two_dies, 3, kind="gloo", lost=(2,))
+    assert results[2] is None
+    assert "nothing happened" not in results
+
+
+def test_a_lost_rank_that_lives_fails_the_run() -> None:
+    def nobody_dies(group: Group) -> int:
+        if group.rank == 0:
+            group.barrier()  # which rank 1 never joins: the run must not wait for its time-out
+        return group.rank
+
+    started = time.monotonic()
+    with pytest.raises(UsageError, match=r"rank 1 was meant to die \(lost=\[1\]\) but returned 1"):
+        run_ranks(nobody_dies, 2, kind="gloo", lost=(1,))
+    assert time.monotonic() - started < 30
+
+
+# -- time-outs -----------------------------------------------------------------------------------------------------------
+
+
+@every_kind
+def test_a_time_out_names_the_ranks_and_shows_their_stacks(kind: str) -> None:
+    def linger_here(group: Group) -> None:
+        if group.rank == 1:
+            group.barrier()
+
+    with pytest.raises(CollectiveTimeout, match=r"ranks \[1\] had not returned after 1 s") as caught:
+        run_ranks(linger_here, 2, kind=kind, timeout=1.0)
+    assert caught.value.joined == (0,)
+    assert caught.value.missing == (1,)
+    assert "rank 1 stood here" in str(caught.value)
+    assert "in linger_here" in str(caught.value)
+
+
+def test_a_stopped_process_is_killed_without_a_stack() -> None:
+    def stop(group: Group) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    with pytest.raises(CollectiveTimeout, match=r"\(no stack within 2 s\)"):
+        run_ranks(stop, 1, kind="gloo", timeout=0.5)
+
+
+def test_a_rank_that_does_not_stop_after_a_failure_is_killed() -> None:
+    def ignore_the_abort(group: Group) -> None:
+        if group.rank == 0:
+            raise LocalError("first")
+        threading.Event().wait(60)
+
+    with pytest.raises(LocalError, match="first") as caught:
+        run_ranks(ignore_the_abort, 2, kind="gloo")
+    note = next(note for note in caught.value.__notes__ if "did not come to an end and was stopped" in note)
+    assert "in ignore_the_abort" in note
+
+
+# -- leftovers of a rank -------------------------------------------------------------------------------------------------
+
+
+def test_a_leak_on_a_rank_is_a_failure_and_its_process_is_replaced() -> None:
+    def leak_on_rank_one(group: Group) -> int:
+        if group.rank == 1:
+            threading.Thread(target=threading.Event().wait, args=(60,), name="leaky", daemon=True).start()
+        return os.getpid()
+
+    before = run_ranks(my_pid, 2, kind="gloo")
+    with pytest.raises(InternalError, match=r"rank 1 left behind.*thread 'leaky' \(daemon\)") as caught:
+        run_ranks(leak_on_rank_one, 2, kind="gloo")
+    assert caught.value.story == ("thread 'leaky' (daemon)",)
+    after = run_ranks(my_pid, 2, kind="gloo")
+    assert before[1] not in after
+    assert before[0] in after
+
+
+def test_a_leak_after_a_failure_is_a_note() -> None:
+    def leak_and_fail(group: Group) -> None:
+        os.pipe()
+        raise LocalError("first")
+
+    with pytest.raises(LocalError, match="first") as caught:
+        run_ranks(leak_and_fail, 1, kind="gloo")
+    assert any("and then: InternalError" in note and "file descriptor" in note for note in caught.value.__notes__)
+
+
+# -- the pool ------------------------------------------------------------------------------------------------------------
+
+
+def test_workers_stay_warm_while_the_world_grows_and_shrinks() -> None:
+    two = run_ranks(my_pid, 2, kind="gloo")
+    assert run_ranks(my_pid, 2, kind="gloo") == two
+    three = run_ranks(my_pid, 3, kind="gloo")
+    assert three[:2] == two
+    assert run_ranks(my_pid, 1, kind="gloo") == two[:1]
+    assert run_ranks(my_pid, 3, kind="gloo") == three
+    assert os.getpid() not in three
+    assert all(default_pool().keeps_process(pid) for pid in three)
+
+
+def test_workers_use_one_thread_each() -> None:
+    assert run_ranks(lambda group: torch.get_num_threads(), 2, kind="gloo") == [1, 1]
+
+
+def test_calls_from_several_threads_take_turns() -> None:
+    with ThreadPoolExecutor(3) as executor:
+        calls = [executor.submit(run_ranks, lambda group, i=i: (i, group.rank), 2, kind="gloo") for i in range(6)]
+        assert [call.result(60) for call in calls] == [[(i, 0), (i, 1)] for i in range(6)]
+
+
+def test_a_pool_of_its_own_ends_its_workers(capfd: pytest.CaptureFixture[str]) -> None:
+    def speak(group: Group) -> int:
+        # One rank a stream: an unbuffered print writes its end of line apart, and two would mix.
+        print(f"rank {group.rank}", file=sys.stdout if group.rank == 0 else sys.stderr)
+        return os.getpid()
+
+    with RankPool() as pool:
+        pids = [outcome.value for outcome in pool.run(speak, 2, build=_gloo)]
+        assert pool.pids == pids
+        assert repr(pool) == "<RankPool, 2 workers>"
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    assert repr(pool) == "<RankPool, closed>"
+    pool.close()
+    with pytest.raises(ClosedError):
+        pool.run(speak, 2, build=_gloo)
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == ("rank 0\n", "rank 1\n")
+
+
+def test_a_worker_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with RankPool() as pool, pytest.raises(GroupError, match=r"worker \d+ exited with code 1"):
+        pool.run(offset_rank, 2, build=_gloo)
+
+
+SCRIPT = """
+import os, signal, threading
+from gradwire.testing import run_ranks
+
+def tell():
+    os.write(1, f"pid {{os.getpid()}}\\n".encode())
+
+def kill_the_parent(group):
+    tell()
+    group.barrier()
+    if group.rank == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    elif {stop}:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    threading.Event().wait(60)
+
+if {thread}:
+    thread = threading.Thread(target=run_ranks, args=(kill_the_parent, 2), kwargs=dict(kind="gloo"))
+    thread.start()
+    thread.join()
+run_ranks(kill_the_parent if not {polite} else lambda group: tell(), 2, kind="gloo")
+"""
+
+
+@pytest.mark.parametrize(
+    ("thread", "stop", "polite", "status"),
+    [
+        pytest.param(False, False, True, 0, id="the parent exits"),
+        pytest.param(True, False, False, -signal.SIGKILL, id="killed: workers see their socket close"),
+        pytest.param(False, True, False, -signal.SIGKILL, id="killed: Linux kills a worker that can see nothing"),
+    ],
+)
+def test_no_worker_outlives_its_parent(thread: bool, stop: bool, polite: bool, status: int) -> None:
+    script = SCRIPT.format(thread=thread, stop=stop, polite=polite)
+    # Output ends when the last process that holds the pipe has ended: that is the wait.
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == status
+    pids = [int(line.split()[1]) for line in done.stdout.splitlines()]
+    assert len(pids) == 2
+    for pid in pids:
+        try:
+            ended = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            assert select.select([ended], [], [], 10)[0], f"worker {pid} is still there"
+        finally:
+            os.close(ended)
+
+
+# -- what is sent how ----------------------------------------------------------------------------------------------------
+
+
+def test_helper_modules_travel_by_value(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = os.path.join(str(tmp_path), "helper_of_a_test.py")
+    with open(path, "w") as file:
+        file.write("SCALE = 5\n\ndef scaled(rank):\n    return SCALE * rank\n")
+    spec = importlib.util.spec_from_file_location("helper_of_a_test", path)
+    assert spec is not None
+    assert spec.loader is not None
+    helper = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "helper_of_a_test", helper)
+    spec.loader.exec_module(helper)
+    scaled = helper.scaled
+    assert run_ranks(lambda group: scaled(group.rank), 2, kind="gloo") == [0, 5]
+    assert run_ranks(lambda group: helper.scaled(group.rank), 2, kind="gloo") == [0, 5]
+
+
+def test_installed_modules_travel_by_reference() -> None:
+    paths = {os.path.realpath(path) for path in sys.path if path and path != os.getcwd()}
+    assert len(ship(json.dumps, paths)) < 100
+    assert len(ship(torch.optim.SGD, paths)) < 100
+    assert len(ship(torch.ops, paths)) < 100
+    assert len(ship(run_ranks, paths)) < 100
+    assert len(ship(offset_rank, paths)) > 200
+
+
+def test_classes_of_the_test_come_home_as_themselves() -> None:
+    (result,) = run_ranks(lambda group: LocalError("a result"), 1, kind="gloo")
+    assert type(result) is LocalError
