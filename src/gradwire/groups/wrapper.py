@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from abc import abstractmethod
 
 import torch
@@ -109,6 +110,7 @@ class ProgramWrapper(_Around):
         self._lane = Lane(f"{self.name}-{self.rank}")
         self._order = threading.Lock()
         self._steps: dict[int, Work] = {}
+        self._lane_finalizer = weakref.finalize(self, self._lane.stop, 2.0)
 
     @abstractmethod
     def program(self, op: Collective) -> Program:
@@ -194,4 +196,4 @@ class ProgramWrapper(_Around):
     def _release(self) -> None:
         # What was in flight has had its time; a step that still is would hold the lane.
         self.inner.close(timeout=0)
-        self._lane.stop()
+        self._lane_finalizer()

@@ -76,6 +76,11 @@ class C10dWork(Work):
         """Whether the engine may still be busy with it, although it has failed here."""
         return self._native is not None and not self._native.is_completed()
 
+    @property
+    def stopping(self) -> bool:
+        """Whether the group or the interpreter is ending, so that no thread should be inside the engine."""
+        return self._reaper is not None and self._reaper.stopping
+
     def _settle(self, error: BaseException | None, source_rank: int | None) -> bool:
         settled = super()._settle(error, source_rank)
         self._on_error = _ignore  # it knows the group and this Work: a cycle that would keep the tensors alive
@@ -116,7 +121,7 @@ class C10dWork(Work):
             if event is not None:
                 if not event.query():
                     return False
-            elif native is None or not wait_slice(native, limit):
+            elif native is None or self._reaper is None or not self._reaper.wait(native, limit):
                 return self._settled
         except Exception as error:
             self._native = None
@@ -131,7 +136,7 @@ class C10dWork(Work):
             torch.cuda.current_stream(self.op.device).wait_event(self._event)
             return True
         deadline = time.perf_counter() + limit
-        while self._native is not None and (left := deadline - time.perf_counter()) > 0:
+        while self._native is not None and not self.stopping and (left := deadline - time.perf_counter()) > 0:
             if self.poll(min(left, _SLICE)):
                 break
         return super()._block(max(0.0, deadline - time.perf_counter()))
@@ -157,7 +162,9 @@ class Reaper:
         self._name = name
         self._queue: queue.SimpleQueue[C10dWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._stopping = False
+        self._lock = threading.Lock()
+        self._inside = 0
+        self.stopping = False
 
     def put(self, work: C10dWork) -> None:
         """See to it that `work` is settled when its engine is done. Called in submission order."""
@@ -166,17 +173,32 @@ class Reaper:
             self._thread.start()
         self._queue.put(work)
 
+    def wait(self, native: Any, limit: float) -> bool:
+        """`wait_slice`, counted, so that `stop` knows when no thread is inside the engine any more."""
+        if self.stopping:
+            return False
+        with self._lock:
+            self._inside += 1
+        try:
+            return wait_slice(native, limit)
+        finally:
+            with self._lock:
+                self._inside -= 1
+
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
-            while not self._stopping and not work.poll(_SLICE):
+            while not self.stopping and not work.poll(_SLICE):
                 if work._event is not None:
                     time.sleep(0.0005)  # CUDA events can be polled, or waited for without a time-out; polling can end
             del work
 
     def stop(self, timeout: float) -> None:
         """End the thread; what is not settled by then is no longer watched."""
-        self._stopping = True
+        self.stopping = True
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             self._queue.put(None)
             thread.join(timeout)
+        deadline = time.perf_counter() + timeout
+        while self._inside and time.perf_counter() < deadline:
+            time.sleep(0.005)

@@ -1,0 +1,78 @@
+"""The interpreter ends with hooks registered and works in flight: exit code 0, nothing printed, promptly."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+SCRIPTS = {
+    "threads": """
+        import torch
+        from gradwire.groups import ThreadGroup
+        a, b = ThreadGroup.world(2)
+        a.on_completion(lambda info: None)
+        a.events.listen(lambda event: None)
+        work = a.all_reduce(torch.ones(3), async_op=True)
+        future = work.get_future().then(lambda f: f.value())
+    """,
+    "gloo, nobody comes": """
+        import torch, torch.distributed as dist, threading
+        from gradwire.groups import C10dGroup
+        store = dist.HashStore()
+        groups = {}
+        def make(rank): groups[rank] = C10dGroup.gloo(store, rank, 2)
+        ranks = [threading.Thread(target=make, args=(r,)) for r in range(2)]
+        for r in ranks: r.start()
+        for r in ranks: r.join()
+        groups[0].on_completion(lambda info: None)
+        works = [groups[0].all_reduce(torch.ones(3), async_op=True) for _ in range(3)]
+        works.append(groups[0].recv(torch.ones(3), src=1, async_op=True))
+        works.append(groups[0].all_reduce(torch.ones(3, dtype=torch.int16), async_op=True))
+        future = works[0].get_future()
+    """,
+    "gloo, just finishing": """
+        import torch, torch.distributed as dist, threading
+        from gradwire.groups import C10dGroup, Verified
+        store = dist.HashStore()
+        groups = {}
+        def make(rank): groups[rank] = Verified(C10dGroup.gloo(store, rank, 2))
+        ranks = [threading.Thread(target=make, args=(r,)) for r in range(2)]
+        for r in ranks: r.start()
+        for r in ranks: r.join()
+        for group in groups.values():
+            group.on_completion(lambda info: None)
+            for _ in range(5): group.all_reduce(torch.ones(100_000), async_op=True)
+    """,
+    "torch's face": """
+        import torch, torch.distributed as dist
+        import gradwire.interop as interop
+        interop.register_backend()
+        dist.init_process_group("gradwire", store=dist.HashStore(), rank=0, world_size=1)
+        interop.from_process_group(dist.group.WORLD).on_completion(lambda info: None)
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+    """,
+    "a model": """
+        import torch
+        from gradwire.groups import ThreadGroup
+        from gradwire.parallel import DistributedDataParallel
+        (group,) = ThreadGroup.world(1)
+        model = DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
+        group.on_completion(lambda info: None)
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+    """,
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_exit_is_clean(name: str) -> None:
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SCRIPTS[name])], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert time.perf_counter() - began < 40
