@@ -8,8 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
-from gradwire.groups import C10dGroup, Deadline, Group, GroupWrapper, Latched, NanCheck, Recording, Verified
+from gradwire.collectives import Collective, Kind, ReduceOp
+from gradwire.collectives.lower import Program, is_plain, lower
+from gradwire.groups import (
+    C10dGroup,
+    Deadline,
+    Group,
+    GroupWrapper,
+    Latched,
+    NanCheck,
+    ProgramWrapper,
+    Recording,
+    Verified,
+)
 from gradwire.interop import as_process_group
 from gradwire.testing import check_group, check_names, run_ranks
 
@@ -31,6 +44,22 @@ class ThereAndBack(GroupWrapper):
         self.far.close(timeout=0)
 
 
+class Spartan(ProgramWrapper):
+    """An engine that can move bytes and add float32, and nothing else: all the rest is lowered to that."""
+
+    def program(self, op: Collective) -> Program:
+        return lower(op, rank=self.rank, size=self.size, takes=self._takes)
+
+    def _takes(self, op: Collective) -> bool:
+        if op.kind is Kind.ALL_REDUCE:
+            (one, *more) = op.inputs
+            return not more and is_plain(one) and one.dtype is torch.float32 and op.reduce_op is ReduceOp.SUM
+        moves = (Kind.BROADCAST, Kind.ALL_GATHER_INTO_TENSOR, Kind.ALL_TO_ALL_SINGLE, Kind.GATHER, Kind.SCATTER)
+        both_splits = op.kind is not Kind.ALL_TO_ALL_SINGLE or (op.splits is not None and all(op.splits))
+        plain_bytes = all(is_plain(t) and t.dtype is torch.uint8 and t.dim() == 1 for t in op.inputs + op.outputs)
+        return op.kind in moves and plain_bytes and both_splits and len(op.tensors) <= 1
+
+
 def with_deadline(group: Group) -> Group:
     return Deadline(group, seconds=50)
 
@@ -39,7 +68,7 @@ def all_of_them(group: Group) -> Group:
     return Recording(Latched(Verified(NanCheck(Deadline(group, seconds=50)))))
 
 
-WRAPPERS: list[Wrap] = [Recording, with_deadline, NanCheck, Verified, Latched, all_of_them, ThereAndBack]
+WRAPPERS: list[Wrap] = [Recording, with_deadline, NanCheck, Verified, Latched, all_of_them, ThereAndBack, Spartan]
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda w: w.__name__)

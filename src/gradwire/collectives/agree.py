@@ -44,9 +44,14 @@ def disagreement(signatures: Sequence[Signature]) -> str | None:
     return None
 
 
-def mismatch(group: str, signatures: Sequence[Signature]) -> CollectiveMismatch | None:
-    """The error for ranks that submitted different collectives to `group` at the same place, or None if they agree."""
-    problem = disagreement(signatures)
+def mismatch(
+    group: str, signatures: Sequence[Signature], *, compared: Sequence[Signature] | None = None
+) -> CollectiveMismatch | None:
+    """The error for ranks that submitted different collectives to `group` at the same place, or None if they agree.
+
+    `compared` is what to compare in their stead, where not everything about them matters.
+    """
+    problem = disagreement(compared or signatures)
     if problem is None:
         return None
     return CollectiveMismatch(

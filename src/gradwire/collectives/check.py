@@ -47,7 +47,7 @@ def check_alone(op: Collective) -> None:
     _check_numbers(op)
     _check_alike(op, tensors)
     for t in op.outputs:
-        if not t.is_sparse and any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True)):
+        if not t.is_sparse and t.numel() and any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True)):
             _refuse(
                 op,
                 f"an output, {_describe(t)}, is expanded, so one memory cell stands for many elements",
@@ -143,6 +143,10 @@ def _check_reduction(op: Collective) -> None:
             f"op is {reduce_op.name} and factor is {op.factor!r}",
             "PREMUL_SUM needs factor=, the others must not have one.",
         )
+    if isinstance(op.factor, complex) or (isinstance(op.factor, Tensor) and op.factor.is_complex()):
+        for t in op.inputs:
+            if not t.dtype.is_complex:
+                _refuse(op, f"factor is complex, {_describe(t)} is not", "Pass a real factor, or a complex tensor.")
     if isinstance(op.factor, Tensor) and op.factor.numel() != 1:
         _refuse(op, f"factor has shape {list(op.factor.shape)}", "Pass a number or a tensor with one element.")
 

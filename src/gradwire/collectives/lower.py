@@ -10,7 +10,7 @@ No group, no engine, no thread in here, so it is tested with simulated ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,13 +30,17 @@ def is_plain(t: Tensor) -> bool:
 
 
 def flat(t: Tensor) -> Tensor:
-    """All elements in one row: the same memory where `t` is plain, a copy otherwise."""
-    return t.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    """All elements of a plain tensor in one row, in the same memory."""
+    return t.detach().view(-1)
 
 
 def as_bytes(t: Tensor) -> Tensor:
     """The bytes of a plain tensor, in the same memory."""
     return t.detach().view(-1).view(torch.uint8)
+
+
+def _plain_copy(t: Tensor) -> Tensor:
+    return t.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +54,21 @@ class _Lowering:
     def __call__(self, op: Collective) -> Program:
         if self.takes(op):
             yield op
-        else:
+        elif all(t.is_sparse or is_plain(t) for t in op.inputs + op.outputs):
             yield from _RULES[op.kind](op, self)
+        else:
+            yield from self._staged(op)
+
+    def _staged(self, op: Collective) -> Program:
+        """The same collective on plain copies. How a tensor lies in memory is this rank's affair alone: were it to decide
+        which collectives are submitted, ranks with different layouts would submit different ones."""
+        copies = {id(t): t if is_plain(t) else _plain_copy(t) for t in op.inputs + op.outputs}
+        inputs = tuple(copies[id(t)] for t in op.inputs)
+        outputs = inputs if op.outputs is op.inputs else tuple(copies[id(t)] for t in op.outputs)
+        yield from self(replace(op, inputs=inputs, outputs=outputs))
+        for t, copy in zip(op.outputs, outputs, strict=True):
+            if copy is not t:
+                store(t.detach(), copy)
 
 
 def lower(op: Collective, *, rank: int, size: int, takes: Callable[[Collective], bool]) -> Program:
@@ -85,8 +102,8 @@ def _all_reduce(op: Collective, low: _Lowering) -> Program:
     source, target = op.inputs[0], op.outputs[0]
     if source.is_sparse:
         yield from _all_reduce_sparse(op, low)
-    elif reduce_op is ReduceOp.PREMUL_SUM or source is not target or not is_plain(source):
-        copy = flat(_scaled(op, source)).clone()
+    elif reduce_op is ReduceOp.PREMUL_SUM or source is not target:
+        copy = _scaled(op, source).detach().clone()
         sum_op = ReduceOp.SUM if reduce_op is ReduceOp.PREMUL_SUM else reduce_op
         yield from low(build.all_reduce(copy, op=sum_op, label=op.label))
         store(target, copy)
@@ -159,11 +176,15 @@ def _all_reduce_sparse(op: Collective, low: _Lowering) -> Program:
     all_values = [scaled.new_empty(n * row) for n in lengths]
     yield from low(build.all_gather(all_values, scaled, label=op.label))
     parts = [
-        torch.sparse_coo_tensor(i.view(-1, n), v.view(n, *values.shape[1:]), own.shape)
+        torch.sparse_coo_tensor(
+            i.view(indices.shape[0], n), v.view(n, *values.shape[1:]), own.shape, check_invariants=False
+        )
         for i, v, n in zip(all_indices, all_values, lengths, strict=True)
     ]
     sum_op = ReduceOp.SUM if op.reduce_op is ReduceOp.PREMUL_SUM else op.reduce_op or ReduceOp.SUM
-    store(op.outputs[0].detach(), reduce_tensors(sum_op, parts).to(own.dtype).coalesce())
+    # Not into outputs[0].detach(): a sparse tensor is written by giving it new indices and values, which a detached twin
+    # would keep for itself.
+    store(op.outputs[0], reduce_tensors(sum_op, parts).to(own.dtype).coalesce())
 
 
 def _reduce(op: Collective, low: _Lowering) -> Program:
@@ -195,10 +216,10 @@ def _reduce_scatter_tensor(op: Collective, low: _Lowering) -> Program:
 
 def _broadcast(op: Collective, low: _Lowering) -> Program:
     first = op.outputs[0]
-    if len(op.outputs) == 1 and first is op.inputs[0] and is_plain(first):
+    if len(op.outputs) == 1 and first is op.inputs[0]:
         yield from _taken(build.broadcast(as_bytes(first), src=op.root or 0, label=op.label), low)
         return
-    buffer = torch.cat([as_bytes(flat(t)) for t in op.inputs])
+    buffer = torch.cat([as_bytes(t) for t in op.inputs])
     yield from _taken(build.broadcast(buffer, src=op.root or 0, label=op.label), low)
     offset = 0
     for t in op.outputs:
@@ -222,13 +243,10 @@ def _all_gather(op: Collective, low: _Lowering) -> Program:
 
 def _all_gather_into_tensor(op: Collective, low: _Lowering) -> Program:
     for part, whole in zip(op.inputs, op.outputs, strict=True):
-        target = whole.detach() if is_plain(whole) else torch.empty(whole.shape, dtype=whole.dtype, device=whole.device)
-        pair = build.all_gather_into_tensor(target.view(-1), flat(part), label=op.label)
+        pair = build.all_gather_into_tensor(flat(whole), flat(part), label=op.label)
         if not low.takes(pair):
-            pair = build.all_gather_into_tensor(as_bytes(target), as_bytes(flat(part)), label=op.label)
+            pair = build.all_gather_into_tensor(as_bytes(whole), as_bytes(part), label=op.label)
         yield from _taken(pair, low)
-        if target.data_ptr() != whole.data_ptr():
-            store(whole.detach(), target)
 
 
 def _all_to_all(op: Collective, low: _Lowering) -> Program:
@@ -256,33 +274,28 @@ def _all_to_all_single(op: Collective, low: _Lowering) -> Program:
         given = op.splits[i] if op.splits else ()
         length = t.shape[0] if t.dim() else 1
         splits.append([n * row for n in (given or [length // low.size] * low.size)])
-    scratch = (
-        target.detach() if is_plain(target) else torch.empty(target.shape, dtype=target.dtype, device=target.device)
-    )
     yield from _taken(
         build.all_to_all_single(
-            as_bytes(scratch),
-            as_bytes(flat(source)),
+            as_bytes(target),
+            as_bytes(source),
             output_split_sizes=splits[0],
             input_split_sizes=splits[1],
             label=op.label,
         ),
         low,
     )
-    if scratch.data_ptr() != target.data_ptr():
-        store(target.detach(), scratch)
 
 
 def _gather(op: Collective, low: _Lowering) -> Program:
     places = [torch.empty(t.nbytes, dtype=torch.uint8, device=t.device) for t in op.outputs]
-    mine = as_bytes(flat(op.inputs[0]))
+    mine = as_bytes(op.inputs[0])
     yield from _taken(build.gather(mine, places, dst=op.root or 0, label=op.label), low)
     for t, place in zip(op.outputs, places, strict=True):
         store(t.detach(), place.view(t.dtype))
 
 
 def _scatter(op: Collective, low: _Lowering) -> Program:
-    parts = [as_bytes(flat(t)) for t in op.inputs]
+    parts = [as_bytes(t) for t in op.inputs]
     target = op.outputs[0]
     place = torch.empty(target.nbytes, dtype=torch.uint8, device=target.device)
     yield from _taken(build.scatter(place, parts, src=op.root or 0, label=op.label), low)
@@ -290,7 +303,7 @@ def _scatter(op: Collective, low: _Lowering) -> Program:
 
 
 def _send(op: Collective, low: _Lowering) -> Program:
-    yield from _taken(build.send(as_bytes(flat(op.inputs[0])), dst=op.peer or 0, tag=op.tag, label=op.label), low)
+    yield from _taken(build.send(as_bytes(op.inputs[0]), dst=op.peer or 0, tag=op.tag, label=op.label), low)
 
 
 def _recv(op: Collective, low: _Lowering) -> Program:

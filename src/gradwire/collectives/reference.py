@@ -81,6 +81,10 @@ def reduce_tensors(op: ReduceOp, tensors: Sequence[Tensor], factors: Sequence[fl
 @torch.no_grad()
 def store(output: Tensor, value: Tensor) -> None:
     """Write `value` into `output`, whatever its strides; shapes may differ as long as the number of elements agrees."""
+    _write(output, value)
+
+
+def _write(output: Tensor, value: Tensor) -> None:
     output.copy_(value if value.is_sparse or value.shape == output.shape else value.reshape(output.shape))
 
 
@@ -88,7 +92,7 @@ def store(output: Tensor, value: Tensor) -> None:
 def perform(ops: Sequence[Collective]) -> None:
     """Carry out one collective, given every rank's record in rank order."""
     for output, value in _PERFORM[ops[0].kind](ops):
-        store(output, value)
+        _write(output, value)
 
 
 _Writes = list[tuple[Tensor, Tensor]]
