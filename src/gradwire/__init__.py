@@ -1,1 +1,128 @@
-"""gradwire: data-parallel training for PyTorch in plain Python."""
+"""gradwire: data-parallel training for PyTorch in which everything between autograd and the wire is plain Python.
+
+>>> import torch, gradwire as gw
+>>> a, b = gw.ThreadGroup.world(2)
+>>> x, y = torch.tensor([1.0]), torch.tensor([3.0])
+>>> work = a.all_reduce(x, gw.ReduceOp.AVG, async_op=True)
+>>> b.all_reduce(y, gw.ReduceOp.AVG).wait() and work.wait()
+True
+>>> x, y
+(tensor([2.]), tensor([2.]))
+>>> a.close(), b.close()
+(None, None)
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+# The layers as modules, so that `gw.collectives.all_reduce(t)` and `gw.groups.Deadline` need no second import.
+from gradwire import autograd, collectives, errors, events, groups, hooks, interop, policies
+
+# collectives: operations as values
+from gradwire.collectives import Collective, Kind, ReduceOp, Signature
+
+# errors
+from gradwire.errors import (
+    ClosedError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GradwireError,
+    GroupAborted,
+    GroupError,
+    HookError,
+    InternalError,
+    LayoutError,
+    NonFiniteGradient,
+    PeerLost,
+    UsageError,
+)
+
+# groups: who takes part and how bytes move
+from gradwire.groups import (
+    C10dGroup,
+    Deadline,
+    Group,
+    GroupWrapper,
+    Latched,
+    NanCheck,
+    Recording,
+    ThreadGroup,
+    Verified,
+    Work,
+    WorkInfo,
+)
+
+# interop: torch's process groups in ours, ours in torch
+from gradwire.interop import as_process_group, from_process_group, register_backend
+
+# parallel: models whose gradients are averaged
+from gradwire.parallel import DistributedDataParallel, Replica, broadcast_coalesced, replicate
+
+if TYPE_CHECKING:
+    from gradwire import testing
+
+__version__ = "0.1.0"
+
+# Training does not need the machinery of tests, so it is imported by the first who names it.
+_LAZY = frozenset({"testing"})
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _LAZY:
+        return importlib.import_module(f"gradwire.{name}")
+    raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
+
+
+__all__ = [
+    "C10dGroup",
+    "ClosedError",
+    "Collective",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "Deadline",
+    "DistributedDataParallel",
+    "GradwireError",
+    "Group",
+    "GroupAborted",
+    "GroupError",
+    "GroupWrapper",
+    "HookError",
+    "InternalError",
+    "Kind",
+    "Latched",
+    "LayoutError",
+    "NanCheck",
+    "NonFiniteGradient",
+    "PeerLost",
+    "Recording",
+    "ReduceOp",
+    "Replica",
+    "Signature",
+    "ThreadGroup",
+    "UsageError",
+    "Verified",
+    "Work",
+    "WorkInfo",
+    "__version__",
+    "as_process_group",
+    "autograd",
+    "broadcast_coalesced",
+    "collectives",
+    "errors",
+    "events",
+    "from_process_group",
+    "groups",
+    "hooks",
+    "interop",
+    "policies",
+    "register_backend",
+    "replicate",
+    "testing",
+]

@@ -44,6 +44,26 @@ class HookError(UsageError, RuntimeError):
         self.hook = hook
 
 
+class AutogradHookError(HookError):
+    """An autograd hook could not be registered, or gave back what it must not.
+
+    `kind` is the kind of hook, `place` its place in the chain counted from 1 (None at registration), `target` the
+    tensor, parameter or node it was put on, in words.
+    """
+
+    def __init__(
+        self, message: str, *, hook: str = "<unknown>", kind: str = "", place: int | None = None, target: str = ""
+    ) -> None:
+        super().__init__(message, hook=hook)
+        self.kind = kind
+        self.place = place
+        self.target = target
+
+
+class AutogradHookTypeError(AutogradHookError, TypeError):
+    """An autograd hook gave back a value of the wrong type, where torch raises TypeError."""
+
+
 class LayoutError(UsageError, RuntimeError):
     """Ranks disagree about the parameters or buckets of one model."""
 

@@ -40,6 +40,9 @@ class Group(Verbs, ABC):
     """Whether ranks that submit different collectives are told so. Engines that do not look may hang, mix data up or, as
     gloo does on different sizes, take the process down; the `Verified` wrapper makes any group look."""
 
+    in_one_process: bool = False
+    """Whether all ranks are threads of this process, which share its autograd engine."""
+
     def __init__(
         self,
         rank: int,
@@ -98,6 +101,10 @@ class Group(Verbs, ABC):
             raise self.failure
         if self.ledger.hook_errors:
             self.ledger.raise_hook_error()
+
+    def orders_streams(self, device: torch.device) -> bool:
+        """Whether `wait` on tensors of `device` only orders its current stream and does not block the host, as NCCL's."""
+        return False
 
     # -- memory and members --------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ class ThreadGroup(Group):
     """One rank's place in a world of threads. A send is done when it has been received, as MPI's synchronous mode."""
 
     tells_mismatch = True
+    in_one_process = True
 
     def __init__(self, rank: int, table: _Table) -> None:
         super().__init__(rank, table.size, name=table.name, timeout=table.timeout, watchdog=table.watchdog)

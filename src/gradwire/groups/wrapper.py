@@ -32,6 +32,11 @@ class _Around(Group):
         """As the inner group does."""
         return self.inner.tells_mismatch
 
+    @property
+    def in_one_process(self) -> bool:  # type: ignore[override]
+        """As the inner group's ranks are."""
+        return self.inner.in_one_process
+
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
         """Memory of the inner group."""
         return self.inner.allocate(numel, dtype=dtype, device=device)
@@ -78,6 +83,10 @@ class GroupWrapper(_Around):
     def abort(self, reason: str = "abort() was called") -> None:
         """Abort the inner group, which may know how to tell its peers."""
         self.inner.abort(reason)
+
+    def orders_streams(self, device: torch.device) -> bool:
+        """As the inner group does."""
+        return self.inner.orders_streams(device)
 
     def check_peers(self) -> None:
         """As the inner group knows it."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gradwire.collectives import Collective
+from gradwire.errors import GroupError, HookError
 from gradwire.hooks.bucket import BucketSpec
 
 
@@ -72,3 +73,52 @@ class CommHook(ABC):
 
 Stage = Callable[[CommHook], CommHook]
 """A hook around a hook. `chain` composes them."""
+
+
+def begin(hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+    """`hook.reduce(grad, state, turn)` with everything checked that it yields and returns: what drivers advance."""
+    reduction = hook.reduce(grad, state, turn)
+    if not isinstance(reduction, Generator):
+        raise _broken(hook, turn, f"reduce() is not a generator but returned {type(reduction).__name__}; it must yield")
+    try:
+        op = next(reduction)
+        while True:
+            if not isinstance(op, Collective):
+                raise _broken(hook, turn, f"reduce() yielded {type(op).__name__}, not a Collective such as all_reduce(t)")
+            try:
+                yield op
+            except Exception as error:
+                op = reduction.throw(error)
+            else:
+                op = next(reduction)
+    except StopIteration as stop:
+        return _check_result(hook, stop.value, grad, turn)
+    except Exception as error:
+        if not isinstance(error, (GroupError, HookError)):  # those say where they come from
+            error.add_note(f"raised by {_where(hook, turn)}")
+        raise
+    finally:
+        reduction.close()
+
+
+def _check_result(hook: CommHook, result: Any, grad: Tensor, turn: Turn) -> Reduced:
+    if not isinstance(result, Reduced):
+        raise _broken(hook, turn, f"reduce() returned {type(result).__name__}, not Reduced(value, sent)")
+    value = result.value
+    if not isinstance(value, Tensor):
+        raise _broken(hook, turn, f"reduce() returned Reduced with a value of {type(value).__name__}, not a tensor")
+    if value.numel() != grad.numel() or value.dtype != grad.dtype:
+        raise _broken(
+            hook,
+            turn,
+            f"reduce() returned {value.dtype} of {value.numel()} elements for a bucket of {grad.dtype} with {grad.numel()}",
+        )
+    return result
+
+
+def _where(hook: CommHook, turn: Turn) -> str:
+    return f"communication hook {hook!r} on {turn.spec}, rank {turn.rank}"
+
+
+def _broken(hook: CommHook, turn: Turn, what: str) -> HookError:
+    return HookError(f"{_where(hook, turn)}: {what}.", hook=repr(hook))

@@ -46,6 +46,11 @@ class BucketSpec:
         """Elements of the whole bucket."""
         return sum(self.numels)
 
+    def __str__(self) -> str:
+        names = ", ".join(self.names[:4])
+        more = f" and {len(self.names) - 4} more" if len(self.names) > 4 else ""
+        return f"bucket {self.index} (parameters {names}{more})"
+
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The parameters' places in `buffer`, each in its parameter's shape and, where it is dense, its strides."""
         flat = buffer.view(-1)
@@ -74,7 +79,7 @@ def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 class GradBucket:
     """Gradients on their way, in one flat buffer (of a sparse parameter: the gradient itself)."""
 
-    __slots__ = ("_buffer", "_gradients", "_is_last", "_parameters", "_sparse_indices", "spec")
+    __slots__ = ("_buffer", "_gradients", "_is_last", "_parameters", "spec")
 
     def __init__(
         self,
@@ -90,7 +95,6 @@ class GradBucket:
         self._parameters = parameters
         self._is_last = is_last
         self._gradients = views
-        self._sparse_indices: Tensor | None = None
 
     def index(self) -> int:
         """The bucket's number, in launch order; the same on every rank."""
@@ -130,7 +134,7 @@ class GradBucket:
 
     def sparse_grad_indices(self) -> Tensor | None:
         """The indices of a sparse gradient, or None."""
-        return self._buffer._indices() if self._buffer.is_sparse else self._sparse_indices
+        return self._buffer._indices() if self._buffer.is_sparse else None
 
     def __repr__(self) -> str:
         return (

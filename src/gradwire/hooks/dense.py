@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,8 +50,10 @@ class WeightedMean(CommHook):
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """One all-reduce of the weighted gradient with the weight behind it."""
-        if turn.weight < 0:
-            raise UsageError(f"weighted_mean on rank {turn.rank}: weight {turn.weight} is negative.")
+        if not (turn.weight >= 0 and math.isfinite(turn.weight)):
+            raise UsageError(
+                f"weighted_mean on rank {turn.rank}: weight {turn.weight} is negative or not finite. Pass a count of samples."
+            )
         if grad.is_sparse:
             raise UsageError("weighted_mean: sparse gradients cannot be weighted. Use mean() for their parameters.")
         value = torch.cat([grad * turn.weight, grad.new_tensor([turn.weight])])
@@ -91,13 +94,13 @@ class Cast(CommHook):
         return self.inner.init(self._narrow(spec))
 
     def _narrow(self, spec: BucketSpec) -> BucketSpec:
-        return replace(spec, dtype=self.dtype)
+        # Complex gradients travel as they are: a real dtype would drop their imaginary part without a word.
+        return replace(spec, dtype=self.dtype) if spec.dtype.is_floating_point else spec
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Convert, reduce, convert back."""
-        narrow = grad.to(self.dtype)
-        inner_turn = replace(turn, spec=self._narrow(turn.spec))
-        value, sent = yield from self.inner.reduce(narrow, state, inner_turn)
+        spec = self._narrow(turn.spec)
+        value, sent = yield from self.inner.reduce(grad.to(spec.dtype), state, replace(turn, spec=spec))
         return Reduced(value.to(grad.dtype), sent.to(grad.dtype))
 
     def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
@@ -113,7 +116,10 @@ class Cast(CommHook):
 
 
 def cast(dtype: torch.dtype) -> Stage:
-    """Reduce in `dtype`, such as torch.bfloat16, and convert back. On the wire: itemsize(dtype) / itemsize(grad) of it."""
+    """Reduce in `dtype`, such as torch.bfloat16, and convert back. On the wire: itemsize(dtype) / itemsize(grad) of it.
+
+    Complex gradients are left as they are.
+    """
     if not dtype.is_floating_point:
         raise UsageError(f"cast({dtype}): not a floating-point dtype. Use torch.bfloat16 or torch.float16.")
     return lambda inner: Cast(inner, dtype)

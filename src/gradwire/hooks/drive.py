@@ -1,8 +1,8 @@
 """Drives a reduction against a Group: the one place where hooks meet communication.
 
 Note [Where a reduction runs]
-On CUDA it runs straight through in the caller's thread under a side stream: a stream-ordered group's `wait` does not block
-the host, so the whole hook is enqueued while backward goes on. On the CPU a hook of one collective is submitted at once and
+On CUDA with a stream-ordered group it runs straight through in the caller's thread under a side stream: a stream-ordered group's `wait` does not block
+the host, so the whole hook is enqueued while backward goes on. Elsewhere a hook of one collective is submitted at once and
 finished by whoever waits for it; a hook of several runs on the group's lane, one bucket after another, so that all ranks
 submit their collectives in the same order whatever the timing.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from gradwire.errors import CollectiveTimeout, HookError
 from gradwire.groups.base import Group
 from gradwire.groups.lane import Lane
 from gradwire.groups.work import Work
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn, begin
 
 
 class Pending(Protocol):
@@ -44,11 +45,8 @@ def run(reduction: Reduction, submit: Callable[[Collective], Work]) -> Reduced:
             else:
                 op = next(reduction)
     except StopIteration as stop:
-        if not isinstance(stop.value, Reduced):
-            raise HookError(
-                f"a communication hook's reduce() returned {type(stop.value).__name__}, not Reduced(value, sent)."
-            ) from None
-        return stop.value
+        result: Reduced = stop.value
+        return result
 
 
 class Driver:
@@ -57,15 +55,17 @@ class Driver:
     def __init__(self, group: Group) -> None:
         self.group = group
         self._lane = Lane(f"reductions-{group.name}-{group.rank}")
+        # A model that is dropped without detach() must not leave a thread behind; at exit it ends before the group does.
+        self._finalizer = weakref.finalize(self, self._lane.stop)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def launch(self, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Pending:
         """Start reducing `grad`; never waits for another rank, except on groups that block in `submit`."""
-        if grad.device.type == "cuda":
+        if grad.device.type == "cuda" and self.group.orders_streams(grad.device):
             return self._launch_on_stream(hook, grad, state, turn)
-        reduction = hook.reduce(grad, state, turn)
+        reduction = begin(hook, grad, state, turn)
         if hook.collectives == 1:
-            return _Single(reduction, self.group)
+            return _Single(reduction, self.group, repr(hook))
         return _OnLane(reduction, self.group, self._lane, turn)
 
     def _launch_on_stream(self, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Pending:
@@ -77,29 +77,51 @@ class Driver:
         with torch.cuda.stream(side):
             # The allocator must not hand the bucket's memory out again before the side stream is done with it.
             grad.record_stream(side)
-            value = run(hook.reduce(grad, state, turn), self.group.submit).value
+            value = run(begin(hook, grad, state, turn), self.group.submit).value
             event = torch.cuda.Event()
             event.record(side)
         return _OnStream(value, event)
 
+    def drain(self, timeout: float) -> None:
+        """Wait until no reduction is at work on the lane.
+
+        After a failure the group is first drained, then recovered: a reduction left over from the failed step would
+        otherwise submit its next collective to the recovered group, where nobody expects it.
+        """
+        if self._lane.idle:
+            return
+        done = threading.Event()
+        self._lane.put(done.set)
+        if not done.wait(timeout):
+            raise CollectiveTimeout(
+                f"reductions of a failed step on {self.group}: a hook is still at work after {timeout:.3g} s. "
+                "Find out what it computes between its collectives."
+            )
+
     def close(self) -> None:
         """End the lane."""
-        self._lane.stop()
+        self._finalizer()
 
 
 class _Single:
     """One collective, submitted at once; what follows it runs in the waiter's thread."""
 
-    def __init__(self, reduction: Reduction, group: Group) -> None:
+    def __init__(self, reduction: Reduction, group: Group, hook: str) -> None:
         self._reduction = reduction
-        self._work = group.submit(next(reduction))
+        self._hook = hook
+        op = next(reduction, None)
+        if op is None:
+            raise HookError(f"communication hook {hook} says collectives = 1 but yielded none.", hook=hook)
+        self._work = group.submit(op)
 
     def wait(self) -> Tensor:
-        def no_more(op: Collective) -> Work:
-            raise HookError(f"a hook that says collectives = 1 yielded a second one, {op}.")
-
         self._work.wait()
-        return run(self._reduction, no_more).value
+        return run(self._reduction, self._refuse).value
+
+    def _refuse(self, op: Collective) -> Work:
+        raise HookError(
+            f"communication hook {self._hook} says collectives = 1 but yielded a second one, {op}.", hook=self._hook
+        )
 
 
 class _OnLane:
@@ -129,7 +151,7 @@ class _OnLane:
         limit = 10 * self._group.timeout
         if not self._done.wait(limit):
             raise CollectiveTimeout(
-                f"reduction of bucket {self._turn.spec.index} on rank {self._turn.rank}: the hook has not finished after "
+                f"reduction of {self._turn.spec} on rank {self._turn.rank}: the hook has not finished after "
                 f"{time.perf_counter() - self._started:.3g} s."
             )
         if self._error is not None:

@@ -1,8 +1,9 @@
 """`register_backend`: gradwire as a back end of torch.distributed, for `dist.init_process_group("gradwire")`.
 
 Note [Programs that end without destroy_process_group]
-Most do. A thread that then sits in an engine's wait takes the process down with it when the interpreter has ended, so every
-group made here is closed at interpreter exit, without waiting for what is in flight. Peers are told that this rank has left.
+Most do. A thread that comes out of an engine's wait when the interpreter has ended takes the process down with it, so every
+group made here is closed at interpreter exit. Closing waits a few seconds for what is in flight: a peer that ends at the same
+time ends those waits while Python can still take notice.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _leave(group: weakref.ref[Group]) -> None:
     """At interpreter exit; when the group was dropped before, there is nothing left to close."""
     alive = group()
     if alive is not None:
-        alive.close(timeout=0.0)
+        alive.close()
 
 
 def _engine(store: Store, rank: int, size: int, *, timeout: float, name: str, devices: tuple[str, ...]) -> Group:

@@ -35,9 +35,11 @@ def _on_tensor(parameter: Tensor, weak: weakref.ref[Reducer], index: int) -> Han
 
 
 def _on_node(parameter: Tensor, weak: weakref.ref[Reducer], index: int) -> Handle:
-    def ready(*_: Any) -> None:
+    def ready(_: Any, incoming: tuple[Tensor | None, ...]) -> None:
         reducer = weak()
-        if reducer is not None:
+        if reducer is not None and (incoming[0] is not None or reducer.track_unused):
+            # A static graph counts gradients only: what it reaches without one in the first step, through the sink, it does
+            # not reach at all in the next.
             reducer.on_ready(index)
 
     node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

@@ -115,7 +115,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._mixed = None
         if mixed_precision is not None:
             self._mixed = MixedPrecision(module, mixed_precision)
-            self.replica.hook = self._mixed.hook()
+            self.replica.use_hook(self._mixed.hook())
             self.replica.reducer.after_backward.append(self._mixed.widen)
 
     # -- construction --------------------------------------------------------------------------------------------------
@@ -172,10 +172,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "set_hook swaps gradwire hooks between steps."
             )
         self._comm_hooks.append((hook, state))
-        if isinstance(hook, CommHook):
-            self.replica.hook = hook
-        else:
-            self.replica.torch_hook = (hook, state)
+        self.replica.use_hook(hook if isinstance(hook, CommHook) else (hook, state))
 
     def _log(self, error: Exception) -> None:
         if self.logger is not None:
@@ -227,11 +224,12 @@ class DistributedDataParallel(nn.Module, Joinable):
             optimizer_in_backward_hook(self)
         if torch.is_grad_enabled() and replica.sync and self.logger is not None:
             self.logger.forward_begins()
-        self._uneven.before_forward(notify(self))
-        replica.rebuild()
-        self._sync_buffers(BufferHook.BEFORE)
-        if self._join_config.enable:
-            self._uneven.announce_sync(replica.sync)
+        with replica.hears_of_failures():
+            self._uneven.before_forward(notify(self))
+            replica.rebuild()
+            self._sync_buffers(BufferHook.BEFORE)
+            if self._join_config.enable:
+                self._uneven.announce_sync(replica.sync)
         if self.device_ids:
             inputs, kwargs = move_to(inputs, kwargs, torch.device(self.device_type, self.device_ids[0]))
         if self._mixed is not None:
@@ -434,10 +432,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._set_group(None, None)
         self._build(init_sync=False)
         for hook, hook_state in self._comm_hooks:
-            if isinstance(hook, CommHook):
-                self.replica.hook = hook
-            else:
-                self.replica.torch_hook = (hook, hook_state)
+            self.replica.use_hook(hook if isinstance(hook, CommHook) else (hook, hook_state))
 
 
 class _NoSync(AbstractContextManager[None]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection
 from typing import Any
 
@@ -30,7 +31,8 @@ class Delayed:
         for p in self._parameters:
             self._views.append(self._buffer[offset : offset + p.numel()].view(p.shape))
             offset += p.numel()
-        trigger.register_hook(self._launch)
+        weak = weakref.WeakMethod(self._launch)  # parameters own their hooks; a hook that owned parameters would be a cycle
+        trigger.register_hook(lambda grad: grad if (launch := weak()) is None else launch(grad))
 
     @classmethod
     def of(cls, ddp: Any, named: Any, trigger: Any) -> Delayed | None:

@@ -22,6 +22,7 @@ from gradwire.autograd.graph import reachable_parameters
 from gradwire.collectives import all_gather_into_tensor
 from gradwire.errors import HookError, UsageError
 from gradwire.groups.base import Group
+from gradwire.groups.completion import name_of
 from gradwire.hooks.base import CommHook, Turn
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.dense import mean
@@ -77,7 +78,6 @@ class Replica:
         self._states: dict[int, Any] = {}
         self._steps: dict[int, int] = {}
         self.sync_buffers_next = True
-        self._learning = graph is Graph.STATIC
         self._skip_unused = skip_unused
         self.names, self.parameters, specs = _parameters(module, self.ignore)
         if sync_at_start:
@@ -96,7 +96,7 @@ class Replica:
         )
         self._layout_before = self.reducer.layout
         self.reducer.on_relayout.append(_weak_relayout(self))
-        if self._learning:
+        if graph is Graph.STATIC:
             self.reducer.learn_static_graph()
         self.handles = attach_ready(self.parameters, self.reducer, undefined_too=graph is not Graph.ALL_USED)
 
@@ -126,10 +126,15 @@ class Replica:
         if self.reducer.machine.state in (State.RUNNING, State.LAUNCHED):
             raise HookError(f"set_hook({hook!r}) during backward. Call it between steps.")
         self._agree_on(hook)
-        self.hook = hook
-        self.torch_hook = None
-        self._states.clear()
-        self._steps.clear()
+        self.use_hook(hook)
+
+    def use_hook(self, hook: CommHook | tuple[TorchHook, Any]) -> None:
+        """Use this hook, with states of its own; a function in torch's form comes with its state."""
+        if isinstance(hook, CommHook):
+            self.hook, self.torch_hook = hook, None
+        else:
+            self.torch_hook = hook
+        self._forget_states()
 
     def _agree_on(self, hook: CommHook) -> None:
         digest = hashlib.sha256(f"{hook!r} at step {self.reducer.steps}".encode()).digest()
@@ -149,13 +154,13 @@ class Replica:
         number = bucket.index()
         step = self._steps.get(number, 0)
         self._steps[number] = step + 1
-        check = self.scale_check if self.scale_check is not None and step % self.scale_check.every == 0 else None
-        before = ScaleChecked.project(bucket.buffer()) if check is not None else None
-        pending = self._start(bucket, step)
-        if check is None or before is None:
-            return pending
-        name = repr(self.hook) if self.torch_hook is None else str(getattr(self.torch_hook[0], "__qualname__", "hook"))
-        return ScaleChecked(pending, before, bucket, self.group, check, name)
+        policy = self.scale_check
+        if policy is None or step % policy.every:
+            return self._start(bucket, step)
+        name = repr(self.hook) if self.torch_hook is None else name_of(self.torch_hook[0])
+        check = ScaleChecked(bucket, self.group, policy, hook=name, weight=self.weight)
+        self.reducer.before_put_back.append(check.verify)
+        return check.watch(self._start(bucket, step))
 
     def _start(self, bucket: GradBucket, step: int) -> Pending:
         if self.torch_hook is not None:
@@ -194,17 +199,25 @@ class Replica:
     @untraced_call
     def before_forward(self) -> None:
         """Rebuild buckets if it is time, and make buffers equal."""
-        self.rebuild()
-        if self.buffers is Buffers.EVERY_FORWARD and self.sync_buffers_next:
-            self.sync_buffers()
+        with self.hears_of_failures():
+            self.rebuild()
+            if self.buffers is Buffers.EVERY_FORWARD and self.sync_buffers_next:
+                self.sync_buffers()
+
+    @contextlib.contextmanager
+    def hears_of_failures(self) -> Iterator[None]:
+        """What fails in here reaches this rank's caller, who need not be told of it again."""
+        try:
+            yield
+        except BaseException:
+            self.reducer.reported = self.group.failure
+            raise
 
     def rebuild(self) -> None:
         """Deal the parameters to buckets anew, once the first step has shown their order; first mend what a step broke."""
         failure = self.group.failure
         if failure is not None and self.reducer.reported is not failure:
-            # Another rank's step failed. This rank's caller must hear of it too, or the two would go on a step apart.
-            self.reducer.reported = failure
-            raise failure
+            raise failure  # another rank's step failed; this rank's caller must hear of it, or the two go on a step apart
         if failure is not None:
             self.recover()
         if torch.is_grad_enabled():
@@ -224,26 +237,25 @@ class Replica:
                 reached = reachable_parameters(output, self.parameters)
             unused = [i for i in range(len(self.parameters)) if i not in reached]
         self.reducer.prepare(unused)
-        if self.graph is Graph.FIND_UNUSED or self._learning:
+        if self.graph is Graph.FIND_UNUSED or self.reducer.learning:
             return through_sink(self, output)
         return output
-
-    def first_static_backward(self) -> None:
-        """The first backward of a static graph has begun: at its end, reduce."""
-        if self._learning:
-            self._learning = False
-            weak = weakref.WeakMethod(self.reducer.finish_first_static_step)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: _call(weak))
 
     def recover(self) -> None:
         """After a step that failed on some rank: meet the others, and make the replicas equal again.
 
-        Some ranks may have stepped their optimizer and some not, so parameters and buffers are taken from rank 0.
+        Some ranks may have stepped their optimizer and some not, so parameters and buffers are taken from rank 0. Hooks
+        start afresh: their states and steps may differ between ranks too.
         """
+        self._driver.drain(self.group.timeout)
         self.group.recover()
-        self._states.clear()
+        self._forget_states()
         self.reducer.start_over()
         self.broadcast_state()
+
+    def _forget_states(self) -> None:
+        self._states.clear()
+        self._steps.clear()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -277,7 +289,6 @@ class Replica:
     def become_static(self) -> None:
         """The graph will not change from now on: learn it in the next step."""
         self.graph = Graph.STATIC
-        self._learning = True
         self.reducer.track_unused = False
         self.reducer.rebuild_limits = self._buckets.limits
         self.reducer.learn_static_graph()
@@ -288,7 +299,7 @@ class Replica:
     def check_finished(self) -> None:
         """Raise if the last backward did not reduce every bucket."""
         machine = self.reducer.machine
-        if machine.state is State.RUNNING:
+        if machine.state in (State.RUNNING, State.LAUNCHED):
             raise machine.unfinished()
 
     def move_to_group(self, group: Group) -> None:
@@ -297,7 +308,11 @@ class Replica:
         self._driver.close()
         self._driver = Driver(group)
         self.reducer.move_to_group(group)
-        self._states.clear()
+        self._forget_states()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy or a pickle of a replicated module is an ordinary module: None stands in this one's place."""
+        return type(None), ()
 
     def detach(self) -> None:
         """Take our hooks off the parameters: the module is an ordinary one again."""
@@ -305,12 +320,6 @@ class Replica:
             handle.remove()
         self.handles = []
         self._driver.close()
-
-
-def _call(weak: weakref.WeakMethod[Any]) -> None:
-    method = weak()
-    if method is not None:
-        method()
 
 
 def _weak_launch(replica: Replica) -> Callable[[GradBucket], Pending]:

@@ -43,7 +43,7 @@ def replicate(
     >>> replica.reducer.steps
     1
     >>> replica.detach()
-    ... group.close()
+    >>> group.close()
     """
     if getattr(module, _MARK, None) is not None:
         raise UsageError(f"replicate({type(module).__name__}): it is replicated already. detach() it first.")
@@ -58,19 +58,30 @@ def replicate(
         ignore=ignore,
         scale_check=scale_check,
     )
-
-    def before(_: nn.Module, __: Any) -> None:
-        replica.before_forward()
-
-    def after(_: nn.Module, __: Any, output: Any) -> Any:
-        return replica.after_forward(output)
-
-    removers = [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    around = _Around(replica)
+    removers = [module.register_forward_pre_hook(around.before), module.register_forward_hook(around.after)]
     object.__setattr__(module, _MARK, replica)
     replica.handles += [Handle(r.remove) for r in removers]
     weak = weakref.ref(module)
     replica.handles.append(Handle(lambda: _unmark(weak)))
     return replica
+
+
+class _Around:
+    """The replica's part in the module's forward. A copy or a pickle of the module is an ordinary module, so has none."""
+
+    def __init__(self, replica: Replica | None = None) -> None:
+        self._replica = replica
+
+    def before(self, _: nn.Module, inputs: Any) -> None:
+        if self._replica is not None:
+            self._replica.before_forward()
+
+    def after(self, _: nn.Module, inputs: Any, output: Any) -> Any:
+        return output if self._replica is None else self._replica.after_forward(output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Around, ()
 
 
 def _unmark(weak: weakref.ref[nn.Module]) -> None:

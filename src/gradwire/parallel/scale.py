@@ -14,47 +14,59 @@ from gradwire.policies import ScaleCheck
 
 
 class ScaleChecked:
-    """A reduction whose result is compared with the true mean's projection."""
+    """A reduction whose result is compared with the true mean's projection, once all reductions of the step are over."""
 
-    def __init__(
-        self, pending: Pending, before: Tensor, bucket: GradBucket, group: Group, policy: ScaleCheck, hook: str
-    ) -> None:
-        self._pending = pending
-        self._before = before
+    def __init__(self, bucket: GradBucket, group: Group, policy: ScaleCheck, *, hook: str, weight: float) -> None:
         self._bucket = bucket
         self._group = group
         self._policy = policy
         self._hook = hook
+        self._contribution = torch.cat([project(bucket.buffer()), torch.ones(1).double()]) * weight
+        self._pending: Pending | None = None
+        self._result: Tensor | None = None
 
-    @staticmethod
-    def project(buffer: Tensor) -> Tensor:
-        """The inner product with a fixed vector of signs, and its absolute size: linear in the buffer, and cheap."""
-        values = (buffer.coalesce().values() if buffer.is_sparse else buffer).detach().reshape(-1)
-        values = values.abs() if values.dtype.is_complex else values
-        values = values.to(torch.float64)
-        signs = torch.ones_like(values)
-        signs[1::3] = -1
-        return torch.stack([(values * signs).sum(), values.abs().sum()])
+    def watch(self, pending: Pending) -> ScaleChecked:
+        """Check the result of `pending`."""
+        self._pending = pending
+        return self
 
     def wait(self) -> Tensor:
-        """The result, or HookError if it is off by a factor."""
-        result = self._pending.wait()
-        truth = self._before.clone()
+        """The result, not yet checked."""
+        assert self._pending is not None
+        self._result = self._pending.wait()
+        return self._result
+
+    def verify(self) -> None:
+        """HookError if the result is off by a factor."""
+        assert self._result is not None
+        truth = self._contribution.to(self._result.device)
         label = f"scale check of bucket {self._bucket.index()}"
-        self._group.submit(all_reduce(truth, op=ReduceOp.AVG, label=label)).wait()
-        expected, size = truth.tolist()
-        got = float(self.project(result)[0])
+        self._group.submit(all_reduce(truth, op=ReduceOp.SUM, label=label)).wait()
+        total, total_size, weights = truth.tolist()
+        if not weights:
+            return
+        expected, size = total / weights, total_size / weights
+        got = float(project(self._result)[0])
         # Where the projection nearly cancels, its relative error says nothing.
         if abs(expected) < 1e-3 * size or abs(got - expected) <= self._policy.tolerance * abs(expected):
-            return result
+            return
         world = self._group.size
-        guess = "It looks like a sum: divide by the number of ranks." if _near(got, expected * world) else ""
+        guess = " It looks like a sum: divide by the number of ranks." if _near(got, expected * world) else ""
         raise HookError(
-            f"scale check of hook {self._hook} on bucket {self._bucket.index()} (parameters "
-            f"{', '.join(self._bucket.names()[:4])}), rank {self._group.rank}: the result is {got / expected:.3g} times the "
-            f"mean over {world} ranks. {guess}",
+            f"scale check of hook {self._hook} on {self._bucket.spec}, rank {self._group.rank}: the result is "
+            f"{got / expected:.3g} times the mean over {world} ranks.{guess}",
             hook=self._hook,
         )
+
+
+def project(buffer: Tensor) -> Tensor:
+    """The inner product with a fixed vector of signs, and its absolute size: linear in the buffer, and cheap."""
+    values = (buffer.coalesce().to_dense() if buffer.is_sparse else buffer).detach().reshape(-1)
+    values = torch.view_as_real(values).reshape(-1) if values.dtype.is_complex else values
+    values = values.to(torch.float64)
+    signs = torch.ones_like(values)
+    signs[1::3] = -1
+    return torch.stack([(values * signs).sum(), values.abs().sum()])
 
 
 def _near(a: float, b: float) -> bool:

@@ -7,7 +7,10 @@ hears of every parameter.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import weakref
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,13 +36,41 @@ class _Sink(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         replica = ctx.weak()
         if replica is not None:
-            replica.first_static_backward()
+            replica.reducer.backward_begins()
         return (None, *grads)
 
 
 def through_sink(replica: Replica, output: Any) -> Any:
     """The same structure of outputs, with every tensor that has a history passed through the sink."""
-    values, structure = tree_flatten(output)
+    values, rebuild = _take_apart(output)
     passed = _Sink.apply(weakref.ref(replica), *values)
     kept = [v if isinstance(v, Tensor) and v.grad_fn is None else p for v, p in zip(values, passed, strict=True)]
-    return tree_unflatten(kept, structure)
+    return rebuild(iter(kept))
+
+
+def _take_apart(output: Any) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
+    """The leaves of nested containers, and how to put others in their place. Knows dataclasses, which pytree does not."""
+    leaves, structure = tree_flatten(output)
+    parts = [_take_apart_fields(leaf) if _is_dataclass(leaf) else ([leaf], next) for leaf in leaves]
+
+    def rebuild(values: Iterator[Any]) -> Any:
+        return tree_unflatten([put_together(values) for _, put_together in parts], structure)
+
+    return [value for values, _ in parts for value in values], rebuild
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _take_apart_fields(record: Any) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
+    fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if hasattr(record, f.name)}
+    values, put_together = _take_apart(fields)
+
+    def rebuild(values: Iterator[Any]) -> Any:
+        copied = copy.copy(record)  # not its constructor, which may want more, or do more, than its fields say
+        for name, value in put_together(values).items():
+            object.__setattr__(copied, name, value)
+        return copied
+
+    return values, rebuild

@@ -12,7 +12,6 @@ from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.hooks.bucket import GradBucket
 from gradwire.interop.join import Join, JoinHook, ShadowHook
 from gradwire.parallel.replica import Replica
-from gradwire.policies import Graph
 
 
 class Uneven:
@@ -67,13 +66,15 @@ class Uneven:
         replica.sync_buffers_next = self._ask(0.0, ReduceOp.SUM) > 0
         if not replica.sync_buffers_next:
             return
-        replica.divisor = 1
-        pending = [replica.start(bucket) for bucket in _zeros(replica)]
-        for reduction in pending:
-            reduction.wait()
-        if replica.graph is Graph.FIND_UNUSED:
-            replica.reducer.shadow_used_map()
-        replica.reducer.assume_arrival()
+        # The same collectives as the others: a mean over all ranks, or a sum of what they have divided; and no weight.
+        replica.divisor = None if self._divide_by_all else 1
+        weight, replica.weight = replica.weight, 0.0
+        try:
+            for reduction in [replica.start(bucket) for bucket in _zeros(replica)]:
+                reduction.wait()
+            replica.reducer.shadow_step_ended()
+        finally:
+            replica.weight = weight
 
     def sync_final(self, is_last_joiner: bool) -> None:
         """Make everybody's model that of a rank that joined last."""

@@ -92,7 +92,7 @@ class Machine:
 
     def prepare(self, unused: Iterable[int] = ()) -> Sequence[Launch]:
         """A forward has ended whose backward is to be synchronised. `unused` parameters count as ready."""
-        if self.state is State.RUNNING:
+        if self.state in (State.RUNNING, State.LAUNCHED):
             raise self.unfinished()
         self.story = ["prepared"]
         self._left = [len(m) for m in self.members]
@@ -190,6 +190,11 @@ class Machine:
     def unfinished(self) -> GradwireError:
         """The error for a new step that begins before the last one is done."""
         start = "Expected to have finished reduction in the prior iteration before starting a new one. "
+        if self.state is State.LAUNCHED:
+            return Unfinished(
+                f"{start}Its backward was interrupted on rank {self.rank} by an exception after all buckets had been "
+                "launched, so its gradients never came back. Other ranks may have finished it: leave the step out on all."
+            )
         if self.static_uses is not None:
             return GraphChanged(
                 f"{start}This error indicates that your training graph has changed in this iteration, e.g., one parameter is "

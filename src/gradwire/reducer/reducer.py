@@ -57,10 +57,12 @@ class Reducer:
         self.rebuilt = False
         self.steps = 0
         self.layout = BucketLayout.make(specs, members)
+        self._first_layout = self.layout
         self.machine = Machine(members, [s.name for s in specs], rank=group.rank)
         self.on_relayout: list[Callable[[BucketLayout], None]] = []
         self.after_backward: list[Callable[[], None]] = []
         self.wait_at_end: list[torch.futures.Future[Any]] = []
+        self.before_put_back: list[Callable[[], None]] = []
         self.last_arrival: list[int] = []
         self.graph_seems_static = True
         self.buckets_reduced = 0
@@ -68,6 +70,7 @@ class Reducer:
         self._seen: list[bool] = [False] * len(self.parameters)
         self._pending: list[tuple[Launch, Pending]] = []
         self._first_uses: dict[int, int] | None = None
+        self._static_unused: frozenset[int] | None = frozenset()
         self._declared_unused: frozenset[int] = frozenset()
         self.last_error: str | None = None
         self.reported: BaseException | None = None
@@ -86,17 +89,20 @@ class Reducer:
         arrival, limits = self._arrival, self.rebuild_limits
         if self.rebuilt or limits is None or arrival is None or self.machine.state is State.RUNNING:
             return False
-        order = torch.tensor(arrival, dtype=torch.int64)
+        order = torch.tensor(arrival, dtype=torch.int64, device=self.parameters[0].device)
         self.group.submit(broadcast(order, src=0, label="bucket order")).wait()
         members = by_size(self.layout.parameters, limits, order=order.tolist())
-        self.machine.abandon("buckets are rebuilt")
-        self.machine.relayout(members)
-        self.layout = BucketLayout.make(self.layout.parameters, members)
-        self._allocate()
+        self._relayout(BucketLayout.make(self.layout.parameters, members))
         self.rebuilt = True
+        return True
+
+    def _relayout(self, layout: BucketLayout) -> None:
+        self.machine.abandon("buckets are rebuilt")
+        self.machine.relayout(layout.members)
+        self.layout = layout
+        self._allocate()
         for tell in self.on_relayout:
             tell(self.layout)
-        return True
 
     def forget_arrival(self) -> None:
         """Learn the order anew, and rebuild once more after the next step."""
@@ -112,20 +118,34 @@ class Reducer:
             self.fail(error)
             raise
         self._declared_unused = frozenset(unused)
+        self._drop_pending()
+        if self._first_uses is not None:
+            self._first_uses = {}  # a backward that failed may have counted some
+
+    def _drop_pending(self) -> None:
         self._pending.clear()
+        self.before_put_back.clear()
         self._callback_queued = False
 
     def start_over(self) -> None:
-        """After a failed step: agree with rank 0 on how many steps there were, and learn the order of buckets anew.
+        """After a failed step: begin as after construction, with rank 0's count of steps.
 
-        A rank that finished the step knows the order in which gradients came, one that failed does not; all forget it.
+        Ranks fail at different points: some have finished the step, some know the order in which gradients came or what a
+        static graph uses, some have rebuilt their buckets, and some have not. So all go back to the first buckets and learn
+        the rest anew, together.
         """
+        self.machine.abandon("the group was recovered")
+        self._drop_pending()
+        self.wait_at_end.clear()
         steps = torch.tensor([self.steps], device=self.parameters[0].device)
         self.group.submit(broadcast(steps, src=0, label="recovery")).wait()
         self.steps = int(steps.item())
         self._seen = [False] * len(self.parameters)
-        if not self.rebuilt:
-            self._arrival = None
+        self.forget_arrival()
+        if self.layout is not self._first_layout:
+            self._relayout(self._first_layout)
+        if self.learning or self.machine.static_uses is not None:
+            self.learn_static_graph()
 
     def move_to_group(self, group: Group) -> None:
         """Use another group from the next step on, and learn the order of buckets anew."""
@@ -136,13 +156,20 @@ class Reducer:
     def learn_static_graph(self) -> None:
         """Count uses in the next backward and reduce at its end; from then on expect the same."""
         self._first_uses = {}
+        self._static_unused = None
+        self.machine.static_uses = None
+
+    @property
+    def learning(self) -> bool:
+        """Whether the next backward shows what a static graph uses."""
+        return self._first_uses is not None
 
     # -- during backward -----------------------------------------------------------------------------------------------
 
     def on_ready(self, index: int) -> None:
         """The gradient of parameter `index` has been accumulated. The hot path: called once per parameter and step."""
         machine = self.machine
-        if self.track_unused and self.parameters[index].grad is not None:
+        if self.exchanges_used_map and self.parameters[index].grad is not None:
             self._seen[index] = True  # under no_sync too: what has accumulated there is reduced later
         if machine.state is State.RESTING:
             return
@@ -150,6 +177,7 @@ class Reducer:
             self.events.emit(GradientReady(time.perf_counter(), self.group.rank, machine.names[index], index))
         if self._first_uses is not None:
             self._first_uses[index] = self._first_uses.get(index, 0) + 1
+            self.backward_begins()  # if nobody could say so before: no output was found to put the sink behind
             return
         try:
             launches = machine.grad_ready(index)
@@ -159,18 +187,25 @@ class Reducer:
         if launches:
             self._start(launches)
 
+    def backward_begins(self) -> None:
+        """The first backward of a static graph has begun: at its end, reduce."""
+        if self.learning and not self._callback_queued:
+            self._at_the_end(weakref.WeakMethod(self.finish_first_static_step))
+
+    def _at_the_end(self, method: weakref.WeakMethod[Any]) -> None:
+        """Call `method` when the backward now running, in this graph task, has ended."""
+        self._callback_queued = True
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: _call(method))
+
     def finish_first_static_step(self) -> None:
         """At the end of the first backward of a static graph: reduce everything, and remember how often each was used."""
         uses, self._first_uses = self._first_uses, None
         if uses is None:
             return
-        self.machine.static_uses = None
         self.machine.prepare(i for i in range(len(self.parameters)) if i not in uses)
-        for i in uses:  # in the order in which they came first
-            launches = self.machine.grad_ready(i)
-            if launches:
-                self._start(launches, queue=False)
+        launches = [launch for i in uses for launch in self.machine.grad_ready(i)]  # in the order in which they came first
         self.machine.static_uses = [uses.get(i, 0) for i in range(len(self.parameters))]
+        self._start(launches, queue=False)
         self.machine.arrival = []  # as in torch, the order is taken from the second step of a static graph
         if self.machine.complete:
             self.finish()
@@ -186,9 +221,7 @@ class Reducer:
                 self.fail(error)
                 raise
         if queue and self.machine.complete and not self._callback_queued:
-            self._callback_queued = True
-            weak = weakref.WeakMethod(self.finish)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: _call(weak))
+            self._at_the_end(weakref.WeakMethod(self.finish))
 
     def _launch(self, launch: Launch) -> Pending:
         storage, members = self.storages[launch.bucket], self._members[launch.bucket]
@@ -223,8 +256,9 @@ class Reducer:
                     if self.events:
                         self.events.emit(BucketReduced(time.perf_counter(), self.group.rank, launch.bucket))
                 self.buckets_reduced = len(self._pending)
-                self._pending.clear()
+                self.run_checks()
                 unused = self._unused_everywhere()
+                self._drop_pending()
                 for launch, result in results:
                     self._put_back(launch, result, unused)
                 for future in self.wait_at_end:
@@ -241,11 +275,18 @@ class Reducer:
         if self.events:
             self.events.emit(StepEnded(time.perf_counter(), self.group.rank, self.steps))
 
+    def run_checks(self) -> None:
+        """What is to be known of all results before any touches a gradient.
+
+        Not earlier: a check that communicates while other buckets' hooks still do would meet them in another order on
+        another rank.
+        """
+        for check in self.before_put_back:
+            check()
+
     def _note_arrival(self) -> None:
         arrived = self.machine.arrival
-        if (self.steps and len(arrived) != len(self.last_arrival)) or (
-            self.steps and set(arrived) != set(self.last_arrival)
-        ):
+        if self.last_arrival and set(arrived) != set(self.last_arrival):
             self.graph_seems_static = False
         self.last_arrival = arrived
         if self._arrival is None and not self.rebuilt and arrived:
@@ -257,10 +298,14 @@ class Reducer:
         if self._arrival is None and not self.rebuilt:
             self._arrival = list(range(len(self.parameters)))
 
-    def shadow_used_map(self) -> None:
-        """Take part in the exchange of used parameters without having used any."""
+    def shadow_step_ended(self) -> None:
+        """Take part in the end of a step of other ranks, without gradients of its own."""
+        self.run_checks()
         self._seen = [False] * len(self.parameters)
         self._unused_everywhere()
+        self._drop_pending()
+        self.assume_arrival()
+        self.steps += 1
 
     def unused_numel(self) -> int:
         """Bytes of parameters that got no gradient in the last step."""
@@ -271,12 +316,20 @@ class Reducer:
 
     def _unused_everywhere(self) -> frozenset[int]:
         """Which parameters no rank used: their gradients are left alone."""
-        if not self.track_unused:
-            return frozenset()
+        if not self.exchanges_used_map:
+            return self._static_unused or frozenset()
         self._used = torch.tensor(self._seen, dtype=torch.int32, device=self.parameters[0].device)
         self.group.submit(all_reduce(self._used, label="used parameters")).wait()
         self._seen = [False] * len(self.parameters)
-        return frozenset(i for i, ranks in enumerate(self._used.tolist()) if ranks == 0)
+        unused = frozenset(i for i, ranks in enumerate(self._used.tolist()) if ranks == 0)
+        if self._static_unused is None:
+            self._static_unused = unused
+        return unused
+
+    @property
+    def exchanges_used_map(self) -> bool:
+        """Whether ranks tell each other at the end of this step what they used: always, or once for a static graph."""
+        return self.track_unused or self._static_unused is None
 
     def used_map(self) -> Tensor:
         """How many ranks had a gradient for each parameter in the last step."""
@@ -317,8 +370,7 @@ class Reducer:
         """
         self.last_error = f"{type(error).__name__}: {error}"
         self.machine.abandon(self.last_error)
-        self._pending.clear()
-        self._callback_queued = False
+        self._drop_pending()
         if self.group.failure is None:
             self.group.abort(f"step {self.steps} failed on rank {self.group.rank} with {self.last_error}")
         self.reported = self.group.failure

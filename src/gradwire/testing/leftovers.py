@@ -7,6 +7,8 @@ rules for what is *not* a leftover are few and exact:
   it belongs to its engine, which has descriptors of its own that are looked at;
 - the process and the pipe of `multiprocessing`'s resource tracker, of which Python starts one per process and keeps it;
 - names in /dev/shm that another user made, or that a process outside our process group holds: another run's;
+- descriptors, where the process has come to use a CUDA device since the snapshot: the driver opens files, pipes and
+  sockets for life, which cannot be told from others;
 - what a `Keeper` passed to `snapshot` says is its own: the warm pool's workers and their sockets.
 
 What torch opens once per process and keeps for life is opened early by `prime()`, and so is in every snapshot, instead of
@@ -99,7 +101,10 @@ class Leftovers:
         for pid in _children():
             if pid not in self.processes and pid != tracker[0] and not any(k.keeps_process(pid) for k in self.keepers):
                 yield f"process {pid}: {_command(pid)}"
-        for fd, target in open_descriptors().items():
+        descriptors = open_descriptors()
+        if _uses_cuda(descriptors) and not _uses_cuda(self.descriptors):
+            descriptors = {}
+        for fd, target in descriptors.items():
             if self.descriptors.get(fd) == target or fd == tracker[1]:
                 continue
             if not any(k.keeps_descriptor(fd) for k in self.keepers):
@@ -210,3 +215,7 @@ def _describe(fd: int, target: str) -> str:
     ports = tcp_ports(fd)
     where = f"TCP port {' to port '.join(map(str, ports))}" if ports else target
     return f"socket, descriptor {fd}: {where}"
+
+
+def _uses_cuda(descriptors: Mapping[int, str]) -> bool:
+    return any(target.startswith("/dev/nvidia") for target in descriptors.values())

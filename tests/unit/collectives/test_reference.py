@@ -268,3 +268,18 @@ def test_cut() -> None:
     assert [p.tolist() for p in cut(t, (), 3)] == [[0, 1], [2, 3], [4, 5]]
     assert [p.tolist() for p in cut(t, (1, 0, 5), 3)] == [[0], [], [1, 2, 3, 4, 5]]
     assert [p.tolist() for p in cut(torch.tensor(7), (), 1)] == [[7]]
+
+
+def test_every_input_is_read_before_any_output_is_written() -> None:
+    """Tensors may be input and output at once, and at different places in the lists."""
+    tensors = [[torch.tensor([10.0 * rank + i]) for i in range(2)] for rank in range(2)]
+    perform([build.all_to_all(tensors[rank], tensors[rank]) for rank in range(2)])
+    assert [[t.item() for t in row] for row in tensors] == [[0.0, 10.0], [1.0, 11.0]]
+
+    places = [[torch.tensor([float(rank)]), torch.zeros(1)] for rank in range(2)]
+    perform([build.all_gather(places[rank], places[rank][0]) for rank in range(2)])
+    assert [[t.item() for t in row] for row in places] == [[0.0, 1.0]] * 2
+
+    outs = [torch.tensor([5.0]), torch.zeros(1)]
+    perform([build.gather(torch.tensor([4.0]), dst=1), build.gather(outs[0], outs, dst=1)])
+    assert [t.item() for t in outs] == [4.0, 5.0]

@@ -174,6 +174,10 @@ class C10dGroup(Group):
         else:
             threading.Thread(target=finish, name=f"gradwire-p2p-{self.name}-{self.rank}", daemon=True).start()
 
+    def orders_streams(self, device: torch.device) -> bool:
+        """As the engine for that device does."""
+        return self._backend(device)[1].stream_ordered
+
     # -- failures ------------------------------------------------------------------------------------------------------
 
     def _broken(self, work: C10dWork, error: BaseException, engine: Engine) -> None:
@@ -333,12 +337,13 @@ class C10dGroup(Group):
             self._roll.leave("closed" if self.failure is None else f"failed: {type(self.failure).__name__}")
         self._threads_finalizer()
         self._backends.clear()
+        self.pg = None  # a closed group must not keep somebody else's engine alive
         if self._owned:
             self._end_engine()
 
     def _end_engine(self) -> None:
         """Let go of the engine; its destructor waits for its threads, so it runs in a thread that may be left behind."""
-        engines, self._owned, self.pg = self._owned, [], None
+        engines, self._owned = self._owned, []
         undertaker = threading.Thread(target=_end, args=(engines,), name=f"gradwire-end-{self.name}", daemon=True)
         undertaker.start()
         undertaker.join(timeout=5)

@@ -16,8 +16,15 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, *FLOAT8)
 COMPLEX = (torch.complex64, torch.complex128)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16)
 DTYPES = (*FLOATS, *COMPLEX, *INTEGERS, torch.bool)
-FEW_DTYPES = (torch.float64, torch.bfloat16, torch.float8_e5m2, torch.complex64, torch.int8, torch.uint16, torch.bool)
-"""One of each width and sort, for lists with one tensor per rank, where a case costs the cube of the world's size."""
+_ONE_OF_EACH_SORT = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.int8,
+    torch.uint16,
+    torch.bool,
+)
 
 _ARITHMETIC = (ReduceOp.SUM, ReduceOp.PRODUCT)
 _ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
@@ -25,6 +32,11 @@ _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 LARGEST = 2
 """No floating-point value drawn is larger: what tolerances are computed from."""
+
+
+def dtypes(world: int) -> tuple[torch.dtype, ...]:
+    """Every dtype; in a large world, where a case costs the square of its size, one of each sort."""
+    return DTYPES if world <= 4 else _ONE_OF_EACH_SORT
 
 
 def reductions_of(dtype: torch.dtype) -> tuple[ReduceOp, ...]:

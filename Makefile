@@ -1,0 +1,48 @@
+# gradwire: everything here needs python3 (3.11 or later), make and pip, and makes its own .venv.
+# Another Python: make PYTHON=python3.12 test
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types layers tests format clean
+
+help: ## say what can be made
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 16
+
+setup: $(READY) ## make .venv with pinned requirements and gradwire in it
+demo: $(READY) ## train a small transformer data-parallel on this machine
+	@$(BIN)/gradwire demo
+
+test: lint types layers tests ## check everything: the four below
+
+lint: $(READY) ## ruff: rules and format
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(READY) ## mypy, strict
+	$(BIN)/mypy
+
+layers: $(READY) ## import-linter: imports point down the layers
+	$(BIN)/lint-imports
+
+tests: $(READY) ## pytest: tests, and the examples in docstrings and documents
+	$(BIN)/python -m pytest
+
+format: $(READY) ## rewrite the code as ruff likes it
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean: ## remove .venv and everything that was built or cached
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests -name __pycache__ -type d -exec rm -rf {} +
+
+# The stamp is newer than what it was made from, so a second run starts at once.
+$(READY): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gradwire needs Python 3.11 or later, and $(PYTHON) is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.12 ...")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV) (the first time, torch is downloaded)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt --editable .
+	@touch $(READY)

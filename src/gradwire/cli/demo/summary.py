@@ -1,0 +1,48 @@
+"""What the demo says at the end: a few facts, a sample, and one line on whether all replicas are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from gradwire.cli.demo.train import Job, Report
+
+
+def show(job: Job, reports: Sequence[Report], *, kind: str) -> None:
+    """Print the reports of all ranks."""
+    console = Console(highlight=False)
+    console.print()
+    for name, value in facts(job, reports, kind=kind):
+        console.print(Text.assemble((f"{name:<16}", "dim"), value))
+    console.print()
+    console.print(Text("A sample of what it has learnt to write:", style="dim"))
+    for line in reports[0].sample.rstrip().splitlines():
+        console.print(Text(f"  {line}"), no_wrap=True, overflow="ellipsis")
+    console.print()
+    # One line, whatever the width: scripts read it.
+    console.print(
+        Text(verdict(reports), style="bold green" if reports[0].replicas_equal else "bold red"), soft_wrap=True
+    )
+
+
+def facts(job: Job, reports: Sequence[Report], *, kind: str) -> Iterator[tuple[str, str]]:
+    """What was run and what came of it, as pairs of a name and a value."""
+    report = reports[0]
+    yield "ranks", f"{len(reports)}, group kind {kind}"
+    yield "model", f"{job.size}, {report.parameters:,} parameters"
+    yield "steps", f"{job.steps}, {report.tokens:,} tokens in {report.seconds:.1f} s"
+    yield "loss", f"{report.first_loss:.3f} at the first step, {report.last_loss:.3f} at the last"
+    yield "validation loss", f"{report.held_out_loss:.3f} on modules it has not seen"
+    yield "for comparison", f"{report.unigram_entropy:.3f} for knowing only how frequent each character is"
+
+
+def verdict(reports: Sequence[Report]) -> str:
+    """The final line."""
+    prints, n = reports[0].fingerprints, len(reports)
+    if not reports[0].replicas_equal:
+        odd = [rank for rank, p in enumerate(prints) if p != prints[0]]
+        return f"The replicas are NOT bitwise equal: ranks {odd} differ from rank 0."
+    who = f"All {n} replicas are bitwise equal" if n > 1 else "The only replica is bitwise equal to itself"
+    return f"{who} (SHA-256 {prints[0][:16]})."

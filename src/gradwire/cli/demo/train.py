@@ -1,0 +1,142 @@
+"""What one rank of the demo does: the same model everywhere, a different part of the text, one mean of the gradients a step.
+
+An ordinary training loop around one call of `replicate`. It prints nothing: it tells a `Watch`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gradwire.cli.demo.model import SIZES, Transformer
+from gradwire.cli.demo.text import ALPHABET, Corpus, decode, encode, even_windows, random_windows, standard_library
+from gradwire.collectives import ReduceOp
+from gradwire.groups import Group
+from gradwire.parallel import replicate
+
+_PROMPT = "def "
+_SAMPLE = 160
+_EXAM = 64
+_LEARNING_RATE = 4e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to train. `batch_size` is the number of windows that each rank reads a step."""
+
+    size: str
+    steps: int
+    batch_size: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What came of it, as one rank knows it. Losses are means over all ranks, in nats a character."""
+
+    parameters: int
+    first_loss: float
+    last_loss: float
+    held_out_loss: float
+    unigram_entropy: float
+    seconds: float
+    tokens: int
+    sample: str
+    fingerprints: tuple[str, ...]
+
+    @property
+    def replicas_equal(self) -> bool:
+        """Whether all ranks ended with the same parameters, bit for bit."""
+        return len(set(self.fingerprints)) == 1
+
+
+class Watch(Protocol):
+    """Who is told how training goes, on every rank."""
+
+    def step(self, done: int, loss: float, tokens_per_second: float) -> None:
+        """`done` steps are through; the last had this loss."""
+
+
+def train(job: Job, group: Group, watch: Watch) -> Report:
+    """Train the job's model on this rank of `group`, together with all others."""
+    corpus = standard_library()
+    model = Transformer(SIZES[job.size], len(ALPHABET), torch.Generator().manual_seed(job.seed))
+    parameters = list(model.parameters())
+    replica = replicate(model, group=group)
+    started = time.perf_counter()
+    losses = _learn(job, group, model, corpus, watch)
+    seconds = time.perf_counter() - started
+    replica.detach()
+    # Rank 0 speaks after the last collective, so that nobody waits for it.
+    held_out_loss, prints = _examine(group, model, corpus.held_out), fingerprints(group, parameters)
+    return Report(
+        parameters=sum(p.numel() for p in parameters),
+        first_loss=losses[0],
+        last_loss=losses[-1],
+        held_out_loss=held_out_loss,
+        unigram_entropy=corpus.unigram_entropy(),
+        seconds=seconds,
+        tokens=_tokens_per_step(job, group) * job.steps,
+        sample=_speak(model, job.seed) if group.rank == 0 else "",
+        fingerprints=prints,
+    )
+
+
+def _learn(job: Job, group: Group, model: Transformer, corpus: Corpus, watch: Watch) -> list[float]:
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    warm_up = max(1, job.steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / warm_up) * (1.0 - 0.9 * step / job.steps)
+    )
+    # Every rank reads its own part of the text, or the mean of the gradients would add nothing.
+    places = torch.Generator().manual_seed(job.seed * group.size + group.rank + 1)
+    length = model.shape.context + 1
+    started, losses = time.perf_counter(), []
+    for step in range(1, job.steps + 1):
+        optimizer.zero_grad()
+        loss = model.loss(random_windows(corpus.train, job.batch_size, length, places))
+        loss.backward()  # in which the gradients are averaged over all ranks
+        optimizer.step()
+        schedule.step()
+        losses.append(_mean(group, loss.detach(), label="loss"))
+        watch.step(step, losses[-1], step * _tokens_per_step(job, group) / (time.perf_counter() - started))
+    return losses
+
+
+def fingerprints(group: Group, tensors: Sequence[Tensor]) -> tuple[str, ...]:
+    """A SHA-256 over all bytes of `tensors` of each rank, in rank order, known to every rank."""
+    digest = hashlib.sha256()
+    for t in tensors:
+        digest.update(t.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    mine = torch.tensor(list(digest.digest()), dtype=torch.uint8)
+    everybody = torch.empty(group.size * mine.numel(), dtype=torch.uint8)
+    group.all_gather_into_tensor(everybody, mine, label="fingerprints")
+    return tuple(bytes(row.tolist()).hex() for row in everybody.chunk(group.size))
+
+
+@torch.no_grad()
+def _examine(group: Group, model: Transformer, text: Tensor) -> float:
+    """The loss on the held-out text, of which each rank reads its share."""
+    windows = even_windows(text, _EXAM * group.size, model.shape.context + 1)
+    return _mean(group, model.loss(windows[group.rank :: group.size]), label="held-out loss")
+
+
+def _mean(group: Group, value: Tensor, *, label: str) -> float:
+    value = value.clone()
+    group.all_reduce(value, ReduceOp.AVG, label=label)
+    return value.item()
+
+
+def _speak(model: Transformer, seed: int) -> str:
+    return decode(model.continue_text(encode(_PROMPT).long(), _SAMPLE, torch.Generator().manual_seed(seed)))
+
+
+def _tokens_per_step(job: Job, group: Group) -> int:
+    return job.batch_size * SIZES[job.size].context * group.size

@@ -1,0 +1,109 @@
+"""What only a CUDA device can show. Skipped where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from gradwire.collectives import ReduceOp
+from gradwire.errors import UsageError
+from gradwire.groups import C10dGroup, Group
+from gradwire.hooks import cast, chain, mean
+from gradwire.parallel import DistributedDataParallel
+from gradwire.policies import Gradients
+from gradwire.testing import check_group, run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture
+def nccl() -> Iterator[Group]:
+    """A world of one over NCCL, which allows one rank per device."""
+    import torch.distributed as dist
+
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    group = C10dGroup(dist.group.WORLD)
+    yield group
+    group.close()
+    dist.destroy_process_group()
+
+
+def test_threads_on_cuda_conform() -> None:
+    check_group(lambda fn: run_ranks(fn, 2, kind="threads"), device="cuda")
+
+
+def test_nccl_takes_and_lowers(nccl: Group) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn):
+        t = torch.ones(7, device="cuda").to(dtype)
+        nccl.all_reduce(t)
+        assert torch.equal(t.float() if not dtype.is_complex else t.real, torch.ones(7, device="cuda"))
+    t = torch.full((4, 4), 3.0, device="cuda").t()
+    assert nccl.all_reduce(t, ReduceOp.PREMUL_SUM, factor=0.5).get_future().wait()[0] is t
+    assert torch.equal(t, torch.full((4, 4), 1.5, device="cuda"))
+    out = torch.empty(4, device="cuda")
+    work = nccl.all_gather_into_tensor(out, torch.arange(4.0, device="cuda"), async_op=True)
+    seen = []
+    nccl.on_completion(seen.append)
+    assert work.wait()
+    nccl.barrier()
+    assert out.tolist() == [0, 1, 2, 3]
+
+
+def test_completion_is_noticed_on_the_host(nccl: Group) -> None:
+    seen = []
+    nccl.on_completion(seen.append)
+    for i in range(3):
+        nccl.all_reduce(torch.ones(1000, device="cuda"), label=str(i), async_op=True)
+    torch.cuda.synchronize()
+    nccl.close()
+    assert [info.label for info in seen] == ["0", "1", "2"]
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 8)).cuda()
+
+
+@pytest.mark.parametrize("views", list(Gradients), ids=lambda v: v.value)
+def test_ddp_over_nccl_equals_the_bare_model(nccl: Group, views: Gradients) -> None:
+    bare, wrapped = _model(), _model()
+    ddp = DistributedDataParallel(wrapped, process_group=nccl, gradient_as_bucket_view=views is Gradients.VIEWS)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (bare, wrapped)]
+    for step in range(5):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).cuda()
+        for model, optimizer in zip((bare, ddp), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    for a, b in zip(bare.parameters(), wrapped.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_chain_of_hooks_on_a_side_stream(nccl: Group) -> None:
+    model = _model()
+    ddp = DistributedDataParallel(model, process_group=nccl)
+    ddp.set_hook(chain(cast(torch.bfloat16), mean()))
+    x = torch.randn(16, 64, device="cuda")
+    ddp(x).sum().backward()
+    bare = _model()
+    bare(x).sum().backward()
+    for a, b in zip(model.parameters(), bare.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.allclose(a.grad, b.grad.bfloat16().float())
+
+
+def _refused(group: Group) -> str:
+    with pytest.raises(UsageError) as caught:
+        DistributedDataParallel(_model(), process_group=group)
+    return str(caught.value)
+
+
+def test_thread_ranks_cannot_share_a_device() -> None:
+    """The engine has one thread per device: a rank that waits in it would keep the others from ever coming."""
+    assert all("one thread per CUDA device" in text for text in run_ranks(_refused, 2, kind="threads"))

@@ -1,0 +1,88 @@
+"""`gradwire demo` from end to end, small."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from unittest.mock import Mock
+
+import pytest
+
+from gradwire.cli import main
+from gradwire.cli.demo import train
+from gradwire.testing import kinds
+
+TINY = ["demo", "--size", "tiny", "--batch-size", "2"]
+
+
+def run(capfd, *argv: str) -> tuple[int, list[str]]:
+    code = main([*TINY, *argv])
+    return code, capfd.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_two_ranks_end_equal(kind, capfd):
+    code, lines = run(capfd, "--ranks", "2", "--steps", "3", "--kind", kind)
+    assert code == 0
+    assert lines[-1].startswith("All 2 replicas are bitwise equal (SHA-256 ")
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/3", "2/3", "3/3"]
+    block = "\n".join(lines)
+    assert f"2, group kind {kind}" in block
+    for name in ("model", "steps", "loss", "validation loss", "for comparison"):
+        assert re.search(rf"^{name} +\S", block, re.M), name
+    assert "  def " in block  # what it has learnt to write begins with the prompt
+
+
+def test_ranks_that_do_not_average_are_found_out(capfd, monkeypatch):
+    monkeypatch.setattr(train, "replicate", lambda model, group: Mock())
+    code, lines = run(capfd, "--ranks", "3", "--steps", "2", "--kind", "threads")
+    assert code == 1
+    assert lines[-1] == "The replicas are NOT bitwise equal: ranks [1, 2] differ from rank 0."
+
+
+def test_one_rank_is_a_world(capfd):
+    code, lines = run(capfd, "--ranks", "1", "--steps", "1", "--kind", "threads")
+    assert code == 0
+    assert lines[-1].startswith("The only replica is bitwise equal to itself (SHA-256 ")
+
+
+def test_a_seed_fixes_every_bit_and_another_does_not(capfd):
+    last = [run(capfd, "--ranks", "2", "--steps", "2", "--kind", "threads", "--seed", s)[1][-1] for s in "001"]
+    assert last[0] == last[1] != last[2]
+
+
+def test_it_learns_more_than_how_frequent_characters_are(capfd):
+    _, lines = run(capfd, "--ranks", "2", "--steps", "300", "--kind", "threads", "--batch-size", "8")
+    facts = {
+        name: float(v) for name, v in re.findall(r"^(validation loss|for comparison) +([\d.]+)", "\n".join(lines), re.M)
+    }
+    assert facts["validation loss"] < facts["for comparison"] - 0.2
+
+
+def test_a_python_without_source_is_one_clear_error(capfd, monkeypatch, tmp_path):
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert main([*TINY, "--ranks", "2", "--kind", "threads"]) == 1
+    error = capfd.readouterr().err
+    assert f"gradwire: UsageError: reading the demo's text from {tmp_path}: 0 Python source files are there" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_ctrl_c_ends_it_without_a_traceback(kind):
+    command = [sys.executable, "-u", "-m", "gradwire", *TINY, "--ranks", "2", "--steps", "1000000", "--kind", kind]
+    # A session of its own, to which the signal goes as a terminal sends it: to every process of the foreground.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as demo:
+        try:
+            assert demo.stdout is not None
+            assert any(line.startswith("step") for line in demo.stdout)
+            os.killpg(demo.pid, signal.SIGINT)
+            _, errors = demo.communicate(timeout=60)
+        finally:
+            demo.kill()
+    assert demo.returncode == 130
+    assert errors.strip() == "gradwire: interrupted"

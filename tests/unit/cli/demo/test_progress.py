@@ -1,0 +1,39 @@
+"""Progress: a bar on a terminal, a few lines elsewhere, nothing from other ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwire.cli.demo.progress import progress
+
+
+def show(rank: int, steps: int) -> None:
+    with progress(rank, steps) as watch:
+        for done in range(1, steps + 1):
+            watch.step(done, 4.0 / done, 1234.5)
+
+
+def test_a_pipe_gets_a_few_lines(capsys):
+    show(0, 100)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step   1/100  loss 4.000  1,234 tokens/s"
+    assert lines[-1] == "step 100/100  loss 0.040  1,234 tokens/s"
+    assert len(lines) == 11
+
+
+def test_other_ranks_are_silent(capsys):
+    show(1, 100)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_terminal_gets_a_bar_that_fits(columns, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    show(0, 100)
+    out = capsys.readouterr().out
+    assert "━" in out
+    assert "100/100" in out
+    assert "loss 0.040" in out
+    assert "1,234 tok/s" in out

@@ -1,0 +1,85 @@
+"""The command itself: help, version, errors and exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import gradwire
+from gradwire.cli import demo, main
+from gradwire.errors import UsageError
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["demo", "--help"]])
+def test_help_fits_a_terminal_of_80_columns(argv, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ending:
+        main(argv)
+    assert ending.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 10
+    assert max(map(len, lines)) < 80
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ending:
+        main(["--version"])
+    assert ending.value.code == 0
+    assert capsys.readouterr().out == f"gradwire {gradwire.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["demo", "--ranks", "0"], "argument --ranks: '0' is not a whole number of 1 or more"),
+        (["demo", "--steps", "many"], "argument --steps: 'many' is not a whole number of 1 or more"),
+        (["demo", "--seed", "-1"], "argument --seed: '-1' is not a whole number of 0 or more"),
+        (["demo", "--kind", "pigeons"], "argument --kind: invalid choice: 'pigeons'"),
+        (["demo", "--size", "huge"], "argument --size: invalid choice: 'huge'"),
+    ],
+)
+def test_a_wrong_argument_is_named(argv, message, capsys):
+    with pytest.raises(SystemExit) as ending:
+        main(argv)
+    assert ending.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def _fail(args):
+    error = UsageError("reading the text: there is none. Write some.")
+    error.add_note("raised on rank 1 of 2")
+    raise error
+
+
+def test_an_error_of_gradwire_is_one_message_and_exit_code_1(capsys, monkeypatch):
+    monkeypatch.setattr(demo, "run", _fail)
+    assert main(["demo"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "gradwire: UsageError: reading the text: there is none. Write some."
+    assert lines[1] == "  raised on rank 1 of 2"
+    assert not any("Traceback" in line for line in lines)
+
+
+@pytest.mark.parametrize("argv", [["--debug", "demo"], ["demo", "--debug"]])
+def test_debug_lets_the_error_through(argv, monkeypatch):
+    monkeypatch.setattr(demo, "run", _fail)
+    with pytest.raises(UsageError, match="there is none"):
+        main(argv)
+
+
+def test_an_interrupt_is_exit_code_130(capsys, monkeypatch):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "run", interrupted)
+    assert main(["demo"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_it_is_a_module_too():
+    done = subprocess.run([sys.executable, "-m", "gradwire", "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"gradwire {gradwire.__version__}\n")

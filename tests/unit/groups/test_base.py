@@ -1,0 +1,327 @@
+"""Group: what every group inherits. The group under test settles nothing by itself; the test does."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from gradwire.collectives import Collective, build
+from gradwire.errors import ClosedError, CollectiveTimeout, GroupAborted, HookError, UsageError
+from gradwire.groups import Group, Work
+from gradwire.groups.ledger import Attendance
+
+
+class ByHand(Group):
+    """A group whose operations are settled by the test."""
+
+    def submit(self, op: Collective) -> Work:
+        return self.begin(op)
+
+
+@pytest.fixture
+def group() -> Iterator[ByHand]:
+    group = ByHand(0, 2, name="hand", timeout=30.0)
+    yield group
+    group.ledger.hook_errors.clear()
+    group.close(timeout=0.0)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0)])
+def test_ranks_count_from_0(rank: int, size: int) -> None:
+    with pytest.raises(UsageError, match=f"rank {rank} of size {size}"):
+        ByHand(rank, size)
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0])
+def test_a_group_needs_time(timeout: float) -> None:
+    with pytest.raises(UsageError, match="timeout"):
+        ByHand(0, 1, timeout=timeout)
+
+
+def test_a_name_by_default(group: ByHand) -> None:
+    other = ByHand(0, 1)
+    assert other.name == "ByHand"
+    assert repr(group) == "<hand rank 0 of 2, 0 in flight>"
+    other.close()
+
+
+# -- begin ---------------------------------------------------------------------------------------------------------------
+
+
+def test_begin_numbers_checks_and_enters(group: ByHand) -> None:
+    first, second = group.submit(build.barrier()), group.submit(build.barrier())
+    assert (first.seq, second.seq) == (0, 1)
+    assert list(group.ledger.pending.values()) == [first, second]
+    assert repr(group) == "<hand rank 0 of 2, 2 in flight>"
+    with pytest.raises(UsageError):
+        group.submit(build.broadcast(torch.ones(1), src=2))
+    assert group.submit(build.barrier()).seq == 2, "a refused operation has no number"
+
+
+def test_the_nearer_deadline_counts(group: ByHand) -> None:
+    assert group.submit(build.barrier()).timeout == 30.0
+    assert group.submit(build.barrier().within(2.0)).timeout == 2.0
+    assert group.submit(build.barrier().within(99.0)).timeout == 30.0
+
+
+def test_begin_can_make_another_kind_of_work(group: ByHand) -> None:
+    class Special(Work):
+        pass
+
+    assert isinstance(group.begin(build.barrier(), Special), Special)
+
+
+def test_an_operation_begun_while_the_group_is_aborted_fails() -> None:
+    """abort() may run after the check and before the operation is in the books: then neither sees the other by itself."""
+
+    class Unlucky(ByHand):
+        def check_usable(self, op: Collective) -> None:
+            super().check_usable(op)
+            self.abort("just now")
+
+    group = Unlucky(0, 1)
+    work = group.submit(build.barrier())
+    assert isinstance(work.exception(), GroupAborted)
+    group.close()
+
+
+def test_the_watchdog_runs_when_something_is_in_flight(group: ByHand) -> None:
+    told = threading.Event()
+    work = group.submit(build.barrier(label="slow").within(0.05))
+    work.add_done_callback(lambda work: told.set())
+    assert told.wait(10)
+    assert isinstance(work.exception(), CollectiveTimeout)
+
+
+def test_attendance_goes_into_the_timeout() -> None:
+    class Knows(ByHand):
+        def attendance(self, work: Work) -> Attendance | None:
+            return Attendance((0,), (1, 2))
+
+    group = Knows(0, 3)
+    with pytest.raises(CollectiveTimeout) as caught:
+        group.submit(build.barrier()).wait(0.0)
+    assert caught.value.missing == (1, 2)
+    group.close(timeout=0.0)
+
+
+# -- completion hooks through the group ----------------------------------------------------------------------------------
+
+
+def test_a_hooks_error_comes_out_of_the_next_submit_which_is_then_not_submitted(group: ByHand) -> None:
+    def bad(info: object) -> None:
+        raise KeyError("boom")
+
+    with group.on_completion(bad):
+        group.submit(build.barrier()).finish()
+        assert group.flush_completions()
+    with pytest.raises(HookError, match="boom") as caught:
+        group.submit(build.barrier())
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert group.submit(build.barrier()).seq == 1
+
+
+def test_a_hooks_error_nobody_saw_comes_out_of_close() -> None:
+    group = ByHand(0, 1)
+
+    def bad(info: object) -> None:
+        raise KeyError("boom")
+
+    group.on_completion(bad)
+    group.submit(build.barrier()).finish()
+    with pytest.raises(HookError, match="boom"):
+        group.close()
+    assert group.closed
+    group.close()
+
+
+# -- splitting -----------------------------------------------------------------------------------------------------------
+
+
+class Splits(ByHand):
+    """Pretends that the ranks passed the colors and keys given."""
+
+    def __init__(self, rank: int, table: list[tuple[int, int]]) -> None:
+        super().__init__(rank, len(table))
+        self.table = table
+
+    def submit(self, op: Collective) -> Work:
+        work = self.begin(op)
+        op.outputs[0].copy_(torch.tensor(self.table).flatten())
+        work.finish()
+        return work
+
+    def subgroup(self, ranks: list[int], *, name: str) -> Group:
+        return ByHand(ranks.index(self.rank), len(ranks), name=f"{name}:{ranks}")
+
+
+@pytest.mark.parametrize(
+    ("rank", "table", "name", "place"),
+    [
+        (0, [(0, 0), (1, 1), (0, 2), (1, 3)], "Splits/0.0:[0, 2]", 0),
+        (3, [(0, 0), (1, 1), (0, 2), (1, 3)], "Splits/0.1:[1, 3]", 1),
+        (1, [(5, 9), (5, 3), (5, 9)], "Splits/0.5:[1, 0, 2]", 0),
+        (0, [(5, -1), (5, -3), (-1, 0)], "Splits/0.5:[1, 0]", 1),
+    ],
+)
+def test_split_orders_members_by_key_then_rank(rank: int, table: list[tuple[int, int]], name: str, place: int) -> None:
+    group = Splits(rank, table)
+    sub = group.split(*table[rank])
+    assert sub is not None
+    assert (sub.name, sub.rank) == (name, place)
+    sub.close()
+    group.close()
+
+
+def test_split_by_none_joins_nothing() -> None:
+    group = Splits(0, [(-1, 0), (0, 1)])
+    assert group.split(None) is None
+    group.close()
+
+
+def test_a_refused_split_does_not_put_the_names_of_later_ones_out_of_step() -> None:
+    group = Splits(0, [(0, 0)])
+    with pytest.raises(UsageError, match="color -3 is negative"):
+        group.split(-3)
+    group.ledger.hook_errors.append(HookError("boom"))
+    with pytest.raises(HookError):
+        group.split(0)
+    names = []
+    for _ in range(2):
+        sub = group.split(0)
+        assert sub is not None
+        names.append(sub.name)
+        sub.close()
+    assert names == ["Splits/0.0:[0]", "Splits/1.0:[0]"]
+    group.close()
+
+
+def test_a_group_that_makes_no_sub_groups_says_what_to_override(group: ByHand) -> None:
+    with pytest.raises(UsageError, match=r"ByHand does not make sub-groups.*subgroup"):
+        group.subgroup([0], name="x")
+
+
+def test_allocate_by_default_is_plain_memory(group: ByHand) -> None:
+    t = group.allocate(5, dtype=torch.int16)
+    assert (t.shape, t.dtype, t.device.type) == (torch.Size([5]), torch.int16, "cpu")
+    assert group.allocate(0).dtype is torch.float32
+
+
+# -- endings -------------------------------------------------------------------------------------------------------------
+
+
+def test_abort_fails_what_is_in_flight_and_what_comes_later() -> None:
+    group = ByHand(0, 2)
+    work = group.submit(build.barrier())
+    group.abort("enough")
+    group.abort("more than enough")
+    assert isinstance(work.exception(), GroupAborted)
+    with pytest.raises(GroupAborted, match="enough") as caught:
+        group.submit(build.barrier())
+    assert caught.value.reason == "enough"
+    assert repr(group) == "<ByHand rank 0 of 2, failed>"
+    group.close()
+    assert repr(group) == "<ByHand rank 0 of 2, closed>"
+
+
+def test_the_first_failure_stays() -> None:
+    group = ByHand(0, 1)
+    first = OSError("cable")
+    group.fail(first)
+    group.fail(OSError("another"))
+    assert group.failure is first
+    with pytest.raises(OSError, match="cable"):
+        group.submit(build.barrier())
+    group.close()
+
+
+def test_close_waits_for_what_is_in_flight() -> None:
+    group = ByHand(0, 1)
+    work = group.submit(build.barrier())
+    closing = threading.Thread(target=group.close, args=(20.0,))
+    closing.start()
+    work.finish()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert work.is_success()
+    assert work.wait()
+
+
+def test_close_gives_up_and_says_so() -> None:
+    group = ByHand(0, 1)
+    work = group.submit(build.barrier())
+    began = time.perf_counter()
+    group.close(timeout=0.05)
+    assert time.perf_counter() - began < 10
+    with pytest.raises(ClosedError, match=r"closed with the operation in flight"):
+        work.wait()
+    with pytest.raises(ClosedError, match="Submit before close"):
+        group.submit(build.barrier())
+    group.close()
+
+
+def test_close_does_not_wait_longer_than_an_operations_own_deadline() -> None:
+    group = ByHand(0, 1)
+    group.submit(build.barrier().within(0.05))
+    began = time.perf_counter()
+    group.close(timeout=60.0)
+    assert time.perf_counter() - began < 10
+
+
+def test_close_gives_back_what_the_group_holds_once() -> None:
+    class Holds(ByHand):
+        released = 0
+
+        def _release(self) -> None:
+            self.released += 1
+
+    group = Holds(0, 1)
+    group.close()
+    group.close()
+    assert group.released == 1
+
+
+def test_the_context_manager_closes() -> None:
+    with ByHand(0, 1) as group:
+        group.submit(build.barrier()).finish()
+    assert group.closed
+    assert group.failure is None
+
+
+def test_the_context_manager_aborts_on_an_error() -> None:
+    group = ByHand(0, 1)
+    with group:
+        work = group.submit(build.barrier())
+        try:
+            with group:
+                raise ValueError("bad batch")
+        except ValueError:
+            pass
+        with pytest.raises(GroupAborted, match="ValueError: bad batch"):
+            work.wait()
+    assert group.closed
+
+
+def test_a_dropped_group_ends_its_threads() -> None:
+    group = ByHand(0, 1, name="dropped")
+    group.on_completion(lambda info: None)
+    group.submit(build.barrier()).finish()
+    weak = weakref.ref(group)
+    assert any("dropped" in t.name for t in threading.enumerate())
+    del group
+    gc.collect()
+    assert weak() is None
+    assert not any("dropped" in t.name for t in threading.enumerate())
+
+
+def test_an_operation_of_a_dropped_group_can_still_time_out() -> None:
+    work = ByHand(0, 1, name="dropped").submit(build.barrier().within(0.05))
+    gc.collect()
+    with pytest.raises(CollectiveTimeout, match="cannot tell who is missing"):
+        work.wait()

@@ -1,0 +1,180 @@
+"""Completion hooks: a thread of their own, in order, whatever a hook does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from gradwire.collectives import Kind, Signature
+from gradwire.errors import HookError, UsageTypeError
+from gradwire.groups.completion import CompletionHooks, name_of
+from gradwire.groups.work import WorkInfo
+
+
+def info(seq: int) -> WorkInfo:
+    return WorkInfo(
+        op=Signature(Kind.BARRIER, label=f"op {seq}"),
+        group="g",
+        rank=0,
+        seq=seq,
+        bytes=0,
+        started=1.0,
+        finished=3.5,
+        error=None,
+    )
+
+
+@pytest.fixture
+def hooks() -> Iterator[CompletionHooks]:
+    hooks = CompletionHooks("g, rank 0")
+    yield hooks
+    hooks.stop(timeout=5.0)
+
+
+def threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("gradwire-completion")]
+
+
+def test_info_is_read_by_name() -> None:
+    assert (info(3).kind, info(3).label, info(3).duration) == ("barrier", "op 3", 2.5)
+
+
+def test_no_hook_no_thread(hooks: CompletionHooks) -> None:
+    assert not hooks
+    assert threads() == []
+    assert hooks.flush(timeout=1.0)
+    hooks.stop(timeout=1.0)
+
+
+def test_hooks_are_told_in_order_on_one_other_thread(hooks: CompletionHooks) -> None:
+    seen: list[tuple[str, int]] = []
+    where: set[int] = set()
+    hooks.add(lambda i: where.add(threading.get_ident()))
+    hooks.add(lambda i: seen.append(("a", i.seq)))
+    hooks.add(lambda i: seen.append(("b", i.seq)))
+    assert hooks
+    for seq in range(50):
+        hooks.put(info(seq))
+    assert hooks.flush(timeout=10)
+    assert seen == [(name, seq) for seq in range(50) for name in "ab"]
+    assert len(where) == 1
+    assert threading.get_ident() not in where
+    assert threads() == ["gradwire-completion-g, rank 0"]
+
+
+def test_a_hook_that_raises_is_named_chained_and_kept(hooks: CompletionHooks) -> None:
+    seen: list[int] = []
+
+    def bad_hook(i: WorkInfo) -> None:
+        raise ValueError("boom") if i.seq == 0 else SystemExit(7)
+
+    hooks.add(bad_hook)
+    hooks.add(lambda i: seen.append(i.seq))
+    hooks.put(info(0))
+    hooks.put(info(1))
+    assert hooks.flush(timeout=10)
+    assert seen == [0, 1]
+    first, second = hooks.errors
+    assert isinstance(first, HookError)
+    assert isinstance(first.__cause__, ValueError)
+    assert isinstance(second.__cause__, SystemExit)
+    assert "bad_hook" in first.hook
+    for part in ("bad_hook", "ValueError: boom", "operation #0", "label='op 0'", "g, rank 0"):
+        assert part in str(first)
+
+
+def test_only_so_many_errors_are_kept(hooks: CompletionHooks) -> None:
+    def bad(i: WorkInfo) -> None:
+        raise ValueError(i.seq)
+
+    hooks.add(bad)
+    for seq in range(40):
+        hooks.put(info(seq))
+    hooks.flush(timeout=10)
+    assert [error.__cause__.args[0] for error in hooks.errors if error.__cause__] == list(range(24, 40))
+
+
+def test_a_hook_may_remove_itself_and_add_another(hooks: CompletionHooks) -> None:
+    seen: list[str] = []
+    handles = []
+
+    def once(i: WorkInfo) -> None:
+        seen.append(f"once {i.seq}")
+        handles[0].remove()
+        hooks.add(lambda i: seen.append(f"then {i.seq}"))
+
+    handles.append(hooks.add(once))
+    hooks.put(info(0))
+    hooks.put(info(1))
+    hooks.flush(timeout=10)
+    assert seen == ["once 0", "then 1"]
+
+
+def test_flush_gives_up_in_time_and_works_from_inside(hooks: CompletionHooks) -> None:
+    gate, inside = threading.Event(), []
+
+    def slow(i: WorkInfo) -> None:
+        gate.wait(10)
+        inside.append(hooks.flush(timeout=1.0))
+
+    hooks.add(slow)
+    hooks.put(info(0))
+    assert not hooks.flush(timeout=0.02)
+    gate.set()
+    assert hooks.flush(timeout=10)
+    assert inside == [True]
+
+
+def test_stop_tells_what_is_queued_first() -> None:
+    hooks, seen, gate = CompletionHooks("g"), [], threading.Event()
+
+    def slow(i: WorkInfo) -> None:
+        gate.wait(10)
+        seen.append(i.seq)
+
+    hooks.add(slow)
+    for seq in range(5):
+        hooks.put(info(seq))
+    gate.set()
+    hooks.stop(timeout=10)
+    assert seen == list(range(5))
+    assert threads() == []
+
+
+def test_stop_from_inside_a_hook_ends_the_thread() -> None:
+    hooks, ended = CompletionHooks("g"), threading.Event()
+
+    def last(i: WorkInfo) -> None:
+        hooks.stop(timeout=5.0)
+        ended.set()
+
+    hooks.add(last)
+    thread = hooks._thread
+    assert thread is not None
+    hooks.put(info(0))
+    assert ended.wait(10)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_what_is_not_callable_is_refused(hooks: CompletionHooks) -> None:
+    with pytest.raises(UsageTypeError, match="3 is not callable"):
+        hooks.add(3)  # type: ignore[arg-type]
+    assert threads() == []
+
+
+def test_names() -> None:
+    class Hook:
+        def __call__(self, i: WorkInfo) -> None: ...
+
+    class Odd(Hook):
+        __name__ = 3  # type: ignore[assignment]
+
+    assert name_of(print) == "print"
+    assert "test_names" in name_of(Hook)
+    assert name_of(Hook()) == "<Hook>"
+    assert name_of(Odd()) == "<Odd>"
+    assert name_of(partial(print)) == "<partial>"

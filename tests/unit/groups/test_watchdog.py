@@ -1,0 +1,157 @@
+"""The watchdog: deadlines that hold though nobody waits, on a clock that the test turns."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from gradwire.collectives import build
+from gradwire.errors import CollectiveTimeout
+from gradwire.groups import watchdog as module
+from gradwire.groups.ledger import Ledger
+from gradwire.groups.watchdog import Watchdog
+from gradwire.groups.work import Work
+
+
+def enter(ledger: Ledger, *, timeout: float = 30.0) -> Work:
+    work = Work(build.all_reduce(torch.ones(2)), ledger, seq=ledger.next_seq(), timeout=timeout)
+    ledger.submitted(work)
+    return work
+
+
+def ended(watchdog: Watchdog) -> bool:
+    thread = watchdog._thread
+    if thread is not None:
+        thread.join(10)
+    return thread is not None and not thread.is_alive()
+
+
+def test_a_tick_fails_what_is_overdue_and_nothing_else() -> None:
+    watchdog = Watchdog("w")
+    ledgers = [Ledger(name="books", rank=rank, size=2) for rank in range(2)]
+    for ledger in ledgers:
+        watchdog.watch(ledger)
+    early, late = enter(ledgers[0], timeout=10), enter(ledgers[1], timeout=20)
+    watchdog.tick(early.started + 9.9)
+    assert not early.is_completed()
+    watchdog.tick(early.deadline)
+    assert isinstance(early.exception(), CollectiveTimeout)
+    assert not late.is_completed()
+    watchdog.tick(late.deadline + 1)
+    assert isinstance(late.exception(), CollectiveTimeout)
+    watchdog.tick(late.deadline + 2)
+
+
+def test_a_tick_sees_a_shortened_deadline() -> None:
+    watchdog, ledger = Watchdog("w"), Ledger(name="books", rank=0, size=1)
+    watchdog.watch(ledger)
+    work = enter(ledger, timeout=100)
+    watchdog.tick(work.started + 5)
+    assert not work.is_completed()
+    work.limit(4)
+    watchdog.tick(work.started + 5)
+    assert work.is_completed()
+
+
+def test_owners_checks_run_with_every_tick() -> None:
+    watchdog, calls = Watchdog("w"), []
+    watchdog.on_tick.append(lambda: calls.append("checked"))
+    watchdog.tick(0.0)
+    watchdog.tick(1.0)
+    assert calls == ["checked", "checked"]
+
+
+def test_its_thread_expires_what_nobody_waits_for() -> None:
+    watchdog, ledger, told = Watchdog("w", interval=0.005), Ledger(name="books", rank=0, size=1), threading.Event()
+    watchdog.watch(ledger)
+    work = enter(ledger, timeout=0.02)
+    work.add_done_callback(lambda work: told.set())
+    watchdog.wake()
+    assert told.wait(10)
+    watchdog.stop()
+    assert ended(watchdog)
+
+
+def test_an_idle_thread_ends_and_the_next_wake_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_IDLE_TICKS", 2)
+    watchdog, ledger = Watchdog("w", interval=0.002), Ledger(name="books", rank=0, size=1)
+    watchdog.watch(ledger)
+    watchdog.wake()
+    first = watchdog._thread
+    assert ended(watchdog)
+    assert not watchdog.running
+    work = enter(ledger)
+    watchdog.wake()
+    assert watchdog.running
+    assert watchdog._thread is not first
+    work.finish()
+    watchdog.stop()
+    assert ended(watchdog)
+
+
+def test_wake_is_idempotent_and_does_nothing_after_stop() -> None:
+    watchdog = Watchdog("w", interval=0.005)
+    watchdog.wake()
+    thread = watchdog._thread
+    watchdog.wake()
+    assert watchdog._thread is thread
+    watchdog.stop()
+    watchdog.stop()
+    assert ended(watchdog)
+    fresh = Watchdog("w")
+    fresh.stop()
+    fresh.wake()
+    assert fresh._thread is None
+
+
+class _BusyAtTheLastMoment(Ledger):
+    """Books in which an operation appears between the thread's last look and its end, as in the titled note."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        super().__init__(name="books", rank=0, size=1)
+        self.watchdog = watchdog
+        self.stayed = threading.Event()
+        self.looks_after_ending = 0
+
+    @property
+    def pending(self) -> dict[int, Work]:  # type: ignore[override]
+        if not self.watchdog.running:
+            self.looks_after_ending += 1
+            return {0: self.work}
+        if self.looks_after_ending:
+            self.stayed.set()
+        return {}
+
+    @pending.setter
+    def pending(self, value: dict[int, Work]) -> None:
+        self.work = Work(build.barrier(), self, seq=0, timeout=1000.0)
+
+
+def test_an_operation_that_comes_while_the_thread_is_about_to_end_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Note [Starting and ending without a lost operation]: the thread looks again after saying that it ends."""
+    monkeypatch.setattr(module, "_IDLE_TICKS", 1)
+    watchdog = Watchdog("w", interval=0.002)
+    ledger = _BusyAtTheLastMoment(watchdog)
+    watchdog.watch(ledger)
+    watchdog.wake()
+    assert ledger.stayed.wait(10), "the thread ended although an operation had come"
+    assert ledger.looks_after_ending >= 1
+    watchdog.stop()
+    assert ended(watchdog)
+
+
+def test_operations_submitted_while_threads_come_and_go_are_all_expired(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_IDLE_TICKS", 0)
+    watchdog, ledger = Watchdog("w", interval=0.0001), Ledger(name="books", rank=0, size=1)
+    watchdog.watch(ledger)
+    told = [threading.Event() for _ in range(60)]
+    for event in told:
+        work = enter(ledger, timeout=0.0005)
+        work.add_done_callback(lambda work, event=event: event.set())  # type: ignore[misc]
+        if not watchdog.running:
+            watchdog.wake()
+        assert event.wait(10)
+    watchdog.stop()
+    assert ended(watchdog)

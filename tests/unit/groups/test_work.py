@@ -1,0 +1,267 @@
+"""Work: settled once, waited on by anybody; what it tells and what its future does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+from gradwire.collectives import Collective, build
+from gradwire.errors import CollectiveTimeout, GroupAborted, HookError, UsageError
+from gradwire.groups.ledger import Attendance, Ledger
+from gradwire.groups.work import Work, seconds
+
+
+def make(op: Collective | None = None, *, timeout: float = 30.0, ledger: Ledger | None = None) -> Work:
+    books = ledger or Ledger(name="books", rank=1, size=3)
+    work = Work(op or build.all_reduce(torch.ones(2), label="loss"), books, seq=books.next_seq(), timeout=timeout)
+    books.submitted(work)
+    return work
+
+
+def test_the_first_settlement_wins() -> None:
+    work, error = make(), GroupAborted("too late")
+    assert work.finish()
+    assert not work.fail(error)
+    assert not work.finish()
+    assert work.is_success()
+    assert work.exception() is None
+
+    failed = make()
+    assert failed.fail(error)
+    assert not failed.finish()
+    assert failed.exception() is error
+
+
+def test_of_many_settlers_one_wins_and_is_reported_once() -> None:
+    ledger = Ledger(name="books", rank=0, size=1)
+    seen: list[object] = []
+    ledger.events.listen(seen.append)
+    work = make(ledger=ledger)
+    seen.clear()
+    start = threading.Barrier(8)
+    won: list[bool] = []
+
+    def settle(i: int) -> None:
+        start.wait(10)
+        won.append(work.finish() if i % 2 else work.fail(GroupAborted(str(i))))
+
+    threads = [threading.Thread(target=settle, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(won) == [False] * 7 + [True]
+    assert len(seen) == 1
+
+
+def test_wait_returns_again_and_again() -> None:
+    work = make()
+    work.finish()
+    assert [work.wait(), work.wait(0.0), work.wait(timedelta(seconds=1)), work.wait(-1)] == [True] * 4
+
+
+def test_wait_raises_the_same_error_again_and_again() -> None:
+    work, error = make(), GroupAborted("the end")
+    work.fail(error)
+    for _ in range(2):
+        with pytest.raises(GroupAborted) as caught:
+            work.wait()
+        assert caught.value is error
+    with pytest.raises(GroupAborted):
+        work.result()
+
+
+def test_waiters_in_threads_all_wake() -> None:
+    work = make()
+    answers: list[bool] = []
+    threads = [threading.Thread(target=lambda: answers.append(work.wait())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    work.finish()
+    for thread in threads:
+        thread.join(10)
+    assert answers == [True] * 4
+
+
+@pytest.mark.parametrize("limit", [0, 0.0, 0.01, -1, -5.0, timedelta(milliseconds=10)])
+def test_a_wait_that_times_out_leaves_the_operation_alone(limit: float | timedelta) -> None:
+    work = make()
+    with pytest.raises(CollectiveTimeout, match="label='loss'") as caught:
+        work.wait(limit)
+    assert caught.value.op == work.op.signature
+    assert not work.is_completed()
+    assert work.exception() is None
+    work.finish()
+    assert work.wait()
+
+
+def test_a_zero_timedelta_means_none_given() -> None:
+    assert seconds(timedelta(0)) is None
+    assert seconds(timedelta(milliseconds=-1)) is None
+    assert seconds(None) is None
+    assert seconds(timedelta(seconds=2)) == 2.0
+    assert seconds(3) == 3.0
+    assert seconds(0) == 0.0
+
+
+def test_the_deadline_fails_the_operation_itself() -> None:
+    work = make(timeout=0.02)
+    with pytest.raises(CollectiveTimeout) as caught:
+        work.wait()
+    assert work.exception() is caught.value
+    assert not work.finish()
+
+
+def test_a_wait_longer_than_the_deadline_ends_at_the_deadline() -> None:
+    work = make(timeout=0.02)
+    began = time.perf_counter()
+    with pytest.raises(CollectiveTimeout):
+        work.wait(60.0)
+    assert time.perf_counter() - began < 10
+    assert work.is_completed()
+
+
+def test_limit_only_shortens() -> None:
+    work = make(timeout=5.0)
+    work.limit(9.0)
+    assert work.timeout == 5.0
+    work.limit(2.0)
+    assert work.deadline == pytest.approx(work.started + 2.0)
+
+
+def test_a_timeout_names_the_missing_where_known() -> None:
+    ledger = Ledger(name="books", rank=0, size=3)
+    ledger.attendance = lambda work: Attendance(joined=(0, 1), missing=(2,))
+    with pytest.raises(CollectiveTimeout, match=r"missing: ranks \[2\]") as caught:
+        make(ledger=ledger).wait(0.0)
+    assert (caught.value.joined, caught.value.missing) == ((0, 1), (2,))
+
+
+def test_what_it_tells_in_flight_and_afterwards() -> None:
+    work = make()
+    assert (work.is_completed(), work.is_success(), work.exception(), work.duration) == (False, False, None, None)
+    assert "in flight for" in repr(work)
+    assert work.info.finished >= work.info.started
+    work.finish()
+    assert (work.is_completed(), work.is_success()) == (True, True)
+    assert work.duration is not None
+    assert work.duration >= 0
+    info = work.info
+    assert (info.op, info.group, info.rank, info.seq, info.bytes) == (work.op.signature, "books", 1, 0, 8)
+    assert (info.kind, info.label, info.error, info.duration) == ("all_reduce", "loss", None, work.duration)
+    assert repr(work).startswith("<Work #0 all_reduce(float32[2], SUM, label='loss') on rank 1 of books: finished in")
+
+
+def test_repr_of_a_failure() -> None:
+    work = make()
+    work.fail(GroupAborted("x"))
+    assert repr(work).endswith("failed: GroupAborted>")
+    assert isinstance(work.info.error, GroupAborted)
+
+
+def test_result_is_the_outputs() -> None:
+    t = torch.ones(2)
+    work = make(build.all_reduce(t))
+    work.finish()
+    assert work.result()[0] is t
+
+
+def test_source_rank() -> None:
+    t = torch.ones(2)
+    assert make(build.recv(t, src=2)).source_rank() == 2
+    anybody = make(build.recv(t))
+    with pytest.raises(UsageError, match="not known"):
+        anybody.source_rank()
+    anybody.finish(source_rank=0)
+    assert anybody.source_rank() == 0
+    for op in (build.send(t, dst=2), build.barrier()):
+        with pytest.raises(UsageError, match="Only a receive has a source"):
+            make(op).source_rank()
+
+
+# -- futures and callbacks -----------------------------------------------------------------------------------------------
+
+
+def test_a_future_taken_early_and_one_taken_late() -> None:
+    t = torch.ones(2)
+    work = make(build.all_reduce(t))
+    early = work.get_future()
+    assert not early.done()
+    chained = early.then(lambda future: future.value()[0] * 3)
+    t.add_(1)
+    work.finish()
+    assert early.wait()[0] is t
+    assert chained.wait().tolist() == [6.0, 6.0]
+    assert work.get_future() is early
+
+    done = make()
+    done.finish()
+    assert done.get_future().done()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_failed_operations_future_raises_its_error(early: bool) -> None:
+    work = make()
+    future = work.get_future() if early else None
+    work.fail(GroupAborted("the end"))
+    future = future or work.get_future()
+    with pytest.raises(GroupAborted, match="the end"):
+        future.wait()
+    chained = future.then(lambda done: done.value())
+    with pytest.raises(RuntimeError, match="the end"):
+        chained.wait()
+
+
+def test_a_base_exception_reaches_the_future_too() -> None:
+    work = make()
+    future = work.get_future()
+    work.fail(KeyboardInterrupt("stop"))
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
+        future.wait()
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+
+
+def test_done_callbacks_run_once_before_or_after() -> None:
+    work, calls = make(), []
+    work.add_done_callback(lambda w: calls.append(("early", w)))
+    assert calls == []
+    work.finish()
+    work.add_done_callback(lambda w: calls.append(("late", w)))
+    assert calls == [("early", work), ("late", work)]
+
+
+def test_a_done_callback_that_raises_does_not_stop_who_settles() -> None:
+    work, calls = make(), []
+
+    def bad(work: Work) -> None:
+        raise ValueError("bad callback")
+
+    work.add_done_callback(bad)
+    work.add_done_callback(calls.append)
+    assert work.finish()
+    assert calls == [work]
+    assert [str(error) for error in work.ledger.events.errors] == ["bad callback"]
+
+
+def test_listeners_are_told_before_waiters_wake() -> None:
+    ledger = Ledger(name="books", rank=0, size=1)
+    work = make(ledger=ledger)
+    told: list[bool] = []
+    ledger.events.listen(lambda event: told.append(work._latch.locked()))
+    work.finish()
+    assert told == [True]
+    assert work.wait()
+
+
+def test_a_hooks_error_comes_out_of_wait_once_and_leaves_the_operation_alone() -> None:
+    work = make()
+    work.finish()
+    work.ledger.hook_errors.append(HookError("a hook raised", hook="h"))
+    with pytest.raises(HookError, match="a hook raised"):
+        work.wait()
+    assert work.wait()

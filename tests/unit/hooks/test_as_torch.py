@@ -1,0 +1,173 @@
+"""gradwire's hooks inside torch's own DDP."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from gradwire.collectives import all_reduce
+from gradwire.errors import UsageTypeError
+from gradwire.groups import Group, ThreadGroup
+from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, as_torch_hook, cast, chain, mean
+from gradwire.testing import run_ranks
+
+STOCK = Path(__file__).parents[2] / "equivalence" / "stock" / "conftest.py"
+
+
+@pytest.fixture(scope="module")
+def torch_world() -> Callable[..., Any]:
+    """`dist` initialised on the ranks of a group, as the tests of torch's own tools have it."""
+    spec = importlib.util.spec_from_file_location("stock_worlds", STOCK)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.torch_world
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def train(model: nn.Module, rank: int, steps: int = 5) -> Tensor:
+    data = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        model.zero_grad()
+        model(torch.randn(4, 6, generator=data)).pow(2).sum().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * p.grad
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+class Careful(CommHook):
+    """The mean in two collectives, so that it runs on the lane, counting its steps by parameter."""
+
+    def init(self, spec: BucketSpec) -> dict[str, int]:
+        return dict.fromkeys(spec.names, 0)
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        for name in state:
+            state[name] += 1
+        assert set(state.values()) == {turn.step + 1}
+        yield all_reduce(torch.zeros(1))
+        return (yield from mean().reduce(grad, None, turn))
+
+    def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
+        return dict(state)
+
+    def load(self, saved: Any, spec: BucketSpec) -> dict[str, int]:
+        return {name: saved.get(name, 0) for name in spec.names}
+
+
+def test_the_same_parameters_as_plain_ddp(torch_world: Callable[..., Any]) -> None:
+    hooks = {"mean": mean(), "careful": Careful(), "cast": chain(cast(torch.bfloat16), mean())}
+
+    def rank_main(group: Group) -> dict[str, Tensor]:
+        done = {}
+        with torch_world(group, "gloo"):
+            done["plain"] = train(TorchDDP(make_model(), bucket_cap_mb=0.001), group.rank)
+            for name, hook in hooks.items():
+                model = TorchDDP(make_model(), bucket_cap_mb=0.001)
+                model.register_comm_hook(None, as_torch_hook(hook, group, named_parameters=model.named_parameters()))
+                done[name] = train(model, group.rank)
+                assert len(model._get_ddp_logging_data()["comm_hook"]) > 0
+        return done
+
+    a, b = run_ranks(rank_main, 2, kind="gloo")
+    for done in (a, b):
+        for name in ("mean", "careful"):
+            torch.testing.assert_close(done[name], done["plain"])
+        torch.testing.assert_close(done["cast"], done["plain"], rtol=0.05, atol=0.02)
+        assert not torch.equal(done["cast"], done["plain"])
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_what_a_hook_raises_comes_out_of_torchs_backward(torch_world: Callable[..., Any]) -> None:
+    class Angry(CommHook):
+        collectives = 1  # torch never frees a model whose hook failed, and so would keep a lane for good
+
+        def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+            yield all_reduce(grad)
+            raise ValueError("no gradient for you")
+
+    def rank_main(group: Group) -> None:
+        with torch_world(group, "gloo"):
+            model = TorchDDP(make_model())
+            model.register_comm_hook(None, as_torch_hook(Angry(), group))
+            with pytest.raises((ValueError, RuntimeError), match="no gradient for you"):
+                model(torch.ones(1, 6)).sum().backward()
+
+    run_ranks(rank_main, 2, kind="gloo")
+
+
+# -- without torch's DDP -------------------------------------------------------------------------------------------------
+
+
+class Bucket:
+    """What torch hands to a hook."""
+
+    def __init__(self, index: int, parameters: list[Tensor]) -> None:
+        self._index, self._parameters = index, parameters
+        self._buffer = torch.cat([torch.full((p.numel(),), 2.0) for p in parameters])
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def parameters(self) -> list[Tensor]:
+        return self._parameters
+
+
+@pytest.fixture
+def group() -> Any:
+    (only,) = ThreadGroup.world(1, timeout=20)
+    yield only
+    only.close()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_states_follow_their_parameters_into_other_buckets(group: Group, named: bool) -> None:
+    a, b, c = (torch.zeros(n) for n in (2, 3, 4))
+    names = [("a", a), ("b", b), ("c", c)] if named else []
+    hook = as_torch_hook(Careful(), group, named_parameters=names)  # asserts that every state is as old as the step
+    for layout in ([[a, b, c]], [[a, b, c]], [[c], [b, a]], [[c], [b, a]], [[a], [c], [b]], [[a, b, c]]):
+        for index, parameters in enumerate(layout):
+            assert hook(None, Bucket(index, parameters)).wait().tolist() == [2.0] * sum(p.numel() for p in parameters)
+
+
+def test_the_function_passes_torchs_check_of_hooks(group: Group) -> None:
+    hook = as_torch_hook(mean(), group)
+    signature = inspect.signature(hook)
+    assert list(signature.parameters) == ["state", "bucket"]
+    assert signature.parameters["bucket"].annotation is inspect.Parameter.empty
+    assert signature.return_annotation is inspect.Signature.empty
+    assert hook.__qualname__ == "mean()"
+
+
+def test_only_our_own_hooks_are_taken(group: Group) -> None:
+    with pytest.raises(UsageTypeError, match="not a CommHook"):
+        as_torch_hook(cast(torch.bfloat16), group)  # type: ignore[arg-type]
+
+
+def test_it_needs_no_result_of_several_collectives_to_return() -> None:
+    """torch goes on with backward while the lane works."""
+    a, b = ThreadGroup.world(2, timeout=20)
+    weight = torch.zeros(2)
+    first = as_torch_hook(Careful(), a)(None, Bucket(0, [weight]))
+    assert not first.done()
+    second = as_torch_hook(Careful(), b)(None, Bucket(0, [weight]))
+    assert Reduced(first.wait(), second.wait()) == (first.value(), second.value())
+    a.close(), b.close()

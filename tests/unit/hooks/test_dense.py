@@ -1,0 +1,200 @@
+"""mean, weighted_mean, cast, and chain: values against arithmetic on simulated ranks, errors when they are built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradwire.errors import UsageError, UsageTypeError
+from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, cast, chain, mean, weighted_mean
+from gradwire.testing import simulate
+
+NARROW = [torch.bfloat16, torch.float16]
+
+
+def gradients(ranks: int, numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator).to(dtype) for _ in range(ranks)]
+
+
+def average(values: list[Tensor]) -> Tensor:
+    return torch.stack(values).mean(0)
+
+
+# -- mean ----------------------------------------------------------------------------------------------------------------
+
+
+@given(ranks=st.integers(1, 5), numel=st.sampled_from([0, 1, 3, 17]), donated=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_mean_is_the_mean_on_every_rank(ranks: int, numel: int, donated: bool) -> None:
+    brought = gradients(ranks, numel)
+    done = simulate(mean(), brought, donated=donated)
+    for value, _ in done.reduced:
+        torch.testing.assert_close(value, average(brought))
+        assert torch.equal(value, done.reduced[0].value)
+    assert done.nbytes == 4 * numel
+
+
+def test_mean_sends_what_it_was_given() -> None:
+    brought = gradients(3, 5)
+    for (_, sent), grad in zip(simulate(mean(), brought).reduced, brought, strict=True):
+        assert torch.equal(sent, grad)
+
+
+def test_mean_divides_by_those_who_still_have_inputs() -> None:
+    brought = [torch.tensor([2.0]), torch.tensor([4.0]), torch.tensor([0.0])]
+    for donated in (False, True):
+        done = simulate(mean(), brought, divisor=2, donated=donated)
+        assert [value.item() for value, _ in done.reduced] == [3.0, 3.0, 3.0]
+
+
+def test_mean_of_complex_and_of_sparse_gradients() -> None:
+    done = simulate(mean(), [torch.tensor([1 + 1j]), torch.tensor([3 - 1j])])
+    assert done.reduced[1].value.item() == 2
+    rows = [torch.eye(3)[:, :2].mul(rank + 1).to_sparse(1) for rank in range(2)]
+    done = simulate(mean(), rows)
+    assert torch.equal(done.reduced[0].value.to_dense(), torch.eye(3)[:, :2] * 1.5)
+
+
+# -- weighted mean -------------------------------------------------------------------------------------------------------
+
+
+@given(weights=st.lists(st.integers(0, 7), min_size=1, max_size=4), donated=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_weighted_mean_counts_each_rank_by_its_weight(weights: list[int], donated: bool) -> None:
+    brought = gradients(len(weights), 6, torch.float64)
+    done = simulate(weighted_mean(), brought, weights=[float(w) for w in weights], donated=donated)
+    total = sum(weights)
+    expected = sum(w * g for w, g in zip(weights, brought, strict=True)) / total if total else torch.zeros(6).double()
+    for value, _ in done.reduced:
+        torch.testing.assert_close(value, expected)
+        assert torch.equal(value, done.reduced[0].value)
+    torch.testing.assert_close(average([sent for _, sent in done.reduced]), expected)
+
+
+def test_weights_as_large_as_batches_survive_a_narrow_dtype() -> None:
+    brought = [torch.tensor([1.0], dtype=torch.bfloat16)] * 2
+    done = simulate(weighted_mean(), brought, weights=[257.0, 258.0])
+    assert done.reduced[0].value.item() == 1.0
+
+
+def test_weighted_mean_refuses_what_it_cannot_weigh() -> None:
+    with pytest.raises(UsageError, match=r"rank 0: weight -1\.0 is negative"):
+        simulate(weighted_mean(), [torch.ones(1)], weights=[-1.0])
+    with pytest.raises(UsageError, match=r"rank 0: weight nan"):
+        simulate(weighted_mean(), [torch.ones(1)], weights=[float("nan")])
+    with pytest.raises(UsageError, match="sparse gradients cannot be weighted"):
+        simulate(weighted_mean(), [torch.eye(2).to_sparse(1)])
+
+
+# -- cast ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("donated", [False, True])
+def test_cast_reduces_in_the_narrow_dtype(dtype: torch.dtype, donated: bool) -> None:
+    brought = gradients(3, 11)
+    done = simulate(chain(cast(dtype), mean()), brought, donated=donated)
+    expected = average([g.to(dtype).float() for g in brought]).to(dtype).float()
+    for value, _ in done.reduced:
+        assert value.dtype == torch.float32
+        assert torch.equal(value, expected)
+    assert done.exchanges[0].op.dtypes == (str(dtype).removeprefix("torch."),)
+    assert done.nbytes == 2 * 11
+
+
+def test_cast_tells_what_it_sent_after_rounding() -> None:
+    brought = gradients(2, 7)
+    done = simulate(chain(cast(torch.bfloat16), mean()), brought)
+    for (_, sent), grad in zip(done.reduced, brought, strict=True):
+        assert torch.equal(sent, grad.bfloat16().float())
+
+
+def test_cast_to_the_dtype_it_already_has_changes_nothing() -> None:
+    brought = gradients(2, 5)
+    plain, done = simulate(mean(), brought), simulate(chain(cast(torch.float32), mean()), brought)
+    assert torch.equal(done.reduced[0].value, plain.reduced[0].value)
+    assert torch.equal(brought[0], gradients(2, 5)[0])
+
+
+def test_cast_leaves_complex_gradients_as_they_are() -> None:
+    """A narrow real dtype would drop their imaginary part without a word."""
+    done = simulate(chain(cast(torch.bfloat16), mean()), [torch.tensor([1 + 2j]), torch.tensor([3 + 4j])])
+    assert done.reduced[0].value.item() == 2 + 3j
+
+
+class Remembers(CommHook):
+    """Shows which bucket its state was made for."""
+
+    def init(self, spec: BucketSpec) -> torch.dtype:
+        return spec.dtype
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        assert grad.dtype == state == turn.spec.dtype
+        return Reduced(grad, grad)
+        yield
+
+    def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
+        return {name: spec.dtype for name in spec.names}
+
+    def load(self, saved: Any, spec: BucketSpec) -> torch.dtype:
+        assert set(saved.values()) == {spec.dtype}
+        return spec.dtype
+
+
+def test_the_hook_inside_a_cast_lives_in_the_narrow_dtype() -> None:
+    hook = chain(cast(torch.bfloat16), Remembers())
+    spec = BucketSpec(0, ("w",), ((3,),), ((1,),), torch.float32, torch.device("cpu"))
+    done = simulate(hook, [torch.zeros(3)], spec=spec)
+    saved = hook.save(done.states[0], spec)
+    assert saved == {"w": torch.bfloat16}
+    assert hook.load(saved, spec) == torch.bfloat16
+
+
+def test_a_cast_is_as_many_collectives_as_what_is_in_it() -> None:
+    assert chain(cast(torch.bfloat16), mean()).collectives == 1
+    assert chain(cast(torch.bfloat16), Remembers()).collectives is None
+
+
+# -- how they are built --------------------------------------------------------------------------------------------------
+
+
+def test_chain_puts_the_left_one_outermost() -> None:
+    assert repr(chain(cast(torch.float16), cast(torch.bfloat16), mean())) == (
+        "cast(torch.float16) > cast(torch.bfloat16) > mean()"
+    )
+    assert chain(mean()) == mean()
+    assert repr(weighted_mean()) == "weighted_mean()"
+
+
+def test_hooks_are_values() -> None:
+    assert chain(cast(torch.bfloat16), mean()) == chain(cast(torch.bfloat16), mean())
+    assert chain(cast(torch.bfloat16), mean()) != chain(cast(torch.float16), mean())
+    assert hash(mean()) == hash(mean())
+
+
+@pytest.mark.parametrize(
+    ("parts", "error", "words"),
+    [
+        ((), UsageError, "chain.. of nothing"),
+        ((cast(torch.bfloat16),), UsageTypeError, "the last part.* is a stage"),
+        ((mean(), cast(torch.bfloat16)), UsageTypeError, "is a stage"),
+        ((mean(), mean()), UsageTypeError, r"mean\(\) communicates by itself"),
+        ((3, mean()), UsageTypeError, "3 is not a stage"),
+        ((lambda hook: None, mean()), UsageTypeError, "returned None, not a CommHook"),
+    ],
+)
+def test_chain_refuses_at_once(parts: tuple[Any, ...], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        chain(*parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.bool])
+def test_cast_refuses_what_is_not_floating_point(dtype: torch.dtype) -> None:
+    with pytest.raises(UsageError, match="not a floating-point dtype"):
+        cast(dtype)

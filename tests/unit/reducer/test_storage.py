@@ -1,0 +1,111 @@
+"""Bucket memory: gradients come in, the result is put, views stay views."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.groups import Group, GroupWrapper, ThreadGroup
+from gradwire.hooks import BucketSpec
+from gradwire.reducer.storage import Storage
+
+CPU = torch.device("cpu")
+SPEC = BucketSpec(0, ("a", "b", "c"), ((2,), (2, 2), ()), ((1,), (1, 2), ()), torch.float32, CPU)
+
+
+class Arena(GroupWrapper):
+    """A group with memory of its own."""
+
+    def allocate(self, numel: int, **kind: Any) -> Tensor:
+        self.memory = torch.full((numel,), float("nan"), **kind)
+        return self.memory
+
+
+@pytest.fixture
+def group() -> Any:
+    (only,) = ThreadGroup.world(1)
+    yield Arena(only)
+    only.close()
+
+
+@pytest.fixture
+def storage(group: Group) -> Storage:
+    return Storage(SPEC, group)
+
+
+def test_memory_comes_from_the_group_and_begins_as_zeros(group: Any, storage: Storage) -> None:
+    assert storage.buffer is group.memory
+    assert group.memory.tolist() == [0.0] * 7
+    assert [view.stride() for view in storage.views] == [(1,), (1, 2), ()]
+
+
+def test_gradients_elsewhere_are_copied_and_absent_ones_are_zero(storage: Storage) -> None:
+    assert storage.buffer is not None
+    storage.buffer.fill_(9.0)
+    second = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    storage.take_in([None, second, torch.tensor(7.0)])
+    assert storage.views[0].tolist() == [0.0, 0.0]
+    assert torch.equal(storage.views[1], second)
+    assert storage.buffer.tolist() == [0.0, 0.0, 1.0, 3.0, 2.0, 4.0, 7.0]
+
+
+def test_gradients_that_are_views_are_not_copied(storage: Storage) -> None:
+    storage.views[1].fill_(5.0)
+    versions = [view._version for view in storage.views]
+    again = storage.views[0].as_strided((2,), (1,))  # the same place under another object
+    storage.take_in([again, storage.views[1], storage.views[2]])
+    assert [view._version for view in storage.views] == versions
+    assert storage.views[1].tolist() == [[5.0, 5.0], [5.0, 5.0]]
+
+
+def test_a_gradient_in_the_same_place_with_other_strides_is_read_before_it_is_written(storage: Storage) -> None:
+    assert storage.buffer is not None
+    storage.buffer.copy_(torch.arange(7.0))
+    transposed = storage.views[1].as_strided((2, 2), (2, 1), storage.views[1].storage_offset())
+    expected = transposed.clone()
+    storage.take_in([storage.views[0], transposed, storage.views[2]])
+    assert torch.equal(storage.views[1], expected)
+
+
+def test_gradients_of_another_dtype_are_converted(storage: Storage) -> None:
+    storage.take_in([torch.ones(2, dtype=torch.float16), None, None])
+    assert storage.views[0].tolist() == [1.0, 1.0]
+
+
+def test_a_gradient_with_a_graph_is_taken_without_it(storage: Storage) -> None:
+    grad = torch.ones(2, requires_grad=True) * 2
+    storage.take_in([grad, None, None])
+    assert storage.views[0].tolist() == [2.0, 2.0]
+    assert not storage.views[0].requires_grad
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        torch.arange(7.0),
+        torch.arange(7.0, dtype=torch.float64),
+        torch.arange(7.0).reshape(7, 1),
+        torch.stack([torch.arange(7.0), torch.zeros(7)], 1)[:, 0],
+    ],
+    ids=["elsewhere", "of another dtype", "of another shape", "not contiguous"],
+)
+def test_a_result_elsewhere_is_put_into_the_buffer(storage: Storage, result: Tensor) -> None:
+    storage.put(result)
+    assert storage.buffer is not None
+    assert storage.buffer.tolist() == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_result_in_the_buffer_stays_there(storage: Storage) -> None:
+    assert storage.buffer is not None
+    before = storage.buffer._version
+    storage.put(storage.buffer)
+    assert storage.buffer._version == before
+
+
+def test_a_sparse_bucket_has_no_buffer(group: Any) -> None:
+    storage = Storage(BucketSpec(0, ("e",), ((5, 2),), ((2, 1),), torch.float32, CPU, sparse=True), group)
+    assert storage.buffer is None
+    assert storage.views == []

@@ -1,0 +1,62 @@
+"""The public face: the names that `import gradwire` gives, and the first page that people read."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradwire
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
+
+
+@pytest.mark.parametrize("name", gradwire.__all__)
+def test_every_public_name_is_there_and_says_what_it_is(name):
+    value = getattr(gradwire, name)
+    if name != "__version__":
+        assert inspect.getdoc(value)
+
+
+def test_every_branch_of_the_error_tree_is_public():
+    branches = {error for error in gradwire.GradwireError.__subclasses__() if error.__module__ == "gradwire.errors"}
+    assert branches >= {gradwire.UsageError, gradwire.GroupError, gradwire.InternalError}
+    assert {error.__name__ for error in branches} <= set(gradwire.__all__)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'gradwire' has no attribute 'warp'"):
+        _ = gradwire.warp
+
+
+def test_training_does_not_import_the_machinery_of_tests():
+    code = "import sys, gradwire; assert 'gradwire.testing' not in sys.modules; assert gradwire.testing.run_ranks"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("code", BLOCKS, ids=lambda code: re.sub(r"\W+", " ", code)[-40:])
+def test_the_readme_tells_the_truth(code, tmp_path):
+    page = tmp_path / "page.py"
+    page.write_text(code)
+    done = subprocess.run([sys.executable, page], capture_output=True, text=True, timeout=100)
+    assert done.stderr == ""
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == re.findall(r"# -> (.*)$", code, re.M)
+
+
+def test_the_readme_has_code():
+    assert len(BLOCKS) >= 3
+
+
+def test_the_readme_points_at_what_is_there():
+    folders = re.findall(r"`(src/gradwire/[\w./]*)`", README)
+    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)]*)\)", README)]
+    assert len(folders) >= 5
+    for path in [*folders, *links]:
+        assert (ROOT / path).exists(), path
