@@ -1,10 +1,10 @@
 """Drives a reduction against a Group: the one place where hooks meet communication.
 
 Note [Where a reduction runs]
-On CUDA with a stream-ordered group it runs straight through in the caller's thread under a side stream: a stream-ordered group's `wait` does not block
-the host, so the whole hook is enqueued while backward goes on. Elsewhere a hook of one collective is submitted at once and
-finished by whoever waits for it; a hook of several runs on the group's lane, one bucket after another, so that all ranks
-submit their collectives in the same order whatever the timing.
+On CUDA, if the group orders streams, it runs straight through in the caller's thread under a side stream: `wait` then does
+not block the host, so the whole hook is enqueued while backward goes on. Elsewhere a hook of one collective is submitted at
+once and finished by whoever waits for it; a hook of several runs on the group's lane, one bucket after another, so that all
+ranks submit their collectives in the same order whatever the timing.
 """
 
 from __future__ import annotations

@@ -235,7 +235,8 @@ def from_process_group(
 ) -> Group:
     """The gradwire group of a process group: the one inside, if `as_process_group` made it, else one that runs on `pg`.
 
-    A bare engine such as ProcessGroupGloo will do too. None stands for `dist.group.WORLD`. `name`, `timeout` and `store` are for a group that is made here; it does not own `pg`.
+    A bare engine such as ProcessGroupGloo will do too. None stands for `dist.group.WORLD`. `name`, `timeout` and `store` are
+    for a group that is made here; it does not own `pg`.
     """
     if pg is None:
         pg = dist.group.WORLD

@@ -80,6 +80,7 @@ class Replica:
         self.sync_buffers_next = True
         self._skip_unused = skip_unused
         self.names, self.parameters, specs = _parameters(module, self.ignore)
+        _check_engine_thread(group, self.parameters)
         if sync_at_start:
             compare_parameters(group, specs, device=self._device())
             self.broadcast_state()
@@ -344,6 +345,15 @@ def _weak_relayout(replica: Replica) -> Callable[[BucketLayout], None]:
             owner.move_states(layout)
 
     return relayout
+
+
+def _check_engine_thread(group: Group, parameters: list[nn.Parameter]) -> None:
+    """Refuse what would hang: a backward that waits in the engine's thread for another rank that needs the same thread."""
+    if group.in_one_process and group.size > 1 and any(p.device.type == "cuda" for p in parameters):
+        raise UsageError(
+            f"replicating a model on {parameters[0].device} over {group}: its ranks are threads of one process, whose autograd "
+            "engine has one thread per CUDA device, so they would wait for each other for ever. Use ranks in processes."
+        )
 
 
 def _parameters(
