@@ -1,0 +1,222 @@
+"""The parts of C10dGroup: what engines take, how their errors read, what the roll call knows; recovery."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire.collectives import ReduceOp, build
+from gradwire.errors import CollectiveTimeout, GradwireError, GroupAborted, GroupError, PeerLost, UsageError
+from gradwire.groups import C10dGroup, Group, ThreadGroup
+from gradwire.groups.c10d.engine import GLOO, NCCL, engine_of
+from gradwire.groups.c10d.failures import translate
+from gradwire.groups.c10d.rollcall import RollCall, host_identity, process_start
+from gradwire.groups.ledger import Ledger
+from gradwire.groups.work import Work
+from gradwire.testing import run_ranks
+
+
+def work_of(op=None) -> Work:
+    return Work(op or build.barrier(label="b"), Ledger(name="g", rank=1, size=3), seq=7, timeout=2.0)
+
+
+TAKEN = [
+    (build.all_reduce(torch.ones(3)), True),
+    (build.all_reduce([torch.ones(3), torch.ones(2)]), False),
+    (build.all_reduce(torch.ones(4, 2).t()), False),
+    (build.all_reduce(torch.ones(3, dtype=torch.int16)), False),
+    (build.all_reduce(torch.ones(3, dtype=torch.int32), op=ReduceOp.BAND), True),
+    (build.all_reduce(torch.ones(3), op=ReduceOp.PREMUL_SUM, factor=2.0), False),
+    (build.reduce(torch.ones(3), dst=0), False),
+    (build.all_gather([torch.ones(3), torch.ones(2)], torch.ones(3)), False),
+    (build.all_gather([torch.ones(3), torch.ones(3)], torch.ones(3)), True),
+    (build.all_to_all_single(torch.ones(2), torch.ones(2), output_split_sizes=[1, 1]), False),
+    (build.send(torch.ones(3, dtype=torch.float8_e5m2), dst=1), True),
+    (build.barrier(), True),
+]
+
+
+@pytest.mark.parametrize(("op", "taken"), TAKEN, ids=[str(op) for op, _ in TAKEN])
+def test_what_gloo_takes_as_it_is(op, taken):
+    assert GLOO.takes(op) is taken
+
+
+def test_nccl_does_not_receive_from_anybody_and_orders_streams():
+    assert not NCCL.takes(build.recv(torch.ones(2)))
+    assert NCCL.takes(build.recv(torch.ones(2), src=1))
+    assert NCCL.stream_ordered
+
+
+def test_an_unknown_engine_is_asked_for_no_more_than_gloo():
+    odd = build.all_reduce(torch.ones(3, dtype=torch.int16))
+    assert not engine_of("ucc", in_python=False).takes(odd)
+    assert engine_of("mine", in_python=True).takes(odd)
+
+
+SAID = [
+    ("[pair.cc:553] Connection closed by peer [127.0.0.1]:1445. GLHF!", PeerLost),
+    ("Application timeout caused pair closure", PeerLost),
+    ("Broken pipe", PeerLost),
+    ("Timed out waiting 1000ms for recv operation to complete", CollectiveTimeout),
+    ("something nobody has seen", GroupError),
+]
+
+
+@pytest.mark.parametrize(("said", "kind"), SAID, ids=[s for s, _ in SAID])
+def test_engines_errors_are_translated(said, kind):
+    original = RuntimeError(said)
+    error = translate(original, work_of(build.all_reduce(torch.ones(2), label="doomed")), "gloo", None)
+    assert type(error) is kind
+    assert error.__cause__ is original
+    assert "label='doomed'" in str(error)
+    assert said.splitlines()[0] in str(error)
+
+
+def test_our_own_errors_pass_untouched():
+    error = GradwireError("as it is")
+    assert translate(error, work_of(), "gloo", None) is error
+
+
+# -- the roll call -------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_is_alive_until_it_is_a_zombie():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert process_start(child.pid)
+    child.kill()
+    deadline = time.monotonic() + 10
+    while process_start(child.pid) is not None and time.monotonic() < deadline:
+        pass  # not reaped: a zombie, which os.kill(pid, 0) would call alive
+    assert process_start(child.pid) is None
+    child.communicate()
+    assert process_start(child.pid) is None
+
+
+def test_pages_are_read_by_the_others():
+    store = dist.HashStore()
+    a, b = RollCall(store, 0, 2), RollCall(store, 1, 2)
+    b.joined = 3
+    b.publish()
+    a.refresh()
+    assert (a.members[1].joined, a.members[1].pid, a.members[1].host) == (3, os.getpid(), host_identity())
+    assert a.dead() is None
+    b.leave("closed")
+    a.refresh()
+    assert a.left_before(4) == 1
+    assert a.left_before(3) is None
+
+
+def test_an_obituary_reaches_everybody_and_the_first_stays():
+    store = dist.HashStore()
+    a, b = RollCall(store, 0, 2), RollCall(store, 1, 2)
+    a.bury(1, "gone")
+    a.bury(None, "later")
+    b.refresh()
+    assert b.obituary == (1, "gone")
+    assert b.find_culprit(1) == (1, "gone")
+
+
+def test_two_groups_on_one_store_do_not_mix():
+    store = dist.HashStore()
+    first, second = RollCall(store, 0, 1), RollCall(store, 0, 1)
+    first.bury(0, "gone")
+    second.refresh()
+    assert second.obituary is None
+
+
+def test_a_store_that_fails_is_given_up():
+    class Broken(dist.Store):
+        calls = 0
+
+        def add(self, key, amount):
+            return 1
+
+        def set(self, key, value):
+            Broken.calls += 1
+            raise RuntimeError("gone")
+
+    roll = RollCall(Broken(), 0, 1)
+    for joined in range(1, 10):
+        roll.joined = joined
+        roll.publish()
+    assert roll.store_lost
+    assert Broken.calls == 3
+
+
+# -- the group -----------------------------------------------------------------------------------------------------------
+
+
+def test_only_a_process_group_will_do():
+    with pytest.raises(UsageError, match="not a torch[.]distributed process group"):
+        C10dGroup(object())
+
+
+def _rank_of_subgroup(group: Group) -> list[float]:
+    part = group.split(group.rank % 2, key=-group.rank)
+    assert part is not None
+    t = torch.tensor([float(group.rank)])
+    part.all_reduce(t)
+    order = torch.empty(part.size)
+    part.all_gather_into_tensor(order, torch.tensor([float(group.rank)]))
+    part.close()
+    return [t.item(), *order.tolist()]
+
+
+def test_subgroups_have_engines_of_their_own():
+    assert run_ranks(_rank_of_subgroup, 4, kind="gloo") == [[2, 2, 0], [4, 3, 1], [2, 2, 0], [4, 3, 1]]
+
+
+# -- recovery ------------------------------------------------------------------------------------------------------------
+
+
+def _abort_and_recover(group: Group, lonely: bool) -> tuple[str, float]:
+    """With `lonely`, rank 0 has begun an operation that the others never join: the ranks are out of step."""
+    group.barrier()
+    if group.rank == 1:
+        group.abort("on purpose")
+    told = ""
+    try:
+        if lonely and group.rank == 0:
+            group.all_reduce(torch.ones(3), label="lonely")
+        else:
+            group.recv(torch.ones(1), src=1 - min(group.rank, 1))
+    except GroupAborted as error:
+        told = error.reason
+    group.recover()
+    t = torch.tensor([float(group.rank)])
+    group.all_reduce(t)
+    return told, t.item()
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+@pytest.mark.parametrize("lonely", [False, True], ids=["in step", "out of step"])
+def test_an_aborted_group_recovers(kind, lonely):
+    for told, total in run_ranks(lambda group: _abort_and_recover(group, lonely), 3, kind=kind):
+        assert "on purpose" in told
+        assert total == 3
+
+
+def test_recovery_needs_every_rank():
+    a, b = ThreadGroup.world(2, timeout=0.2)
+    a.abort("no reason")
+    with pytest.raises(CollectiveTimeout, match="not all of 2 ranks came"):
+        a.recover()
+    a.close()
+    b.close()
+
+
+def _lost_is_lost(group: Group) -> str:
+    group.fail(PeerLost("rank 9 is lost", rank=9))
+    with pytest.raises(PeerLost) as caught:
+        group.recover(timeout=1)
+    return str(caught.value)
+
+
+def test_a_lost_peer_cannot_be_recovered():
+    assert run_ranks(_lost_is_lost, 2, kind="gloo") == ["rank 9 is lost"] * 2

@@ -1,0 +1,146 @@
+"""What each wrapper adds. That none of them takes anything away is shown in conformance/."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradwire.collectives import Kind, ReduceOp, build
+from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, NonFiniteGradient, UsageError
+from gradwire.groups import Deadline, Latched, NanCheck, Recording, ThreadGroup, Verified
+from gradwire.testing import run_ranks
+
+
+def test_recording_keeps_what_was_submitted_and_how_it_ended():
+    def rank(group):
+        group.all_reduce(torch.ones(3), label="a")
+        group.broadcast(torch.ones(2), src=1, label="b")
+        return [s.label for s in group.submitted], [(i.kind, i.bytes, i.error) for i in group.finished]
+
+    expected = (["a", "b"], [("all_reduce", 12, None), ("broadcast", 8, None)])
+    assert run_ranks(rank, 2, wrap=Recording) == [expected] * 2
+
+
+def test_recording_is_bounded_and_parts_have_their_own():
+    (group,) = (Recording(g, limit=2) for g in ThreadGroup.world(1))
+    for i in range(5):
+        group.barrier(label=str(i))
+    assert [s.label for s in group.submitted] == ["3", "4"]
+    part = group.split(0)
+    assert isinstance(part, Recording)
+    assert part.submitted == []
+    part.close()
+    group.close()
+
+
+def test_a_deadline_names_the_missing():
+    a, b, c = (Deadline(g, seconds=0.2) for g in ThreadGroup.world(3))
+    b.barrier(async_op=True)
+    with pytest.raises(CollectiveTimeout) as caught:
+        a.barrier(label="meet")
+    assert caught.value.missing == (2,)
+    assert caught.value.joined == (0, 1)
+    assert a.timeout == 0.2
+    for group in (a, b, c):
+        group.close(timeout=0)
+
+
+def test_a_deadline_is_more_than_nothing():
+    (group,) = ThreadGroup.world(1)
+    with pytest.raises(UsageError, match="must be more than 0"):
+        Deadline(group, seconds=0)
+    group.close()
+
+
+def test_a_latch_closes_with_the_first_failure_and_opens_on_recovery():
+    def rank(group):
+        with pytest.raises(CollectiveMismatch) as first:
+            group.all_reduce(torch.ones(3 + group.rank))
+        with pytest.raises(GroupAborted, match="an earlier operation failed with CollectiveMismatch") as second:
+            group.barrier()
+        assert second.value.__cause__ is group.first_failure
+        assert type(group.first_failure) is type(first.value)
+        group.recover()
+        group.barrier()
+        return group.first_failure
+
+    assert run_ranks(rank, 2, wrap=Latched) == [None, None]
+
+
+DIFFERENT = {
+    "shape": lambda rank: build.all_reduce(torch.ones(3 + (rank == 1))),
+    "dtype": lambda rank: build.all_reduce(torch.ones(3, dtype=torch.float64 if rank == 1 else torch.float32)),
+    "op": lambda rank: build.all_reduce(torch.ones(3), op=ReduceOp.MAX if rank == 1 else ReduceOp.SUM),
+    "kind": lambda rank: build.barrier() if rank == 1 else build.all_reduce(torch.ones(3)),
+    "root": lambda rank: build.broadcast(torch.ones(3), src=int(rank == 1)),
+    "label": lambda rank: build.all_reduce(torch.ones(3), label=f"layer {rank == 1}"),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+def test_verified_says_who_disagrees_in_what(what, kind):
+    def rank(group):
+        with pytest.raises(CollectiveMismatch) as caught:
+            group.submit(DIFFERENT[what](group.rank)).wait()
+        group.barrier(label="still in step")
+        return str(caught.value), {r: s.kind for r, s in caught.value.ops.items()}
+
+    for text, kinds in run_ranks(rank, 3, kind=kind, wrap=Verified):
+        assert f"ranks differ in {what}: rank 1 has" in text
+        assert kinds[0] is (Kind.BROADCAST if what == "root" else Kind.ALL_REDUCE)
+        assert sorted(kinds) == [0, 1, 2]
+
+
+BAD = {
+    "nan": (1, float("nan"), torch.float32),
+    "infinity": (2, float("inf"), torch.bfloat16),
+    "complex": (0, complex(0, float("nan")), torch.complex64),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_nan_check_names_the_rank_on_every_rank(name):
+    bad, value, dtype = BAD[name]
+
+    def rank(group):
+        t = torch.ones(4, dtype=dtype)
+        if group.rank == bad:
+            t[2] = value
+        with pytest.raises(NonFiniteGradient) as caught:
+            group.all_reduce(t, label="layer.weight")
+        group.all_reduce(torch.ones(2, dtype=torch.int64))
+        return caught.value.rank, caught.value.parameter
+
+    assert run_ranks(rank, 3, wrap=NanCheck) == [(bad, "layer.weight")] * 3
+
+
+def test_nan_check_looks_at_what_is_contributed_only():
+    def rank(group):
+        t = torch.full((2,), 1.0 if group.rank == 1 else float("nan"))
+        group.broadcast(t, src=1)
+        return t.tolist()
+
+    assert run_ranks(rank, 2, wrap=NanCheck) == [[1.0, 1.0]] * 2
+
+
+def test_nan_check_sees_a_sum_that_overflows():
+    def rank(group):
+        with pytest.raises(NonFiniteGradient, match="every rank's values were finite"):
+            group.all_reduce(torch.full((2,), 60_000.0, dtype=torch.float16))
+
+    run_ranks(rank, 2, wrap=NanCheck)
+
+
+def test_nan_check_refuses_to_send():
+    def rank(group):
+        if group.rank == 0:
+            with pytest.raises(NonFiniteGradient):
+                group.send(torch.tensor([float("nan")]), dst=1)
+            group.send(torch.tensor([4.0]), dst=1)
+            return 4.0
+        t = torch.empty(1)
+        group.recv(t, src=0)
+        return t.item()
+
+    assert run_ranks(rank, 2, wrap=NanCheck) == [4.0, 4.0]
