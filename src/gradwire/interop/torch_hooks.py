@@ -36,10 +36,9 @@ def check_torch_hook(hook: Any) -> None:
             f"Communication hook must be callable. Got {type(hook).__name__}: {hook!r}. "
             "Pass a function hook(state, bucket) that returns a torch.futures.Future."
         )
-    try:
-        signature = inspect.signature(hook)
-    except (TypeError, ValueError):
-        return  # a callable in C has no signature; it will be checked by what it returns
+    signature = _signature(hook)
+    if signature is None:
+        return
     positional = [
         p
         for p in signature.parameters.values()
@@ -47,19 +46,29 @@ def check_torch_hook(hook: Any) -> None:
     ]
     named = signature.parameters.get("bucket") or (positional[1] if len(positional) > 1 else None)
     annotation = inspect.Parameter.empty if named is None else named.annotation
-    if annotation not in (inspect.Parameter.empty, TorchGradBucket, GradBucket, Any) and not (
-        isinstance(annotation, str) and annotation.rpartition(".")[2] == "GradBucket"
+    if annotation not in (inspect.Parameter.empty, TorchGradBucket, GradBucket, Any, object) and not (
+        isinstance(annotation, str) and annotation.rpartition(".")[2] in ("GradBucket", "Any")
     ):
         raise HookAnnotationError(
             f"Communication hook: bucket annotation should be dist.GradBucket. {name_of(hook)!r} says {annotation!r}."
         )
     returns = signature.return_annotation
     allowed = (inspect.Signature.empty, torch.futures.Future[torch.Tensor], torch.futures.Future, Any)
-    if returns not in allowed and not (isinstance(returns, str) and "Future" in returns):
+    if returns not in allowed and not (isinstance(returns, str) and ("Future" in returns or returns.endswith("Any"))):
         raise HookAnnotationError(
             "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. "
             f"{name_of(hook)!r} says {returns!r}."
         )
+
+
+def _signature(hook: Any) -> inspect.Signature | None:
+    """With annotations as objects where they can be found. A callable in C has none; what it returns is checked anyway."""
+    try:
+        return inspect.signature(hook, eval_str=True)
+    except (TypeError, ValueError):
+        return None
+    except Exception:  # whatever evaluating an annotation may raise: a name that only a type checker imports, say
+        return inspect.signature(hook)
 
 
 class TorchHookRun:
@@ -68,10 +77,7 @@ class TorchHookRun:
     def __init__(self, hook: TorchHook, state: Any, bucket: GradBucket, group: Group) -> None:
         self._bucket = bucket
         self._group = group
-        self._where = (
-            f"communication hook {name_of(hook)!r} on bucket {bucket.index()} "
-            f"(parameters {_listed(bucket.names())}), rank {group.rank}"
-        )
+        self._where = f"communication hook {name_of(hook)!r} on {bucket.spec}, rank {group.rank}"
         self._hook_name = name_of(hook)
         self._dtype = bucket.buffer().dtype
         self._numel = bucket.buffer().numel()
@@ -125,6 +131,8 @@ class TorchHookRun:
         if value.is_sparse or self._sparse:
             if value.is_sparse != self._sparse:
                 raise self._bad(f"a {value.layout} tensor", "one of the bucket's layout")
+            if value.shape != self._bucket.buffer().shape:
+                raise self._bad(f"a sparse tensor of {list(value.shape)}", f"one of {list(self._bucket.buffer().shape)}")
         elif value.numel() != self._numel:
             raise self._bad(f"a tensor of {value.numel()} elements", f"one of {self._numel}, as long as the bucket")
         if value.device.type != self._device.type:
@@ -138,11 +146,6 @@ class TorchHookRun:
 
     def _bad(self, got: str, expected: str) -> HookError:
         return HookError(f"{self._where}: returned {got}, expected {expected}.", hook=self._hook_name)
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    shown = ", ".join(names[:4])
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
 
 
 def _kind(value: Any) -> str:

@@ -189,7 +189,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def set_hook(self, hook: CommHook) -> None:
         """Use another gradwire hook from the next step on; every rank calls it after the same step with an equal hook."""
         self.replica.set_hook(hook)
-        self._comm_hooks = [(hook, None)]
+        self._comm_hooks[:] = [(hook, None)]  # the same list: the logger reads it
 
     def set_weight(self, weight: float) -> None:
         """How much this rank's gradient counts under `hooks.weighted_mean()`: usually the number of samples in its batch."""

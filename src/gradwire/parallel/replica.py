@@ -79,6 +79,7 @@ class Replica:
         self._steps: dict[int, int] = {}
         self.sync_buffers_next = True
         self._skip_unused = skip_unused
+        self._has_buffers = any(n not in self.ignore for n, _ in module.named_buffers())
         self.names, self.parameters, specs = _parameters(module, self.ignore)
         _check_engine_thread(group, self.parameters)
         if sync_at_start:
@@ -221,6 +222,7 @@ class Replica:
             raise failure  # another rank's step failed; this rank's caller must hear of it, or the two go on a step apart
         if failure is not None:
             self.recover()
+        self.reducer.forget_strays()
         if torch.is_grad_enabled():
             self._layout_before = self.reducer.layout
             self.reducer.rebuild()
@@ -270,7 +272,12 @@ class Replica:
     # -- parameters and buffers ------------------------------------------------------------------------------------------
 
     def named_buffers(self) -> dict[str, Tensor]:
-        """The module's buffers, looked up anew each time: modules may reassign them."""
+        """The module's buffers, looked up anew each time: modules may reassign them.
+
+        As in torch, a module that had none when it was replicated is not searched again: that takes as long as a bucket.
+        """
+        if not self._has_buffers:
+            return {}
         return {n: b for n, b in self.module.named_buffers() if n not in self.ignore}
 
     def sync_buffers(self, src: int = 0) -> None:
@@ -299,6 +306,7 @@ class Replica:
 
     def check_finished(self) -> None:
         """Raise if the last backward did not reduce every bucket."""
+        self.reducer.catch_up()
         machine = self.reducer.machine
         if machine.state in (State.RUNNING, State.LAUNCHED):
             raise machine.unfinished()

@@ -25,7 +25,7 @@ class Uneven:
 
     def context(self, model: Any, divide: bool, enable: bool, throw: bool) -> AbstractContextManager[Any]:
         """The context manager around a training loop."""
-        context: AbstractContextManager[Any] = Join([model], enable, throw, divide_by_initial_world_size=divide)
+        context: AbstractContextManager[Any] = _Join([model], enable, throw, divide_by_initial_world_size=divide)
         return context
 
     def hook(self, *, divide: bool) -> JoinHook:
@@ -80,6 +80,16 @@ class Uneven:
         """Make everybody's model that of a rank that joined last."""
         self.authoritative_rank = self.common_rank(is_last_joiner)
         self._replica.broadcast_state(self.authoritative_rank)
+
+
+class _Join(Join):
+    """torch's Join, which asks `dist` for the rank, and so knows only groups that were made there."""
+
+    def _extract_dist_info(self) -> None:
+        (joinable,) = self._joinables
+        self._process_group = joinable.join_process_group
+        self._device = joinable.join_device
+        self._rank = self._process_group.rank()
 
 
 def _zeros(replica: Replica) -> list[GradBucket]:

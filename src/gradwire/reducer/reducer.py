@@ -2,13 +2,22 @@
 
 It knows parameters, storage and a `launch` function that starts reducing one bucket. It does not know where a hook came from,
 which flags a user passed, or what a module is.
+
+Note [Quiet gradients]
+To be called for every gradient is what costs most: by the time the next one comes the engine has pushed this code out of the
+caches, so a call takes 5 to 10 microseconds on a slow core. All but a few of these calls change nothing: in a step like the
+last one, buckets are launched when the same gradients come. So once a step has shown which these are, the closers, all others
+only append their parameter to `arrived`, which takes no Python at all, and the machine is told of them, in their order, when
+a closer comes, when backward ends and when a new step begins. It misses nothing and nothing is launched later: only a
+bucket's own closer can fill it, and when a closer launches other buckets than last time, the order has changed and every
+gradient speaks for itself until the end of the step.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +31,10 @@ from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.drive import Pending
 from gradwire.reducer.assign import by_size
 from gradwire.reducer.layout import BucketLayout, ParameterSpec
-from gradwire.reducer.machine import Launch, Machine, State
-from gradwire.reducer.storage import Storage
+from gradwire.reducer.machine import Launch, Machine, ReadyTwice, State
+from gradwire.reducer.storage import Storage, below_autograd
+
+_RESTING = State.RESTING  # the attribute of an Enum takes ten times as long to look up, and this is asked for every gradient
 
 Launcher = Callable[[GradBucket], Pending]
 """Starts the reduction of a bucket."""
@@ -76,9 +87,18 @@ class Reducer:
         self.reported: BaseException | None = None
         self._callback_queued = False
         self._arrival: list[int] | None = None
+        self.arrived: list[Tensor] = []
+        self.on_listen: list[Callable[[Collection[int] | None], None]] = []
+        self._index = {id(p): i for i, p in enumerate(self.parameters)}
+        self._closers: dict[int, int] | None = None
+        self._launched_by: dict[int, int] = {}
+        self._held: list[list[Tensor | None]] = []
+        # What is still in it when a model is dropped would keep the parameters alive: their hooks know this list.
+        weakref.finalize(self, self.arrived.clear).atexit = False
         self._allocate()
 
     def _allocate(self) -> None:
+        self._launched_by = {}
         self.storages = [Storage(spec, self.group) for spec in self.layout.buckets]
         self._members = [[self.parameters[i] for i in m] for m in self.layout.members]
 
@@ -111,6 +131,8 @@ class Reducer:
 
     def prepare(self, unused: Iterable[int] = ()) -> None:
         """A forward has ended whose backward is to be synchronised."""
+        if self.arrived:
+            self.catch_up()
         unused = list(unused)
         try:
             self.machine.prepare(unused)
@@ -121,8 +143,23 @@ class Reducer:
         self._drop_pending()
         if self._first_uses is not None:
             self._first_uses = {}  # a backward that failed may have counted some
+        self._listen_to(self._launched_by if self._may_be_quiet() else None)
+        self._launched_by = {}
+
+    def _may_be_quiet(self) -> bool:
+        """Whether the last step has shown who launches, and nobody wants to know of every gradient at once."""
+        known = self.rebuilt and bool(self._launched_by) and self.machine.static_uses is None
+        return known and not self.events and not self.exchanges_used_map and self._first_uses is None
+
+    def _listen_to(self, closers: dict[int, int] | None) -> None:
+        """Be called for the gradients of these alone (for all: None) and find the rest in `arrived`."""
+        if closers != self._closers:
+            self._closers = closers
+            for tell in self.on_listen:
+                tell(closers)
 
     def _drop_pending(self) -> None:
+        self._held.clear()
         self._pending.clear()
         self.before_put_back.clear()
         self._callback_queued = False
@@ -167,11 +204,13 @@ class Reducer:
     # -- during backward -----------------------------------------------------------------------------------------------
 
     def on_ready(self, index: int) -> None:
-        """The gradient of parameter `index` has been accumulated. The hot path: called once per parameter and step."""
+        """The gradient of parameter `index` has been accumulated."""
+        if self.arrived:
+            self.catch_up()
         machine = self.machine
         if self.exchanges_used_map and self.parameters[index].grad is not None:
             self._seen[index] = True  # under no_sync too: what has accumulated there is reduced later
-        if machine.state is State.RESTING:
+        if machine.state is _RESTING:
             return
         if self.events:
             self.events.emit(GradientReady(time.perf_counter(), self.group.rank, machine.names[index], index))
@@ -185,7 +224,32 @@ class Reducer:
             self.fail(error)
             raise
         if launches:
+            self._launched_by[index] = len(launches)
             self._start(launches)
+        if self._closers is not None and self._closers.get(index, 0) != len(launches):
+            self._listen_to(None)
+
+    def catch_up(self) -> None:
+        """Tell the machine of the gradients that came quietly: see [Quiet gradients]."""
+        quiet = self.arrived[:]
+        del self.arrived[: len(quiet)]  # not clear(): another device's thread may append meanwhile
+        machine, index = self.machine, self._index
+        if machine.state is _RESTING:
+            return
+        try:
+            for parameter in quiet:
+                launches = machine.grad_ready(index[id(parameter)])
+                if launches:
+                    self._launched_by[index[id(parameter)]] = len(launches)
+                    self._start(launches)
+        except ReadyTwice as error:
+            self.fail(error)
+            raise
+
+    def forget_strays(self) -> None:
+        """Let go of gradients that came quietly in a backward that is not reduced."""
+        if self.machine.state is _RESTING:
+            self.arrived.clear()
 
     def backward_begins(self) -> None:
         """The first backward of a static graph has begun: at its end, reduce."""
@@ -226,6 +290,7 @@ class Reducer:
     def _launch(self, launch: Launch) -> Pending:
         storage, members = self.storages[launch.bucket], self._members[launch.bucket]
         gradients = [p.grad for p in members]
+        self._held.append(gradients)  # or each would get another Python object when it is put back
         if storage.buffer is None:
             buffer = _sparse(gradients[0], members[0])
         else:
@@ -246,6 +311,8 @@ class Reducer:
 
     def finish(self) -> None:
         """Wait for the reductions and put the averages back into `.grad`."""
+        if self.arrived:
+            self.catch_up()
         if self.events:
             self.events.emit(BackwardEnded(time.perf_counter(), self.group.rank))
         with torch.no_grad():
@@ -258,9 +325,9 @@ class Reducer:
                 self.buckets_reduced = len(self._pending)
                 self.run_checks()
                 unused = self._unused_everywhere()
-                self._drop_pending()
                 for launch, result in results:
                     self._put_back(launch, result, unused)
+                self._drop_pending()
                 for future in self.wait_at_end:
                     future.wait()
                 self.wait_at_end.clear()
@@ -286,25 +353,22 @@ class Reducer:
 
     def _note_arrival(self) -> None:
         arrived = self.machine.arrival
-        if self.last_arrival and set(arrived) != set(self.last_arrival):
+        if self.last_arrival and arrived != self.last_arrival and set(arrived) != set(self.last_arrival):
             self.graph_seems_static = False
         self.last_arrival = arrived
         if self._arrival is None and not self.rebuilt and arrived:
             seen = set(arrived)
             self._arrival = arrived + [i for i in range(len(self.parameters)) if i not in seen]
 
-    def assume_arrival(self) -> None:
-        """For a rank that has seen no backward of its own: any order will do, since rank 0's is taken."""
-        if self._arrival is None and not self.rebuilt:
-            self._arrival = list(range(len(self.parameters)))
-
     def shadow_step_ended(self) -> None:
         """Take part in the end of a step of other ranks, without gradients of its own."""
         self.run_checks()
+        first_of_static = self._static_unused is None
         self._seen = [False] * len(self.parameters)
         self._unused_everywhere()
         self._drop_pending()
-        self.assume_arrival()
+        if self._arrival is None and not self.rebuilt and not first_of_static:
+            self._arrival = list(range(len(self.parameters)))  # any order will do, since rank 0's is taken
         self.steps += 1
 
     def unused_numel(self) -> int:
@@ -345,12 +409,12 @@ class Reducer:
             return
         storage.put(result)
         places, values = [], []
-        for i, view in zip(indices, storage.views, strict=True):
+        keep_views = self.keep_views
+        for i, parameter, view in zip(indices, self._members[launch.bucket], storage.views, strict=True):
             if i in unused:
                 continue
-            parameter = self.parameters[i]
             grad = parameter.grad
-            if self.keep_views:
+            if keep_views:
                 if grad is not view:
                     parameter.grad = view
             elif grad is None:
@@ -361,13 +425,15 @@ class Reducer:
                 places.append(grad)
                 values.append(view)
         if places:
-            torch._foreach_copy_(places, values)
+            with below_autograd():
+                torch._foreach_copy_(places, values)
 
     def fail(self, error: BaseException) -> None:
         """The step is lost: let go of what is in flight, and tell the other ranks, who may be waiting for this one.
 
         The group is aborted, so nobody hangs; before the next step all ranks recover it together.
         """
+        self.arrived.clear()
         self.last_error = f"{type(error).__name__}: {error}"
         self.machine.abandon(self.last_error)
         self._drop_pending()

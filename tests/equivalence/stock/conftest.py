@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -125,8 +126,10 @@ def fresh(request: pytest.FixtureRequest) -> Callable[..., Any]:
 def _run_processes(commands: Sequence[list[str]], limit: float = 110.0) -> None:
     """Run them all at once; every one must end well."""
     deadline = time.monotonic() + limit
+    settings = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # the PowerSGD hook takes every model for one on the GPU
     running = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for command in commands
+        subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for command in commands
     ]
     try:
         said = [process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for process in running]

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 
@@ -105,7 +106,9 @@ def point_to_point(rank: int, size: int) -> Any:
 
 def barriers(rank: int, size: int) -> Any:
     dist.barrier()
-    dist.barrier(timeout=timedelta(seconds=20))
+    options = c10d.BarrierOptions()
+    options.device, options.timeout = torch.device("cpu"), timedelta(seconds=20)
+    dist.group.WORLD.barrier(options).wait()
     return dist.barrier(async_op=True).wait()
 
 
@@ -290,7 +293,7 @@ def test_the_world_says_what_it_is(stock: Callable[..., Any]) -> None:
         world = dist.group.WORLD
         group = gw.from_process_group(world)
         return (
-            [dist.get_backend(), dist.get_backend_config(), world.name(), world.group_name, world.group_desc],
+            [dist.get_backend(), dist.get_backend_config()[:12], world.name(), world.group_name, world.group_desc],
             [type(group).__name__, group.rank, group.size, group.timeout, group is gw.from_process_group()],
             world.get_group_store() is not None,
         )
@@ -353,7 +356,7 @@ def test_a_missing_rank_is_named(stock: Callable[..., Any]) -> None:
             store.wait(["told"], timedelta(seconds=30))
             return None
         with pytest.raises(CollectiveTimeout) as caught:
-            dist.barrier(timeout=timedelta(seconds=0.8))
+            dist.group.WORLD.barrier(timedelta(seconds=0.8)).wait()
         store.set("told", "yes")
         return caught.value.missing
 

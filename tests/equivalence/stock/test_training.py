@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -40,7 +39,7 @@ def train(model: nn.Module, rank: int, steps: int = STEPS, optimizer: Any = None
     for _ in range(steps):
         optimizer.zero_grad()
         inputs = torch.randn(16, 8, generator=data)
-        nn.functional.mse_loss(model(inputs), inputs[:, :4].sin()).backward()
+        nn.functional.mse_loss(model(inputs).float(), inputs[:, :4].sin()).backward()
         optimizer.step()
     return flat(model)
 
@@ -139,6 +138,8 @@ def power_sgd_state() -> Any:
 
 
 def zero(rank: int, size: int) -> torch.Tensor:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # deprecated TorchScript warns 67 times at its import
+
     model = DistributedDataParallel(make_model())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
     result = train(model, rank, optimizer=optimizer)
@@ -267,13 +268,13 @@ def test_a_wrapper_under_stock_ddp_sees_its_traffic(stock: Callable[..., Any]) -
         assert isinstance(recording, gw.Recording)
         model = DistributedDataParallel(make_model(), process_group=group)
         model(torch.ones(2, 8)).sum().backward()
-        return [info.kind for info in recording.finished]
+        return [signature.kind.value for signature in recording.submitted]
 
     for kinds in stock(scenario):
         assert "all_reduce" in kinds
 
 
-def test_a_missing_rank_ends_ddp_with_its_name(stock: Callable[..., Any]) -> None:
+def test_a_missing_rank_ends_ddp_with_its_name(fresh: Callable[..., Any]) -> None:
     """C++ hands the error on as a RuntimeError; the text survives."""
 
     def scenario(rank: int, size: int) -> str:
@@ -284,12 +285,16 @@ def test_a_missing_rank_ends_ddp_with_its_name(stock: Callable[..., Any]) -> Non
             store.wait(["told"], timedelta(seconds=30))
             return ""
         dist.group.WORLD.set_timeout(timedelta(seconds=0.8))
-        with pytest.raises(RuntimeError, match="CollectiveTimeout") as caught:
+        try:
             loss.backward()
+        except RuntimeError as error:
+            said = str(error)
         store.set("told", "yes")
-        return str(caught.value)
+        return said
 
-    assert "missing: ranks [1]" in stock(scenario)[0]
+    said = fresh(scenario)[0][0]  # torch 2.11 keeps the reducer, and with it the group, after a backward that failed
+    assert "CollectiveTimeout" in said
+    assert "missing: ranks [1]" in said
 
 
 def test_the_builtin_fp16_hook_is_out_of_reach(stock: Callable[..., Any]) -> None:

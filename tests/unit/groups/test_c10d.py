@@ -153,7 +153,7 @@ def test_a_store_that_fails_is_given_up():
 
 
 def test_only_a_process_group_will_do():
-    with pytest.raises(UsageError, match="not a torch[.]distributed process group"):
+    with pytest.raises(UsageError, match=r"not a torch[.]distributed process group"):
         C10dGroup(object())
 
 

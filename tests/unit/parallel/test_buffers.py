@@ -155,7 +155,8 @@ def test_a_buffer_hook_takes_the_place_of_the_broadcast(location: str | None) ->
 
         def hook(state: Any, buffers: dict[str, Tensor]) -> list[Any]:
             calls.append((state, sorted(buffers)))
-            return [group.all_reduce(buffers["seen"], async_op=True).get_future()]
+            later = location != "PRE_FORWARD"  # what is not waited for here is waited for at the end of backward
+            return [group.all_reduce(buffers["seen"], async_op=later).get_future()]
 
         ddp = DDP(Counter(group.rank), process_group=group)
         ddp._register_buffer_comm_hook("mine", hook, location)

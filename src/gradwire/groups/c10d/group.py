@@ -275,17 +275,18 @@ class C10dGroup(Group):
         self.failure = None
 
     def _replace_engine(self, epoch: int) -> None:
-        _, engine = self._backend(torch.device("cpu"))
+        engine = self._backend(torch.device("cpu"))[1]  # and not the back end, whose last reference must not be here
         if engine.stream_ordered:
             raise UsageError(
                 f"{self}: its {engine.name} engine is out of step and cannot be made anew. Make a new group."
             )
         old, self._owned = self._owned, []
-        threading.Thread(target=_end, args=(old,), name=f"gradwire-end-{self.name}", daemon=True).start()
+        self._backends.clear()
         store = PrefixStore(f"gradwire/recovered/{self.name}/{epoch}", self._store)
         self.pg = _make_gloo(store, self.rank, self.size, self.timeout)
         self._owned = [self.pg]
-        self._backends.clear()
+        # Last of all, so that the thread holds the last reference: whoever drops it waits for the operation that hangs.
+        threading.Thread(target=_end, args=(old,), name=f"gradwire-end-{self.name}", daemon=True).start()
 
     def attendance(self, work: Work) -> Attendance | None:
         """Who has joined, as of the last roll call."""

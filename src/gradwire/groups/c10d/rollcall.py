@@ -163,9 +163,9 @@ class RollCall:
             self._talk(lambda: self._store.set(f"{self._prefix}/obituary", json.dumps([rank, reason])))
 
     def _talk(self, exchange: Callable[[], Any]) -> bool:
-        if self.store_lost:
-            return False
         with self._lock:
+            if self.store_lost:
+                return False
             try:
                 exchange()
             except (RuntimeError, ValueError):  # c10d's store errors are RuntimeErrors; a torn page is a ValueError

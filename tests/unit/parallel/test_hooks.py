@@ -1,0 +1,473 @@
+"""Hooks on a model: what register_comm_hook takes and refuses, set_hook, states through rebuilds, the scale check."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+
+from gradwire.collectives import ReduceOp, all_reduce
+from gradwire.errors import HookError, UsageTypeError
+from gradwire.groups import Group, Recording, ThreadGroup
+from gradwire.hooks import BucketSpec, CommHook, GradBucket, Reduced, Reduction, Turn, cast, chain, mean
+from gradwire.interop.torch_hooks import HookAnnotationError
+from gradwire.parallel import DistributedDataParallel as DDP
+from gradwire.parallel import replicate
+from gradwire.parallel.ddp import OnlyOnce
+from gradwire.policies import Buckets, ScaleCheck
+from gradwire.testing import run_ranks
+
+SMALL = 0.0001
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def inputs(rank: int, step: int = 0) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+@pytest.fixture
+def ddp() -> Any:
+    """A model on a group of one."""
+    (group,) = ThreadGroup.world(1, timeout=20)
+    yield DDP(mlp(), process_group=group, bucket_cap_mb=SMALL)
+    group.close()
+
+
+# -- what is taken -----------------------------------------------------------------------------------------------------------
+
+
+def plain(state: Any, bucket: Any) -> Any:
+    state.append(bucket.index())
+    return done(bucket.buffer() * 2)
+
+
+def annotated_as_torchs(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return plain(state, bucket)
+
+
+def annotated_as_ours(state: object, bucket: GradBucket) -> Future[Tensor]:
+    return plain(state, bucket)
+
+
+def other_names(memory: Any, b: Any) -> Any:
+    return plain(memory, b)
+
+
+def more_names(extra: int, state: Any, bucket: Any) -> Any:
+    return plain(state, bucket)
+
+
+def any_number(*args: Any) -> Any:
+    return plain(*args)
+
+
+class Callable_:
+    def __call__(self, state: Any, bucket: Any) -> Any:
+        return plain(state, bucket)
+
+    def method(self, state: Any, bucket: Any) -> Any:
+        return plain(state, bucket)
+
+
+TAKEN: dict[str, Any] = {
+    "function": plain,
+    "annotated as torch's": annotated_as_torchs,
+    "annotated as ours": annotated_as_ours,
+    "other names": other_names,
+    "partial": functools.partial(more_names, 3),
+    "lambda": lambda state, bucket: plain(state, bucket),
+    "callable object": Callable_(),
+    "bound method": Callable_().method,
+    "any number of arguments": any_number,
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_any_callable_is_a_hook_and_is_called_once_per_bucket(ddp: DDP, name: str) -> None:
+    state: list[int] = []
+    ddp.register_comm_hook(state, TAKEN[name])
+    alone = copy.deepcopy(ddp.module)
+    alone(inputs(0)).sum().backward()
+    with ddp.no_sync():
+        ddp(inputs(0)).sum().backward()
+    assert state == []
+    ddp.zero_grad()
+    ddp(inputs(0)).sum().backward()
+    assert state == [0]
+    ddp(inputs(0)).sum().backward()
+    assert state == [0, 0, 1, 2, 3][: 1 + len(ddp.replica.reducer.layout.members)]
+    assert len(ddp.replica.reducer.layout.members) > 1
+    ddp.zero_grad()
+    ddp(inputs(0)).sum().backward()
+    for p, q in zip(ddp.module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, 2 * q.grad)  # type: ignore[operator]
+
+
+def test_the_hook_runs_with_grad_mode_off_on_an_undivided_buffer_with_its_state() -> None:
+    def rank_main(group: Group) -> None:
+        ddp = DDP(nn.Linear(4, 2), process_group=group)
+        ddp(inputs(0)).sum().backward()
+        state, seen = object(), []
+
+        def hook(s: Any, bucket: GradBucket) -> Future[Tensor]:
+            seen.append((s is state, torch.is_grad_enabled(), bucket.is_last(), bucket.names(), bucket.buffer().clone()))
+            return done(bucket.buffer())
+
+        ddp.register_comm_hook(state, hook)
+        ddp.zero_grad()
+        ddp(torch.ones(1, 4)).sum().backward()
+        ((same, grad_mode, last, names, buffer),) = seen
+        assert (same, grad_mode, last, sorted(names)) == (True, False, True, ["bias", "weight"])
+        assert buffer.tolist() == [1.0] * 10
+
+    run_ranks(rank_main, 2)
+
+
+def test_futures_of_every_kind(ddp: DDP) -> None:
+    def later(bucket: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        threading.Thread(target=lambda: future.set_result(bucket.buffer() * 3)).start()
+        return future
+
+    ways: list[Callable[[Any], Future[Any]]] = [
+        lambda b: done(b.buffer() * 3),
+        later,
+        lambda b: later(b).then(lambda f: f.value()),
+        lambda b: done(None).then(lambda _: b.buffer() * 3),
+        lambda b: ddp.group.all_reduce(b.buffer(), async_op=True).get_future().then(lambda f: f.value()[0] * 3),
+        lambda b: torch.futures.collect_all([later(b)]).then(lambda f: f.value()[0].value()),
+    ]
+    way: list[Any] = []
+    ddp.register_comm_hook(None, lambda state, bucket: way[0](bucket))
+    alone = copy.deepcopy(ddp.module)
+    alone(inputs(0)).sum().backward()
+    for one in ways:
+        way[:] = [one]
+        ddp.zero_grad()
+        ddp(inputs(0)).sum().backward()
+        torch.testing.assert_close(ddp.module[0].weight.grad, 3 * alone[0].weight.grad)
+
+
+def test_a_bucket_may_be_kept_and_its_buffer_exchanged(ddp: DDP) -> None:
+    kept: list[GradBucket] = []
+
+    def hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
+        bucket.set_buffer(bucket.buffer().to(torch.float16))
+        kept.append(bucket)
+        return done(bucket.buffer())
+
+    ddp.register_comm_hook(None, hook)
+    ddp(inputs(0)).sum().backward()
+    assert kept[0].gradients()[0].dtype == torch.float16
+    assert kept[0].parameters()[0] is ddp.module[0].weight
+    assert ddp.module[0].weight.grad.dtype == torch.float32
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------------------
+
+
+def bad_bucket(state: Any, bucket: int) -> Any: ...
+
+
+def bad_return(state: Any, bucket: Any) -> int: ...
+
+
+def bad_second(state: Any, b: list[int]) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("hook", "error", "words"),
+    [
+        (3, UsageTypeError, "Communication hook must be callable."),
+        (None, TypeError, "Communication hook must be callable."),
+        ("mean", TypeError, "Communication hook must be callable."),
+        (bad_bucket, ValueError, "bucket annotation should be dist.GradBucket."),
+        (bad_second, HookAnnotationError, "bucket annotation should be dist.GradBucket."),
+        (bad_return, ValueError, r"return annotation should be torch.futures.Future\[torch.Tensor\]."),
+    ],
+)
+def test_what_is_no_hook_is_refused_in_torchs_words(ddp: DDP, hook: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        ddp.register_comm_hook(None, hook)
+    assert ddp.replica.torch_hook is None
+    ddp.register_comm_hook(None, mean())  # and the place is still free
+
+
+def test_annotations_of_the_other_kind_are_seen_too(ddp: DDP) -> None:
+    """This module's annotations are text; a module without the future import has the objects."""
+
+    def hook(state, bucket): ...
+
+    hook.__annotations__ = {"bucket": int}
+    with pytest.raises(ValueError, match="bucket annotation"):
+        ddp.register_comm_hook(None, hook)
+    hook.__annotations__ = {"return": Tensor}
+    with pytest.raises(ValueError, match="return annotation"):
+        ddp.register_comm_hook(None, hook)
+    hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    ddp.register_comm_hook(None, hook)
+
+
+def test_a_second_registration_changes_nothing(ddp: DDP) -> None:
+    first: list[int] = []
+    ddp.register_comm_hook(first, plain)
+    for again in (plain, mean()):
+        with pytest.raises(OnlyOnce, match=r"can only be called once\.") as caught:
+            ddp.register_comm_hook([], again)
+        assert isinstance(caught.value, RuntimeError)
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    ddp(inputs(0)).sum().backward()
+    assert first == [0]
+    assert ddp._get_ddp_logging_data()["comm_hook"] == "plain"
+
+
+def test_a_state_is_freed_with_the_model() -> None:
+    class State:
+        pass
+
+    (group,) = ThreadGroup.world(1, timeout=20)
+    model = DDP(mlp(), process_group=group)
+    state = State()
+    model.register_comm_hook(state, lambda s, bucket: done(bucket.buffer()))
+    model(inputs(0)).sum().backward()
+    weak = weakref.ref(state)
+    del state
+    assert weak() is not None
+    del model
+    assert weak() is None
+    group.close()
+
+
+# -- set_hook ----------------------------------------------------------------------------------------------------------------
+
+
+class Doubles(CommHook):
+    """Twice the mean, so that it can be told from others."""
+
+    collectives = 1
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        yield all_reduce(grad, op=ReduceOp.AVG)
+        return Reduced(grad * 2, grad)
+
+    def __repr__(self) -> str:
+        return "doubles()"
+
+
+def test_hooks_are_swapped_between_steps() -> None:
+    def rank_main(group: Group) -> list[float]:
+        ddp = DDP(nn.Linear(4, 2), process_group=group)
+        grads = []
+        for hook in (None, Doubles(), chain(cast(torch.bfloat16), mean()), Doubles(), mean()):
+            if hook is not None:
+                ddp.set_hook(hook)
+            ddp.zero_grad()
+            ddp(torch.full((1, 4), group.rank + 1.0)).sum().backward()
+            grads.append(ddp.module.weight.grad[0, 0].item())
+        return grads
+
+    assert run_ranks(rank_main, 3) == [[2.0, 4.0, 2.0, 4.0, 2.0]] * 3
+
+
+def test_set_hook_replaces_a_registered_hook_of_either_kind(ddp: DDP) -> None:
+    ddp.register_comm_hook([], plain)
+    ddp(torch.ones(1, 4)).sum().backward()
+    ddp.set_hook(mean())
+    ddp.zero_grad()
+    ddp(torch.ones(1, 4)).sum().backward()
+    assert ddp.module[2].bias.grad.tolist() == [1.0, 1.0]
+    assert ddp._get_ddp_logging_data()["comm_hook"] == "mean()"
+
+
+def test_a_disagreement_is_told_to_every_rank_and_changes_nothing() -> None:
+    def rank_main(group: Group) -> str:
+        ddp = DDP(nn.Linear(4, 2), process_group=group)
+        with pytest.raises(HookError) as caught:
+            ddp.set_hook(Doubles() if group.rank == 1 else chain(cast(torch.bfloat16), mean()))
+        ddp(torch.full((1, 4), group.rank + 1.0)).sum().backward()
+        assert ddp.module.weight.grad[0, 0].item() == 2.0
+        return str(caught.value)
+
+    said = run_ranks(rank_main, 3)
+    assert "set_hook(doubles()) at step 0 on rank 1: ranks [0, 2] set another hook" in said[1]
+    assert "on rank 0: ranks [1] set another hook" in said[0]
+
+
+@pytest.mark.parametrize("hook", [plain, None, cast(torch.bfloat16)])
+def test_set_hook_wants_one_of_ours(ddp: DDP, hook: Any) -> None:
+    with pytest.raises(HookError, match="not a CommHook"):
+        ddp.set_hook(hook)
+
+
+def test_set_hook_during_backward_is_refused(ddp: DDP) -> None:
+    said: list[HookError] = []
+
+    def interfere(_: Any) -> None:
+        try:
+            ddp.set_hook(mean())
+        except HookError as error:
+            said.append(error)
+
+    ddp.module[0].weight.register_hook(interfere)
+    ddp(inputs(0)).sum().backward()
+    assert "during backward. Call it between steps." in str(said[0])
+
+
+class Remembers(CommHook):
+    """A state per parameter, which counts."""
+
+    collectives = 1
+
+    def init(self, spec: BucketSpec) -> dict[str, int]:
+        return dict.fromkeys(spec.names, 0)
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        for name in state:
+            state[name] += 1
+        assert set(state.values()) == {turn.step + 1}, (state, turn.step)
+        assert set(state) == set(turn.spec.names)
+        yield all_reduce(grad, op=ReduceOp.AVG)
+        return Reduced(grad, grad)
+
+    def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
+        return dict(state)
+
+    def load(self, saved: Any, spec: BucketSpec) -> dict[str, int]:
+        return {name: saved[name] for name in spec.names}
+
+
+def test_states_follow_their_parameters_when_buckets_are_rebuilt(ddp: DDP) -> None:
+    ddp.register_comm_hook(None, Remembers())
+    for _ in range(4):
+        ddp(inputs(0)).sum().backward()
+    assert len(ddp.replica.reducer.layout.members) > 1
+
+
+def test_a_hook_registered_after_some_steps_starts_with_states_of_its_own(ddp: DDP) -> None:
+    for _ in range(3):
+        ddp(inputs(0)).sum().backward()
+    ddp.register_comm_hook(None, Remembers())
+    for _ in range(2):
+        ddp(inputs(0)).sum().backward()
+
+
+# -- scale check -------------------------------------------------------------------------------------------------------------
+
+
+class Sums(CommHook):
+    """Forgets to divide."""
+
+    collectives = 1
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        yield all_reduce(grad, op=ReduceOp.SUM)
+        return Reduced(grad, grad)
+
+    def __repr__(self) -> str:
+        return "sums()"
+
+
+class Slow(CommHook):
+    """The mean, in several collectives on the lane."""
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        threading.Event().wait(0.001 * turn.rank)
+        yield all_reduce(torch.zeros(3))
+        return (yield from mean().reduce(grad, state, turn))
+
+
+def scaled(group: Group, hook: CommHook, check: ScaleCheck | None, steps: int = 3) -> None:
+    model = mlp()
+    replica = replicate(model, group=group, hook=hook, scale_check=check, buckets=Buckets((100,)))
+    try:
+        for step in range(steps):
+            model.zero_grad()
+            model(inputs(group.rank, step).abs()).sum().backward()
+    finally:
+        replica.detach()
+
+
+@pytest.mark.parametrize("hook", [mean(), chain(cast(torch.bfloat16), mean()), Slow()], ids=repr)
+def test_a_right_hook_passes_the_scale_check(hook: CommHook) -> None:
+    run_ranks(lambda group: scaled(group, hook, ScaleCheck(tolerance=0.05)), 3)
+
+
+def test_a_sum_is_caught_and_named_on_every_rank() -> None:
+    def rank_main(group: Group) -> str:
+        with pytest.raises(HookError) as caught:
+            scaled(group, Sums(), ScaleCheck())
+        assert caught.value.hook == "sums()"
+        return str(caught.value)
+
+    for rank, said in enumerate(run_ranks(rank_main, 3)):
+        assert f"scale check of hook sums() on bucket 0 (parameters 0.weight, 0.bias, 2.weight, 2.bias), rank {rank}" in said
+        assert "the result is 3 times the mean over 3 ranks. It looks like a sum: divide by the number of ranks." in said
+
+
+def test_a_wrong_result_does_not_reach_the_gradients() -> None:
+    def rank_main(group: Group) -> None:
+        model = nn.Linear(4, 2)
+        replica = replicate(model, group=group, hook=Doubles(), scale_check=ScaleCheck())
+        with pytest.raises(HookError, match="the result is 2 times the mean"):
+            model(torch.ones(1, 4)).sum().backward()
+        replica.detach()
+
+    run_ranks(rank_main, 3)
+
+
+def test_it_is_done_every_so_many_steps_and_costs_three_numbers() -> None:
+    def rank_main(group: Group) -> list[int]:
+        assert isinstance(group, Recording)
+        scaled(group, mean(), ScaleCheck(every=2), steps=4)
+        return [info.bytes for info in group.finished if info.label.startswith("scale check")]
+
+    for sizes in run_ranks(rank_main, 2, wrap=Recording):
+        assert sizes == [24] * 3  # one bucket in the first step, two in the third
+
+
+def test_torchs_hooks_are_checked_too() -> None:
+    def rank_main(group: Group) -> None:
+        ddp = DDP(mlp(), process_group=group)
+        ddp.replica.scale_check = ScaleCheck()
+
+        def summing(state: Any, bucket: Any) -> Any:
+            return group.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
+
+        ddp.register_comm_hook(None, summing)
+        with pytest.raises(HookError, match=r"hook .*summing on bucket 0 .*It looks like a sum"):
+            ddp(inputs(group.rank).abs()).sum().backward()
+
+    run_ranks(rank_main, 2)
+
+
+def test_a_weighted_mean_is_measured_by_its_weights() -> None:
+    from gradwire.hooks import weighted_mean
+
+    def rank_main(group: Group) -> None:
+        ddp = DDP(mlp(), process_group=group)
+        ddp.replica.scale_check = ScaleCheck(tolerance=0.05)
+        ddp.register_comm_hook(None, weighted_mean())
+        for step in range(3):
+            ddp.set_weight(1 + 9 * group.rank)
+            ddp(inputs(group.rank, step)).pow(2).sum().backward()
+
+    run_ranks(rank_main, 2)

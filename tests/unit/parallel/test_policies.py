@@ -1,0 +1,77 @@
+"""Policies refuse nonsense; torch's flags become policies."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+from gradwire.errors import UsageError
+from gradwire.parallel.flags import Flags
+from gradwire.policies import Buckets, Buffers, Gradients, Graph, MiB, ScaleCheck
+
+
+@pytest.mark.parametrize("limits", [(), (0,), (5, -1)])
+def test_a_bucket_must_be_allowed_something(limits: tuple[int, ...]) -> None:
+    with pytest.raises(UsageError, match="every bucket must be allowed more than 0 bytes"):
+        Buckets(limits)
+
+
+@pytest.mark.parametrize("values", [{"every": 0}, {"tolerance": 0.0}, {"tolerance": 1.0}, {"tolerance": -1}])
+def test_a_scale_check_must_make_sense(values: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="every must be at least 1 and tolerance between 0 and 1"):
+        ScaleCheck(**values)
+
+
+def test_defaults_are_torchs() -> None:
+    assert Buckets() == Buckets((1 * MiB, 25 * MiB), from_start=False)
+    flags = Flags()
+    assert (flags.graph, flags.gradients, flags.buffers) == (Graph.ALL_USED, Gradients.COPIES, Buffers.EVERY_FORWARD)
+    assert flags.buckets == Buckets()
+    assert flags.bucket_bytes_cap == 25 * MiB
+
+
+@pytest.mark.parametrize(
+    ("flags", "buckets", "cap"),
+    [
+        ({"cap_mb": 2}, Buckets((2 * MiB,)), 2 * MiB),
+        ({"cap_mb": 0.5}, Buckets((MiB // 2,)), MiB // 2),
+        ({"cap_mb": 1e-9}, Buckets((1,)), 0),
+        ({"cap_mb_list": (1, 3)}, Buckets((MiB, 3 * MiB), from_start=True), 3 * MiB),
+        ({"cap_mb": 9, "cap_mb_list": (1,)}, Buckets((MiB,), from_start=True), MiB),
+    ],
+)
+def test_caps(flags: dict[str, Any], buckets: Buckets, cap: int) -> None:
+    assert Flags(**flags).buckets == buckets
+    assert Flags(**flags).bucket_bytes_cap == cap
+
+
+def test_static_beats_searching() -> None:
+    assert Flags(find_unused=True).graph is Graph.FIND_UNUSED
+    assert Flags(find_unused=True, static=True).graph is Graph.STATIC
+    assert Flags(views=True).gradients is Gradients.VIEWS
+
+
+@pytest.mark.parametrize(
+    ("flags", "policy", "warned"),
+    [
+        ({"broadcast_buffers": True}, Buffers.EVERY_FORWARD, "Use `forward_sync_buffers`"),
+        ({"broadcast_buffers": False}, Buffers.NEVER, "Use `forward_sync_buffers`"),
+        ({"forward_sync_buffers": False}, Buffers.AT_START, None),
+        ({"forward_sync_buffers": True}, Buffers.EVERY_FORWARD, None),
+        ({"broadcast_buffers": False, "forward_sync_buffers": True}, Buffers.EVERY_FORWARD, "ignored because"),
+    ],
+)
+def test_the_two_flags_about_buffers(flags: dict[str, bool], policy: Buffers, warned: str | None) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = Flags(**flags)
+    assert made.buffers is policy
+    assert [warned in str(w.message) for w in caught] == ([True] if warned else [])
+
+
+def test_every_member_says_what_it_means() -> None:
+    for policy in (Graph, Gradients, Buffers):
+        assert policy.__doc__
+        assert len({member.value for member in policy}) == len(policy)

@@ -1,0 +1,173 @@
+"""The function form: the module stays what it is."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradwire.errors import UsageError
+from gradwire.groups import Group, Recording, ThreadGroup
+from gradwire.hooks import cast, chain, mean
+from gradwire.parallel import replicate
+from gradwire.policies import Buckets, Gradients, Graph
+from gradwire.testing import run_ranks
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def inputs(rank: int, step: int = 0) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+@pytest.fixture
+def alone() -> Any:
+    (group,) = ThreadGroup.world(1, timeout=20)
+    yield group
+    group.close()
+
+
+POLICIES: list[dict[str, Any]] = [
+    {},
+    {"gradients": Gradients.COPIES},
+    {"graph": Graph.FIND_UNUSED},
+    {"graph": Graph.STATIC},
+    {"buckets": Buckets((64,), from_start=True)},
+    {"hook": mean()},
+]
+
+
+@pytest.mark.parametrize("policies", POLICIES, ids=lambda policies: " ".join(map(str, policies.values())) or "default")
+def test_gradients_are_averaged(local_means: Any, assert_gradients: Any, policies: dict[str, Any]) -> None:
+    model = mlp()
+
+    def rank_main(group: Group) -> None:
+        mine = copy.deepcopy(model)
+        replica = replicate(mine, group=group, **policies)
+        for step in range(3):
+            expected = local_means(group, mine, lambda m, step=step: m(inputs(group.rank, step)).pow(2).sum())
+            mine.zero_grad()
+            mine(inputs(group.rank, step)).pow(2).sum().backward()
+            assert_gradients(mine, expected)
+        assert replica.reducer.steps == 3
+        replica.detach()
+
+    run_ranks(rank_main, 2)
+
+
+def test_the_module_keeps_its_type_its_names_and_its_state_dict(alone: Group) -> None:
+    model = mlp()
+    names, kind = list(model.state_dict()), type(model)
+    replica = replicate(model, group=alone)
+    assert type(model) is kind
+    assert list(model.state_dict()) == names
+    assert [name for name, _ in model.named_modules()] == ["", "0", "1", "2"]
+    model.load_state_dict(mlp().state_dict())
+    replica.detach()
+
+
+def test_gradients_are_views_of_the_buckets_by_default(alone: Group) -> None:
+    model = mlp()
+    replica = replicate(model, group=alone)
+    model(inputs(0)).sum().backward()
+    buffers = {s.buffer.untyped_storage().data_ptr() for s in replica.reducer.storages}
+    assert {p.grad.untyped_storage().data_ptr() for p in model.parameters()} == buffers
+    replica.detach()
+
+
+def test_detach_gives_an_ordinary_module_back() -> None:
+    def rank_main(group: Group) -> None:
+        assert isinstance(group, Recording)
+        model = mlp()
+        replica = replicate(model, group=group)
+        model(inputs(group.rank)).sum().backward()
+        replica.detach()
+        replica.detach()
+        sent = len(group.submitted)
+        ordinary = copy.deepcopy(model)
+        for m in (model, ordinary):
+            m.zero_grad()
+            m(inputs(group.rank)).sum().backward()
+        assert len(group.submitted) == sent
+        assert torch.equal(model[0].weight.grad, ordinary[0].weight.grad)
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+        again = replicate(model, group=group)
+        model(inputs(group.rank)).sum().backward()
+        assert len(group.submitted) > sent
+        again.detach()
+
+    run_ranks(rank_main, 2, wrap=Recording)
+
+
+def test_replicating_twice_is_an_error(alone: Group) -> None:
+    model = mlp()
+    replica = replicate(model, group=alone)
+    with pytest.raises(UsageError, match=r"replicate\(Sequential\): it is replicated already. detach\(\) it first."):
+        replicate(model, group=alone)
+    model(inputs(0)).sum().backward()
+    assert replica.reducer.steps == 1
+    replica.detach()
+
+
+def test_a_part_of_a_model_may_be_replicated(alone: Group) -> None:
+    model = mlp()
+    replica = replicate(model[2], group=alone)
+    model(inputs(0)).sum().backward()
+    assert replica.names == ["weight", "bias"]
+    assert replica.reducer.steps == 1
+    replica.detach()
+
+
+def clone(model: nn.Module, how: str) -> nn.Module:
+    if how == "deepcopy":
+        return copy.deepcopy(model)
+    if how == "pickle":
+        return pickle.loads(pickle.dumps(model))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_is_an_ordinary_module(alone: Group, how: str) -> None:
+    """An averaged copy of the weights, say: it must not take part in the original's training."""
+    model = mlp()
+    replica = replicate(model, group=alone)
+    model(inputs(0)).sum().backward()
+    copied = clone(model, how)
+    model.zero_grad()
+    model(inputs(0)).sum().backward()
+    copied(inputs(0)).sum().backward()
+    assert replica.reducer.steps == 2
+    assert all(torch.equal(p, q) for p, q in zip(copied.parameters(), model.parameters(), strict=True))
+    own = replicate(copied, group=alone)
+    copied(inputs(0)).sum().backward()
+    assert (own.reducer.steps, replica.reducer.steps) == (1, 2)
+    own.detach(), replica.detach()
+
+
+def test_a_replica_tells_when_its_module_is_gone(alone: Group) -> None:
+    replica = replicate(mlp(), group=alone)
+    with pytest.raises(UsageError, match="the replicated module is gone"):
+        _ = replica.module
+
+
+def test_no_sync_and_hooks_are_on_the_replica(alone: Group) -> None:
+    model = mlp()
+    replica = replicate(model, group=alone, hook=chain(cast(torch.bfloat16), mean()))
+    with replica.no_sync():
+        model(inputs(0)).sum().backward()
+    assert replica.reducer.steps == 0
+    replica.set_hook(mean())
+    model(inputs(0)).sum().backward()
+    assert replica.reducer.steps == 1
+    replica.detach()

@@ -1,0 +1,210 @@
+"""Every hook that torch ships, unchanged, on our model: the same parameters as on torch's own."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from gradwire.groups import Group
+from gradwire.parallel import DistributedDataParallel as DDP
+from gradwire.testing import run_ranks
+
+STEPS = 4
+Setup = Callable[[nn.Module], Any]
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3))
+
+
+def train(model: nn.Module, rank: int, *, by_hand: bool = True) -> Tensor:
+    data = torch.Generator().manual_seed(rank)
+    for _ in range(STEPS):
+        if by_hand:
+            model.zero_grad()
+        model(torch.randn(8, 6, generator=data)).pow(2).sum().backward()
+        if by_hand:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.02 * p.grad  # type: ignore[operator]
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+# -- how each is registered; imported in the ranks, since some take their time ------------------------------------------------
+
+
+def allreduce(model: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+def allreduce_with_its_group(model: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    model.register_comm_hook(model.process_group, default_hooks.allreduce_hook)
+
+
+def fp16(model: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+def fp16_wrapper(model: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    model.register_comm_hook(state, default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook))
+
+
+def bf16(model: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+
+
+def bf16_wrapper(model: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    model.register_comm_hook(None, default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook))
+
+
+def power_sgd(model: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def batched_power_sgd(model: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    if not hasattr(powerSGD_hook, "_orthogonalize_batch"):  # torch 2.13: the hook hands its helper one matrix, not a batch
+        powerSGD_hook._orthogonalize_batch = powerSGD_hook._orthogonalize
+        powerSGD_hook._orthogonalize = lambda m: powerSGD_hook._orthogonalize_batch(m if m.dim() == 3 else m[None])
+    model.register_comm_hook(state, powerSGD_hook.batched_powerSGD_hook)
+
+
+class AsOverNccl:
+    """`dist` with all_gather's future as NCCL has it, all outputs in one tensor: what the quantisation hooks were written for.
+
+    Over gloo, which gives a list, they fail on torch's own model too.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def all_gather(self, *args: Any, **named: Any) -> Any:
+        future = dist.all_gather(*args, **named).get_future()
+        return SimpleNamespace(get_future=lambda: future.then(lambda f: [torch.stack(f.value())]))
+
+
+def quantization_per_tensor(model: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
+
+    quantization_hooks.dist = AsOverNccl()
+    model.register_comm_hook(None, quantization_hooks.quantization_pertensor_hook)
+
+
+def quantization_per_channel(model: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
+
+    quantization_hooks.dist = AsOverNccl()
+    model.register_comm_hook(None, quantization_hooks.quantization_perchannel_hook)
+
+
+def post_local_sgd(model: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+
+    alone, _ = dist.new_subgroups(1)
+    state = post_localSGD_hook.PostLocalSGDState(None, subgroup=alone, start_localSGD_iter=2)
+    model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+
+
+def noop(model: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
+
+    model.register_comm_hook(None, debugging_hooks.noop_hook)
+
+
+def by_type(model: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
+
+    register_ddp_comm_hook(DDPCommHookType.FP16_COMPRESS, model, None)
+
+
+def builtin(model: Any) -> None:
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+
+
+def builtin_fp16(model: Any) -> None:
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+
+
+def fused_optimizer(model: Any) -> None:
+    model._register_fused_optim(torch.optim.SGD, 0.02)
+
+
+HOOKS: list[Setup] = [
+    allreduce, allreduce_with_its_group, fp16, fp16_wrapper, power_sgd, batched_power_sgd, quantization_per_tensor,
+    quantization_per_channel, post_local_sgd, noop, by_type, builtin, builtin_fp16, fused_optimizer,
+]  # fmt: skip
+ONLY_OURS: list[Setup] = [bf16, bf16_wrapper]
+"""torch refuses these on the CPU."""
+
+
+@pytest.fixture(scope="module")
+def trained(torch_world: Callable[..., Any]) -> list[dict[str, Any]]:
+    """Parameters after training, by hook and by whose model, on each rank. One world does them all: worlds are slow."""
+
+    def rank_main(group: Group) -> dict[str, Any]:
+        done: dict[str, Any] = {}
+        importlib.import_module("torch.distributed.optim")  # its defaults keep the WORLD of the first import alive
+        with torch_world(group, "gloo"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            done["plain"] = train(TorchDDP(mlp()), group.rank)
+            for setup in [*HOOKS, *ONLY_OURS]:
+                for whose in (DDP,) if setup in ONLY_OURS else (TorchDDP, DDP):
+                    model = whose(mlp(), bucket_cap_mb=1)
+                    torch.manual_seed(1)
+                    setup(model)
+                    key = f"{setup.__name__} {whose.__module__.split('.')[0]}"
+                    done[key] = train(model, group.rank, by_hand=setup is not fused_optimizer)
+        return done
+
+    return run_ranks(rank_main, 2, kind="gloo", timeout=100)
+
+
+@pytest.mark.parametrize("hook", [setup.__name__ for setup in HOOKS])
+def test_the_same_as_on_torchs_model(trained: list[dict[str, Any]], hook: str) -> None:
+    for done in trained:
+        torch.testing.assert_close(done[f"{hook} gradwire"], done[f"{hook} torch"], rtol=1e-4, atol=1e-5)
+    if hook not in ("post_local_sgd", "noop"):
+        assert torch.equal(trained[0][f"{hook} gradwire"], trained[1][f"{hook} gradwire"])
+
+
+@pytest.mark.parametrize("hook", ["bf16", "bf16_wrapper"])
+def test_bfloat16_works_on_the_cpu(trained: list[dict[str, Any]], hook: str) -> None:
+    for done in trained:
+        torch.testing.assert_close(done[f"{hook} gradwire"], done["plain"], rtol=0.1, atol=0.02)
+        assert not torch.equal(done[f"{hook} gradwire"], done["plain"])
+
+
+def test_hooks_made_a_difference_where_they_should(trained: list[dict[str, Any]]) -> None:
+    plain = trained[0]["plain"]
+    same = {hook for hook in ("allreduce", "builtin", "fused_optimizer") if torch.allclose(trained[0][f"{hook} gradwire"], plain)}
+    assert same == {"allreduce", "builtin", "fused_optimizer"}
+    for hook in ("fp16", "power_sgd", "quantization_per_tensor", "post_local_sgd", "noop"):
+        assert not torch.equal(trained[0][f"{hook} gradwire"], plain)
