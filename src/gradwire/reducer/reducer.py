@@ -34,7 +34,7 @@ from gradwire.reducer.layout import BucketLayout, ParameterSpec
 from gradwire.reducer.machine import Launch, Machine, ReadyTwice, State
 from gradwire.reducer.storage import Storage, below_autograd
 
-_RESTING = State.RESTING  # the attribute of an Enum takes ten times as long to look up, and this is asked for every gradient
+_RESTING = State.RESTING  # to look up a member of an Enum takes ten times as long, and this is asked for every gradient
 
 Launcher = Callable[[GradBucket], Pending]
 """Starts the reduction of a bucket."""

@@ -30,8 +30,7 @@ def mlp() -> nn.Sequential:
 def train(model: nn.Module, rank: int, *, by_hand: bool = True) -> Tensor:
     data = torch.Generator().manual_seed(rank)
     for _ in range(STEPS):
-        if by_hand:
-            model.zero_grad()
+        model.zero_grad()
         model(torch.randn(8, 6, generator=data)).pow(2).sum().backward()
         if by_hand:
             with torch.no_grad():
