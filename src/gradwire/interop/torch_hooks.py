@@ -96,6 +96,7 @@ class TorchHookRun:
                 hook=self._hook_name,
             )
         self._future = future
+        self._works = list(group.ledger.pending.values())
 
     def wait(self) -> Tensor:
         """The checked result."""
@@ -103,11 +104,18 @@ class TorchHookRun:
         try:
             value = self._future.wait()
         except Exception as error:
-            if self._group.failure is not None and not isinstance(error, GroupError):
-                raise self._group.failure from error  # torch's then() has wrapped it beyond recognition
+            if not isinstance(error, GroupError):
+                self._raise_failure_of_group(error)
             error.add_note(f"raised in the Future of {self._where}")
             raise
         return self._check(value)
+
+    def _raise_failure_of_group(self, error: Exception) -> None:
+        """Raise what the group, or an operation the hook began on it, failed with: then() has wrapped it beyond recognition."""
+        failures = [self._group.failure, *(work.exception() for work in self._works)]
+        for failure in failures:
+            if failure is not None:
+                raise failure from error
 
     def _await(self) -> None:
         """Until the Future is done; its own wait knows no time-out."""
@@ -120,6 +128,8 @@ class TorchHookRun:
         while not done.wait(min(_LOOK_EVERY, max(0.0, deadline - time.perf_counter()))):
             self._group.check_peers()
             if time.perf_counter() >= deadline:
+                for work in self._works:
+                    work.wait()  # its time is up as well; if it waits for other ranks, its error says for whom
                 raise CollectiveTimeout(
                     f"{self._where}: its Future was not completed after {self._group.timeout:.3g} s. Complete it with "
                     "set_result or set_exception on every path, or raise the group's time-out."

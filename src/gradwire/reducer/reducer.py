@@ -92,7 +92,6 @@ class Reducer:
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
         self._closers: dict[int, int] | None = None
         self._launched_by: dict[int, int] = {}
-        self._held: list[list[Tensor | None]] = []
         # What is still in it when a model is dropped would keep the parameters alive: their hooks know this list.
         weakref.finalize(self, self.arrived.clear).atexit = False
         self._allocate()
@@ -159,7 +158,6 @@ class Reducer:
                 tell(closers)
 
     def _drop_pending(self) -> None:
-        self._held.clear()
         self._pending.clear()
         self.before_put_back.clear()
         self._callback_queued = False
@@ -290,7 +288,6 @@ class Reducer:
     def _launch(self, launch: Launch) -> Pending:
         storage, members = self.storages[launch.bucket], self._members[launch.bucket]
         gradients = [p.grad for p in members]
-        self._held.append(gradients)  # or each would get another Python object when it is put back
         if storage.buffer is None:
             buffer = _sparse(gradients[0], members[0])
         else:
@@ -325,9 +322,9 @@ class Reducer:
                 self.buckets_reduced = len(self._pending)
                 self.run_checks()
                 unused = self._unused_everywhere()
+                self._drop_pending()
                 for launch, result in results:
                     self._put_back(launch, result, unused)
-                self._drop_pending()
                 for future in self.wait_at_end:
                     future.wait()
                 self.wait_at_end.clear()

@@ -1,0 +1,160 @@
+"""`gradwire bench overhead`: what data parallelism costs a step when there is nobody to talk to.
+
+At world size 1 no byte has to move, so what a wrapped model takes more than the bare one is all bookkeeping: hooks, buckets,
+copies, a collective with oneself. A step is `zero_grad(set_to_none=True)`, forward and backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import gc
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from gradwire.cli.arguments import at_least
+from gradwire.cli.bench import peers
+from gradwire.cli.bench.machine import describe
+from gradwire.cli.bench.models import SIZES
+from gradwire.cli.bench.report import Result, Row, add_json_option, show
+from gradwire.cli.bench.timing import Series, compare, interleave
+from gradwire.cli.bench.workload import Workload
+from gradwire.errors import UsageError
+
+_WARM_UP = 15
+"""Steps before timing begins: buckets are rebuilt after the first, and both DDPs take their own times in the first ten."""
+_CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+    """Declare `gradwire bench overhead` and its options."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "overhead",
+        help="a step of the bare model, of torch's DDP and of gradwire's, alone",
+        description="What data parallelism costs a step at world size 1, where nothing has to be communicated: the bare "
+        "model, torch's DistributedDataParallel and gradwire's, with default flags and with gradient_as_bucket_view. On the "
+        "CPU, a model of many small parameters in float32 on one thread; on CUDA, a model of GPT-2's shape under bfloat16 "
+        "autocast.",
+    )
+    add = functools.partial(parser.add_argument, metavar="N")
+    add("--device", choices=("cpu", "cuda"), default="cpu", metavar="DEVICE", help="%(choices)s (default: %(default)s)")
+    add("--parameters", type=at_least(1), default=400, help="of the model of many small ones (default: %(default)s)")
+    add(
+        "--size",
+        choices=tuple(SIZES),
+        metavar="SIZE",
+        help="train the model of GPT-2's shape, also on the CPU: %(choices)s (default on cuda: small)",
+    )
+    add("--batch", type=at_least(1), help="sequences a step (default: 8), or rows for the small parameters (4)")
+    add("--steps", type=at_least(1), help="timed steps of each variant (default: 300, on cuda 100)")
+    add("--block", type=at_least(1), help="steps that a variant takes in its turn (default: 1, on cuda 5)")
+    add(
+        "--clock",
+        choices=tuple(_CLOCKS),
+        default="wall",
+        metavar="CLOCK",
+        help="wall, or cpu: the processor time of this process, which tells more when others keep the machine busy "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--adamw", action="store_true", help="a step ends with that of AdamW, fused on cuda")
+    add_json_option(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, and show what came of it."""
+    device = _device(args.device)
+    machine, console = describe(device), Console(highlight=False)
+    block = args.block or (5 if device.type == "cuda" else 1)
+    rounds = max(2, (args.steps or (100 if device.type == "cuda" else 300)) // block)
+    turns = (
+        f"{rounds} rounds in which each variant takes {block} steps" if block > 1 else f"{rounds} steps each, in turns"
+    )
+    with _settled(device), peers.world_of_one(device), console.status("preparing") as status:
+        work = _workload(args, device)
+        series = _measure(
+            work,
+            adamw=args.adamw,
+            rounds=rounds,
+            block=block,
+            fence=functools.partial(_fence, device),
+            after_round=lambda done: status.update(f"measuring: round {done} of {rounds}"),
+            clock=_CLOCKS[args.clock],
+        )
+    settings = {
+        "model": work.words,
+        "step": "zero_grad(set_to_none=True), forward, backward" + (", AdamW" if args.adamw else ""),
+        "measured": f"{args.clock} time, {turns}, after {_WARM_UP} to warm up",
+    }
+    show(_result(machine, settings, series, device), json_file=args.json, console=console)
+    return 0
+
+
+def _measure(work: Workload, *, adamw: bool, **how: Any) -> dict[str, Series]:
+    models = {name: wrap(copy.deepcopy(work.model)) for name, wrap in peers.wrappers().items()}
+    try:
+        work.check(models)
+        steps = {name: work.step(model, adamw=adamw) for name, model in models.items()}
+        return interleave(steps, warm_up=_WARM_UP, **how)
+    finally:
+        for model in models.values():
+            peers.unwrap(model)
+
+
+def _device(kind: str) -> torch.device:
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError("bench overhead --device cuda: torch sees no CUDA device. Leave --device out for the CPU.")
+    return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+
+
+def _workload(args: argparse.Namespace, device: torch.device) -> Workload:
+    if args.size is None and device.type == "cpu":
+        return Workload.many_small(args.parameters, batch=args.batch or 4)
+    return Workload.gpt2(args.size or "small", batch=args.batch or 8, device=device)
+
+
+def _fence(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _settled(device: torch.device) -> Iterator[None]:
+    """One thread on the CPU, where many would only add noise, and no garbage of what came before."""
+    # oneDNN writes every kernel that it makes to /tmp/perf-PID.map, for profilers, and leaves the file there.
+    os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    gc.collect()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _result(
+    machine: dict[str, str], settings: dict[str, str], series: dict[str, Series], device: torch.device
+) -> Result:
+    bare = series[peers.BARE]
+    over = bare if device.type == "cpu" else None
+    rows, lines = [Row(bare)], []
+    for flags in ("", peers.VIEWS):
+        theirs, ours = series[peers.TORCH + flags], series[peers.OURS + flags]
+        ratio = compare(ours, theirs, over=over)
+        rows += [Row(theirs, theirs.median - bare.median), Row(ours, ours.median - bare.median, ratio)]
+        kind = "with bucket views" if flags else "with default flags"
+        what = "adds to the bare model" if over is not None else "takes for a step"
+        lines.append(
+            f"What gradwire {what} is {ratio.of_medians:.2f} of what torch does {kind} "
+            f"(median over {ratio.rounds} rounds: {ratio.median_of_rounds:.2f})."
+        )
+    ratio_of = "what ours adds to bare to what torch's adds" if over is not None else "our step to torch's"
+    return Result("overhead", machine, settings, rows, ratio_of, lines)

@@ -1,0 +1,104 @@
+"""How benchmarks show their figures: a table on the screen, the same and every single round in a JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gradwire.cli.bench.timing import Ratio, Series
+
+MS = 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One variant: its times, what it takes more than the bare model, and how that compares."""
+
+    series: Series
+    more: float | None = None
+    ratio: Ratio | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a benchmark found. `ratio_of` says what the ratios in the rows are ratios of."""
+
+    benchmark: str
+    machine: Mapping[str, str]
+    settings: Mapping[str, Any]
+    rows: Sequence[Row]
+    ratio_of: str
+    lines: Sequence[str] = field(default=())
+    """What the figures mean, in words."""
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """Declare `--json FILE`, which every benchmark has."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
+
+
+def show(result: Result, *, json_file: Path | None = None, console: Console | None = None) -> None:
+    """Print the result; write it to `json_file` too."""
+    console = console or Console(highlight=False)
+    for name, value in [*result.machine.items(), *((k, str(v)) for k, v in result.settings.items())]:
+        console.print(Text.assemble((f"{name:<12}", "dim"), value))
+    console.print(_table(result))
+    for line in result.lines:
+        console.print(Text(line))
+    if json_file is not None:
+        json_file.write_text(json.dumps(as_json(result), indent=1) + "\n")
+        console.print(Text(f"All figures are in {json_file}.", style="dim"))
+
+
+def _table(result: Result) -> Table:
+    table = Table(caption=f"ms a step: median, and quartiles below it. Ratios are of {result.ratio_of}.")
+    table.add_column("variant")
+    for head in ("step", "over bare", "ratio of\nmedians", "median of\nround ratios"):
+        table.add_column(head, justify="right")
+    for row in result.rows:
+        low, high = row.series.quartiles
+        cells = [f"{row.series.median * MS:.3f}\n[dim]{low * MS:.2f} … {high * MS:.2f}[/dim]"]
+        cells.append("" if row.more is None else f"{row.more * MS:+.3f}")
+        if row.ratio is None:
+            cells += ["", ""]
+        else:
+            low, high = row.ratio.quartiles
+            cells.append(f"{row.ratio.of_medians:.3f}")
+            cells.append(f"{row.ratio.median_of_rounds:.3f}\n[dim]{low:.2f} … {high:.2f}[/dim]")
+        table.add_row(row.series.name, *cells)
+    return table
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """The result as plain data, in milliseconds, with every round."""
+    return {
+        "benchmark": result.benchmark,
+        "machine": dict(result.machine),
+        "settings": dict(result.settings),
+        "ratio_of": result.ratio_of,
+        "variants": {row.series.name: _row_as_json(row) for row in result.rows},
+    }
+
+
+def _row_as_json(row: Row) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "median_ms": row.series.median * MS,
+        "quartiles_ms": [q * MS for q in row.series.quartiles],
+        "rounds_ms": [s * MS for s in row.series.seconds],
+    }
+    if row.more is not None:
+        data["over_bare_ms"] = row.more * MS
+    if row.ratio is not None:
+        data["ratio_of_medians"] = row.ratio.of_medians
+        data["median_of_round_ratios"] = row.ratio.median_of_rounds
+        data["quartiles_of_round_ratios"] = list(row.ratio.quartiles)
+        data["rounds_compared"] = row.ratio.rounds
+    return data

@@ -1,0 +1,72 @@
+"""What one variant does in a step: a model, its inputs, forward, backward and, if wanted, the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.cli.bench.models import GPT2, SIZES, ManySmall
+from gradwire.errors import InternalError
+
+_CLOSE = 0.02
+"""How far, relative to its norm, a wrapped model's gradient may be from the bare one's: bfloat16, summed in any order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model as it is trained, described in words."""
+
+    model: nn.Module
+    inputs: Tensor
+    words: str
+
+    @classmethod
+    def many_small(cls, parameters: int, *, batch: int) -> Workload:
+        """Small linear layers in float32 on the CPU."""
+        torch.manual_seed(0)
+        words = f"{parameters} parameters of 16 x 16 linear layers, float32, batch {batch}"
+        return cls(ManySmall(parameters), ManySmall.batch(batch), words)
+
+    @classmethod
+    def gpt2(cls, size: str, *, batch: int, device: torch.device) -> Workload:
+        """The shape of GPT-2: under bfloat16 autocast on CUDA, in float32 on the CPU."""
+        torch.manual_seed(0)
+        model = GPT2(SIZES[size])
+        count, tensors = sum(p.numel() for p in model.parameters()), len(list(model.parameters()))
+        dtype = "bfloat16 autocast" if device.type == "cuda" else "float32"
+        words = f"GPT-2 {size} shape, {count:,} elements in {tensors} parameters, {dtype}, "
+        words += f"batch {batch} x {SIZES[size].context}"
+        return cls(model.to(device), model.batch(batch).to(device), words)
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """A forward of `model`, which may be a wrapped copy."""
+        kind = self.inputs.device.type
+        with torch.autocast(kind, dtype=torch.bfloat16, enabled=kind == "cuda"):
+            value: Tensor = model(self.inputs)
+        return value
+
+    def step(self, model: nn.Module, *, adamw: bool) -> Callable[[], None]:
+        """A step of `model`."""
+        fused = True if self.inputs.device.type == "cuda" else None
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            self.loss(model).backward()
+            if adamw:
+                optimizer.step()
+
+        return step
+
+    def check(self, models: Mapping[str, nn.Module]) -> None:
+        """Before it is asked how fast they go: raise unless all variants compute the same gradient."""
+        expected: Tensor | None = None
+        for name, model in models.items():
+            self.loss(model).backward()
+            found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+            expected = found if expected is None else expected
+            if found.shape != expected.shape or bool((found - expected).norm() > _CLOSE * expected.norm()):
+                raise InternalError(f"bench: {name} computes another gradient than {next(iter(models))}.")

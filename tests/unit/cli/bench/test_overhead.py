@@ -1,0 +1,130 @@
+"""`gradwire bench overhead` from end to end, small, and what it says."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from gradwire.cli import main
+from gradwire.cli.bench import overhead, peers
+from gradwire.cli.bench.machine import describe
+from gradwire.cli.bench.timing import Series
+
+VARIANTS = ["bare", "torch", "gradwire", "torch, views", "gradwire, views"]
+SMALL = ["bench", "overhead", "--parameters", "6", "--steps", "4"]
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.mark.parametrize("argv", [["bench", "--help"], ["bench", "overhead", "--help"]])
+def test_help_fits_a_terminal_of_80_columns(argv, capsys):
+    with pytest.raises(SystemExit) as ending:
+        main(argv)
+    assert ending.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 10
+    assert max(map(len, lines)) < 80
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["bench"], "the following arguments are required: WHAT"),
+        (["bench", "fly"], "invalid choice: 'fly'"),
+        ([*SMALL, "--device", "abacus"], "argument --device: invalid choice: 'abacus'"),
+        ([*SMALL, "--steps", "0"], "argument --steps: '0' is not a whole number of 1 or more"),
+    ],
+)
+def test_a_wrong_argument_is_named(argv, message, capsys):
+    with pytest.raises(SystemExit) as ending:
+        main(argv)
+    assert ending.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_it_measures_all_variants_and_writes_every_round(capsys, tmp_path):
+    file, threads = tmp_path / "overhead.json", torch.get_num_threads()
+    assert main([*SMALL, "--json", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    out = "\n".join(lines)
+    for name in VARIANTS:
+        assert re.search(rf"^│ {name} +│ +[\d.]+ │", out, re.M), name
+    assert "What gradwire adds to the bare model is " in out
+    data = json.loads(file.read_text())
+    assert list(data["variants"]) == VARIANTS
+    assert all(len(v["rounds_ms"]) == 4 and min(v["rounds_ms"]) > 0 for v in data["variants"].values())
+    assert set(data["variants"]["gradwire"]) >= {"over_bare_ms", "ratio_of_medians", "median_of_round_ratios"}
+    assert data["settings"]["model"].startswith("6 parameters of 16 x 16 linear layers, float32, batch 4")
+    assert data["machine"]["software"].endswith(
+        f"torch {torch.__version__}, Python {describe()['software'].split()[-1]}"
+    )
+    assert torch.get_num_threads() == threads
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_model_for_cuda_runs_the_same_way_on_the_cpu(capsys):
+    argv = ["bench", "overhead", "--size", "tiny", "--batch", "2", "--steps", "4", "--block", "2", "--adamw"]
+    assert main([*argv, "--clock", "cpu"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "GPT-2 tiny shape, 29,216 elements in 28 parameters, float32, batch 2 x 16" in out
+    assert "forward, backward, AdamW" in out
+    assert "cpu time, 2 rounds in which each variant takes 2 steps, after 15 to warm up" in out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_no_cuda_device_is_one_clear_error(capsys):
+    assert main([*SMALL, "--device", "cuda"]) == 1
+    assert "torch sees no CUDA device" in capsys.readouterr().err
+
+
+def test_a_process_that_has_a_group_is_refused(capsys):
+    with peers.world_of_one(torch.device("cpu")):
+        assert main(SMALL) == 1
+    assert "this process has one already" in capsys.readouterr().err
+
+
+def test_a_variant_that_computes_something_else_is_found_out(capsys, monkeypatch):
+    class Wrong(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            value: torch.Tensor = self.module(x) * 1.1
+            return value
+
+    monkeypatch.setattr(peers, "wrappers", lambda: {peers.BARE: lambda model: model, "wrong": Wrong})
+    assert main(SMALL) == 1
+    assert "wrong computes another gradient than bare" in capsys.readouterr().err
+
+
+def _series(**ms: float) -> dict[str, Series]:
+    return {name.replace("_", ", "): Series(name, (value / 1e3,) * 2) for name, value in ms.items()}
+
+
+def test_on_the_cpu_what_is_added_to_bare_is_compared_and_on_cuda_the_step():
+    series = _series(bare=20, torch=25, gradwire=22, torch_views=24, gradwire_views=21)
+    for device, ratios, words in (
+        ("cpu", [0.4, 0.25], "adds to the bare model is 0.40"),
+        ("cuda", [0.88, 0.875], "takes for a step is 0.88"),
+    ):
+        result = overhead._result({}, {}, series, torch.device(device))
+        found = [row.ratio for row in result.rows if row.ratio is not None]
+        assert [r.of_medians for r in found] == pytest.approx(ratios)
+        assert [r.median_of_rounds for r in found] == pytest.approx(ratios)
+        assert words in result.lines[0]
+        assert [row.more for row in result.rows if row.more is not None] == pytest.approx([5e-3, 2e-3, 4e-3, 1e-3])
+
+
+def test_the_machine_has_a_name():
+    facts = describe()
+    assert set(facts) == {"cpu", "system", "software", "load"}
+    assert all(facts.values())
