@@ -84,7 +84,9 @@ def begin(hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         op = next(reduction)
         while True:
             if not isinstance(op, Collective):
-                raise _broken(hook, turn, f"reduce() yielded {type(op).__name__}, not a Collective such as all_reduce(t)")
+                raise _broken(
+                    hook, turn, f"reduce() yielded {type(op).__name__}, not a Collective such as all_reduce(t)"
+                )
             try:
                 yield op
             except Exception as error:

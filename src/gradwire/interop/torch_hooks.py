@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import GradBucket as TorchGradBucket
 from gradwire.errors import CollectiveTimeout, GroupError, HookError, UsageError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.groups.completion import name_of
+from gradwire.groups.work import Work
 from gradwire.hooks.bucket import GradBucket
 
 _LOOK_EVERY = 0.5
@@ -86,7 +87,8 @@ class TorchHookRun:
         try:
             future = hook(state, bucket)
         except Exception as error:
-            error.add_note(f"raised by {self._where}")
+            if not isinstance(error, GroupError):
+                error.add_note(f"raised by {self._where}")
             raise
         if not isinstance(future, torch._C.Future):  # torch.futures.Future, and what c10d's Works hand out
             kind = type(future)
@@ -100,19 +102,27 @@ class TorchHookRun:
 
     def wait(self) -> Tensor:
         """The checked result."""
-        self._await()
         try:
+            self._await()
             value = self._future.wait()
         except Exception as error:
-            if not isinstance(error, GroupError):
-                self._raise_failure_of_group(error)
-            error.add_note(f"raised in the Future of {self._where}")
+            if not isinstance(error, GroupError):  # of which all ranks and operations may share one
+                if self._group.failure is not None:
+                    raise self._group.failure from error
+                self._raise_failure_of_work(error)
+                error.add_note(f"raised in the Future of {self._where}")
             raise
+        finally:
+            # A Future keeps what it failed with where the collector cannot see it, and that keeps this frame.
+            del self._future, self._works
         return self._check(value)
 
-    def _raise_failure_of_group(self, error: Exception) -> None:
-        """Raise what the group, or an operation the hook began on it, failed with: then() has wrapped it beyond recognition."""
-        failures = [self._group.failure, *(work.exception() for work in self._works)]
+    def _raise_failure_of_work(self, error: Exception | None) -> None:
+        """Raise what an operation that the hook began on the group failed with: then() has wrapped it beyond recognition.
+
+        One whose time is up fails now, and says which ranks it waits for.
+        """
+        failures = list(map(_failure_of, self._works))
         for failure in failures:
             if failure is not None:
                 raise failure from error
@@ -126,14 +136,13 @@ class TorchHookRun:
         deadline = time.perf_counter() + self._group.timeout
         # The hook's own communication is not the group's, so a peer that gave this step up is looked for here.
         while not done.wait(min(_LOOK_EVERY, max(0.0, deadline - time.perf_counter()))):
-            self._group.check_peers()
             if time.perf_counter() >= deadline:
-                for work in self._works:
-                    work.wait()  # its time is up as well; if it waits for other ranks, its error says for whom
+                self._raise_failure_of_work(None)
                 raise CollectiveTimeout(
                     f"{self._where}: its Future was not completed after {self._group.timeout:.3g} s. Complete it with "
                     "set_result or set_exception on every path, or raise the group's time-out."
                 )
+            self._group.check_peers()
 
     def _check(self, value: Any) -> Tensor:
         if not isinstance(value, Tensor):
@@ -142,7 +151,9 @@ class TorchHookRun:
             if value.is_sparse != self._sparse:
                 raise self._bad(f"a {value.layout} tensor", "one of the bucket's layout")
             if value.shape != self._bucket.buffer().shape:
-                raise self._bad(f"a sparse tensor of {list(value.shape)}", f"one of {list(self._bucket.buffer().shape)}")
+                raise self._bad(
+                    f"a sparse tensor of {list(value.shape)}", f"one of {list(self._bucket.buffer().shape)}"
+                )
         elif value.numel() != self._numel:
             raise self._bad(f"a tensor of {value.numel()} elements", f"one of {self._numel}, as long as the bucket")
         if value.device.type != self._device.type:
@@ -156,6 +167,12 @@ class TorchHookRun:
 
     def _bad(self, got: str, expected: str) -> HookError:
         return HookError(f"{self._where}: returned {got}, expected {expected}.", hook=self._hook_name)
+
+
+def _failure_of(work: Work) -> BaseException | None:
+    if time.perf_counter() >= work.deadline:
+        work.ledger.expire(work)
+    return work.exception()
 
 
 def _kind(value: Any) -> str:

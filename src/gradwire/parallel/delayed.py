@@ -31,7 +31,9 @@ class Delayed:
         for p in self._parameters:
             self._views.append(self._buffer[offset : offset + p.numel()].view(p.shape))
             offset += p.numel()
-        weak = weakref.WeakMethod(self._launch)  # parameters own their hooks; a hook that owned parameters would be a cycle
+        weak = weakref.WeakMethod(
+            self._launch
+        )  # parameters own their hooks; a hook that owned parameters would be a cycle
         trigger.register_hook(lambda grad: grad if (launch := weak()) is None else launch(grad))
 
     @classmethod

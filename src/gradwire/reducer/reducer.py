@@ -265,7 +265,9 @@ class Reducer:
         if uses is None:
             return
         self.machine.prepare(i for i in range(len(self.parameters)) if i not in uses)
-        launches = [launch for i in uses for launch in self.machine.grad_ready(i)]  # in the order in which they came first
+        launches = [
+            launch for i in uses for launch in self.machine.grad_ready(i)
+        ]  # in the order in which they came first
         self.machine.static_uses = [uses.get(i, 0) for i in range(len(self.parameters))]
         self._start(launches, queue=False)
         self.machine.arrival = []  # as in torch, the order is taken from the second step of a static graph

@@ -136,7 +136,9 @@ def _check(hook: CommHook, moves: Sequence[Collective | Reduced], ops: Sequence[
         )
     for rank, op in enumerate(ops):
         if op.kind.is_p2p:
-            raise UsageError(f"{where}: rank {rank} yields {op}. Only collectives, in which all take part, are simulated.")
+            raise UsageError(
+                f"{where}: rank {rank} yields {op}. Only collectives, in which all take part, are simulated."
+            )
         op.check(rank, len(ops))
     signatures = [op.signature for op in ops]
     error = mismatch(where, signatures, compared=[replace(s, label="") for s in signatures])

@@ -64,7 +64,9 @@ def test_dense_strides_are_kept(like: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "like", [torch.zeros(4, 6)[:, ::2], torch.zeros(1, 3).expand(4, 3), torch.zeros(8)[::2]], ids=["gaps", "overlap", "every 2nd"]
+    "like",
+    [torch.zeros(4, 6)[:, ::2], torch.zeros(1, 3).expand(4, 3), torch.zeros(8)[::2]],
+    ids=["gaps", "overlap", "every 2nd"],
 )
 def test_strides_that_do_not_fill_memory_become_contiguous(like: Tensor) -> None:
     spec = spec_of(like, torch.zeros(1))

@@ -140,7 +140,7 @@ class Remembers(CommHook):
         yield
 
     def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
-        return {name: spec.dtype for name in spec.names}
+        return dict.fromkeys(spec.names, spec.dtype)
 
     def load(self, saved: Any, spec: BucketSpec) -> torch.dtype:
         assert set(saved.values()) == {spec.dtype}

@@ -50,7 +50,9 @@ def one_tensor(draw: st.DrawFn) -> Tensor:
     """Any dtype, any size, contiguous or not, maybe a leaf that requires grad."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 5), max_size=3))
-    t = torch.randint(0, 2, [2 * n for n in shape], generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))).to(dtype)
+    t = torch.randint(
+        0, 2, [2 * n for n in shape], generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    ).to(dtype)
     form = draw(st.sampled_from(["whole", "every other", "transposed", "parameter"]))
     if form == "every other":
         t = t[tuple(slice(None, None, 2) for _ in shape)]

@@ -89,7 +89,9 @@ class MixedDtypes(nn.Module):
 def same_as_alone(local_means: Callable[..., Any], assert_gradients: Callable[..., None]) -> Callable[..., None]:
     """Three steps on `n` ranks, each compared with the mean of local gradients."""
 
-    def check(make: Callable[[], nn.Module], loss: Callable[..., Tensor], n: int = 2, steps: int = 3, **flags: Any) -> None:
+    def check(
+        make: Callable[[], nn.Module], loss: Callable[..., Tensor], n: int = 2, steps: int = 3, **flags: Any
+    ) -> None:
         model = make()
 
         def rank_main(group: Group) -> None:
@@ -171,9 +173,7 @@ def test_layers_without_elements(same_as_alone: Callable[..., None]) -> None:
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("flags", [{}, {"static_graph": True}, {"bucket_cap_mb": SMALL}], ids=str)
 def test_checkpoint(same_as_alone: Callable[..., None], reentrant: bool, flags: dict[str, Any]) -> None:
-    same_as_alone(
-        lambda: Checkpointed(reentrant=reentrant), lambda m, rank, step: m(inputs(rank, step)).sum(), **flags
-    )
+    same_as_alone(lambda: Checkpointed(reentrant=reentrant), lambda m, rank, step: m(inputs(rank, step)).sum(), **flags)
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
@@ -253,7 +253,9 @@ def test_unused_without_asking_is_an_error_that_names_them_and_the_model_goes_on
         return f"{type(caught.value).__name__}: {caught.value}"
 
     said = run_ranks(rank_main, 2)
-    assert any(text.startswith("Unfinished: Expected to have finished reduction in the prior iteration") for text in said)
+    assert any(
+        text.startswith("Unfinished: Expected to have finished reduction in the prior iteration") for text in said
+    )
     assert all("Parameters which did not receive grad for rank" in text and "c.weight, c.bias" in text for text in said)
 
 

@@ -128,7 +128,9 @@ def test_the_hook_runs_with_grad_mode_off_on_an_undivided_buffer_with_its_state(
         state, seen = object(), []
 
         def hook(s: Any, bucket: GradBucket) -> Future[Tensor]:
-            seen.append((s is state, torch.is_grad_enabled(), bucket.is_last(), bucket.names(), bucket.buffer().clone()))
+            seen.append(
+                (s is state, torch.is_grad_enabled(), bucket.is_last(), bucket.names(), bucket.buffer().clone())
+            )
             return done(bucket.buffer())
 
         ddp.register_comm_hook(state, hook)
@@ -419,8 +421,13 @@ def test_a_sum_is_caught_and_named_on_every_rank() -> None:
         return str(caught.value)
 
     for rank, said in enumerate(run_ranks(rank_main, 3)):
-        assert f"scale check of hook sums() on bucket 0 (parameters 0.weight, 0.bias, 2.weight, 2.bias), rank {rank}" in said
-        assert "the result is 3 times the mean over 3 ranks. It looks like a sum: divide by the number of ranks." in said
+        assert (
+            f"scale check of hook sums() on bucket 0 (parameters 0.weight, 0.bias, 2.weight, 2.bias), rank {rank}"
+            in said
+        )
+        assert (
+            "the result is 3 times the mean over 3 ranks. It looks like a sum: divide by the number of ranks." in said
+        )
 
 
 def test_a_wrong_result_does_not_reach_the_gradients() -> None:

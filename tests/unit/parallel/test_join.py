@@ -161,7 +161,9 @@ def test_early_termination_is_told_to_every_rank(torch_world: Callable[..., Any]
     def rank_main(group: Group) -> int:
         with torch_world(group, "gloo"):
             ddp, steps = DDP(mlp()), 0
-            with pytest.raises(RuntimeError, match="Rank 0 exhausted all inputs|Detected at least one rank that exhausted inputs"):
+            with pytest.raises(
+                RuntimeError, match="Rank 0 exhausted all inputs|Detected at least one rank that exhausted inputs"
+            ):
                 with ddp.join(throw_on_early_termination=True):
                     for step in range(BATCHES[group.rank]):
                         ddp(inputs(group.rank, step)).sum().backward()

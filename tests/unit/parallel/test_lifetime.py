@@ -72,7 +72,9 @@ def replicated(group: Group, **policies: Any) -> nn.Module:
 def delayed(group: Group) -> nn.Module:
     model = Model()
     late = [(n, p) for n, p in model.named_parameters() if n.startswith("last")]
-    return DDP(model, process_group=group, delay_all_reduce_named_params=late, param_to_hook_all_reduce=model.last.weight)
+    return DDP(
+        model, process_group=group, delay_all_reduce_named_params=late, param_to_hook_all_reduce=model.last.weight
+    )
 
 
 MODELS: dict[str, Callable[[Group], nn.Module]] = {

@@ -90,7 +90,9 @@ def batched_power_sgd(model: Any) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-    if not hasattr(powerSGD_hook, "_orthogonalize_batch"):  # torch 2.13: the hook hands its helper one matrix, not a batch
+    if not hasattr(
+        powerSGD_hook, "_orthogonalize_batch"
+    ):  # torch 2.13: the hook hands its helper one matrix, not a batch
         powerSGD_hook._orthogonalize_batch = powerSGD_hook._orthogonalize
         powerSGD_hook._orthogonalize = lambda m: powerSGD_hook._orthogonalize_batch(m if m.dim() == 3 else m[None])
     model.register_comm_hook(state, powerSGD_hook.batched_powerSGD_hook)
@@ -203,7 +205,11 @@ def test_bfloat16_works_on_the_cpu(trained: list[dict[str, Any]], hook: str) -> 
 
 def test_hooks_made_a_difference_where_they_should(trained: list[dict[str, Any]]) -> None:
     plain = trained[0]["plain"]
-    same = {hook for hook in ("allreduce", "builtin", "fused_optimizer") if torch.allclose(trained[0][f"{hook} gradwire"], plain)}
+    same = {
+        hook
+        for hook in ("allreduce", "builtin", "fused_optimizer")
+        if torch.allclose(trained[0][f"{hook} gradwire"], plain)
+    }
     assert same == {"allreduce", "builtin", "fused_optimizer"}
     for hook in ("fp16", "power_sgd", "quantization_per_tensor", "post_local_sgd", "noop"):
         assert not torch.equal(trained[0][f"{hook} gradwire"], plain)

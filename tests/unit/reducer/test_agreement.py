@@ -25,7 +25,10 @@ DIFFERENCES = {
     "name": ([A, replace(B, name="bias"), C], r"number 1: 'bias: .* against 'b: "),
     "sparse": ([A, B, replace(C, sparse=True)], r"number 2: 'c: .*sparse' against 'c: "),
     "one less": ([A, B], r"different numbers of parameters: rank \d 2, rank \d 3.* number 2: 'c: "),
-    "one more": ([A, B, C, replace(C, name="d")], r"different numbers of parameters: rank \d 4, rank \d 3.*number 3: 'd: "),
+    "one more": (
+        [A, B, C, replace(C, name="d")],
+        r"different numbers of parameters: rank \d 4, rank \d 3.*number 3: 'd: ",
+    ),
     "none": ([], r"different numbers of parameters: rank \d 0, rank \d 3.*number 0: 'a: "),
     "another order": ([B, A, C], r"number 0: 'b: .* against 'a: "),
 }

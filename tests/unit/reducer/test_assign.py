@@ -19,7 +19,9 @@ limits = st.lists(st.integers(1, 400), min_size=1, max_size=4)
 @st.composite
 def tensors(draw: st.DrawFn, dtypes: list[torch.dtype]) -> list[tuple[int, torch.dtype, bool]]:
     """(size, dtype, sparse) of some parameters."""
-    one = st.tuples(st.integers(0, 60), st.sampled_from(dtypes), st.booleans() if draw(st.booleans()) else st.just(False))
+    one = st.tuples(
+        st.integers(0, 60), st.sampled_from(dtypes), st.booleans() if draw(st.booleans()) else st.just(False)
+    )
     return draw(st.lists(one, min_size=1, max_size=12))
 
 
@@ -31,7 +33,9 @@ def ours(parameters: list[tuple[int, torch.dtype, bool]], caps: list[int], order
     return by_size(specs, caps, order=order)
 
 
-def torchs(parameters: list[tuple[int, torch.dtype, bool]], caps: list[int], order: list[int] | None) -> list[list[int]]:
+def torchs(
+    parameters: list[tuple[int, torch.dtype, bool]], caps: list[int], order: list[int] | None
+) -> list[list[int]]:
     """In torch the tensors themselves come in order, and `order` tells their indices."""
     dealt = [parameters[i] for i in order] if order else parameters
     shown = [torch.empty(n, dtype=dtype) for n, dtype, _ in dealt]
@@ -81,7 +85,10 @@ def test_every_parameter_is_in_one_bucket_of_its_kind(
 
 
 def test_devices_do_not_share_a_bucket() -> None:
-    specs = [ParameterSpec(n, (1,), (1,), torch.float32, torch.device(d)) for n, d in (("a", "cpu"), ("b", "meta"), ("c", "cpu"))]
+    specs = [
+        ParameterSpec(n, (1,), (1,), torch.float32, torch.device(d))
+        for n, d in (("a", "cpu"), ("b", "meta"), ("c", "cpu"))
+    ]
     assert by_size(specs, [1000]) == [[0, 2], [1]]
 
 

@@ -46,14 +46,19 @@ class World:
         self.launcher = Launcher()
         specs = [ParameterSpec.of(str(i), p) for i, p in enumerate(self.parameters)]
         self.reducer = Reducer(
-            self.parameters, specs, [[3, 2], [1, 0]], group=group, launch=self.launcher, **{"rebuild_limits": (8,)} | named
+            self.parameters,
+            specs,
+            [[3, 2], [1, 0]],
+            group=group,
+            launch=self.launcher,
+            **{"rebuild_limits": (8,)} | named,
         )
         self.handles = attach_ready(self.parameters, self.reducer, undefined_too=False)
 
     def backward(self, order: str = "3210") -> None:
         """Gradients 1, 2, 4, 8 times two, in this order: a chain of products would hide it, so one backward each."""
         for i in order:
-            (self.parameters[int(i)] * 2**int(i)).sum().backward()
+            (self.parameters[int(i)] * 2 ** int(i)).sum().backward()
 
     def gradients(self) -> list[float | None]:
         return [None if p.grad is None else p.grad.item() for p in self.parameters]

@@ -54,7 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )
     add("--batch", type=at_least(1), help="sequences a step (default: 8), or rows for the small parameters (4)")
     add("--steps", type=at_least(1), help="timed steps of each variant (default: 300, on cuda 100)")
-    add("--block", type=at_least(1), help="steps that a variant takes in its turn (default: 1, on cuda 5)")
+    add("--block", type=at_least(1), help="timed steps that a variant takes in its turn (default: 3, on cuda 5)")
     add(
         "--clock",
         choices=tuple(_CLOCKS),
@@ -72,11 +72,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure, and show what came of it."""
     device = _device(args.device)
     machine, console = describe(device), Console(highlight=False)
-    block = args.block or (5 if device.type == "cuda" else 1)
+    block = args.block or (5 if device.type == "cuda" else 3)
     rounds = max(2, (args.steps or (100 if device.type == "cuda" else 300)) // block)
-    turns = (
-        f"{rounds} rounds in which each variant takes {block} steps" if block > 1 else f"{rounds} steps each, in turns"
-    )
     with _settled(device), peers.world_of_one(device), console.status("preparing") as status:
         work = _workload(args, device)
         series = _measure(
@@ -91,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     settings = {
         "model": work.words,
         "step": "zero_grad(set_to_none=True), forward, backward" + (", AdamW" if args.adamw else ""),
-        "measured": f"{args.clock} time, {turns}, after {_WARM_UP} to warm up",
+        "measured": f"{args.clock} time, {rounds} rounds of {block} steps each in turns, the step before them not timed",
     }
     show(_result(machine, settings, series, device), json_file=args.json, console=console)
     return 0
@@ -102,7 +99,7 @@ def _measure(work: Workload, *, adamw: bool, **how: Any) -> dict[str, Series]:
     try:
         work.check(models)
         steps = {name: work.step(model, adamw=adamw) for name, model in models.items()}
-        return interleave(steps, warm_up=_WARM_UP, **how)
+        return interleave(steps, warm_up=_WARM_UP, lead_in=1, **how)
     finally:
         for model in models.values():
             peers.unwrap(model)

@@ -51,6 +51,7 @@ def interleave(
     *,
     rounds: int,
     block: int = 1,
+    lead_in: int = 0,
     warm_up: int = 0,
     fence: Step = _nothing,
     after_round: Callable[[int], object] | None = None,
@@ -58,8 +59,9 @@ def interleave(
 ) -> dict[str, Series]:
     """Let every variant take `block` steps in every round, and time them: one figure a variant and round, per step.
 
-    Who begins changes from round to round. `fence` is called before and after each block; on a device that works
-    asynchronously it must wait until that has caught up. The first `warm_up` steps of each variant are not timed.
+    Who begins changes from round to round. `lead_in` steps before each block are not timed: they bring a variant's own code
+    and data back into the caches, where they are when it runs alone. Neither are the first `warm_up` steps of each. `fence`
+    is called before and after each block; on a device that works asynchronously it must wait until that has caught up.
 
     >>> ticks = iter(range(100))
     >>> series = interleave({"a": print, "b": print}, rounds=2, clock=lambda: float(next(ticks)))
@@ -78,6 +80,8 @@ def interleave(
         first = number % len(names)
         for name in names[first:] + names[:first]:
             step = variants[name]
+            for _ in range(lead_in):
+                step()
             fence()
             begin = clock()
             for _ in range(block):

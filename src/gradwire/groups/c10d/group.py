@@ -266,7 +266,7 @@ class C10dGroup(Group):
             return
         limit = self.timeout if timeout is None else timeout
         roll.joined = self._joined
-        stuck = sum(isinstance(work, C10dWork) and work.in_engine for work in self._unfinished)
+        stuck = sum(isinstance(work, C10dWork) and work.left_in_engine for work in self._unfinished)
         try:
             epoch, in_step = roll.start_over(stuck, limit)
         except TimeoutError as error:

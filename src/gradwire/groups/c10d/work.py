@@ -51,6 +51,7 @@ class C10dWork(Work):
     def __init__(self, op: Collective, ledger: Ledger, *, seq: int, timeout: float) -> None:
         super().__init__(op, ledger, seq=seq, timeout=timeout)
         self.place = 0
+        self.left_in_engine = False  # whether the engine was still busy with it when it failed here
         self._native: Any = None
         self._event: torch.cuda.Event | None = None
         self._on_error: Callable[[BaseException], None] = _ignore
@@ -72,17 +73,14 @@ class C10dWork(Work):
         self._attend_if_wanted()
 
     @property
-    def in_engine(self) -> bool:
-        """Whether the engine may still be busy with it, although it has failed here."""
-        return self._native is not None and not self._native.is_completed()
-
-    @property
     def stopping(self) -> bool:
         """Whether the group or the interpreter is ending, so that no thread should be inside the engine."""
         return self._reaper is not None and self._reaper.stopping
 
     def _settle(self, error: BaseException | None, source_rank: int | None) -> bool:
         settled = super()._settle(error, source_rank)
+        native, self._native = self._native, None  # whoever keeps this Work must not keep the engine's sockets open
+        self.left_in_engine |= native is not None and not native.is_completed()
         self._on_error = _ignore  # it knows the group and this Work: a cycle that would keep the tensors alive
         return settled
 

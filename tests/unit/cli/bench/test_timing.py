@@ -48,6 +48,15 @@ def test_warming_up_is_not_timed():
     assert series["a"].seconds == (1.0,)
 
 
+def test_steps_that_lead_in_are_not_timed():
+    clock = Clock()
+    series = interleave(
+        {"a": clock.step("a", 1.0), "b": clock.step("b", 2.0)}, rounds=1, block=2, lead_in=1, clock=clock
+    )
+    assert "".join(clock.log) == "aaabbb"
+    assert [s.seconds for s in series.values()] == [(1.0,), (2.0,)]
+
+
 def test_the_fence_stands_on_both_sides_of_what_is_timed():
     clock = Clock()
     log = clock.log
