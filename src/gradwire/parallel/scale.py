@@ -21,7 +21,8 @@ class ScaleChecked:
         self._group = group
         self._policy = policy
         self._hook = hook
-        self._contribution = torch.cat([project(bucket.buffer()), torch.ones(1).double()]) * weight
+        projection = project(bucket.buffer())
+        self._contribution = torch.cat([projection, projection.new_ones(1)]) * weight
         self._pending: Pending | None = None
         self._result: Tensor | None = None
 
@@ -42,13 +43,13 @@ class ScaleChecked:
         truth = self._contribution.to(self._result.device)
         label = f"scale check of bucket {self._bucket.index()}"
         self._group.submit(all_reduce(truth, op=ReduceOp.SUM, label=label)).wait()
-        total, total_size, weights = truth.tolist()
+        total, norms, weights = truth.tolist()
         if not weights:
             return
-        expected, size = total / weights, total_size / weights
+        expected, norm = total / weights, norms / weights
         got = float(project(self._result)[0])
-        # Where the projection nearly cancels, its relative error says nothing.
-        if abs(expected) < 1e-3 * size or abs(got - expected) <= self._policy.tolerance * abs(expected):
+        # Where the projection nearly cancels, rounding, whose size goes with the norm, makes its relative error meaningless.
+        if abs(expected) < 0.1 * norm or abs(got - expected) <= self._policy.tolerance * abs(expected):
             return
         world = self._group.size
         guess = " It looks like a sum: divide by the number of ranks." if _near(got, expected * world) else ""
@@ -60,13 +61,13 @@ class ScaleChecked:
 
 
 def project(buffer: Tensor) -> Tensor:
-    """The inner product with a fixed vector of signs, and its absolute size: linear in the buffer, and cheap."""
+    """The inner product with a fixed vector of signs, linear in the buffer and cheap; and the buffer's norm."""
     values = (buffer.coalesce().to_dense() if buffer.is_sparse else buffer).detach().reshape(-1)
     values = torch.view_as_real(values).reshape(-1) if values.dtype.is_complex else values
     values = values.to(torch.float64)
     signs = torch.ones_like(values)
     signs[1::3] = -1
-    return torch.stack([(values * signs).sum(), values.abs().sum()])
+    return torch.stack([(values * signs).sum(), values.norm()])
 
 
 def _near(a: float, b: float) -> bool:

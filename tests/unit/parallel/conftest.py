@@ -82,5 +82,7 @@ def no_gc() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _convolution_opened_its_file() -> None:
     """The first convolution makes oneDNN open a file that it keeps for life: nobody's leftover."""
-    conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-    conv(torch.zeros(1, 3, 4, 4).to(memory_format=torch.channels_last)).sum().backward()
+    convolutions = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).to(
+        memory_format=torch.channels_last
+    )
+    convolutions(torch.zeros(2, 3, 8, 8).to(memory_format=torch.channels_last)).sum().backward()

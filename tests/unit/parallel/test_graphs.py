@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,19 @@ class MixedDtypes(nn.Module):
         return self.narrow(self.wide(self.single(x).double()).bfloat16()).float()
 
 
+class Shuffled(nn.Module):
+    """Runs its layers in the order it is told, so that gradients come in another order each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        for i in order:
+            x = torch.tanh(self.layers[i](x))
+        return x
+
+
 @pytest.fixture
 def same_as_alone(local_means: Callable[..., Any], assert_gradients: Callable[..., None]) -> Callable[..., None]:
     """Three steps on `n` ranks, each compared with the mean of local gradients."""
@@ -135,6 +149,19 @@ def test_two_forwards_one_backward(same_as_alone: Callable[..., None], flags: di
         return model(inputs(rank, step)).sum() + model(inputs(rank, step + 50)).pow(2).sum()
 
     same_as_alone(mlp, loss, **flags)
+
+
+ORDERS = list(itertools.permutations(range(4)))
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: " ".join(flags) or "plain")
+def test_gradients_that_come_in_another_order_in_every_step_and_on_every_rank(
+    same_as_alone: Callable[..., None], flags: dict[str, Any]
+) -> None:
+    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+        return model(inputs(rank, step), ORDERS[(7 * step * (step > 2) + 5 * rank) % 24]).pow(2).sum()
+
+    same_as_alone(Shuffled, loss, n=2, steps=8, **flags)
 
 
 def test_mixed_dtypes_get_buckets_of_their_own(same_as_alone: Callable[..., None]) -> None:
@@ -238,10 +265,15 @@ def test_the_used_map_counts_ranks() -> None:
     assert run_ranks(rank_main, 3) == [[3, 3, 3, 3, 2, 2, 0, 0]] * 3
 
 
-def test_unused_without_asking_is_an_error_that_names_them_and_the_model_goes_on() -> None:
+@pytest.mark.parametrize("good_steps", [0, 4])
+@pytest.mark.parametrize("flags", FLAGS[:2], ids=lambda flags: " ".join(flags) or "plain")
+def test_unused_without_asking_is_an_error_that_names_them_and_the_model_goes_on(
+    good_steps: int, flags: dict[str, Any]
+) -> None:
     def rank_main(group: Group) -> str:
-        torch.manual_seed(0)
-        ddp = DDP(Branches(), process_group=group)
+        ddp = DDP(Branches(), process_group=group, **flags)
+        for _ in range(good_steps):
+            ddp(inputs(group.rank), "abc").sum().backward()
         ddp(inputs(group.rank), "ab").sum().backward()
         group.barrier()  # or the faster rank's error reaches this one in its first step
         with pytest.raises(RuntimeError) as caught:
@@ -285,7 +317,7 @@ def test_two_backwards_of_one_forward(
 
     def rank_main(group: Group) -> None:
         ddp = DDP(copy.deepcopy(model), process_group=group, **flags)
-        for step in range(3):
+        for step in range(5):
             x = inputs(group.rank, step)
             expected = local_means(group, ddp.module, lambda m, x=x: m(x)[0].sum() + m(x)[1].pow(2).sum())
             ddp.zero_grad()
@@ -308,8 +340,9 @@ def test_forward_without_backward_any_number_of_times(same_as_alone: Callable[..
     same_as_alone(mlp, loss)
 
 
+@pytest.mark.parametrize("good_steps", [0, 4])
 def test_a_backward_that_was_interrupted_is_an_error_of_the_next_forward_and_then_over(
-    local_means: Callable[..., Any], assert_gradients: Callable[..., None]
+    local_means: Callable[..., Any], assert_gradients: Callable[..., None], good_steps: int
 ) -> None:
     model = mlp()
 
@@ -318,6 +351,8 @@ def test_a_backward_that_was_interrupted_is_an_error_of_the_next_forward_and_the
 
     def rank_main(group: Group) -> None:
         ddp = DDP(copy.deepcopy(model), process_group=group, bucket_cap_mb=SMALL)
+        for _ in range(good_steps):
+            ddp(inputs(group.rank)).sum().backward()
         handle = ddp.module[0].weight.register_hook(explode)
         with pytest.raises(KeyError, match="in the middle"):
             ddp(inputs(group.rank)).sum().backward()

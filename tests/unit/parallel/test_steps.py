@@ -6,6 +6,7 @@ import copy
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def test_no_sync_accumulates_to_the_gradient_of_the_big_batch(views: bool, form:
     def rank_main(group: Group) -> None:
         big = copy.deepcopy(model)
         for rank in range(group.size):
-            for step in range(2 * micro_batches):
+            for step in range(4 * micro_batches):
                 big(inputs(rank, step)).pow(2).sum().div(group.size).backward()
         mine = copy.deepcopy(model)
         wrapped: Any = DDP(mine, process_group=group, bucket_cap_mb=SMALL, gradient_as_bucket_view=views)
@@ -59,7 +60,7 @@ def test_no_sync_accumulates_to_the_gradient_of_the_big_batch(views: bool, form:
         if form == "replicate":
             wrapped.replica.detach()
             wrapped, handle = mine, replicate(mine, group=group)
-        for step in range(2 * micro_batches):  # twice, with a rebuild of the buckets between
+        for step in range(4 * micro_batches):  # with a rebuild of the buckets between
             if step % micro_batches < micro_batches - 1:
                 with handle.no_sync():
                     wrapped(inputs(group.rank, step)).pow(2).sum().backward()
@@ -172,6 +173,31 @@ def test_channels_last_gradients_keep_their_strides(views: bool) -> None:
                 assert p.grad.stride() == p.stride()
 
     run_ranks(rank_main, 2)
+
+
+def test_mixed_precision_computes_narrow_and_keeps_parameters_and_gradients_wide() -> None:
+    """Beyond torch, whose own needs CUDA events."""
+    torch.manual_seed(0)
+    model = mlp()
+    narrow = SimpleNamespace(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=None)
+
+    def rank_main(group: Group) -> Any:
+        ddp = DDP(copy.deepcopy(model), process_group=group, mixed_precision=narrow)
+        for _ in range(3):
+            ddp.zero_grad()
+            output = ddp(inputs(group.rank))
+            assert output.dtype == torch.bfloat16
+            output.float().pow(2).sum().backward()
+            assert {p.dtype for p in ddp.parameters()} == {p.grad.dtype for p in ddp.parameters()} == {torch.float32}
+        assert all(torch.equal(p, q) for p, q in zip(ddp.module.parameters(), model.parameters(), strict=True))
+        return [p.grad for p in ddp.parameters()]
+
+    grads = run_ranks(rank_main, 2)
+    for rank in range(2):
+        model(inputs(rank)).pow(2).sum().div(2).backward()
+    for p, a, b in zip(model.parameters(), *grads, strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, p.grad, rtol=0.1, atol=0.1)
 
 
 # -- outputs -----------------------------------------------------------------------------------------------------------------
