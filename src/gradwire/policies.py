@@ -60,7 +60,7 @@ class ScaleCheck:
     """Compares a hook's result with the true mean, on a projection of one number per bucket, every `every` steps.
 
     Catches a hook that sums where it should average, or averages twice. `tolerance` is how far, relatively, a lossy hook may
-    be off. On the wire: one element a bucket.
+    be off. On the wire: three float64 a bucket.
     """
 
     every: int = 1
