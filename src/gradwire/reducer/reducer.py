@@ -407,15 +407,25 @@ class Reducer:
                 self.parameters[indices[0]].grad = result
             return
         storage.put(result)
-        members, views = self._members[launch.bucket], storage.views
-        if unused:
-            used = [k for k, i in enumerate(indices) if i not in unused]
-            members, views = [members[k] for k in used], [views[k] for k in used]
-        if self.keep_views:
-            for parameter, view in zip(members, views, strict=True):
-                parameter.grad = view  # to look first whether it is there already would cost more
-        else:
-            _copy_out(members, views)
+        places, values = [], []
+        keep_views = self.keep_views
+        for i, parameter, view in zip(indices, self._members[launch.bucket], storage.views, strict=True):
+            if i in unused:
+                continue
+            grad = parameter.grad
+            if keep_views:
+                if grad is not view:
+                    parameter.grad = view
+            elif grad is None:
+                parameter.grad = torch.empty_like(view).copy_(view)
+            elif grad.is_sparse:
+                parameter.grad = view.clone()
+            else:
+                places.append(grad)
+                values.append(view)
+        if places:
+            with below_autograd():
+                torch._foreach_copy_(places, values)
 
     def fail(self, error: BaseException) -> None:
         """The step is lost: let go of what is in flight, and tell the other ranks, who may be waiting for this one.
@@ -435,17 +445,6 @@ def _call(weak: weakref.WeakMethod[Any]) -> None:
     method = weak()
     if method is not None:
         method()
-
-
-def _copy_out(parameters: Sequence[Tensor], views: Sequence[Tensor]) -> None:
-    """Copy `views` into the gradients; one that is absent, or sparse, becomes a tensor of its own."""
-    gradients = [p.grad for p in parameters]
-    odd = [k for k, grad in enumerate(gradients) if grad is None or grad.is_sparse]
-    for k in odd:
-        parameters[k].grad = gradients[k] = views[k].clone()
-    if len(odd) < len(gradients):
-        with below_autograd():
-            torch._foreach_copy_(gradients, views)
 
 
 def _sparse(grad: Tensor | None, parameter: Tensor) -> Tensor:
