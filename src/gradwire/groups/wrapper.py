@@ -161,7 +161,9 @@ class ProgramWrapper(_Around):
         try:
             for step in program:
                 left = work.deadline - time.perf_counter()
-                if work.is_completed() or left <= 0:
+                if left <= 0:
+                    self.ledger.expire(work)
+                if work.is_completed():
                     return
                 self._steps[work.seq] = inner = self.inner.submit(step.within(left))
                 inner.wait()
@@ -180,7 +182,14 @@ class ProgramWrapper(_Around):
     def attendance(self, work: Work) -> Attendance | None:
         """Who has joined the step the operation is at."""
         step = self._steps.get(work.seq)
-        return None if step is None else self.inner.attendance(step)
+        known = None if step is None else self.inner.attendance(step)
+        if known is not None or step is None:
+            return known
+        # A wrapper inside forgets its step once it has given it up: what it knew then is in the error.
+        late = step.exception()
+        if isinstance(late, CollectiveTimeout) and late.joined is not None and late.missing is not None:
+            return Attendance(tuple(late.joined), tuple(late.missing))
+        return None
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Abort the inner group, and with it what is in flight here."""

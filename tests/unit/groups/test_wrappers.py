@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -43,6 +45,36 @@ def test_a_deadline_names_the_missing():
     assert a.timeout == 0.2
     for group in (a, b, c):
         group.close(timeout=0)
+
+
+def test_a_wrapper_inside_that_has_forgotten_its_step_still_tells_who_was_missing():
+    """Which of two nested wrappers gives up first is a race; here the inner one has always gone when it is asked."""
+
+    class Forgetful(NanCheck):
+        def attendance(self, work):
+            return None if work.is_completed() else super().attendance(work)
+
+    a, b = (Verified(Forgetful(g)) for g in ThreadGroup.world(2, timeout=0.3))
+    a.timeout = 10.0  # so that it is the inner one which gives up first
+    with pytest.raises(CollectiveTimeout) as caught:
+        a.all_reduce(torch.ones(1))
+    assert (caught.value.joined, caught.value.missing) == ((0,), (1,))
+    for group in (a, b):
+        group.close(timeout=0)
+
+
+def test_a_deadline_that_passes_between_two_steps_ends_the_operation():
+    class Slow(Verified):
+        def program(self, op):
+            for step in super().program(op):
+                yield step
+                time.sleep(0.4)
+
+    (group,) = map(Slow, ThreadGroup.world(1, timeout=0.2))
+    with pytest.raises(CollectiveTimeout) as caught:
+        group.all_reduce(torch.ones(1))
+    assert caught.value.missing == ()
+    group.close()
 
 
 def test_a_deadline_is_more_than_nothing():
