@@ -85,6 +85,20 @@ def test_gloo(size: int) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("size", [2, 3, 4, 8], ids="{} processes".format)
+def test_shared_memory(size: int) -> None:
+    report = check_group(lambda fn: run_ranks(fn, size, kind="shared_memory"))
+    assert report.ran == check_names()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("wrap", [all_of_them, ThereAndBack], ids=lambda w: w.__name__)
+def test_wrapped_shared_memory(wrap: Wrap) -> None:
+    report = check_group(lambda fn: run_ranks(fn, 2, kind="shared_memory", wrap=wrap))
+    assert report.ran == check_names()
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("wrap", [all_of_them, ThereAndBack], ids=lambda w: w.__name__)
 def test_wrapped_gloo(wrap: Wrap) -> None:
     report = check_group(lambda fn: run_ranks(fn, 2, kind="gloo", wrap=wrap))

@@ -29,6 +29,12 @@ def is_plain(t: Tensor) -> bool:
     return t.layout is torch.strided and t.is_contiguous() and not t.is_conj() and not t.is_neg()
 
 
+def is_identity(op: Collective) -> bool:
+    """Whether one rank alone has the result before it begins."""
+    in_place = op.outputs is op.inputs
+    return in_place and (op.kind is Kind.BROADCAST or (op.kind is Kind.ALL_REDUCE and op.factor is None))
+
+
 def flat(t: Tensor) -> Tensor:
     """All elements of a plain tensor in one row, in the same memory."""
     return t.detach().view(-1)

@@ -3,6 +3,7 @@
 from gradwire.groups.base import Group
 from gradwire.groups.c10d import C10dGroup
 from gradwire.groups.checked import NanCheck, Verified
+from gradwire.groups.shared_memory import SharedMemoryGroup
 from gradwire.groups.threads import ThreadGroup
 from gradwire.groups.work import Work, WorkInfo
 from gradwire.groups.wrapper import GroupWrapper, ProgramWrapper
@@ -17,6 +18,7 @@ __all__ = [
     "NanCheck",
     "ProgramWrapper",
     "Recording",
+    "SharedMemoryGroup",
     "ThreadGroup",
     "Verified",
     "Work",

@@ -33,13 +33,13 @@ class Pending(Protocol):
         """The averaged gradient, flat; raises what went wrong."""
 
 
-def run(reduction: Reduction, submit: Callable[[Collective], Work]) -> Reduced:
+def run(reduction: Reduction, carry_out: Callable[[Collective], Work]) -> Reduced:
     """Advance to the end, waiting for each collective."""
     try:
         op = next(reduction)
         while True:
             try:
-                submit(op).wait()
+                carry_out(op).wait()
             except BaseException as error:
                 op = reduction.throw(error)
             else:
@@ -138,7 +138,7 @@ class _OnLane:
         def job() -> None:
             try:
                 with torch.no_grad():
-                    self._value = run(reduction, group.submit).value
+                    self._value = run(reduction, group.run).value
             except BaseException as error:
                 self._error = error
             finally:

@@ -275,9 +275,16 @@ def _gloo(store: Store, rank: int, size: int, *, timeout: float, name: str) -> G
     return C10dGroup.gloo(store, rank, size, timeout=timeout, name=name)
 
 
+def _shared_memory(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Group:
+    from gradwire.groups.shared_memory import SharedMemoryGroup
+
+    return SharedMemoryGroup(store, rank, size, timeout=timeout, name=name)
+
+
 _KINDS: Mapping[str, RankKind] = MappingProxyType(
     {
         "threads": RankKind(_run_threads, mortal=False),
         "gloo": in_processes(_gloo),
+        "shared_memory": in_processes(_shared_memory),
     }
 )

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from gradwire.collectives import Collective, Kind
-from gradwire.collectives.lower import Program, lower
+from gradwire.collectives import Collective
+from gradwire.collectives.lower import Program, is_identity, lower
 from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.c10d.engine import Engine, call, engine_of
@@ -93,7 +93,7 @@ class C10dGroup(Group):
             work = self.begin(op, C10dWork)
             self._joined += 1
             work.place = self._joined
-            if self.size == 1 and _is_identity(op):
+            if self.size == 1 and is_identity(op):
                 work.finish()  # an engine would be asked to do nothing, some at the price of a pass over the data
                 return work
             if engine.stream_ordered:
@@ -351,12 +351,6 @@ class C10dGroup(Group):
         undertaker = threading.Thread(target=_end, args=(engines,), name=f"gradwire-end-{self.name}", daemon=True)
         undertaker.start()
         undertaker.join(timeout=5)
-
-
-def _is_identity(op: Collective) -> bool:
-    """Whether one rank alone has the result before it begins."""
-    in_place = op.outputs is op.inputs
-    return in_place and (op.kind is Kind.BROADCAST or (op.kind is Kind.ALL_REDUCE and op.factor is None))
 
 
 def _end(engines: list[Any]) -> None:

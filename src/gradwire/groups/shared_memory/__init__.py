@@ -1,0 +1,5 @@
+"""Ranks as processes of one host that share memory."""
+
+from gradwire.groups.shared_memory.group import SharedMemoryGroup
+
+__all__ = ["SharedMemoryGroup"]

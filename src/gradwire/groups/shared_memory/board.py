@@ -1,0 +1,190 @@
+"""The board: where ranks tell each other, in words of the segment, how far they are, how they left, and what is where.
+
+    header | per rank: posts, state, recoveries | bells | last words | tables | mailboxes | staging | heaps
+
+Every word has one writer, the rank it belongs to; only bells are put out by others. `sync.py` argues why that is enough.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from gradwire.groups.shared_memory.segment import PAGE, Segment
+from gradwire.groups.shared_memory.sync import Bell, Fence, Sleep
+
+ABSENT, HERE, LEFT, FAILED = range(4)
+"""What a rank says of itself."""
+
+LAST_WORDS = 4096
+"""Bytes that a rank has for the reason of its failure."""
+
+SLOTS = 32
+"""Messages from one rank to another that can lie in their mailbox at a time."""
+
+SLOT = 64
+"""Bytes of one message's slot."""
+
+SMALL = 32 << 10
+"""Bytes up to which a contribution travels together with the announcement of the collective."""
+
+CHUNK = 512 << 10
+"""Bytes of one staging buffer."""
+
+BUFFERS = 3
+"""Staging buffers per rank: see Note [Three buffers] in programs.py."""
+
+
+_TABLE = struct.Struct("<Q16sQQ")  # turn, digest, hold, number of parts
+_PART = struct.Struct("<qq")  # offset, bytes
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+class Plan:
+    """Where everything lies in a segment of `nbytes` for `size` ranks."""
+
+    def __init__(self, size: int, nbytes: int) -> None:
+        self.size = size
+        self.nbytes = nbytes
+        # Four rows of one u64 per rank, side by side, so that one call reads a row.
+        self.posts = PAGE
+        self.states = self.posts + size * 8
+        self.recoveries = self.states + size * 8
+        self.pids = self.recoveries + size * 8
+        self.bells = _pages(self.pids + size * 8)
+        self.last_words = _pages(self.bells + size * Bell.STRIDE)
+        # Two tables per rank, used in turn: see Note [What may be written when] in programs.py.
+        self.tables = self.last_words + size * LAST_WORDS
+        self.table_stride = -(-(_TABLE.size + 16 * size) // 64) * 64
+        # For each pair of sender and receiver; those from rank 0 come first.
+        self.mailboxes = _pages(self.tables + 2 * size * self.table_stride)
+        self.staging = _pages(self.mailboxes + size * size * SLOTS * SLOT)
+        self.staging_stride = 2 * SMALL + BUFFERS * CHUNK
+        self.heaps = _pages(self.staging + size * self.staging_stride)
+        self.heap_stride = max(0, (nbytes - self.heaps) // size // PAGE * PAGE)
+
+    def small(self, rank: int, turn: int) -> int:
+        """The small slot that `rank` uses in collective number `turn`."""
+        return self.staging + rank * self.staging_stride + (turn & 1) * SMALL
+
+    def buffer(self, rank: int, number: int) -> int:
+        """Staging buffer `number` of `rank`, counted round and round."""
+        return self.staging + rank * self.staging_stride + 2 * SMALL + number % BUFFERS * CHUNK
+
+    def table(self, rank: int, turn: int) -> int:
+        """The table that `rank` uses in collective number `turn`."""
+        return self.tables + (2 * rank + (turn & 1)) * self.table_stride
+
+    def mailbox(self, sender: int, receiver: int) -> int:
+        """The slots for messages of one pair."""
+        return self.mailboxes + (sender * self.size + receiver) * SLOTS * SLOT
+
+    def heap(self, rank: int) -> int:
+        """Where the heap of `rank` begins."""
+        return self.heaps + rank * self.heap_stride
+
+
+class Board:
+    """One rank's access to the board. Only the thread that drives the group posts; states may be set from any."""
+
+    def __init__(self, segment: Segment, plan: Plan, rank: int, sleep: Sleep) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.size = plan.size
+        self._memory = segment.memory
+        view = segment.view
+
+        def words(offset: int) -> memoryview:
+            return view[offset : offset + plan.size * 8].cast("Q")
+
+        self.posts = words(plan.posts)
+        self.states = words(plan.states)
+        self.recoveries = words(plan.recoveries)
+        self.pids = words(plan.pids)
+        self.bell = Bell(view, plan.bells, rank, plan.size, sleep)
+        self.fence = Fence()
+        self.posted = 0
+        self._table_offsets = [[plan.table(r, turn) for r in range(plan.size)] for turn in (0, 1)]
+
+    def post(self) -> None:
+        """Everything written so far is there: say so, and wake who waits for it."""
+        self.posted += 1
+        self.fence()
+        self.posts[self.rank] = self.posted
+        self.fence()
+        self.bell.ring()
+
+    def behind(self, target: int) -> list[int]:
+        """Ranks that have posted less often than `target`."""
+        return [rank for rank, count in enumerate(self.posts.tolist()) if count < target]
+
+    # -- coming, failing, leaving --------------------------------------------------------------------------------------
+
+    def set_state(self, state: int, words: str = "") -> None:
+        """Say what this rank is, from any thread, with a reason."""
+        if words:
+            text = words.encode()[: LAST_WORDS - 4]
+            struct.pack_into(f"<I{len(text)}s", self._memory, self._words_of(self.rank), len(text), text)
+        fence = Fence()  # the board's own belongs to the driving thread
+        fence()
+        self.states[self.rank] = state
+        fence()
+        self.bell.ring()
+
+    def _words_of(self, rank: int) -> int:
+        return self.plan.last_words + rank * LAST_WORDS
+
+    def words(self, rank: int) -> str:
+        """The reason a rank gave."""
+        offset = self._words_of(rank)
+        (length,) = struct.unpack_from("<I", self._memory, offset)
+        return self._memory[offset + 4 : offset + 4 + min(length, LAST_WORDS - 4)].decode(errors="replace")
+
+    # -- tables --------------------------------------------------------------------------------------------------------
+
+    def write_table(self, turn: int, digest: bytes, parts: list[tuple[int, int]], *, hold: bool) -> None:
+        """Announce collective number `turn`: what it is, and where each part lies (-1: in the staging buffers) and its length.
+
+        `hold` says that parts lie in memory of the caller's, which others must have read before the collective is over.
+        """
+        offset = self.plan.table(self.rank, turn)
+        _TABLE.pack_into(self._memory, offset, turn, digest, hold, len(parts))
+        for i, part in enumerate(parts):
+            _PART.pack_into(self._memory, offset + _TABLE.size + i * _PART.size, *part)
+
+    def agreed(self, turn: int, digest: bytes) -> bool:
+        """Whether all ranks have announced the same for collective number `turn`."""
+        memory = self._memory
+        return all(memory[offset + 8 : offset + 24] == digest for offset in self._table_offsets[turn & 1])
+
+    def read_table(self, rank: int, turn: int) -> Table:
+        """What `rank` announced for collective number `turn`."""
+        offset = self.plan.table(rank, turn)
+        _, digest, hold, count = _TABLE.unpack_from(self._memory, offset)
+        flat = struct.unpack_from(f"<{2 * count}q", self._memory, offset + _TABLE.size)
+        return Table(digest, bool(hold), flat)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A rank's announcement."""
+
+    digest: bytes
+    hold: bool
+    flat: tuple[int, ...]
+
+    def part_for(self, rank: int) -> tuple[int, int]:
+        """(offset, length) of what is meant for `rank`; one part is meant for everybody."""
+        if not self.flat:
+            return -1, 0
+        i = 2 * rank if len(self.flat) > 2 else 0
+        return self.flat[i], self.flat[i + 1]
+
+    @property
+    def staged(self) -> int:
+        """The longest part that goes through the staging buffers."""
+        flat = self.flat
+        return max((flat[i + 1] for i in range(0, len(flat), 2) if flat[i] < 0), default=0)

@@ -1,0 +1,382 @@
+"""Who moves the bytes: whoever waits, or else a thread of the group's own.
+
+Collectives are carried out one after another, in the order in which they were submitted; sends and receives beside them, as
+they find their letters. A thread *drives* the group while it holds the driving lock: it advances the program at the head of the
+queue and all letters, and when nothing moves it spins a little, then sleeps on the rank's bell.
+
+Note [Who drives]
+A caller that is going to wait anyway (`Group.run`) drives, in its own thread: no hand-over, no switch. An operation that was
+submitted to be waited for later is driven by the group's thread, which starts with the first such operation; it also takes over
+what a caller leaves behind. Whoever finds the lock taken leaves its operation in the queue, wakes the one that drives, and
+waits for its Work as always.
+
+Note [Giving up]
+When a deadline passes, the Work has failed, but its program may have posted; the ranks are out of step, and a late rank must not
+pair its operation with a later one of ours. So this rank says so on the board, and the group fails with the error of that
+operation; a rank that comes late, or waits for this one, is told at once. `recover` brings all ranks back into step.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost
+from gradwire.groups.ledger import Attendance
+from gradwire.groups.shared_memory.board import FAILED, HERE, LEFT, Board
+from gradwire.groups.shared_memory.heap import Heap
+from gradwire.groups.shared_memory.liveness import Pulse
+from gradwire.groups.shared_memory.mail import Letter, Post
+from gradwire.groups.shared_memory.programs import Programs, Steps
+from gradwire.groups.shared_memory.sync import SLICE, looks_before_sleep, usable_cores
+from gradwire.groups.work import Work
+
+_ASIDE_LOOKS = 30
+"""How often the group's own thread looks before it sleeps: it has the interpreter lock while it does."""
+
+
+class _Current(NamedTuple):
+    """The collective that is being carried out, and how many posts of every rank it waits for."""
+
+    work: Work
+    steps: Steps
+    target: int
+
+
+class Engine:
+    """Drives one rank of one group. Holds no reference to the group: `fail` is a weak one."""
+
+    def __init__(
+        self,
+        name: str,
+        board: Board,
+        heap: Heap,
+        programs: Programs,
+        post: Post,
+        pulse: Pulse,
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self.name = name
+        self.rank, self.size = board.rank, board.size
+        self.board = board
+        self.heap = heap
+        self.programs = programs
+        self.post = post
+        self.pulse = pulse
+        self._fail = fail
+        self._driving = threading.Lock()
+        self._queue: deque[Work] = deque()
+        self._arrived: deque[Work] = deque()
+        self._letters: list[Letter] = []
+        self._current: _Current | None = None
+        self._all_here = [HERE] * self.size
+        self._stopping = False
+        self._something = threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        cores = usable_cores()
+        self._crowded = self.size > cores
+        self._looks = looks_before_sleep(self.size, cores=cores)
+
+    # -- for the group -------------------------------------------------------------------------------------------------
+
+    def put(self, work: Work) -> None:
+        """Queue an operation, in the order of submission."""
+        if work.op.kind.is_p2p:
+            self._arrived.append(work)
+        else:
+            self._queue.append(work)
+
+    def wake(self) -> None:
+        """See that somebody drives what was put."""
+        if self._driving.locked():
+            self.board.bell.ring_one(self.rank)  # the one that drives may sleep
+        if self._thread is None:
+            with self._starting:
+                if self._thread is None and not self._stopping:
+                    self._thread = threading.Thread(
+                        target=self._serve, name=f"gradwire-shm-{self.name}-{self.rank}", daemon=True
+                    )
+                    self._thread.start()
+        self._something.release()
+
+    def drive_for(self, work: Work) -> bool:
+        """Drive in this thread until `work` is over. False if another thread drives."""
+        if not self._driving.acquire(blocking=False):
+            return False
+        try:
+            self._drive(work, self._looks)
+        finally:
+            self._driving.release()
+        if self._queue or self._arrived or self._letters or self._current is not None:
+            self.wake()
+        return True
+
+    def attendance(self, work: Work) -> Attendance:
+        """Who has come as far as the operation waits for; an operation that is queued waits for the one before it."""
+        current = self._current
+        missing = [] if current is None or work.is_completed() else self.board.behind(current.target)
+        return Attendance(tuple(r for r in range(self.size) if r not in missing), tuple(missing))
+
+    # -- driving -------------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """The group's own thread."""
+        while True:
+            self._something.acquire()
+            while self._something.acquire(blocking=False):
+                pass
+            if self._stopping:
+                return
+            with self._driving:
+                self._drive(None, _ASIDE_LOOKS)
+
+    def _drive(self, until: Work | None, patience: int) -> None:
+        looks = 0
+        while not self._stopping:
+            moved = self._advance()
+            if until is not None and until._settled:
+                return
+            if moved:
+                looks = 0
+                continue
+            if self._current is None and not self._letters and not self._queue and not self._arrived:
+                return
+            looks += 1
+            if looks < patience:
+                if self._crowded:
+                    os.sched_yield()
+                continue
+            looks = 0
+            self._look_around()
+            if until is not None and time.perf_counter() >= until.deadline:
+                until.ledger.expire(until)
+                continue
+            self.board.bell.sleep(self._can_move, self.board.fence, SLICE)
+
+    def _can_move(self) -> bool:
+        """For a rank about to sleep: has something changed?"""
+        if self._queue and self._current is None:
+            return True
+        if self._arrived or self._stopping:
+            return True
+        current = self._current
+        if current is not None and (current.work._settled or min(self.board.posts.tolist()) >= current.target):
+            return True
+        if self.board.states.tolist() != self._all_here and self._trouble() is not None:
+            return True
+        return any(letter.step() for letter in self._letters)
+
+    def _advance(self) -> bool:
+        """One step of everything that can take one."""
+        moved = False
+        current = self._current
+        if current is None:
+            if self._queue:
+                self._begin(self._queue.popleft())
+                moved = True
+        elif current.work._settled:
+            self._give_up(current)
+            moved = True
+        elif min(self.board.posts.tolist()) >= current.target:
+            self.board.fence()
+            self._go_on(current.work, current.steps)
+            moved = True
+        if self._arrived:
+            self._letters.append(self.post.letter(self._arrived.popleft()))
+            moved = True
+        if self._letters:
+            for letter in self._letters:
+                moved = letter.step() or moved
+            self._letters = [letter for letter in self._letters if not letter.over]
+        return moved
+
+    def _begin(self, work: Work) -> None:
+        steps = self.programs.carry_out(work.op)
+        self._current = _Current(work, steps, self.board.posted)
+        if work._settled:  # given up before it began: the others may be waiting for it
+            self._give_up(self._current)
+            return
+        if work.ledger.events:
+            work.ledger.started(work, time.perf_counter())
+        self._go_on(work, steps)
+
+    def _go_on(self, work: Work, steps: Steps) -> None:
+        try:
+            self._current = _Current(work, steps, next(steps))
+        except StopIteration:
+            self._current = None
+            work.finish()
+        except Exception as error:
+            self._current = None
+            work.fail(error)
+
+    def _give_up(self, current: _Current) -> None:
+        """See Note [Giving up]."""
+        self._current = None
+        current.steps.close()
+        error = current.work.exception()
+        if error is not None:
+            self._fail(error)
+
+    # -- trouble -------------------------------------------------------------------------------------------------------
+
+    def _look_around(self) -> None:
+        """Nothing has moved for a while: is everybody still there?"""
+        error = self._trouble() if self.board.states.tolist() != self._all_here else None
+        if error is None:
+            dead = self.pulse.dead()
+            error = None if dead is None else self._lost(dead, "its process has died")
+        if error is None:
+            return
+        if isinstance(error, _Left):
+            self._strand(error.rank)
+        else:
+            self._fail(error)
+
+    def trouble(self) -> GroupError | None:
+        """What is known to be wrong with the group now; a rank that has left politely is not."""
+        dead = self.pulse.dead()
+        if dead is not None:
+            return self._lost(dead, "its process has died")
+        error = self._trouble()
+        return None if isinstance(error, _Left) else error
+
+    def _trouble(self) -> GroupError | None:
+        for rank, word in enumerate(self.board.states.tolist()):
+            state, lost = word & 0xFF, (word >> 8) - 1
+            if state == FAILED and rank != self.rank:
+                if lost == rank or lost < 0:
+                    return self._told(rank)
+                return self._lost(lost, f"rank {rank} has lost it")
+        current, posts = self._current, self.board.posts
+        for rank, word in enumerate(self.board.states.tolist()):
+            if word & 0xFF == LEFT and rank != self.rank:
+                if current is not None and posts[rank] < current.target:
+                    return _Left(rank)
+                if any(letter.peer == rank and not letter.step() for letter in self._letters):
+                    return _Left(rank)
+        return None
+
+    def _told(self, rank: int) -> GroupError:
+        """Another rank has failed, and said why."""
+        words = self.board.words(rank)
+        kind, _, reason = words.partition("\n")
+        current = self._current
+        if kind == CollectiveTimeout.__name__ and current is not None:
+            late = current.work.ledger.timed_out(current.work, time.perf_counter() - current.work.started)
+            late.add_note(f"rank {rank} gave up first: {reason}")
+            return late
+        why = f"rank {rank} failed: {reason}"
+        return GroupAborted(f"{self.name} on rank {self.rank} of {self.size}: the group was aborted: {why}", reason=why)
+
+    def _lost(self, rank: int, why: str) -> PeerLost:
+        current = self._current
+        what = self.name
+        if current is not None:
+            what = f"{current.work.op} (operation #{current.work.seq} of {self.name})"
+        return PeerLost(
+            f"{what} on rank {self.rank} of {self.size}: rank {rank} is lost: {why}. Look at its output for the cause; make a "
+            "new group to go on.",
+            rank=rank,
+            op=None if current is None else current.work.op.signature,
+        )
+
+    def _strand(self, rank: int) -> None:
+        """A rank has closed its group: what waits for it fails, and so does every later collective."""
+        error = self._lost(rank, "it has closed its group and will not join")
+        for letter in self._letters:
+            if letter.peer == rank:
+                letter.work.fail(error)
+        current = self._current
+        if current is not None and self.board.posts[rank] < current.target:
+            current.work.fail(error)
+
+    # -- after a failure, and at the end -------------------------------------------------------------------------------
+
+    def recover(self, timeout: float) -> None:
+        """Meet all ranks, forget what was under way, and count from the beginning."""
+        deadline = time.perf_counter() + timeout
+        self.board.bell.ring_one(self.rank)
+        if not self._driving.acquire(timeout=timeout):
+            raise CollectiveTimeout(
+                f"recovery of {self.name} on rank {self.rank}: another thread still drives an operation after {timeout:.3g} s."
+            )
+        try:
+            self._queue.clear()
+            self._arrived.clear()
+            self._letters.clear()
+            if self._current is not None:
+                self._current.steps.close()
+                self._current = None
+            self._meet(deadline, timeout)
+            board = self.board
+            board.posted = 0
+            board.posts[self.rank] = 0
+            self.programs.start_over()
+            self.post.start_over()
+            self.heap.let_go()
+            board.set_state(HERE)
+            self._meet(deadline, timeout)
+        finally:
+            self._driving.release()
+
+    def _meet(self, deadline: float, timeout: float) -> None:
+        """A barrier of its own: nobody posts here."""
+        board = self.board
+        target = board.recoveries[self.rank] + 1
+        board.fence()
+        board.recoveries[self.rank] = target
+        board.fence()
+        board.bell.ring()
+
+        def all_there() -> bool:
+            return min(board.recoveries.tolist()) >= target
+
+        while not all_there():
+            dead = self.pulse.dead()
+            if dead is not None:
+                raise self._lost(dead, "its process has died")
+            if time.perf_counter() > deadline:
+                missing = [r for r, count in enumerate(board.recoveries.tolist()) if count < target]
+                raise CollectiveTimeout(
+                    f"recovery of {self.name} on rank {self.rank}: ranks {missing} have not called recover() within "
+                    f"{timeout:.3g} s. Every rank must call it after a failure.",
+                    joined=[r for r in range(self.size) if r not in missing],
+                    missing=missing,
+                )
+            board.bell.sleep(all_there, board.fence, SLICE)
+        board.fence()
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Let the other ranks know."""
+        self.heap.hold_back()
+        lost = error.rank if isinstance(error, PeerLost) else None
+        reason = error.reason if isinstance(error, GroupAborted) else str(error)
+        self.board.set_state(FAILED | ((-1 if lost is None else lost) + 1) << 8, f"{type(error).__name__}\n{reason}")
+        self.board.bell.ring_one(self.rank)
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """End the thread; leave the board."""
+        self._stopping = True
+        thread = self._thread
+        self.board.bell.ring_one(self.rank)
+        self._something.release()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
+        state = self.board.states[self.rank] & 0xFF
+        if state == HERE:
+            self.board.set_state(LEFT)
+        self.pulse.close()
+
+
+class _Left(GroupError):
+    """A rank that something waits for has closed its group."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} has left")
+        self.rank = rank

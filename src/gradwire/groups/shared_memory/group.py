@@ -1,0 +1,288 @@
+"""`SharedMemoryGroup`: ranks are processes of one host, and an all-reduce of the group's own memory is one pass over it.
+
+    group = SharedMemoryGroup(store, rank, size)
+    bucket = group.allocate(1_000_000)       # in the heap that all ranks can reach
+    group.all_reduce(bucket)                 # nothing is copied
+
+The segment (`segment.py`) holds the board (`board.py`), mailboxes, staging buffers and one heap per rank (`heap.py`);
+`programs.py` says what happens in a collective, `mail.py` in a send, `engine.py` who does it and what happens when somebody is
+missing, and `sync.py` why all that is right.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+
+from gradwire.collectives import Collective
+from gradwire.collectives.lower import is_identity
+from gradwire.errors import ClosedError, CollectiveTimeout, GroupError, PeerLost, UsageError
+from gradwire.groups.base import DEFAULT_TIMEOUT, Group
+from gradwire.groups.host import host_identity
+from gradwire.groups.ledger import Attendance
+from gradwire.groups.shared_memory.board import HERE, Board, Plan
+from gradwire.groups.shared_memory.engine import Engine
+from gradwire.groups.shared_memory.heap import Heap
+from gradwire.groups.shared_memory.liveness import Pulse
+from gradwire.groups.shared_memory.mail import Post
+from gradwire.groups.shared_memory.programs import Programs
+from gradwire.groups.shared_memory.segment import Segment, Ticket, default_directory
+from gradwire.groups.shared_memory.sync import Futex, Polling, Sleep
+from gradwire.groups.work import Work
+
+ROOM = 64 << 30
+"""Address space of a segment, in bytes, when the group was not told otherwise. Memory is taken only as the heaps grow."""
+
+_SMALLEST_HEAP = 1 << 20
+
+
+class SharedMemoryGroup(Group):
+    """Processes of one user on one host. `store` is where they meet; it is not used afterwards, but for sub-groups."""
+
+    tells_mismatch = True
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        name: str | None = None,
+        directory: str | None = None,
+        room: int = ROOM,
+        waiting: Literal["auto", "futex", "polling"] = "auto",
+    ) -> None:
+        """`directory` is where the segment lies (a tmpfs; /dev/shm), `room` how large it can become. `waiting` names how ranks
+        sleep, where the best way is not wanted; it must be the same on all ranks."""
+        super().__init__(rank, size, name=name or "shared-memory", timeout=timeout)
+        self._store = store
+        self._meeting = ""
+        self._options: dict[str, Any] = {"directory": directory, "room": room, "waiting": waiting}
+        if room < Plan(size, 0).heaps + size * _SMALLEST_HEAP:
+            raise UsageError(
+                f"{self}: room={room} is not enough for {size} ranks. Leave it out, or give at least "
+                f"{Plan(size, 0).heaps + size * _SMALLEST_HEAP} bytes."
+            )
+        segment = _meet(self, store, directory or default_directory(), room)
+        try:
+            plan = Plan(size, segment.nbytes)
+            self._board = Board(segment, plan, rank, _sleep(waiting, segment))
+            self._heap = Heap(
+                segment.memory, plan.heap(rank), plan.heap(rank) + plan.heap_stride, _reserve(segment, rank)
+            )
+            self._board.pids[rank] = os.getpid()
+            self._board.set_state(HERE)
+            _all_here(self, self._board, store)
+            segment.unlink()
+            programs = Programs(self.name, segment, self._board)
+            post = Post(segment, self._board, self._heap, programs)
+            pulse = Pulse(dict(enumerate(self._board.pids.tolist())))
+        except BaseException:
+            segment.close()
+            raise
+        self._segment = segment
+        self._engine = Engine(self.name, self._board, self._heap, programs, post, pulse, _weak_fail(self))
+        # After the base class's finalizer was made, so that at exit this one runs first.
+        self._engine_finalizer = weakref.finalize(self, _stop, self._engine, segment)
+
+    # -- the one verb --------------------------------------------------------------------------------------------------
+
+    def submit(self, op: Collective) -> Work:
+        """Queue it; the group's own thread carries it out."""
+        work = self._put(op)
+        if not work.is_completed():
+            self._engine.wake()
+        return work
+
+    def run(self, op: Collective) -> Work:
+        """Carry it out in this thread, unless another one is driving the group."""
+        work = self._put(op)
+        if not work._settled and not self._engine.drive_for(work):
+            self._engine.wake()
+        work.wait()
+        return work
+
+    def _put(self, op: Collective) -> Work:
+        if op.device.type == "cuda":
+            torch.cuda.current_stream(op.device).synchronize()
+        work = self.begin(op)
+        if self.size == 1 and is_identity(op):
+            work.finish()
+        elif not work._settled:
+            self._engine.put(work)
+        return work
+
+    def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+        """A flat tensor in this rank's heap, which grows as needed; other devices' memory is ordinary."""
+        if torch.device(device).type != "cpu":
+            return super().allocate(numel, dtype=dtype, device=device)
+        if self.closed:
+            raise ClosedError(
+                f"allocate({numel}, dtype={dtype}) on {self}: the group is closed. Allocate before close()."
+            )
+        return self._heap.tensor(numel, dtype)
+
+    def in_heap(self, t: Tensor) -> bool:
+        """Whether `t` lies in this rank's heap, so that a collective on it copies nothing."""
+        return t.device.type == "cpu" and self._engine.programs.offset_in_heap(t) >= 0
+
+    def attendance(self, work: Work) -> Attendance | None:
+        """Who has come: read from the board."""
+        if work.op.kind.is_p2p:
+            return None if work.op.peer is None else Attendance((self.rank,), (work.op.peer,))
+        return self._engine.attendance(work)
+
+    def subgroup(self, ranks: list[int], *, name: str) -> Group:
+        """A group with a segment of its own."""
+        return SharedMemoryGroup(
+            PrefixStore(name, self._store),
+            ranks.index(self.rank),
+            len(ranks),
+            timeout=self.timeout,
+            name=name,
+            **self._options,
+        )
+
+    # -- failures and the end ------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Fail here, and tell the other ranks."""
+        first = self.failure is None
+        super().fail(error)
+        if first and not self.closed:
+            self._engine.tell_failure(error)
+
+    def check_peers(self) -> None:
+        """Look at the board and at the processes now."""
+        if self.failure is None and not self.closed:
+            error = self._engine.trouble()
+            if error is not None:
+                self.fail(error)
+        super().check_peers()
+
+    def recover(self, timeout: float | None = None) -> None:
+        """Meet the other ranks and start counting afresh."""
+        if isinstance(self.failure, PeerLost):
+            raise self.failure
+        self._engine.recover(self.timeout if timeout is None else timeout)
+        self.failure = None
+
+    def _release(self) -> None:
+        self._engine_finalizer()
+
+
+def _stop(engine: Engine, segment: Segment) -> None:
+    engine.stop()
+    segment.close()
+
+
+def _weak_fail(group: SharedMemoryGroup) -> Callable[[BaseException], None]:
+    weak = weakref.WeakMethod(group.fail)
+
+    def fail(error: BaseException) -> None:
+        method = weak()
+        if method is not None:
+            method(error)
+
+    return fail
+
+
+def _reserve(segment: Segment, rank: int) -> Callable[[int, int], None]:
+    return lambda offset, nbytes: segment.reserve(offset, nbytes, what=f"heap of rank {rank}")
+
+
+def _sleep(waiting: str, segment: Segment) -> Sleep:
+    if waiting not in ("auto", "futex", "polling"):
+        raise UsageError(f"SharedMemoryGroup(waiting={waiting!r}): choose auto, futex or polling.")
+    if waiting == "polling" or (waiting == "auto" and not Futex.available()):
+        return Polling(segment.view)
+    return Futex(segment.address)
+
+
+# -- how the ranks find each other -------------------------------------------------------------------------------------------
+
+
+def _meet(group: SharedMemoryGroup, store: Any, directory: str, room: int) -> Segment:
+    """Rank 0 makes the segment, the others find it through the store."""
+    rank, size = group.rank, group.size
+    plan = Plan(size, 0)
+    # Groups over one store are made in the same order on every rank, so they have the same number.
+    base = f"gradwire/shared-memory/{store.add(f'gradwire/shared-memory/{rank}/groups', 1)}"
+    group._meeting = base
+    if rank == 0:
+        try:
+            segment, ticket = Segment.create(ranks=size, nbytes=room, directory=directory, host=host_identity())
+            try:
+                segment.reserve(0, plan.heaps, what="board and staging buffers")
+            except BaseException:
+                segment.close()
+                raise
+        except Exception as error:
+            store.set(f"{base}/ticket", json.dumps({"refused": str(error)}))
+            raise
+        store.set(f"{base}/ticket", json.dumps(asdict(ticket)))
+        return segment
+    try:
+        store.wait([f"{base}/ticket"], timedelta(seconds=group.timeout))
+    except RuntimeError as error:
+        raise CollectiveTimeout(
+            f"{group}: rank 0 has not made the segment within {group.timeout:.3g} s. Look at its output.",
+            joined=(rank,),
+            missing=(0,),
+        ) from error
+    told = json.loads(store.get(f"{base}/ticket"))
+    if "refused" in told:
+        raise GroupError(f"{group}: rank 0 could not make the segment: {told['refused']}")
+    try:
+        return _join(group, Ticket(**told))
+    except Exception as error:
+        store.set(f"{base}/refused", f"rank {rank}: {error}")
+        raise
+
+
+def _join(group: SharedMemoryGroup, ticket: Ticket) -> Segment:
+    here = host_identity()
+    if ticket.host != here:
+        raise GroupError(
+            f"{group}: rank 0 runs on another host or in another container ({ticket.host}) than this rank ({here}). Memory can "
+            "be shared within one host only: use HierarchicalGroup, or gloo."
+        )
+    if ticket.ranks != group.size:
+        raise GroupError(f"{group}: rank 0 has made a segment for {ticket.ranks} ranks. Give all ranks the same size.")
+    return Segment.join(ticket)
+
+
+def _all_here(group: SharedMemoryGroup, board: Board, store: Any) -> None:
+    """Wait until every rank has mapped the segment."""
+    deadline = time.perf_counter() + group.timeout
+    next_look = 0.0
+
+    def all_mapped() -> bool:
+        return 0 not in board.states.tolist()
+
+    while not all_mapped():
+        now = time.perf_counter()
+        if now >= next_look:
+            next_look = now + 0.2
+            if store.check([f"{group._meeting}/refused"]):
+                raise GroupError(f"{group}: {store.get(f'{group._meeting}/refused').decode()}")
+        if now > deadline:
+            missing = [r for r, state in enumerate(board.states.tolist()) if not state]
+            raise CollectiveTimeout(
+                f"{group}: ranks {missing} have not come within {group.timeout:.3g} s. Look at their output.",
+                joined=[r for r in range(group.size) if r not in missing],
+                missing=missing,
+            )
+        board.bell.sleep(all_mapped, board.fence, 0.05)
+    board.fence()

@@ -1,0 +1,128 @@
+"""One rank's heap in the segment: memory that the other ranks can reach, handed out as tensors.
+
+A block goes back to the heap when the last tensor that lies in it is gone: the tensor's storage holds the block's numpy
+array, and a finalizer of that array is what frees it. Blocks are found first fit, and neighbours that are free become one.
+
+Note [Blocks that somebody may still write]
+A collective in the heap is carried out by all ranks: others write into this rank's block. When it fails here, another rank may
+still be at it. From a failure until all ranks have met again (`Group.recover`), freed blocks are therefore kept back, so that
+a late write cannot land in somebody else's tensor.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwire.errors import GroupError
+
+ALIGNMENT = 4096
+"""Blocks begin at pages: a block's first and last bytes share no cache line, and no page, with a neighbour."""
+
+_GROWTH = 4 << 20
+
+Reserve = Callable[[int, int], None]
+
+
+class Heap:
+    """Blocks in `[start, end)` of the segment."""
+
+    def __init__(self, memory: object, start: int, end: int, reserve: Reserve) -> None:
+        """`reserve(offset, nbytes)` makes sure of memory for a range, or raises."""
+        self._memory = memory
+        self._start = start
+        self._end = end
+        self._top = start
+        self._reserve = reserve
+        self._free: list[tuple[int, int]] = []  # (offset, bytes), by offset
+        self._returned: deque[tuple[int, int]] = deque()
+        self._holding = False
+        self._lock = threading.Lock()
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of memory that the heap has asked for so far."""
+        return self._top - self._start
+
+    @property
+    def available(self) -> int:
+        """Bytes of these that are not in use."""
+        with self._lock:
+            self._collect()
+            return sum(nbytes for _, nbytes in self._free)
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor in a block of its own."""
+        nbytes = numel * dtype.itemsize
+        room = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        offset = self._take(room)
+        block: np.ndarray[tuple[int], np.dtype[np.uint8]] = np.frombuffer(self._memory, np.uint8, room, offset)  # type: ignore[call-overload]
+        # At exit nothing is freed: the process goes, and with it its part of the segment.
+        weakref.finalize(block, self._returned.append, (offset, room)).atexit = False
+        return torch.from_numpy(block)[:nbytes].view(dtype)
+
+    def _take(self, room: int) -> int:
+        with self._lock:
+            self._collect()
+            place = self._find(room)
+            if place is None:
+                self._grow(room)
+                place = self._find(room)
+            assert place is not None
+            offset, nbytes = self._free[place]
+            if nbytes == room:
+                del self._free[place]
+            else:
+                self._free[place] = (offset + room, nbytes - room)
+            return offset
+
+    def _find(self, room: int) -> int | None:
+        return next((i for i, (_, nbytes) in enumerate(self._free) if nbytes >= room), None)
+
+    def _grow(self, room: int) -> None:
+        last = self._free[-1] if self._free and sum(self._free[-1]) == self._top else None
+        missing = room - (last[1] if last else 0)
+        step = min(max(missing, min(self.reserved, 1 << 28), _GROWTH), self._end - self._top)
+        if step < missing:
+            raise GroupError(
+                f"shared memory: {room} bytes asked for, but the heap of this rank has address space for "
+                f"{self._end - self._start} bytes only, of which {self.reserved} are in use or fragmented. Give the group more "
+                "room=..., or ask for less."
+            )
+        try:
+            self._reserve(self._top, step)
+        except GroupError:
+            step = missing
+            self._reserve(self._top, step)  # not as much as would be good: as much as is needed
+        offset, self._top = self._top, self._top + step
+        self._insert(offset, step)
+
+    def _collect(self) -> None:
+        """Take in what was freed. A finalizer can run at any point, in here too; so it only leaves a note."""
+        while self._returned and not self._holding:
+            self._insert(*self._returned.popleft())
+
+    def _insert(self, offset: int, nbytes: int) -> None:
+        i = bisect.bisect(self._free, (offset, 0))
+        if i < len(self._free) and offset + nbytes == self._free[i][0]:
+            nbytes += self._free.pop(i)[1]
+        if i and sum(self._free[i - 1]) == offset:
+            i -= 1
+            offset, before = self._free.pop(i)
+            nbytes += before
+        self._free.insert(i, (offset, nbytes))
+
+    def hold_back(self) -> None:
+        """From now on keep what is freed: see Note [Blocks that somebody may still write]."""
+        self._holding = True
+
+    def let_go(self) -> None:
+        """All ranks have met: what was kept back is free."""
+        self._holding = False

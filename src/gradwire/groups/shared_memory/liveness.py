@@ -1,0 +1,58 @@
+"""The pulse of the other ranks' processes.
+
+A process that has died, even if nobody has waited for it yet, makes its pidfd readable, and a number that was given to another
+process in the meantime cannot be mistaken for it. Where there are no pidfds, the process's entry in /proc is read.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Mapping
+
+from gradwire.groups.host import process_start
+
+
+class Pulse:
+    """Tells which of the processes of other ranks have died."""
+
+    def __init__(self, pids: Mapping[int, int]) -> None:
+        """`pids` maps each rank to its process."""
+        self._lock = threading.Lock()
+        self._poll = select.poll()
+        self._ranks: dict[int, int] = {}
+        self._starts: dict[int, tuple[int, str | None]] = {}
+        self._dead: int | None = None
+        for rank, pid in pids.items():
+            if pid == os.getpid():
+                continue  # a rank of this very process lives as long as we do
+            try:
+                fd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._dead = rank
+                continue
+            except (AttributeError, OSError):
+                self._starts[rank] = pid, process_start(pid)
+                continue
+            self._ranks[fd] = rank
+            self._poll.register(fd, select.POLLIN)
+
+    def dead(self) -> int | None:
+        """A rank whose process has died, or None. Never waits."""
+        with self._lock:
+            if self._dead is None and self._ranks:
+                self._dead = next((self._ranks[fd] for fd, _ in self._poll.poll(0)), None)
+            if self._dead is None:
+                gone = (rank for rank, (pid, start) in self._starts.items() if process_start(pid) != start)
+                self._dead = next(gone, None)
+            return self._dead
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        with self._lock:
+            for fd in self._ranks:
+                self._poll.unregister(fd)
+                os.close(fd)
+            self._ranks.clear()
+            self._starts.clear()

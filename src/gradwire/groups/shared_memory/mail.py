@@ -1,0 +1,270 @@
+"""Sends and receives: letters in mailboxes.
+
+Each pair of ranks has a mailbox of `SLOTS` slots in the segment. A sender puts the letter's head into a free slot (number, tag,
+dtype, size, and where in its heap the bytes lie) and numbers it last; the receiver copies the bytes out and acknowledges. A
+send is over when it is acknowledged, as MPI's synchronous mode. Letters of one sender with one tag are taken in order; a
+receive from anybody takes the first it finds. More letters than slots wait with the sender.
+
+A sender that gives up takes its letter back by marking it; the bytes stay where they are until the receiver has acknowledged,
+or the group ends, because it may be reading them at that moment.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import Kind
+from gradwire.collectives.lower import is_plain
+from gradwire.collectives.reference import store
+from gradwire.errors import CollectiveMismatch
+from gradwire.groups.shared_memory.board import SLOT, SLOTS, Board
+from gradwire.groups.shared_memory.heap import Heap
+from gradwire.groups.shared_memory.programs import Programs
+from gradwire.groups.shared_memory.segment import Segment
+from gradwire.groups.work import Work
+
+_HEAD = struct.Struct("<qQQQ")  # tag, dtype, elements, offset; after the number
+_NUMBER, _HEAD_AT, _ACK, _TAKEN_BACK = 0, 8, 40, 48
+_GOOD, _UNFIT = 0, 1
+
+
+def _code(dtype: torch.dtype) -> int:
+    return zlib.crc32(str(dtype).encode())
+
+
+class Letter(ABC):
+    """A send or receive on its way."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.peer = work.op.peer
+        self.over = False
+
+    def step(self) -> bool:
+        """Get on with it, unless it is over."""
+        return not self.over and self._step()
+
+    @abstractmethod
+    def _step(self) -> bool:
+        """Try; True if anything changed."""
+
+
+class Post:
+    """One rank's mailboxes. Used by the thread that drives the group only."""
+
+    def __init__(self, segment: Segment, board: Board, heap: Heap, programs: Programs) -> None:
+        self.board = board
+        self.heap = heap
+        self.programs = programs
+        self.rank, self.size = board.rank, board.size
+        self._memory = segment.memory
+        self._words = segment.view[: segment.nbytes // 8 * 8].cast("Q")
+        self._sent = 0
+        self._free = {
+            peer: [board.plan.mailbox(self.rank, peer) + i * SLOT for i in range(SLOTS)] for peer in range(self.size)
+        }
+        self._inbox = {
+            peer: [board.plan.mailbox(peer, self.rank) + i * SLOT for i in range(SLOTS)] for peer in range(self.size)
+        }
+        self._left_lying: list[tuple[int, int, int, Tensor]] = []
+        self._receiving: list[Receiving] = []
+
+    def letter(self, work: Work) -> Letter:
+        """A new one."""
+        if work.op.kind is Kind.SEND:
+            return Sending(work, self)
+        receiving = Receiving(work, self)
+        self._receiving.append(receiving)
+        return receiving
+
+    # -- a sender's side -----------------------------------------------------------------------------------------------
+
+    def put(self, peer: int, tag: int, t: Tensor) -> tuple[int, int, Tensor] | None:
+        """Put a letter into a slot: (slot, number, where the bytes lie); None while all slots are taken."""
+        free = self._free[peer]
+        if not free:
+            self._tidy()
+            if not free:
+                return None
+        slot = free.pop()
+        offset = self.programs.offset_in_heap(t) if is_plain(t) else -1
+        if offset < 0:
+            copy = self.heap.tensor(t.numel(), t.dtype)
+            store(copy.view(t.shape), t.detach())
+            offset, t = max(0, self.programs.offset_in_heap(copy)), copy  # an empty tensor lies nowhere
+        self._sent += 1
+        _HEAD.pack_into(self._memory, slot + _HEAD_AT, tag, _code(t.dtype), t.numel(), offset)
+        self._words[(slot + _TAKEN_BACK) // 8] = 0
+        self._publish(slot + _NUMBER, self._sent, peer)
+        return slot, self._sent, t
+
+    def answer(self, slot: int, number: int) -> int | None:
+        """What the receiver has said to letter `number`; None if nothing yet."""
+        answered, status = divmod(self._words[(slot + _ACK) // 8], 2)
+        return status if answered == number else None
+
+    def release(self, peer: int, slot: int) -> None:
+        """The slot can be used again."""
+        self._words[(slot + _NUMBER) // 8] = 0
+        self._free[peer].append(slot)
+
+    def take_back(self, peer: int, slot: int, number: int, t: Tensor) -> None:
+        """The sender has given up."""
+        self._publish(slot + _TAKEN_BACK, 1, peer)
+        self._left_lying.append((peer, slot, number, t))
+
+    def _tidy(self) -> None:
+        for entry in list(self._left_lying):
+            peer, slot, number, _ = entry
+            if self.answer(slot, number) is not None:
+                self._left_lying.remove(entry)
+                self.release(peer, slot)
+
+    # -- a receiver's side ---------------------------------------------------------------------------------------------
+
+    def claimed_before(self, receiving: Receiving) -> set[int]:
+        """Ranks whose next letter with that tag belongs to a receive that was submitted earlier."""
+        claimed: set[int] = set()
+        self._receiving = [letter for letter in self._receiving if not letter.over]
+        for letter in self._receiving:
+            if letter is receiving:
+                break
+            if letter.work.op.tag == receiving.work.op.tag:
+                claimed.update(letter.peers)
+        return claimed
+
+    def find(self, peer: int, tag: int) -> tuple[int, int] | None:
+        """The oldest letter from `peer` with this tag: (slot, number).
+
+        While the slots are looked through, an older letter may come into one that was looked at before a younger one comes
+        into one that was not. A sender posts in order, so whoever has seen the younger one finds the older one at a second look.
+        """
+        return None if self._oldest(peer, tag) is None else self._oldest(peer, tag)
+
+    def _oldest(self, peer: int, tag: int) -> tuple[int, int] | None:
+        words = self._words
+        found: tuple[int, int] | None = None
+        for slot in self._inbox[peer]:
+            number = words[slot // 8]
+            if not number or words[(slot + _ACK) // 8] // 2 == number:
+                continue
+            if words[(slot + _TAKEN_BACK) // 8]:
+                self.acknowledge(peer, slot, number, _UNFIT)  # so that the sender can use the slot again
+                continue
+            if found is None or number < found[1]:
+                self.board.fence()
+                if _HEAD.unpack_from(self._memory, slot + _HEAD_AT)[0] == tag:
+                    found = slot, number
+        self.board.fence()
+        return found
+
+    def read(self, slot: int) -> tuple[int, int, int]:
+        """A letter's (dtype, elements, offset)."""
+        _, dtype, numel, offset = _HEAD.unpack_from(self._memory, slot + _HEAD_AT)
+        return dtype, numel, offset
+
+    def acknowledge(self, peer: int, slot: int, number: int, status: int) -> None:
+        """Tell the sender."""
+        self._publish(slot + _ACK, 2 * number + status, peer)
+
+    def _publish(self, offset: int, value: int, peer: int) -> None:
+        fence = self.board.fence
+        fence()
+        self._words[offset // 8] = value
+        fence()
+        self.board.bell.ring_one(peer)
+
+    def start_over(self) -> None:
+        """All ranks have met after a failure: what is in the boxes that this rank writes is gone."""
+        self._left_lying.clear()
+        self._receiving.clear()
+        for peer in range(self.size):
+            outgoing = [self.board.plan.mailbox(self.rank, peer) + i * SLOT for i in range(SLOTS)]
+            for slot in outgoing:
+                self._words[slot // 8] = 0
+            self._free[peer] = outgoing
+
+
+class Sending(Letter):
+    """A send."""
+
+    def __init__(self, work: Work, post: Post) -> None:
+        super().__init__(work)
+        self._post = post
+        self._put: tuple[int, int, Tensor] | None = None
+
+    def _step(self) -> bool:
+        """Put the letter into a slot, then look for the answer."""
+        work, post, peer = self.work, self._post, self.work.op.peer
+        assert peer is not None
+        if self._put is None:
+            if work.is_completed():
+                self.over = True
+                return True
+            self._put = post.put(peer, work.op.tag, work.op.inputs[0])
+            return self._put is not None
+        slot, number, t = self._put
+        status = post.answer(slot, number)
+        if status is None:
+            if work.is_completed():
+                post.take_back(peer, slot, number, t)
+                self.over = True
+            return self.over
+        post.release(peer, slot)
+        self.over = True
+        if status == _GOOD:
+            work.finish()
+        else:
+            work.fail(_unfit(work, f"rank {peer} receives another dtype or number of elements"))
+        return True
+
+
+class Receiving(Letter):
+    """A receive, from one rank or from anybody."""
+
+    def __init__(self, work: Work, post: Post) -> None:
+        super().__init__(work)
+        self._post = post
+        everybody = [r for r in range(post.size) if r != post.rank]
+        self.peers = everybody if work.op.peer is None else [work.op.peer]
+
+    def _step(self) -> bool:
+        """Look for a letter that fits."""
+        work, post = self.work, self._post
+        if work.is_completed():
+            self.over = True
+            return True
+        claimed = post.claimed_before(self)
+        for peer in self.peers:
+            found = None if peer in claimed else post.find(peer, work.op.tag)
+            if found is not None:
+                self._take(peer, *found)
+                return True
+        return False
+
+    def _take(self, peer: int, slot: int, number: int) -> None:
+        work, post = self.work, self._post
+        dtype, numel, offset = post.read(slot)
+        place = work.op.outputs[0]
+        self.over = True
+        if dtype == _code(place.dtype) and numel == place.numel():
+            store(place.detach(), post.programs.view(offset, place.nbytes, place.dtype))
+            post.acknowledge(peer, slot, number, _GOOD)
+            work.finish(source_rank=peer)
+        else:
+            post.acknowledge(peer, slot, number, _UNFIT)
+            kind = "" if numel != place.numel() else " of another dtype"
+            work.fail(_unfit(work, f"rank {peer} sends {numel} elements{kind}"))
+
+
+def _unfit(work: Work, what: str) -> CollectiveMismatch:
+    return CollectiveMismatch(
+        f"{work.op} of {work.ledger.name} on rank {work.ledger.rank}: {what}. "
+        "Both sides need the same dtype and number of elements.",
+        ops={work.ledger.rank: work.op.signature},
+    )

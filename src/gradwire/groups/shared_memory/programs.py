@@ -1,0 +1,442 @@
+"""Collectives over shared memory, as programs: generators that yield a number of posts and go on once all ranks have made it.
+
+A rank *announces* a collective (a table that says what it is and where its parts lie), *posts*, and waits for the others'
+posts; then it *pulls* what it needs straight from where the others have it. A part lies in one of three places:
+
+- up to SMALL bytes: copied into the rank's small slot together with the announcement, so that one post is all;
+- in the rank's heap: where it is; nothing is copied, and everybody posts once more when they have read it;
+- elsewhere: copied window by window through the rank's staging buffers.
+
+Each rank chooses for itself, and writes it into its table.
+
+Note [One pass]
+An all-reduce of tensors that lie in the heaps of all ranks: each rank reduces its share of the elements over all ranks'
+tensors and writes the result into all of them, block by block, so that what was just computed is still in the cache when it is
+written. Every byte is read once and written once. The sum runs in rank order, so results are the same bits on every rank and in
+every run.
+
+Note [Three buffers]
+An all-reduce of ordinary memory goes through the staging buffers in chunks, and each chunk in two halves: "in" (what the others
+will reduce is copied in) and "reduced" (this rank has reduced its share in its own buffer). A rank copies in chunk k + 1 before
+it waits for the others' chunk k, so that a slow rank does not hold up a fast one. It may do so in a third buffer: it has seen
+everybody post "reduced" of chunk k - 1, which each did after copying out chunk k - 2, the one that was in that buffer before.
+
+Note [What may be written when]
+Small slots and tables are used in turn, by the parity of the collective's number n, and are written before the announcement
+of n is posted. Their last use was n - 2, and nobody can still be reading that: this rank has finished n - 1, so it has seen
+everybody's announcement of n - 1, which each makes after it has finished n - 2. Staging buffers are written only after
+everybody's announcement of n was seen, which each makes after finishing n - 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import Collective, Kind, ReduceOp
+from gradwire.collectives.agree import comparable, mismatch
+from gradwire.collectives.lower import as_bytes, flat, is_plain, lower
+from gradwire.collectives.reference import cut, reduce_tensors, store
+from gradwire.errors import CollectiveMismatch, InternalError
+from gradwire.groups.shared_memory.board import CHUNK, SMALL, Board, Table
+from gradwire.groups.shared_memory.segment import Segment
+
+Steps = Generator[int, None, None]
+"""Yields how many posts every rank must have made before it goes on."""
+
+BLOCK = 256 << 10
+"""Bytes that one rank reduces at a time in a one-pass all-reduce: few enough to stay in a core's cache."""
+
+_CACHED_VIEWS = 4096
+
+_SIMPLE = frozenset({
+    torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8,
+    torch.complex64, torch.complex128,
+})  # fmt: skip
+_FOLDS: dict[ReduceOp, Callable[..., Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+
+_NATIVE = frozenset({
+    Kind.ALL_REDUCE, Kind.BROADCAST, Kind.ALL_GATHER, Kind.ALL_GATHER_INTO_TENSOR, Kind.REDUCE_SCATTER,
+    Kind.REDUCE_SCATTER_TENSOR, Kind.ALL_TO_ALL, Kind.ALL_TO_ALL_SINGLE, Kind.GATHER, Kind.SCATTER, Kind.BARRIER,
+})  # fmt: skip
+_ONE_INPUT = frozenset({
+    Kind.ALL_REDUCE, Kind.BROADCAST, Kind.ALL_GATHER_INTO_TENSOR, Kind.REDUCE_SCATTER_TENSOR
+})  # fmt: skip
+
+
+def takes(op: Collective) -> bool:
+    """Whether there is a program for `op` as it is; the rest is made of these."""
+    if op.kind not in _NATIVE or op.reduce_op is ReduceOp.PREMUL_SUM:
+        return False
+    if op.kind in _ONE_INPUT and len(op.inputs) != 1:
+        return False
+    if op.kind in (Kind.ALL_REDUCE, Kind.BROADCAST) and op.inputs[0] is not op.outputs[0]:
+        return False
+    return all(is_plain(t) for t in op.inputs) and all(is_plain(t) for t in op.outputs)
+
+
+def combine(op: ReduceOp, parts: Sequence[Tensor], out: Tensor) -> None:
+    """Reduce `parts`, in rank order, into `out`, which may be the first part itself and must not overlap another."""
+    if out.dtype not in _SIMPLE:
+        out.copy_(reduce_tensors(op, parts))
+        return
+    if len(parts) == 1:
+        if out is not parts[0]:
+            out.copy_(parts[0])
+        return
+    fold = _FOLDS[op]
+    fold(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        fold(out, part, out=out)
+    if op is ReduceOp.AVG:
+        out.div_(len(parts))
+
+
+class Programs:
+    """The programs of one rank of one group."""
+
+    def __init__(self, name: str, segment: Segment, board: Board) -> None:
+        self.name = name
+        self.board = board
+        self.rank = board.rank
+        self.size = board.size
+        self.turn = 0
+        self._plan = board.plan
+        self._address = segment.address
+        self._memory = segment.memory
+        self._whole = torch.frombuffer(segment.memory, dtype=torch.uint8)
+        self._heap = range(self._plan.heap(self.rank), self._plan.heap(self.rank) + self._plan.heap_stride)
+        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._blocks: dict[tuple[object, ...], list[list[Tensor]]] = {}
+        self._digests: dict[tuple[object, ...], bytes] = {}
+
+    def carry_out(self, op: Collective) -> Steps:
+        """The program for any collective."""
+        if op.device.type != "cpu":
+            yield from self._on_host(op)
+            return
+        digest = self._digest(op)
+        if takes(op):
+            yield from self._native(op, op, digest)
+            return
+        for step in lower(op, rank=self.rank, size=self.size, takes=takes):
+            yield from self._native(step, op, digest)
+
+    def _on_host(self, op: Collective) -> Steps:
+        """Tensors of another device go through copies in ordinary memory."""
+        copies = {id(t): t.detach().cpu() for t in op.inputs + op.outputs}
+        inputs = tuple(copies[id(t)] for t in op.inputs)
+        outputs = inputs if op.outputs is op.inputs else tuple(copies[id(t)] for t in op.outputs)
+        yield from self.carry_out(replace(op, inputs=inputs, outputs=outputs))
+        for t, copy in zip(op.outputs, outputs, strict=True):
+            store(t if t.is_sparse else t.detach(), copy.to(t.device))
+
+    def start_over(self) -> None:
+        """Count from the beginning again, together with all ranks."""
+        self.turn = 0
+
+    # -- what is where -------------------------------------------------------------------------------------------------
+
+    def view(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """The segment's bytes from `offset` as a flat tensor."""
+        key = (offset, nbytes, dtype)
+        known = self._views.get(key)
+        if known is None:
+            if len(self._views) >= _CACHED_VIEWS:
+                self._views.clear()
+            known = self._views[key] = self._whole[offset : offset + nbytes].view(dtype)
+        return known
+
+    def offset_in_heap(self, t: Tensor) -> int:
+        """Where a plain tensor lies in this rank's heap; -1 if it does not."""
+        offset = t.data_ptr() - self._address
+        return offset if offset in self._heap else -1
+
+    # -- agreeing on what is done --------------------------------------------------------------------------------------
+
+    def _digest(self, op: Collective) -> bytes:
+        """What ranks compare, in 16 bytes. Labels are for people; ranks may choose them differently."""
+        key = (op.kind, op.reduce_op, op.root, *[(t.shape, t.dtype) for t in op.tensors])
+        known = self._digests.get(key)
+        if known is None:
+            if len(self._digests) >= _CACHED_VIEWS:
+                self._digests.clear()
+            described = repr(comparable(replace(op.signature, label="")))
+            known = self._digests[key] = hashlib.blake2b(described.encode(), digest_size=16).digest()
+        return known
+
+    def _announce(self, digest: bytes, parts: list[tuple[int, int]], *, hold: bool) -> int:
+        board = self.board
+        board.write_table(self.turn, digest, parts, hold=hold)
+        board.post()
+        return board.posted
+
+    def _post(self) -> int:
+        self.board.post()
+        return self.board.posted
+
+    def _compare(self, op: Collective) -> Steps:
+        """Ranks have announced different collectives: tell each other which, and raise."""
+        signature = op.signature
+        described = pickle.dumps(signature)
+        if len(described) > CHUNK - 8:
+            described = pickle.dumps(replace(signature, shapes=(), dtypes=(), label=f"{len(signature.shapes)} tensors"))
+        described = len(described).to_bytes(8, "little") + described
+        offset = self._plan.buffer(self.rank, 0)
+        self._memory[offset : offset + len(described)] = described
+        yield self._post()
+        signatures = []
+        for rank in range(self.size):
+            offset = self._plan.buffer(rank, 0)
+            length = int.from_bytes(self._memory[offset : offset + 8], "little")
+            signatures.append(pickle.loads(self._memory[offset + 8 : offset + 8 + length]))
+        error = mismatch(self.name, signatures, compared=[replace(s, label="") for s in signatures])
+        raise error or InternalError(f"{self.name}: digests differ, descriptions do not: {signatures}")
+
+    # -- the native ones -----------------------------------------------------------------------------------------------
+
+    def _native(self, op: Collective, whole: Collective, digest: bytes) -> Steps:
+        """One collective: `whole` is what the caller submitted, of which `op` may be a part."""
+        kind = op.kind
+        try:
+            if kind is Kind.ALL_REDUCE:
+                yield from self._all_reduce(op, whole, digest)
+            elif kind is Kind.BARRIER:
+                yield self._announce(digest, [], hold=False)
+                if not self.board.agreed(self.turn, digest):
+                    yield from self._compare(whole)
+            else:
+                yield from self._exchange(op, whole, digest)
+        finally:
+            self.turn += 1
+
+    def _all_reduce(self, op: Collective, whole: Collective, digest: bytes) -> Steps:
+        t = flat(op.inputs[0])
+        reduce_op = op.reduce_op
+        assert reduce_op is not None
+        nbytes, turn, plan = t.nbytes, self.turn, self._plan
+        if nbytes <= SMALL:
+            dtype = t.dtype
+            self.view(plan.small(self.rank, turn), nbytes, dtype).copy_(t)
+            yield self._announce(digest, [], hold=False)
+            if not self.board.agreed(turn, digest):
+                yield from self._compare(whole)
+            combine(reduce_op, [self.view(plan.small(r, turn), nbytes, dtype) for r in range(self.size)], t)
+            return
+        offset = self.offset_in_heap(t)
+        yield self._announce(digest, [(offset, nbytes)], hold=offset >= 0)
+        if not self.board.agreed(turn, digest):
+            yield from self._compare(whole)
+        offsets = [self.board.read_table(r, turn).flat[0] for r in range(self.size)]
+        if min(offsets) >= 0:
+            for parts in self._blocks_of(offsets, nbytes, t.dtype):
+                first, *others = parts
+                combine(reduce_op, parts, first)
+                for other in others:
+                    other.copy_(first)
+            yield self._post()
+        else:
+            yield from self._all_reduce_chunks(t, reduce_op)
+
+    def _blocks_of(self, offsets: list[int], nbytes: int, dtype: torch.dtype) -> list[list[Tensor]]:
+        """This rank's share of the tensors at `offsets`, in blocks: one tensor per rank each. See Note [One pass]."""
+        key = (*offsets, nbytes, dtype)
+        known = self._blocks.get(key)
+        if known is None:
+            if len(self._blocks) >= _CACHED_VIEWS // 16:
+                self._blocks.clear()
+            low, high = _share(nbytes, self.rank, self.size, dtype.itemsize)
+            known = self._blocks[key] = [
+                [self._whole[o + at : o + min(at + BLOCK, high)].view(dtype) for o in offsets]
+                for at in range(low, high, BLOCK)
+            ]
+        return known
+
+    def _all_reduce_chunks(self, t: Tensor, reduce_op: ReduceOp) -> Steps:
+        """See Note [Three buffers]."""
+        dtype, item = t.dtype, t.element_size()
+        per_chunk = CHUNK // item
+        starts = range(0, t.numel(), per_chunk)
+        chunks = [t[start : start + per_chunk] for start in starts]
+
+        def bounds(chunk: Tensor, rank: int) -> tuple[int, int]:
+            low, high = _share(chunk.nbytes, rank, self.size, item)
+            return low // item, high // item
+
+        def buffer(rank: int, number: int) -> Tensor:
+            return self.view(self._plan.buffer(rank, number), CHUNK, dtype)
+
+        def copy_in(number: int) -> int:
+            chunk, own = chunks[number], buffer(self.rank, number)
+            low, high = bounds(chunk, self.rank)
+            own[:low].copy_(chunk[:low])
+            own[high : chunk.numel()].copy_(chunk[high:])
+            return self._post()
+
+        ready = copy_in(0)
+        for number, chunk in enumerate(chunks):
+            wanted = ready
+            if number + 1 < len(chunks):
+                ready = copy_in(number + 1)
+            yield wanted
+            low, high = bounds(chunk, self.rank)
+            parts = [chunk[low:high] if r == self.rank else buffer(r, number)[low:high] for r in range(self.size)]
+            mine = buffer(self.rank, number)[low:high]
+            combine(reduce_op, parts, mine)
+            done = self._post()
+            chunk[low:high].copy_(mine)
+            yield done
+            for rank in range(self.size):
+                if rank != self.rank:
+                    low, high = bounds(chunk, rank)
+                    chunk[low:high].copy_(buffer(rank, number)[low:high])
+
+    # -- everything that pulls parts -----------------------------------------------------------------------------------
+
+    def _exchange(self, op: Collective, whole: Collective, digest: bytes) -> Steps:
+        """Bring parts, pull parts: all the kinds that move data, and the reductions whose result each rank keeps a part of."""
+        parts, places = self._parts(op)
+        brought = [as_bytes(t) for t in parts]
+        wanted = {rank: as_bytes(t) for rank, t in places.items()}
+        total = sum(t.nbytes for t in brought)
+        turn, hold = self.turn, False
+        entries: list[tuple[int, int]] = []
+        if total <= SMALL:
+            at = self._plan.small(self.rank, turn)
+            for t in brought:
+                self.view(at, t.numel()).copy_(t)
+                entries.append((at, t.numel()))
+                at += t.numel()
+        else:
+            entries = [(self.offset_in_heap(t), t.numel()) for t in brought]
+            hold = any(offset >= 0 for offset, _ in entries)
+        yield self._announce(digest, entries, hold=hold)
+        if not self.board.agreed(turn, digest):
+            yield from self._compare(whole)
+        tables = [self.board.read_table(rank, turn) for rank in range(self.size)]
+        sources = {rank: tables[rank].part_for(self.rank) for rank in wanted}
+        wrong = {r: length for r, (_, length) in sources.items() if length != wanted[r].numel()}
+        if wrong:
+            wanted = {}
+        own = brought[0] if len(brought) == 1 else brought[self.rank] if brought else None
+        capacity = CHUNK if max(len(table.flat) for table in tables) <= 2 else CHUNK // self.size // 64 * 64
+        staged = max(table.staged for table in tables)
+        low = 0
+        for number in range(-(-staged // capacity)):
+            low = number * capacity
+            for i, t in enumerate(brought):
+                if entries[i][0] < 0 and low < t.numel():
+                    window = t[low : low + capacity]
+                    self.view(self._plan.buffer(self.rank, number) + i * capacity, window.numel()).copy_(window)
+            yield self._post()
+            self._pull(op, wanted, sources, own, low, low + capacity, self._windows(tables, number, capacity))
+            low += capacity
+        longest = max((t.numel() for t in wanted.values()), default=0)
+        if low < longest:  # what did not have to be staged
+            self._pull(op, wanted, sources, own, low, longest, {})
+        if any(table.hold for table in tables):
+            yield self._post()
+        if wrong:
+            raise CollectiveMismatch(
+                f"{op} of {self.name}: rank {self.rank} expects other sizes than it was sent: "
+                + "; ".join(f"{wrong[r]} bytes from rank {r} where there is room for {places[r].nbytes}" for r in wrong)
+                + ". Sizes that ranks expect of each other must agree."
+            )
+
+    def _windows(self, tables: Sequence[Table], number: int, capacity: int) -> dict[int, int]:
+        """Where, in this window, each rank has staged what is meant for this one."""
+        index = {rank: self.rank if len(table.flat) > 2 else 0 for rank, table in enumerate(tables)}
+        return {rank: self._plan.buffer(rank, number) + i * capacity for rank, i in index.items()}
+
+    def _pull(
+        self,
+        op: Collective,
+        wanted: dict[int, Tensor],
+        sources: dict[int, tuple[int, int]],
+        own: Tensor | None,
+        low: int,
+        high: int,
+        windows: dict[int, int],
+    ) -> None:
+        """Fetch bytes `low` to `high` of what is wanted of each rank."""
+        pieces: dict[int, Tensor] = {}
+        for rank, place in wanted.items():
+            end = min(high, place.numel())
+            if low >= end:
+                continue
+            offset, _ = sources[rank]
+            if rank == self.rank and own is not None:
+                pieces[rank] = own[low:end]
+            else:
+                at = offset + low if offset >= 0 else windows[rank]
+                pieces[rank] = self._whole[at : at + end - low]
+        if not pieces:
+            return
+        if op.kind.reduces:
+            assert op.reduce_op is not None
+            target = op.outputs[0].detach()
+            out = wanted[self.rank][low : low + pieces[self.rank].numel()].view(target.dtype)
+            parts = [pieces[rank].view(target.dtype) for rank in range(self.size)]
+            # The output may be this rank's own part, which must be read before it is written: hence not into `out` at once.
+            result = parts[0].clone() if self.size > 1 else parts[0]
+            combine(op.reduce_op, [result, *parts[1:]], result)
+            out.copy_(result)
+            return
+        for rank, piece in pieces.items():
+            place = wanted[rank][low : low + piece.numel()]
+            if place.data_ptr() != piece.data_ptr():
+                place.copy_(piece)
+
+    def _parts(self, op: Collective) -> tuple[list[Tensor], dict[int, Tensor]]:
+        """What this rank brings (one part for all, or one per rank), and where it wants what of whom."""
+        kind, everybody = op.kind, range(self.size)
+        if kind is Kind.BROADCAST:
+            at_root = self.rank == op.root
+            return [op.inputs[0]] if at_root else [], {} if at_root else {op.root or 0: op.outputs[0]}
+        if kind is Kind.ALL_GATHER:
+            return [op.inputs[0]], dict(enumerate(op.outputs))
+        if kind is Kind.ALL_GATHER_INTO_TENSOR:
+            return [op.inputs[0]], dict(enumerate(_equal(op.outputs[0], self.size)))
+        if kind is Kind.REDUCE_SCATTER:
+            return list(op.inputs), dict.fromkeys(everybody, op.outputs[0])
+        if kind is Kind.REDUCE_SCATTER_TENSOR:
+            return list(_equal(op.inputs[0], self.size)), dict.fromkeys(everybody, op.outputs[0])
+        if kind is Kind.ALL_TO_ALL:
+            return list(op.inputs), dict(enumerate(op.outputs))
+        if kind is Kind.ALL_TO_ALL_SINGLE:
+            outputs, inputs = op.splits or ((), ())
+            brought = cut(op.inputs[0], inputs, self.size)
+            return list(brought), dict(enumerate(cut(op.outputs[0], outputs, self.size)))
+        if kind is Kind.GATHER:
+            return [op.inputs[0]], dict(enumerate(op.outputs)) if self.rank == op.root else {}
+        if kind is Kind.SCATTER:
+            return list(op.inputs) if self.rank == op.root else [], {op.root or 0: op.outputs[0]}
+        raise InternalError(f"{op}: there is no program for it.")
+
+
+def _equal(t: Tensor, size: int) -> list[Tensor]:
+    """A plain tensor in one flat part per rank."""
+    row = flat(t)
+    part = row.numel() // size
+    return [row[r * part : (r + 1) * part] for r in range(size)]
+
+
+def _share(nbytes: int, rank: int, size: int, item: int) -> tuple[int, int]:
+    """The bytes, from and to, that `rank` reduces: whole cache lines, and all of them by somebody."""
+    line = max(64, item)
+    share = -(-nbytes // (size * line)) * line
+    return min(rank * share, nbytes), min((rank + 1) * share, nbytes)

@@ -1,0 +1,223 @@
+"""The segment: one file of shared memory per group, mapped by all its ranks, that leaves nothing behind.
+
+Note [A file without a name]
+A file under /dev/shm with a name stays there when its makers are killed before they can unlink it. So the segment never has
+one: `O_TMPFILE` makes a file that is in no directory, with mode 0600, and the other ranks open it through
+`/proc/<pid>/fd/<number>`, which the kernel allows to processes of the same user. The number of the process, of the descriptor
+and of the inode, and a random token that is also written into the segment, travel through the rendezvous store; whoever opens
+it checks all of them, the owner, the size and the version. When the last process has gone, however it went, the kernel frees
+the memory. Where there is no `O_TMPFILE` or no /proc, the file has a random name of 128 bits and is unlinked once all ranks
+have it mapped.
+
+Note [Room without memory]
+The file is made as large as the group could ever need, and mapped once: address space, not memory. Memory comes with
+`posix_fallocate`, range by range, when the heap grows; it either succeeds for the whole range or says ENOSPC. Without it the
+first touch of a page that the file system cannot provide would be a SIGBUS. Growing therefore needs no second segment, and no
+word with the other ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import secrets
+import struct
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+
+from gradwire.errors import GroupError, UsageError
+
+VERSION = 1
+"""Of the layout: processes that run different ones refuse each other."""
+
+PAGE = 4096
+_MAGIC = b"gradwire"
+_HEADER = struct.Struct("<8sII16sQ")  # magic, version, ranks, token, bytes
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
+_SMALLEST_ROOM = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a rank needs to find the segment, and to know that it is the right one."""
+
+    path: str
+    inode: int
+    device: int
+    token: str
+    nbytes: int
+    ranks: int
+    host: str
+
+
+class Segment:
+    """A mapped segment. The mapping lives as long as anything points into it; `close` only lets go of the descriptor."""
+
+    def __init__(self, fd: int, nbytes: int, name: str | None = None) -> None:
+        self.fd = fd
+        self.nbytes = nbytes
+        self._name = name
+        self._closed = False
+        try:
+            self.memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | _MAP_NORESERVE)
+        except BaseException:
+            self.close()
+            raise
+        self.view = memoryview(self.memory)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    # -- making one, and joining one -----------------------------------------------------------------------------------
+
+    @classmethod
+    def create(cls, *, ranks: int, nbytes: int, directory: str, host: str) -> tuple[Segment, Ticket]:
+        """A new segment with room for `nbytes` (less where address space is short, but not much less than needed)."""
+        fd, name = _open_new(directory)
+        try:
+            while True:
+                os.ftruncate(fd, nbytes)
+                try:
+                    segment = cls(os.dup(fd), nbytes, name)
+                    break
+                except OSError as error:
+                    if error.errno != errno.ENOMEM or nbytes // 2 < _SMALLEST_ROOM:
+                        raise
+                    nbytes //= 2
+        except OSError as error:
+            if name is not None:
+                os.unlink(name)
+            raise GroupError(
+                f"shared memory for {ranks} ranks: cannot map {_size(nbytes)} of {directory}: {error.strerror}. "
+                "Raise the limits on address space and file size (ulimit -v, ulimit -f), or use another group."
+            ) from error
+        finally:
+            os.close(fd)
+        token = secrets.token_bytes(16)
+        segment.reserve(0, PAGE, what="its header")
+        _HEADER.pack_into(segment.memory, 0, _MAGIC, VERSION, ranks, token, nbytes)
+        status = os.fstat(segment.fd)
+        path = name or f"/proc/{os.getpid()}/fd/{segment.fd}"
+        return segment, Ticket(path, status.st_ino, status.st_dev, token.hex(), nbytes, ranks, host)
+
+    @classmethod
+    def join(cls, ticket: Ticket) -> Segment:
+        """The segment that `ticket` describes; refused with the reason if it is not that one."""
+        what = f"shared memory of {ticket.ranks} ranks ({ticket.path})"
+        try:
+            fd = os.open(ticket.path, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW_ANY", 0))
+        except OSError as error:
+            raise GroupError(
+                f"{what}: cannot be opened: {error.strerror}. The rank that made it has ended, or runs as another user or in "
+                "another container. Look at rank 0's output; ranks that share memory must be one user's, on one host."
+            ) from error
+        try:
+            status = os.fstat(fd)
+            if status.st_uid != os.geteuid():
+                raise GroupError(
+                    f"{what}: belongs to user {status.st_uid}, this process runs as {os.geteuid()}. It is not used: start all "
+                    "ranks as one user."
+                )
+            if (status.st_ino, status.st_dev) != (ticket.inode, ticket.device):
+                raise GroupError(f"{what}: another file has taken its place. It is not used: start all ranks anew.")
+            if status.st_size != ticket.nbytes:
+                raise GroupError(
+                    f"{what}: has {status.st_size} bytes where {ticket.nbytes} were announced. It is not used: somebody has "
+                    "written to it. Start all ranks anew."
+                )
+            segment = cls(os.dup(fd), ticket.nbytes)
+        except OSError as error:
+            raise GroupError(
+                f"{what}: cannot be mapped: {error.strerror}. Raise the limit on address space (ulimit -v)."
+            ) from error
+        finally:
+            os.close(fd)
+        try:
+            _check_header(segment, ticket, what)
+        except BaseException:
+            segment.close()
+            raise
+        return segment
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def reserve(self, offset: int, nbytes: int, *, what: str) -> None:
+        """Get memory for a range, or raise GroupError saying how much was asked for and what is free."""
+        start = offset // PAGE * PAGE
+        try:
+            os.posix_fallocate(self.fd, start, offset + nbytes - start)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT):
+                raise
+            free = os.fstatvfs(self.fd)
+            raise GroupError(
+                f"shared memory: no room for {_size(nbytes)} ({what}): {error.strerror}; "
+                f"{_size(free.f_bavail * free.f_frsize)} are free where the segment lies. Make /dev/shm larger (docker run "
+                "--shm-size=...; mount -o remount,size=... /dev/shm), give a directory= on a larger tmpfs, or use fewer or "
+                "smaller buckets."
+            ) from error
+
+    def unlink(self) -> None:
+        """Take its name away, if it has one: all ranks have it mapped."""
+        name, self._name = self._name, None
+        if name is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(name)
+
+    def close(self) -> None:
+        """Let go of the descriptor."""
+        if not self._closed:
+            self._closed = True
+            self.unlink()
+            os.close(self.fd)
+
+
+def _open_new(directory: str) -> tuple[int, str | None]:
+    """A new file of mode 0600: see Note [A file without a name]."""
+    flags = os.O_RDWR | os.O_CLOEXEC
+    if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
+        try:
+            return os.open(directory, flags | os.O_TMPFILE, 0o600), None
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
+                raise _no_directory(directory, error) from error
+    try:
+        name = os.path.join(directory, f"gradwire-{secrets.token_hex(16)}")
+        return os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600), name
+    except OSError as error:
+        raise _no_directory(directory, error) from error
+
+
+def _no_directory(directory: str, error: OSError) -> UsageError:
+    return UsageError(
+        f"shared memory in {directory!r}: {error.strerror}. Give a directory= that exists and may be written, on a tmpfs."
+    )
+
+
+def default_directory() -> str:
+    """Where shared memory lies: /dev/shm where there is one."""
+    return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+
+
+def _check_header(segment: Segment, ticket: Ticket, what: str) -> None:
+    magic, version, ranks, token, nbytes = _HEADER.unpack_from(segment.memory, 0)
+    if magic != _MAGIC:
+        raise GroupError(f"{what}: does not begin as one of ours. It is not used: start all ranks anew.")
+    if version != VERSION:
+        raise GroupError(
+            f"{what}: has layout version {version}, this process knows {VERSION}. Run the same gradwire on all ranks."
+        )
+    if token.hex() != ticket.token or ranks != ticket.ranks or nbytes != ticket.nbytes:
+        raise GroupError(
+            f"{what}: belongs to another group ({ranks} ranks, {nbytes} bytes). It is not used: start all ranks anew."
+        )
+
+
+def _size(nbytes: int) -> str:
+    value, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.4g} {unit}"

@@ -1,0 +1,194 @@
+"""Waiting and waking between processes that share memory: a fence, counters, and a bell per rank.
+
+Everything here is single-writer: a word is written by one rank only, except a bell, which anybody may put out. Nothing needs
+an atomic read-modify-write, which Python does not have.
+
+Note [Loads and stores]
+A word is an aligned element of a `memoryview` of format Q or I. CPython reads and writes such an element by one `memcpy` of
+its size, which compilers make one load or store; on the machines that we run on, an aligned one is not torn. A counter only
+ever grows, so a reader that sees an old value waits a little longer, and nothing else.
+
+Note [The fence]
+x86 keeps stores in order; ARM does not, and neither keeps a store before a later load. What is needed is a full fence, and
+Python has none by name. It has locks: releasing one is a store-release, or a stronger read-modify-write, and acquiring one
+is a load-acquire, or stronger. ARMv8 keeps a load-acquire behind every store-release that comes before it in program order,
+whatever their addresses; everything before the release stays before it, everything after the acquire stays after it. So
+`release` *followed by* `acquire`, on a lock that only this thread uses, is a full fence. The other way round (`with lock:
+pass`) is not: what is before an acquire may sink below it, what is after a release may rise above it. On x86 both are
+locked instructions and fence by themselves. Measured: 0.1 to 0.3 us.
+
+    writer: bytes; fence; counter += 1; fence; look whether the reader sleeps
+    reader: look at the counter; fence; bytes
+
+The first fence of the writer and the one of the reader order the bytes with the counter. The writer's second fence and the
+one in `Bell.sleep` are the two halves of the next note.
+
+Note [No wake-up is lost]
+A sleeper writes 1 into its bell, fences, looks once more at what it waits for, and only then sleeps, in the kernel, while the
+bell is 1. A writer changes its counter, fences, looks at the bell, and if it is 1 writes 0 and wakes. With a full fence between
+the store and the load on both sides at least one of them sees the other's store: either the sleeper sees the counter and does
+not sleep, or the writer sees the bell. The kernel compares the bell with 1 under its own lock, so a writer that puts the bell
+out between the sleeper's last look and its sleep is noticed too. Two writers may both see 1: one wake-up too many is harmless.
+A writer may be killed between writing 0 and waking; therefore nobody sleeps longer than `SLICE` at a time, and everybody looks
+at the living after each.
+
+Note [Spin, then sleep]
+A sleep and a wake-up cost 20 to 60 us and two switches; a peer that is about to post comes within a few. So a waiter looks a
+number of times before it sleeps: as long as there is a core for every rank. Where ranks outnumber cores a spinning rank keeps
+the one it waits for from running; it gives up the core at each look instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+SLICE = 0.05
+"""The longest sleep, in seconds, before a waiter looks around."""
+
+_SYS_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+
+
+class Fence:
+    """A full memory fence. One per thread: see Note [The fence]."""
+
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        lock.acquire()
+        self._release, self._acquire = lock.release, lock.acquire
+
+    def __call__(self) -> None:
+        self._release()
+        self._acquire()
+
+
+class Sleep(Protocol):
+    """How a rank sleeps until its bell is put out, and how another one wakes it."""
+
+    def sleep(self, word: int, seconds: float) -> None:
+        """Sleep while the word at offset `word` is 1, at most `seconds`. May return early for no reason."""
+
+    def wake(self, word: int) -> None:
+        """Wake who sleeps at `word`, which has been put out."""
+
+
+class Futex:
+    """The kernel's own: Linux, through libc's `syscall`. The interpreter lock is free while it sleeps."""
+
+    class _Timespec(ctypes.Structure):
+        _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+    def __init__(self, address: int) -> None:
+        """`address` is where offset 0 is mapped in this process."""
+        self._address = address
+        self._number = _SYS_FUTEX[platform.machine()]
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._syscall = libc.syscall
+        self._syscall.restype = ctypes.c_long
+
+    @staticmethod
+    def available() -> bool:
+        """Whether this system has it, and lets us use it."""
+        if not sys.platform.startswith("linux") or platform.machine() not in _SYS_FUTEX:
+            return False
+        word = ctypes.c_uint32(0)
+        futex = Futex(ctypes.addressof(word))
+        ctypes.set_errno(0)
+        return futex._call(0, _FUTEX_WAKE, 1, None) == 0 and ctypes.get_errno() == 0
+
+    def _call(self, word: int, what: int, value: int, limit: _Timespec | None) -> int:
+        where = ctypes.c_void_p(self._address + word)
+        pointer = None if limit is None else ctypes.byref(limit)
+        result: int = self._syscall(self._number, where, what, ctypes.c_uint32(value), pointer, None, 0)
+        return result
+
+    def sleep(self, word: int, seconds: float) -> None:
+        """FUTEX_WAIT for 1."""
+        limit = self._Timespec(int(seconds), int(seconds % 1 * 1e9))
+        if self._call(word, _FUTEX_WAIT, 1, limit) == -1:
+            problem = ctypes.get_errno()
+            if problem not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
+                raise OSError(problem, f"futex: {os.strerror(problem)}")
+
+    def wake(self, word: int) -> None:
+        """FUTEX_WAKE one."""
+        self._call(word, _FUTEX_WAKE, 1, None)
+
+
+class Polling:
+    """Where there is no futex: look again after a sleep that grows from 20 us to 1 ms. Nobody needs waking."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._words = view.cast("I")
+
+    def sleep(self, word: int, seconds: float) -> None:
+        """Sleep in small portions."""
+        deadline = time.perf_counter() + seconds
+        pause = 20e-6
+        while self._words[word // 4] == 1 and time.perf_counter() < deadline:
+            time.sleep(pause)
+            pause = min(1e-3, pause * 1.5)
+
+    def wake(self, word: int) -> None:
+        """The sleeper will see it."""
+
+
+class Bell:
+    """What a rank sleeps on, and by which the others wake it. One word per rank, each on a cache line of its own."""
+
+    STRIDE = 64
+
+    def __init__(self, view: memoryview, offset: int, rank: int, size: int, sleep: Sleep) -> None:
+        """`view` is the whole mapping, `offset` where the bells begin."""
+        self._words = view[offset : offset + size * self.STRIDE].cast("I")
+        self._step = self.STRIDE // 4
+        self._offset = offset
+        self._rank = rank
+        self._mine = rank * self._step
+        self._others = [r * self._step for r in range(size) if r != rank]
+        self._sleep = sleep
+
+    def ring(self) -> None:
+        """Wake every other rank that sleeps. Fence before."""
+        words = self._words
+        for index in self._others:
+            if words[index]:
+                self._put_out(index)
+
+    def ring_one(self, rank: int) -> None:
+        """Wake one rank, perhaps this one, if it sleeps. Fence before."""
+        if self._words[rank * self._step]:
+            self._put_out(rank * self._step)
+
+    def _put_out(self, index: int) -> None:
+        self._words[index] = 0
+        self._sleep.wake(self._offset + index * 4)
+
+    def sleep(self, ready: Callable[[], bool], fence: Fence, seconds: float) -> None:
+        """Sleep until woken, unless `ready()`: see Note [No wake-up is lost]."""
+        self._words[self._mine] = 1
+        fence()
+        if not ready():
+            self._sleep.sleep(self._offset + self._mine * 4, seconds)
+        self._words[self._mine] = 0
+
+
+def looks_before_sleep(size: int, *, cores: int) -> int:
+    """How often to look for a peer before going to sleep: see Note [Spin, then sleep]."""
+    return 300 if size <= cores else 40
+
+
+def usable_cores() -> int:
+    """How many cores this process may run on."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
