@@ -281,10 +281,19 @@ def _shared_memory(store: Store, rank: int, size: int, *, timeout: float, name: 
     return SharedMemoryGroup(store, rank, size, timeout=timeout, name=name)
 
 
+def _hierarchical(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Group:
+    """Two hosts, though in name only: the first half of the ranks, and the second."""
+    from gradwire.groups.hierarchical import HierarchicalGroup
+
+    host = f"host {rank * 2 // size}"
+    return HierarchicalGroup.discover(store, rank, size, timeout=timeout, name=name, host=host)
+
+
 _KINDS: Mapping[str, RankKind] = MappingProxyType(
     {
         "threads": RankKind(_run_threads, mortal=False),
         "gloo": in_processes(_gloo),
         "shared_memory": in_processes(_shared_memory),
+        "hierarchical": in_processes(_hierarchical),
     }
 )
