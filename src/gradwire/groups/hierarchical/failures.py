@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from gradwire.collectives import Signature
 from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost
 from gradwire.groups.c10d.rollcall import RollCall
+
+G = TypeVar("G", bound=GroupError)
 
 
 def told_by(error: Exception, members: Sequence[int], where: str, roll: RollCall | None, place: int) -> Exception:
@@ -17,7 +20,7 @@ def told_by(error: Exception, members: Sequence[int], where: str, roll: RollCall
     """
     if isinstance(error, CollectiveMismatch):
         ops = {members[r]: s for r, s in error.ops.items() if r < len(members)}
-        return _chained(CollectiveMismatch(f"{where}: {error}", ops=ops), error)
+        return chained(CollectiveMismatch(f"{where}: {error}", ops=ops), error)
     if not isinstance(error, (PeerLost, GroupAborted)):
         return error
     rank, why = None, "a peer is gone"
@@ -26,10 +29,10 @@ def told_by(error: Exception, members: Sequence[int], where: str, roll: RollCall
     elif roll is not None:
         rank, why = roll.find_culprit(place, patience=1.0 if isinstance(error, PeerLost) else 0.0)
     if rank is not None:
-        return _chained(lost(where, rank, why, error.op if isinstance(error, PeerLost) else None), error)
+        return chained(lost(where, rank, why, error.op if isinstance(error, PeerLost) else None), error)
     if isinstance(error, GroupAborted):
-        return _chained(GroupAborted(f"{where}: the group was aborted: {error.reason}", reason=error.reason), error)
-    return _chained(PeerLost(f"{where}: {why}. {error}", op=error.op), error)
+        return chained(GroupAborted(f"{where}: the group was aborted: {error.reason}", reason=error.reason), error)
+    return chained(PeerLost(f"{where}: {why}. {error}", op=error.op), error)
 
 
 def lost(where: str, rank: int, why: str, op: Signature | None) -> PeerLost:
@@ -62,6 +65,8 @@ def for_part(error: BaseException, members: Sequence[int], name: str) -> BaseExc
     return GroupAborted(f"{name} has failed: {error}", reason=str(error))
 
 
-def _chained(error: GroupError, cause: Exception) -> GroupError:
-    error.__cause__ = cause
+def chained(error: G, cause: Exception) -> G:
+    """`error` with its cause, but without the cause's traceback: its frames hold the part, and so its memory, as long as anybody
+    keeps the error. Why a step failed is in the words of the cause."""
+    error.__cause__ = cause.with_traceback(None)
     return error

@@ -41,7 +41,7 @@ from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLos
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.c10d import C10dGroup
 from gradwire.groups.c10d.rollcall import RollCall
-from gradwire.groups.hierarchical.failures import bad_news, for_part, told_by
+from gradwire.groups.hierarchical.failures import bad_news, chained, for_part, told_by
 from gradwire.groups.hierarchical.layout import Layout
 from gradwire.groups.hierarchical.meeting import Build, ask_around, find_hosts
 from gradwire.groups.hierarchical.programs import TwoLevel
@@ -234,8 +234,7 @@ class HierarchicalGroup(Group):
             work.finish()
         except CollectiveTimeout as error:
             late = self.ledger.timed_out(work, min(work.timeout, time.perf_counter() - work.started))
-            late.__cause__ = error
-            work.fail(late)
+            work.fail(chained(late, error))
         except Exception as error:
             work.fail(told_by(error, self._members[part], self._where(work), self._roll, work.place))
         finally:
