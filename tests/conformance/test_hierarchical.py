@@ -1,16 +1,17 @@
 """HierarchicalGroup on every kind of layout passes the suite that every group passes.
 
-With threads for both parts, so that many layouts can be tried in little time, and without a store; `test_groups.py` has shared
-memory and gloo, two ranks on each of two hosts.
+With threads for both parts, so that many layouts can be tried in little time, and without a store; and with shared memory and
+gloo on hosts that are not alike. `test_groups.py` has two ranks on each of two hosts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
+from torch.distributed import PrefixStore
 
-from gradwire.groups import Group, HierarchicalGroup
+from gradwire.groups import C10dGroup, Group, GroupWrapper, HierarchicalGroup
 from gradwire.groups.hierarchical import Layout
 from gradwire.testing import check_group, check_names, run_ranks
 
@@ -42,8 +43,45 @@ LAYOUTS = {
 }
 
 
+DATA = check_names()[: check_names().index("split")]
+"""The checks that depend on who is where: what reduces, moves and sends."""
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_every_layout(layout: Layout) -> None:
+def test_data_on_every_layout(layout: Layout) -> None:
+    report = check_group(lambda fn: run_ranks(fn, layout.size, kind="threads", wrap=by(layout)), only=DATA)
+    assert report.ran == DATA
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["2 + 2", "3 + 2"])
+def test_everything_without_a_store(name: str) -> None:
+    layout = LAYOUTS[name]
     report = check_group(lambda fn: run_ranks(fn, layout.size, kind="threads", wrap=by(layout)))
     assert report.ran == check_names()
+
+
+class Discovered(GroupWrapper):
+    """A HierarchicalGroup that is found over a gloo group's store, in hosts of its own making; closes that group too."""
+
+    def __init__(self, world: C10dGroup, hosts: Sequence[str]) -> None:
+        store = PrefixStore("discovered", world._store)
+        super().__init__(
+            HierarchicalGroup.discover(store, world.rank, world.size, timeout=world.timeout, host=hosts[world.rank])
+        )
+        self.world = world
+
+    def split(self, color: int | None, key: int | None = None) -> Group | None:
+        return self.inner.split(color, key)
+
+    def close(self, timeout: float = 5.0) -> None:
+        super().close(timeout)
+        self.world.close(timeout=0)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("hosts", ["abbb", "abab"], ids=["1 + 3", "interleaved"])
+def test_shared_memory_and_gloo(hosts: str) -> None:
+    report = check_group(lambda fn: run_ranks(fn, 4, kind="gloo", wrap=lambda g: Discovered(g, hosts)), only=DATA)
+    assert report.ran == DATA

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,9 +40,8 @@ def on_rank(fn: Callable[[Group], Any], rank: int, address: str, answer: Path) -
         with HierarchicalGroup.discover(store, rank, SIZE, timeout=30.0) as group:
             torch.save(fn(group), answer)
             store.set(f"done {rank}", "")
-            if rank == 0:  # the store lives here
-                with suppress(RuntimeError):
-                    store.wait([f"done {r}" for r in range(SIZE)], timedelta(seconds=10))
+            if rank == 0:  # the store lives here; the last rank is the one that dies
+                store.wait([f"done {r}" for r in range(SIZE - 1)], timedelta(seconds=20))
 
     return child
 
