@@ -46,6 +46,7 @@ from gradwire.groups import (
     Deadline,
     Group,
     GroupWrapper,
+    HierarchicalGroup,
     Latched,
     NanCheck,
     Recording,
@@ -62,12 +63,12 @@ from gradwire.interop import as_process_group, from_process_group, register_back
 from gradwire.parallel import DistributedDataParallel, Replica, broadcast_coalesced, replicate
 
 if TYPE_CHECKING:
-    from gradwire import testing
+    from gradwire import lab, testing
 
 __version__ = "0.1.0"
 
-# Training does not need the machinery of tests, so it is imported by the first who names it.
-_LAZY = frozenset({"testing"})
+# Training does not need the machinery of tests, so that is imported by the first who names it.
+_LAZY = frozenset({"lab", "testing"})
 
 
 def __getattr__(name: str) -> ModuleType:
@@ -93,6 +94,7 @@ __all__ = [
     "GroupAborted",
     "GroupError",
     "GroupWrapper",
+    "HierarchicalGroup",
     "HookError",
     "InternalError",
     "Kind",
@@ -121,6 +123,7 @@ __all__ = [
     "groups",
     "hooks",
     "interop",
+    "lab",
     "policies",
     "register_backend",
     "replicate",
