@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from gradwire.collectives import Collective
+from gradwire.collectives import Collective, build
 from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.c10d import C10dGroup
@@ -111,6 +111,12 @@ class HierarchicalGroup(Group):
         self._watchdog.on_tick.append(_weak_tick(self))
         # After the base class's finalizer was made, so that at exit this thread ends first.
         self._lane_finalizer = weakref.finalize(self, self._lane.stop, 2.0)
+        try:
+            self._meet()
+        except BaseException:
+            if self._roll is not None:
+                self._roll.leave("failed before it began")
+            raise
 
     @classmethod
     def discover(
@@ -174,6 +180,11 @@ class HierarchicalGroup(Group):
                     f"{type(self).__name__}: {part} is {getattr(self, part)}, which does not fit rank {self.rank} of "
                     f"{self.layout}. See what the constructor asks of each of its groups."
                 )
+
+    def _meet(self) -> None:
+        """Nobody has a group before everybody has: what a rank does first must not wait for another that is still being made."""
+        for step in self._two_level.carry_out(build.barrier(label="all here?")):
+            (self.inside if step.where == "inside" else self._lane_group()).run(step.op.within(self.timeout))
 
     # -- the one verb --------------------------------------------------------------------------------------------------
 
@@ -296,13 +307,12 @@ class HierarchicalGroup(Group):
         return self.inside.allocate(numel, dtype=dtype, device=device)
 
     def attendance(self, work: Work) -> Attendance | None:
-        """Who has joined, by the roll call. The parts know only who has joined a step."""
+        """Who has joined, as of the last roll call: a wait must not hang on a slow store. The parts know only who is at a step."""
         if work.op.kind.is_p2p:
             return None if work.op.peer is None else Attendance((self.rank,), (work.op.peer,))
         roll = self._roll
         if roll is None or not isinstance(work, HierarchicalWork):
             return None
-        roll.refresh()
         joined = tuple(r for r, m in roll.members.items() if r == self.rank or m.joined >= work.place)
         return Attendance(joined, tuple(r for r in range(self.size) if r not in joined))
 
