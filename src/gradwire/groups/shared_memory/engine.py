@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from gradwire.collectives import Collective
 from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost
 from gradwire.groups.ledger import Attendance
 from gradwire.groups.shared_memory.board import FAILED, HERE, LEFT, Board
@@ -112,9 +113,43 @@ class Engine:
             self._drive(work, self._looks)
         finally:
             self._driving.release()
+        self._hand_over()
+        return True
+
+    def sum_now(self, op: Collective, begin: Callable[[], Work]) -> Work | bool:
+        """The shortest way: see Note [Small sums] in programs.py. False if it is not for `op`, or something else is under way.
+
+        True when it is done; a Work, from `begin`, if the others did not come at once: then it is over, as any operation.
+        """
+        if self._current is not None or self._queue or self._letters or self._arrived:
+            return False
+        if not self._driving.acquire(blocking=False):
+            return False
+        try:
+            small = self.programs.begin_small_sum(op)
+            if small is None:
+                return False
+            posts, target = self.board.posts, small.target
+            for _ in range(self._looks):
+                if min(posts.tolist()) >= target:
+                    self.board.fence()
+                    if self.programs.end_small_sum(small):
+                        return True
+                    break
+                if self._crowded:
+                    os.sched_yield()
+            work = begin()
+            self._go_on(work, self.programs.finish_small_sum(small))
+            self._drive(work, self._looks)
+        finally:
+            self._driving.release()
+        self._hand_over()
+        return work
+
+    def _hand_over(self) -> None:
+        """What came in while this thread was driving is for the group's own."""
         if self._queue or self._arrived or self._letters or self._current is not None:
             self.wake()
-        return True
 
     def attendance(self, work: Work) -> Attendance:
         """Who has come as far as the operation waits for; an operation that is queued waits for the one before it."""

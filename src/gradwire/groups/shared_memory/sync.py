@@ -58,16 +58,16 @@ _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 
 
 class Fence:
-    """A full memory fence. One per thread: see Note [The fence]."""
+    """A full memory fence: `release` and then `acquire`, or one call. One per thread: see Note [The fence]."""
 
     def __init__(self) -> None:
         lock = threading.Lock()
         lock.acquire()
-        self._release, self._acquire = lock.release, lock.acquire
+        self.release, self.acquire = lock.release, lock.acquire
 
     def __call__(self) -> None:
-        self._release()
-        self._acquire()
+        self.release()
+        self.acquire()
 
 
 class Sleep(Protocol):
