@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -35,16 +36,27 @@ class WorldGroup:
         """What carries the bytes of the last of them."""
         self._group: Group | None = None
         self._process = 0
+        self._leave: Callable[[], None] = _nothing
 
-    def put(self, group: Group, *, kind: str) -> None:
-        """From now on `group` is the world's."""
-        self._group, self._process, self.kind = group, os.getpid(), kind
+    def put(self, group: Group, *, kind: str, leave: Callable[[], None]) -> None:
+        """From now on `group` is the world's, until `leave` is called, which closes it and gives back what goes with it."""
+        self._group, self._process, self.kind, self._leave = group, os.getpid(), kind, leave
         self.made += 1
 
     def get(self) -> Group | None:
         """The world's group, if there is one, it is open and it is this process's."""
         group = self._group
         return group if group is not None and not group.closed and self._process == os.getpid() else None
+
+    def leave(self) -> None:
+        """Leave the world, if there is one and it is this process's. May be called again."""
+        leave, self._leave, self._group = self._leave, _nothing, None
+        if self._process == os.getpid():
+            leave()
+
+
+def _nothing() -> None:
+    """There is nothing to leave."""
 
 
 WORLD: Final = WorldGroup()

@@ -1,15 +1,16 @@
-"""`init`: find this process's world, meet its other ranks, and give back the group.
+"""`init`: find this process's world, meet its other ranks, and return the group. `leave`: the end of it.
 
 Note [How a rank leaves]
-A program that ends has left its world, whether it said so or not, so the group is closed at interpreter exit: politely after a
-normal end, so that what is in flight may finish; by an abort that tells the peers why after an exception that nobody caught,
-since what is in flight then waits for operations that will not come. Where rank 0 hosts the store it stays a moment longer,
-until the others are done with it.
+A program that ends has left its world, whether it said so or not, so `leave` is called at interpreter exit. The group is closed
+politely after a normal end, so that what is in flight may finish; after an exception that nobody caught it is aborted, which
+tells the peers why, since what is in flight then waits for operations that will not come. Where rank 0 hosts the store it stays a
+moment longer, until the others are done with it.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 
@@ -38,7 +39,7 @@ def init(*, kind: str = AUTO, timeout: float = DEFAULT_TIMEOUT, name: str = "wor
     >>> group = gw.init()
     >>> group.rank, group.size, gw.init() is group
     (0, 1, True)
-    >>> group.close()
+    >>> gw.launch.leave()
     """
     if timeout <= 0:
         raise UsageError(f"gw.init(timeout={timeout}): ranks need some time to meet. Give it more than 0 seconds.")
@@ -53,10 +54,18 @@ def init(*, kind: str = AUTO, timeout: float = DEFAULT_TIMEOUT, name: str = "wor
         ours = PrefixStore(f"gradwire/world/{WORLD.made}", store)
         agreed = _agree(ours, world, kind, timeout)
         group = BUILDERS[agreed](PrefixStore(agreed, ours), world, timeout=timeout, name=name)
-        WORLD.put(group, kind=agreed)
-        # Registered after the group made its finalizers, so that it runs before them.
-        atexit.register(_leave, group, world, store, os.getpid())
+        if WORLD.made == 0:
+            atexit.register(leave)  # after the group has made its finalizers, so that it runs before them
+        # An earlier group was closed on all ranks, or they would not have come; its store is let go only now, because rank 0
+        # may host both at one address.
+        WORLD.put(group, kind=agreed, leave=functools.partial(_leave, group, world, store))
         return group
+
+
+def leave() -> None:
+    """Close the group of `init` and let go of the store, now instead of when the program ends. May be called again."""
+    with WORLD.lock:
+        WORLD.leave()
 
 
 def _check_same(kind: str) -> None:
@@ -83,15 +92,13 @@ def _agree(store: Store, world: World, kind: str, timeout: float) -> str:
     return agreed
 
 
-def _leave(group: Group, world: World, store: Store, process: int) -> None:
-    """At interpreter exit. See Note [How a rank leaves]."""
-    if os.getpid() != process:
-        return  # forked off, and not a rank
-    error = getattr(sys, "last_value", None)
+def _leave(group: Group, world: World, store: Store) -> None:
+    """See Note [How a rank leaves]."""
+    error = getattr(sys, "last_value", None)  # set for an exception that ends the program
     if error is not None and group.failure is None and not group.closed:
         group.abort(f"{type(error).__name__}: {error}")
     try:
-        group.close()  # what it raises is printed by the interpreter, which then ends as it would have
+        group.close()
     finally:
         if group.failure is None:
             say_goodbye(store, world, patience=_PATIENCE)

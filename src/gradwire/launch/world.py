@@ -147,6 +147,16 @@ class _Reader:
             )
         return int(text)
 
+    def port(self, name: str) -> int:
+        """The same as a port that can be connected to."""
+        port = self.number(name)
+        if not 0 < port < 1 << 16:
+            raise UsageError(
+                f"finding the world under {self.launcher.value}: {name} is {port}, to which nobody can connect. "
+                "Choose a port from 1 to 65535 that is free on the host of rank 0."
+            )
+        return port
+
     def maybe(self, *names: str) -> int | None:
         """The same, or None if none of them is set."""
         return self.number(*names) if any(self.environ.get(name) for name in names) else None
@@ -175,7 +185,7 @@ def _torchrun(read: _Reader) -> World:
         read.launcher,
         local_rank=read.maybe("LOCAL_RANK"),
         local_size=read.maybe("LOCAL_WORLD_SIZE"),
-        store=Address(read.text("MASTER_ADDR"), read.number("MASTER_PORT")),
+        store=Address(read.text("MASTER_ADDR"), read.port("MASTER_PORT")),
         hosted=read.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=read.environ.get("TORCHELASTIC_RESTART_COUNT", ""),
     )
@@ -205,8 +215,9 @@ def _pmi(read: _Reader) -> World:
 
 def _master(read: _Reader) -> Address:
     """Where the user says that ranks meet; by default rank 0 chooses, and MPI tells the others."""
-    port = read.maybe("MASTER_PORT") or 0
-    return Address(read.text("MASTER_ADDR") if port else read.environ.get("MASTER_ADDR", ""), port)
+    if not read.environ.get("MASTER_PORT"):
+        return Address(read.environ.get("MASTER_ADDR", ""), 0)
+    return Address(read.text("MASTER_ADDR"), read.port("MASTER_PORT"))
 
 
 def _is_srun(environ: Environment) -> bool:
@@ -222,9 +233,10 @@ def _pmi_is_slurms(environ: Environment) -> bool:
 def _slurm(read: _Reader) -> World:
     rank, size = read.number("SLURM_PROCID"), read.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     local_size = _tasks_here(read)
-    port = read.maybe("MASTER_PORT") or _port(
-        read.number("SLURM_JOB_ID", "SLURM_JOBID"), read.number("SLURM_STEP_ID", "SLURM_STEPID")
-    )
+    if read.environ.get("MASTER_PORT"):
+        port = read.port("MASTER_PORT")
+    else:
+        port = _port(read.number("SLURM_JOB_ID", "SLURM_JOBID"), read.number("SLURM_STEP_ID", "SLURM_STEPID"))
     # Not SLURM_LAUNCH_NODE_IPADDR: that is where srun was called, perhaps a login node. Rank 0 is on the step's first host.
     host = read.environ.get("MASTER_ADDR") or (
         _LOOPBACK if local_size == size else next(hosts(read.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")))
