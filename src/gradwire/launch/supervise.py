@@ -121,8 +121,7 @@ class _Supervisor:
             at = course.next_time
             for key, _ in self._selector.select(None if at is None else max(0.0, at - self._now)):
                 key.data()
-            while self._signals:
-                course.signalled(self._signals.pop(0), self._now)
+            self._take_signals()
             if self._interrupts > 1:
                 course.kill(self._now)
             if self._out.broken or self._err.broken:
@@ -150,6 +149,7 @@ class _Supervisor:
             if status is None:
                 return
             after = self._now
+            self._take_signals()  # first of all: perhaps it was one of them that the rank died of
             self._selector.unregister(process.ended)
             self._drain(process)
             words = tuple(self._streams[process.rank][1].tail.lines)
@@ -173,6 +173,10 @@ class _Supervisor:
         for process in list(self._ranks):
             process.send(signal.SIGKILL if self._interrupts > 1 else number)
         self._signals.append(signal.Signals(number))
+
+    def _take_signals(self) -> None:
+        while self._signals:
+            self._course.signalled(self._signals.pop(0), self._now)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

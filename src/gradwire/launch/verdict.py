@@ -125,7 +125,9 @@ def raised(lines: Sequence[bytes]) -> str | None:
     ... )
     'PeerLost'
     """
-    heads = [i for i, line in enumerate(lines) if line == _HEAD]
+    heads = [
+        i for i, line in enumerate(lines) if line.endswith(_HEAD)
+    ]  # something without a line feed may stand before it
     for line in lines[heads[-1] + 1 :] if heads else ():
         if line and not line.startswith(b" "):
             match = _RAISED.match(line)

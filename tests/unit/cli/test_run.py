@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,23 @@ from gradwire.cli import main, run
 COMMAND = [sys.executable, "-m", "gradwire", "run"]
 
 
-def gone(pid: int) -> bool:
+def state(pid: int) -> str:
+    """As in /proc: T is stopped, Z a zombie; X if there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return True
+        return "X"
+
+
+def gone(pid: int) -> bool:
+    return state(pid) in "ZX"
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -101,11 +114,15 @@ def start(*words: str) -> subprocess.Popen[str]:
     )
 
 
-def test_ctrl_c_ends_all_ranks_once(script):
+def test_ctrl_z_stops_ranks_too_and_ctrl_c_ends_them_once(script):
     # To the process group, as a terminal sends it: ranks are not in it, and hear of it from the launcher alone.
     with start("-n", "2", script(SLEEP)) as launcher:
         try:
             pids = started(launcher, 2)
+            os.killpg(launcher.pid, signal.SIGTSTP)
+            wait_until(lambda: {state(pid) for pid in (launcher.pid, *pids)} == {"T"})
+            os.killpg(launcher.pid, signal.SIGCONT)
+            wait_until(lambda: "T" not in {state(pid) for pid in (launcher.pid, *pids)})
             os.killpg(launcher.pid, signal.SIGINT)
             _, err = launcher.communicate(timeout=60)
         finally:
@@ -120,10 +137,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(script):
     with start("-n", "2", script(SLEEP)) as launcher:
         pids = started(launcher, 2)
         launcher.kill()
-    deadline = time.monotonic() + 20
-    while not all(map(gone, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: all(map(gone, pids)))
 
 
 def test_when_nobody_reads_the_ranks_are_stopped(script):

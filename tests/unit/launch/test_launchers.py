@@ -5,6 +5,7 @@ seconds to import torch.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -92,6 +93,18 @@ def test_a_script_for_torchrun_runs_under_gradwire_run(tmp_path):
     path.write_text(TORCH)
     done = run(sys.executable, "-m", "gradwire", "run", "-n", "2", path)
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] sum 2.0", "[1] sum 2.0"]), done.stderr
+
+
+def test_the_page_on_launchers_tells_the_truth(tmp_path):
+    page = (Path(__file__).parents[3] / "docs" / "launch.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    path = tmp_path / "page.py"
+    path.write_text(code)
+    done = run(sys.executable, path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "rank 0 of 1\n", "")
+    options = run(sys.executable, "-m", "gradwire", "run", "--help").stdout
+    for option in re.findall(r"^\| `(?:-\w \w`, `)?(--?[\w-]+)", page, re.M):
+        assert option in options
 
 
 def test_torchrun(script):

@@ -93,6 +93,7 @@ def test_without_a_traceback_the_last_lines_are_shown():
         (LOST, "PeerLost"),
         ((*LOST, b"a note", b"ValueError: in a note"), "PeerLost"),
         ((TRACE, b"KeyboardInterrupt"), "KeyboardInterrupt"),
+        ((b"87%" + TRACE, b"KeyError: 1"), "KeyError"),
         ((TRACE, b"  File"), None),
         ((b"PeerLost: said, not raised",), None),
         ((TRACE, b"!"), None),
