@@ -1,6 +1,6 @@
 """The `gradwire` command: one module a subcommand, each with `add_parser(subparsers)` and `run(args) -> exit code`.
 
-This layer is where text meets people: it parses arguments, prints, and alone may read environment variables.
+This layer is where text meets people: it parses arguments, prints, and, beside `launch`, alone may read environment variables.
 """
 
 from __future__ import annotations

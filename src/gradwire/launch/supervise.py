@@ -173,6 +173,8 @@ class _Supervisor:
         for process in list(self._ranks):
             process.send(signal.SIGKILL if self._interrupts > 1 else number)
         self._signals.append(signal.Signals(number))
+        if self._interrupts > 1:  # a third one ends a launcher that waits for a reader who does not read
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _take_signals(self) -> None:
         while self._signals:
@@ -276,7 +278,7 @@ def _passing_on(handler: Callable[[int, FrameType | None], None]) -> Iterator[in
         yield woken
     finally:
         for number, old in before.items():
-            signal.signal(number, old)
+            signal.signal(number, signal.SIG_DFL if old is None else old)
         signal.set_wakeup_fd(before_fd)
         os.close(woken)
         os.close(wake)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -150,3 +152,35 @@ def test_when_nobody_reads_the_ranks_are_stopped(script):
         finally:
             launcher.kill()
     assert all(map(gone, pids))
+
+
+FLOOD = """
+import os, signal
+signal.signal(signal.SIGINT, lambda number, frame: open(__file__ + ".mark", "w").close())
+print("pid", os.getpid(), flush=True)
+while True:
+    print("x" * 1000, flush=True)
+"""
+
+
+def test_a_third_ctrl_c_ends_a_launcher_whose_reader_does_not_read(script):
+    path = script(FLOOD)
+    with start("-n", "1", path) as launcher:
+        try:
+            assert launcher.stdout is not None
+            (rank,) = started(launcher, 1)
+            size = fcntl.fcntl(launcher.stdout, fcntl.F_GETPIPE_SZ)
+            wait_until(lambda: waiting(launcher.stdout) > size - 4096)
+            launcher.send_signal(signal.SIGINT)
+            wait_until(Path(path + ".mark").exists)  # passed on, though the launcher cannot write
+            launcher.send_signal(signal.SIGINT)
+            wait_until(lambda: gone(rank))
+            launcher.send_signal(signal.SIGINT)
+            assert launcher.wait(30) == 130
+        finally:
+            launcher.kill()
+
+
+def waiting(pipe) -> int:
+    """Bytes that can be read."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4), sys.byteorder)
