@@ -15,8 +15,7 @@ True
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # The layers as modules, so that `gw.collectives.all_reduce(t)` and `gw.groups.Deadline` need no second import.
 from gradwire import autograd, collectives, errors, events, groups, hooks, interop, policies
@@ -62,22 +61,25 @@ from gradwire.interop import as_process_group, from_process_group, register_back
 from gradwire.parallel import DistributedDataParallel, Replica, broadcast_coalesced, replicate
 
 if TYPE_CHECKING:
-    from gradwire import testing
+    from gradwire import launch, testing
+    from gradwire.launch import init
 
 __version__ = "0.1.0"
 
-# Training does not need the machinery of tests, so it is imported by the first who names it.
-_LAZY = frozenset({"testing"})
+# Training does not need the machinery of tests, nor a rank of torch's the launcher's: imported by the first who names them.
+_LAZY = frozenset({"launch", "testing"})
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"gradwire.{name}")
+    if name == "init":  # launch: find the world that a launcher started
+        return importlib.import_module("gradwire.launch").init
     raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, "init"})
 
 
 __all__ = [
@@ -120,7 +122,9 @@ __all__ = [
     "from_process_group",
     "groups",
     "hooks",
+    "init",
     "interop",
+    "launch",
     "policies",
     "register_backend",
     "replicate",
