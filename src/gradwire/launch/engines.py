@@ -13,7 +13,7 @@ from typing import Protocol
 from torch._C._distributed_c10d import Store
 
 from gradwire.errors import UsageError
-from gradwire.groups import C10dGroup, Group, ThreadGroup
+from gradwire.groups import C10dGroup, Group, SharedMemoryGroup, ThreadGroup
 from gradwire.launch.world import World
 
 AUTO = "auto"
@@ -43,7 +43,13 @@ def _nccl(store: Store, world: World, *, timeout: float, name: str) -> Group:
     return C10dGroup.nccl(store, world.rank, world.size, timeout=timeout, name=name)
 
 
-BUILDERS: Mapping[str, Builder] = MappingProxyType({"threads": _threads, "gloo": _gloo, "nccl": _nccl})
+def _shared_memory(store: Store, world: World, *, timeout: float, name: str) -> Group:
+    return SharedMemoryGroup(store, world.rank, world.size, timeout=timeout, name=name)
+
+
+BUILDERS: Mapping[str, Builder] = MappingProxyType(
+    {"threads": _threads, "shared_memory": _shared_memory, "gloo": _gloo, "nccl": _nccl}
+)
 
 
 def choose(kind: str, world: World, known: Collection[str] = tuple(BUILDERS)) -> str:

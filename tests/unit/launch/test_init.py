@@ -130,7 +130,7 @@ def test_ranks_meet_train_part_and_meet_again():
             return type(group).__name__, ddp.group is group, model.weight.grad.tolist(), second is group, t.item()
 
     store_port = store.port
-    assert run_ranks(rank_main, 2, kind="gloo") == [("C10dGroup", True, [[0.5, 0.5]], False, 3.0)] * 2
+    assert run_ranks(rank_main, 2, kind="gloo") == [("SharedMemoryGroup", True, [[0.5, 0.5]], False, 3.0)] * 2
 
 
 def test_ranks_that_ask_for_different_kinds_are_told():
