@@ -9,7 +9,6 @@ from torch import Tensor
 from gradwire.collectives.kinds import Kind, ReduceOp
 from gradwire.collectives.op import Collective
 
-
 _ALL_REDUCE = Kind.ALL_REDUCE
 
 

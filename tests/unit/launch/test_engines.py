@@ -46,9 +46,7 @@ def test_a_kind_that_is_not_there_is_an_error_with_those_that_are():
 
 
 def test_processes_are_no_threads():
-    with pytest.raises(
-        UsageError, match="kind='threads'.* cannot be threads of one. Choose another kind: shared_memory, gloo, nccl"
-    ):
+    with pytest.raises(UsageError, match="cannot be threads of one. Choose another kind: shared_memory, gloo, nccl"):
         BUILDERS["threads"](HashStore(), world(2, 2), timeout=1, name="x")
 
 
