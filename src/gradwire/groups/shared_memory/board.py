@@ -28,7 +28,7 @@ SLOT = 64
 SMALL = 32 << 10
 """Bytes up to which a contribution travels together with the announcement of the collective."""
 
-CHUNK = 512 << 10
+CHUNK = 1 << 20
 """Bytes of one staging buffer."""
 
 BUFFERS = 3
@@ -113,6 +113,7 @@ class Board:
         self.posted = 0
         self._digests = [plan.digests, plan.digests + plan.size * DIGEST]
         self._my_digest = rank * DIGEST
+        self._first_parts = [[plan.table(r, turn) + _TABLE.size for r in range(plan.size)] for turn in (0, 1)]
 
     def post(self) -> None:
         """Everything written so far is there: say so, and wake who waits for it."""
@@ -172,6 +173,10 @@ class Board:
         _TABLE.pack_into(self._memory, offset, hold, len(parts))
         for i, part in enumerate(parts):
             _PART.pack_into(self._memory, offset + _TABLE.size + i * _PART.size, *part)
+
+    def first_offsets(self, turn: int) -> list[int]:
+        """Where the first part of each rank lies, by their tables for collective number `turn`."""
+        return [_PART.unpack_from(self._memory, offset)[0] for offset in self._first_parts[turn & 1]]
 
     def read_table(self, rank: int, turn: int) -> Table:
         """What `rank` announced for collective number `turn`."""

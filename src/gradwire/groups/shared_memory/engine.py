@@ -33,11 +33,14 @@ from gradwire.groups.shared_memory.heap import Heap
 from gradwire.groups.shared_memory.liveness import Pulse
 from gradwire.groups.shared_memory.mail import Letter, Post
 from gradwire.groups.shared_memory.programs import Programs, Steps
-from gradwire.groups.shared_memory.sync import SLICE, looks_before_sleep, usable_cores
+from gradwire.groups.shared_memory.sync import SLICE, looks_before_sleep, pause, usable_cores
 from gradwire.groups.work import Work
 
 _ASIDE_LOOKS = 30
-"""How often the group's own thread looks before it sleeps: it has the interpreter lock while it does."""
+"""How often the group's own thread looks, with the interpreter lock in its hands, before it lingers."""
+
+_LINGER = 800
+"""How often a thread then looks, giving up the interpreter lock each time, before it sleeps: one to two milliseconds."""
 
 
 class _Current(NamedTuple):
@@ -117,30 +120,33 @@ class Engine:
         return True
 
     def sum_now(self, op: Collective, begin: Callable[[], Work]) -> Work | bool:
-        """The shortest way: see Note [Small sums] in programs.py. False if it is not for `op`, or something else is under way.
+        """The shortest way: see Note [Plain sums] in programs.py. False if it is not for `op`, or something else is under way.
 
-        True when it is done; a Work, from `begin`, if the others did not come at once: then it is over, as any operation.
+        True when it is done; a Work, from `begin`, if the others did not come at once: then it was driven as any operation.
         """
         if self._current is not None or self._queue or self._letters or self._arrived:
             return False
         if not self._driving.acquire(blocking=False):
             return False
         try:
-            small = self.programs.begin_small_sum(op)
-            if small is None:
+            steps = self.programs.plain_sum(op)
+            if steps is None:
                 return False
-            posts, target = self.board.posts, small.target
-            for _ in range(self._looks):
-                if min(posts.tolist()) >= target:
-                    self.board.fence()
-                    if self.programs.end_small_sum(small):
-                        return True
+            posts, fence = self.board.posts, self.board.fence
+            for target in steps:
+                for _ in range(self._looks):
+                    if min(posts.tolist()) >= target:
+                        fence()
+                        break
+                    if self._crowded:
+                        os.sched_yield()
+                else:
+                    work = begin()
+                    self._current = _Current(work, steps, target)
+                    self._drive(work, self._looks)
                     break
-                if self._crowded:
-                    os.sched_yield()
-            work = begin()
-            self._go_on(work, self.programs.finish_small_sum(small))
-            self._drive(work, self._looks)
+            else:
+                return True
         finally:
             self._driving.release()
         self._hand_over()
@@ -185,6 +191,9 @@ class Engine:
             if looks < patience:
                 if self._crowded:
                     os.sched_yield()
+                continue
+            if not self._crowded and looks < patience + _LINGER:
+                pause()
                 continue
             looks = 0
             self._look_around()

@@ -21,10 +21,10 @@ will reduce is copied in) and "reduced" (this rank has reduced its share in its 
 it waits for the others' chunk k, so that a slow rank does not hold up a fast one. It may do so in a third buffer: it has seen
 everybody post "reduced" of chunk k - 1, which each did after copying out chunk k - 2, the one that was in that buffer before.
 
-Note [Small sums]
-A sum of a few numbers costs what Python costs. So there is one path with as little of it as possible: numpy and memmove in
-place of torch (a third of the time per call, and the same sums bit by bit), no generator, no table. What it writes and posts is
-what the general program of a small all-reduce writes and posts, so ranks need not agree on which of the two they take.
+Note [Plain sums]
+A sum of a few numbers costs what Python costs. So sums of plain tensors have programs with as little of it as possible: numpy
+and memmove in place of torch (a third of the time per call, and the same sums bit by bit), one generator, no questions twice.
+What they write and post is what the general program writes and posts.
 
 Note [What may be written when]
 Small slots and tables are used in turn, by the parity of the collective's number n, and are written before the announcement
@@ -39,8 +39,8 @@ import ctypes
 import hashlib
 import pickle
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,13 +51,13 @@ from gradwire.collectives.agree import comparable, mismatch
 from gradwire.collectives.lower import as_bytes, flat, is_plain, lower
 from gradwire.collectives.reference import cut, reduce_tensors, store
 from gradwire.errors import CollectiveMismatch, InternalError
-from gradwire.groups.shared_memory.board import CHUNK, DIGEST, SMALL, Board, Table
+from gradwire.groups.shared_memory.board import BUFFERS, CHUNK, DIGEST, SMALL, Board, Table
 from gradwire.groups.shared_memory.segment import Segment
 
 Steps = Generator[int, None, None]
 """Yields how many posts every rank must have made before it goes on."""
 
-BLOCK = 256 << 10
+BLOCK = 512 << 10
 """Bytes that one rank reduces at a time in a one-pass all-reduce: few enough to stay in a core's cache."""
 
 _CACHED_VIEWS = 4096
@@ -102,7 +102,41 @@ def takes(op: Collective) -> bool:
         return False
     if op.kind in (Kind.ALL_REDUCE, Kind.BROADCAST) and op.inputs[0] is not op.outputs[0]:
         return False
-    return all(is_plain(t) for t in op.inputs) and all(is_plain(t) for t in op.outputs)
+    tensors = op.inputs if op.outputs is op.inputs else op.inputs + op.outputs
+    return all(map(is_plain, tensors))
+
+
+Piece = Any
+"""A flat tensor, or a flat numpy array: both can be sliced, and assigned to by `[:] =`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """How pieces of all ranks become one: by numpy where it knows the dtype and is quicker, else by torch."""
+
+    op: ReduceOp
+    dtype: torch.dtype
+    array: np.dtype[Any] | None
+    """The dtype of the numpy arrays that it works on; None if it works on tensors."""
+
+    @staticmethod
+    def of(op: ReduceOp, dtype: torch.dtype) -> Fold:
+        """The best there is."""
+        return Fold(op, dtype, _SUMMED.get(dtype) if op in (ReduceOp.SUM, ReduceOp.AVG) else None)
+
+    def __call__(self, pieces: Sequence[Piece], out: Piece) -> None:
+        """Fold, in rank order, into `out`, which may be the first piece itself and must not overlap another."""
+        if self.array is None:
+            combine(self.op, pieces, out)
+            return
+        if len(pieces) == 1:
+            out[:] = pieces[0]
+            return
+        np.add(pieces[0], pieces[1], out)
+        for piece in pieces[2:]:
+            np.add(out, piece, out)
+        if self.op is ReduceOp.AVG:
+            np.divide(out, len(pieces), out)
 
 
 def combine(op: ReduceOp, parts: Sequence[Tensor], out: Tensor) -> None:
@@ -122,17 +156,6 @@ def combine(op: ReduceOp, parts: Sequence[Tensor], out: Tensor) -> None:
         out.div_(len(parts))
 
 
-class SmallSum(NamedTuple):
-    """A small sum that has been announced."""
-
-    op: Collective
-    t: Tensor
-    slots: list[np.ndarray[Any, Any]]
-    total: int
-    digests: bytes
-    target: int
-
-
 class Programs:
     """The programs of one rank of one group."""
 
@@ -148,8 +171,10 @@ class Programs:
         self._whole = torch.frombuffer(segment.memory, dtype=torch.uint8)
         self._heap = range(self._plan.heap(self.rank), self._plan.heap(self.rank) + self._plan.heap_stride)
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        self._blocks: dict[tuple[object, ...], list[list[Tensor]]] = {}
+        self._blocks: dict[tuple[object, ...], list[list[Piece]]] = {}
         self._digests: dict[tuple[object, ...], bytes] = {}
+        self._folds: dict[tuple[ReduceOp, torch.dtype], Fold] = {}
+        self._arrays: dict[tuple[int, int, np.dtype[Any]], np.ndarray[Any, Any]] = {}
         self._small = [self._address + self._plan.small(self.rank, turn) for turn in (0, 1)]
         self._slots: dict[tuple[object, ...], tuple[bytes, list[np.ndarray[Any, Any]], int]] = {}
 
@@ -157,6 +182,10 @@ class Programs:
         """The program for any collective."""
         if op.device.type != "cpu":
             yield from self._on_host(op)
+            return
+        plain = self.plain_sum(op)
+        if plain is not None:
+            yield from plain
             return
         digest = self._digest(op)
         if takes(op):
@@ -274,38 +303,45 @@ class Programs:
         offset = self.offset_in_heap(t)
         yield self._announce(digest, [(offset, nbytes)], hold=offset >= 0)
         yield from self._agree(whole, digest)
-        offsets = [self.board.read_table(r, turn).flat[0] for r in range(self.size)]
-        if min(offsets) >= 0:
-            for parts in self._blocks_of(offsets, nbytes, t.dtype):
-                first, *others = parts
-                combine(reduce_op, parts, first)
-                for other in others:
-                    other.copy_(first)
-            yield self._post()
-        else:
-            yield from self._all_reduce_chunks(t, reduce_op)
+        fold = self._folds.get((reduce_op, t.dtype)) or self._new_fold(reduce_op, t.dtype)
+        yield from self._reduce_large(t, fold)
 
-    # -- the shortest way: see Note [Small sums] -------------------------------------------------------------------------
+    # -- the shortest way: see Note [Plain sums] -------------------------------------------------------------------------
 
-    def begin_small_sum(self, op: Collective) -> SmallSum | None:
-        """Announce a small sum and post; None if `op` is not one."""
+    def plain_sum(self, op: Collective) -> Steps | None:
+        """The program of a plain sum; None if `op` is not one."""
         if op.kind is not _ALL_REDUCE or op.reduce_op is not _SUM or len(op.inputs) != 1:
             return None
         t = op.inputs[0]
         if t.dtype not in _SUMMED or t.layout is not torch.strided or not t.is_cpu or op.outputs[0] is not t:
             return None
-        nbytes = t.numel() * t.element_size()
-        if not 0 < nbytes <= SMALL or not t.is_contiguous() or t.is_neg():
+        if not t.is_contiguous() or t.is_neg():
             return None
+        nbytes = t.numel() * t.element_size()
+        return self._small_sum(op, t, nbytes) if nbytes <= SMALL else self._large_sum(op, t, nbytes)
+
+    def _small_sum(self, op: Collective, t: Tensor, nbytes: int) -> Steps:
         board, turn = self.board, self.turn
-        digests, slots, total = self._slots.get((t.shape, t.dtype, turn & 1)) or self._new_slots(op)
-        ctypes.memmove(self._small[turn & 1], t.data_ptr(), nbytes)
-        board.announce(turn, digests[:DIGEST])
-        board.post()
-        return SmallSum(op, t, slots, total, digests, board.posted)
+        try:
+            digests, (first, *others, total), address = self._slots.get(
+                (t.shape, t.dtype, turn & 1)
+            ) or self._new_slots(op)
+            ctypes.memmove(self._small[turn & 1], t.data_ptr(), nbytes)
+            board.announce(turn, digests[:DIGEST])
+            board.post()
+            yield board.posted
+            if not board.agreed(turn, digests):
+                yield from self._compare(op)
+            if others:
+                np.add(first, others[0], total)
+                for other in others[1:]:
+                    np.add(total, other, total)
+                ctypes.memmove(t.data_ptr(), address, nbytes)
+        finally:
+            self.turn = turn + 1
 
     def _new_slots(self, op: Collective) -> tuple[bytes, list[np.ndarray[Any, Any]], int]:
-        """The digest of a small sum, every rank's slot as an array and last of all a place for the result, and its address."""
+        """The digests of a small sum, every rank's slot as an array and last of all a place for the result, and its address."""
         t = op.inputs[0]
         if len(self._slots) >= _CACHED_VIEWS // self.size:
             self._slots.clear()
@@ -317,80 +353,103 @@ class Programs:
         self._slots[t.shape, t.dtype, self.turn & 1] = entry
         return entry
 
-    def end_small_sum(self, small: SmallSum) -> bool:
-        """Everybody has posted: add up. False if ranks have announced different things; `finish_small_sum` tells which."""
-        if not self.board.agreed(self.turn, small.digests):
-            return False
-        self.turn += 1
-        first, *others, total = small.slots
-        if others:
-            np.add(first, others[0], total)
-            for other in others[1:]:
-                np.add(total, other, total)
-            ctypes.memmove(small.t.data_ptr(), small.total, total.nbytes)
-        return True
+    def _large_sum(self, op: Collective, t: Tensor, nbytes: int) -> Steps:
+        board, turn = self.board, self.turn
+        try:
+            digest = self._digest(op)
+            offset = self.offset_in_heap(t)
+            yield self._announce(digest, [(offset, nbytes)], hold=offset >= 0)
+            if not board.agreed(turn, digest * self.size):
+                yield from self._compare(op)
+            yield from self._reduce_large(
+                op.inputs[0], self._folds.get((_SUM, t.dtype)) or self._new_fold(_SUM, t.dtype)
+            )
+        finally:
+            self.turn = turn + 1
 
-    def finish_small_sum(self, small: SmallSum) -> Steps:
-        """The same as a program, for whoever cannot wait at once."""
-        yield small.target
-        if not self.end_small_sum(small):
-            try:
-                yield from self._compare(small.op)
-            finally:
-                self.turn += 1
+    def _reduce_large(self, t: Tensor, fold: Fold) -> Steps:
+        """Everybody has announced where their tensor lies."""
+        offsets = self.board.first_offsets(self.turn)
+        if min(offsets) < 0:
+            yield from self._all_reduce_chunks(flat(t), fold)
+            return
+        for pieces in self._blocks_of(offsets, t.nbytes, fold):
+            first = pieces[0]
+            fold(pieces, first)
+            for other in pieces[1:]:
+                other[:] = first
+        self.board.post()
+        yield self.board.posted
 
-    def _blocks_of(self, offsets: list[int], nbytes: int, dtype: torch.dtype) -> list[list[Tensor]]:
-        """This rank's share of the tensors at `offsets`, in blocks: one tensor per rank each. See Note [One pass]."""
-        key = (*offsets, nbytes, dtype)
+    def _new_fold(self, op: ReduceOp, dtype: torch.dtype) -> Fold:
+        fold = self._folds[op, dtype] = Fold.of(op, dtype)
+        return fold
+
+    def _blocks_of(self, offsets: list[int], nbytes: int, fold: Fold) -> list[list[Piece]]:
+        """This rank's share of the tensors at `offsets`, in blocks: one piece per rank each. See Note [One pass]."""
+        key = (*offsets, nbytes, fold.dtype, fold.array)
         known = self._blocks.get(key)
         if known is None:
             if len(self._blocks) >= _CACHED_VIEWS // 16:
                 self._blocks.clear()
-            low, high = _share(nbytes, self.rank, self.size, dtype.itemsize)
+            low, high = _share(nbytes, self.rank, self.size, fold.dtype.itemsize)
             known = self._blocks[key] = [
-                [self._whole[o + at : o + min(at + BLOCK, high)].view(dtype) for o in offsets]
-                for at in range(low, high, BLOCK)
+                [self._piece(o + at, min(BLOCK, high - at), fold) for o in offsets] for at in range(low, high, BLOCK)
             ]
         return known
 
-    def _all_reduce_chunks(self, t: Tensor, reduce_op: ReduceOp) -> Steps:
+    def _piece(self, offset: int, nbytes: int, fold: Fold) -> Piece:
+        """The segment's bytes from `offset`, as what `fold` works on."""
+        if fold.array is None:
+            return self.view(offset, nbytes, fold.dtype)
+        key = (offset, nbytes, fold.array)
+        known = self._arrays.get(key)
+        if known is None:
+            if len(self._arrays) >= _CACHED_VIEWS:
+                self._arrays.clear()
+            numel = nbytes // fold.array.itemsize
+            known = self._arrays[key] = np.frombuffer(self._memory, fold.array, numel, offset)
+        return known
+
+    def _all_reduce_chunks(self, t: Tensor, fold: Fold) -> Steps:
         """See Note [Three buffers]."""
-        dtype, item = t.dtype, t.element_size()
-        per_chunk = CHUNK // item
-        starts = range(0, t.numel(), per_chunk)
-        chunks = [t[start : start + per_chunk] for start in starts]
-
-        def bounds(chunk: Tensor, rank: int) -> tuple[int, int]:
-            low, high = _share(chunk.nbytes, rank, self.size, item)
-            return low // item, high // item
-
-        def buffer(rank: int, number: int) -> Tensor:
-            return self.view(self._plan.buffer(rank, number), CHUNK, dtype)
+        rank, size, nbytes, item = self.rank, self.size, t.nbytes, t.element_size()
+        source = t.data_ptr()
+        whole: Piece = t if fold.array is None else t.numpy()
+        places = [[self._plan.buffer(r, number) for number in range(BUFFERS)] for r in range(size)]
+        count = -(-nbytes // CHUNK)
+        full = [_share(CHUNK, r, size, item) for r in range(size)]
+        last = [_share(nbytes - (count - 1) * CHUNK, r, size, item) for r in range(size)]
 
         def copy_in(number: int) -> int:
-            chunk, own = chunks[number], buffer(self.rank, number)
-            low, high = bounds(chunk, self.rank)
-            own[:low].copy_(chunk[:low])
-            own[high : chunk.numel()].copy_(chunk[high:])
+            """All but this rank's own share."""
+            start, own = number * CHUNK, self._address + places[rank][number % BUFFERS]
+            low, high = (full if number < count - 1 else last)[rank]
+            ctypes.memmove(own, source + start, low)
+            ctypes.memmove(own + high, source + start + high, min(CHUNK, nbytes - start) - high)
             return self._post()
 
         ready = copy_in(0)
-        for number, chunk in enumerate(chunks):
+        for number in range(count):
             wanted = ready
-            if number + 1 < len(chunks):
+            if number + 1 < count:
                 ready = copy_in(number + 1)
             yield wanted
-            low, high = bounds(chunk, self.rank)
-            parts = [chunk[low:high] if r == self.rank else buffer(r, number)[low:high] for r in range(self.size)]
-            mine = buffer(self.rank, number)[low:high]
-            combine(reduce_op, parts, mine)
+            start, shares = number * CHUNK, full if number < count - 1 else last
+            low, high = shares[rank]
+            buffers = [places[r][number % BUFFERS] for r in range(size)]
+            if low < high:
+                parts = [self._piece(buffers[r] + low, high - low, fold) for r in range(size)]
+                mine = parts[rank]
+                parts[rank] = whole[(start + low) // item : (start + high) // item]
+                fold(parts, mine)
             done = self._post()
-            chunk[low:high].copy_(mine)
+            ctypes.memmove(source + start + low, self._address + buffers[rank] + low, high - low)
             yield done
-            for rank in range(self.size):
-                if rank != self.rank:
-                    low, high = bounds(chunk, rank)
-                    chunk[low:high].copy_(buffer(rank, number)[low:high])
+            for r in range(size):
+                if r != rank:
+                    low, high = shares[r]
+                    ctypes.memmove(source + start + low, self._address + buffers[r] + low, high - low)
 
     # -- everything that pulls parts -----------------------------------------------------------------------------------
 
