@@ -258,10 +258,8 @@ class MPIGroup(Group):
         if self._revival is None:  # a second try waits for the same meeting
             with self._runtime.lock:
                 self._revival = old.spare.Idup()
-        comm, request = self._revival
-        self._runtime.await_request(request, limit, f"recovery of {self}")
+        comm = self._runtime.made(self._revival, limit, f"recovery of {self}")
         self._revival = None
-        comm.Set_errhandler(self._runtime.mpi.ERRORS_RETURN)
         with self._order:
             self._engines[:] = [self._engine_on(comm, old.spare)]
             self.failure = None

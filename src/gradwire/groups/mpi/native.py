@@ -149,7 +149,7 @@ class Native:
         for part, whole in zip(op.inputs, op.outputs, strict=True):
             places = as_bytes(whole).view(comm.size, part.nbytes).unbind()
             if whole.nbytes > self._most:
-                requests += self._spread(comm, part, places, kept)
+                requests += self._spread(comm, as_bytes(part), places, kept)
                 continue
             target = [self._mpi.memory.fromaddress(whole.data_ptr(), whole.nbytes), self._mpi.BYTE]
             if part.data_ptr() == places[comm.rank].data_ptr():

@@ -55,6 +55,7 @@ class Remains:
         self.inside: list[threading.Thread] = []
         self.departing: list[Engine] = []
         self.retired: list[object] = []
+        """Other memory that MPI may still write."""
 
     def stuck(self, mpi: MPI) -> bool:
         """Whether something here will never complete, as far as one can see."""
@@ -82,19 +83,20 @@ class Runtime:
     def duplicate(self, comm: Comm, limit: float, what: str) -> Comm:
         """A communicator of the same ranks in which nobody else speaks. All of them must ask for it."""
         with self.lock:
-            twin, request = comm.Idup()
-        self.await_request(request, limit, what)
-        twin.Set_errhandler(self.mpi.ERRORS_RETURN)
-        return twin
+            making = comm.Idup()
+        return self.made(making, limit, what)
 
-    def await_request(self, request: Any, limit: float, what: str) -> None:
-        """Wait at most `limit` seconds for a request that makes a communicator."""
+    def made(self, making: tuple[Comm, Any], limit: float, what: str) -> Comm:
+        """The communicator that a request makes, if it does so within `limit` seconds."""
+        twin, request = making
         deadline = time.perf_counter() + limit
         while True:
             with self.lock:
                 if request.Test():
-                    return
+                    twin.Set_errhandler(self.mpi.ERRORS_RETURN)
+                    return twin
             if time.perf_counter() > deadline:
+                self.remains.retired.append(making)  # MPI will write the communicator's handle there when they come
                 raise CollectiveTimeout(
                     f"{what}: not all ranks came within {limit:.3g} s. Every rank must make the same groups in the same "
                     "order; look at the others for an exception."

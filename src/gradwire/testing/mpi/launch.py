@@ -31,12 +31,12 @@ from gradwire.testing.pool.messages import receive
 from gradwire.testing.pool.outcome import ABORT_GRACE, MESSAGE_LIMIT, START_LIMIT
 from gradwire.testing.pool.process import WORKER_SETTINGS, Hold, ending
 
-_SETTINGS = {
+SETTINGS = {
     # Containers run as root, and mpirun asks twice whether that is meant.
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
-_OPTIONS = ("--oversubscribe", "--bind-to", "none")
+OPTIONS = ("--oversubscribe", "--bind-to", "none")
 """More ranks than cores, and a rank's threads on any of them."""
 
 
@@ -60,9 +60,9 @@ class Launch:
         self._door.listen(size)
         main = f"from gradwire.testing.mpi.rank import main; main({address!r}, {port})"
         self._mpirun = subprocess.Popen(
-            [mpirun, "-n", str(size), *_OPTIONS, sys.executable, "-P", "-c", main],
+            [mpirun, "-n", str(size), *OPTIONS, sys.executable, "-P", "-c", main],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **WORKER_SETTINGS, **_SETTINGS, "TMPDIR": self._folder},
+            env={**os.environ, **WORKER_SETTINGS, **SETTINGS, "TMPDIR": self._folder},
         )
         self.pid = self._mpirun.pid
         self._alive = os.pidfd_open(self.pid)
@@ -81,7 +81,7 @@ class Launch:
                     )
                     raise GroupError(
                         f"starting {self.size} ranks: mpirun {what}. Its own words, if any, are on stderr; try "
-                        f"`mpirun -n {self.size} {' '.join(_OPTIONS)} hostname` by hand."
+                        f"`mpirun -n {self.size} {' '.join(OPTIONS)} hostname` by hand."
                     )
                 rank = MPIRank(self, self._door.accept()[0])
                 came[rank.rank] = rank
