@@ -2,7 +2,8 @@
 
 Note [How the parent meets the ranks]
 mpirun closes what it inherits, so a rank is not handed its sockets: it connects to one of the parent's, in Linux's abstract
-namespace, which leaves no file, and gets the descriptors through it.
+namespace, which leaves no file, and gets the descriptors through it. This process's stdout and stderr are among them: what ranks
+say goes there at once and as it is, and not through the terminal that mpirun makes for them.
 
 Note [One dies, all die]
 mpirun ends every rank when one dies. A rank that the pool wants to be rid of therefore lives on until what became of the others
@@ -63,6 +64,7 @@ class Launch:
             [mpirun, "-n", str(size), *OPTIONS, sys.executable, "-P", "-c", main],
             stdin=subprocess.DEVNULL,
             env={**os.environ, **WORKER_SETTINGS, **SETTINGS, "TMPDIR": self._folder},
+            process_group=0,  # Ctrl-C goes to the whole terminal; this process decides what it means
         )
         self.pid = self._mpirun.pid
         self._alive = os.pidfd_open(self.pid)
@@ -129,7 +131,7 @@ class MPIRank(Hold):
         self._launch = launch
         control.settimeout(MESSAGE_LIMIT)
         self.rank, pid = receive(control)
-        socket.send_fds(control, [b"."], [self._stack, self._dumped_there])
+        socket.send_fds(control, [b"."], [self._stack, self._dumped_there, 1, 2])
         self._take(control, pid)
         self._released = False
 

@@ -19,6 +19,9 @@ def main(address: str, port: int) -> None:
     world = importlib.import_module("mpi4py.MPI").COMM_WORLD
     world.Barrier()  # what MPI opens for the first message is there before any snapshot
     send(control, (world.rank, os.getpid()))
-    _, (stack, dumped), _, _ = socket.recv_fds(control, 1, 2)
+    _, (stack, dumped, *streams), _, _ = socket.recv_fds(control, 1, 4)
+    for ours, theirs in enumerate(streams, start=1):
+        os.dup2(theirs, ours)
+        os.close(theirs)
     control.settimeout(None)
     work(control.detach(), stack, dumped, port, 0, notice=ABORT_GRACE)
