@@ -29,6 +29,7 @@ from gradwire.cli.bench.meeting import Meeting
 from gradwire.cli.bench.mpi import rank_under_mpirun
 from gradwire.cli.bench.seat import Seat
 from gradwire.cli.bench.world import HOST, Done, Failed, Hello, News, Start, Stop
+from gradwire.errors import CollectiveTimeout
 
 
 def main(folder: Path, rank: int) -> None:
@@ -42,7 +43,8 @@ def main(folder: Path, rank: int) -> None:
     try:
         answer: Done | Failed = Done(_perform(folder, rank, start, starter))
     except BaseException as error:
-        answer = Failed(f"{type(error).__name__}: {error}", traceback.format_exc())
+        text = f"{type(error).__name__}: {error}"
+        answer = Failed(text, traceback.format_exc(), isinstance(error, CollectiveTimeout))
     starter.send(answer)
 
 

@@ -29,7 +29,7 @@ _BLOCK = 2
 _WORDS = {
     peers.BARE: "bare model, alone",
     peers.TORCH: "torch DDP, gloo",
-    peers.OURS: "gradwire DDP, shared memory",
+    peers.OURS: "gradwire DDP, shm",
 }
 
 
@@ -52,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )
     add("--ranks", type=at_least(2), default=2, help="how many ranks (default: %(default)s)")
     add("--batch", type=at_least(1), default=1, help="sequences a rank and step (default: %(default)s)")
-    add("--steps", type=at_least(4), default=40, help="timed steps of each variant (default: %(default)s)")
+    add("--steps", type=at_least(4), default=30, help="timed steps of each variant (default: %(default)s)")
     add("--timeout", type=at_least(1), default=TIMEOUT, metavar="SECONDS", help="without news (default: %(default)s)")
     add_json_option(parser)
     return parser
@@ -130,8 +130,8 @@ def entries(series: Mapping[str, Series]) -> list[Entry]:
 
 def _table(rows: Sequence[Entry]) -> Table:
     table = Table(
-        caption="ms a step: median, and quartiles below it. Exposed: what the step takes more than under no_sync, taken in "
-        "each round. Ratio: our step to torch's; of medians, and below it the median over rounds."
+        caption="ms a step: median, and quartiles below it; shm is shared memory. Exposed: what the step takes more than under "
+        "no_sync, taken in each round. Ratio: our step to torch's; of medians, and below it the median over rounds."
     )
     table.add_column("variant")
     for head in ("step", "under\nno_sync", "exposed", "ratio"):
@@ -150,7 +150,7 @@ def _cell(series: Series | None) -> str:
     if series is None:
         return ""
     low, high = series.quartiles
-    return f"{series.median * MS:.1f}\n[dim]{low * MS:.1f} … {high * MS:.1f}[/dim]"
+    return f"{series.median * MS:.1f}\n[dim]{low * MS:.1f}…{high * MS:.1f}[/dim]"
 
 
 def _lines(rows: Sequence[Entry]) -> list[str]:

@@ -71,6 +71,7 @@ def run_trial(trial: Trial, seat: Seat) -> Times:
         for step in steps.values():
             for _ in range(_FIRST_STEPS):
                 step()
+            seat.tell(0)
         check_same(start, {name: model for name, model in models.items() if name != peers.BARE}, group)
         quiet = {name + QUIET: _quiet(models[name], inputs) for name in models if name != peers.BARE}
         gc.collect()

@@ -32,11 +32,13 @@ from gradwire.errors import CollectiveTimeout, GroupError, PeerLost
 HOST = "127.0.0.1"
 TIMEOUT = 120
 """Seconds without news of any rank after which a benchmark gives up, when not told otherwise."""
+_START = 120.0
+"""Seconds that ranks get at least to come: they import torch."""
 _LEAVE = 20.0
 """Seconds that ranks get to end by themselves once all have answered."""
 _STOP = 3.0
 """Seconds that ranks get to end when told to."""
-_LAST_LINES = 30
+_LAST_LINES = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class Failed:
 
     error: str
     text: str
+    timed_out: bool
 
 
 def run_world(
@@ -105,7 +108,8 @@ def run_world(
             world.let_leave()
             return results
         except GroupError as error:
-            world.stop()
+            if isinstance(error, CollectiveTimeout):
+                world.stop()
             if said := world.last_lines():
                 error.add_note(said)
             raise
@@ -189,9 +193,10 @@ class _World:
         running = list(self.processes)
         while len(done := [r for r in self.ranks.values() if r.answer is not None]) < self.size:
             open_ends = [c for c, r in self.ranks.items() if r.answer is None]
-            ready = wait([self.server, *self.strangers, *open_ends, *running], self.timeout)
+            limit = self.timeout if len(self.ranks) == self.size else max(self.timeout, _START)
+            ready = wait([self.server, *self.strangers, *open_ends, *running], limit)
             if not ready:
-                raise self._silent([r.number for r in done])
+                raise self._silent([r.number for r in done], limit)
             for item in ready:
                 if item is self.server:
                     self.strangers.append(Connection(self.server.accept()[0].detach()))
@@ -232,7 +237,8 @@ class _World:
         elif isinstance(message, Done):
             rank.answer = message
         elif isinstance(message, Failed):
-            error = GroupError(f"{self.name} with {self.size} ranks: rank {rank.number} failed: {message.error}")
+            kind = CollectiveTimeout if message.timed_out else GroupError
+            error = kind(f"{self.name} with {self.size} ranks: rank {rank.number} failed: {message.error}")
             error.add_note(message.text.rstrip())
             raise error
 
@@ -246,10 +252,10 @@ class _World:
                 "come. What it said is below."
             )
 
-    def _silent(self, done: Sequence[int]) -> CollectiveTimeout:
+    def _silent(self, done: Sequence[int], limit: float) -> CollectiveTimeout:
         missing = [rank for rank in range(self.size) if rank not in done]
         return CollectiveTimeout(
-            f"{self.name} with {self.size} ranks: nothing was heard for {self.timeout:.3g} s, and ranks {missing} have not "
+            f"{self.name} with {self.size} ranks: nothing was heard for {limit:.3g} s, and ranks {missing} have not "
             "finished. Where they stood is below; give more time with --timeout if the machine is only slow.",
             joined=done,
             missing=missing,
