@@ -103,18 +103,18 @@ def _moved(model: nn.Module, by: float) -> nn.Module:
 
 
 def test_models_that_trained_the_same_pass():
+    start = nn.Linear(3, 3)
+
     def rank(group):
-        torch.manual_seed(0)
-        start = nn.Linear(3, 3)
         check_same(start, {"a": _moved(start, 0.1), "b": _moved(start, 0.1 + 1e-6)}, group)
 
     run_ranks(rank, 2)
 
 
 def test_a_model_that_went_elsewhere_is_found_out():
+    start = nn.Linear(3, 3)
+
     def rank(group):
-        torch.manual_seed(0)
-        start = nn.Linear(3, 3)
         check_same(start, {"a": _moved(start, 0.1), "b": _moved(start, 0.11)}, group)
 
     with pytest.raises(InternalError, match="b has come to other parameters than a in as many steps"):
@@ -122,9 +122,9 @@ def test_a_model_that_went_elsewhere_is_found_out():
 
 
 def test_replicas_that_differ_are_found_out():
+    start = nn.Linear(3, 3)
+
     def rank(group):
-        torch.manual_seed(0)
-        start = nn.Linear(3, 3)
         check_same(start, {"a": _moved(start, 0.1 + 1e-5 * group.rank)}, group)
 
     with pytest.raises(InternalError, match="rank 1's parameters of a are not those of rank 0"):
