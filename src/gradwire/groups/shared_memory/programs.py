@@ -372,9 +372,9 @@ class Programs:
             yield self._announce(digest, [(offset, nbytes)], hold=offset >= 0)
             if not board.agreed(turn, digest * self.size):
                 yield from self._compare(op)
-            yield from self._reduce_large(
-                op.inputs[0], self._folds.get((_SUM, t.dtype)) or self._new_fold(_SUM, t.dtype)
-            )
+            reduce_op = op.reduce_op or _SUM
+            fold = self._folds.get((reduce_op, t.dtype)) or self._new_fold(reduce_op, t.dtype)
+            yield from self._reduce_large(t, fold)
         finally:
             self.turn = turn + 1
 
