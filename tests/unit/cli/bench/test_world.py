@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -138,3 +140,41 @@ def test_an_interrupted_starter_leaves_no_rank():
     with pytest.raises(KeyboardInterrupt):
         run_world(task, 2, name="test", heard=heard)
     assert all(map(_gone, pids))
+
+
+_STARTER = """
+import os, time
+from gradwire.cli.bench import mpi
+from gradwire.cli.bench.world import run_world
+
+def task(seat):
+    seat.tell(os.getpid())
+    time.sleep(1000.0)
+
+launcher = mpi.find() if {under_mpirun} else None
+run_world(task, 2, name="test", launcher=launcher, heard=lambda pid: print(pid, flush=True))
+"""
+
+
+def _kill_starter(tmp_path: Path, *, under_mpirun: bool) -> None:
+    starter = subprocess.Popen(
+        [sys.executable, "-c", _STARTER.format(under_mpirun=under_mpirun)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    with starter:
+        assert starter.stdout is not None
+        ranks = [os.pidfd_open(int(starter.stdout.readline())) for _ in range(2)]
+        starter.kill()
+    for pidfd in ranks:
+        ended = wait([pidfd], 30.0)
+        os.close(pidfd)
+        assert ended
+
+
+def test_ranks_do_not_outlive_a_starter_that_was_killed(tmp_path):
+    _kill_starter(tmp_path, under_mpirun=False)
+
+
+def test_ranks_under_mpirun_do_not_outlive_a_starter_that_was_killed(tmp_path, open_mpi):
+    _kill_starter(tmp_path, under_mpirun=True)
