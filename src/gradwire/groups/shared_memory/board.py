@@ -135,7 +135,7 @@ class Board:
     def set_state(self, state: int, words: str = "") -> None:
         """Say what this rank is, from any thread, with a reason."""
         if words:
-            text = words.encode()[: LAST_WORDS - 4]
+            text = words.encode(errors="backslashreplace")[: LAST_WORDS - 4]
             struct.pack_into(f"<I{len(text)}s", self._memory, self._words_of(self.rank), len(text), text)
         fence = Fence()  # the board's own belongs to the driving thread
         fence()

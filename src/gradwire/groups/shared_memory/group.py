@@ -74,6 +74,8 @@ class SharedMemoryGroup(Group):
                 f"{self}: room={room} is not enough for {size} ranks. Leave it out, or give at least "
                 f"{Plan(size, 0).heaps + size * _SMALLEST_HEAP} bytes."
             )
+        if waiting not in ("auto", "futex", "polling"):
+            raise UsageError(f"{self}: waiting={waiting!r} is unknown. Choose auto, futex or polling.")
         segment = _meet(self, store, directory or default_directory(), room)
         try:
             plan = Plan(size, segment.nbytes)
@@ -213,8 +215,6 @@ def _reserve(segment: Segment, rank: int) -> Callable[[int, int], None]:
 
 
 def _sleep(waiting: str, segment: Segment) -> Sleep:
-    if waiting not in ("auto", "futex", "polling"):
-        raise UsageError(f"SharedMemoryGroup(waiting={waiting!r}): choose auto, futex or polling.")
     if waiting == "polling" or (waiting == "auto" and not Futex.available()):
         return Polling(segment.view)
     return Futex(segment.address)

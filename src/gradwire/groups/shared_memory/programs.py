@@ -50,7 +50,7 @@ from gradwire.collectives import Collective, Kind, ReduceOp
 from gradwire.collectives.agree import comparable, mismatch
 from gradwire.collectives.lower import as_bytes, flat, is_plain, lower
 from gradwire.collectives.reference import cut, reduce_tensors, store
-from gradwire.errors import CollectiveMismatch, InternalError
+from gradwire.errors import CollectiveMismatch, GroupError, InternalError
 from gradwire.groups.shared_memory.board import BUFFERS, CHUNK, DIGEST, SMALL, Board, Table
 from gradwire.groups.shared_memory.segment import Segment
 
@@ -199,17 +199,26 @@ class Programs:
         if takes(op):
             yield from self._native(op, op, digest)
             return
-        for step in lower(op, rank=self.rank, size=self.size, takes=takes):
-            yield from self._native(step, op, digest)
+        try:
+            for step in lower(op, rank=self.rank, size=self.size, takes=takes):
+                yield from self._native(step, op, digest)
+        except CollectiveMismatch as error:
+            if error.ops or op.kind is not Kind.ALL_REDUCE:
+                raise
+            # Sparse tensors of different sparse dimensions: not all ranks notice, and those who did not go on to the next step.
+            raise GroupError(f"{error} It is part of {op}.") from error
 
     def _on_host(self, op: Collective) -> Steps:
         """Tensors of another device go through copies in ordinary memory."""
         copies = {id(t): t.detach().cpu() for t in op.inputs + op.outputs}
         inputs = tuple(copies[id(t)] for t in op.inputs)
         outputs = inputs if op.outputs is op.inputs else tuple(copies[id(t)] for t in op.outputs)
-        yield from self.carry_out(replace(op, inputs=inputs, outputs=outputs))
+        factor = op.factor.cpu() if isinstance(op.factor, Tensor) else op.factor
+        yield from self.carry_out(replace(op, inputs=inputs, outputs=outputs, factor=factor))
         for t, copy in zip(op.outputs, outputs, strict=True):
             store(t if t.is_sparse else t.detach(), copy.to(t.device))
+        if op.device.type == "cuda":  # the caller may go on in another stream than that of the thread that drives
+            torch.cuda.current_stream(op.device).synchronize()
 
     def start_over(self) -> None:
         """Count from the beginning again, together with all ranks."""
@@ -236,12 +245,12 @@ class Programs:
 
     def _digest(self, op: Collective) -> bytes:
         """What ranks compare, in 16 bytes. Labels are for people; ranks may choose them differently."""
-        key = (op.kind, op.reduce_op, op.root, *[(t.shape, t.dtype) for t in op.tensors])
+        key = (op.kind, op.reduce_op, op.root, *[(t.shape, t.dtype, t.is_sparse) for t in op.tensors])
         known = self._digests.get(key)
         if known is None:
             if len(self._digests) >= _CACHED_VIEWS:
                 self._digests.clear()
-            described = repr(comparable(replace(op.signature, label="")))
+            described = repr((comparable(replace(op.signature, label="")), any(t.is_sparse for t in op.tensors)))
             known = self._digests[key] = hashlib.blake2b(described.encode(), digest_size=16).digest()
         return known
 
@@ -278,7 +287,10 @@ class Programs:
             length = int.from_bytes(self._memory[offset : offset + 8], "little")
             signatures.append(pickle.loads(self._memory[offset + 8 : offset + 8 + length]))
         error = mismatch(self.name, signatures, compared=[replace(s, label="") for s in signatures])
-        raise error or InternalError(f"{self.name}: digests differ, descriptions do not: {signatures}")
+        raise error or CollectiveMismatch(
+            f"{op} of {self.name}: some ranks bring sparse tensors, others dense ones. Use the same on all ranks.",
+            ops=dict(enumerate(signatures)),
+        )
 
     # -- the native ones -----------------------------------------------------------------------------------------------
 
