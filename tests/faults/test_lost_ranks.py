@@ -52,9 +52,10 @@ def _survive(group: Group, kind: str) -> dict[str, Any]:
     return facts
 
 
+@pytest.mark.parametrize("group", ["gloo", "hierarchical"])
 @pytest.mark.parametrize("kind", ["all_reduce", "composed all_reduce", "broadcast", "all_gather", "barrier", "recv"])
-def test_sigkill_is_told_to_every_survivor(kind: str) -> None:
-    results = run_ranks(lambda group: _survive(group, kind), SIZE, kind="gloo", lost=[VICTIM])
+def test_sigkill_is_told_to_every_survivor(kind: str, group: str) -> None:
+    results = run_ranks(lambda group: _survive(group, kind), SIZE, kind=group, lost=[VICTIM])
     for rank, facts in enumerate(results):
         if rank == VICTIM:
             continue
@@ -81,7 +82,8 @@ def _stopped(group: Group) -> tuple[str, Any]:
     return "finished", None
 
 
-def test_silence_is_no_death() -> None:
-    text, missing = run_ranks(_stopped, 2, kind="gloo")[0]
+@pytest.mark.parametrize("group", ["gloo", "hierarchical"])
+def test_silence_is_no_death(group: str) -> None:
+    text, missing = run_ranks(_stopped, 2, kind=group)[0]
     assert "patience" in text
     assert missing == (1,)
