@@ -136,6 +136,7 @@ class Replica:
             self.hook, self.torch_hook = hook, None
         else:
             self.torch_hook = hook
+        self.reducer.may_be_silent = self.torch_hook is None  # torch's hooks see parameters, and may write to `.grad`
         self._forget_states()
 
     def _agree_on(self, hook: CommHook) -> None:
