@@ -78,7 +78,7 @@ class BriefHooks:
         self._due = None
 
     def _coming(self, index: int) -> None:
-        self._settle()
+        self.settle()
         grad = self._params[index].grad
         self._due = index, grad, 0 if grad is None else grad._version
         if not self._end_is_queued:
@@ -87,14 +87,14 @@ class BriefHooks:
 
     def _ended(self) -> None:
         self._end_is_queued = False
-        self._settle()
+        self.settle()
 
     def _lost(self) -> None:
         with contextlib.suppress(Exception):  # the caller hears of what failed first: the backward
             self._ended()
 
-    def _settle(self) -> None:
-        """The gradient that was about to be accumulated has been by now: see [One late]."""
+    def settle(self) -> None:
+        """Between two gradients: the one that was about to be accumulated has been by now. See [One late]."""
         if self._due is None:
             return
         (index, before, version), self._due = self._due, None

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.autograd.brief import BriefHooks
+from gradwire.autograd.graph import tensors_in
 from gradwire.events import Handle
 from gradwire.reducer import Reducer
 
@@ -37,6 +38,21 @@ def attach_ready(parameters: Sequence[Tensor], reducer: Reducer, *, undefined_to
     ears = _RemovableHooks(parameters, reducer) if plain else _TensorHooks(parameters, reducer)
     reducer.ears = ears
     return [Handle(ears.close)]
+
+
+def hear_backward(output: Any, reducer: Reducer) -> bool:
+    """Call `reducer.backward_begins()` when a backward comes to the model's outputs. Whether there are any to come to."""
+    weak = weakref.ref(reducer)
+
+    def begun(_: Tensor) -> None:
+        reducer = weak()
+        if reducer is not None:
+            reducer.backward_begins()
+
+    outputs = [t for t in tensors_in(output) if t.requires_grad]
+    for tensor in outputs:
+        tensor.register_hook(begun)
+    return bool(outputs)
 
 
 class _TensorHooks:
@@ -64,6 +80,9 @@ class _TensorHooks:
     def listen_only_to(self, few: Collection[int]) -> None:
         """As these hooks leave a trace, nothing is gained by taking any of them off."""
         self.listen_to(few)
+
+    def settle(self) -> None:
+        """Nothing is told late."""
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -115,6 +134,10 @@ class _RemovableHooks:
             self._for_good = _TensorHooks(self._parameters, reducer)
         if self._for_good is not None:
             self._for_good.listen_to(few)
+
+    def settle(self) -> None:
+        """Tell of the gradient that has come last."""
+        self._brief.settle()
 
     def _keep(self, few: Collection[int]) -> None:
         for i in [i for i in self._few if i not in few]:

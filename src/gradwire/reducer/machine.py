@@ -133,6 +133,8 @@ class Machine:
         """These gradients had been accumulated when the step failed: nothing is launched, but they are not missing."""
         for i in indices:
             self._ready[i] = True
+        if indices and self.state is State.ARMED:
+            self.state = State.RUNNING
 
     def _use(self, index: int) -> Sequence[Launch]:
         if self.static_uses is not None:

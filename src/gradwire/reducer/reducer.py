@@ -63,6 +63,9 @@ class Ears(Protocol):
     def listen_only_to(self, few: Collection[int], /) -> None:
         """Call for these, and for no others: see [Silent gradients] in `watch.py`."""
 
+    def settle(self) -> None:
+        """Between two gradients: call now for those that have come and would be told of later."""
+
 
 class Reducer:
     """Gradients of one model on one rank, from "ready" to "averaged and back in .grad"."""
@@ -113,8 +116,8 @@ class Reducer:
         self._arrival: list[int] | None = None
         self.arrived: list[Tensor] = []
         self.ears: Ears | None = None
-        self.may_be_silent = True
-        """False where others than the engine may write to `.grad` during backward."""
+        self.may_be_silent = False
+        """True if only the engine writes to `.grad` during backward, and `backward_begins` is called when `silent`."""
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
         self._closers: dict[int, int] | None = None
         self._launched_by: dict[int, int] = {}
@@ -122,10 +125,9 @@ class Reducer:
         self._watch = Watch(self.parameters)
         self._watching = False
         self._silent = False
-        self._heard: frozenset[int] = frozenset()
+        self._end_is_awaited = False
         self._unheard: list[list[int]] = []
         self._found: dict[int, list[Tensor | None]] = {}
-        self._guessed: frozenset[int] = frozenset()
         # What is still in it when a model is dropped would keep the parameters alive: their hooks know this list.
         weakref.finalize(self, self.arrived.clear).atexit = False
         self._allocate()
@@ -176,22 +178,28 @@ class Reducer:
         if self._first_uses is not None:
             self._first_uses = {}  # a backward that failed may have counted some
         self._launched_by = {}
-        self._guessed = frozenset()
         self._choose_whom_to_hear()
 
     def _choose_whom_to_hear(self) -> None:
         """In the backward to come: all gradients, or a few of them and the rest quietly, or a few of them and no others."""
         closers, watch, ears = self._expected if self._may_be_quiet() else None, self._watch, self.ears
         self._watching = ears is not None and ears.may_be_silent and watch.patient and self._owns_gradients()
-        self._silent = self._watching and closers is not None and watch.plain and self._can_be_heard(closers)
-        if self._silent:
-            self._listen_only_to(closers or {})
-            watch.prepared()
-        elif self._watching:
-            watch.surprises += closers is not None  # it could be silent, were the last step plain
-            self._listen_to(None)
-        else:
+        self._silent = False
+        if not self._watching:
             self._listen_to(closers)
+        elif closers is None:
+            self._listen_to(None)
+        elif watch.plain and self._can_be_heard(closers) and not watch.anything_left_over():
+            self._silent = True
+            self._listen_only_to(closers)
+        else:
+            watch.surprises += 1
+            self._listen_to(None)
+
+    @property
+    def silent(self) -> bool:
+        """Whether most gradients of the backward to come will not be heard of: see [Silent gradients] in `watch.py`."""
+        return self._silent
 
     def _may_be_quiet(self) -> bool:
         """Whether the last step has shown who launches, and nobody wants to know of every gradient at once."""
@@ -203,10 +211,8 @@ class Reducer:
         return self.may_be_silent and not self.leave_gradients
 
     def _can_be_heard(self, closers: Collection[int]) -> bool:
-        """Whether hooks can be put on these, and on the one that comes first: not while they are frozen."""
-        return bool(self.last_arrival) and all(
-            self.parameters[i].requires_grad for i in (*closers, self.last_arrival[0])
-        )
+        """Whether hooks can be put on these: not while they are frozen."""
+        return all(self.parameters[i].requires_grad for i in closers)
 
     def _listen_to(self, closers: dict[int, int] | None) -> None:
         """Be called for the gradients of these alone (for all: None) and find the rest in `arrived`."""
@@ -219,12 +225,11 @@ class Reducer:
         self._closers = closers
 
     def _listen_only_to(self, closers: dict[int, int]) -> None:
-        """Be called for the gradients of these, and of the one that comes first, and look for the rest."""
+        """Be called for the gradients of these, and look for the rest."""
         if self.ears is not None and closers != self._closers:
             self._closers = closers
-            self._heard = frozenset((self.last_arrival[0], *closers))
-            self._unheard = [[i for i in members if i not in self._heard] for members in self.layout.members]
-            self.ears.listen_only_to(self._heard)
+            self._unheard = [[i for i in members if i not in closers] for members in self.layout.members]
+            self.ears.listen_only_to(closers)
 
     def _drop_pending(self) -> None:
         self._found.clear()
@@ -279,8 +284,6 @@ class Reducer:
         if self.exchanges_used_map and self.parameters[index].grad is not None:
             self._seen[index] = True  # under no_sync too: what has accumulated there is reduced later
         if machine.state is _RESTING:
-            if index in self._guessed:
-                self._fail_with(machine.late([index]))
             return
         if self.events:
             self.events.emit(GradientReady(time.perf_counter(), self.group.rank, machine.names[index], index))
@@ -301,17 +304,16 @@ class Reducer:
             self._start(launches)
         if self._closers is not None and self._closers.get(index, 0) != len(launches):
             if self._silent:
-                self._speak_up()
+                self.speak_up()
             self._listen_to(None)
 
     def catch_up(self) -> None:
-        """Tell the machine of the gradients that came quietly, or unheard: see [Quiet gradients]."""
+        """Tell the machine of the gradients that came quietly: see [Quiet gradients]."""
         if self.arrived:
             quiet = self.arrived[:]
             del self.arrived[: len(quiet)]  # not clear(): another device's thread may append meanwhile
             index = self._index
             self._tell([index[id(parameter)] for parameter in quiet])
-        self._interrupted()
 
     def _tell(self, indices: Iterable[int]) -> None:
         """Gradients have come, in this order. Those of one bucket that follow each other are counted together."""
@@ -330,7 +332,6 @@ class Reducer:
 
     def forget_strays(self) -> None:
         """Let go of gradients that came quietly in a backward that is not reduced."""
-        self._guessed = frozenset()
         if self.machine.state is _RESTING:
             self.arrived.clear()
 
@@ -338,9 +339,13 @@ class Reducer:
 
     def _opened(self, index: int) -> None:
         """The first gradient of a step that is heard of."""
-        at_the_end(self._task_ended, lost=self._interrupted)
-        if not self._watch.opened(index) and self._silent:
-            self._speak_up()
+        self._await_the_end()
+        self._watch.opened(index, look=not self._silent)
+
+    def _await_the_end(self) -> None:
+        if not self._end_is_awaited:
+            at_the_end(self._task_ended, lost=self._interrupted)
+            self._end_is_awaited = True
 
     def _look(self, expected: int) -> None:
         """A gradient has come that filled this many buckets in the last step. Are the others of these there?"""
@@ -349,43 +354,49 @@ class Reducer:
         for bucket in buckets:
             self._found[bucket] = [p.grad for p in self._members[bucket]]
             if not all_there(self._found[bucket]):
-                self._speak_up()
+                self.speak_up()
                 return
         for bucket in buckets:
             self._tell_together(self._unheard[bucket])
 
-    def _speak_up(self) -> None:
-        """This step is not like the last one: hear of every gradient that is still to come, and count those that are there."""
+    def speak_up(self) -> None:
+        """Be no longer silent: hear of every gradient that is still to come, and count those that are there."""
         self._watch.surprised()
         self._found.clear()
-        self._listen_to(None)
-        there = self._stop_being_silent()
-        if not self._watch.certain:
-            self._guessed = frozenset(there)
-        self._tell(there)
-
-    def _stop_being_silent(self) -> list[int]:
-        """The parameters whose gradients are there and have not been told of."""
+        came = self._came_unheard()
         self._silent = False
-        unknown = (i for i in self.last_arrival if i not in self._heard and not self.machine.is_ready(i))
-        return self._watch.come(unknown)
+        self._listen_to(None)
+        self._tell(came)
+
+    def _came_unheard(self) -> list[int]:
+        """Parameters whose gradients are there and were not told of, in the order in which they came last time."""
+        heard = self._closers or {}
+        unknown = [i for i in self.last_arrival if i not in heard and not self.machine.is_ready(i)]
+        return [i for i in unknown if self.parameters[i].grad is not None]
 
     def _task_ended(self) -> None:
-        """The graph task of the first gradient has ended. If it has not brought all others, they may come in a later one."""
-        if self.machine.state is State.RUNNING:
-            self._watch.odd = True
-            if self._silent:
-                self._speak_up()
+        """A graph task has ended. If it has brought some gradients and not all, others may come in a later one."""
+        self._end_is_awaited = False
+        if self.ears is not None:
+            self.ears.settle()
+        running = self.machine.state is State.RUNNING
+        self._watch.odd = self._watch.odd or running
+        if self._silent and (running or (self.machine.state is _ARMED and self._came_unheard())):
+            self.speak_up()
 
     def _interrupted(self) -> None:
         """A backward has failed: what has come is known, but nothing is launched any more."""
-        if self._silent and self.machine.state is State.RUNNING:
-            self.machine.all_told(self._stop_being_silent())
+        self._end_is_awaited = False
+        if self._silent and self.machine.state in (State.RUNNING, _ARMED):
+            self.machine.all_told(self._came_unheard())
+            self._silent = self.machine.state is _ARMED  # then nothing has come, and the backward may be tried again
 
     def backward_begins(self) -> None:
-        """The first backward of a static graph has begun: at its end, reduce."""
+        """A backward has begun. If it is the first one of a static graph, reduce at its end; in silence, look then."""
         if self.learning and not self._callback_queued:
             self._at_the_end(weakref.WeakMethod(self.finish_first_static_step))
+        elif self._silent:
+            self._await_the_end()
 
     def _at_the_end(self, method: weakref.WeakMethod[Any]) -> None:
         """Call `method` when the backward now running, in this graph task, has ended."""
@@ -423,11 +434,11 @@ class Reducer:
     def _launch(self, launch: Launch) -> Pending:
         storage, members = self.storages[launch.bucket], self._members[launch.bucket]
         gradients = self._found.pop(launch.bucket, None) or [p.grad for p in members]
-        if self._watching:
-            self._watch.launched(launch.bucket, members, gradients)
         if storage.buffer is None:
             buffer = _sparse(gradients[0], members[0])
         else:
+            if self._watching:  # a sparse gradient is reduced where it is, and alone in its bucket, so always heard
+                self._watch.launched(launch.bucket, members, gradients)
             storage.take_in(gradients)
             buffer = storage.buffer
         spec = storage.spec

@@ -4,38 +4,41 @@ It knows parameters and their `.grad`. It does not know buckets, the machine, or
 
 Note [Silent gradients]
 To have any hook called costs the engine three microseconds a gradient on a slow core, and the bare model has none. So on the
-CPU, after a step that was *plain*, hooks stay only on the parameter whose gradient comes first, the opener, and on those that
-fill buckets, the closers. When a closer comes, the gradients of its bucket are looked at; if all are there, it is launched.
+CPU, after a step that was *plain*, hooks stay only on the parameters that fill buckets, the closers. When one comes, the
+gradients of its bucket are looked at; if all are there, it is launched. Beside them there is one hook on the model's output,
+through which a backward comes first: it queues a look at what has come when that backward ends, however it does.
 
 Why a gradient that is there is complete: within one graph task the engine sums up everything that flows to a leaf, and then
-accumulates once. At the opener all other `.grad` were None, so one that is not None now has been accumulated since, in this
-backward, as no backward can begin on this thread before another has ended but a re-entrant one. And nothing is looked at
-while an accumulation is half done: one thread runs the backward, and it is in our hook.
+accumulates once. At the end of forward every `.grad` was None, or the step is not silent. So one that is not None now has been
+accumulated since. And nothing is looked at while an accumulation is half done: one thread runs the backward, and it is in
+our hook.
 
-A plain step is one in which that was seen to hold while every gradient spoke: all other `.grad` were None when the first
-gradient came (`zero_grad(set_to_none=True)`, before or after forward), the graph task in which it came brought all others,
-and no `.grad` changed between the launch of its bucket and the end of backward. Programs that accumulate, that zero in place,
-or that checkpoint re-entrantly are not plain. They are listened to quietly instead: see [Quiet gradients] in `reducer.py`.
+A plain step is one in which every gradient spoke and it was seen that silence would have done: no other `.grad` was there when
+the first gradient came, the graph task in which it came brought all others, and no `.grad` changed between the launch of its
+bucket and the end of backward. Programs that accumulate, that zero in place, or that checkpoint re-entrantly are not plain,
+and those that zero between forward and backward find something left over at the end of forward. They are listened to quietly
+instead: see [Quiet gradients] in `reducer.py`.
 
 What happens when a silent step is not like the last one:
-- A closer comes and a gradient of its bucket is not there yet, another order launches other buckets, the graph task ends and
-  something is missing: every parameter is given its hook at once, what is there by now is counted, and the rest of the step is
-  as loud as the first. Nothing is launched too early, and what is missing in the end is named as always.
-- The opener comes and something is there already: it came earlier, in another order, or it is left over. It came if it is
-  another tensor than at the end of forward, or has another version. An in-place zeroing between forward and backward looks
-  the same; so these are remembered, and if one comes after all, that is an error and no silent mistake.
-- A backward raises: the engine drops what was queued at the opener, and what is there then is counted, so that the error of
-  the next forward names the right parameters.
-- A gradient is accumulated a second time, by a re-entrant backward. If before its bucket is launched, the sum is complete and
-  right, and nothing is said (torch refuses this too). If after, the gradient's version, or the tensor, is another at the end
-  of backward than at the launch, and the step fails with ReadyTwice before anything is put back.
+- A closer comes and a gradient of its bucket is not there yet, other buckets are launched than last time, or the graph task
+  ends and has brought something but not all: every parameter gets its hook at once, what is there by now is counted, and the
+  rest of the step is as loud as the first. Nothing is launched too early, and what is missing in the end is named as always.
+- A backward raises: the engine drops what was queued at its beginning, and what is there then is counted, so that the error
+  of the next forward names the right parameters.
+- A gradient is accumulated a second time, by a re-entrant backward or by another one. If before its bucket is launched, the
+  sum is complete and right, and nothing is said (torch, and every loud step, refuses this too). If after, the tensor, or its
+  version, is another at the end of backward than at the launch, and the step fails with ReadyTwice before anything is put
+  back. The same befalls a program that suddenly writes to `.grad` itself between forward and the end of backward.
+
+- A backward reaches neither an output of the model nor a closer, but other parameters: it is not noticed, if their gradients
+  are gone before they are looked at. Such a loss was not computed from the model's outputs, where torch asks for that.
 
 After three such surprises the program is not one for silence, and it is not tried again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_, is_not
 
@@ -55,10 +58,6 @@ class Watch:
         self.odd = False
         """Whether something in this step is not as in a plain one."""
         self.surprises = 0
-        self.certain = False
-        """Whether every gradient that is there, has come in this step."""
-        self._before: dict[int, tuple[Tensor, int]] = {}
-        self._nothing_left_over = False
         self._launched: dict[int, tuple[Sequence[Tensor], Sequence[Tensor | None], list[int]]] = {}
         self.now: dict[int, list[Tensor | None]] = {}
         """Of each bucket launched, its gradients as `changed` found them."""
@@ -75,42 +74,20 @@ class Watch:
 
     def forget(self) -> None:
         """Let go of gradients."""
-        self._nothing_left_over = False
-        self._before.clear()
         self._launched.clear()
         self.now.clear()
 
     # -- a step, in this order -------------------------------------------------------------------------------------------
 
-    def prepared(self) -> None:
-        """A forward has ended: note what is left over."""
+    def anything_left_over(self) -> bool:
+        """Asked at the end of forward: whether there are gradients from before."""
+        return not all(map(is_, [p.grad for p in self._parameters], repeat(None)))
+
+    def opened(self, index: int, *, look: bool) -> None:
+        """The first gradient has come, that of `index`. If told to `look`, see whether others are there already."""
         self.forget()
-        gradients = [p.grad for p in self._parameters]
-        self._nothing_left_over = all(map(is_, gradients, repeat(None)))
-        if not self._nothing_left_over:
-            self._before = {i: (g, g._version) for i, g in enumerate(gradients) if g is not None}
-
-    def opened(self, index: int) -> bool:
-        """The first gradient has come, that of `index`. Whether no other is there, or left over."""
         self.plain = False
-        self.certain = self._nothing_left_over or [i for i, p in enumerate(self._parameters) if p.grad is not None] == [
-            index
-        ]
-        self.odd = not self.certain
-        if self.certain:
-            self._before.clear()
-        return self.certain
-
-    def come(self, indices: Iterable[int]) -> list[int]:
-        """Those of `indices` whose gradients have come since `prepared`."""
-        return [i for i in indices if self._has_come(i)]
-
-    def _has_come(self, index: int) -> bool:
-        grad = self._parameters[index].grad
-        if grad is None:
-            return False
-        before, version = self._before.get(index, (None, 0))
-        return grad is not before or grad._version != version
+        self.odd = look and any(p.grad is not None for i, p in enumerate(self._parameters) if i != index)
 
     def launched(self, bucket: int, members: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """A bucket is launched with these gradients: from now on they must not change."""
