@@ -47,7 +47,7 @@ def check_alone(op: Collective) -> None:
     _check_numbers(op)
     _check_alike(op, tensors)
     for t in op.outputs:
-        if not t.is_sparse and t.numel() and any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True)):
+        if not t.is_sparse and not t.is_contiguous() and _is_expanded(t):
             _refuse(
                 op,
                 f"an output, {_describe(t)}, is expanded, so one memory cell stands for many elements",
@@ -59,6 +59,10 @@ def check_alone(op: Collective) -> None:
         _refuse(op, "it does not reduce, yet reduce_op or factor is set", "Leave both out.")
     if op.kind in _SHAPE_RULES:
         _SHAPE_RULES[op.kind](op)
+
+
+def _is_expanded(t: Tensor) -> bool:
+    return t.numel() > 0 and any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True))
 
 
 def _check_numbers(op: Collective) -> None:

@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -42,6 +43,7 @@ from gradwire.reducer.watch import Watch, all_there
 _RESTING = State.RESTING  # to look up a member of an Enum takes ten times as long, and this is asked for every gradient
 
 _ARMED = State.ARMED
+_is_sparse = attrgetter("is_sparse")
 
 Launcher = Callable[[GradBucket], Pending]
 """Starts the reduction of a bucket."""
@@ -439,7 +441,10 @@ class Reducer:
         else:
             if self._watching:  # a sparse gradient is reduced where it is, and alone in its bucket, so always heard
                 self._watch.launched(launch.bucket, members, gradients)
-            storage.take_in(gradients)
+            if self._silent and not self.keep_views:  # they are new, and nobody else has seen this buffer
+                storage.copy_in(gradients)
+            else:
+                storage.take_in(gradients)
             buffer = storage.buffer
         spec = storage.spec
         if self.events:
@@ -602,12 +607,11 @@ class Reducer:
 def _copy_out(parameters: Sequence[Tensor], gradients: list[Tensor | None], views: Sequence[Tensor]) -> None:
     """Copy `views` into the gradients; one that is absent, or sparse, becomes a tensor of its own."""
     places, values = gradients, views
-    odd = [k for k, grad in enumerate(gradients) if grad is None or grad.is_sparse]
-    if odd:
-        for k in odd:
+    if not all_there(gradients) or any(map(_is_sparse, gradients)):
+        kept = [k for k, grad in enumerate(gradients) if grad is not None and not grad.is_sparse]
+        for k in set(range(len(gradients))).difference(kept):
             parameters[k].grad = views[k].clone()
-        rest = [k for k in range(len(gradients)) if k not in set(odd)]
-        places, values = [gradients[k] for k in rest], [views[k] for k in rest]
+        places, values = [gradients[k] for k in kept], [views[k] for k in kept]
     if places:
         with below_autograd():
             torch._foreach_copy_(places, values)  # type: ignore[arg-type]

@@ -32,11 +32,15 @@ class Storage:
             self.views = spec.views(self.buffer)
         self._addresses = [view.data_ptr() for view in self.views]
 
+    def copy_in(self, gradients: Sequence[Tensor | None]) -> None:
+        """Copy gradients into the buffer, all of which are known to be there and to lie elsewhere."""
+        with below_autograd():
+            torch._foreach_copy_(self.views, gradients)  # type: ignore[arg-type]
+
     def take_in(self, gradients: Sequence[Tensor | None]) -> None:
         """Bring the gradients into the buffer: those that lie elsewhere are copied, absent ones are zero."""
         if all(map(is_not, gradients, repeat(None))) and not any(map(eq, map(_address, gradients), self._addresses)):
-            with below_autograd():
-                torch._foreach_copy_(self.views, gradients)  # type: ignore[arg-type]
+            self.copy_in(gradients)
             return
         places, values = [], []
         with below_autograd():
