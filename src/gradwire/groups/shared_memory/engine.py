@@ -354,15 +354,16 @@ class Engine:
         return GroupAborted(f"{self.name} on rank {self.rank} of {self.size}: the group was aborted: {why}", reason=why)
 
     def _lost(self, rank: int, why: str) -> PeerLost:
-        current = self._current
-        what = self.name
-        if current is not None:
-            what = f"{current.work.op} (operation #{current.work.seq} of {self.name})"
+        """Names what waits for the rank: the collective under way, or else a message."""
+        waiting = [letter.work for letter in self._letters if not letter.over]
+        waiting.sort(key=lambda work: work.op.peer != rank)
+        work = self._current.work if self._current is not None else next(iter(waiting), None)
+        what = self.name if work is None else f"{work.op} (operation #{work.seq} of {self.name})"
         return PeerLost(
             f"{what} on rank {self.rank} of {self.size}: rank {rank} is lost: {why}. Look at its output for the cause; make a "
             "new group to go on.",
             rank=rank,
-            op=None if current is None else current.work.op.signature,
+            op=None if work is None else work.op.signature,
         )
 
     def _strand(self, rank: int) -> None:
