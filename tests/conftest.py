@@ -8,6 +8,7 @@ import pytest
 
 from gradwire.testing import Leftovers, default_pool
 from gradwire.testing.leftovers import prime
+from gradwire.testing.mpi import default_worlds
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -16,12 +17,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     default_pool().close()
+    default_worlds().close()
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """Fail a test that leaves something behind. The warm pool's workers, sockets and store are its own affair."""
-    before = Leftovers.snapshot(default_pool())
+    """Fail a test that leaves something behind. What the warm pools keep is their own affair."""
+    before = Leftovers.snapshot(default_pool(), default_worlds())
     yield
     left = before.compare()
     if left:

@@ -15,8 +15,7 @@ True
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # The layers as modules, so that `gw.collectives.all_reduce(t)` and `gw.groups.Deadline` need no second import.
 from gradwire import autograd, collectives, errors, events, groups, hooks, interop, policies
@@ -48,8 +47,10 @@ from gradwire.groups import (
     GroupWrapper,
     HierarchicalGroup,
     Latched,
+    MPIGroup,
     NanCheck,
     Recording,
+    SharedMemoryGroup,
     ThreadGroup,
     Verified,
     Work,
@@ -63,22 +64,25 @@ from gradwire.interop import as_process_group, from_process_group, register_back
 from gradwire.parallel import DistributedDataParallel, Replica, broadcast_coalesced, replicate
 
 if TYPE_CHECKING:
-    from gradwire import lab, testing
+    from gradwire import lab, launch, testing
+    from gradwire.launch import init
 
 __version__ = "0.1.0"
 
-# Training does not need the machinery of tests, so that is imported by the first who names it.
-_LAZY = frozenset({"lab", "testing"})
+# Training does not need the machinery of tests, nor a rank of torch's the launcher's: imported by the first who names them.
+_LAZY = frozenset({"lab", "launch", "testing"})
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"gradwire.{name}")
+    if name == "init":  # launch: find the world that a launcher started
+        return importlib.import_module("gradwire.launch").init
     raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, "init"})
 
 
 __all__ = [
@@ -100,12 +104,14 @@ __all__ = [
     "Kind",
     "Latched",
     "LayoutError",
+    "MPIGroup",
     "NanCheck",
     "NonFiniteGradient",
     "PeerLost",
     "Recording",
     "ReduceOp",
     "Replica",
+    "SharedMemoryGroup",
     "Signature",
     "ThreadGroup",
     "UsageError",
@@ -122,8 +128,10 @@ __all__ = [
     "from_process_group",
     "groups",
     "hooks",
+    "init",
     "interop",
     "lab",
+    "launch",
     "policies",
     "register_backend",
     "replicate",

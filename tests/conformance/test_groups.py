@@ -6,9 +6,11 @@ Adding a group or a wrapper adds one line here, and no test.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gradwire.collectives import Collective, Kind, ReduceOp
 from gradwire.collectives.lower import Program, is_plain, lower
@@ -23,8 +25,9 @@ from gradwire.groups import (
     Recording,
     Verified,
 )
-from gradwire.interop import as_process_group
+from gradwire.interop import as_process_group, register_backend
 from gradwire.testing import check_group, check_names, run_ranks
+from gradwire.testing.mpi import missing
 
 Wrap = Callable[[Group], Group]
 
@@ -42,6 +45,32 @@ class ThereAndBack(GroupWrapper):
     def close(self, timeout: float = 5.0) -> None:
         super().close(timeout)
         self.far.close(timeout=0)
+
+
+class ThroughTorch(GroupWrapper):
+    """A C10dGroup over the world that `dist.init_process_group` makes of MPI; the group under it only brings the store about."""
+
+    def __init__(self, group: Group) -> None:
+        self.far = group
+        patience, port = timedelta(seconds=30), torch.zeros(1, dtype=torch.int64)
+        if group.rank == 0:
+            self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
+            port[0] = self.server.port
+        group.broadcast(port, src=0)
+        store = dist.TCPStore("127.0.0.1", int(port), is_master=False, timeout=patience)
+        register_backend("gradwire_mpi", engine="mpi")
+        seconds = timedelta(seconds=group.timeout)
+        dist.init_process_group("gradwire_mpi", store=store, rank=group.rank, world_size=group.size, timeout=seconds)
+        super().__init__(C10dGroup(dist.group.WORLD, timeout=group.timeout))
+
+    def split(self, color: int | None, key: int | None = None) -> Group | None:
+        return self.inner.split(color, key)
+
+    def close(self, timeout: float = 5.0) -> None:
+        super().close(timeout)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self.far.close()
 
 
 class Spartan(ProgramWrapper):
@@ -115,4 +144,20 @@ def test_wrapped_hierarchical(wrap: Wrap) -> None:
 @pytest.mark.parametrize("wrap", [all_of_them, ThereAndBack], ids=lambda w: w.__name__)
 def test_wrapped_gloo(wrap: Wrap) -> None:
     report = check_group(lambda fn: run_ranks(fn, 2, kind="gloo", wrap=wrap))
+    assert report.ran == check_names()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.parametrize("size", [2, 4], ids="{} processes".format)
+def test_mpi(size: int) -> None:
+    report = check_group(lambda fn: run_ranks(fn, size, kind="mpi"))
+    assert report.ran == check_names()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.parametrize("wrap", [all_of_them, ThereAndBack, ThroughTorch], ids=lambda w: w.__name__)
+def test_wrapped_mpi(wrap: Wrap) -> None:
+    report = check_group(lambda fn: run_ranks(fn, 2, kind="mpi", wrap=wrap))
     assert report.ran == check_names()

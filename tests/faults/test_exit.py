@@ -47,6 +47,60 @@ SCRIPTS = {
             group.on_completion(lambda info: None)
             for _ in range(5): group.all_reduce(torch.ones(100_000), async_op=True)
     """,
+    "shared memory, nobody comes": """
+        import torch, torch.distributed as dist, threading
+        from gradwire.groups import SharedMemoryGroup
+        store = dist.HashStore()
+        groups = {}
+        def make(rank): groups[rank] = SharedMemoryGroup(store, rank, 2)
+        ranks = [threading.Thread(target=make, args=(r,)) for r in range(2)]
+        for r in ranks: r.start()
+        for r in ranks: r.join()
+        groups[0].on_completion(lambda info: None)
+        works = [groups[0].all_reduce(torch.ones(n), async_op=True) for n in (3, 100_000, 3)]
+        works.append(groups[0].recv(torch.ones(3), src=1, async_op=True))
+        works.append(groups[0].send(torch.ones(3), dst=1, async_op=True))
+        bucket = groups[0].allocate(100)
+        future = works[0].get_future()
+    """,
+    "shared memory, just finishing": """
+        import torch, torch.distributed as dist, threading
+        from gradwire.groups import SharedMemoryGroup
+        store = dist.HashStore()
+        groups = {}
+        def make(rank): groups[rank] = SharedMemoryGroup(store, rank, 2)
+        ranks = [threading.Thread(target=make, args=(r,)) for r in range(2)]
+        for r in ranks: r.start()
+        for r in ranks: r.join()
+        for group in groups.values():
+            group.on_completion(lambda info: None)
+            for _ in range(5): group.all_reduce(torch.ones(300_000), async_op=True)
+    """,
+    "shared memory, sys.exit in the middle": """
+        import os, sys, tempfile, time, torch, torch.distributed as dist
+        from gradwire.errors import PeerLost
+        from gradwire.groups import SharedMemoryGroup
+        file, path = tempfile.mkstemp()
+        child = os.fork()  # nothing has started a thread
+        rank = 0 if child else 1
+        group = SharedMemoryGroup(dist.FileStore(path, 2), rank, 2)
+        t = torch.ones(3)
+        group.all_reduce(t)
+        assert t.eq(2).all()
+        if rank == 1:
+            work = group.send(torch.ones(3), dst=0, async_op=True)
+            sys.exit()
+        began = time.perf_counter()
+        try:
+            group.all_reduce(torch.ones(1_000_000), label="doomed")
+        except PeerLost as error:
+            assert error.rank == 1 and "doomed" in str(error), error
+        else:
+            raise AssertionError
+        assert os.waitpid(child, 0)[1] == 0
+        assert time.perf_counter() - began < 10
+        os.remove(path)
+    """,
     "torch's face": """
         import torch, torch.distributed as dist
         import gradwire.interop as interop

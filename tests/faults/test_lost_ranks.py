@@ -1,10 +1,11 @@
-"""A rank that is killed in the middle of an operation: every survivor is told which, in time, and closes cleanly."""
+"""A rank that dies, stops or leaves in the middle of an operation: every survivor is told which, in time, and closes cleanly."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,10 +14,15 @@ import torch
 from gradwire.collectives import Collective, build
 from gradwire.errors import CollectiveTimeout, GroupError, PeerLost
 from gradwire.groups import Group
+from gradwire.groups.shared_memory.board import HERE
 from gradwire.testing import run_ranks
 
 SIZE, VICTIM = 4, 2
 DEADLINE = 20.0
+SECONDS = {"gloo": DEADLINE / 2, "shared_memory": 1.0, "hierarchical": DEADLINE / 2}
+"""Within how many seconds of the death the survivors are told."""
+
+LARGE = 3_000_000
 
 
 def _ops(group: Group) -> dict[str, Collective]:
@@ -31,14 +37,20 @@ def _ops(group: Group) -> dict[str, Collective]:
     }
 
 
-def _survive(group: Group, kind: str) -> dict[str, Any]:
-    group.barrier()
-    if group.rank == VICTIM:
-        os.kill(os.getpid(), signal.SIGKILL)
+def _killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _exits() -> None:
+    os._exit(3)
+
+
+def _facts(group: Group, act: Callable[[], Any]) -> dict[str, Any]:
+    """What a survivor hears while it does `act`, and how its group ends."""
     began = time.perf_counter()
     facts: dict[str, Any] = {}
     try:
-        group.submit(_ops(group)[kind].within(DEADLINE)).wait()
+        act()
     except (PeerLost, CollectiveTimeout) as error:
         facts |= {"type": type(error).__name__, "rank": getattr(error, "rank", None), "text": str(error)}
     facts["seconds"] = time.perf_counter() - began
@@ -52,19 +64,81 @@ def _survive(group: Group, kind: str) -> dict[str, Any]:
     return facts
 
 
-@pytest.mark.parametrize("group", ["gloo", "hierarchical"])
-@pytest.mark.parametrize("kind", ["all_reduce", "composed all_reduce", "broadcast", "all_gather", "barrier", "recv"])
-def test_sigkill_is_told_to_every_survivor(kind: str, group: str) -> None:
-    results = run_ranks(lambda group: _survive(group, kind), SIZE, kind=group, lost=[VICTIM])
+def _check(results: list[Any], seconds: float, label: str = "doomed") -> None:
     for rank, facts in enumerate(results):
         if rank == VICTIM:
             continue
         assert facts["type"] == "PeerLost", facts
         assert facts["rank"] == VICTIM, facts
-        assert "label='doomed'" in facts["text"]
-        assert facts["seconds"] < DEADLINE / 2
+        assert f"label='{label}'" in facts["text"]
+        assert facts["seconds"] < seconds, facts
         assert facts["afterwards"] == "PeerLost"
         assert facts["closing"] < 6
+
+
+def _survive(group: Group, what: str, end: Callable[[], None], run: bool) -> dict[str, Any]:
+    group.barrier()
+    op = _ops(group)[what].within(DEADLINE)
+    if group.rank == VICTIM:
+        end()
+    return _facts(group, lambda: group.run(op) if run else group.submit(op).wait())
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "composed all_reduce", "broadcast", "all_gather", "barrier", "recv"])
+@pytest.mark.parametrize("kind", SECONDS)
+def test_sigkill_is_told_to_every_survivor(kind: str, what: str) -> None:
+    run = kind == "shared_memory" and what in ("all_reduce", "barrier")
+    _check(run_ranks(lambda group: _survive(group, what, _killed, run), SIZE, kind=kind, lost=[VICTIM]), SECONDS[kind])
+
+
+def test_a_rank_that_exits_is_told_to_every_survivor() -> None:
+    """`os._exit`: no farewell."""
+    results = run_ranks(
+        lambda group: _survive(group, "all_reduce", _exits, False), SIZE, kind="shared_memory", lost=[VICTIM]
+    )
+    _check(results, SECONDS["shared_memory"])
+
+
+# -- in the middle of a large operation over shared memory ---------------------------------------------------------------
+
+
+def _in_the_middle(group: Any, end: Callable[[], None], post: int, in_heap: bool, run: bool) -> dict[str, Any]:
+    """The victim ends at its `post`-th post of a large sum. The others are told within a second of that."""
+    t = group.allocate(LARGE) if in_heap else torch.empty(LARGE)
+    t.fill_(1.0)
+    group.barrier()
+    board = group._board
+    if group.rank == VICTIM:
+        real, before = board.post, board.posted
+
+        def last_post() -> None:
+            if board.posted - before == post - 1:
+                end()
+            real()
+
+        board.post = last_post
+    op = build.all_reduce(t, label="in the middle").within(DEADLINE)
+    return _facts(group, lambda: group.run(op) if run else group.submit(op).wait())
+
+
+@pytest.mark.parametrize(
+    ("in_heap", "post", "run"),
+    [
+        pytest.param(True, 2, True, id="one pass, its share done"),
+        pytest.param(False, 1, False, id="before it has announced"),
+        pytest.param(False, 4, True, id="before the first chunk is reduced"),
+        pytest.param(False, 7, False, id="between chunks"),
+    ],
+)
+def test_killed_in_the_middle_of_a_large_sum(in_heap: bool, post: int, run: bool) -> None:
+    """After its share of a one-pass sum, or between the chunks of a sum of ordinary memory."""
+    results = run_ranks(
+        lambda group: _in_the_middle(group, _killed, post, in_heap, run), SIZE, kind="shared_memory", lost=[VICTIM]
+    )
+    _check(results, SECONDS["shared_memory"], "in the middle")
+
+
+# -- silence ------------------------------------------------------------------------------------------------------------------
 
 
 def _stopped(group: Group) -> tuple[str, Any]:
@@ -82,8 +156,57 @@ def _stopped(group: Group) -> tuple[str, Any]:
     return "finished", None
 
 
-@pytest.mark.parametrize("group", ["gloo", "hierarchical"])
-def test_silence_is_no_death(group: str) -> None:
-    text, missing = run_ranks(_stopped, 2, kind=group)[0]
+@pytest.mark.parametrize("kind", SECONDS)
+def test_silence_is_no_death(kind: str) -> None:
+    text, missing = run_ranks(_stopped, 2, kind=kind)[0]
     assert "patience" in text
     assert missing == (1,)
+
+
+def _sigstop(group: Any, post: int) -> dict[str, Any]:
+    """Rank 2 is stopped at its `post`-th post of a large sum; rank 0 wakes it when the others have given up."""
+    pid = int(group._board.pids[VICTIM])
+    group.barrier()
+    if group.rank == VICTIM:
+        board = group._board
+        real, before = board.post, board.posted
+
+        def stopped_post() -> None:
+            if board.posted - before == post - 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            real()
+
+        board.post = stopped_post
+    facts: dict[str, Any] = {"error": None}
+    began = time.perf_counter()
+    try:
+        group.run(build.all_reduce(torch.ones(LARGE), label="patience").within(1.0))
+    except GroupError as error:
+        facts |= {"error": type(error).__name__, "text": str(error), "missing": getattr(error, "missing", None)}
+    facts["seconds"] = time.perf_counter() - began
+    if group.rank == 0:
+        while any(group._board.states[rank] == HERE for rank in (1, 3)):
+            time.sleep(0.001)  # until they have given up too
+        with open(f"/proc/{pid}/stat") as file:
+            facts["victim was"] = file.read().rpartition(")")[2].split()[0]
+        os.kill(pid, signal.SIGCONT)
+    began = time.perf_counter()
+    group.close()
+    facts["closing"] = time.perf_counter() - began
+    return facts
+
+
+@pytest.mark.parametrize("post", [1, 4])
+def test_a_rank_that_is_stopped_is_named_at_the_deadline(post: int) -> None:
+    results = run_ranks(lambda group: _sigstop(group, post), SIZE, kind="shared_memory")
+    assert results[0]["victim was"] == "T", "the fault did not fire"
+    for rank, facts in enumerate(results):
+        assert facts["closing"] < 6
+        if rank == VICTIM:
+            assert facts["error"] is not None, "it has heard that the others gave up"
+            assert facts["seconds"] < 6
+            continue
+        assert facts["error"] == "CollectiveTimeout", facts
+        assert f"missing: ranks [{VICTIM}]" in facts["text"]
+        assert "label='patience'" in facts["text"]
+        assert 0.9 < facts["seconds"] < 3

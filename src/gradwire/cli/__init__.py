@@ -1,6 +1,6 @@
 """The `gradwire` command: one module a subcommand, each with `add_parser(subparsers)` and `run(args) -> exit code`.
 
-This layer is where text meets people: it parses arguments, prints, and alone may read environment variables.
+This layer is where text meets people: it parses arguments, prints, and, beside `launch`, alone may read environment variables.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 import gradwire
-from gradwire.cli import bench, demo
+from gradwire.cli import bench, demo, run
 from gradwire.errors import GradwireError
 
 
@@ -27,7 +27,7 @@ class Command(Protocol):
         """Do it, and return the exit code."""
 
 
-_COMMANDS: Mapping[str, Command] = {"bench": bench, "demo": demo}
+_COMMANDS: Mapping[str, Command] = {"bench": bench, "demo": demo, "run": run}
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from gradwire.collectives.kinds import Kind, ReduceOp
 from gradwire.collectives.op import Collective
 
+_ALL_REDUCE = Kind.ALL_REDUCE
+
 
 def _tuple(tensors: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
@@ -23,7 +25,7 @@ def all_reduce(
 ) -> Collective:
     """Reduce over all ranks, in place. Several tensors are one operation (torch's all_reduce_coalesced)."""
     ts = _tuple(tensors)
-    return Collective(Kind.ALL_REDUCE, ts, ts, reduce_op=op, factor=factor, label=label)
+    return Collective(_ALL_REDUCE, ts, ts, op, factor=factor, label=label)
 
 
 def broadcast(tensors: Tensor | Sequence[Tensor], *, src: int, label: str = "") -> Collective:

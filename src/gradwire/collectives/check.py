@@ -19,10 +19,14 @@ from gradwire.errors import UsageError, UsageTypeError
 if TYPE_CHECKING:
     from gradwire.collectives.op import Collective
 
+_SUM, _BARRIER, _ALL_REDUCE = ReduceOp.SUM, Kind.BARRIER, Kind.ALL_REDUCE
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 _INEXACT_ONLY = frozenset({ReduceOp.AVG, ReduceOp.PREMUL_SUM})
 _SPARSE_OPS = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM})
 _ROOTED = frozenset({Kind.BROADCAST, Kind.REDUCE, Kind.GATHER, Kind.SCATTER})
+_NUMBERED = _ROOTED | {Kind.SEND, Kind.RECV}
+_FREE_IN_WORLD = frozenset({Kind.BARRIER, Kind.ALL_REDUCE})
+"""Kinds that any rank of any world can submit."""
 
 
 def _refuse(op: Collective, problem: str, advice: str) -> NoReturn:
@@ -36,18 +40,20 @@ def _describe(t: Tensor) -> str:
 
 def check_alone(op: Collective) -> None:
     """Raise unless the record makes sense by itself."""
+    if _is_plain_sum(op):
+        return
     tensors = op.inputs if op.inputs is op.outputs else op.inputs + op.outputs
     for t in tensors:
         if not isinstance(t, Tensor):
             raise UsageTypeError(
                 f"{op.kind.value}: expected tensors, got {type(t).__name__} ({t!r}). Wrap it in torch.tensor(...) first."
             )
-    if not tensors and op.kind is not Kind.BARRIER:
+    if not tensors and op.kind is not _BARRIER:
         _refuse(op, "no tensors were given", "Pass at least one; skip the call when there is nothing to communicate.")
     _check_numbers(op)
     _check_alike(op, tensors)
     for t in op.outputs:
-        if not t.is_sparse and t.numel() and any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True)):
+        if not t.is_sparse and not t.is_contiguous() and _expanded(t):
             _refuse(
                 op,
                 f"an output, {_describe(t)}, is expanded, so one memory cell stands for many elements",
@@ -57,11 +63,28 @@ def check_alone(op: Collective) -> None:
         _check_reduction(op)
     elif op.reduce_op is not None or op.factor is not None:
         _refuse(op, "it does not reduce, yet reduce_op or factor is set", "Leave both out.")
-    if op.kind in _SHAPE_RULES:
-        _SHAPE_RULES[op.kind](op)
+    rule = _SHAPE_RULES.get(op.kind)
+    if rule is not None:
+        rule(op)
+
+
+def _is_plain_sum(op: Collective) -> bool:
+    """The most frequent of all, in which nothing can be wrong: one contiguous tensor summed in place."""
+    if op.kind is not _ALL_REDUCE or op.reduce_op is not _SUM or op.outputs is not op.inputs or len(op.inputs) != 1:
+        return False
+    if op.root is not None or op.peer is not None or op.tag or op.timeout is not None or op.factor is not None:
+        return False
+    t = op.inputs[0]
+    return isinstance(t, Tensor) and op.splits is None and t.layout is torch.strided and t.is_contiguous()
+
+
+def _expanded(t: Tensor) -> bool:
+    return bool(t.numel()) and any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True))
 
 
 def _check_numbers(op: Collective) -> None:
+    if op.root is None and op.peer is None and op.tag == 0 and op.timeout is None and op.kind not in _NUMBERED:
+        return
     if op.kind in _ROOTED and op.root is None:
         _refuse(op, "it has no root", "Say src= or dst=.")
     for name, value in (("root", op.root), ("peer", op.peer), ("tag", op.tag)):
@@ -113,6 +136,8 @@ def _check_reduction(op: Collective) -> None:
     reduce_op = op.reduce_op
     if not isinstance(reduce_op, ReduceOp):
         raise UsageTypeError(f"{op.kind.value}: op is {reduce_op!r}. Pass a gradwire.ReduceOp, such as ReduceOp.SUM.")
+    if reduce_op is _SUM and op.factor is None:
+        return  # every dtype and layout can be added
     for t in op.inputs:
         inexact = t.dtype.is_floating_point or t.dtype.is_complex
         if inexact and reduce_op in _BITWISE:
@@ -252,7 +277,7 @@ _SHAPE_RULES: dict[Kind, Callable[[Collective], None]] = {
 def check_in_world(op: Collective, rank: int, size: int) -> None:
     """Raise unless `rank` of `size` ranks can submit it."""
     kind = op.kind
-    if kind is Kind.BARRIER:
+    if kind in _FREE_IN_WORLD:
         return
     for name, value in (("root", op.root), ("peer", op.peer)):
         if value is not None and value >= size:

@@ -37,18 +37,18 @@ class Kind(Enum):
     BARRIER = "barrier"
     """No data: done when every rank has come."""
 
-    @property
-    def is_p2p(self) -> bool:
-        """Between two ranks only, and so not numbered together with the rest."""
-        return self in (Kind.SEND, Kind.RECV)
+    is_p2p: bool
+    """Between two ranks only, and so not numbered together with the rest."""
+    reduces: bool
+    """Whether a `reduce_op` takes part."""
 
-    @property
-    def reduces(self) -> bool:
-        """Whether a `reduce_op` takes part."""
-        return self in _REDUCING
+    # A member is one object: its identity is its hash, and computing that runs no Python.
+    __hash__ = object.__hash__
 
 
-_REDUCING = frozenset({Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE_SCATTER_TENSOR})
+for _kind in Kind:
+    _kind.is_p2p = _kind in (Kind.SEND, Kind.RECV)
+    _kind.reduces = _kind in (Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE_SCATTER_TENSOR)
 
 
 class ReduceOp(Enum):
@@ -72,3 +72,5 @@ class ReduceOp(Enum):
     """Bitwise exclusive or; integers and bool."""
     PREMUL_SUM = "premul_sum"
     """The sum of each rank's values times `factor`, which ranks may choose differently; floating point and complex."""
+
+    __hash__ = object.__hash__

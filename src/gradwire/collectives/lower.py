@@ -42,7 +42,8 @@ def flat(t: Tensor) -> Tensor:
 
 def as_bytes(t: Tensor) -> Tensor:
     """The bytes of a plain tensor, in the same memory."""
-    return t.detach().view(-1).view(torch.uint8)
+    # Not view(-1): of none or one element any stride is contiguous, but only a stride of 1 can be viewed as bytes.
+    return t.detach().as_strided((t.numel(),), (1,)).view(torch.uint8)
 
 
 def _plain_copy(t: Tensor) -> Tensor:

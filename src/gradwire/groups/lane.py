@@ -52,8 +52,10 @@ class Lane:
         self.stopping.set()
         with self._lock:
             thread, self._thread = self._thread, None
-        if thread is None or thread is threading.current_thread():
+        if thread is None:
             return True
         self._jobs.put(None)
+        if thread is threading.current_thread():  # the last job held the last reference to the lane's owner
+            return True
         thread.join(timeout)
         return not thread.is_alive()

@@ -40,7 +40,7 @@ class WorkInfo:
     @property
     def kind(self) -> str:
         """The operation's name, such as "all_reduce"."""
-        return self.op.kind.value
+        return str(self.op.kind.value)
 
     @property
     def label(self) -> str:
@@ -84,6 +84,15 @@ class Work:
         self._latch.acquire()
         self._future: torch.futures.Future[Any] | None = None
         self._callbacks: list[Callable[[Work], None]] = []
+
+    @classmethod
+    def over(cls, op: Collective, ledger: Ledger, *, started: float, timeout: float) -> Work:
+        """An operation that was carried out before anybody could ask for its Work: no deadline, hook or listener has missed it."""
+        work = cls(op, ledger, seq=ledger.next_seq(), timeout=timeout)
+        work.started, work.finished = started, time.perf_counter()
+        work._settled = True
+        work._latch.release()
+        return work
 
     # -- for the group that carries it out -----------------------------------------------------------------------------
 

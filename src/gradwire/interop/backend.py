@@ -9,9 +9,10 @@ time ends those waits while Python can still take notice.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,17 +21,50 @@ from torch._C._distributed_c10d import Store
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.groups.c10d import C10dGroup
+from gradwire.groups.hierarchical import HierarchicalGroup
+from gradwire.groups.mpi import MPIGroup
+from gradwire.groups.shared_memory import SharedMemoryGroup
 from gradwire.interop.process_group import GradwireProcessGroup, as_process_group
 
 Wrap = Callable[[Group], Group]
 
 
-def register_backend(name: str = "gradwire", *, wrap: Wrap | None = None) -> None:
+class Engine(Protocol):
+    """Makes one rank's group out of what torch gives a back end."""
+
+    def __call__(self, store: Store, rank: int, size: int, *, timeout: float, name: str) -> Group:
+        """The group of `rank`; its ranks, and nobody else, meet in `store`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """An engine that can be named."""
+
+    make: Engine
+    on_cuda: bool
+    """Whether it is offered to torch for CUDA tensors too."""
+
+
+_ENGINES: Mapping[str, _Known] = MappingProxyType(
+    {
+        "gloo": _Known(C10dGroup.gloo, on_cuda=True),
+        "shared_memory": _Known(SharedMemoryGroup, on_cuda=True),
+        "hierarchical": _Known(HierarchicalGroup.discover, on_cuda=True),
+        "mpi": _Known(MPIGroup.over_store, on_cuda=False),
+    }
+)
+
+
+def register_backend(name: str = "gradwire", *, wrap: Wrap | None = None, engine: str | Engine = "gloo") -> None:
     """Make `dist.init_process_group(name)` and `dist.new_group(backend=name)` give gradwire groups.
 
+    `engine` moves the bytes: "gloo"; "shared_memory", for processes of one host; "hierarchical", for several hosts; "mpi", for
+    processes that one mpirun has started; or a function `engine(store, rank, size, timeout=..., name=...)` that returns a
+    Group of your own.
+
     Every group goes through `wrap` before torch sees it: `register_backend(wrap=Recording)` records what stock DDP does.
-    Calling it again is harmless; the last `wrap` counts for groups made from then on. `from_process_group(pg)` gives the
-    gradwire group of a process group.
+    Calling it again is harmless; the last `wrap` and `engine` count for groups made from then on.
+    `from_process_group(pg)` gives the gradwire group of a process group.
 
     >>> register_backend()
     >>> dist.is_backend_available("gradwire")
@@ -48,10 +82,23 @@ def register_backend(name: str = "gradwire", *, wrap: Wrap | None = None) -> Non
         raise UsageTypeError(
             f"register_backend: wrap is {wrap!r}. Pass a function from Group to Group, or leave it out."
         )
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    dist.Backend.register_backend(
-        name, _Creator(name.lower(), wrap, tuple(devices)), extended_api=True, devices=devices
-    )
+    known = _known(engine)
+    devices = ["cpu", "cuda"] if known.on_cuda and torch.cuda.is_available() else ["cpu"]
+    creator = _Creator(name.lower(), known.make, wrap, tuple(devices))
+    dist.Backend.register_backend(name, creator, extended_api=True, devices=devices)
+
+
+def _known(engine: str | Engine) -> _Known:
+    """The one place that chooses the engine."""
+    if isinstance(engine, str):
+        if engine in _ENGINES:
+            return _ENGINES[engine]
+        raise UsageError(f"register_backend: there is no engine {engine!r}. Choose from {', '.join(_ENGINES)}.")
+    if not callable(engine):
+        raise UsageTypeError(
+            f"register_backend: engine is {engine!r}. Pass one of {', '.join(_ENGINES)}, or a function that makes a Group."
+        )
+    return _Known(engine, on_cuda=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +106,7 @@ class _Creator:
     """What torch calls for each new group."""
 
     name: str
+    engine: Engine
     wrap: Wrap | None
     devices: tuple[str, ...]
 
@@ -68,14 +116,17 @@ class _Creator:
                 f"back end {self.name!r}: pg_options={backend_options!r} is not for it. Leave pg_options out; to wrap the "
                 "group use register_backend(wrap=...)."
             )
-        group = _engine(
+        group = self.engine(
             options.store,
             options.group_rank,
             options.group_size,
             timeout=options.timeout.total_seconds(),
             name=f"{self.name}:{options.group_id}",
-            devices=self.devices,
         )
+        if not isinstance(group, Group):
+            raise UsageTypeError(
+                f"back end {self.name!r}: its engine returned {group!r}. It must return a gradwire Group."
+            )
         try:
             seen = group if self.wrap is None else self.wrap(group)
             if not isinstance(seen, Group):
@@ -94,8 +145,3 @@ def _leave(group: weakref.ref[Group]) -> None:
     alive = group()
     if alive is not None:
         alive.close()
-
-
-def _engine(store: Store, rank: int, size: int, *, timeout: float, name: str, devices: tuple[str, ...]) -> Group:
-    """The group that moves the bytes of the registered back end: the one place that chooses it."""
-    return C10dGroup.gloo(store, rank, size, timeout=timeout, name=name)

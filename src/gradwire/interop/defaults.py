@@ -1,31 +1,90 @@
-"""What torch.distributed knows by itself: the default process group, its name, its peers."""
+"""The process group that is meant when none is named: that of `gw.init()`, else torch.distributed's default.
+
+Note [One world in a process]
+A model that is built without a group must find the one that `gw.init()` made, wherever in the program that was called; so
+somebody has to keep it for the whole process, as torch.distributed keeps its default group. `WORLD` does, and is the only
+module-level state: one world per process is what a launcher starts, and the environment that tells its rank is one per process
+too. A group that was closed is not found any more. A process that was forked off is not a rank and finds none; the group it
+inherited would be torn down twice.
+
+The world's group goes before torch's default one: a program that has both called `gw.init()` to have models use it.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from gradwire.errors import UsageError
+from gradwire.groups.base import Group
+from gradwire.interop.process_group import GradwireProcessGroup, as_process_group
+
+
+class WorldGroup:
+    """The group of this process's world, once there is one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.made = 0
+        """How many worlds this process has joined one after another, which every rank counts alike."""
+        self.kind = ""
+        """What carries the bytes of the last of them."""
+        self._group: Group | None = None
+        self._process = 0
+        self._leave: Callable[[], None] = _nothing
+
+    def put(self, group: Group, *, kind: str, leave: Callable[[], None]) -> None:
+        """From now on `group` is the world's, until `leave` is called, which closes it and gives back what goes with it."""
+        self._group, self._process, self.kind, self._leave = group, os.getpid(), kind, leave
+        self.made += 1
+
+    def get(self) -> Group | None:
+        """The world's group, if there is one, it is open and it is this process's."""
+        group = self._group
+        return group if group is not None and not group.closed and self._process == os.getpid() else None
+
+    def leave(self) -> None:
+        """Leave the world, if there is one and it is this process's. May be called again."""
+        leave, self._leave, self._group = self._leave, _nothing, None
+        if self._process == os.getpid():
+            leave()
+
+
+def _nothing() -> None:
+    """There is nothing to leave."""
+
+
+WORLD: Final = WorldGroup()
+"""See Note [One world in a process]."""
 
 
 class NoDefaultGroup(UsageError, RuntimeError):
-    """torch.distributed has not been initialised."""
+    """Neither gw.init() nor dist.init_process_group has been called."""
 
 
 def default_process_group() -> Any:
-    """The process group of `dist.init_process_group`."""
+    """The process group of `gw.init()` or of `dist.init_process_group`."""
+    world = WORLD.get()
+    if world is not None:
+        return as_process_group(world)
     if not dist.is_initialized():
         raise NoDefaultGroup(
-            "Default process group has not been initialized, please make sure to call init_process_group. "
+            "Default process group has not been initialized, please make sure to call init_process_group, or gw.init(). "
             "Or pass a group of your own: DistributedDataParallel(model, process_group=group)."
         )
     return c10d._get_default_group()
 
 
 def is_default(pg: Any) -> bool:
-    """Whether `pg` is the default process group."""
+    """Whether `pg` is what `default_process_group` gives."""
+    world = WORLD.get()
+    if world is not None:
+        return isinstance(pg, GradwireProcessGroup) and pg.group is world
     return dist.is_initialized() and pg is c10d._get_default_group()
 
 

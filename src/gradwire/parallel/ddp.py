@@ -47,7 +47,8 @@ class OnlyOnce(HookError):
 class DistributedDataParallel(nn.Module, Joinable):
     """A module whose gradients are averaged over all ranks during backward: torch's class of that name.
 
-    `process_group` is a torch process group (the default one if None) or a gradwire Group. All other arguments are torch's.
+    `process_group` is a torch process group or a gradwire Group; None is that of `gw.init()`, else torch's default one. All
+    other arguments are torch's.
     Beyond torch: `set_hook` swaps the communication hook between steps, `set_weight` weighs ranks by their batch, and
     `register_comm_hook` also takes partials, callable objects and gradwire's own hooks.
     """

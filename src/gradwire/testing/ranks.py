@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import Store
 
 from gradwire.errors import CollectiveTimeout, GroupAborted, PeerLost, UsageError
 from gradwire.groups import Group, ThreadGroup
+from gradwire.testing.mpi import default_worlds
 from gradwire.testing.pool import ABORT_GRACE, GROUP_MARGIN, Build, Fate, Outcome, default_pool
 
 NEAR = 1.0
@@ -281,6 +282,16 @@ def _shared_memory(store: Store, rank: int, size: int, *, timeout: float, name: 
     return SharedMemoryGroup(store, rank, size, timeout=timeout, name=name)
 
 
+def _run_mpi(request: Request) -> list[Outcome]:
+    return default_worlds().run(request.fn, request.n, build=_mpi, timeout=request.timeout, wrap=request.wrap)
+
+
+def _mpi(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Group:
+    from gradwire.groups.mpi import MPIGroup
+
+    return MPIGroup.over_store(store, rank, size, timeout=timeout, name=name)
+
+
 def _hierarchical(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Group:
     """Two hosts, though in name only: the first half of the ranks, and the second."""
     from gradwire.groups.hierarchical import HierarchicalGroup
@@ -294,6 +305,7 @@ _KINDS: Mapping[str, RankKind] = MappingProxyType(
         "threads": RankKind(_run_threads, mortal=False),
         "gloo": in_processes(_gloo),
         "shared_memory": in_processes(_shared_memory),
+        "mpi": RankKind(_run_mpi, mortal=False),
         "hierarchical": in_processes(_hierarchical),
     }
 )

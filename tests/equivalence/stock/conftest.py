@@ -57,6 +57,12 @@ def torch_world(group: gw.Group, backend: str) -> Iterator[None]:
 
 
 @pytest.fixture
+def world_of_torch() -> Callable[..., Any]:
+    """`torch_world`, for tests that choose the kind of ranks themselves."""
+    return torch_world
+
+
+@pytest.fixture
 def stock() -> Callable[..., Any]:
     """Run a scenario in one world of warm processes; the results in rank order."""
 

@@ -12,7 +12,7 @@ from gradwire.cli import demo, main
 from gradwire.errors import UsageError
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["demo", "--help"]])
+@pytest.mark.parametrize("argv", [["--help"], ["demo", "--help"], ["run", "--help"]])
 def test_help_fits_a_terminal_of_80_columns(argv, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as ending:

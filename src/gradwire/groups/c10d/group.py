@@ -80,6 +80,24 @@ class C10dGroup(Group):
         group._owned.append(engine)
         return group
 
+    @classmethod
+    def nccl(
+        cls, store: Any, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT, name: str | None = None
+    ) -> C10dGroup:
+        """A group over engines of its own: NCCL for tensors on CUDA devices, gloo for those on the CPU."""
+        if not torch.cuda.is_available() or not dist.is_nccl_available():
+            raise UsageError(
+                "C10dGroup.nccl: there is no CUDA device here, or this torch was built without NCCL. Use C10dGroup.gloo."
+            )
+        engine = _make_nccl(store, rank, size, timeout)
+        try:
+            group = cls(engine, name=name or "nccl", timeout=timeout, store=store)
+        except BaseException:
+            del engine
+            raise
+        group._owned.append(engine)
+        return group
+
     # -- the one verb --------------------------------------------------------------------------------------------------
 
     def submit(self, op: Collective) -> Work:
@@ -391,3 +409,15 @@ def _store_of(pg: Any) -> Any:
 
 def _make_gloo(store: Any, rank: int, size: int, timeout: float) -> Any:
     return ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout + _ENGINE_MARGIN))
+
+
+def _make_nccl(store: Any, rank: int, size: int, timeout: float) -> Any:
+    pg = dist.ProcessGroup(PrefixStore("c10d", store), rank, size)
+    nccl, limit = dist.ProcessGroupNCCL, timedelta(seconds=timeout + _ENGINE_MARGIN)
+    kinds = dist.ProcessGroup.BackendType
+    options = nccl.Options()
+    options._timeout = limit
+    pg._set_default_backend(kinds.NCCL)
+    pg._register_backend(torch.device("cuda"), kinds.NCCL, nccl(PrefixStore("nccl", store), rank, size, options))
+    pg._register_backend(torch.device("cpu"), kinds.GLOO, _make_gloo(store, rank, size, timeout))
+    return pg

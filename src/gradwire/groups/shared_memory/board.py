@@ -28,14 +28,17 @@ SLOT = 64
 SMALL = 32 << 10
 """Bytes up to which a contribution travels together with the announcement of the collective."""
 
-CHUNK = 512 << 10
+CHUNK = 1 << 20
 """Bytes of one staging buffer."""
 
 BUFFERS = 3
 """Staging buffers per rank: see Note [Three buffers] in programs.py."""
 
 
-_TABLE = struct.Struct("<Q16sQQ")  # turn, digest, hold, number of parts
+DIGEST = 16
+"""Bytes of a digest of what a collective is."""
+
+_TABLE = struct.Struct("<QQ")  # hold, number of parts
 _PART = struct.Struct("<qq")  # offset, bytes
 
 
@@ -56,8 +59,9 @@ class Plan:
         self.pids = self.recoveries + size * 8
         self.bells = _pages(self.pids + size * 8)
         self.last_words = _pages(self.bells + size * Bell.STRIDE)
-        # Two tables per rank, used in turn: see Note [What may be written when] in programs.py.
-        self.tables = self.last_words + size * LAST_WORDS
+        # Two rows of digests, and two tables per rank, used in turn: see Note [What may be written when] in programs.py.
+        self.digests = self.last_words + size * LAST_WORDS
+        self.tables = _pages(self.digests + 2 * size * DIGEST)
         self.table_stride = -(-(_TABLE.size + 16 * size) // 64) * 64
         # For each pair of sender and receiver; those from rank 0 come first.
         self.mailboxes = _pages(self.tables + 2 * size * self.table_stride)
@@ -107,14 +111,19 @@ class Board:
         self.bell = Bell(view, plan.bells, rank, plan.size, sleep)
         self.fence = Fence()
         self.posted = 0
-        self._table_offsets = [[plan.table(r, turn) for r in range(plan.size)] for turn in (0, 1)]
+        self._digests = [plan.digests, plan.digests + plan.size * DIGEST]
+        self._my_digest = rank * DIGEST
+        self._first_parts = [[plan.table(r, turn) + _TABLE.size for r in range(plan.size)] for turn in (0, 1)]
 
     def post(self) -> None:
         """Everything written so far is there: say so, and wake who waits for it."""
-        self.posted += 1
-        self.fence()
-        self.posts[self.rank] = self.posted
-        self.fence()
+        self.posted = posted = self.posted + 1
+        fence = self.fence
+        fence.release()
+        fence.acquire()
+        self.posts[self.rank] = posted
+        fence.release()
+        fence.acquire()
         self.bell.ring()
 
     def behind(self, target: int) -> list[int]:
@@ -126,7 +135,7 @@ class Board:
     def set_state(self, state: int, words: str = "") -> None:
         """Say what this rank is, from any thread, with a reason."""
         if words:
-            text = words.encode()[: LAST_WORDS - 4]
+            text = words.encode(errors="backslashreplace")[: LAST_WORDS - 4]
             struct.pack_into(f"<I{len(text)}s", self._memory, self._words_of(self.rank), len(text), text)
         fence = Fence()  # the board's own belongs to the driving thread
         fence()
@@ -145,34 +154,42 @@ class Board:
 
     # -- tables --------------------------------------------------------------------------------------------------------
 
-    def write_table(self, turn: int, digest: bytes, parts: list[tuple[int, int]], *, hold: bool) -> None:
-        """Announce collective number `turn`: what it is, and where each part lies (-1: in the staging buffers) and its length.
+    def announce(self, turn: int, digest: bytes) -> None:
+        """Say what collective number `turn` is."""
+        offset = self._digests[turn & 1] + self._my_digest
+        self._memory[offset : offset + DIGEST] = digest
+
+    def agreed(self, turn: int, digests: bytes) -> bool:
+        """Whether all ranks have announced the same for collective number `turn`; `digests` is that, once per rank."""
+        offset = self._digests[turn & 1]
+        return self._memory[offset : offset + len(digests)] == digests
+
+    def write_table(self, turn: int, parts: list[tuple[int, int]], *, hold: bool) -> None:
+        """Say where each part lies (-1: in the staging buffers) and its length.
 
         `hold` says that parts lie in memory of the caller's, which others must have read before the collective is over.
         """
         offset = self.plan.table(self.rank, turn)
-        _TABLE.pack_into(self._memory, offset, turn, digest, hold, len(parts))
+        _TABLE.pack_into(self._memory, offset, hold, len(parts))
         for i, part in enumerate(parts):
             _PART.pack_into(self._memory, offset + _TABLE.size + i * _PART.size, *part)
 
-    def agreed(self, turn: int, digest: bytes) -> bool:
-        """Whether all ranks have announced the same for collective number `turn`."""
-        memory = self._memory
-        return all(memory[offset + 8 : offset + 24] == digest for offset in self._table_offsets[turn & 1])
+    def first_offsets(self, turn: int) -> list[int]:
+        """Where the first part of each rank lies, by their tables for collective number `turn`."""
+        return [_PART.unpack_from(self._memory, offset)[0] for offset in self._first_parts[turn & 1]]
 
     def read_table(self, rank: int, turn: int) -> Table:
         """What `rank` announced for collective number `turn`."""
         offset = self.plan.table(rank, turn)
-        _, digest, hold, count = _TABLE.unpack_from(self._memory, offset)
+        hold, count = _TABLE.unpack_from(self._memory, offset)
         flat = struct.unpack_from(f"<{2 * count}q", self._memory, offset + _TABLE.size)
-        return Table(digest, bool(hold), flat)
+        return Table(bool(hold), flat)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
     """A rank's announcement."""
 
-    digest: bytes
     hold: bool
     flat: tuple[int, ...]
 

@@ -14,6 +14,17 @@ Note [Giving up]
 When a deadline passes, the Work has failed, but its program may have posted; the ranks are out of step, and a late rank must not
 pair its operation with a later one of ours. So this rank says so on the board, and the group fails with the error of that
 operation; a rank that comes late, or waits for this one, is told at once. `recover` brings all ranks back into step.
+
+Note [Breaking off]
+A program may also end in the middle on this rank alone: there was no memory for a copy, or Ctrl-C hit the thread that drives,
+at a point where nobody can say whether it has posted. The others would wait for posts that never come. So the group fails here
+and now, and they hear why. The one error that leaves ranks in step is CollectiveMismatch, which a program raises after its last
+post.
+
+Note [Rounds of recovery]
+Ranks meet twice in a recovery, so the word that counts a rank's meetings is even outside of one. A rank that gives a recovery
+up goes back to the even number it came from: the next one then begins at the same place on all ranks, whoever had come how
+far. A rank that was let through in the meantime hears that this one has failed, and comes back.
 """
 
 from __future__ import annotations
@@ -25,18 +36,22 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost
+from gradwire.collectives import Collective
+from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost
 from gradwire.groups.ledger import Attendance
 from gradwire.groups.shared_memory.board import FAILED, HERE, LEFT, Board
 from gradwire.groups.shared_memory.heap import Heap
 from gradwire.groups.shared_memory.liveness import Pulse
 from gradwire.groups.shared_memory.mail import Letter, Post
 from gradwire.groups.shared_memory.programs import Programs, Steps
-from gradwire.groups.shared_memory.sync import SLICE, looks_before_sleep, usable_cores
+from gradwire.groups.shared_memory.sync import SLICE, Fence, looks_before_sleep, pause, usable_cores
 from gradwire.groups.work import Work
 
 _ASIDE_LOOKS = 30
-"""How often the group's own thread looks before it sleeps: it has the interpreter lock while it does."""
+"""How often the group's own thread looks, with the interpreter lock in its hands, before it lingers."""
+
+_LINGER = 800
+"""How often a thread then looks, giving up the interpreter lock each time, before it sleeps: one to two milliseconds."""
 
 
 class _Current(NamedTuple):
@@ -110,11 +125,57 @@ class Engine:
             return False
         try:
             self._drive(work, self._looks)
+        except BaseException as error:
+            self._broken_off(error)
+            raise
         finally:
             self._driving.release()
+        self._hand_over()
+        return True
+
+    def sum_now(self, op: Collective, begin: Callable[[], Work]) -> Work | bool:
+        """The shortest way: see Note [Plain sums] in programs.py. False if it is not for `op`, or something else is under way.
+
+        True when it is done; a Work, from `begin`, if the others did not come at once: then it was driven as any operation.
+        """
+        if not self._driving.acquire(blocking=False):
+            return False
+        try:
+            # Only who drives may look: an operation that somebody is taking up is neither in the queue nor current.
+            if self._current is not None or self._queue or self._letters or self._arrived:
+                return False
+            steps = self.programs.plain_sum(op)
+            if steps is None:
+                return False
+            posts, fence = self.board.posts, self.board.fence
+            for target in steps:
+                for _ in range(self._looks):
+                    if min(posts.tolist()) >= target:
+                        fence()
+                        break
+                    if self._crowded:
+                        os.sched_yield()
+                else:
+                    work = begin()
+                    self._current = _Current(work, steps, target)
+                    self._drive(work, self._looks)
+                    break
+            else:
+                return True
+        except CollectiveMismatch:  # every rank has raised it, and all are in step
+            raise
+        except BaseException as error:
+            self._broken_off(error)
+            raise
+        finally:
+            self._driving.release()
+        self._hand_over()
+        return work
+
+    def _hand_over(self) -> None:
+        """What came in while this thread was driving is for the group's own."""
         if self._queue or self._arrived or self._letters or self._current is not None:
             self.wake()
-        return True
 
     def attendance(self, work: Work) -> Attendance:
         """Who has come as far as the operation waits for; an operation that is queued waits for the one before it."""
@@ -133,7 +194,10 @@ class Engine:
             if self._stopping:
                 return
             with self._driving:
-                self._drive(None, _ASIDE_LOOKS)
+                try:
+                    self._drive(None, _ASIDE_LOOKS)
+                except Exception as error:  # whoever waits must hear of it, and the thread is needed again
+                    self._broken_off(error)
 
     def _drive(self, until: Work | None, patience: int) -> None:
         looks = 0
@@ -150,6 +214,9 @@ class Engine:
             if looks < patience:
                 if self._crowded:
                     os.sched_yield()
+                continue
+            if not self._crowded and looks < patience + _LINGER:
+                pause()
                 continue
             looks = 0
             self._look_around()
@@ -211,9 +278,13 @@ class Engine:
         except StopIteration:
             self._current = None
             work.finish()
+        except CollectiveMismatch as error:  # every rank has posted as often as the others
+            self._current = None
+            work.fail(error)
         except Exception as error:
             self._current = None
             work.fail(error)
+            self._fail(error)  # see Note [Breaking off]
 
     def _give_up(self, current: _Current) -> None:
         """See Note [Giving up]."""
@@ -223,14 +294,19 @@ class Engine:
         if error is not None:
             self._fail(error)
 
+    def _broken_off(self, error: BaseException) -> None:
+        """See Note [Breaking off]."""
+        current = self._current
+        what = self.name if current is None else f"{current.work.op} of {self.name}"
+        why = f"{what} was broken off on rank {self.rank} by {type(error).__name__}{f': {error}' if str(error) else ''}"
+        self._fail(GroupAborted(f"{why}. Every rank can call recover() to go on.", reason=why))
+
     # -- trouble -------------------------------------------------------------------------------------------------------
 
     def _look_around(self) -> None:
         """Nothing has moved for a while: is everybody still there?"""
         error = self._trouble() if self.board.states.tolist() != self._all_here else None
-        if error is None:
-            dead = self.pulse.dead()
-            error = None if dead is None else self._lost(dead, "its process has died")
+        error = error or self._death()
         if error is None:
             return
         if isinstance(error, _Left):
@@ -240,11 +316,14 @@ class Engine:
 
     def trouble(self) -> GroupError | None:
         """What is known to be wrong with the group now; a rank that has left politely is not."""
-        dead = self.pulse.dead()
-        if dead is not None:
-            return self._lost(dead, "its process has died")
-        error = self._trouble()
+        error = self._death() or self._trouble()
         return None if isinstance(error, _Left) else error
+
+    def _death(self) -> PeerLost | None:
+        """A process has died without a word; one that had closed its group before it ended is missed only by who waits for it."""
+        states = self.board.states
+        dead = next((rank for rank in self.pulse.dead() if states[rank] & 0xFF != LEFT), None)
+        return None if dead is None else self._lost(dead, "its process has died")
 
     def _trouble(self) -> GroupError | None:
         for rank, word in enumerate(self.board.states.tolist()):
@@ -275,15 +354,16 @@ class Engine:
         return GroupAborted(f"{self.name} on rank {self.rank} of {self.size}: the group was aborted: {why}", reason=why)
 
     def _lost(self, rank: int, why: str) -> PeerLost:
-        current = self._current
-        what = self.name
-        if current is not None:
-            what = f"{current.work.op} (operation #{current.work.seq} of {self.name})"
+        """Names what waits for the rank: the collective under way, or else a message."""
+        waiting = [letter.work for letter in self._letters if not letter.over]
+        waiting.sort(key=lambda work: work.op.peer != rank)
+        work = self._current.work if self._current is not None else next(iter(waiting), None)
+        what = self.name if work is None else f"{work.op} (operation #{work.seq} of {self.name})"
         return PeerLost(
             f"{what} on rank {self.rank} of {self.size}: rank {rank} is lost: {why}. Look at its output for the cause; make a "
             "new group to go on.",
             rank=rank,
-            op=None if current is None else current.work.op.signature,
+            op=None if work is None else work.op.signature,
         )
 
     def _strand(self, rank: int) -> None:
@@ -306,6 +386,8 @@ class Engine:
             raise CollectiveTimeout(
                 f"recovery of {self.name} on rank {self.rank}: another thread still drives an operation after {timeout:.3g} s."
             )
+        board = self.board
+        before, state = board.recoveries[self.rank], board.states[self.rank]
         try:
             self._queue.clear()
             self._arrived.clear()
@@ -313,8 +395,8 @@ class Engine:
             if self._current is not None:
                 self._current.steps.close()
                 self._current = None
+            board.fence = Fence()  # Ctrl-C may have hit the old one between its two halves
             self._meet(deadline, timeout)
-            board = self.board
             board.posted = 0
             board.posts[self.rank] = 0
             self.programs.start_over()
@@ -322,6 +404,10 @@ class Engine:
             self.heap.let_go()
             board.set_state(HERE)
             self._meet(deadline, timeout)
+        except BaseException:
+            board.recoveries[self.rank] = before  # see Note [Rounds of recovery]
+            board.set_state(state)
+            raise
         finally:
             self._driving.release()
 
@@ -338,11 +424,12 @@ class Engine:
             return min(board.recoveries.tolist()) >= target
 
         while not all_there():
-            dead = self.pulse.dead()
-            if dead is not None:
-                raise self._lost(dead, "its process has died")
+            missing = [r for r, count in enumerate(board.recoveries.tolist()) if count < target]
+            left = next((r for r in missing if board.states[r] & 0xFF == LEFT), None)
+            lost = self._death() if left is None else self._lost(left, "it has closed its group")
+            if lost is not None:
+                raise lost
             if time.perf_counter() > deadline:
-                missing = [r for r, count in enumerate(board.recoveries.tolist()) if count < target]
                 raise CollectiveTimeout(
                     f"recovery of {self.name} on rank {self.rank}: ranks {missing} have not called recover() within "
                     f"{timeout:.3g} s. Every rank must call it after a failure.",

@@ -74,6 +74,8 @@ class SharedMemoryGroup(Group):
                 f"{self}: room={room} is not enough for {size} ranks. Leave it out, or give at least "
                 f"{Plan(size, 0).heaps + size * _SMALLEST_HEAP} bytes."
             )
+        if waiting not in ("auto", "futex", "polling"):
+            raise UsageError(f"{self}: waiting={waiting!r} is unknown. Choose auto, futex or polling.")
         segment = _meet(self, store, directory or default_directory(), room)
         try:
             plan = Plan(size, segment.nbytes)
@@ -107,19 +109,29 @@ class SharedMemoryGroup(Group):
 
     def run(self, op: Collective) -> Work:
         """Carry it out in this thread, unless another one is driving the group."""
+        engine, ledger = self._engine, self.ledger
+        if self.size > 1 and not ledger.events and not ledger.hooks:
+            self.check_usable(op)
+            started = time.perf_counter()
+            done = engine.sum_now(op, lambda: self.begin(op))
+            if done is True:
+                return Work.over(op, ledger, started=started, timeout=self.timeout)
+            if isinstance(done, Work):
+                done.wait()
+                return done
         work = self._put(op)
-        if not work._settled and not self._engine.drive_for(work):
-            self._engine.wake()
+        if not work.is_completed() and not engine.drive_for(work):
+            engine.wake()
         work.wait()
         return work
 
     def _put(self, op: Collective) -> Work:
-        if op.device.type == "cuda":
+        if any(t.is_cuda for t in op.tensors):
             torch.cuda.current_stream(op.device).synchronize()
         work = self.begin(op)
         if self.size == 1 and is_identity(op):
             work.finish()
-        elif not work._settled:
+        elif not work.is_completed():
             self._engine.put(work)
         return work
 
@@ -203,8 +215,6 @@ def _reserve(segment: Segment, rank: int) -> Callable[[int, int], None]:
 
 
 def _sleep(waiting: str, segment: Segment) -> Sleep:
-    if waiting not in ("auto", "futex", "polling"):
-        raise UsageError(f"SharedMemoryGroup(waiting={waiting!r}): choose auto, futex or polling.")
     if waiting == "polling" or (waiting == "auto" and not Futex.available()):
         return Polling(segment.view)
     return Futex(segment.address)

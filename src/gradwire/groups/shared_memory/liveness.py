@@ -19,18 +19,18 @@ class Pulse:
 
     def __init__(self, pids: Mapping[int, int]) -> None:
         """`pids` maps each rank to its process."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `close` may run in a finalizer, in the middle of `dead`
         self._poll = select.poll()
         self._ranks: dict[int, int] = {}
         self._starts: dict[int, tuple[int, str | None]] = {}
-        self._dead: int | None = None
+        self._dead: set[int] = set()
         for rank, pid in pids.items():
             if pid == os.getpid():
                 continue  # a rank of this very process lives as long as we do
             try:
                 fd = os.pidfd_open(pid)
             except ProcessLookupError:
-                self._dead = rank
+                self._dead.add(rank)
                 continue
             except (AttributeError, OSError):
                 self._starts[rank] = pid, process_start(pid)
@@ -38,15 +38,15 @@ class Pulse:
             self._ranks[fd] = rank
             self._poll.register(fd, select.POLLIN)
 
-    def dead(self) -> int | None:
-        """A rank whose process has died, or None. Never waits."""
+    def dead(self) -> list[int]:
+        """The ranks whose processes have died. Never waits."""
         with self._lock:
-            if self._dead is None and self._ranks:
-                self._dead = next((self._ranks[fd] for fd, _ in self._poll.poll(0)), None)
-            if self._dead is None:
-                gone = (rank for rank, (pid, start) in self._starts.items() if process_start(pid) != start)
-                self._dead = next(gone, None)
-            return self._dead
+            if self._ranks:
+                self._dead.update(self._ranks[fd] for fd, _ in self._poll.poll(0) if fd in self._ranks)
+            for rank, (pid, start) in self._starts.items():
+                if start is None or process_start(pid) != start:
+                    self._dead.add(rank)
+            return sorted(self._dead)
 
     def close(self) -> None:
         """Give the descriptors back."""
@@ -54,5 +54,5 @@ class Pulse:
             for fd in self._ranks:
                 self._poll.unregister(fd)
                 os.close(fd)
-            self._ranks.clear()
-            self._starts.clear()
+            self._ranks = {}
+            self._starts = {}

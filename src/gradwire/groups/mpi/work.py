@@ -1,0 +1,51 @@
+"""A Work over MPI requests, which the caller itself tests while it waits."""
+
+from __future__ import annotations
+
+import time
+
+from gradwire.collectives import Collective
+from gradwire.groups.ledger import Ledger
+from gradwire.groups.mpi.engine import Engine
+from gradwire.groups.mpi.flight import Flight
+from gradwire.groups.work import Work
+
+
+class MPIWork(Work):
+    """An operation that is one flight; one that is a program of several has none, and is settled by the lane."""
+
+    def __init__(self, op: Collective, ledger: Ledger, *, seq: int, timeout: float) -> None:
+        super().__init__(op, ledger, seq=seq, timeout=timeout)
+        self.place = 0
+        """Which collective of the group it is, counted from 1; 0 for a message."""
+        self._flight: tuple[Engine, Flight] | None = None
+
+    def watch(self, engine: Engine, flight: Flight) -> None:
+        """From now on `flight` tells how it goes."""
+        self._flight = engine, flight
+        if self._settled:
+            self._flight = None
+
+    def _settle(self, error: BaseException | None, source_rank: int | None) -> bool:
+        self._flight = None  # whoever keeps this Work must not keep the requests
+        return super()._settle(error, source_rank)
+
+    def is_completed(self) -> bool:
+        """Whether it is over, well or badly."""
+        watched = self._flight
+        if watched is not None and not self._settled:
+            engine, flight = watched
+            engine.poll(flight)
+        return self._settled
+
+    def is_success(self) -> bool:
+        """Whether it is over and the outputs hold the result."""
+        return self.is_completed() and self._error is None
+
+    def _block(self, limit: float) -> bool:
+        until = time.perf_counter() + limit
+        watched = self._flight
+        if watched is not None:
+            engine, flight = watched
+            engine.wait(flight, until, lambda: self._settled)
+        return super()._block(max(0.0, until - time.perf_counter()))

@@ -1,0 +1,117 @@
+"""The course of a run: ranks end, signals come, time passes; out come the signals to send. No processes and no clock inside.
+
+Note [How a run is ended]
+After a failure the other ranks get SIGTERM and, if they have not ended after `grace` seconds, SIGKILL. A failure that looks like
+the consequence of another one is given `NEAR` seconds first, in which the rank that caused it may print its traceback and end;
+SIGTERM would take the words out of its mouth.
+
+A signal that the launcher gets is passed on at once (by the handler, not here). SIGTERM and SIGHUP mean "end soon": SIGKILL
+follows after `grace`. SIGINT and SIGQUIT leave ranks the time they want, for a checkpoint perhaps; but once one of them has ended
+badly, the others wait for it in vain and get `grace` seconds. A rank that ends well after a signal has dealt with it. Others
+(SIGUSR1, ...) are between the user and the ranks.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import replace
+
+from gradwire.launch.verdict import NEAR, Ending, first_failure
+
+LAST_LIMIT = 10.0
+"""Seconds after SIGKILL after which the launcher no longer waits: a process may sit in the kernel for ever."""
+
+_ENDING_SOON = frozenset({signal.SIGTERM, signal.SIGHUP})
+STOPPING = _ENDING_SOON | {signal.SIGINT, signal.SIGQUIT, signal.SIGPIPE}
+
+Send = tuple[signal.Signals, tuple[int, ...]]
+
+
+class Course:
+    """How far a run of `size` ranks has come."""
+
+    def __init__(self, size: int, *, grace: float) -> None:
+        self.running = set(range(size))
+        self.endings: list[Ending] = []
+        self.stopped_by: signal.Signals | None = None
+        """The signal that told the launcher to end, if no rank had failed before."""
+        self._grace = grace
+        self._stop_at: float | None = None
+        self._kill_at: float | None = None
+        self._give_up_at: float | None = None
+        self._told = False
+
+    # -- what happens --------------------------------------------------------------------------------------------------
+
+    def ended(self, ending: Ending) -> None:
+        """A rank has ended."""
+        self.running.discard(ending.rank)
+        ending = replace(ending, stopped=self._told or (self.stopped_by is not None and ending.status != 0))
+        self.endings.append(ending)
+        if ending.failed:
+            at = ending.after + (NEAR if ending.is_consequence else 0.0)
+            self._stop_at = _earlier(self._stop_at, at)
+        elif ending.status != 0 and not self._told:
+            self._kill_at = _earlier(self._kill_at, ending.after + self._grace)
+
+    def signalled(self, number: signal.Signals, now: float) -> None:
+        """The launcher has got a signal, which was passed on."""
+        if number in STOPPING and self._stop_at is None:
+            self.stopped_by = self.stopped_by or number
+        if number in _ENDING_SOON:
+            self._kill_at = _earlier(self._kill_at, now + self._grace)
+
+    def kill(self, now: float) -> None:
+        """There is no more patience."""
+        self._kill_at = now
+
+    def abandon(self, number: signal.Signals, now: float) -> None:
+        """The run has lost its sense, as when nobody reads its output: stop it as after a failure."""
+        self.signalled(number, now)
+        self._stop_at = _earlier(self._stop_at, now)
+
+    # -- what to do ----------------------------------------------------------------------------------------------------
+
+    def due(self, now: float) -> Iterable[Send]:
+        """The signals to send now."""
+        ranks = tuple(sorted(self.running))
+        if self._stop_at is not None and now >= self._stop_at and not self._told:
+            self._told = True
+            self._kill_at = _earlier(self._kill_at, now + self._grace)
+            yield signal.SIGTERM, ranks
+        if self._kill_at is not None and now >= self._kill_at and self._give_up_at is None:
+            self._told = True
+            self._give_up_at = now + LAST_LIMIT
+            yield signal.SIGKILL, ranks
+
+    @property
+    def next_time(self) -> float | None:
+        """When `due` should be asked again if nothing happens before."""
+        times = [None if self._told else self._stop_at]
+        times.append(self._give_up_at if self._give_up_at is not None else self._kill_at)
+        return min((time for time in times if time is not None), default=None)
+
+    def is_over(self, now: float) -> bool:
+        """Whether all ranks have ended, or those left are beyond reach."""
+        return not self.running or (self._give_up_at is not None and now >= self._give_up_at)
+
+    @property
+    def first(self) -> Ending | None:
+        """The failure to show."""
+        return first_failure(self.endings)
+
+    @property
+    def exit_code(self) -> int:
+        """That of the first failure; of the signal that ended the run; otherwise 0."""
+        first = self.first
+        if first is not None:
+            return first.exit_code
+        badly = bool(self.running) or any(ending.status != 0 for ending in self.endings)
+        if self.stopped_by is not None and (badly or self.stopped_by is signal.SIGPIPE):
+            return 128 + self.stopped_by
+        return 1 if badly else 0
+
+
+def _earlier(known: float | None, new: float) -> float:
+    return new if known is None else min(known, new)

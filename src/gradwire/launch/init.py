@@ -1,0 +1,104 @@
+"""`init`: find this process's world, meet its other ranks, and return the group. `leave`: the end of it.
+
+Note [How a rank leaves]
+A program that ends has left its world, whether it said so or not, so `leave` is called at interpreter exit. The group is closed
+politely after a normal end, so that what is in flight may finish; after an exception that nobody caught it is aborted, which
+tells the peers why, since what is in flight then waits for operations that will not come. Where rank 0 hosts the store it stays a
+moment longer, until the others are done with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from gradwire.errors import UsageError
+from gradwire.groups import Group
+from gradwire.groups.base import DEFAULT_TIMEOUT
+from gradwire.interop.defaults import WORLD
+from gradwire.launch.engines import AUTO, BUILDERS, choose
+from gradwire.launch.store import arrive, open_store, say_goodbye
+from gradwire.launch.world import World, find_world
+
+_PATIENCE = 5.0
+"""Seconds that the host of the store waits for the others at its own end."""
+
+
+def init(*, kind: str = AUTO, timeout: float = DEFAULT_TIMEOUT, name: str = "world") -> Group:
+    """The group of all ranks of this process's world, under `gradwire run`, torchrun, mpirun, SLURM, or alone.
+
+    Every rank calls it. `kind` is what carries the bytes, `timeout` how many seconds ranks may take to come and, later, an
+    operation may take. Called again it returns the same group, until that is closed; then it makes another, on all ranks.
+    Models that are built without a group use this one. It is closed when the program ends.
+
+    >>> import gradwire as gw
+    >>> group = gw.init()
+    >>> group.rank, group.size, gw.init() is group
+    (0, 1, True)
+    >>> gw.launch.leave()
+    """
+    if timeout <= 0:
+        raise UsageError(f"gw.init(timeout={timeout}): ranks need some time to meet. Give it more than 0 seconds.")
+    with WORLD.lock:
+        known = WORLD.get()
+        if known is not None:
+            _check_same(kind)
+            return known
+        world = find_world(os.environ)
+        choose(kind, world)  # a wrong kind is found before anybody is waited for
+        store = open_store(world, timeout=timeout)
+        ours = PrefixStore(f"gradwire/world/{WORLD.made}", store)
+        agreed = _agree(ours, world, kind, timeout)
+        group = BUILDERS[agreed](PrefixStore(agreed, ours), world, timeout=timeout, name=name)
+        if WORLD.made == 0:
+            atexit.register(leave)  # after the group has made its finalizers, so that it runs before them
+        # An earlier group was closed on all ranks, or they would not have come; its store is let go only now, because rank 0
+        # may host both at one address.
+        WORLD.put(group, kind=agreed, leave=functools.partial(_leave, group, world, store))
+        return group
+
+
+def leave() -> None:
+    """Close the group of `init` and let go of the store, now instead of when the program ends. May be called again."""
+    with WORLD.lock:
+        WORLD.leave()
+
+
+def _check_same(kind: str) -> None:
+    if kind not in (AUTO, WORLD.kind):
+        raise UsageError(
+            f"gw.init(kind={kind!r}): this process has joined its world already, with kind {WORLD.kind!r}. Close that group "
+            "first, on all ranks, or make one of another kind beside it from a store of your own."
+        )
+
+
+def _agree(store: Store, world: World, kind: str, timeout: float) -> str:
+    """Rank 0's choice: hosts may have different numbers of ranks, and so ranks choose differently."""
+    mine = choose(kind, world)
+    if world.size == 1:
+        return mine
+    if world.rank == 0:
+        store.set("kind", mine)
+    arrive(store, world, timeout=timeout)
+    agreed = store.get("kind").decode()
+    if kind not in (AUTO, agreed):
+        raise UsageError(
+            f"gw.init(kind={kind!r}) on {world}: rank 0 has {agreed!r}. Every rank must ask for the same kind, or for none."
+        )
+    return agreed
+
+
+def _leave(group: Group, world: World, store: Store) -> None:
+    """See Note [How a rank leaves]."""
+    error = getattr(sys, "last_value", None)  # set for an exception that ends the program
+    if error is not None and group.failure is None and not group.closed:
+        group.abort(f"{type(error).__name__}: {error}")
+    try:
+        group.close()
+    finally:
+        if group.failure is None:
+            say_goodbye(store, world, patience=_PATIENCE)

@@ -1,0 +1,46 @@
+"""One message over MPI: rank 0 tells all others where the store is. Needs mpi4py, built for the MPI whose mpirun is used."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from gradwire.errors import CollectiveTimeout, UsageError
+from gradwire.launch.world import Address, World
+
+_LENGTH = 512
+_PAUSE = 0.005
+
+
+def tell_all(address: Address, world: World, *, timeout: float) -> Address:
+    """Rank 0's `address`, on every rank."""
+    comm = _comm_world(world)
+    if (comm.rank, comm.size) != (world.rank, world.size):
+        raise UsageError(
+            f"gw.init() on {world}: mpi4py says that this is rank {comm.rank} of {comm.size}. It was built for another MPI "
+            "than this mpirun belongs to: use that MPI's mpirun, or set MASTER_ADDR and MASTER_PORT."
+        )
+    message = bytearray(f"{address}".encode().ljust(_LENGTH))
+    request = comm.Ibcast(message, root=0)
+    deadline = time.monotonic() + timeout
+    while not request.Test():  # not Wait: it has no deadline
+        if time.monotonic() >= deadline:
+            raise CollectiveTimeout(
+                f"gw.init() on {world}: rank 0 has not said over MPI where the store is within {timeout:.3g} s. "
+                "See whether every rank calls gw.init()."
+            )
+        time.sleep(_PAUSE)
+    host, _, port = bytes(message).decode().strip().rpartition(":")
+    return Address(host, int(port))
+
+
+def _comm_world(world: World) -> Any:
+    try:
+        from mpi4py import MPI  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        raise UsageError(
+            f"gw.init() on {world}: ranks started by mpirun learn over MPI where to meet, and mpi4py cannot be imported: "
+            f"{error}. Install gradwire[mpi], or set MASTER_ADDR and MASTER_PORT to rank 0's host and a free port there: "
+            "mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ..."
+        ) from error
+    return MPI.COMM_WORLD

@@ -1,0 +1,90 @@
+"""One rank as the launcher sees it: a process that leads a process group of its own, two pipes, and how it ended.
+
+Note [No orphans]
+A rank leads a process group, and signals go to the group: what a rank has started (workers of a data loader) ends with it, unless
+it has made itself a session of its own. A launcher that is killed cannot send anything, so Linux does: PR_SET_PDEATHSIG kills a
+rank with its launcher. It is asked for by the rank itself, in a few lines of Python that then become the program (execv keeps
+it): to run code between fork and exec in a launcher that has C++ threads is not safe. The signal comes when the *thread* ends
+that started the rank, so it is only asked for where that is the main thread.
+
+A rank that has ended is not reaped until its group has been dealt with: so long nobody else can get its number, and no signal can
+hit a stranger.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+
+_BECOME = (
+    "import ctypes,os,sys;"
+    "ctypes.CDLL(None).prctl(1,9);"  # PR_SET_PDEATHSIG, SIGKILL
+    "os.getppid()==int(sys.argv[1]) or os._exit(1);"  # it died before it could be asked
+    "os.execv(sys.argv[2],sys.argv[2:])"
+)
+
+
+class RankProcess:
+    """A rank that runs or has run."""
+
+    def __init__(self, rank: int, command: Sequence[str], environ: Mapping[str, str], *, stdin: int) -> None:
+        self.rank = rank
+        if threading.current_thread() is threading.main_thread():
+            command = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), *command]
+        self._process = subprocess.Popen(
+            list(command),
+            env=dict(environ),
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            process_group=0,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self.stdout, self.stderr = self._process.stdout, self._process.stderr
+        self.pid = self._process.pid
+        self.ended = os.pidfd_open(self.pid)
+        """A descriptor that can be read from once the process has ended, whoever else holds its pipes."""
+        for pipe in (self.stdout, self.stderr):
+            os.set_blocking(pipe.fileno(), False)
+
+    @property
+    def status(self) -> int | None:
+        """Its exit code, or the negative number of the signal that killed it; None while it runs."""
+        result = os.waitid(os.P_PIDFD, self.ended, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if result is None:
+            return None
+        return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+    def send(self, number: int) -> None:
+        """Send a signal to the rank and to what it has started."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def companions(self) -> list[int]:
+        """Processes of the rank's group, beside itself, that still run."""
+        return [pid for pid, group, state in _processes() if group == self.pid != pid and state not in "ZX"]
+
+    def release(self) -> None:
+        """Kill what is left of it, reap it, and close what this process holds for it."""
+        self.send(signal.SIGKILL)
+        self.stdout.close()
+        self.stderr.close()
+        os.close(self.ended)
+        with suppress(subprocess.TimeoutExpired):  # in the kernel, where no signal reaches it
+            self._process.wait(timeout=1.0)
+
+
+def _processes() -> Iterator[tuple[int, int, str]]:
+    """Number, process group and state of every process that can be seen."""
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                state, _, group = file.read().rpartition(b")")[2].split()[:3]
+                yield int(name), int(group), state.decode()

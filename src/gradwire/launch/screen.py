@@ -1,0 +1,95 @@
+"""The launcher's own output: whole lines of all ranks, each with its rank before it, to the screen and to one log per rank."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections import deque
+from collections.abc import Mapping
+from typing import BinaryIO
+
+from gradwire.launch.lines import LineBuffer, Piece
+
+_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # readable on dark and on light; red is left to errors
+_RESET = b"\x1b[0m"
+_KEPT_LINES, _KEPT_BYTES = 400, 1 << 16
+
+
+class Screen:
+    """One of the launcher's own streams. What it is given it writes as a whole, also where the reader is slow."""
+
+    def __init__(self, fd: int, environ: Mapping[str, str]) -> None:
+        self._fd = fd
+        self.colour = os.isatty(fd) and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+        self.broken = False
+        """Whether nobody reads any more; what is written then is dropped."""
+
+    def write(self, data: bytes) -> None:
+        """Write all of it."""
+        view = memoryview(data)
+        while view and not self.broken:
+            try:
+                view = view[os.write(self._fd, view) :]
+            except BlockingIOError:  # somebody we share the terminal with made it so
+                select.select([], [self._fd], [])
+            except OSError:
+                self.broken = True
+
+    def prefix(self, rank: int) -> bytes:
+        """What stands before the lines of a rank."""
+        text = f"[{rank}]".encode()
+        return b"\x1b[%dm%s%s " % (_COLOURS[rank % len(_COLOURS)], text, _RESET) if self.colour else text + b" "
+
+
+class Tail:
+    """The last lines of a stream."""
+
+    def __init__(self) -> None:
+        self._lines: deque[bytes] = deque(maxlen=_KEPT_LINES)
+        self._bytes = 0
+
+    def add(self, lines: tuple[bytes, ...]) -> None:
+        """Remember these, forget the oldest."""
+        for line in lines:
+            if len(self._lines) == _KEPT_LINES:
+                self._bytes -= len(self._lines[0])
+            self._lines.append(line[-_KEPT_BYTES:])
+            self._bytes += len(self._lines[-1])
+            while self._bytes > _KEPT_BYTES:
+                self._bytes -= len(self._lines.popleft())
+
+    @property
+    def lines(self) -> list[bytes]:
+        """What is remembered."""
+        return list(self._lines)
+
+
+class RankStream:
+    """Standard output or standard error of one rank, on its way to the screen."""
+
+    def __init__(self, screen: Screen, prefix: bytes, *, log: BinaryIO | None = None) -> None:
+        self.tail = Tail()
+        self._screen = screen
+        self._prefix = prefix
+        self._log = log
+        self._buffer = LineBuffer()
+
+    def feed(self, data: bytes, *, now: float) -> None:
+        """The rank has written `data`."""
+        self._show(self._buffer.feed(data, now=now))
+
+    def end(self) -> None:
+        """The rank will write no more."""
+        self._show(self._buffer.end())
+
+    def _show(self, piece: Piece) -> None:
+        if self._log is not None and piece.raw:
+            self._log.write(piece.raw)
+        if piece.lines:
+            self.tail.add(piece.lines)
+            self._screen.write(b"".join(map(self._line, piece.lines)))
+
+    def _line(self, line: bytes) -> bytes:
+        # A rank that leaves a colour switched on must not paint the next rank's lines.
+        end = _RESET if self._screen.colour and b"\x1b" in line else b""
+        return self._prefix + line + end + b"\n"

@@ -1,0 +1,144 @@
+"""Where the ranks of a world meet: the store that the launcher or rank 0 hosts, and the roll of those who have come.
+
+torch's TCPStore is only used once it can be reached: its own attempts to connect fill the screen with C++ stacks and cannot be
+interrupted.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from datetime import timedelta
+
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from gradwire.errors import CollectiveTimeout, GroupError, UsageError
+from gradwire.launch.mpi import tell_all
+from gradwire.launch.world import Address, World
+
+LOOPBACK = "127.0.0.1"
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
+"""Seconds between two looks at a store or a port; neither can be waited on with a deadline and without noise."""
+
+
+def host_store(host: str = LOOPBACK, *, timeout: float = 60.0) -> TCPStore:
+    """A store in this process, on a free port of `host` ("" for every address of this machine).
+
+    The port is bound before anybody is told of it, so nobody else can have taken it in between.
+    """
+    listener = socket.create_server((host, 0), backlog=2048)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host or LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def open_store(world: World, *, timeout: float) -> Store:
+    """This rank's hold on the store of its world."""
+    deadline = time.monotonic() + timeout
+    if world.store is None or world.size == 1:
+        return HashStore()
+    address = world.store
+    if address.port == 0:
+        return _open_by_mpi(world, address.host, timeout)
+    if world.rank == 0 and not world.hosted:
+        return _host_at(address, world, timeout)
+    _reach(address, world, deadline, timeout)
+    store = TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=timeout))
+    return PrefixStore(f"attempt/{world.attempt}", store) if world.attempt else store
+
+
+def _open_by_mpi(world: World, host: str, timeout: float) -> Store:
+    """Rank 0 chooses a port, and MPI tells the others."""
+    mine = None
+    if world.rank == 0:
+        mine = host_store(LOOPBACK if world.on_one_host else "", timeout=timeout)
+        here = host or (LOOPBACK if world.on_one_host else socket.gethostname())
+        address = Address(here, mine.port)
+    else:
+        address = Address("", 0)
+    told = tell_all(address, world, timeout=timeout)
+    if mine is not None:
+        return mine
+    _reach(told, world, time.monotonic() + timeout, timeout)
+    return TCPStore(told.host, told.port, is_master=False, timeout=timedelta(seconds=timeout))
+
+
+def _host_at(address: Address, world: World, timeout: float) -> Store:
+    try:
+        # Several tenants: torch.distributed may want a store at this address in the same process.
+        return TCPStore(
+            address.host,
+            address.port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            timeout=timedelta(seconds=timeout),
+        )
+    except RuntimeError as error:
+        raise GroupError(
+            f"gw.init() on {world}: rank 0 cannot host the store at {address}: {str(error).splitlines()[0]} "
+            "Another job may have the port, or the address is not this host's: set MASTER_PORT and MASTER_ADDR."
+        ) from error
+
+
+def _reach(address: Address, world: World, deadline: float, timeout: float) -> None:
+    """Come back when something listens at `address`."""
+    pause = _FIRST_PAUSE
+    while True:
+        try:
+            socket.create_connection(
+                (address.host, address.port), timeout=max(0.1, deadline - time.monotonic())
+            ).close()
+            return
+        except OSError as error:
+            if time.monotonic() + pause >= deadline:
+                raise CollectiveTimeout(
+                    f"gw.init() on {world}: the store at {address} could not be reached within {timeout:.3g} s: {error}. "
+                    "See whether rank 0 has started and whether its host and port can be reached from here."
+                ) from error
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def arrive(store: Store, world: World, *, timeout: float) -> None:
+    """Wait until every rank has come. Who has not is named when the time is up; a rank that comes twice is refused."""
+    if store.add(f"came/{world.rank}", 1) > 1:
+        raise UsageError(
+            f"gw.init() on {world}: another process has come as rank {world.rank}. Ranks that start processes of their own "
+            "pass their variables on: unset them there, or let only the ranks call gw.init()."
+        )
+    if store.add("came", 1) == world.size:
+        store.set("complete", "")
+    deadline = time.monotonic() + timeout
+    pause = _FIRST_PAUSE
+    while not store.check(["complete"]):
+        if time.monotonic() >= deadline:
+            missing = [rank for rank in range(world.size) if not store.check([f"came/{rank}"])]
+            raise CollectiveTimeout(
+                f"gw.init() on {world}: ranks {missing} have not called it within {timeout:.3g} s. "
+                "See whether they have started, and what their output says.",
+                joined=[rank for rank in range(world.size) if rank not in missing],
+                missing=missing,
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def say_goodbye(store: Store, world: World, *, patience: float) -> None:
+    """Say that this rank needs the store no more; whoever hosts it stays until all have said so, or patience ends."""
+    if world.size == 1 or world.hosted:
+        return
+    try:
+        left = store.add("left", 1)
+        deadline = time.monotonic() + patience
+        while world.rank == 0 and left < world.size and time.monotonic() < deadline:
+            time.sleep(_FIRST_PAUSE)
+            left = store.add("left", 0)
+    except RuntimeError:
+        return  # the host is gone, and with it the reason to tell

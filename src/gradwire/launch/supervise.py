@@ -1,0 +1,284 @@
+"""`supervise`: start the ranks of a run, show their output, pass signals on, end them all, and say what came of it.
+
+One thread and one loop: pipes, ended processes and signals all wake the same `select`. What to do is decided in `course.py`, what
+to say in `verdict.py`; here it is done.
+
+Note [When everything has been read]
+What a rank has written is in its pipe when it ends, so after its end the pipe is read until it is empty, not until it is closed:
+something that the rank started may hold it open for ever. At the end of the run such companions get `COMPANIONS` seconds to end
+by themselves (multiprocessing's resource tracker needs them to clean up after a rank that was killed); then they are killed, and
+what they wrote until then is shown too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
+
+from gradwire.errors import UsageError
+from gradwire.launch.course import Course
+from gradwire.launch.process import RankProcess
+from gradwire.launch.screen import RankStream, Screen
+from gradwire.launch.verdict import Ending, last_words, summary
+
+COMPANIONS = 1.0
+_CHUNK = 1 << 16
+_PASSED_ON = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGWINCH")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What to start and how to treat it."""
+
+    command: Sequence[str]
+    """Program and arguments, the same for every rank."""
+    environments: Sequence[Mapping[str, str]]
+    """The variables of each rank: there are as many ranks as these."""
+    grace: float = 10.0
+    """Seconds between SIGTERM and SIGKILL."""
+    prefix: bool = True
+    """Whether each line is preceded by its rank."""
+    log_dir: Path | None = None
+    """Where each rank's output is written to a file of its own as well."""
+
+
+def supervise(run: Run) -> int:
+    """Run all ranks to their end and return the exit code."""
+    with _Supervisor(run) as supervisor:
+        return supervisor.run()
+
+
+class _Supervisor:
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._course = Course(len(run.environments), grace=run.grace)
+        self._began = time.monotonic()
+        self._out, self._err = Screen(1, os.environ), Screen(2, os.environ)
+        self._ranks: list[RankProcess] = []
+        self._streams: dict[int, tuple[RankStream, RankStream]] = {}
+        self._signals: list[signal.Signals] = []
+        self._interrupts = 0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _Supervisor:
+        with self._stack:  # undone if starting fails half-way
+            self._selector = self._stack.enter_context(selectors.DefaultSelector())
+            if threading.current_thread() is threading.main_thread():
+                woken = self._stack.enter_context(_passing_on(self._got_signal))
+                self._watch(woken, lambda: _drop(_read(woken)))
+            self._stack.callback(self._release)
+            self._start()
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    # -- the start -----------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        for rank, environ in enumerate(self._run.environments):
+            log = None
+            if self._run.log_dir is not None:
+                log = self._stack.enter_context(_log(self._run.log_dir, rank))
+            process = RankProcess(rank, self._run.command, environ, stdin=_stdin(rank))
+            self._ranks.append(process)
+            self._streams[rank] = self._stream(self._out, rank, log), self._stream(self._err, rank, log)
+            for pipe, stream in zip((process.stdout, process.stderr), self._streams[rank]):
+                self._watch(pipe.fileno(), self._reader(pipe.fileno(), stream))
+            self._watch(process.ended, self._ender(process))
+
+    def _stream(self, screen: Screen, rank: int, log: BinaryIO | None) -> RankStream:
+        return RankStream(screen, screen.prefix(rank) if self._run.prefix else b"", log=log)
+
+    def _watch(self, fd: int, action: Callable[[], None]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, action)
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _now(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._began
+
+    def run(self) -> int:
+        course = self._course
+        while not course.is_over(self._now):
+            at = course.next_time
+            for key, _ in self._selector.select(None if at is None else max(0.0, at - self._now)):
+                key.data()
+            self._take_signals()
+            if self._interrupts > 1:
+                course.kill(self._now)
+            if self._out.broken or self._err.broken:
+                course.abandon(signal.SIGPIPE, self._now)
+            for number, ranks in course.due(self._now):
+                for rank in ranks:
+                    self._ranks[rank].send(number)
+        self._end_companions()
+        self._report()
+        return course.exit_code
+
+    def _reader(self, fd: int, stream: RankStream) -> Callable[[], None]:
+        def read() -> None:
+            data = _read(fd)
+            if data:
+                stream.feed(data, now=self._now)
+            elif data is not None:
+                self._selector.unregister(fd)
+
+        return read
+
+    def _ender(self, process: RankProcess) -> Callable[[], None]:
+        def end() -> None:
+            status = process.status
+            if status is None:
+                return
+            after = self._now
+            self._take_signals()  # first of all: perhaps it was one of them that the rank died of
+            self._selector.unregister(process.ended)
+            self._drain(process)
+            words = tuple(self._streams[process.rank][1].tail.lines)
+            self._course.ended(Ending(process.rank, status, after, words=words))
+
+        return end
+
+    def _drain(self, process: RankProcess) -> None:
+        """See Note [When everything has been read]."""
+        for pipe, stream in zip((process.stdout, process.stderr), self._streams[process.rank]):
+            # A companion that writes faster than we read must not keep us: no more than what a pipe can hold.
+            for _ in range(fcntl.fcntl(pipe.fileno(), fcntl.F_GETPIPE_SZ) // _CHUNK + 1):
+                data = _read(pipe.fileno())
+                if not data:
+                    break
+                stream.feed(data, now=self._now)
+
+    def _got_signal(self, number: int, frame: FrameType | None) -> None:
+        """In the handler, so that a signal is passed on even while we wait for a slow reader of our output."""
+        self._interrupts += number == signal.SIGINT
+        for process in list(self._ranks):
+            process.send(signal.SIGKILL if self._interrupts > 1 else number)
+        self._signals.append(signal.Signals(number))
+        if self._interrupts > 1:  # a third one ends a launcher that waits for a reader who does not read
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _take_signals(self) -> None:
+        while self._signals:
+            self._course.signalled(self._signals.pop(0), self._now)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _end_companions(self) -> None:
+        with ExitStack() as stack, selectors.DefaultSelector() as waiting:
+            for process in self._ranks:
+                for pid in process.companions():
+                    try:
+                        fd = os.pidfd_open(pid)
+                    except ProcessLookupError:
+                        continue
+                    stack.callback(os.close, fd)
+                    waiting.register(fd, selectors.EVENT_READ)
+            deadline = time.monotonic() + COMPANIONS
+            while waiting.get_map() and (left := deadline - time.monotonic()) > 0:
+                for key, _ in waiting.select(left):
+                    waiting.unregister(key.fd)
+        for process in self._ranks:
+            process.send(signal.SIGKILL)
+            self._drain(process)
+            for stream in self._streams[process.rank]:
+                stream.end()
+
+    def _report(self) -> None:
+        course, first = self._course, self._course.first
+        lines: list[bytes] = []
+        if first is not None:
+            words = last_words(first.words) if len(self._ranks) > 1 else ()
+            if words:
+                lines += [b"", f"gradwire run: rank {first.rank} said last:".encode(), *words, b""]
+            lines.append(f"gradwire run: {summary(first, course.endings)}".encode())
+        elif course.stopped_by is not None and course.exit_code:
+            lines.append(f"gradwire run: stopped by {course.stopped_by.name} after {self._now:.1f} s".encode())
+        for rank in sorted(course.running):
+            pid = self._ranks[rank].pid
+            lines.append(f"gradwire run: rank {rank} (process {pid}) does not end, even after SIGKILL".encode())
+        self._err.write(b"".join(line + b"\n" for line in lines))
+
+    def _release(self) -> None:
+        for process in self._ranks:
+            process.release()
+
+
+# -- small parts -----------------------------------------------------------------------------------------------------------
+
+
+def _read(fd: int) -> bytes | None:
+    """What can be read now; empty at the end of the file, None if there is nothing at the moment."""
+    try:
+        return os.read(fd, _CHUNK)
+    except BlockingIOError:
+        return None
+
+
+def _drop(data: bytes | None) -> None:
+    """A byte that only had to wake us."""
+
+
+def _stdin(rank: int) -> int:
+    """Rank 0 reads what is piped into the launcher. Nobody reads a terminal: ranks are not in its foreground."""
+    if rank == 0 and sys.__stdin__ is not None and not os.isatty(0):
+        return 0
+    return subprocess.DEVNULL
+
+
+def _log(folder: Path, rank: int) -> BinaryIO:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return open(folder / f"rank-{rank}.log", "wb", buffering=0)
+    except OSError as error:
+        raise UsageError(
+            f"writing the output of rank {rank} to {folder}: {error}. Choose a folder that can be written to."
+        ) from error
+
+
+@contextmanager
+def _passing_on(handler: Callable[[int, FrameType | None], None]) -> Iterator[int]:
+    """Signals go to `handler`, and wake whoever watches the descriptor that this gives.
+
+    What was ignored before (SIGHUP under nohup) stays so. A stop from the keyboard stops the ranks too, and they go on with us.
+    """
+    before = {number: signal.getsignal(number) for number in (*_PASSED_ON, signal.SIGTSTP)}
+    woken, wake = os.pipe()
+    for end in (woken, wake):
+        os.set_blocking(end, False)
+    before_fd = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+
+    def pause(number: int, frame: FrameType | None) -> None:
+        handler(signal.SIGSTOP, None)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        handler(signal.SIGCONT, None)
+
+    try:
+        for number, old in before.items():
+            if old is not signal.SIG_IGN:
+                signal.signal(number, pause if number == signal.SIGTSTP else handler)
+        yield woken
+    finally:
+        for number, old in before.items():
+            signal.signal(number, signal.SIG_DFL if old is None else old)
+        signal.set_wakeup_fd(before_fd)
+        os.close(woken)
+        os.close(wake)

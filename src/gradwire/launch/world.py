@@ -1,0 +1,283 @@
+"""`find_world`: which rank of which world a process is, from its environment alone. Pure: no socket, no torch, no clock.
+
+Note [Who started this process]
+Launchers nest, and the variables of the outer one are still there under the inner one: torchrun on every node of a SLURM job,
+mpirun inside an sbatch script (it starts its daemons with srun, whose variables the ranks then see), `gradwire run` inside any
+of them. So the order is from the one that can only be inner to the one that can only be outer:
+
+1. `gradwire run`: nobody else sets GRADWIRE_RANK.
+2. torch's variables. torchrun sets them; whoever sets RANK and WORLD_SIZE by hand means them too, under mpirun and SLURM as well.
+   WORLD_SIZE or RANK alone is often a leftover of a batch script, so another launcher goes before half of this pair.
+3. mpirun: Open MPI's own variables, then PMI's (MPICH, Intel MPI). `srun --mpi=pmi2` sets PMI's as well; where they say the
+   same as SLURM's, it is SLURM, which also tells where rank 0 is.
+4. SLURM, if srun started the process: it has a step. The shell of sbatch or salloc has a rank and a number of tasks too, but it
+   is alone; its step, if any, has a number that SLURM keeps for itself.
+5. Otherwise a process alone.
+
+A launcher that is there by half is an error that names what is missing: to go on alone would make N worlds of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from gradwire.errors import UsageError
+from gradwire.launch.nodelist import hosts
+
+Environment = Mapping[str, str]
+
+_LOOPBACK = "127.0.0.1"
+_FIRST_RESERVED_STEP = (
+    0xFFFFFFF0  # SLURM numbers steps from 0; those of its own (batch, extern, interactive) from the top
+)
+_PORTS = range(12_000, 32_000)  # below those that Linux gives to outgoing connections
+
+
+class Launcher(Enum):
+    """Who started the ranks."""
+
+    GRADWIRE = "gradwire run"
+    """Our own, on one host; it hosts the store."""
+    TORCHRUN = "torchrun"
+    """torchrun, or anybody else who sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+    MPIRUN = "mpirun"
+    """mpirun or mpiexec of Open MPI, MPICH or Intel MPI."""
+    SLURM = "SLURM"
+    """srun."""
+    NONE = "a single process"
+    """Nobody: a world of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the store is. Port 0: rank 0 chooses one and tells the others; host "": its own."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A process's place among all ranks, and where they meet."""
+
+    rank: int
+    size: int
+    launcher: Launcher
+    local_rank: int | None = None
+    """The place among the ranks of this host, where that is known."""
+    local_size: int | None = None
+    """How many ranks this host has, where that is known."""
+    store: Address | None = None
+    """Where the store is; None for a process alone."""
+    hosted: bool = False
+    """Whether the launcher hosts the store; otherwise rank 0 does."""
+    attempt: str = ""
+    """Tells apart the runs that a launcher makes over one store when it starts ranks again."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise UsageError(
+                f"finding the world under {self.launcher.value}: rank {self.rank} of {self.size} ranks. Ranks count from 0 to "
+                "size - 1: see which variables were changed by hand."
+            )
+
+    @property
+    def on_one_host(self) -> bool:
+        """Whether all ranks are known to be on this host."""
+        return self.local_size == self.size
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size} ({self.launcher.value})"
+
+
+def find_world(environ: Environment) -> World:
+    """The world of a process with these environment variables. See Note [Who started this process].
+
+    >>> print(find_world({}))
+    rank 0 of 1 (a single process)
+    >>> print(find_world({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}))
+    rank 1 of 4 (torchrun)
+    """
+    if any(name in environ for name in ("GRADWIRE_RANK", "GRADWIRE_SIZE", "GRADWIRE_STORE")):
+        return _gradwire_run(_Reader(environ, Launcher.GRADWIRE))
+    if "TORCHELASTIC_RUN_ID" in environ or ("RANK" in environ and "WORLD_SIZE" in environ):
+        return _torchrun(_Reader(environ, Launcher.TORCHRUN))
+    if "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
+        return _open_mpi(_Reader(environ, Launcher.MPIRUN))
+    srun = _is_srun(environ)
+    if ("PMI_RANK" in environ or "PMI_SIZE" in environ) and not (srun and _pmi_is_slurms(environ)):
+        return _pmi(_Reader(environ, Launcher.MPIRUN))
+    if srun:
+        return _slurm(_Reader(environ, Launcher.SLURM))
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return _torchrun(_Reader(environ, Launcher.TORCHRUN))
+    return World(0, 1, Launcher.NONE, local_rank=0, local_size=1)
+
+
+class _Reader:
+    """Reads variables for one launcher; what is missing or no number is an error that names it."""
+
+    def __init__(self, environ: Environment, launcher: Launcher) -> None:
+        self.environ = environ
+        self.launcher = launcher
+
+    def text(self, *names: str) -> str:
+        """The first of `names` that is set."""
+        for name in names:
+            if self.environ.get(name):
+                return self.environ[name]
+        raise UsageError(
+            f"finding the world under {self.launcher.value}: {' or '.join(names)} is not set, but other variables of "
+            f"{self.launcher.value} are. Start every rank with {self.launcher.value}, or unset its variables to run alone."
+        )
+
+    def number(self, *names: str) -> int:
+        """The same as a number of 0 or more."""
+        text = self.text(*names)
+        if not text.isascii() or not text.isdigit():
+            name = next(name for name in names if self.environ.get(name))
+            raise UsageError(
+                f"finding the world under {self.launcher.value}: {name} is {text!r}, not a number. "
+                "See which variables were changed by hand."
+            )
+        return int(text)
+
+    def port(self, name: str) -> int:
+        """The same as a port that can be connected to."""
+        port = self.number(name)
+        if not 0 < port < 1 << 16:
+            raise UsageError(
+                f"finding the world under {self.launcher.value}: {name} is {port}, to which nobody can connect. "
+                "Choose a port from 1 to 65535 that is free on the host of rank 0."
+            )
+        return port
+
+    def maybe(self, *names: str) -> int | None:
+        """The same, or None if none of them is set."""
+        return self.number(*names) if any(self.environ.get(name) for name in names) else None
+
+
+def _gradwire_run(read: _Reader) -> World:
+    rank, size = read.number("GRADWIRE_RANK"), read.number("GRADWIRE_SIZE")
+    store = _address(read.text("GRADWIRE_STORE"))
+    return World(rank, size, read.launcher, local_rank=rank, local_size=size, store=store, hosted=True)
+
+
+def _address(text: str) -> Address:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit():
+        raise UsageError(
+            f"finding the world under gradwire run: GRADWIRE_STORE is {text!r}, not HOST:PORT. gradwire run sets it; "
+            "see who changed it."
+        )
+    return Address(host, int(port))
+
+
+def _torchrun(read: _Reader) -> World:
+    return World(
+        read.number("RANK"),
+        read.number("WORLD_SIZE"),
+        read.launcher,
+        local_rank=read.maybe("LOCAL_RANK"),
+        local_size=read.maybe("LOCAL_WORLD_SIZE"),
+        store=Address(read.text("MASTER_ADDR"), read.port("MASTER_PORT")),
+        hosted=read.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=read.environ.get("TORCHELASTIC_RESTART_COUNT", ""),
+    )
+
+
+def _open_mpi(read: _Reader) -> World:
+    return World(
+        read.number("OMPI_COMM_WORLD_RANK"),
+        read.number("OMPI_COMM_WORLD_SIZE"),
+        read.launcher,
+        local_rank=read.maybe("OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_size=read.maybe("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        store=_master(read),
+    )
+
+
+def _pmi(read: _Reader) -> World:
+    return World(
+        read.number("PMI_RANK"),
+        read.number("PMI_SIZE"),
+        read.launcher,
+        local_rank=read.maybe("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        local_size=read.maybe("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        store=_master(read),
+    )
+
+
+def _master(read: _Reader) -> Address:
+    """Where the user says that ranks meet; by default rank 0 chooses, and MPI tells the others."""
+    if not read.environ.get("MASTER_PORT"):
+        return Address(read.environ.get("MASTER_ADDR", ""), 0)
+    return Address(read.text("MASTER_ADDR"), read.port("MASTER_PORT"))
+
+
+def _is_srun(environ: Environment) -> bool:
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+    return step.isdigit() and int(step) < _FIRST_RESERVED_STEP
+
+
+def _pmi_is_slurms(environ: Environment) -> bool:
+    mine = environ.get("PMI_RANK"), environ.get("PMI_SIZE")
+    return mine == (environ.get("SLURM_PROCID"), environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS")))
+
+
+def _slurm(read: _Reader) -> World:
+    rank, size = read.number("SLURM_PROCID"), read.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    local_size = _tasks_here(read)
+    if read.environ.get("MASTER_PORT"):
+        port = read.port("MASTER_PORT")
+    else:
+        port = _port(read.number("SLURM_JOB_ID", "SLURM_JOBID"), read.number("SLURM_STEP_ID", "SLURM_STEPID"))
+    # Not SLURM_LAUNCH_NODE_IPADDR: that is where srun was called, perhaps a login node. Rank 0 is on the step's first host.
+    host = read.environ.get("MASTER_ADDR") or (
+        _LOOPBACK if local_size == size else next(hosts(read.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")))
+    )
+    return World(
+        rank,
+        size,
+        read.launcher,
+        local_rank=read.maybe("SLURM_LOCALID"),
+        local_size=local_size,
+        store=Address(host, port),
+    )
+
+
+def _port(job: int, step: int) -> int:
+    """The same on every rank of a step; neighbouring jobs and steps on one host get different ones."""
+    return _PORTS[(job * 101 + step) % len(_PORTS)]
+
+
+def _tasks_here(read: _Reader) -> int | None:
+    """How many tasks the step has on this host."""
+    node, text = read.maybe("SLURM_NODEID"), read.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if not text or node is None:
+        return read.maybe("SLURM_NTASKS_PER_NODE")
+    for number, count in enumerate(_tasks_per_node(text)):
+        if number == node:
+            return count
+    raise UsageError(
+        f"finding the world under SLURM: SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE, {text!r}, has fewer hosts. "
+        "See which variables were changed by hand."
+    )
+
+
+def _tasks_per_node(text: str) -> Iterator[int]:
+    """`2(x3),1` is 2, 2, 2, 1."""
+    for piece in text.split(","):
+        count, _, times = piece.rstrip(")").partition("(x")
+        if not count.isdigit() or not (times or "1").isdigit():
+            raise UsageError(
+                f"finding the world under SLURM: SLURM_STEP_TASKS_PER_NODE is {text!r}, which should look like 2(x3),1. "
+                "See which variables were changed by hand."
+            )
+        for _ in range(int(times or 1)):
+            yield int(count)

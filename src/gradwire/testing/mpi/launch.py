@@ -1,0 +1,160 @@
+"""One `mpirun` and the ranks it started, as the pool sees them.
+
+Note [How the parent meets the ranks]
+mpirun closes what it inherits, so a rank is not handed its sockets: it connects to one of the parent's, in Linux's abstract
+namespace, which leaves no file, and gets the descriptors through it. This process's stdout and stderr are among them: what ranks
+say goes there at once and as it is, and not through the terminal that mpirun makes for them.
+
+Note [One dies, all die]
+mpirun ends every rank when one dies. A rank that the pool wants to be rid of therefore lives on until what became of the others
+is known; then all go together. What Open MPI leaves behind when it is killed lies in a folder of its own, and in /dev/shm
+under names that the ranks have mapped; both are removed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from gradwire.errors import GroupError
+from gradwire.testing.pool.messages import receive
+from gradwire.testing.pool.outcome import ABORT_GRACE, MESSAGE_LIMIT, START_LIMIT
+from gradwire.testing.pool.process import WORKER_SETTINGS, Hold, ending
+
+SETTINGS = {
+    # Containers run as root, and mpirun asks twice whether that is meant.
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
+OPTIONS = ("--oversubscribe", "--bind-to", "none")
+"""More ranks than cores, and a rank's threads on any of them."""
+
+
+def find_mpirun() -> str | None:
+    """mpirun, beside this Python if it came with a wheel, else on the path."""
+    beside = os.path.join(os.path.dirname(sys.executable), "mpirun")
+    return beside if os.access(beside, os.X_OK) else shutil.which("mpirun")
+
+
+class Launch:
+    """A running mpirun."""
+
+    def __init__(self, mpirun: str, size: int, port: int) -> None:
+        self.size = size
+        self.doomed = False
+        self.ranks: list[MPIRank] = []
+        self._folder = tempfile.mkdtemp(prefix="gradwire-mpi-")
+        address = f"gradwire-mpi-{secrets.token_hex(8)}"
+        self._door = socket.socket(socket.AF_UNIX)
+        self._door.bind(f"\0{address}")
+        self._door.listen(size)
+        main = f"from gradwire.testing.mpi.rank import main; main({address!r}, {port})"
+        self._mpirun = subprocess.Popen(
+            [mpirun, "-n", str(size), *OPTIONS, sys.executable, "-P", "-c", main],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **WORKER_SETTINGS, **SETTINGS, "TMPDIR": self._folder},
+            process_group=0,  # Ctrl-C goes to the whole terminal; this process decides what it means
+        )
+        self.pid = self._mpirun.pid
+        self._alive = os.pidfd_open(self.pid)
+
+    def meet(self) -> Iterator[MPIRank]:
+        """The ranks, in their order, once all have come."""
+        deadline = time.monotonic() + START_LIMIT
+        came: dict[int, MPIRank] = {}
+        try:
+            while len(came) < self.size:
+                sources: list[Any] = [self._door, self._alive]
+                ready, _, _ = select.select(sources, [], [], max(0.0, deadline - time.monotonic()))
+                if self._door not in ready:
+                    what = (
+                        ending(self._mpirun.poll()) if ready else f"had started {len(came)} after {START_LIMIT:.0f} s"
+                    )
+                    raise GroupError(
+                        f"starting {self.size} ranks: mpirun {what}. Its own words, if any, are on stderr; try "
+                        f"`mpirun -n {self.size} {' '.join(OPTIONS)} hostname` by hand."
+                    )
+                rank = MPIRank(self, self._door.accept()[0])
+                came[rank.rank] = rank
+        finally:
+            self._door.close()
+            self.ranks = [came[rank] for rank in sorted(came)]
+            if len(came) < self.size:
+                self.doomed = True
+                for rank in list(self.ranks):
+                    rank.release()
+                if not came:
+                    self.end()
+        yield from self.ranks
+
+    def end(self) -> None:
+        """Wait until mpirun has ended, if all is well; end everything at once otherwise. See Note [One dies, all die]."""
+        if not self.doomed:
+            with suppress(subprocess.TimeoutExpired):
+                self._mpirun.wait(ABORT_GRACE)
+        if self._mpirun.poll() is None:
+            self._mpirun.kill()
+            self._mpirun.wait(MESSAGE_LIMIT)
+        for rank in self.ranks:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(rank.alive, signal.SIGKILL)
+            rank.wait(MESSAGE_LIMIT)
+        for path in {path for rank in self.ranks for path in rank.segments}:
+            with suppress(OSError):
+                os.unlink(path)
+        os.close(self._alive)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What this process holds open for mpirun."""
+        return self._door.fileno(), self._alive
+
+
+class MPIRank(Hold):
+    """A rank that mpirun started."""
+
+    def __init__(self, launch: Launch, control: socket.socket) -> None:
+        super().__init__()
+        self._launch = launch
+        control.settimeout(MESSAGE_LIMIT)
+        self.rank, pid = receive(control)
+        socket.send_fds(control, [b"."], [self._stack, self._dumped_there, 1, 2])
+        self._take(control, pid)
+        self.segments = list(_mapped(pid))  # now, because a rank that has died does not tell any more
+        self._released = False
+
+    def kill(self) -> None:
+        """Let it be ended with the others."""
+        self._launch.doomed = self.spoilt = True
+
+    def release(self) -> None:
+        """As in Hold; with the last of them the world ends."""
+        self._released = True
+        if all(rank._released for rank in self._launch.ranks):
+            for rank in self._launch.ranks:
+                rank.control.close()
+            self._launch.end()
+            for rank in self._launch.ranks:
+                Hold.release(rank)
+            self._launch.ranks = []
+
+
+def _mapped(pid: int) -> Iterator[str]:
+    """The names in /dev/shm that a process has mapped."""
+    try:
+        with open(f"/proc/{pid}/maps") as file:
+            yield from {line.split(maxsplit=5)[5].rstrip("\n") for line in file if " /dev/shm/" in line}
+    except OSError:  # it has ended
+        return

@@ -1,0 +1,51 @@
+"""200 times: make a group, kill ranks at a random moment, look. Nothing stays behind and nobody hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gradwire.groups.shared_memory.segment import default_directory
+
+CYCLES = 200
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[str]:
+    """A tmpfs of our own where that may be made: then every byte in it is ours. Else the one that all use."""
+    place = tmp_path / "tmpfs"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512m", "tmpfs", str(place)]
+    if os.geteuid() == 0 and subprocess.run(mount, capture_output=True, check=False).returncode == 0:
+        yield str(place)
+        subprocess.run(["umount", "-l", str(place)], check=True)
+    else:
+        yield default_directory()
+
+
+def test_nothing_stays_and_nobody_hangs(directory: str) -> None:
+    program = Path(__file__).with_name("kill_cycles.py")
+    done = subprocess.run(
+        [sys.executable, str(program), directory, str(CYCLES), "1"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    report = json.loads(done.stdout)
+    assert report["problems"] == []
+    assert report["cycles"] == CYCLES
+    heard = report["heard"]
+    assert heard["killed"] >= CYCLES
+    assert heard["death"] >= CYCLES / 20, heard  # some were killed at work
+    assert heard.get("late", 0) == 0, heard
+    if directory != default_directory():
+        assert report["left"] == 0

@@ -1,0 +1,27 @@
+"""gw.init(kind="nccl") on a real device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from gradwire.launch import Launcher, World
+from gradwire.launch.engines import BUILDERS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_nccl_carries_tensors_of_both_kinds_of_memory():
+    group = BUILDERS["nccl"](HashStore(), World(0, 1, Launcher.NONE, local_size=1), timeout=30, name="x")
+    for device in ("cpu", "cuda"):
+        values = torch.ones(3, device=device)
+        gathered = torch.zeros(3, device=device)
+        group.all_reduce(values)
+        group.all_gather_into_tensor(gathered, values)
+        assert gathered.tolist() == [1.0] * 3
+    assert group.orders_streams(torch.device("cuda"))
+    group.close()

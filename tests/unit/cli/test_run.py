@@ -1,0 +1,186 @@
+"""`gradwire run` as a command: options, exit codes, Ctrl-C, a closed pipe, a launcher that is killed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gradwire.cli import main, run
+
+COMMAND = [sys.executable, "-m", "gradwire", "run"]
+
+
+def state(pid: int) -> str:
+    """As in /proc: T is stopped, Z a zombie; X if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def gone(pid: int) -> bool:
+    return state(pid) in "ZX"
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_options_reach_the_ranks_and_arguments_the_script(script, capfd, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    path = script(
+        "import os, sys; print(os.environ['A'], os.environ['B'], os.environ['OMP_NUM_THREADS'], sys.argv[1:])"
+    )
+    options = ["--nproc", "2", "--env", "A=1=2", "--env", "B=", "--log-dir", str(tmp_path / "logs"), "--no-prefix"]
+    assert main(["run", *options, path, "--nproc", "9", "--debug", "-m"]) == 0
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    line = f"1=2  {threads} ['--nproc', '9', '--debug', '-m']\n"
+    assert capfd.readouterr().out == 2 * line
+    assert [(tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)] == [line] * 2
+
+
+def test_a_module(script, capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script("import sys; print(__name__, sys.argv[1:]); sys.exit(5)")
+    assert main(["run", "-n", "1", "-m", "script", "x"]) == 5
+    assert capfd.readouterr().out == "[0] __main__ ['x']\n"
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(3, 3), (0, len(os.sched_getaffinity(0)))])
+def test_by_default_there_is_a_rank_per_device_or_per_core(gpus, expected, script, monkeypatch):
+    started = []
+    monkeypatch.setattr(run.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(run, "supervise", lambda plan: started.append(plan) or 0)
+    assert main(["run", "--timeout", "2.5", script("")]) == 0
+    (plan,) = started
+    assert (len(plan.environments), plan.grace, plan.prefix, plan.log_dir) == (expected, 2.5, True, None)
+
+
+def test_a_script_that_is_not_there(capsys, tmp_path):
+    assert main(["run", str(tmp_path / "none.py")]) == 1
+    assert "none.py: there is no such file. Options of gradwire run go before the script" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "the following arguments are required: SCRIPT"),
+        (["--nproc", "0", "x"], "'0' is not a whole number of 1 or more"),
+        (["--env", "A", "x"], "argument --env: 'A' is not NAME=VALUE"),
+        (["--env", "=A", "x"], "argument --env: '=A' is not NAME=VALUE"),
+        (["--timeout", "soon", "x"], "argument --timeout: 'soon' is not a number of seconds"),
+        (["--timeout", "-1", "x"], "argument --timeout: '-1' is not a number of seconds"),
+        (["--timeout", "inf", "x"], "argument --timeout: 'inf' is not a number of seconds"),
+    ],
+)
+def test_a_wrong_option_is_named(argv, message, capsys):
+    with pytest.raises(SystemExit) as ending:
+        main(["run", *argv])
+    assert ending.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+SLEEP = "import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(100)\n"
+
+
+def started(process: subprocess.Popen[str], ranks: int) -> list[int]:
+    assert process.stdout is not None
+    return [int(process.stdout.readline().split()[-1]) for _ in range(ranks)]
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def test_ctrl_z_stops_ranks_too_and_ctrl_c_ends_them_once(script):
+    # To the process group, as a terminal sends it: ranks are not in it, and hear of it from the launcher alone.
+    with start("-n", "2", script(SLEEP)) as launcher:
+        try:
+            pids = started(launcher, 2)
+            os.killpg(launcher.pid, signal.SIGTSTP)
+            wait_until(lambda: {state(pid) for pid in (launcher.pid, *pids)} == {"T"})
+            os.killpg(launcher.pid, signal.SIGCONT)
+            wait_until(lambda: "T" not in {state(pid) for pid in (launcher.pid, *pids)})
+            os.killpg(launcher.pid, signal.SIGINT)
+            _, err = launcher.communicate(timeout=60)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 130
+    assert err.count("KeyboardInterrupt") == 2
+    assert err.splitlines()[-1].startswith("gradwire run: stopped by SIGINT after ")
+    assert all(map(gone, pids))
+
+
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(script):
+    with start("-n", "2", script(SLEEP)) as launcher:
+        pids = started(launcher, 2)
+        launcher.kill()
+    wait_until(lambda: all(map(gone, pids)))
+
+
+def test_when_nobody_reads_the_ranks_are_stopped(script):
+    with start("-n", "1", script(SLEEP.replace("time.sleep(100)", "while True: print('more')"))) as launcher:
+        try:
+            pids = started(launcher, 1)
+            assert launcher.stdout is not None
+            launcher.stdout.close()
+            assert launcher.wait(60) == 128 + signal.SIGPIPE
+        finally:
+            launcher.kill()
+    assert all(map(gone, pids))
+
+
+FLOOD = """
+import os, signal
+signal.signal(signal.SIGINT, lambda number, frame: open(__file__ + ".mark", "w").close())
+print("pid", os.getpid(), flush=True)
+while True:
+    print("x" * 1000, flush=True)
+"""
+
+
+def test_a_third_ctrl_c_ends_a_launcher_whose_reader_does_not_read(script):
+    path = script(FLOOD)
+    with start("-n", "1", path) as launcher:
+        try:
+            assert launcher.stdout is not None
+            (rank,) = started(launcher, 1)
+            size = fcntl.fcntl(launcher.stdout, fcntl.F_GETPIPE_SZ)
+            wait_until(lambda: waiting(launcher.stdout) > size - 4096)
+            launcher.send_signal(signal.SIGINT)
+            wait_until(Path(path + ".mark").exists)  # passed on, though the launcher cannot write
+            launcher.send_signal(signal.SIGINT)
+            wait_until(lambda: gone(rank))
+            launcher.send_signal(signal.SIGINT)
+            assert launcher.wait(30) == 130
+        finally:
+            launcher.kill()
+
+
+def waiting(pipe) -> int:
+    """Bytes that can be read."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4), sys.byteorder)

@@ -1,0 +1,583 @@
+"""Who drives, what happens when a program breaks off in the middle, and how ranks come back into step."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from gradwire.collectives import ReduceOp, build
+from gradwire.errors import (
+    ClosedError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupAborted,
+    GroupError,
+    PeerLost,
+)
+from gradwire.groups.shared_memory import programs
+from gradwire.groups.shared_memory.board import LEFT
+from gradwire.groups.shared_memory.engine import _Current
+
+LARGE = 300_000
+"""Elements of a float32 tensor that needs several chunks."""
+
+
+def works(groups: Any, everywhere: Any, rounds: int = 3) -> None:
+    """The group is in step: sums of all sizes, an exchange and a message come out right."""
+
+    def use(group: Any) -> None:
+        for n in (1, LARGE, 20_000):
+            for _ in range(rounds):
+                t = torch.full((n,), float(group.rank + 1))
+                group.all_reduce(t)
+                assert t.eq(sum(range(1, group.size + 1))).all()
+        parts = torch.empty(group.size)
+        group.all_gather_into_tensor(parts, torch.tensor([float(group.rank)]))
+        assert parts.tolist() == list(range(group.size))
+        got = torch.empty(1)
+        receiving = group.recv(got, src=(group.rank - 1) % group.size, async_op=True)
+        group.send(torch.tensor([float(group.rank)]), dst=(group.rank + 1) % group.size)
+        receiving.wait()
+        assert got.item() == (group.rank - 1) % group.size
+
+    assert everywhere(groups, use) == [None] * len(groups)
+
+
+def recovered(groups: Any, everywhere: Any) -> None:
+    assert everywhere(groups, lambda group: group.recover(10.0)) == [None] * len(groups)
+    works(groups, everywhere, rounds=1)
+
+
+class Once:
+    """A function that raises `error` the first time it is called on `rank`, and calls `fn` otherwise."""
+
+    def __init__(self, fn: Callable[..., Any], error: BaseException) -> None:
+        self.fn = fn
+        self.error: BaseException | None = error
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        return self.fn(*args, **kwargs)
+
+
+# -- a program that ends in the middle on one rank ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["run", "submit"])
+@pytest.mark.parametrize("where", ["_announce", "_post"])
+def test_a_local_failure_in_the_middle_is_told_to_the_others(world: Any, everywhere: Any, how: str, where: str) -> None:
+    """As when there is no memory for a copy on one rank: before the announcement, or after it."""
+    groups = world(3)
+    inner = groups[1]._engine.programs
+    setattr(inner, where, Once(getattr(inner, where), MemoryError("no memory on rank 1")))
+    began = time.perf_counter()
+
+    def reduce(group: Any) -> None:
+        t = torch.ones(LARGE, dtype=torch.float16)
+        if how == "run":
+            group.all_reduce(t)
+        else:
+            group.all_reduce(t, async_op=True).wait()
+
+    errors = everywhere(groups, reduce)
+    assert time.perf_counter() - began < 5
+    assert isinstance(errors[1], MemoryError)
+    for rank in (0, 2):
+        assert isinstance(errors[rank], GroupAborted)
+        assert "rank 1 failed: no memory on rank 1" in str(errors[rank])
+    recovered(groups, everywhere)
+
+
+@pytest.mark.parametrize("size", [1, LARGE])
+@pytest.mark.parametrize("place", ["before the post", "between the halves of a fence", "asleep"])
+def test_ctrl_c_in_the_thread_that_drives(world: Any, everywhere: Any, size: int, place: str) -> None:
+    """KeyboardInterrupt goes to the caller; the other ranks hear of it at once, and all can recover."""
+    groups = world(2)
+    board = groups[0]._board
+    if place == "before the post":
+        board.post = Once(board.post, KeyboardInterrupt())
+    elif place == "between the halves of a fence":
+        board.fence.acquire = Once(board.fence.acquire, KeyboardInterrupt())
+    else:
+        board.bell.sleep = Once(board.bell.sleep, KeyboardInterrupt())
+    began = time.perf_counter()
+
+    def reduce(group: Any) -> None:
+        if group.rank == 1 and place == "asleep":
+            while board.posts[0] < 1:
+                time.sleep(0.001)
+            time.sleep(0.05)
+        group.all_reduce(torch.ones(size), label="interrupted")
+
+    errors = everywhere(groups, reduce)
+    assert time.perf_counter() - began < 5
+    assert isinstance(errors[0], KeyboardInterrupt)
+    if place != "asleep" or errors[1] is not None:  # asleep, rank 0 had posted: a small sum is then done on rank 1
+        assert isinstance(errors[1], GroupAborted)
+        assert "broken off on rank 0 by KeyboardInterrupt" in str(errors[1])
+    with pytest.raises(GroupAborted, match="broken off on rank 0 by KeyboardInterrupt"):
+        groups[0].barrier()
+    recovered(groups, everywhere)
+
+
+def test_a_bug_in_the_groups_own_thread_does_not_end_it(world: Any, everywhere: Any) -> None:
+    groups = world(2)
+    engine = groups[1]._engine
+    engine._advance = Once(engine._advance, ZeroDivisionError("a bug"))
+    errors = everywhere(groups, lambda group: group.all_reduce(torch.ones(3), async_op=True).wait())
+    assert isinstance(errors[1], GroupAborted)
+    assert "broken off on rank 1 by ZeroDivisionError: a bug" in str(errors[1])
+    assert isinstance(errors[0], GroupAborted)
+    recovered(groups, everywhere)
+    assert everywhere(groups, lambda group: group.all_reduce(torch.ones(3), async_op=True).wait()) == [True, True]
+
+
+def test_sparse_tensors_of_other_dimensions_leave_nobody_waiting(world: Any, everywhere: Any) -> None:
+    """Rank 1 has an empty tensor of one sparse dimension. Rank 0 receives nothing of it that is wrong, and goes on."""
+    groups = world(2, timeout=8.0)
+
+    def reduce(group: Any) -> None:
+        if group.rank == 0:
+            t = torch.eye(3).to_sparse()
+        else:
+            t = torch.sparse_coo_tensor(
+                torch.empty(1, 0, dtype=torch.int64), torch.empty(0, 3), (3, 3), check_invariants=True
+            )
+        group.all_reduce(t)
+
+    began = time.perf_counter()
+    errors = everywhere(groups, reduce)
+    assert time.perf_counter() - began < 4
+    assert all(isinstance(error, GroupError) for error in errors)
+    assert "expects other sizes" in str(errors[1])
+    recovered(groups, everywhere)
+
+
+def test_sparse_on_one_rank_and_dense_on_another_is_a_mismatch(world: Any, everywhere: Any) -> None:
+    groups = world(2)
+    errors = everywhere(groups, lambda g: g.all_reduce(torch.eye(3) if g.rank else torch.eye(3).to_sparse()))
+    assert all(isinstance(error, CollectiveMismatch) and "sparse" in str(error) for error in errors)
+    works(groups, everywhere)
+
+
+# -- errors that leave ranks in step ------------------------------------------------------------------------------------
+
+
+def test_sizes_that_do_not_fit_on_one_rank_leave_all_in_step(world: Any, everywhere: Any) -> None:
+    """Small, through the staging buffers, and from the heap; only rank 1 expects other sizes than it gets."""
+    groups = world(3)
+
+    def exchange(group: Any) -> list[str]:
+        said = []
+        for n, in_heap in ((4, False), (100_000, False), (100_000, True), (1_000_000, False)):
+            for _ in range(3):
+                size = group.size
+                inputs = [group.allocate(n) if in_heap else torch.empty(n) for _ in range(size)]
+                for t in inputs:
+                    t.fill_(float(group.rank))
+                wrong = 1 if group.rank == 1 else 0
+                outputs = [torch.zeros(n + (wrong if r == 0 else 0)) for r in range(size)]
+                try:
+                    group.all_to_all(outputs, inputs)
+                    assert all(t.eq(r).all() for r, t in enumerate(outputs))
+                    said.append("good")
+                except CollectiveMismatch as error:
+                    said.append(str(error))
+        return said
+
+    said = everywhere(groups, exchange)
+    assert said[0] == said[2] == ["good"] * 12
+    assert all("rank 1 expects other sizes than it was sent: " in text and "from rank 0" in text for text in said[1])
+    works(groups, everywhere)
+
+
+def test_mismatches_by_every_way_leave_all_in_step(world: Any, everywhere: Any) -> None:
+    groups = world(2)
+    pairs: list[tuple[Callable[[Any], Any], Callable[[Any], Any]]] = [
+        (lambda g: g.all_reduce(torch.ones(3)), lambda g: g.all_reduce(torch.ones(4))),
+        (lambda g: g.all_reduce(torch.ones(LARGE)), lambda g: g.all_reduce(torch.ones(3))),
+        (lambda g: g.all_reduce(torch.ones(LARGE)), lambda g: g.barrier()),
+        (lambda g: g.all_reduce(g.allocate(LARGE)), lambda g: g.all_reduce(torch.ones(LARGE), op=ReduceOp.MAX)),
+        (lambda g: g.broadcast(torch.ones(LARGE), src=0), lambda g: g.broadcast(torch.ones(LARGE), src=1)),
+        (lambda g: g.all_reduce(torch.ones(3), async_op=True).wait(), lambda g: g.barrier()),
+        (lambda g: g.all_reduce([torch.ones(3)] * 20_000), lambda g: g.all_reduce(torch.ones(3))),
+    ]
+
+    def disagree(group: Any) -> list[Any]:
+        found = []
+        for pair in pairs:
+            try:
+                pair[group.rank](group)
+                found.append(None)
+            except CollectiveMismatch as error:
+                found.append(error)
+            group.barrier()
+        return found
+
+    for found in everywhere(groups, disagree):
+        assert [type(error) for error in found] == [CollectiveMismatch] * len(pairs)
+    works(groups, everywhere)
+
+
+# -- recovery ------------------------------------------------------------------------------------------------------------
+
+
+def test_recovery_after_every_kind_of_failure_again_and_again(world: Any, everywhere: Any) -> None:
+    groups = world(3)
+    for _ in range(3):
+        groups[1].abort("on a whim")
+        assert all(isinstance(e, GroupAborted) for e in everywhere(groups, lambda group: group.barrier()))
+        recovered(groups, everywhere)
+
+        def late(group: Any) -> None:
+            if group.rank:
+                group.submit(build.all_reduce(torch.ones(LARGE), label="late").within(0.2)).wait()
+
+        errors = everywhere(groups, late)
+        assert errors[0] is None
+        assert all(isinstance(error, CollectiveTimeout) and error.missing == (0,) for error in errors[1:])
+        recovered(groups, everywhere)
+
+        def letters(group: Any) -> Any:
+            if group.rank == 0:
+                sends = [group.send(torch.ones(9), dst=1, tag=tag, async_op=True) for tag in range(40)]
+                time.sleep(0.05)
+                group.abort("letters are under way")
+                return [type(send.exception()) for send in sends]
+            return None
+
+        assert everywhere(groups, letters)[0] == [GroupAborted] * 40
+        recovered(groups, everywhere)
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_recovery_that_timed_out_can_be_tried_again(world: Any, everywhere: Any, late: int) -> None:
+    """One rank does not come; the others give up, some of them more often than others; then all come."""
+    groups = world(3)
+    groups[0].abort("on a whim")
+    everywhere(groups, lambda group: group.check_peers())
+    for group in groups:
+        if group.rank != late:
+            for _ in range(group.rank + 1):
+                with pytest.raises(CollectiveTimeout, match="have not called recover"):
+                    group.recover(0.1)
+    recovered(groups, everywhere)
+
+
+def test_a_rank_that_was_let_through_a_recovery_that_another_gave_up_comes_back(world: Any, everywhere: Any) -> None:
+    """Rank 0 gives up in the second meeting, when rank 1 has just been let through."""
+    groups = world(2, timeout=10.0)
+    groups[0].abort("on a whim")
+    everywhere(groups, lambda group: group.check_peers())
+    engine = groups[0]._engine
+    meet, meetings = engine._meet, []
+
+    def gives_up(deadline: float, timeout: float) -> None:
+        meet(deadline, timeout)
+        meetings.append(1)
+        if len(meetings) == 2:
+            while groups[1].failure is not None:
+                time.sleep(0.001)
+            raise CollectiveTimeout("given up at the last moment")
+
+    engine._meet = gives_up
+    errors = everywhere(groups, lambda group: group.recover(5.0))
+    assert isinstance(errors[0], CollectiveTimeout)
+    assert errors[1] is None
+    engine._meet = meet
+
+    def go_on(group: Any) -> int:
+        for attempt in range(5):
+            try:
+                if group.failure is not None:
+                    group.recover(5.0)
+                group.barrier()
+                return attempt
+            except GroupAborted:
+                continue
+        raise AssertionError
+
+    assert all(isinstance(attempt, int) for attempt in everywhere(groups, go_on))
+    works(groups, everywhere)
+
+
+def test_recovery_with_a_rank_that_has_left_says_so(world: Any) -> None:
+    groups = world(2)
+    groups[0].abort("on a whim")
+    groups[1].close()
+    with pytest.raises(PeerLost, match="rank 1 is lost: it has closed its group"):
+        groups[0].recover(10.0)
+
+
+def test_what_was_in_flight_does_not_reach_the_recovered_group(world: Any, everywhere: Any) -> None:
+    """Blocks that others may still write are kept back until all have met."""
+    groups = world(2)
+    doomed = groups[0].allocate(LARGE)
+    place = doomed.data_ptr()
+    work = groups[0].all_reduce(doomed, async_op=True)
+    while groups[0]._board.posts[0] < 1:
+        time.sleep(0.001)
+    groups[0].abort("on a whim")
+    with pytest.raises(GroupAborted):
+        work.wait()
+    del doomed, work
+    gc.collect()
+    kept = [groups[0].allocate(LARGE) for _ in range(5)]
+    assert place not in [t.data_ptr() for t in kept]
+    del kept
+    everywhere(groups, lambda group: group.check_peers())
+    recovered(groups, everywhere)
+    gc.collect()
+    again = [groups[0].allocate(LARGE) for _ in range(5)]
+    assert place in [t.data_ptr() for t in again]
+
+
+# -- threads -------------------------------------------------------------------------------------------------------------
+
+
+def test_submits_of_a_second_thread_while_the_first_drives(world: Any, everywhere: Any) -> None:
+    """Sums by `run` in one thread, messages by `submit` in another, at the same time."""
+    groups = world(2)
+
+    def use(group: Any) -> bool:
+        problems: list[BaseException] = []
+
+        def messages() -> None:
+            try:
+                for i in range(200):
+                    got = torch.empty(3)
+                    receiving = group.recv(got, src=1 - group.rank, tag=i, async_op=True)
+                    group.send(torch.full((3,), float(i)), dst=1 - group.rank, tag=i, async_op=bool(i % 2)).wait()
+                    receiving.wait()
+                    assert got.eq(i).all()
+            except BaseException as error:
+                problems.append(error)
+
+        thread = threading.Thread(target=messages)
+        thread.start()
+        for i in range(200):
+            t = torch.full((1 if i % 3 else 20_000,), float(i))
+            group.all_reduce(t)
+            assert t.eq(2 * i).all()
+        thread.join(30)
+        if problems:
+            raise problems[0]
+        return not thread.is_alive()
+
+    assert everywhere(groups, use) == [True, True]
+
+
+def test_collectives_of_two_threads_in_an_agreed_order(world: Any, everywhere: Any) -> None:
+    """Two threads take turns, one submits and goes on, the other waits at once: order of submission is what counts."""
+    groups = world(2)
+
+    def use(group: Any) -> None:
+        turns = [threading.Semaphore(1), threading.Semaphore(0)]
+        problems: list[BaseException] = []
+        pending: list[Any] = []
+
+        def one(which: int) -> None:
+            try:
+                for i in range(150):
+                    assert turns[which].acquire(timeout=20)
+                    t = torch.full((2,), float(2 * i + which))
+                    if which == 0:
+                        pending.append((group.all_reduce(t, async_op=True), t, 2 * i))
+                        turns[1].release()
+                    else:
+                        group.all_reduce(t)
+                        assert t.eq(2 * (2 * i + 1)).all()
+                        turns[0].release()
+            except BaseException as error:
+                problems.append(error)
+                turns[1 - which].release()
+
+        threads = [threading.Thread(target=one, args=(which,)) for which in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        for work, t, value in pending:
+            work.wait()
+            assert t.eq(2 * value).all()
+        if problems:
+            raise problems[0]
+
+    assert everywhere(groups, use) == [None, None]
+
+
+def test_the_shortest_way_is_not_taken_past_an_operation_that_is_being_taken_up(world: Any) -> None:
+    """The driving lock is free, and the operation before is current: the sum must queue behind it."""
+    groups = world(2)
+    engine = groups[0]._engine
+    first = groups[0].begin(build.barrier())
+    steps = engine.programs.carry_out(first.op)
+    acquire = engine._driving.acquire
+    taken = threading.Event()
+
+    class Lock:
+        """As if the thread that drove had let go just before we got the lock."""
+
+        def acquire(self, *args: Any, **kwargs: Any) -> bool:
+            if not taken.is_set():
+                taken.set()
+                engine._current = _Current(first, steps, next(steps))
+            return acquire(*args, **kwargs)
+
+        def release(self) -> None:
+            driving.release()
+
+    driving, engine._driving = engine._driving, Lock()  # type: ignore[assignment]
+    try:
+        assert engine.sum_now(build.all_reduce(torch.ones(1)), lambda: pytest.fail("begun")) is False
+    finally:
+        engine._driving = driving
+    assert groups[0]._board.posted == 1
+    engine.wake()
+    groups[1].barrier()
+    first.wait()
+
+
+def test_a_callback_that_submits(world: Any, everywhere: Any) -> None:
+    """In the thread that settles: the next operation is taken up by whoever drives, however the first was waited for."""
+    groups = world(2)
+
+    def use(group: Any) -> list[float]:
+        values = []
+        for how in ("run", "submit"):
+            first, second, third = torch.ones(1), torch.ones(1), torch.ones(LARGE)
+            chain: list[Any] = []
+            done = threading.Event()
+
+            def then(work: Any) -> None:
+                chain.append(group.all_reduce(second, async_op=True))
+                chain[-1].add_done_callback(last)
+
+            def last(work: Any) -> None:
+                chain.append(group.all_reduce(third, async_op=True))
+                done.set()
+
+            work = group.submit(build.all_reduce(first))
+            work.add_done_callback(then)
+            if how == "run":
+                work.wait()
+            assert done.wait(10)
+            for link in chain:
+                link.wait()
+            work.wait()
+            values += [first.item(), second.item(), third.sum().item() / LARGE]
+        return values
+
+    assert everywhere(groups, use) == [[2.0] * 6] * 2
+
+
+def test_run_while_the_groups_thread_drives(world: Any, everywhere: Any) -> None:
+    """A receive that is open keeps the group's own thread driving; sums go on beside it."""
+    groups = world(2)
+
+    def use(group: Any) -> None:
+        got = torch.empty(2)
+        open_end = group.recv(got, src=1 - group.rank, tag=9, async_op=True)
+        for i in range(50):
+            t = torch.full((1 if i % 2 else LARGE,), 1.0)
+            group.all_reduce(t)
+            assert t.eq(2).all()
+        group.send(torch.full((2,), 3.0), dst=1 - group.rank, tag=9)
+        open_end.wait()
+        assert got.eq(3).all()
+
+    assert everywhere(groups, use) == [None, None]
+
+
+@pytest.mark.parametrize("how", ["run", "submit"])
+def test_abort_while_a_rank_waits(world: Any, everywhere: Any, how: str) -> None:
+    groups = world(2)
+    timer = threading.Timer(0.1, lambda: groups[0].abort("from another thread"))
+    timer.start()
+    began = time.perf_counter()
+    with pytest.raises(GroupAborted, match="from another thread"):
+        if how == "run":
+            groups[0].all_reduce(torch.ones(1))
+        else:
+            groups[0].all_reduce(torch.ones(1), async_op=True).wait()
+    assert time.perf_counter() - began < 2
+    timer.join()
+    with pytest.raises(GroupAborted, match="from another thread"):
+        for _ in range(2):  # rank 0 had brought its number before it was aborted
+            groups[1].all_reduce(torch.ones(1))
+    recovered(groups, everywhere)
+
+
+# -- the end --------------------------------------------------------------------------------------------------------------
+
+
+def test_closing_with_things_in_flight(world: Any) -> None:
+    groups = world(2)
+    mine = [groups[0].all_reduce(torch.ones(n), async_op=True) for n in (3, LARGE)]
+    mine.append(groups[0].recv(torch.ones(3), src=1, async_op=True))
+    mine.append(groups[0].send(torch.ones(3), dst=1, async_op=True))
+    began = time.perf_counter()
+    groups[0].close(timeout=0.2)
+    assert time.perf_counter() - began < 3
+    assert [type(work.exception()) for work in mine] == [ClosedError] * 4
+    with pytest.raises(PeerLost, match="rank 0 is lost: it has closed its group"):
+        groups[1].all_reduce(torch.ones(LARGE))
+    groups[1].close()
+
+
+def test_a_rank_that_left_is_missed_only_by_who_waits_for_it(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process ends after it has closed its group: the others can go on with messages, and nobody calls it a death."""
+    groups = world(3)
+    groups[2].close()
+    for group in groups[:2]:
+        monkeypatch.setattr(group._engine.pulse, "dead", lambda: [2])
+    assert groups[0]._board.states[2] == LEFT
+    got = torch.empty(3)
+    receiving = groups[1].recv(got, src=0, async_op=True)
+    time.sleep(0.2)  # it sleeps and looks around a few times
+    groups[0].check_peers()
+    groups[0].send(torch.ones(3), dst=1)
+    receiving.wait()
+    with pytest.raises(PeerLost, match="rank 2 is lost: it has closed its group"):
+        groups[0].recv(torch.ones(3), src=2)
+    with pytest.raises(PeerLost, match="rank 2 is lost: it has closed its group"):
+        groups[0].barrier()
+
+
+def test_a_dropped_group_ends_its_threads(world: Any) -> None:
+    del world
+    from concurrent.futures import ThreadPoolExecutor
+
+    from torch.distributed import HashStore
+
+    from gradwire.groups import SharedMemoryGroup
+
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(lambda rank: SharedMemoryGroup(store, rank, 2), range(2)))
+    open_end = groups[0].all_reduce(torch.ones(3), async_op=True)
+    threads = [group._engine._thread for group in groups if group._engine._thread is not None]
+    assert threads
+    weak = [weakref.ref(group) for group in groups]
+    del groups
+    gc.collect()
+    assert [ref() for ref in weak] == [None, None]
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+    del open_end
+
+
+def test_programs_are_where_the_tests_think(world: Any) -> None:
+    """The sizes above straddle the ways a sum can take."""
+    assert programs.SMALL < 20_000 * 4
+    assert LARGE * 4 > programs.CHUNK

@@ -1,0 +1,267 @@
+"""Letters: more than there are slots for, tags in any order, from anybody, what does not fit, and what was taken back."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from gradwire.collectives import build
+from gradwire.collectives.reference import store
+from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupError
+from gradwire.groups.shared_memory import mail
+from gradwire.groups.shared_memory.board import SLOTS
+
+
+def number(value: float, n: int = 3) -> torch.Tensor:
+    return torch.full((n,), float(value))
+
+
+@pytest.mark.parametrize("receiver_first", [False, True])
+def test_more_letters_than_slots_arrive_in_order(world: Any, everywhere: Any, receiver_first: bool) -> None:
+    groups = world(2)
+    many = 5 * SLOTS + 3
+
+    def use(group: Any) -> list[float]:
+        if group.rank == 0:
+            if receiver_first:
+                time.sleep(0.05)
+            sends = [group.send(number(i, 100 * (i % 7)), dst=1, async_op=True) for i in range(many)]
+            for send in sends:
+                send.wait()
+            return []
+        places = [torch.empty(100 * (i % 7)) for i in range(many)]
+        if not receiver_first:
+            time.sleep(0.05)
+        works = [group.recv(t, src=0, async_op=True) for t in places]
+        for work in works:
+            work.wait()
+        return [t[0].item() if t.numel() else i for i, t in enumerate(places)]
+
+    results = everywhere(groups, use)
+    assert results[1] == list(range(many))
+
+
+def test_tags_in_any_order(world: Any, everywhere: Any) -> None:
+    groups = world(2)
+    tags = list(range(SLOTS))  # all of them lie in the box before the first is taken
+
+    def use(group: Any) -> list[float]:
+        if group.rank == 0:
+            for work in [group.send(number(tag), dst=1, tag=tag, async_op=True) for tag in tags]:
+                work.wait()
+            return []
+        found = []
+        for tag in random.Random(1).sample(tags, len(tags)):
+            t = torch.empty(3)
+            group.recv(t, src=0, tag=tag)
+            found.append(t[0].item() - tag)
+        return found
+
+    assert everywhere(groups, use)[1] == [0.0] * len(tags)
+
+
+def test_letters_of_one_tag_are_taken_in_the_order_they_were_sent_while_others_wait(
+    world: Any, everywhere: Any
+) -> None:
+    """Slots are taken out of order, so their places say nothing about the order of the letters."""
+    groups = world(2)
+
+    def use(group: Any) -> list[float]:
+        if group.rank == 0:
+            for work in [group.send(number(i), dst=1, tag=i % 3, async_op=True) for i in range(200)]:
+                work.wait()
+            return []
+        seen: dict[int, list[float]] = {0: [], 1: [], 2: []}
+        for i in random.Random(2).sample(range(200), 200):
+            t = torch.empty(3)
+            group.recv(t, src=0, tag=i % 3)
+            seen[i % 3].append(t[0].item())
+        assert all(values == sorted(values) for values in seen.values())
+        return sorted(value for values in seen.values() for value in values)
+
+    groups[0]._engine.post._free[1].reverse()
+    assert everywhere(groups, use)[1] == [float(i) for i in range(200)]
+
+
+def test_from_anybody_serves_everybody_and_keeps_each_ones_order(world: Any, everywhere: Any) -> None:
+    groups = world(4)
+    each = 40
+
+    def use(group: Any) -> list[tuple[int, float]]:
+        if group.rank != 1:
+            for work in [group.send(number(i), dst=1, async_op=True) for i in range(each)]:
+                work.wait()
+            return []
+        while any(len(other._engine.post._free[1]) > 0 for other in groups if other.rank != 1):
+            time.sleep(0.001)  # all boxes are full: from here on it is the receiver that chooses
+        found = []
+        for _ in range(3 * each):
+            t = torch.empty(3)
+            work = group.recv(t)
+            found.append((work.source_rank(), t[0].item()))
+        return found
+
+    found = everywhere(groups, use)[1]
+    for rank in (0, 2, 3):
+        assert [value for source, value in found if source == rank] == [float(i) for i in range(each)]
+    assert {source for source, _ in found[:3]} == {0, 2, 3}, "a rank with many letters does not keep the others waiting"
+    assert all({s for s, _ in found[i : i + 3]} == {0, 2, 3} for i in range(0, 60, 3))
+
+
+def test_receives_are_served_in_the_order_of_submission(world: Any, everywhere: Any) -> None:
+    """One from anybody stands before one from rank 0: the first letter is its."""
+    groups = world(3)
+    first, second, other = torch.empty(3), torch.empty(3), torch.empty(3)
+    works = [
+        groups[2].recv(first, async_op=True),
+        groups[2].recv(second, src=0, async_op=True),
+        groups[2].recv(other, src=1, tag=5, async_op=True),
+    ]
+    time.sleep(0.02)
+    sends = [groups[0].send(number(1), dst=2, async_op=True), groups[1].send(number(9), dst=2, tag=5, async_op=True)]
+    for work in [*sends, works[0], works[2]]:
+        work.wait()
+    assert (first[0].item(), other[0].item()) == (1.0, 9.0)
+    assert not works[1].is_completed()
+    groups[0].send(number(2), dst=2)
+    works[1].wait()
+    assert second[0].item() == 2.0
+    assert [work.source_rank() for work in works] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("wrong", [torch.empty(4), torch.empty(3, dtype=torch.int32), torch.empty(0)])
+def test_what_does_not_fit_is_said_on_both_sides(world: Any, everywhere: Any, wrong: torch.Tensor) -> None:
+    groups = world(2)
+
+    def use(group: Any) -> str:
+        with pytest.raises(CollectiveMismatch) as caught:
+            if group.rank == 0:
+                group.send(number(1), dst=1, label="sent")
+            else:
+                group.recv(wrong, src=0, label="received")
+        return str(caught.value)
+
+    sent, received = everywhere(groups, use)
+    assert "label='sent'" in sent
+    assert "rank 1 receives another dtype or number of elements" in sent
+    assert "label='received'" in received
+    assert "rank 0 sends 3 elements" in received
+    t = torch.empty(3)
+    work = groups[1].recv(t, src=0, async_op=True)
+    groups[0].send(number(7), dst=1)
+    work.wait()
+    assert t.eq(7).all()
+
+
+def test_a_place_that_cannot_be_written_fails_both_sides_and_nothing_else(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = world(2)
+    beside = groups[1].recv(torch.empty(3), src=0, tag=1, async_op=True)
+    place = torch.empty(3)
+
+    def no_memory(output: torch.Tensor, value: torch.Tensor) -> None:
+        if output.data_ptr() == place.data_ptr():
+            raise MemoryError("no memory on rank 1")
+        store(output, value)
+
+    monkeypatch.setattr(mail, "store", no_memory)
+    receiving = groups[1].recv(place, src=0, async_op=True)
+    with pytest.raises(GroupError, match="rank 1 could not write what was sent where it was to be received"):
+        groups[0].send(number(1), dst=1)
+    with pytest.raises(MemoryError, match="no memory on rank 1"):
+        receiving.wait()
+    groups[0].send(number(1), dst=1, tag=1)
+    beside.wait()
+
+
+def test_letters_that_were_given_up_are_taken_back_and_their_slots_used_again(world: Any) -> None:
+    groups = world(2)
+    post = groups[0]._engine.post
+    for round_ in range(2):
+        given_up = [groups[0].submit(build.send(number(-1), dst=1, tag=9).within(0.05)) for _ in range(SLOTS)]
+        for send in given_up:
+            with pytest.raises(CollectiveTimeout):
+                send.wait()
+        deadline = time.perf_counter() + 5
+        while post._free[1] or len(post._left_lying) < SLOTS:
+            assert time.perf_counter() < deadline
+            time.sleep(0.005)
+        # All slots hold letters that were taken back. The next is put when the receiver has looked into its box.
+        sending = groups[0].send(number(round_), dst=1, tag=9, async_op=True)
+        assert not sending.is_completed()
+        t = torch.empty(3)
+        groups[1].recv(t, src=0, tag=9)
+        sending.wait()
+        assert t.eq(round_).all(), "a letter that was taken back was delivered"
+    assert len(post._free[1]) + len(post._left_lying) == SLOTS
+
+
+def test_a_slot_that_is_used_again_is_not_taken_for_taken_back(world: Any) -> None:
+    groups = world(2)
+    post = groups[0]._engine.post
+    send = groups[0].submit(build.send(number(-1), dst=1).within(0.05))
+    with pytest.raises(CollectiveTimeout):
+        send.wait()
+    while not post._left_lying:  # until then it can be received
+        time.sleep(0.005)
+    for i in range(3 * SLOTS):
+        t = torch.empty(3)
+        work = groups[1].recv(t, src=0, async_op=True)
+        groups[0].send(number(i), dst=1)
+        work.wait()
+        assert t.eq(i).all()
+    assert len(post._free[1]) >= SLOTS - 1
+
+
+def test_a_send_that_ran_out_of_time_before_it_had_a_slot(world: Any) -> None:
+    groups = world(2)
+    first = [groups[0].send(number(i), dst=1, async_op=True) for i in range(SLOTS)]
+    late = groups[0].submit(build.send(number(99), dst=1).within(0.1))
+    with pytest.raises(CollectiveTimeout):
+        late.wait()
+    for i, send in enumerate(first):
+        t = torch.empty(3)
+        groups[1].recv(t, src=0)
+        send.wait()
+        assert t.eq(i).all()
+    open_end = groups[1].submit(build.recv(torch.empty(3), src=0).within(0.2))
+    with pytest.raises(CollectiveTimeout):
+        open_end.wait()
+
+
+def test_heap_and_ordinary_memory_strided_and_empty(world: Any, everywhere: Any) -> None:
+    groups = world(2)
+
+    def use(group: Any) -> bool:
+        heap = group.allocate(50_000)
+        heap.copy_(torch.arange(50_000.0))
+        sent = [
+            heap,
+            heap[1:],
+            torch.arange(50_000.0),
+            heap.view(50, 1000).t(),
+            torch.arange(10.0)[::2],
+            torch.empty(0),
+        ]
+        for tag, t in enumerate(sent):
+            if group.rank == 0:
+                group.send(t, dst=1, tag=tag)
+            else:
+                for place in (torch.empty(t.shape), group.allocate(t.numel()).view(t.shape))[tag % 2 :][:1]:
+                    group.recv(place, src=0, tag=tag)
+                    assert torch.equal(place, t)
+        return True
+
+    assert everywhere(groups, use) == [True, True]
+    reserved = groups[0]._heap.reserved
+    for _ in range(100):
+        t = torch.empty(50_000)
+        work = groups[1].recv(t, src=0, async_op=True)
+        groups[0].send(torch.ones(50_000), dst=1)
+        work.wait()
+    assert groups[0]._heap.reserved == reserved, "copies of what was sent go back to the heap"

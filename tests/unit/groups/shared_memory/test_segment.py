@@ -1,0 +1,405 @@
+"""The segment: mode, owner, what is refused, what stays behind (nothing), and memory that is not there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import stat
+import struct
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from gradwire.errors import CollectiveTimeout, GroupError, UsageError
+from gradwire.groups import SharedMemoryGroup
+from gradwire.groups.shared_memory import segment as module
+from gradwire.groups.shared_memory.board import Plan
+from gradwire.groups.shared_memory.segment import PAGE, Segment, Ticket, default_directory
+
+SIZE = 1 << 20
+
+
+def new(directory: str | Path = "", *, nbytes: int = SIZE, ranks: int = 2) -> tuple[Segment, Ticket]:
+    return Segment.create(ranks=ranks, nbytes=nbytes, directory=str(directory or default_directory()), host="here")
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Any]]:
+    """A segment and its ticket."""
+    made: list[Any] = list(new())
+    yield made
+    made[0].close()
+    made.clear()  # pytest keeps the fixture's value until after the look for leftovers, and a mapping has a descriptor
+
+
+@pytest.fixture
+def _named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a system without O_TMPFILE."""
+    monkeypatch.delattr(os, "O_TMPFILE")
+
+
+@pytest.fixture(params=["nameless", "named"])
+def either_way(request: pytest.FixtureRequest) -> str:
+    if request.param == "named":
+        request.getfixturevalue("_named")
+    return str(request.param)
+
+
+def test_it_is_in_no_directory_and_nobody_elses(tmp_path: Path) -> None:
+    segment, ticket = new(tmp_path)
+    status = os.fstat(segment.fd)
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_nlink == 0
+    assert status.st_uid == os.geteuid()
+    assert list(tmp_path.iterdir()) == []
+    assert ticket.path == f"/proc/{os.getpid()}/fd/{segment.fd}"
+    assert not os.get_inheritable(segment.fd)
+    segment.close()
+
+
+@pytest.mark.usefixtures("_named")
+def test_with_a_name_that_nobody_can_guess_and_that_goes_once_all_have_it(tmp_path: Path) -> None:
+    segments = [new(tmp_path) for _ in range(2)]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert len(set(names)) == 2
+    assert all(len(bytes.fromhex(name.removeprefix("gradwire-"))) == 16 for name in names)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()] == [0o600] * 2
+    for segment, ticket in segments:
+        twin = Segment.join(ticket)
+        twin.close()  # whoever only joined leaves the name to its maker
+        assert os.path.exists(ticket.path)
+        segment.unlink()
+        assert not os.path.exists(ticket.path)
+        segment.close()
+        segment.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("_named")
+def test_a_world_over_a_named_segment_leaves_no_name(world: Any, everywhere: Any, tmp_path: Path) -> None:
+    groups = world(2, directory=str(tmp_path), room=64 << 20)
+    assert list(tmp_path.iterdir()) == []
+    t = [torch.ones(100_000) for _ in groups]
+    everywhere(groups, lambda group: group.all_reduce(t[group.rank]))
+    assert all(x.eq(2).all() for x in t)
+
+
+def test_what_one_writes_the_other_reads(pair: list[Any]) -> None:
+    segment, ticket = pair
+    twin = Segment.join(ticket)
+    segment.reserve(PAGE, 5, what="a word")
+    segment.memory[PAGE : PAGE + 5] = b"hello"
+    assert twin.memory[PAGE : PAGE + 5] == b"hello"
+    assert twin.fd != segment.fd
+    twin.close()
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------------
+
+
+def _header(segment: Segment, **changes: Any) -> None:
+    names = ("magic", "version", "ranks", "token", "nbytes")
+    values = dict(zip(names, module._HEADER.unpack_from(segment.memory, 0), strict=True)) | changes
+    module._HEADER.pack_into(segment.memory, 0, *values.values())
+
+
+TAMPERED: dict[str, tuple[Callable[[Segment], Any], Callable[[Ticket], Ticket], str]] = {
+    "another layout": (lambda s: _header(s, version=7), lambda t: t, "has layout version 7, this process knows 1"),
+    "not ours": (lambda s: _header(s, magic=b"SQLite f"), lambda t: t, "does not begin as one of ours"),
+    "zeroes": (lambda s: s.memory.__setitem__(slice(0, 64), bytes(64)), lambda t: t, "does not begin as one of ours"),
+    "another token": (lambda s: _header(s, token=bytes(16)), lambda t: t, "belongs to another group"),
+    "other ranks": (lambda s: _header(s, ranks=9), lambda t: t, "belongs to another group (9 ranks"),
+    "shrunk": (lambda s: os.ftruncate(s.fd, SIZE // 2), lambda t: t, f"has {SIZE // 2} bytes where {SIZE} were announced"),
+    "grown": (lambda s: os.ftruncate(s.fd, SIZE * 2), lambda t: t, f"has {SIZE * 2} bytes where {SIZE} were announced"),
+    "another token in the ticket": (lambda s: 0, lambda t: replace(t, token="00" * 16), "belongs to another group"),
+    "another inode": (lambda s: 0, lambda t: replace(t, inode=t.inode + 1), "another file has taken its place"),
+    "another device": (lambda s: 0, lambda t: replace(t, device=t.device + 1), "another file has taken its place"),
+    "no such file": (lambda s: 0, lambda t: replace(t, path="/nowhere"), "cannot be opened: No such file"),
+    "a directory": (lambda s: 0, lambda t: replace(t, path="/"), "cannot be opened: Is a directory"),
+    "a process that has ended": (
+        lambda s: 0, lambda t: replace(t, path="/proc/2147483646/fd/3"), "The rank that made it has ended",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", TAMPERED)
+def test_a_segment_that_is_not_the_right_one_is_refused(pair: list[Any], how: str) -> None:
+    segment, ticket = pair
+    act, change, words = TAMPERED[how]
+    act(segment)
+    with pytest.raises(GroupError) as caught:
+        Segment.join(change(ticket))
+    assert words in str(caught.value)
+    assert "shared memory of 2 ranks" in str(caught.value)
+
+
+def test_another_users_segment_is_refused(pair: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(GroupError, match="belongs to user .*, this process runs as 12345"):
+        Segment.join(pair[1])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to run as another user")
+def test_another_user_cannot_open_it(pair: list[Any]) -> None:
+    """Really another user, with the ticket in hand."""
+    script = f"""
+        import os
+        os.setgid(65534); os.setuid(65534)
+        try:
+            os.open({pair[1].path!r}, os.O_RDWR)
+        except OSError as error:
+            print(error.strerror)
+    """
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=20
+    )
+    assert done.stdout == "Permission denied\n"
+
+
+def test_mapping_that_fails_in_a_rank_is_said(pair: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "mmap", _no_memory)
+    with pytest.raises(GroupError, match=r"cannot be mapped: .*ulimit -v"):
+        Segment.join(pair[1])
+
+
+def _no_memory(*args: Any, **kwargs: Any) -> Any:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+# -- address space --------------------------------------------------------------------------------------------------------
+
+
+def test_where_address_space_is_short_it_makes_do_with_less(
+    either_way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = mmap.mmap
+
+    def at_most_8_gib(fd: int, nbytes: int, **kwargs: Any) -> Any:
+        return _no_memory() if nbytes > 8 << 30 else real(fd, nbytes, **kwargs)
+
+    monkeypatch.setattr(mmap, "mmap", at_most_8_gib)
+    segment, ticket = new(tmp_path, nbytes=64 << 30)
+    assert segment.nbytes == ticket.nbytes == os.fstat(segment.fd).st_size == 8 << 30
+    twin = Segment.join(ticket)  # it has kept its name, where it has one
+    twin.close()
+    segment.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_there_is_no_address_space_at_all(
+    either_way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(mmap, "mmap", _no_memory)
+    with pytest.raises(GroupError, match=r"cannot map .* GiB of .*: Cannot allocate memory\. Raise the limits"):
+        new(tmp_path, nbytes=4 << 30)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_may_not_be_so_large(either_way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def too_large(fd: int, nbytes: int) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(os, "ftruncate", too_large)
+    with pytest.raises(GroupError, match="File too large.*ulimit -f"):
+        new(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_room_that_is_not_enough(world: Any) -> None:
+    least = Plan(2, 0).heaps + 2 * (1 << 20)
+    with pytest.raises(UsageError, match=f"room={least - 1} is not enough for 2 ranks.*at least {least} bytes"):
+        SharedMemoryGroup(HashStore(), 0, 2, room=least - 1)
+    groups = world(2, room=least)
+    with pytest.raises(GroupError, match=r"address space for \d+ bytes only.*Give the group more room="):
+        groups[0].allocate(10_000_000)
+    assert groups[0].allocate(10_000).numel() == 10_000
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------------
+
+
+def no_space(fd: int, offset: int, nbytes: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_no_memory_says_how_much_was_asked_for_and_what_is_free(
+    pair: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    with pytest.raises(GroupError) as caught:
+        pair[0].reserve(PAGE, 512 << 10, what="heap of rank 1")
+    text = str(caught.value)
+    assert "no room for 512 KiB (heap of rank 1): No space left on device" in text
+    assert "iB are free where the segment lies" in text
+    assert "--shm-size" in text
+
+
+def test_other_errors_of_the_system_stay_what_they_are(pair: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "posix_fallocate", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        pair[0].reserve(PAGE, 1, what="anything")
+
+
+def test_no_memory_for_the_header_leaves_nothing(
+    either_way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    with pytest.raises(GroupError, match="its header"):
+        new(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file or directory. Give a directory= that exists"):
+        new(tmp_path / "missing")
+    store = HashStore()
+    with pytest.raises(UsageError, match="No such file"):
+        SharedMemoryGroup(store, 0, 2, directory=str(tmp_path / "missing"))
+    with pytest.raises(GroupError, match="rank 0 could not make the segment: .*No such file"):
+        SharedMemoryGroup(store, 1, 2)
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[str]:
+    """16 MiB, really."""
+    place = tmp_path / "tmpfs"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(place)], capture_output=True, text=True, check=False
+    ) if os.geteuid() == 0 else None  # fmt: skip
+    if mounted is None or mounted.returncode:
+        pytest.skip(f"may not mount a tmpfs: {mounted.stderr.strip() if mounted else 'not root'}")
+    yield str(place)
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_full_tmpfs_is_an_error_and_not_a_bus_error(world: Any, everywhere: Any, small_tmpfs: str) -> None:
+    groups = world(2, directory=small_tmpfs)
+    kept = []
+    with pytest.raises(
+        GroupError, match=r"no room for .*iB \(heap of rank 0\): .*; .*iB are free where the segment lies"
+    ):
+        while True:
+            kept.append(groups[0].allocate(200_000).fill_(1.0))
+    assert 1 <= len(kept) < 20
+    # What there was can still be used, and what is given back too.
+    t = [kept[0], torch.ones(200_000)]
+    everywhere(groups, lambda group: group.all_reduce(t[group.rank]))
+    assert all(x.eq(2).all() for x in t)
+    kept.clear()
+    assert groups[0].allocate(200_000).numel() == 200_000
+    # A send needs a copy in the heap; where there is no room for it, it fails, and later ones do not.
+    kept.append(groups[1].allocate(groups[1]._heap.available // 4))
+    big = torch.ones(4_000_000)
+    with pytest.raises(GroupError, match=r"no room for .*heap of rank 1"):
+        groups[1].send(big, dst=0)
+    got = torch.empty(3)
+    receiving = groups[0].recv(got, src=1, async_op=True)
+    del kept[-1]
+    groups[1].send(torch.ones(3), dst=0)
+    receiving.wait()
+
+
+def test_no_room_for_the_board(small_tmpfs: str, tmp_path: Path) -> None:
+    with open(os.path.join(small_tmpfs, "ballast"), "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 14 << 20)
+        store = HashStore()
+        with pytest.raises(GroupError, match=r"no room for .* \(board and staging buffers\)"):
+            SharedMemoryGroup(store, 0, 2, directory=small_tmpfs)
+        with pytest.raises(GroupError, match="rank 0 could not make the segment: .*no room for"):
+            SharedMemoryGroup(store, 1, 2, directory=small_tmpfs)
+
+
+# -- ranks that do not fit ---------------------------------------------------------------------------------------------------
+
+
+def test_two_groups_over_one_store_and_two_jobs_of_the_same_name_never_meet(world: Any, everywhere: Any) -> None:
+    store = HashStore()
+    worlds = [world(2, store=store), world(2, store=store), world(2, name="job"), world(2, name="job")]
+    assert len({(group._segment.fd, os.fstat(group._segment.fd).st_ino) for groups in worlds for group in groups}) == 8
+    assert len({os.fstat(group._segment.fd).st_ino for groups in worlds for group in groups}) == 4
+    for number, groups in enumerate(worlds):
+        t = [torch.full((100_000,), float(number)) for _ in groups]
+        everywhere(groups, lambda group: group.all_reduce(t[group.rank]))
+        assert all(x.eq(2 * number).all() for x in t)
+
+
+def refused(ticket_changes: dict[str, Any] | None = None, *, size: int = 2) -> list[BaseException]:
+    """Rank 0 as always; rank 1 is handed a ticket that was changed on the way, or wants another size."""
+    store = HashStore()
+    errors: list[BaseException] = []
+
+    def rank_0() -> None:
+        try:
+            SharedMemoryGroup(store, 0, 2, timeout=10)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=rank_0)
+    thread.start()
+    key = "gradwire/shared-memory/1/ticket"
+    store.wait([key])
+    told = json.loads(store.get(key))
+    store.set(key, json.dumps(told | (ticket_changes or {})))
+    with pytest.raises(GroupError) as caught:
+        SharedMemoryGroup(store, 1, size, timeout=10)
+    thread.join(10)
+    assert not thread.is_alive()
+    return [*errors, caught.value]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"host": "elsewhere"}, "rank 0 runs on another host or in another container"),
+        ({"token": "00" * 16}, "belongs to another group"),
+        ({"inode": 1}, "another file has taken its place"),
+        ({"nbytes": 1 << 30}, "were announced"),
+    ],
+)
+def test_a_rank_that_cannot_join_tells_the_others_at_once(changes: dict[str, Any], words: str) -> None:
+    errors = refused(changes)
+    assert [type(error) for error in errors] == [GroupError] * 2
+    assert all(words in str(error) for error in errors)
+    assert "rank 1: " in str(errors[0])
+
+
+def test_ranks_of_different_sizes() -> None:
+    errors = refused(size=3)
+    assert all("rank 0 has made a segment for 2 ranks. Give all ranks the same size." in str(e) for e in errors)
+
+
+def test_rank_0_that_never_comes_and_others_that_never_come() -> None:
+    with pytest.raises(CollectiveTimeout, match="rank 0 has not made the segment within") as caught:
+        SharedMemoryGroup(HashStore(), 1, 2, timeout=0.2)
+    assert caught.value.missing == (0,)
+    with pytest.raises(CollectiveTimeout, match=r"ranks \[1, 2\] have not come within") as caught:
+        SharedMemoryGroup(HashStore(), 0, 3, timeout=0.2)
+    assert caught.value.missing == (1, 2)
+
+
+def test_an_unknown_way_of_waiting_is_refused_before_anybody_is_met() -> None:
+    store = HashStore()
+    with pytest.raises(UsageError, match="waiting='hope' is unknown. Choose auto, futex or polling"):
+        SharedMemoryGroup(store, 0, 2, waiting="hope")  # type: ignore[arg-type]
+    assert store.num_keys() <= 1
+
+
+def test_a_ticket_travels_as_json() -> None:
+    ticket = Ticket("/proc/1/fd/3", 5, 7, "ab", 9, 2, "host")
+    assert Ticket(**json.loads(json.dumps(asdict(ticket)))) == ticket
+    assert struct.calcsize(module._HEADER.format) < PAGE

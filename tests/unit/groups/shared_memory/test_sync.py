@@ -1,0 +1,279 @@
+"""Fence, bell, futex and polling: no wake-up is lost, and every sleep ends."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gradwire.groups import Group, SharedMemoryGroup
+from gradwire.groups.shared_memory import sync
+from gradwire.groups.shared_memory.sync import Bell, Fence, Futex, Polling, Sleep, looks_before_sleep, usable_cores
+from gradwire.testing import check_group, default_pool
+
+Make = Callable[[mmap.mmap], Sleep]
+
+
+def _futex(memory: mmap.mmap) -> Sleep:
+    return Futex(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+
+
+def _polling(memory: mmap.mmap) -> Sleep:
+    return Polling(memoryview(memory))
+
+
+WAYS: dict[str, Make] = {"futex": _futex, "polling": _polling}
+
+
+@pytest.fixture
+def memory() -> mmap.mmap:
+    return mmap.mmap(-1, 4096)
+
+
+@pytest.fixture(params=WAYS)
+def make(request: pytest.FixtureRequest) -> Make:
+    return WAYS[request.param]
+
+
+def timed(fn: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    fn()
+    return time.perf_counter() - began
+
+
+# -- the fence ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fence_releases_before_it_acquires_and_can_be_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    class Lock:
+        def acquire(self) -> None:
+            calls.append("acquire")
+
+        def release(self) -> None:
+            calls.append("release")
+
+    monkeypatch.setattr(threading, "Lock", Lock)
+    fence = Fence()
+    assert calls == ["acquire"]
+    fence()
+    fence()
+    assert calls[1:] == ["release", "acquire"] * 2
+
+
+def test_a_fence_never_waits() -> None:
+    fence = Fence()
+    assert timed(lambda: [fence() for _ in range(1000)]) < 2
+
+
+# -- sleeping ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sleep_ends_by_itself(make: Make, memory: mmap.mmap) -> None:
+    memory[64] = 1
+    seconds = timed(lambda: make(memory).sleep(64, 0.1))
+    assert 0.09 < seconds < 3
+
+
+def test_whoever_is_not_to_sleep_does_not(make: Make, memory: mmap.mmap) -> None:
+    assert timed(lambda: make(memory).sleep(64, 10)) < 5
+
+
+def test_waking_nobody_is_harmless(make: Make, memory: mmap.mmap) -> None:
+    make(memory).wake(0)
+
+
+def test_a_sleeper_is_woken(make: Make, memory: mmap.mmap) -> None:
+    sleep = make(memory)
+    memory[0] = 1
+    thread = threading.Thread(target=sleep.sleep, args=(0, 30))
+    thread.start()
+    while thread.is_alive():
+        memory[0] = 0
+        sleep.wake(0)
+        thread.join(0.01)
+
+
+def test_futex_raises_what_it_does_not_expect(memory: mmap.mmap) -> None:
+    with pytest.raises(OSError, match="futex: ") as caught:
+        _futex(memory).sleep(1, 0.1)  # not aligned
+    assert caught.value.errno == errno.EINVAL
+
+
+def test_a_signal_does_not_break_a_sleep(memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep = Futex(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+
+    def interrupted(*args: Any) -> int:
+        ctypes.set_errno(errno.EINTR)
+        return -1
+
+    monkeypatch.setattr(sleep, "_call", interrupted)
+    sleep.sleep(0, 1)
+
+
+def test_where_there_is_no_futex(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Futex.available()
+    with monkeypatch.context() as m:
+        m.setattr(sys, "platform", "darwin")
+        assert not Futex.available()
+    with monkeypatch.context() as m:
+        m.setattr(platform, "machine", lambda: "vax")
+        assert not Futex.available()
+    with monkeypatch.context() as m:  # as where a sandbox forbids it
+        m.setattr(Futex, "_call", lambda self, *args: ctypes.set_errno(errno.EPERM) or -1)
+        assert not Futex.available()
+
+
+def test_without_a_futex_a_group_polls(world: Any, everywhere: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Futex, "available", staticmethod(lambda: False))
+    groups = world(2)
+    assert all(isinstance(group._board.bell._sleep, Polling) for group in groups)
+    assert [type(result).__name__ for result in everywhere(groups, lambda group: group.barrier())] == ["Work"] * 2
+
+
+# -- the bell ------------------------------------------------------------------------------------------------------------------
+
+
+def bells(memory: mmap.mmap, make: Make) -> list[Bell]:
+    return [Bell(memoryview(memory), 128, rank, 2, make(memory)) for rank in range(2)]
+
+
+def test_whoever_is_ready_does_not_sleep_and_puts_its_bell_out(make: Make, memory: mmap.mmap) -> None:
+    bell = bells(memory, make)[0]
+    seen = []
+
+    def ready() -> bool:
+        seen.append(memory[128])
+        return True
+
+    assert timed(lambda: bell.sleep(ready, Fence(), 10)) < 5
+    assert seen == [1]
+    assert memory[128] == 0
+
+
+def test_one_bell_is_put_out_and_no_other(make: Make, memory: mmap.mmap) -> None:
+    first, second = bells(memory, make)
+    memory[128], memory[128 + 64] = 1, 1
+    first.ring()
+    assert (memory[128], memory[128 + 64]) == (1, 0)
+    second.ring_one(0)
+    assert (memory[128], memory[128 + 64]) == (0, 0)
+
+
+def test_a_spurious_wake_is_only_an_early_look(make: Make, memory: mmap.mmap) -> None:
+    """`sleep` returns, the caller looks again and sleeps again."""
+    bell = bells(memory, make)[0]
+    looks = []
+    done = threading.Event()
+
+    def sleeper() -> None:
+        while not done.is_set():
+            looks.append(1)
+            bell.sleep(done.is_set, Fence(), 0.05)
+
+    thread = threading.Thread(target=sleeper)
+    thread.start()
+    other = bells(memory, make)[1]
+    for _ in range(20):
+        other.ring_one(0)
+        time.sleep(0.001)
+    done.set()
+    other.ring_one(0)
+    thread.join(5)
+    assert not thread.is_alive()
+    assert looks
+
+
+ROUNDS = 10_000
+
+
+def _ping_pong(memory: mmap.mmap, rank: int, make: Make) -> tuple[float, int]:
+    """Two processes count in turn and sleep for long in between: a lost wake-up costs seconds. The longest wait, and sleeps."""
+    words = memoryview(memory)[:128].cast("Q")
+    bell, fence = Bell(memoryview(memory), 128, rank, 2, make(memory)), Fence()
+    longest, sleeps = 0.0, 0
+    for turn in range(ROUNDS):
+
+        def ready(turn: int = turn) -> bool:
+            return words[8 * (1 - rank)] >= turn + (rank == 1)
+
+        began = time.perf_counter()
+        while not ready():
+            sleeps += 1
+            bell.sleep(ready, fence, 5.0)
+            assert time.perf_counter() - began < 60
+        longest = max(longest, time.perf_counter() - began)
+        words[8 * rank] = turn + 1
+        fence()
+        bell.ring()
+    return longest, sleeps
+
+
+def test_no_wake_up_is_lost_between_processes(make: Make, memory: mmap.mmap) -> None:
+    """No spinning: both sleep at nearly every turn."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            longest, sleeps = _ping_pong(memory, 1, make)
+            os.write(write, f"{longest} {sleeps}".encode())
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(write)
+    longest, sleeps = _ping_pong(memory, 0, make)
+    with os.fdopen(read) as file:
+        theirs = file.read().split()
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert sleeps > ROUNDS / 10  # else nothing was tested
+    assert longest < 4, "a sleep ended by its limit: a wake-up was lost"
+    assert float(theirs[0]) < 4
+
+
+# -- how often to look ---------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_without_a_core_look_less_often() -> None:
+    assert looks_before_sleep(2, cores=2) > looks_before_sleep(3, cores=2) > 0
+    assert usable_cores() == len(os.sched_getaffinity(0))
+
+
+def test_cores_where_affinity_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert usable_cores() == 1
+
+
+def test_pausing_where_there_is_no_sched_yield(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    sync._pause()()
+
+
+def _polling_group(store: Any, rank: int, size: int, *, timeout: float, name: str) -> Group:
+    return SharedMemoryGroup(store, rank, size, timeout=timeout, name=name, waiting="polling")
+
+
+def _polling_ranks(fn: Callable[[Group], Any]) -> list[Any]:
+    outcomes = default_pool().run(fn, 2, build=_polling_group)
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+    return [outcome.value for outcome in outcomes]
+
+
+def test_polling_passes_the_suite() -> None:
+    """A part of it: what waits, wakes and goes wrong."""
+    only = ["all_reduce_sizes", "all_to_all", "barrier", "send_recv", "many_in_flight", "deadline", "abort_wakes"]
+    assert set(check_group(_polling_ranks, only=only).ran) == set(only)

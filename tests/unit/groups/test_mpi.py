@@ -1,0 +1,434 @@
+"""MPIGroup beyond conformance: large counts, memory that overlaps, late ranks, leaving, recovery, and every error it raises."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire.collectives import build
+from gradwire.errors import (
+    ClosedError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupAborted,
+    GroupError,
+    PeerLost,
+    UsageError,
+    UsageTypeError,
+)
+from gradwire.groups import Group
+from gradwire.groups.mpi import MPIGroup
+from gradwire.groups.mpi.meet import members
+from gradwire.groups.mpi.native import Native
+from gradwire.groups.mpi.runtime import Runtime, runtime
+from gradwire.testing import check_group, run_ranks
+from gradwire.testing.mpi import missing
+
+needs_mpi = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+def on_ranks(fn: Any, n: int = 2, **named: Any) -> list[Any]:
+    return run_ranks(fn, n, kind="mpi", **named)
+
+
+# -- without MPI ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_mpi4py_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(UsageError, match=r"pip install 'gradwire\[mpi\]'"):
+        MPIGroup()
+
+
+class FakeMPI:
+    """As much of mpi4py.MPI as starting needs."""
+
+    THREAD_SINGLE, THREAD_FUNNELED, THREAD_SERIALIZED, THREAD_MULTIPLE = range(4)
+
+    def __init__(self, *, level: int = 3, initialized: bool = True, finalized: bool = False) -> None:
+        self.level, self.initialized, self.finalized = level, initialized, finalized
+        self.asked: int | None = None
+
+    def Is_initialized(self) -> bool:
+        return self.initialized
+
+    def Is_finalized(self) -> bool:
+        return self.finalized
+
+    def Init_thread(self, level: int) -> None:
+        self.asked, self.initialized = level, True
+
+    def Query_thread(self) -> int:
+        return self.level
+
+    def Finalize(self) -> None:
+        self.finalized = True
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_too_little_threading_is_refused(started: bool) -> None:
+    fake = FakeMPI(level=2, initialized=started)
+    with pytest.raises(UsageError, match=r"runs with THREAD_SERIALIZED, .* needs THREAD_MULTIPLE"):
+        Runtime(fake)
+    assert fake.finalized is not started  # what was started here is ended here
+    fake.finalized = True
+
+
+def test_a_finalized_mpi_is_refused() -> None:
+    with pytest.raises(UsageError, match="MPI has been finalized"):
+        Runtime(FakeMPI(finalized=True))
+
+
+def test_mpi_is_started_with_all_threads_if_nobody_has() -> None:
+    fake = FakeMPI(initialized=False)
+    Runtime(fake)
+    assert fake.asked == fake.THREAD_MULTIPLE
+    fake.finalized = True  # so that nothing is done at exit
+
+
+def test_processes_of_several_worlds_are_told_to_use_one_mpirun() -> None:
+    store = dist.HashStore()
+    store.set("gradwire/mpi/1/1", "0 1")
+    with pytest.raises(UsageError, match=r"processes \[0, 0\] of MPI's world of 1.*mpirun -n 2"):
+        members(store, 0, 2, 0, 1, timeout=1, what="making it")
+
+
+def test_who_did_not_come_to_the_store_is_named() -> None:
+    store = dist.HashStore()
+    store.set("gradwire/mpi/1/2", "2 4")
+    with pytest.raises(CollectiveTimeout, match=r"making it: ranks \[1, 3\] did not come") as caught:
+        members(store, 0, 4, 0, 4, timeout=0.05, what="making it")
+    assert (caught.value.joined, caught.value.missing) == ((0, 2), (1, 3))
+
+
+# -- what is moved -------------------------------------------------------------------------------------------------------
+
+
+@needs_mpi
+def test_counts_that_are_too_large_for_mpi() -> None:
+    """The limit is lowered to a few elements, so that everything is above it."""
+
+    def small_counts(group: Group) -> Group:
+        assert isinstance(group, MPIGroup)
+        old = group._engine
+        old.retire()
+        group._native = Native(runtime().mpi, most=3)
+        group._engines[:] = [group._engine_on(old.comm, old.spare)]
+        return group
+
+    names = [
+        "all_reduce_ops", "all_reduce_sizes", "reduce", "reduce_scatter", "reduce_scatter_tensor", "broadcast", "all_gather",
+        "all_gather_into_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "send_recv", "recv_any",
+    ]  # fmt: skip
+    report = check_group(lambda fn: on_ranks(fn, 3, wrap=small_counts), only=names)
+    assert set(report.ran) == set(names)
+
+
+@needs_mpi
+def test_inputs_that_lie_in_the_outputs() -> None:
+    def rank_main(group: Group) -> None:
+        size, rank = group.size, group.rank
+        want = torch.arange(size).repeat_interleave(2)
+        whole = torch.full((2 * size,), -1)
+        mine = whole[2 * rank : 2 * rank + 2].fill_(rank)
+        group.all_gather_into_tensor(whole, mine)
+        assert torch.equal(whole, want)
+        whole[1:3].fill_(rank)  # in nobody's place
+        group.all_gather_into_tensor(whole, whole[1:3])
+        assert torch.equal(whole, want)
+        whole = torch.arange(2 * size)
+        group.reduce_scatter_tensor(whole[:2], whole)
+        assert whole[:2].tolist() == [2 * rank * size, (2 * rank + 1) * size]
+        t = torch.full((size,), rank)
+        group.all_to_all_single(t, t)
+        assert t.tolist() == list(range(size))
+        parts = list(torch.full((size, 2), rank).unbind())
+        group.all_to_all(list(reversed(parts)), parts)
+        assert [int(p[0]) for p in reversed(parts)] == list(range(size))
+
+    on_ranks(rank_main, 4)
+
+
+@needs_mpi
+def test_what_mpi_lacks_is_still_exact() -> None:
+    def rank_main(group: Group) -> None:
+        for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+            t = torch.full((5,), 1.0 + group.rank).to(dtype)
+            group.all_reduce(t)
+            assert t.float().tolist() == [6.0] * 5
+
+    on_ranks(rank_main, 3)
+
+
+@needs_mpi
+def test_a_message_of_another_size_is_a_mismatch() -> None:
+    def rank_main(group: Group) -> str:
+        if group.rank == 0:
+            for n in (2, 8):
+                group.send(torch.ones(n), dst=1, tag=n)
+            group.barrier()
+            return ""
+        with pytest.raises(CollectiveMismatch, match=r"rank 0 sent 8 bytes, but there is room for 16"):
+            group.recv(torch.ones(4), src=0, tag=2)
+        with pytest.raises(CollectiveMismatch, match="another rank sent more than there is room for"):
+            group.recv(torch.ones(4), src=0, tag=8)
+        group.barrier()  # messages do not put the group out of step
+        return ""
+
+    on_ranks(rank_main)
+
+
+# -- mistakes ------------------------------------------------------------------------------------------------------------
+
+
+@needs_mpi
+def test_mistakes() -> None:
+    def rank_main(group: Group) -> None:
+        assert isinstance(group, MPIGroup)
+        with pytest.raises(UsageTypeError, match=r"MPIGroup\(3\): not a communicator"):
+            MPIGroup(3)
+        with pytest.raises(UsageTypeError, match="not a communicator"):
+            MPIGroup(runtime().mpi.COMM_NULL)
+        with pytest.raises(UsageError, match="timeout -1"):
+            MPIGroup(timeout=-1)
+        with pytest.raises(UsageError, match="are on meta, and MPIGroup moves host memory"):
+            group.all_reduce(torch.ones(2, device="meta"))
+        with pytest.raises(UsageError, match="the tag is too large"):
+            group.send(torch.ones(2), dst=1 - group.rank, tag=2**31 - 1)
+        group.barrier()
+
+    on_ranks(rank_main)
+
+
+# -- who is in it --------------------------------------------------------------------------------------------------------
+
+
+@needs_mpi
+def test_over_the_world_and_over_a_communicator() -> None:
+    def rank_main(group: Group) -> None:
+        world = runtime().mpi.COMM_WORLD
+        with MPIGroup(timeout=20) as everybody, MPIGroup(world, name="second") as second:
+            assert (everybody.rank, everybody.size, everybody.name) == (world.rank, world.size, "mpi")
+            a, b = torch.ones(1), torch.full((1,), 10.0)
+            order = [(everybody, a), (second, b)]
+            for work in [g.all_reduce(t, async_op=True) for g, t in (order if group.rank else reversed(order))]:
+                work.wait()
+            assert (a.item(), b.item()) == (3.0, 30.0)
+
+    on_ranks(rank_main, 3)
+
+
+@needs_mpi
+def test_a_group_whose_rank_does_not_come_is_not_made() -> None:
+    def rank_main(group: Group) -> None:
+        assert isinstance(group, MPIGroup)
+        side = group.split(0)
+        assert side is not None
+        group.timeout = 0.2
+        if group.rank == 0:
+            with pytest.raises(CollectiveTimeout, match=r"making MPIGroup 'pair' of ranks \[0, 1\].* within 0.2 s"):
+                group.subgroup([0, 1], name="pair")
+        side.barrier()
+        side.close()
+        if group.rank == 1:  # late: the other has given up, though its call is still there
+            with pytest.raises(CollectiveTimeout, match=r"making MPIGroup 'pair' on rank 1 of 2.* within 0.2 s"):
+                group.subgroup([0, 1], name="pair")
+
+    on_ranks(rank_main)
+    print(on_ranks(lambda group: group.split(0).close()))
+
+
+@needs_mpi
+def test_communicators_are_freed_when_all_have_left_and_all_is_well() -> None:
+    def rank_main(group: Group) -> tuple[bool, bool]:
+        null = runtime().mpi.COMM_NULL
+        fine, torn = group.split(0), group.split(0)
+        assert isinstance(fine, MPIGroup)
+        assert isinstance(torn, MPIGroup)
+        fine.all_reduce(torch.ones(1))
+        engines = [fine._engine, torn._engine]
+        if group.rank == 0:
+            with pytest.raises(GroupError):  # out of time, or told that the other has left
+                torn.submit(build.barrier().within(0.1)).wait()
+        fine.close()
+        torn.close()
+        group.barrier()
+        deadline = time.perf_counter() + 10
+        while any(engine in runtime().remains.departing for engine in engines) and time.perf_counter() < deadline:
+            runtime().sweep()
+        assert not set(engines) & set(runtime().remains.departing)
+        return engines[0].comm == null, engines[1].comm == null
+
+    assert on_ranks(rank_main) == [(True, False)] * 2
+
+
+@needs_mpi
+def test_a_dropped_group_ends_its_threads() -> None:
+    def rank_main(group: Group) -> None:
+        part = group.split(0)
+        assert part is not None
+        part.all_reduce(torch.ones(2, dtype=torch.bfloat16))
+        assert [t for t in threading.enumerate() if part.name in t.name]
+        name = part.name
+        del part
+        for thread in [t for t in threading.enumerate() if name in t.name]:
+            thread.join(5)  # the lane may still be letting go of its last job
+        assert not [t for t in threading.enumerate() if name in t.name]
+
+    on_ranks(rank_main)
+
+
+# -- what goes wrong -----------------------------------------------------------------------------------------------------
+
+
+@needs_mpi
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["MPI's own", "a program"])
+def test_a_rank_that_comes_late_finds_the_group_in_step(dtype: torch.dtype) -> None:
+    def rank_main(group: Group) -> tuple[list[float], Any, Any]:
+        side, t, who = group.split(0), torch.full((4,), 1.0 + group.rank, dtype=dtype), None
+        assert side is not None
+        if group.rank < 2:
+            with pytest.raises(CollectiveTimeout) as caught:
+                group.submit(build.all_reduce(t).within(0.3)).wait()
+            who = caught.value.joined, caught.value.missing
+        side.barrier()
+        if group.rank == 2:
+            group.all_reduce(t)
+        second = torch.ones(2, dtype=dtype)
+        group.all_reduce(second)
+        side.close()
+        return second.tolist(), t.tolist(), who
+
+    first, second, third = on_ranks(rank_main, 3)
+    assert first == second == ([3.0, 3.0], [6.0] * 4, ((0, 1), (2,)))
+    assert third == ([3.0, 3.0], [6.0] * 4, None)
+
+
+@needs_mpi
+def test_an_abort_is_told_to_the_others_at_once() -> None:
+    def rank_main(group: Group) -> float:
+        side = group.split(0)
+        assert side is not None
+        side.barrier()
+        side.close()
+        began = time.perf_counter()
+        if group.rank == 1:
+            group.abort("enough " + "of this " * 1000)
+            return 0.0
+        with pytest.raises(GroupAborted, match="the group was aborted: rank 1 aborted: enough"):
+            group.submit(build.all_reduce(torch.ones(2))).wait()
+        with pytest.raises(GroupAborted):
+            group.barrier()
+        return time.perf_counter() - began
+
+    assert max(on_ranks(rank_main, 3)) < 5
+
+
+@needs_mpi
+def test_check_peers_hears_of_an_abort() -> None:
+    def rank_main(group: Group) -> None:
+        side = group.split(0)
+        assert side is not None
+        if group.rank == 1:
+            group.abort("quietly")
+        side.barrier()
+        if group.rank == 0:
+            deadline = time.perf_counter() + 5
+            with pytest.raises(GroupAborted, match="quietly"):
+                while time.perf_counter() < deadline:
+                    group.check_peers()
+        side.close()
+
+    on_ranks(rank_main)
+
+
+@needs_mpi
+@pytest.mark.parametrize("what", ["all_reduce", "recv", "send"])
+def test_a_rank_that_leaves_is_named(what: str) -> None:
+    def rank_main(group: Group) -> None:
+        group.barrier()
+        if group.rank == 1:
+            group.close()
+            return
+        ops = {
+            "all_reduce": build.all_reduce(torch.ones(2)),
+            "recv": build.recv(torch.ones(2), src=1),
+            "send": build.send(torch.ones(2), dst=1),
+        }
+        began = time.perf_counter()
+        with pytest.raises(PeerLost, match="rank 1 has left the group") as caught:
+            group.submit(ops[what]).wait()
+        assert caught.value.rank == 1
+        assert time.perf_counter() - began < 5
+        with pytest.raises(PeerLost):
+            group.recover()
+
+    on_ranks(rank_main)
+
+
+@needs_mpi
+def test_recovery() -> None:
+    def rank_main(group: Group) -> None:
+        for round_ in range(3):
+            side = group.split(0)
+            assert side is not None
+            if group.rank == 0:
+                group.all_reduce(torch.ones(5), async_op=True)
+                group.all_reduce(torch.ones(5, dtype=torch.bfloat16), async_op=True)
+                group.abort(f"round {round_}")
+            if group.rank == 1:
+                with pytest.raises(GroupAborted):
+                    group.all_reduce(torch.ones(3, dtype=torch.float16))
+            group.recover(timeout=20)
+            t = torch.ones(4)
+            group.all_reduce(t)
+            half = torch.ones(4, dtype=torch.float16)
+            group.all_reduce(half)
+            assert t.tolist() == half.tolist() == [3.0] * 4
+            side.close()
+
+    on_ranks(rank_main, 3)
+
+
+@needs_mpi
+def test_recovery_waits_for_all_and_may_be_tried_again() -> None:
+    def rank_main(group: Group) -> None:
+        side = group.split(0)
+        assert side is not None
+        if group.rank == 0:
+            group.abort("here")
+            with pytest.raises(CollectiveTimeout, match=r"recovery of <mpi.*not all ranks came within 0.1 s"):
+                group.recover(timeout=0.1)
+            with pytest.raises(GroupAborted):
+                group.barrier()
+        side.barrier()
+        group.recover(timeout=20)
+        group.barrier()
+        side.close()
+        group.close()
+        with pytest.raises(ClosedError):
+            group.barrier()
+
+    on_ranks(rank_main)
+
+
+@needs_mpi
+def test_different_sizes_end_with_an_error_on_the_rank_that_sees_it() -> None:
+    def rank_main(group: Group) -> str:
+        t = torch.ones(2 if group.rank == 0 else 4000)
+        try:
+            group.submit(build.broadcast(t, src=1).within(3)).wait()
+        except GroupError as error:
+            return str(error)
+        return ""
+
+    said = on_ranks(rank_main)[0]
+    assert "another rank sent more than there is room for" in said
+    assert "the Verified wrapper" in said

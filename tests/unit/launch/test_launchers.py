@@ -1,0 +1,155 @@
+"""Real launchers: `gradwire run`, torchrun and mpirun start ranks that call gw.init(). Each is started once or twice: ranks take
+seconds to import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BIN = Path(sys.executable).parent
+CLEAN = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in ("RANK", "WORLD_SIZE")
+    and not name.startswith(("GRADWIRE_", "TORCHELASTIC", "OMPI_COMM", "PMI_", "SLURM_"))
+}
+LIMIT = 100
+
+# One write, so that lines of different ranks are not mixed where the launcher does not see to it.
+TRAIN = """
+import os, sys
+import torch
+import gradwire as gw
+
+group = gw.init(timeout=60)
+world = gw.launch.find_world(os.environ)
+t = torch.tensor([group.rank + 1.0])
+group.all_reduce(t)
+ddp = gw.DistributedDataParallel(torch.nn.Linear(1, 1))
+ddp(torch.full((1, 1), 2.0 * group.rank)).sum().backward()
+sys.stdout.write(f"<{group.rank}/{group.size} {world.launcher.value} {t.item()} {ddp.module.weight.grad.item()}>\\n")
+assert gw.init() is group
+if "fail" in sys.argv and group.rank == 1:
+    raise ValueError("rank 1 is tired")
+if "fail" in sys.argv:
+    group.all_reduce(t)
+"""
+
+TORCH = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+t = torch.ones(1)
+dist.all_reduce(t)
+print("sum", t.item())
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN)
+    return path
+
+
+def run(*command: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(word) for word in command],
+        env={**CLEAN, "OMP_NUM_THREADS": "1", **environ},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+def lines(launcher: str) -> list[str]:
+    return [f"<{rank}/2 {launcher} 3.0 1.0>" for rank in (0, 1)]
+
+
+def test_gradwire_run(script):
+    done = run(sys.executable, "-m", "gradwire", "run", "--nproc", "2", script)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == [f"[{r}] {line}" for r, line in enumerate(lines("gradwire run"))]
+
+
+def test_gradwire_run_shows_the_cause_and_not_its_consequences(script):
+    done = run(sys.executable, "-m", "gradwire", "run", "--nproc", "2", script, "fail")
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-3:]
+    assert last[:2] == ["ValueError: rank 1 is tired", ""]
+    assert last[2].startswith("gradwire run: rank 1 failed first (exit code 1, after ")
+
+
+def test_a_script_for_torchrun_runs_under_gradwire_run(tmp_path):
+    path = tmp_path / "plain.py"
+    path.write_text(TORCH)
+    done = run(sys.executable, "-m", "gradwire", "run", "-n", "2", path)
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] sum 2.0", "[1] sum 2.0"]), done.stderr
+
+
+def test_the_page_on_launchers_tells_the_truth(tmp_path):
+    page = (Path(__file__).parents[3] / "docs" / "launch.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    path = tmp_path / "page.py"
+    path.write_text(code)
+    done = run(sys.executable, path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "rank 0 of 1\n", "")
+    options = run(sys.executable, "-m", "gradwire", "run", "--help").stdout
+    for option in re.findall(r"^\| `(?:-\w \w`, `)?(--?[\w-]+)", page, re.M):
+        assert option in options
+
+
+def test_torchrun(script):
+    done = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == lines("torchrun")
+
+
+def test_mpirun(script):
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+    found = shutil.which("mpirun", path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")
+    if found is None:
+        pytest.skip("there is no mpirun beside this Python nor on the path")
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
+    done = run(found, "-n", "2", "--oversubscribe", sys.executable, script, **root)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == lines("mpirun")
+
+
+def test_slurms_variables(script):
+    """srun is not here; what it sets is."""
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NODELIST": "node[1]",
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script],
+            env={**CLEAN, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        said = [rank.communicate(timeout=LIMIT) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert [out.strip() for out, _ in said] == lines("SLURM")
+    assert [err for _, err in said] == ["", ""]

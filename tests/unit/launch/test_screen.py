@@ -1,0 +1,94 @@
+"""The launcher's own output: prefixes, colours, logs, readers that are slow or gone."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from gradwire.launch.screen import RankStream, Screen, Tail
+
+
+@pytest.fixture
+def pipe() -> Iterator[list[int]]:
+    ends = list(os.pipe())
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    ours, theirs = pty.openpty()
+    yield ours, theirs
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_lines_are_preceded_by_their_rank(pipe):
+    screen, log = Screen(pipe[1], {}), io.BytesIO()
+    stream = RankStream(screen, screen.prefix(3), log=log)
+    stream.feed(b"one\ntwo\nthr\xff", now=0)
+    stream.end()
+    assert os.read(pipe[0], 1000) == b"[3] one\n[3] two\n[3] thr\xff\n"
+    assert log.getvalue() == b"one\ntwo\nthr\xff"
+    assert stream.tail.lines == [b"one", b"two", b"thr\xff"]
+
+
+def test_a_terminal_gets_colours_that_end_with_the_line(terminal):
+    ours, theirs = terminal
+    screen = Screen(theirs, {"TERM": "xterm"})
+    RankStream(screen, screen.prefix(0)).feed(b"\x1b[31mred\nplain\n", now=0)
+    shown = os.read(ours, 1000).replace(b"\r\n", b"\n")
+    assert shown == b"\x1b[36m[0]\x1b[0m \x1b[31mred\x1b[0m\n\x1b[36m[0]\x1b[0m plain\n"
+    assert screen.prefix(1) != screen.prefix(0).replace(b"0]", b"1]")
+
+
+@pytest.mark.parametrize("environ", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_a_terminal_may_want_none(terminal, environ):
+    assert Screen(terminal[1], environ).prefix(5) == b"[5] "
+
+
+def test_no_color_counts_only_if_it_says_something(terminal):
+    assert Screen(terminal[1], {"NO_COLOR": ""}).colour
+
+
+def test_a_slow_reader_gets_everything(pipe):
+    os.set_blocking(pipe[1], False)
+    screen, data = Screen(pipe[1], {}), os.urandom(1 << 20)
+    read = []
+
+    def reader() -> None:
+        while sum(map(len, read)) < len(data):
+            read.append(os.read(pipe[0], 1000_000))
+
+    thread = threading.Thread(target=reader)
+    thread.start()
+    screen.write(data)
+    thread.join(20)
+    assert b"".join(read) == data
+    assert not screen.broken
+
+
+def test_a_reader_that_is_gone_is_noticed():
+    read, write = os.pipe()
+    os.close(read)
+    screen = Screen(write, {})
+    screen.write(b"hello?\n")
+    screen.write(b"anybody?\n")
+    os.close(write)
+    assert screen.broken
+
+
+def test_the_tail_holds_the_last_lines_and_not_too_many_bytes():
+    tail = Tail()
+    tail.add(tuple(b"%d" % i for i in range(1000)))
+    assert tail.lines[-1] == b"999"
+    assert len(tail.lines) == 400
+    tail.add((b"x" * 60_000, b"y" * 60_000, b"z" * 100_000))
+    assert [set(line) for line in tail.lines] == [set(b"z")]
+    assert sum(map(len, tail.lines)) <= 1 << 16

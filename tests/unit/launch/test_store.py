@@ -1,0 +1,169 @@
+"""Where ranks meet: hosting, reaching, arriving, and what is said when somebody does not."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+from gradwire.errors import CollectiveTimeout, GroupError, UsageError
+from gradwire.launch import Address, Launcher, World
+from gradwire.launch.mpi import tell_all
+from gradwire.launch.store import arrive, host_store, open_store, say_goodbye
+
+
+def world(rank: int, size: int = 2, *, port: int = 0, **more) -> World:
+    return World(rank, size, Launcher.TORCHRUN, store=Address("127.0.0.1", port), **more)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_a_hosted_store_listens_on_the_loopback_alone():
+    store = host_store()
+    with socket.create_connection(("127.0.0.1", store.port), timeout=5):
+        pass
+    lines = Path("/proc/self/net/tcp").read_text().splitlines()
+    listening = [line.split()[1] for line in lines if line.split()[3] == "0A"]
+    assert f"0100007F:{store.port:04X}" in listening
+    store.set("after a visitor who said nothing", "well")
+
+
+def test_ranks_of_a_hosted_world_meet_and_attempts_are_kept_apart():
+    hosted = host_store()
+    a, b = (open_store(world(0, port=hosted.port, hosted=True, attempt=attempt), timeout=5) for attempt in "01")
+    a.set("key", "first")
+    assert not b.check(["key"])
+
+
+def test_rank_0_hosts_where_nobody_else_does():
+    port = free_port()
+    host = open_store(world(0, port=port), timeout=5)
+    guest = open_store(world(1, port=port), timeout=5)
+    guest.set("key", "value")
+    assert host.get("key") == b"value"
+    again = open_store(world(0, port=port), timeout=5)  # as torch.distributed in the same process would
+    assert again.get("key") == b"value"
+
+
+def test_alone_there_is_nobody_to_meet():
+    assert isinstance(open_store(World(0, 1, Launcher.NONE), timeout=5), HashStore)
+
+
+def test_a_port_that_is_taken_is_an_error_that_says_what_to_set():
+    with socket.create_server(("", 0)) as taken:
+        with pytest.raises(
+            GroupError, match=r"rank 0 of 2 \(torchrun\): rank 0 cannot host .*set MASTER_PORT"
+        ) as caught:
+            open_store(world(0, port=taken.getsockname()[1]), timeout=5)
+    assert len(str(caught.value)) < 600  # without the engine's stack
+    del caught
+
+
+def test_a_store_that_is_not_there_is_a_timeout_with_its_address(capfd):
+    port, began = free_port(), time.monotonic()
+    with pytest.raises(
+        CollectiveTimeout, match=rf"store at 127.0.0.1:{port} could not be reached within 0.3 s: .*refused"
+    ):
+        open_store(world(1, port=port), timeout=0.3)
+    assert time.monotonic() - began < 5
+    assert capfd.readouterr().err == ""
+
+
+def test_arriving_names_who_is_missing(capfd):
+    store = host_store()
+    with pytest.raises(CollectiveTimeout, match=r"ranks \[0, 2\] have not called it within 0.2 s") as caught:
+        arrive(store, world(1, 3), timeout=0.2)
+    assert (caught.value.joined, caught.value.missing) == ((1,), (0, 2))
+    assert capfd.readouterr().err == ""
+
+
+def test_all_have_come():
+    store = HashStore()
+    threads = [threading.Thread(target=arrive, args=(store, world(r, 3)), kwargs={"timeout": 10}) for r in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert store.get("complete") == b""
+
+
+def test_two_processes_as_one_rank_are_refused():
+    store = PrefixStore("x", HashStore())
+    with pytest.raises(CollectiveTimeout):
+        arrive(store, world(1), timeout=0.05)
+    with pytest.raises(UsageError, match="another process has come as rank 1.*unset them"):
+        arrive(store, world(1), timeout=0.05)
+
+
+def test_the_host_of_the_store_waits_for_the_others_a_while():
+    store, began = HashStore(), time.monotonic()
+    say_goodbye(store, world(0), patience=0.2)
+    assert time.monotonic() - began >= 0.2
+    say_goodbye(store, world(1), patience=30)
+    say_goodbye(store, world(0), patience=30)
+    say_goodbye(store, world(0, hosted=True), patience=30)
+    assert time.monotonic() - began < 20
+
+
+def test_a_host_that_is_gone_is_no_reason_to_complain(capfd):
+    port = free_port()
+    host = open_store(world(0, port=port), timeout=5)
+    guest = open_store(world(1, port=port), timeout=5)
+    del host
+    say_goodbye(guest, world(1), patience=1)
+
+
+# -- over MPI --------------------------------------------------------------------------------------------------------------
+
+
+class Comm:
+    """A communicator of a fake MPI, whose broadcast delivers `message` or never ends."""
+
+    def __init__(self, rank: int, size: int, message: bytes | None = None) -> None:
+        self.rank, self.size, self.message = rank, size, message
+
+    def Ibcast(self, buffer: bytearray, root: int) -> SimpleNamespace:
+        if self.message is not None:
+            buffer[:] = self.message.ljust(len(buffer))
+        return SimpleNamespace(Test=lambda: self.message is not None)
+
+
+def fake_mpi(monkeypatch, comm: Comm) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=comm)))
+
+
+MPI = World(1, 2, Launcher.MPIRUN, store=Address("", 0), local_size=2)
+
+
+def test_mpi_tells_where_the_store_is(monkeypatch):
+    store = host_store()
+    fake_mpi(monkeypatch, Comm(1, 2, f"127.0.0.1:{store.port}".encode()))
+    open_store(MPI, timeout=5).set("key", "")
+    assert store.check(["key"])
+
+
+def test_without_mpi4py_a_meeting_place_is_demanded(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(UsageError, match=r"mpi4py cannot be imported: .*set MASTER_ADDR and MASTER_PORT"):
+        open_store(MPI, timeout=5)
+
+
+def test_an_mpi4py_of_another_mpi_is_found_out(monkeypatch):
+    fake_mpi(monkeypatch, Comm(0, 1))
+    with pytest.raises(UsageError, match="mpi4py says that this is rank 0 of 1. It was built for another MPI"):
+        tell_all(Address("", 0), MPI, timeout=5)
+
+
+def test_a_broadcast_that_never_comes_is_a_timeout(monkeypatch):
+    fake_mpi(monkeypatch, Comm(1, 2))
+    with pytest.raises(CollectiveTimeout, match="rank 0 has not said over MPI where the store is within 0.05 s"):
+        tell_all(Address("", 0), MPI, timeout=0.05)

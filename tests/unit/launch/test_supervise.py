@@ -1,0 +1,390 @@
+"""The launcher's loop on real processes, in this process: the scripts import nothing, so that they start at once."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gradwire.errors import UsageError
+from gradwire.launch.process import RankProcess
+from gradwire.launch.supervise import Run, supervise
+
+HEAD = """
+import os, signal, subprocess, sys, time
+rank = int(os.environ["RANK"])
+folder = os.path.dirname(__file__)
+def mark(name):
+    open(os.path.join(folder, f"{name}-{rank}"), "w").close()
+def wait_for(mark):
+    while not os.path.exists(os.path.join(folder, mark)):
+        time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def launch(tmp_path, capfdbinary):
+    """Run a script on some ranks: (exit code, stdout, stderr)."""
+
+    def start(script: str, size: int = 2, **options) -> tuple[int, bytes, bytes]:
+        file = tmp_path / "script.py"
+        file.write_text(HEAD + textwrap.dedent(script))
+        environments = [{"RANK": str(rank), "PYTHONUNBUFFERED": "1"} for rank in range(size)]
+        code = supervise(Run([sys.executable, "-S", str(file)], environments, **options))
+        return code, *capfdbinary.readouterr()
+
+    return start
+
+
+def wait_for(*paths: Path, limit: float = 20.0) -> None:
+    deadline = time.monotonic() + limit
+    while missing := [path for path in paths if not path.exists()]:
+        assert time.monotonic() < deadline, f"{missing} were not made"
+        time.sleep(0.01)
+
+
+def assert_gone(pid: int, limit: float = 20.0) -> None:
+    """A process that nobody waits for may stay a zombie: it has ended all the same."""
+    deadline = time.monotonic() + limit
+    while True:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return
+        if stat.rpartition(")")[2].split()[0] in "ZX":
+            return
+        assert time.monotonic() < deadline, f"process {pid} still runs"
+        time.sleep(0.01)
+
+
+# -- output ----------------------------------------------------------------------------------------------------------------
+
+
+def test_success_shows_each_stream_with_ranks_and_loses_nothing(launch, tmp_path):
+    code, out, err = launch(
+        r"""
+        sys.stdout.buffer.write(b"caf\xe9 %d\n" % rank)
+        print("to stderr", rank, file=sys.stderr)
+        print("no line feed", end="")
+        """,
+        3,
+        log_dir=tmp_path / "logs" / "deep",
+    )
+    assert code == 0
+    assert sorted(out.splitlines()) == sorted(
+        line for r in b"012" for line in (b"[%c] caf\xe9 %c" % (r, r), b"[%c] no line feed" % r)
+    )
+    assert sorted(err.splitlines()) == [b"[%c] to stderr %c" % (r, r) for r in b"012"]
+    log = (tmp_path / "logs" / "deep" / "rank-1.log").read_bytes()
+    assert sorted(log.replace(b"\n", b"|\n").splitlines()) == [b"caf\xe9 1|", b"no line feed", b"to stderr 1|"]
+
+
+def test_much_output_of_all_ranks_at_once_is_not_torn(launch):
+    code, out, err = launch(
+        """
+        for i in range(4000):
+            os.write(1 + i % 2, b"%d:%d:%s\\n" % (rank, i, b"x" * (i % 300)))
+        """,
+        3,
+    )
+    assert code == 0
+    for first, stream in enumerate((out, err)):
+        seen: dict[bytes, list[int]] = {b"0": [], b"1": [], b"2": []}
+        for line in stream.splitlines():
+            match = re.fullmatch(rb"\[(\d)\] (\d):(\d+):(x*)", line)
+            assert match is not None, line
+            assert match[1] == match[2]
+            assert len(match[4]) == int(match[3]) % 300
+            seen[match[1]].append(int(match[3]))
+        assert all(numbers == list(range(first, 4000, 2)) for numbers in seen.values())
+
+
+def test_without_prefix(launch):
+    code, out, _ = launch("print('plain')", 2, prefix=False)
+    assert (code, out) == (0, b"plain\nplain\n")
+
+
+def test_rank_0_reads_what_is_piped_in_and_the_others_nothing(launch):
+    read, write = os.pipe()
+    saved = os.dup(0)
+    try:
+        os.dup2(read, 0)
+        os.write(write, b"a message")
+        os.close(write)
+        code, out, _ = launch("print(repr(sys.stdin.read()))")
+    finally:
+        os.dup2(saved, 0)
+        os.close(saved)
+        os.close(read)
+    assert (code, sorted(out.splitlines())) == (0, [b"[0] 'a message'", b"[1] ''"])
+
+
+def test_a_folder_for_logs_that_cannot_be_made_is_a_usage_error(launch, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="writing the output of rank 0 to .*file"):
+        launch("", log_dir=tmp_path / "file")
+
+
+def test_a_program_that_is_not_there_leaves_nothing(tmp_path):
+    code = supervise(Run([str(tmp_path / "nothing")], [{}, {}], grace=1))
+    assert code == 1
+
+
+# -- failures --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_failing_rank_stops_the_others_and_its_traceback_is_last(launch):
+    code, _, err = launch(
+        """
+        def rank_main():
+            raise ValueError("the loss is a teapot")
+        if rank == 1:
+            rank_main()
+        time.sleep(100)
+        """,
+        3,
+    )
+    lines = err.decode().splitlines()
+    assert code == 1
+    assert lines[-1].startswith("gradwire run: rank 1 failed first (exit code 1, after ")
+    assert lines[-1].endswith("; ranks 0, 2 were stopped")
+    start = lines.index("gradwire run: rank 1 said last:")
+    assert lines[start + 1] == "Traceback (most recent call last):"
+    assert lines[-3:-1] == ["ValueError: the loss is a teapot", ""]
+    assert lines[:start].count("[1] ValueError: the loss is a teapot") == 1
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(launch):
+    began = time.monotonic()
+    code, _, err = launch(
+        """
+        if rank == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            mark("deaf")
+            time.sleep(100)
+        wait_for("deaf-0")
+        sys.exit(7)
+        """,
+        grace=0.5,
+    )
+    assert code == 7
+    assert 0.5 <= time.monotonic() - began < 20
+    assert b"rank 1 failed first (exit code 7" in err
+    assert b"rank 0 was stopped" in err
+
+
+def test_a_rank_that_is_killed_is_named_with_its_signal(launch):
+    code, _, err = launch("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(100)")
+    assert code == 137
+    assert re.search(rb"rank 1 failed first \(killed by SIGKILL, after \d+\.\d s\); rank 0 was stopped\n$", err)
+
+
+def test_the_cause_is_shown_though_its_consequence_came_first(launch):
+    code, _, err = launch(
+        """
+        class PeerLost(Exception): pass
+        PeerLost.__module__ = "gradwire.errors"
+        if rank == 0:
+            open(os.path.join(folder, "pid"), "w").write(str(os.getpid()))
+            mark("begun")
+            raise PeerLost("rank 1 is lost")
+        wait_for("begun-0")
+        end = os.pidfd_open(int(open(os.path.join(folder, "pid")).read()))
+        import select
+        select.select([end], [], [])  # rank 0 has ended
+        raise KeyError("cause")
+        """
+    )
+    assert code == 1
+    assert err.splitlines()[-3:-1] == [b"KeyError: 'cause'", b""]
+    assert err.endswith(b"; rank 0 failed too\n")
+    assert b"rank 1 failed first" in err
+
+
+def test_one_rank_alone_says_it_once(launch):
+    code, _, err = launch("sys.exit('no luck')", 1)
+    assert code == 1
+    assert re.fullmatch(rb"\[0\] no luck\ngradwire run: rank 0 failed \(exit code 1, after \d\.\d s\)\n", err)
+
+
+# -- no orphans ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_rank_started_neither_holds_the_launcher_up_nor_outlives_it(launch):
+    began = time.monotonic()
+    code, out, _ = launch(
+        """
+        child = subprocess.Popen([sys.executable, "-S", "-c", "import time; print('late', flush=True); time.sleep(100)"])
+        print("child", child.pid)
+        os._exit(0)
+        """
+    )
+    assert code == 0
+    assert time.monotonic() - began < 20
+    children = [int(word) for word in re.findall(rb"child (\d+)", out)]
+    assert len(children) == 2
+    assert out.count(b"late") == 2
+    for pid in children:
+        assert_gone(pid)
+
+
+def test_what_a_stopped_rank_started_gets_the_signal_too(launch):
+    code, out, _ = launch(
+        """
+        if rank == 0:
+            child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
+            print("child", child.pid)
+            mark("child")
+            time.sleep(100)
+        wait_for("child-0")
+        sys.exit(3)
+        """
+    )
+    assert code == 3
+    (pid,) = map(int, re.findall(rb"child (\d+)", out))
+    assert_gone(pid)
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)\n")
+    code = (
+        "import sys; from gradwire.launch.process import RankProcess\n"
+        f"ranks = [RankProcess(r, [sys.executable, '-S', {str(script)!r}], {{}}, stdin=-3) for r in (0, 1)]\n"
+        "import os\n"
+        "for rank in ranks: os.set_blocking(rank.stdout.fileno(), True); print(rank.stdout.readline().decode(), end='')\n"
+        "sys.stdout.flush(); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pids = list(map(int, done.stdout.split()))
+    assert len(pids) == 2
+    for pid in pids:
+        assert_gone(pid)
+
+
+def test_a_rank_whose_launcher_is_gone_already_does_not_begin(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "getpid", lambda: 1 << 22)  # nobody's parent
+    process = RankProcess(0, [sys.executable, "-c", f"open({str(tmp_path / 'mark')!r}, 'w')"], {}, stdin=-3)
+    monkeypatch.undo()
+    deadline = time.monotonic() + 20
+    while process.status is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert process.status == 1
+    process.release()
+    assert not (tmp_path / "mark").exists()
+
+
+# -- signals ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def send(tmp_path):
+    """Send signals to this process, the launcher: each as soon as all ranks have made the mark that goes with it."""
+    threads = []
+
+    def start(*signals: tuple[str, int], size: int = 2) -> None:
+        def send_all() -> None:
+            for mark, number in signals:
+                wait_for(*(tmp_path / f"{mark}-{rank}" for rank in range(size)))
+                os.kill(os.getpid(), number)
+
+        threads.append(threading.Thread(target=send_all))
+        threads[0].start()
+
+    yield start
+    for thread in threads:
+        thread.join(30)
+
+
+def test_signals_are_passed_on_and_ranks_that_deal_with_them_end_well(launch, send):
+    send(("ready", signal.SIGUSR1), ("SIGUSR1", signal.SIGINT))
+    code, out, err = launch(
+        """
+        got = []
+        def handler(number, frame):
+            got.append(signal.Signals(number).name)
+            mark(got[-1])
+        for number in (signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, handler)
+        mark("ready")
+        wait_for(f"SIGINT-{rank}")
+        print(got)
+        """
+    )
+    assert (code, err) == (0, b"")
+    assert sorted(out.splitlines()) == [b"[%d] ['SIGUSR1', 'SIGINT']" % rank for rank in (0, 1)]
+
+
+def test_an_interrupt_that_ranks_do_not_deal_with_is_exit_code_130(launch, send):
+    send(("ready", signal.SIGINT))
+    code, _, err = launch("mark('ready'); time.sleep(100)")
+    assert code == 130
+    assert re.search(rb"\ngradwire run: stopped by SIGINT after \d\.\d s\n$", err)
+    assert b"failed" not in err
+
+
+def test_a_second_interrupt_kills(launch, send):
+    send(("ready", signal.SIGINT), ("deaf", signal.SIGINT))
+    code, _, err = launch(
+        """
+        signal.signal(signal.SIGINT, lambda number, frame: mark("deaf"))
+        mark("ready")
+        while True:
+            time.sleep(100)
+        """,
+        grace=1000,
+    )
+    assert (code, err.count(b"\n")) == (130, 1)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_sigterm_kills_after_the_grace(launch, send):
+    send(("ready", signal.SIGTERM), size=1)
+    code, _, _ = launch(
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        mark("ready")
+        time.sleep(100)
+        """,
+        1,
+        grace=0.3,
+    )
+    assert code == 143
+
+
+def test_a_signal_that_was_ignored_stays_ignored(launch, send):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        send(("ready", signal.SIGHUP), ("ready", signal.SIGUSR1), size=1)
+        code, out, _ = launch(
+            """
+            signal.signal(signal.SIGUSR1, lambda number, frame: mark("over"))
+            mark("ready")
+            wait_for("over-0")
+            print("well")
+            """,
+            1,
+        )
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (code, out) == (0, b"[0] well\n")
+
+
+def test_it_runs_in_a_thread_too(launch):
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(launch("print(rank)")))
+    thread.start()
+    thread.join(30)
+    ((code, out, _),) = answers
+    assert (code, sorted(out.split())) == (0, [b"0", b"1", b"[0]", b"[1]"])

@@ -1,0 +1,104 @@
+"""Which rank failed first, and what is said of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwire.launch.verdict import Ending, first_failure, last_words, raised, summary
+
+TRACE = b"Traceback (most recent call last):"
+
+
+def words(name: str) -> tuple[bytes, ...]:
+    return (b"noise", TRACE, b'  File "x.py", line 1, in <module>', f"{name}: why".encode())
+
+
+LOST, ABORTED, OWN = (words(n) for n in ("gradwire.errors.PeerLost", "gradwire.errors.GroupAborted", "ValueError"))
+
+
+@pytest.mark.parametrize(
+    ("endings", "rank"),
+    [
+        ([], None),
+        ([Ending(0, 0, 1.0)], None),
+        ([Ending(0, -15, 1.0, stopped=True)], None),
+        ([Ending(0, 0, 0.5), Ending(1, 1, 2.0), Ending(2, 1, 1.0)], 2),
+        ([Ending(0, 1, 1.0, words=LOST), Ending(1, 1, 1.5, words=OWN)], 1),
+        ([Ending(0, 1, 1.0, words=LOST), Ending(1, 1, 2.5, words=OWN)], 0),  # too late to be the cause
+        ([Ending(0, 1, 1.0, words=ABORTED), Ending(1, -9, 1.2)], 1),
+        ([Ending(0, 1, 1.0, words=ABORTED), Ending(1, 1, 1.2, words=LOST)], 0),
+        ([Ending(0, 1, 1.0, words=OWN), Ending(1, -11, 1.2, words=LOST)], 0),
+        ([Ending(0, -11, 1.0, words=LOST), Ending(1, 1, 1.2, words=OWN)], 0),  # a signal is no consequence
+        ([Ending(1, 1, 1.0), Ending(0, 1, 1.0)], 0),
+    ],
+)
+def test_the_first_failure_is_the_earliest_that_is_no_consequence(endings, rank):
+    first = first_failure(endings)
+    assert (None if first is None else first.rank) == rank
+
+
+@pytest.mark.parametrize(
+    ("first", "others", "line"),
+    [
+        (Ending(0, 3, 1.26), [], "rank 0 failed (exit code 3, after 1.3 s)"),
+        (
+            Ending(1, -9, 2.0),
+            [Ending(0, -15, 2.1, stopped=True)],
+            "rank 1 failed first (killed by SIGKILL, after 2.0 s); rank 0 was stopped",
+        ),
+        (
+            Ending(1, 1, 2.0),
+            [Ending(0, 0, 1.0), Ending(2, 1, 2.0), Ending(4, 1, 2.1), Ending(3, 0, 3.0, stopped=True)],
+            "rank 1 failed first (exit code 1, after 2.0 s); rank 3 was stopped; ranks 2, 4 failed too; rank 0 had finished",
+        ),
+        (Ending(0, -63, 0.0), [], "rank 0 failed (killed by signal 63, after 0.0 s)"),
+    ],
+)
+def test_one_line_says_what_became_of_all(first, others, line):
+    assert summary(first, [first, *others]) == line
+
+
+def test_exit_codes_are_those_of_shells():
+    assert [Ending(0, status, 0.0).exit_code for status in (0, 7, -9, -15)] == [0, 7, 137, 143]
+
+
+def test_the_last_words_are_the_last_traceback_with_its_causes():
+    chained = [
+        b"old news",
+        TRACE,
+        b"KeyError: 1",
+        b"went on",
+        TRACE,
+        b"ValueError: 2",
+        b"",
+        b"During handling of the above exception, another exception occurred:",
+        b"",
+        TRACE,
+        b"RuntimeError: 3",
+        b"after",
+    ]
+    assert last_words(chained) == chained[4:]
+    assert last_words(chained[:4]) == chained[1:4]
+
+
+def test_without_a_traceback_the_last_lines_are_shown():
+    lines = [b"%d" % i for i in range(50)]
+    assert last_words(lines) == lines[30:]
+    assert last_words([]) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "name"),
+    [
+        (LOST, "PeerLost"),
+        ((*LOST, b"a note", b"ValueError: in a note"), "PeerLost"),
+        ((TRACE, b"KeyboardInterrupt"), "KeyboardInterrupt"),
+        ((b"87%" + TRACE, b"KeyError: 1"), "KeyError"),
+        ((TRACE, b"  File"), None),
+        ((b"PeerLost: said, not raised",), None),
+        ((TRACE, b"!"), None),
+        ((), None),
+    ],
+)
+def test_the_name_of_what_was_raised(lines, name):
+    assert raised(lines) == name
