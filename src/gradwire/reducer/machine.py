@@ -119,6 +119,8 @@ class Machine:
         """These gradients, all of one bucket, have been accumulated, in this order: `grad_ready` for each, at once."""
         if not indices:
             return _NOTHING
+        if self.state is State.ARMED and not self._unused:
+            self.state = State.RUNNING
         if self.state is not State.RUNNING or self.static_uses is not None:
             return [launch for i in indices for launch in self.grad_ready(i)]
         ready = self._ready
