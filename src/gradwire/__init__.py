@@ -45,9 +45,12 @@ from gradwire.groups import (
     Deadline,
     Group,
     GroupWrapper,
+    HierarchicalGroup,
     Latched,
+    MPIGroup,
     NanCheck,
     Recording,
+    SharedMemoryGroup,
     ThreadGroup,
     Verified,
     Work,
@@ -61,13 +64,13 @@ from gradwire.interop import as_process_group, from_process_group, register_back
 from gradwire.parallel import DistributedDataParallel, Replica, broadcast_coalesced, replicate
 
 if TYPE_CHECKING:
-    from gradwire import launch, testing
+    from gradwire import lab, launch, testing
     from gradwire.launch import init
 
 __version__ = "0.1.0"
 
 # Training does not need the machinery of tests, nor a rank of torch's the launcher's: imported by the first who names them.
-_LAZY = frozenset({"launch", "testing"})
+_LAZY = frozenset({"lab", "launch", "testing"})
 
 
 def __getattr__(name: str) -> Any:
@@ -95,17 +98,20 @@ __all__ = [
     "GroupAborted",
     "GroupError",
     "GroupWrapper",
+    "HierarchicalGroup",
     "HookError",
     "InternalError",
     "Kind",
     "Latched",
     "LayoutError",
+    "MPIGroup",
     "NanCheck",
     "NonFiniteGradient",
     "PeerLost",
     "Recording",
     "ReduceOp",
     "Replica",
+    "SharedMemoryGroup",
     "Signature",
     "ThreadGroup",
     "UsageError",
@@ -124,6 +130,7 @@ __all__ = [
     "hooks",
     "init",
     "interop",
+    "lab",
     "launch",
     "policies",
     "register_backend",

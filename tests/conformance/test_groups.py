@@ -128,6 +128,19 @@ def test_wrapped_shared_memory(wrap: Wrap) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_hierarchical() -> None:
+    report = check_group(lambda fn: run_ranks(fn, 4, kind="hierarchical"))
+    assert report.ran == check_names()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("wrap", [all_of_them, ThereAndBack], ids=lambda w: w.__name__)
+def test_wrapped_hierarchical(wrap: Wrap) -> None:
+    report = check_group(lambda fn: run_ranks(fn, 4, kind="hierarchical", wrap=wrap))
+    assert report.ran == check_names()
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("wrap", [all_of_them, ThereAndBack], ids=lambda w: w.__name__)
 def test_wrapped_gloo(wrap: Wrap) -> None:
     report = check_group(lambda fn: run_ranks(fn, 2, kind="gloo", wrap=wrap))

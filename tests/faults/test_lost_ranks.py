@@ -19,7 +19,7 @@ from gradwire.testing import run_ranks
 
 SIZE, VICTIM = 4, 2
 DEADLINE = 20.0
-SECONDS = {"gloo": DEADLINE / 2, "shared_memory": 1.0}
+SECONDS = {"gloo": DEADLINE / 2, "shared_memory": 1.0, "hierarchical": DEADLINE / 2}
 """Within how many seconds of the death the survivors are told."""
 
 LARGE = 3_000_000

@@ -26,3 +26,31 @@ def at_least(least: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def list_of(parse: Callable[[str], int]) -> Callable[[str], list[int]]:
+    """Values with commas between them, in ascending order and each once.
+
+    >>> list_of(at_least(1))("4,2,2")
+    [2, 4]
+    """
+    return lambda text: sorted({parse(item.strip()) for item in text.split(",")})
+
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "k": 2**10, "mib": 2**20, "m": 2**20, "gib": 2**30, "g": 2**30}
+
+
+def byte_size(text: str) -> int:
+    """A number of bytes, as 4096, 4KiB or 25MiB; K, M and G count by 1024 too.
+
+    >>> byte_size("25 MiB")
+    26214400
+    >>> byte_size("a lot")
+    Traceback (most recent call last):
+    argparse.ArgumentTypeError: 'a lot' is not a number of bytes, as 4096, 4KiB or 25MiB
+    """
+    digits = text.rstrip("bBiIkKmMgG ")
+    unit = _UNITS.get(text[len(digits) :].strip().lower())
+    if unit is None or not digits.isdecimal() or int(digits) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, as 4096, 4KiB or 25MiB")
+    return int(digits) * unit

@@ -19,7 +19,7 @@ from gradwire.errors import UsageError, UsageTypeError
 if TYPE_CHECKING:
     from gradwire.collectives.op import Collective
 
-_SUM, _BARRIER = ReduceOp.SUM, Kind.BARRIER
+_SUM, _BARRIER, _ALL_REDUCE = ReduceOp.SUM, Kind.BARRIER, Kind.ALL_REDUCE
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 _INEXACT_ONLY = frozenset({ReduceOp.AVG, ReduceOp.PREMUL_SUM})
 _SPARSE_OPS = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM})
@@ -40,6 +40,8 @@ def _describe(t: Tensor) -> str:
 
 def check_alone(op: Collective) -> None:
     """Raise unless the record makes sense by itself."""
+    if _is_plain_sum(op):
+        return
     tensors = op.inputs if op.inputs is op.outputs else op.inputs + op.outputs
     for t in tensors:
         if not isinstance(t, Tensor):
@@ -64,6 +66,16 @@ def check_alone(op: Collective) -> None:
     rule = _SHAPE_RULES.get(op.kind)
     if rule is not None:
         rule(op)
+
+
+def _is_plain_sum(op: Collective) -> bool:
+    """The most frequent of all, in which nothing can be wrong: one contiguous tensor summed in place."""
+    if op.kind is not _ALL_REDUCE or op.reduce_op is not _SUM or op.outputs is not op.inputs or len(op.inputs) != 1:
+        return False
+    if op.root is not None or op.peer is not None or op.tag or op.timeout is not None or op.factor is not None:
+        return False
+    t = op.inputs[0]
+    return isinstance(t, Tensor) and op.splits is None and t.layout is torch.strided and t.is_contiguous()
 
 
 def _expanded(t: Tensor) -> bool:

@@ -3,6 +3,8 @@
 from gradwire.groups.base import Group
 from gradwire.groups.c10d import C10dGroup
 from gradwire.groups.checked import NanCheck, Verified
+from gradwire.groups.hierarchical import HierarchicalGroup
+from gradwire.groups.mpi import MPIGroup
 from gradwire.groups.shared_memory import SharedMemoryGroup
 from gradwire.groups.threads import ThreadGroup
 from gradwire.groups.work import Work, WorkInfo
@@ -14,7 +16,9 @@ __all__ = [
     "Deadline",
     "Group",
     "GroupWrapper",
+    "HierarchicalGroup",
     "Latched",
+    "MPIGroup",
     "NanCheck",
     "ProgramWrapper",
     "Recording",

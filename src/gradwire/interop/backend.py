@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import Store
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.groups.c10d import C10dGroup
+from gradwire.groups.hierarchical import HierarchicalGroup
 from gradwire.groups.mpi import MPIGroup
 from gradwire.groups.shared_memory import SharedMemoryGroup
 from gradwire.interop.process_group import GradwireProcessGroup, as_process_group
@@ -48,6 +49,7 @@ _ENGINES: Mapping[str, _Known] = MappingProxyType(
     {
         "gloo": _Known(C10dGroup.gloo, on_cuda=True),
         "shared_memory": _Known(SharedMemoryGroup, on_cuda=True),
+        "hierarchical": _Known(HierarchicalGroup.discover, on_cuda=True),
         "mpi": _Known(MPIGroup.over_store, on_cuda=False),
     }
 )
@@ -56,8 +58,9 @@ _ENGINES: Mapping[str, _Known] = MappingProxyType(
 def register_backend(name: str = "gradwire", *, wrap: Wrap | None = None, engine: str | Engine = "gloo") -> None:
     """Make `dist.init_process_group(name)` and `dist.new_group(backend=name)` give gradwire groups.
 
-    `engine` moves the bytes: "gloo"; "shared_memory", for processes of one host; "mpi", for processes that one mpirun has
-    started; or a function `engine(store, rank, size, timeout=..., name=...)` that returns a Group of your own.
+    `engine` moves the bytes: "gloo"; "shared_memory", for processes of one host; "hierarchical", for several hosts; "mpi", for
+    processes that one mpirun has started; or a function `engine(store, rank, size, timeout=..., name=...)` that returns a
+    Group of your own.
 
     Every group goes through `wrap` before torch sees it: `register_backend(wrap=Recording)` records what stock DDP does.
     Calling it again is harmless; the last `wrap` and `engine` count for groups made from then on.

@@ -13,7 +13,7 @@ from typing import Protocol
 from torch._C._distributed_c10d import Store
 
 from gradwire.errors import UsageError
-from gradwire.groups import C10dGroup, Group, SharedMemoryGroup, ThreadGroup
+from gradwire.groups import C10dGroup, Group, HierarchicalGroup, MPIGroup, SharedMemoryGroup, ThreadGroup
 from gradwire.launch.world import World
 
 AUTO = "auto"
@@ -47,8 +47,23 @@ def _shared_memory(store: Store, world: World, *, timeout: float, name: str) -> 
     return SharedMemoryGroup(store, world.rank, world.size, timeout=timeout, name=name)
 
 
+def _hierarchical(store: Store, world: World, *, timeout: float, name: str) -> Group:
+    return HierarchicalGroup.discover(store, world.rank, world.size, timeout=timeout, name=name)
+
+
+def _mpi(store: Store, world: World, *, timeout: float, name: str) -> Group:
+    return MPIGroup.over_store(store, world.rank, world.size, timeout=timeout, name=name)
+
+
 BUILDERS: Mapping[str, Builder] = MappingProxyType(
-    {"threads": _threads, "shared_memory": _shared_memory, "gloo": _gloo, "nccl": _nccl}
+    {
+        "threads": _threads,
+        "shared_memory": _shared_memory,
+        "hierarchical": _hierarchical,
+        "gloo": _gloo,
+        "nccl": _nccl,
+        "mpi": _mpi,
+    }
 )
 
 

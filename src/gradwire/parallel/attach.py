@@ -1,5 +1,12 @@
 """Tells the reducer when gradients are ready. Holds the reducer weakly: parameters own their hooks, and a hook that owned the
 reducer, which owns the parameters, would keep a dropped model alive until the garbage collector comes.
+
+Note [Which hooks]
+On the CPU parameters carry hooks that can be taken off without a trace while the reducer listens to all of them, and none at
+all, but on a few, while it is silent: see [Silent gradients] in `reducer/watch.py` and [Hooks that leave a trace] in
+`autograd/brief.py`. Once the reducer wants to hear of all gradients quietly, every parameter gets torch's own hook, for good.
+On CUDA it has that from the start. There a gradient is there when its stream says so, and one thread per device runs a
+backward, so neither looking at `.grad` nor being told one late is enough; and the host's costs hide behind kernels anyway.
 """
 
 from __future__ import annotations
@@ -8,8 +15,11 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from gradwire.autograd.brief import BriefHooks
+from gradwire.autograd.graph import tensors_in
 from gradwire.events import Handle
 from gradwire.reducer import Reducer
 
@@ -20,29 +30,126 @@ def attach_ready(parameters: Sequence[Tensor], reducer: Reducer, *, undefined_to
     With `undefined_too`, also when the engine reaches a parameter without a gradient for it, as happens when an output of
     the model is not part of the loss. That needs a hook on the accumulator node, which costs a little more.
     """
-    if not undefined_too:
-        hooks = _TensorHooks(parameters, reducer)
-        reducer.on_listen.append(hooks.listen_to)
-        return [Handle(handle.remove) for handle in hooks.handles]
+    if undefined_too:
+        reducer.ears = None
+        weak = weakref.ref(reducer)
+        return [_on_node(parameter, weak, i) for i, parameter in enumerate(parameters)]
+    plain = all(p.device.type == "cpu" and type(p) in (Tensor, nn.Parameter) for p in parameters)
+    ears = _RemovableHooks(parameters, reducer) if plain else _TensorHooks(parameters, reducer)
+    reducer.ears = ears
+    return [Handle(ears.close)]
+
+
+def hear_backward(output: Any, reducer: Reducer) -> bool:
+    """Call `reducer.backward_begins()` when a backward comes to the model's outputs. Whether there are any to come to."""
     weak = weakref.ref(reducer)
-    return [_on_node(parameter, weak, i) for i, parameter in enumerate(parameters)]
+
+    def begun(_: Tensor) -> None:
+        reducer = weak()
+        if reducer is not None:
+            reducer.backward_begins()
+
+    outputs = [t for t in tensors_in(output) if t.requires_grad]
+    for tensor in outputs:
+        tensor.register_hook(begun)
+    return bool(outputs)
 
 
 class _TensorHooks:
     """One hook a parameter, that calls the reducer or, quietly, appends to `reducer.arrived`: see [Quiet gradients]."""
 
+    may_be_silent = False
+
     def __init__(self, parameters: Sequence[Tensor], reducer: Reducer) -> None:
         weak = weakref.ref(reducer)
         self._loud = [_loud(weak, i) for i in range(len(parameters))]
         self._quiet = reducer.arrived.append  # the list's own method: the engine calls it without a Python frame
-        self.handles = [p.register_post_accumulate_grad_hook(fn) for p, fn in zip(parameters, self._loud, strict=True)]
+        self._handles = [p.register_post_accumulate_grad_hook(fn) for p, fn in zip(parameters, self._loud, strict=True)]
 
-    def listen_to(self, few: Collection[int] | None) -> None:
-        """Let the hooks of these parameters call, those of all others be quiet. None: let all call."""
-        for i, (handle, loud) in enumerate(zip(self.handles, self._loud, strict=True)):
+    def listen_to_all(self) -> None:
+        """Let the hooks of all parameters call."""
+        self.listen_to(range(len(self._handles)))
+
+    def listen_to(self, few: Collection[int]) -> None:
+        """Let the hooks of these parameters call, those of all others be quiet."""
+        for i, (handle, loud) in enumerate(zip(self._handles, self._loud, strict=True)):
             table = handle.hooks_dict_ref()
             if table is not None and handle.id in table:
-                table[handle.id] = loud if few is None or i in few else self._quiet
+                table[handle.id] = loud if i in few else self._quiet
+
+    def listen_only_to(self, few: Collection[int]) -> None:
+        """As these hooks leave a trace, nothing is gained by taking any of them off."""
+        self.listen_to(few)
+
+    def settle(self) -> None:
+        """Nothing is told late."""
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _RemovableHooks:
+    """Hooks on all parameters or on a few, with nothing left on the others: see [Which hooks]."""
+
+    def __init__(self, parameters: Sequence[Tensor], reducer: Reducer) -> None:
+        self._parameters = list(parameters)
+        self._reducer = weakref.ref(reducer)
+        self._brief = BriefHooks(parameters, reducer.on_ready)
+        self._brief.put_on()
+        self._few: dict[int, Any] = {}
+        self._for_good: _TensorHooks | None = None
+        # A parameter knows its accumulator only weakly; as long as somebody holds it, no forward has to make a new one.
+        self._nodes = [_accumulator(p) for p in parameters]
+
+    @property
+    def may_be_silent(self) -> bool:
+        """Whether parameters that are not listened to cost nothing."""
+        return self._for_good is None
+
+    def listen_to_all(self) -> None:
+        """Hear of every gradient, of most of them one late: see [One late] in `autograd/brief.py`."""
+        if self._for_good is not None:
+            self._for_good.listen_to_all()
+            return
+        self._keep(())
+        self._brief.put_on()
+
+    def listen_only_to(self, few: Collection[int]) -> None:
+        """Hear of these alone."""
+        self._brief.take_off()
+        self._keep(few)
+        weak = self._reducer
+        for i in few:
+            if i not in self._few:
+                self._few[i] = self._parameters[i].register_post_accumulate_grad_hook(_loud(weak, i))
+
+    def listen_to(self, few: Collection[int]) -> None:
+        """Let these call, and the others append to a list: from now on every parameter has a hook."""
+        reducer = self._reducer()
+        if self._for_good is None and reducer is not None:
+            self._brief.take_off()
+            self._keep(())
+            self._for_good = _TensorHooks(self._parameters, reducer)
+        if self._for_good is not None:
+            self._for_good.listen_to(few)
+
+    def settle(self) -> None:
+        """Tell of the gradient that has come last."""
+        self._brief.settle()
+
+    def _keep(self, few: Collection[int]) -> None:
+        for i in [i for i in self._few if i not in few]:
+            self._few.pop(i).remove()
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        self._brief.take_off()
+        self._keep(())
+        self._nodes.clear()
+        if self._for_good is not None:
+            self._for_good.close()
 
 
 def _loud(weak: weakref.ref[Reducer], index: int) -> Callable[[Tensor], None]:
@@ -54,6 +161,11 @@ def _loud(weak: weakref.ref[Reducer], index: int) -> Callable[[Tensor], None]:
     return ready
 
 
+def _accumulator(parameter: Tensor) -> Any:
+    with torch.enable_grad():
+        return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
 def _on_node(parameter: Tensor, weak: weakref.ref[Reducer], index: int) -> Handle:
     def ready(_: Any, incoming: tuple[Tensor | None, ...]) -> None:
         reducer = weak()
@@ -62,7 +174,7 @@ def _on_node(parameter: Tensor, weak: weakref.ref[Reducer], index: int) -> Handl
             # not reach at all in the next.
             reducer.on_ready(index)
 
-    node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    node = _accumulator(parameter)
     remove: Callable[[], None] = node.register_hook(ready).remove
 
     def take_off(kept: Any = node) -> None:

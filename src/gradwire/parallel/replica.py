@@ -29,7 +29,7 @@ from gradwire.hooks.dense import mean
 from gradwire.hooks.drive import Driver, Pending
 from gradwire.interop.torch_hooks import TorchHook, TorchHookRun
 from gradwire.interop.untraced import untraced_call
-from gradwire.parallel.attach import attach_ready
+from gradwire.parallel.attach import attach_ready, hear_backward
 from gradwire.parallel.broadcast import broadcast_coalesced
 from gradwire.parallel.scale import ScaleChecked
 from gradwire.parallel.sink import through_sink
@@ -96,6 +96,7 @@ class Replica:
             rebuild_limits=None if graph is Graph.FIND_UNUSED else self._buckets.limits,
             skip_unused=skip_unused,
         )
+        self.reducer.may_be_silent = True
         self._layout_before = self.reducer.layout
         self.reducer.on_relayout.append(_weak_relayout(self))
         if graph is Graph.STATIC:
@@ -136,6 +137,7 @@ class Replica:
             self.hook, self.torch_hook = hook, None
         else:
             self.torch_hook = hook
+        self.reducer.may_be_silent = self.torch_hook is None  # torch's hooks see parameters, and may write to `.grad`
         self._forget_states()
 
     def _agree_on(self, hook: CommHook) -> None:
@@ -240,6 +242,8 @@ class Replica:
                 reached = reachable_parameters(output, self.parameters)
             unused = [i for i in range(len(self.parameters)) if i not in reached]
         self.reducer.prepare(unused)
+        if self.reducer.silent and not hear_backward(output, self.reducer):
+            self.reducer.speak_up()
         if self.graph is Graph.FIND_UNUSED or self.reducer.learning:
             return through_sink(self, output)
         return output

@@ -68,18 +68,18 @@ class Machine:
         self._relayout(members)
         self.state = State.RESTING
         self._left: list[int] = []
-        self._ready: list[bool] = [False] * len(names)
-        self._uses: list[int] = []
+        self._ready = bytearray(len(names))
+        self._uses: list[int] = []  # of a static graph: how often each is still to come
         self._next = 0
         self.arrival: list[int] = []
 
     def _relayout(self, members: Sequence[Sequence[int]]) -> None:
         self.members = tuple(tuple(m) for m in members)
-        self._bucket_of = [-1] * len(self.names)
+        self.bucket_of = [-1] * len(self.names)
         for bucket, indices in enumerate(self.members):
             for i in indices:
-                self._bucket_of[i] = bucket
-        if any(b < 0 for b in self._bucket_of):
+                self.bucket_of[i] = bucket
+        if any(b < 0 for b in self.bucket_of):
             raise InternalError("a parameter is in no bucket", story=self.story)
 
     def relayout(self, members: Sequence[Sequence[int]]) -> None:
@@ -96,8 +96,8 @@ class Machine:
             raise self.unfinished()
         self.story = ["prepared"]
         self._left = [len(m) for m in self.members]
-        self._ready = [False] * len(self.names)
-        self._uses = [1] * len(self.names) if self.static_uses is None else list(self.static_uses)
+        self._ready = bytearray(len(self.names))
+        self._uses = [] if self.static_uses is None else list(self.static_uses)
         self._next = 0
         self.arrival = []
         self.state = State.ARMED
@@ -115,12 +115,35 @@ class Machine:
             return launches
         return self._use(index)
 
-    def _use(self, index: int) -> Sequence[Launch]:
-        uses = self._uses
-        uses[index] -= 1
-        if uses[index] > 0:
+    def all_ready(self, indices: Sequence[int]) -> Sequence[Launch]:
+        """These gradients, all of one bucket, have been accumulated, in this order: `grad_ready` for each, at once."""
+        if not indices:
             return _NOTHING
-        if self._ready[index] or uses[index] < 0:
+        if self.state is not State.RUNNING or self.static_uses is not None:
+            return [launch for i in indices for launch in self.grad_ready(i)]
+        ready = self._ready
+        for i in indices:
+            if ready[i]:
+                raise self._twice(i)
+            ready[i] = True
+        self.arrival += indices
+        return self._count(self.bucket_of[indices[0]], len(indices))
+
+    def all_told(self, indices: Sequence[int]) -> None:
+        """These gradients had been accumulated when the step failed: nothing is launched, but they are not missing."""
+        for i in indices:
+            self._ready[i] = True
+        if indices and self.state is State.ARMED:
+            self.state = State.RUNNING
+
+    def _use(self, index: int) -> Sequence[Launch]:
+        if self.static_uses is not None:
+            self._uses[index] -= 1
+            if self._uses[index] > 0:
+                return _NOTHING
+            if self._uses[index] < 0:
+                raise self._twice(index)
+        if self._ready[index]:
             raise self._twice(index)
         self.arrival.append(index)
         return self._mark(index)
@@ -129,9 +152,11 @@ class Machine:
         if self._ready[index]:
             raise self._twice(index)
         self._ready[index] = True
-        bucket = self._bucket_of[index]
+        return self._count(self.bucket_of[index], 1)
+
+    def _count(self, bucket: int, number: int) -> Sequence[Launch]:
         left = self._left
-        left[bucket] -= 1
+        left[bucket] -= number
         if left[bucket] or bucket != self._next:
             return _NOTHING
         launches = []
@@ -162,6 +187,15 @@ class Machine:
         """Whether every bucket has been launched in this step."""
         return self.state is State.LAUNCHED
 
+    @property
+    def next_bucket(self) -> int:
+        """The bucket that is to be launched next."""
+        return self._next
+
+    def is_ready(self, index: int) -> bool:
+        """Whether a parameter has its gradient in this step."""
+        return bool(self._ready[index])
+
     def missing(self) -> list[int]:
         """Parameters that have no gradient yet in this step."""
         return [i for i, ready in enumerate(self._ready) if not ready]
@@ -185,6 +219,16 @@ class Machine:
             "the same time. 2) Reused parameters in multiple reentrant backward passes, for example several `checkpoint` "
             "functions wrapping the same part of the model; static_graph=True supports that if the graph does not change. "
             f"Parameter at index {index} with name {self.names[index]} has been marked as ready twice."
+        )
+
+    def late(self, indices: Sequence[int]) -> GradwireError:
+        """The error for gradients that have changed although their buckets had been launched."""
+        return ReadyTwice(
+            f"Expected to mark a variable ready only once. Reducing gradients on rank {self.rank}: those of parameters "
+            f"{self._named(indices)} have changed after their buckets had been launched. Either they were accumulated twice "
+            "in this backward, as by several `checkpoint` functions with use_reentrant=True around the same part of the "
+            "model (use_reentrant=False, or static_graph=True, supports that), or a hook wrote to them (use "
+            "`Tensor.register_hook` on the parameter itself, which comes in time)."
         )
 
     def unfinished(self) -> GradwireError:

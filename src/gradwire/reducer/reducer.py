@@ -11,6 +11,8 @@ only append their parameter to `arrived`, which takes no Python at all, and the 
 a closer comes, when backward ends and when a new step begins. It misses nothing and nothing is launched later: only a
 bucket's own closer can fill it, and when a closer launches other buckets than last time, the order has changed and every
 gradient speaks for itself until the end of the step.
+
+On the CPU most programs get on with still less: see [Silent gradients] in `watch.py`.
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
+from gradwire.autograd.ending import at_the_end
 from gradwire.collectives import all_reduce, broadcast
 from gradwire.errors import GradwireError
 from gradwire.events import BackwardEnded, BucketFull, BucketLaunched, BucketReduced, Emitter, GradientReady, StepEnded
@@ -33,11 +38,35 @@ from gradwire.reducer.assign import by_size
 from gradwire.reducer.layout import BucketLayout, ParameterSpec
 from gradwire.reducer.machine import Launch, Machine, ReadyTwice, State
 from gradwire.reducer.storage import Storage, below_autograd
+from gradwire.reducer.watch import Watch, all_there
 
 _RESTING = State.RESTING  # to look up a member of an Enum takes ten times as long, and this is asked for every gradient
 
+_ARMED = State.ARMED
+_is_sparse = attrgetter("is_sparse")
+
 Launcher = Callable[[GradBucket], Pending]
 """Starts the reduction of a bucket."""
+
+
+class Ears(Protocol):
+    """The hooks on the parameters. All of them call `Reducer.on_ready` until something else is said."""
+
+    @property
+    def may_be_silent(self) -> bool:
+        """Whether `listen_only_to` makes the others cost nothing."""
+
+    def listen_to_all(self) -> None:
+        """Call for every gradient, also for those still to come in a backward that is running."""
+
+    def listen_to(self, few: Collection[int], /) -> None:
+        """Call for these, and append the other parameters to `Reducer.arrived`: see [Quiet gradients]."""
+
+    def listen_only_to(self, few: Collection[int], /) -> None:
+        """Call for these, and for no others: see [Silent gradients] in `watch.py`."""
+
+    def settle(self) -> None:
+        """Between two gradients: call now for those that have come and would be told of later."""
 
 
 class Reducer:
@@ -88,16 +117,25 @@ class Reducer:
         self._callback_queued = False
         self._arrival: list[int] | None = None
         self.arrived: list[Tensor] = []
-        self.on_listen: list[Callable[[Collection[int] | None], None]] = []
+        self.ears: Ears | None = None
+        self.may_be_silent = False
+        """True if only the engine writes to `.grad` during backward, and `backward_begins` is called when `silent`."""
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
         self._closers: dict[int, int] | None = None
         self._launched_by: dict[int, int] = {}
+        self._expected: dict[int, int] = {}
+        self._watch = Watch(self.parameters)
+        self._watching = False
+        self._silent = False
+        self._end_is_awaited = False
+        self._unheard: list[list[int]] = []
+        self._found: dict[int, list[Tensor | None]] = {}
         # What is still in it when a model is dropped would keep the parameters alive: their hooks know this list.
         weakref.finalize(self, self.arrived.clear).atexit = False
         self._allocate()
 
     def _allocate(self) -> None:
-        self._launched_by = {}
+        self._launched_by, self._expected = {}, {}
         self.storages = [Storage(spec, self.group) for spec in self.layout.buckets]
         self._members = [[self.parameters[i] for i in m] for m in self.layout.members]
 
@@ -130,8 +168,7 @@ class Reducer:
 
     def prepare(self, unused: Iterable[int] = ()) -> None:
         """A forward has ended whose backward is to be synchronised."""
-        if self.arrived:
-            self.catch_up()
+        self.catch_up()
         unused = list(unused)
         try:
             self.machine.prepare(unused)
@@ -142,22 +179,62 @@ class Reducer:
         self._drop_pending()
         if self._first_uses is not None:
             self._first_uses = {}  # a backward that failed may have counted some
-        self._listen_to(self._launched_by if self._may_be_quiet() else None)
         self._launched_by = {}
+        self._choose_whom_to_hear()
+
+    def _choose_whom_to_hear(self) -> None:
+        """In the backward to come: all gradients, or a few of them and the rest quietly, or a few of them and no others."""
+        closers, watch, ears = self._expected if self._may_be_quiet() else None, self._watch, self.ears
+        self._watching = ears is not None and ears.may_be_silent and watch.patient and self._owns_gradients()
+        self._silent = False
+        if not self._watching:
+            self._listen_to(closers)
+        elif closers is None:
+            self._listen_to(None)
+        elif watch.plain and self._can_be_heard(closers) and not watch.anything_left_over():
+            self._silent = True
+            self._listen_only_to(closers)
+        else:
+            watch.surprises += 1
+            self._listen_to(None)
+
+    @property
+    def silent(self) -> bool:
+        """Whether most gradients of the backward to come will not be heard of: see [Silent gradients] in `watch.py`."""
+        return self._silent
 
     def _may_be_quiet(self) -> bool:
         """Whether the last step has shown who launches, and nobody wants to know of every gradient at once."""
-        known = self.rebuilt and bool(self._launched_by) and self.machine.static_uses is None
+        known = self.rebuilt and bool(self._expected) and self.machine.static_uses is None
         return known and not self.events and not self.exchanges_used_map and self._first_uses is None
+
+    def _owns_gradients(self) -> bool:
+        """Whether only the engine and this reducer write to `.grad` during backward."""
+        return self.may_be_silent and not self.leave_gradients
+
+    def _can_be_heard(self, closers: Collection[int]) -> bool:
+        """Whether hooks can be put on these: not while they are frozen."""
+        return all(self.parameters[i].requires_grad for i in closers)
 
     def _listen_to(self, closers: dict[int, int] | None) -> None:
         """Be called for the gradients of these alone (for all: None) and find the rest in `arrived`."""
-        if closers != self._closers:
+        if self.ears is None:
+            return
+        if closers is None:
+            self.ears.listen_to_all()
+        elif closers != self._closers:
+            self.ears.listen_to(closers)
+        self._closers = closers
+
+    def _listen_only_to(self, closers: dict[int, int]) -> None:
+        """Be called for the gradients of these, and look for the rest."""
+        if self.ears is not None and closers != self._closers:
             self._closers = closers
-            for tell in self.on_listen:
-                tell(closers)
+            self._unheard = [[i for i in members if i not in closers] for members in self.layout.members]
+            self.ears.listen_only_to(closers)
 
     def _drop_pending(self) -> None:
+        self._found.clear()
         self._pending.clear()
         self.before_put_back.clear()
         self._callback_queued = False
@@ -216,43 +293,112 @@ class Reducer:
             self._first_uses[index] = self._first_uses.get(index, 0) + 1
             self.backward_begins()  # if nobody could say so before: no output was found to put the sink behind
             return
+        if self._watching and machine.state is _ARMED:
+            self._opened(index)
+        if self._silent and self._closers is not None and index in self._closers:
+            self._look(self._closers[index])
         try:
             launches = machine.grad_ready(index)
         except GradwireError as error:
-            self.fail(error)
-            raise
+            self._fail_with(error)
         if launches:
             self._launched_by[index] = len(launches)
             self._start(launches)
         if self._closers is not None and self._closers.get(index, 0) != len(launches):
+            if self._silent:
+                self.speak_up()
             self._listen_to(None)
 
     def catch_up(self) -> None:
         """Tell the machine of the gradients that came quietly: see [Quiet gradients]."""
-        quiet = self.arrived[:]
-        del self.arrived[: len(quiet)]  # not clear(): another device's thread may append meanwhile
-        machine, index = self.machine, self._index
-        if machine.state is _RESTING:
-            return
+        if self.arrived:
+            quiet = self.arrived[:]
+            del self.arrived[: len(quiet)]  # not clear(): another device's thread may append meanwhile
+            index = self._index
+            self._tell([index[id(parameter)] for parameter in quiet])
+
+    def _tell(self, indices: Iterable[int]) -> None:
+        """Gradients have come, in this order. Those of one bucket that follow each other are counted together."""
+        for _, together in groupby(indices, self.machine.bucket_of.__getitem__):
+            self._tell_together(list(together))
+
+    def _tell_together(self, indices: Sequence[int]) -> None:
+        """Gradients of one bucket have come, in this order."""
         try:
-            for parameter in quiet:
-                launches = machine.grad_ready(index[id(parameter)])
-                if launches:
-                    self._launched_by[index[id(parameter)]] = len(launches)
-                    self._start(launches)
+            launches = self.machine.all_ready(indices)
         except ReadyTwice as error:
-            self.fail(error)
-            raise
+            self._fail_with(error)
+        if launches:
+            self._launched_by[indices[-1]] = len(launches)
+            self._start(launches)
 
     def forget_strays(self) -> None:
         """Let go of gradients that came quietly in a backward that is not reduced."""
         if self.machine.state is _RESTING:
             self.arrived.clear()
 
+    # -- silence: see [Silent gradients] in watch.py -------------------------------------------------------------------
+
+    def _opened(self, index: int) -> None:
+        """The first gradient of a step that is heard of."""
+        self._await_the_end()
+        self._watch.opened(index, look=not self._silent)
+
+    def _await_the_end(self) -> None:
+        if not self._end_is_awaited:
+            at_the_end(self._task_ended, lost=self._interrupted)
+            self._end_is_awaited = True
+
+    def _look(self, expected: int) -> None:
+        """A gradient has come that filled this many buckets in the last step. Are the others of these there?"""
+        machine = self.machine
+        buckets = range(machine.next_bucket, min(machine.next_bucket + expected, len(self._members)))
+        for bucket in buckets:
+            self._found[bucket] = [p.grad for p in self._members[bucket]]
+            if not all_there(self._found[bucket]):
+                self.speak_up()
+                return
+        for bucket in buckets:
+            self._tell_together(self._unheard[bucket])
+
+    def speak_up(self) -> None:
+        """Be no longer silent: hear of every gradient that is still to come, and count those that are there."""
+        self._watch.surprised()
+        self._found.clear()
+        came = self._came_unheard()
+        self._silent = False
+        self._listen_to(None)
+        self._tell(came)
+
+    def _came_unheard(self) -> list[int]:
+        """Parameters whose gradients are there and were not told of, in the order in which they came last time."""
+        heard = self._closers or {}
+        unknown = [i for i in self.last_arrival if i not in heard and not self.machine.is_ready(i)]
+        return [i for i in unknown if self.parameters[i].grad is not None]
+
+    def _task_ended(self) -> None:
+        """A graph task has ended. If it has brought some gradients and not all, others may come in a later one."""
+        self._end_is_awaited = False
+        if self.ears is not None:
+            self.ears.settle()
+        running = self.machine.state is State.RUNNING
+        self._watch.odd = self._watch.odd or running
+        if self._silent and (running or (self.machine.state is _ARMED and self._came_unheard())):
+            self.speak_up()
+
+    def _interrupted(self) -> None:
+        """A backward has failed: what has come is known, but nothing is launched any more."""
+        self._end_is_awaited = False
+        if self._silent and self.machine.state in (State.RUNNING, _ARMED):
+            self.machine.all_told(self._came_unheard())
+            self._silent = self.machine.state is _ARMED  # then nothing has come, and the backward may be tried again
+
     def backward_begins(self) -> None:
-        """The first backward of a static graph has begun: at its end, reduce."""
+        """A backward has begun. If it is the first one of a static graph, reduce at its end; in silence, look then."""
         if self.learning and not self._callback_queued:
             self._at_the_end(weakref.WeakMethod(self.finish_first_static_step))
+        elif self._silent:
+            self._await_the_end()
 
     def _at_the_end(self, method: weakref.WeakMethod[Any]) -> None:
         """Call `method` when the backward now running, in this graph task, has ended."""
@@ -289,11 +435,16 @@ class Reducer:
 
     def _launch(self, launch: Launch) -> Pending:
         storage, members = self.storages[launch.bucket], self._members[launch.bucket]
-        gradients = [p.grad for p in members]
+        gradients = self._found.pop(launch.bucket, None) or [p.grad for p in members]
         if storage.buffer is None:
             buffer = _sparse(gradients[0], members[0])
         else:
-            storage.take_in(gradients)
+            if self._watching:  # a sparse gradient is reduced where it is, and alone in its bucket, so always heard
+                self._watch.launched(launch.bucket, members, gradients)
+            if self._silent and not self.keep_views:  # they are new, and nobody else has seen this buffer
+                storage.copy_in(gradients)
+            else:
+                storage.take_in(gradients)
             buffer = storage.buffer
         spec = storage.spec
         if self.events:
@@ -322,6 +473,8 @@ class Reducer:
                     if self.events:
                         self.events.emit(BucketReduced(time.perf_counter(), self.group.rank, launch.bucket))
                 self.buckets_reduced = len(self._pending)
+                if self._watching:
+                    self._check_unchanged()
                 self.run_checks()
                 unused = self._unused_everywhere()
                 self._drop_pending()
@@ -336,10 +489,19 @@ class Reducer:
                 self.fail(error)
                 raise
         self._note_arrival()
+        self._expected = self._launched_by
+        if self._watching:
+            self._watch.ended()
         self.machine.finished()
         self.steps += 1
         if self.events:
             self.events.emit(StepEnded(time.perf_counter(), self.group.rank, self.steps))
+
+    def _check_unchanged(self) -> None:
+        """A gradient that has changed since its bucket was launched was launched too early."""
+        changed = self._watch.changed()
+        if changed and self._silent:
+            raise self.machine.late([self._index[id(p)] for p in changed])
 
     def run_checks(self) -> None:
         """What is to be known of all results before any touches a gradient.
@@ -351,6 +513,8 @@ class Reducer:
             check()
 
     def _note_arrival(self) -> None:
+        if self._silent:
+            return  # all have come, and their order was not seen
         arrived = self.machine.arrival
         if self.last_arrival and arrived != self.last_arrival and set(arrived) != set(self.last_arrival):
             self.graph_seems_static = False
@@ -407,25 +571,18 @@ class Reducer:
                 self.parameters[indices[0]].grad = result
             return
         storage.put(result)
-        places, values = [], []
-        keep_views = self.keep_views
-        for i, parameter, view in zip(indices, self._members[launch.bucket], storage.views, strict=True):
-            if i in unused:
-                continue
-            grad = parameter.grad
-            if keep_views:
+        members, views = self._members[launch.bucket], storage.views
+        gradients = self._watch.now.pop(launch.bucket, None) or [p.grad for p in members]
+        if unused:
+            used = [k for k, i in enumerate(indices) if i not in unused]
+            members, views = [members[k] for k in used], [views[k] for k in used]
+            gradients = [gradients[k] for k in used]
+        if self.keep_views:
+            for parameter, grad, view in zip(members, gradients, views, strict=True):
                 if grad is not view:
                     parameter.grad = view
-            elif grad is None:
-                parameter.grad = torch.empty_like(view).copy_(view)
-            elif grad.is_sparse:
-                parameter.grad = view.clone()
-            else:
-                places.append(grad)
-                values.append(view)
-        if places:
-            with below_autograd():
-                torch._foreach_copy_(places, values)
+        else:
+            _copy_out(members, gradients, views)
 
     def fail(self, error: BaseException) -> None:
         """The step is lost: let go of what is in flight, and tell the other ranks, who may be waiting for this one.
@@ -433,12 +590,31 @@ class Reducer:
         The group is aborted, so nobody hangs; before the next step all ranks recover it together.
         """
         self.arrived.clear()
+        self._watch.forget()
+        self._silent = False
         self.last_error = f"{type(error).__name__}: {error}"
         self.machine.abandon(self.last_error)
         self._drop_pending()
         if self.group.failure is None:
             self.group.abort(f"step {self.steps} failed on rank {self.group.rank} with {self.last_error}")
         self.reported = self.group.failure
+
+    def _fail_with(self, error: GradwireError) -> NoReturn:
+        self.fail(error)
+        raise error
+
+
+def _copy_out(parameters: Sequence[Tensor], gradients: list[Tensor | None], views: Sequence[Tensor]) -> None:
+    """Copy `views` into the gradients; one that is absent, or sparse, becomes a tensor of its own."""
+    places, values = gradients, views
+    if not all_there(gradients) or any(map(_is_sparse, gradients)):
+        kept = [k for k, grad in enumerate(gradients) if grad is not None and not grad.is_sparse]
+        for k in set(range(len(gradients))).difference(kept):
+            parameters[k].grad = views[k].clone()
+        places, values = [gradients[k] for k in kept], [views[k] for k in kept]
+    if places:
+        with below_autograd():
+            torch._foreach_copy_(places, values)  # type: ignore[arg-type]
 
 
 def _call(weak: weakref.WeakMethod[Any]) -> None:

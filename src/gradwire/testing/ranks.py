@@ -292,11 +292,20 @@ def _mpi(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Gr
     return MPIGroup.over_store(store, rank, size, timeout=timeout, name=name)
 
 
+def _hierarchical(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Group:
+    """Two hosts, though in name only: the first half of the ranks, and the second."""
+    from gradwire.groups.hierarchical import HierarchicalGroup
+
+    host = f"host {rank * 2 // size}"
+    return HierarchicalGroup.discover(store, rank, size, timeout=timeout, name=name, host=host)
+
+
 _KINDS: Mapping[str, RankKind] = MappingProxyType(
     {
         "threads": RankKind(_run_threads, mortal=False),
         "gloo": in_processes(_gloo),
         "shared_memory": in_processes(_shared_memory),
         "mpi": RankKind(_run_mpi, mortal=False),
+        "hierarchical": in_processes(_hierarchical),
     }
 )

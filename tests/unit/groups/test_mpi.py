@@ -313,22 +313,22 @@ def test_a_rank_that_comes_late_finds_the_group_in_step(dtype: torch.dtype) -> N
 
 @needs_mpi
 def test_an_abort_is_told_to_the_others_at_once() -> None:
-    def rank_main(group: Group) -> tuple[float, str]:
-        group.barrier()
+    def rank_main(group: Group) -> float:
+        side = group.split(0)
+        assert side is not None
+        side.barrier()
+        side.close()
         began = time.perf_counter()
         if group.rank == 1:
             group.abort("enough " + "of this " * 1000)
-            return 0.0, ""
-        with pytest.raises(
-            GroupAborted, match="label='doomed'.*the group was aborted: rank 1 aborted: enough"
-        ) as caught:
-            group.submit(build.all_reduce(torch.ones(2), label="doomed")).wait()
+            return 0.0
+        with pytest.raises(GroupAborted, match="the group was aborted: rank 1 aborted: enough"):
+            group.submit(build.all_reduce(torch.ones(2))).wait()
         with pytest.raises(GroupAborted):
             group.barrier()
-        return time.perf_counter() - began, caught.value.reason
+        return time.perf_counter() - began
 
-    for seconds, _ in on_ranks(rank_main, 3):
-        assert seconds < 5
+    assert max(on_ranks(rank_main, 3)) < 5
 
 
 @needs_mpi

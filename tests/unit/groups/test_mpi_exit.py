@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -102,6 +104,18 @@ def test_a_rank_that_hangs_does_not_hold_the_job(how: str, body: str, tmp_path: 
     assert code == 128 + signal.SIGALRM
     assert "Alarm clock" in said
     assert seconds < 40
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "mpi.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
+
+
+@pytest.mark.parametrize("code", BLOCKS, ids=range(len(BLOCKS)))
+def test_the_page_tells_the_truth(code: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    status, said, _ = run(code.replace("29517", str(port)), tmp_path)
+    assert (status, said.splitlines()) == (0, re.findall(r"# -> (.*)$", code, re.M))
 
 
 def test_mpi_started_by_the_group_is_ended_by_it(tmp_path: Path) -> None:

@@ -40,13 +40,15 @@ def test_a_kind_that_is_asked_for_is_taken():
 def test_a_kind_that_is_not_there_is_an_error_with_those_that_are():
     with pytest.raises(
         UsageError,
-        match=r"kind='pigeons'\): there is no such kind. Known kinds: auto, threads, shared_memory, gloo, nccl",
+        match=r"kind='pigeons'\): there is no such kind. Known kinds: auto, threads, shared_memory, hierarchical, gloo, nccl, mpi",
     ):
         choose("pigeons", world(4, 4))
 
 
 def test_processes_are_no_threads():
-    with pytest.raises(UsageError, match="cannot be threads of one. Choose another kind: shared_memory, gloo, nccl"):
+    with pytest.raises(
+        UsageError, match="cannot be threads of one. Choose another kind: shared_memory, hierarchical, gloo, nccl, mpi"
+    ):
         BUILDERS["threads"](HashStore(), world(2, 2), timeout=1, name="x")
 
 

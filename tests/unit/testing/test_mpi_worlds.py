@@ -60,7 +60,7 @@ def test_no_rank_can_die_alone() -> None:
 
 @needs_mpi
 def test_worlds_that_break_are_replaced_and_leave_nothing() -> None:
-    """In worlds of their own: a rank that dies, one that is stuck, one that leaves a thread; then the end."""
+    """In worlds of their own: a rank that dies, one that is stuck; then the end."""
 
     def traces(group: Group) -> list[str]:
         """What shows that this rank lives: its process, its folder, the memory it shares."""

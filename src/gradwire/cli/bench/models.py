@@ -44,9 +44,10 @@ class Shape:
 
 SIZES = {
     "small": Shape(width=768, layers=12, heads=12, symbols=50257, context=1024),
+    "10m": Shape(width=320, layers=6, heads=5, symbols=8192, context=64),
     "tiny": Shape(width=32, layers=2, heads=2, symbols=101, context=16),
 }
-"""`small` is GPT-2 small, 124 million parameters; `tiny` is for trying out."""
+"""`small` is GPT-2 small, 124 million elements; `10m` has 10 million, for slow cores; `tiny` is for trying out."""
 
 
 class Block(nn.Module):

@@ -1,4 +1,4 @@
-"""A world of one rank, and the wrappers around a model that are compared in it: none, torch's and ours.
+"""torch's side of the benchmarks: its process groups, its gloo collectives, and its DDP beside ours around a model.
 
 The one module of the benchmarks that names torch.distributed.
 """
@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from gradwire.errors import UsageError
+from gradwire.groups import Group
 from gradwire.parallel import DistributedDataParallel
 
 BARE = "bare"
@@ -41,15 +44,37 @@ def world_of_one(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def wrappers() -> Mapping[str, Wrapper]:
-    """What is compared. Both DDPs run on the same process group, with torch's defaults and with gradients in buckets."""
+@contextmanager
+def gloo_world(store: Store, rank: int, size: int, *, timeout: float) -> Iterator[None]:
+    """torch's default process group over gloo, as `dist.init_process_group("gloo")` makes it."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def gloo_calls(full: Tensor, part: Tensor, other: Tensor) -> dict[str, Callable[[], Any]]:
+    """Every operation on these buffers, on the default process group: see `contenders.Buffers`."""
+    return {
+        "all_reduce": lambda: dist.all_reduce(full),
+        "broadcast": lambda: dist.broadcast(full, 0),
+        "all_gather": lambda: dist.all_gather_into_tensor(full, part),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, full),
+        "all_to_all": lambda: dist.all_to_all_single(other, full),
+    }
+
+
+def wrappers(group: Group | None = None) -> Mapping[str, Wrapper]:
+    """What is compared, with torch's default flags and with gradients in buckets. Torch's DDP runs on the default process group;
+    ours on `group`, or on the same one."""
     torchs, ours = nn.parallel.DistributedDataParallel, DistributedDataParallel
     return {
         BARE: lambda model: model,
         TORCH: torchs,
-        OURS: ours,
+        OURS: lambda model: ours(model, process_group=group),
         TORCH + VIEWS: lambda model: torchs(model, gradient_as_bucket_view=True),
-        OURS + VIEWS: lambda model: ours(model, gradient_as_bucket_view=True),
+        OURS + VIEWS: lambda model: ours(model, process_group=group, gradient_as_bucket_view=True),
     }
 
 

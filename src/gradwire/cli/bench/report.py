@@ -47,14 +47,37 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 
 def show(result: Result, *, json_file: Path | None = None, console: Console | None = None) -> None:
     """Print the result; write it to `json_file` too."""
+    present(
+        {**result.machine, **result.settings},
+        [_table(result)],
+        result.lines,
+        data=as_json(result),
+        json_file=json_file,
+        console=console,
+    )
+
+
+def present(
+    facts: Mapping[str, Any],
+    tables: Sequence[Table],
+    lines: Sequence[str],
+    *,
+    data: Mapping[str, Any],
+    json_file: Path | None = None,
+    console: Console | None = None,
+) -> None:
+    """Print what was measured on what, tables, and what they mean; write `data` to `json_file`."""
     console = console or Console(highlight=False)
-    for name, value in [*result.machine.items(), *((k, str(v)) for k, v in result.settings.items())]:
-        console.print(Text.assemble((f"{name:<12}", "dim"), value))
-    console.print(_table(result))
-    for line in result.lines:
+    listed = Table.grid(padding=(0, 2))
+    for name, value in facts.items():
+        listed.add_row(Text(name, style="dim"), Text(str(value)))
+    console.print(listed)
+    for table in tables:
+        console.print(table)
+    for line in lines:
         console.print(Text(line))
     if json_file is not None:
-        json_file.write_text(json.dumps(as_json(result), indent=1) + "\n")
+        json_file.write_text(json.dumps(data, indent=1) + "\n")
         console.print(Text(f"All figures are in {json_file}.", style="dim"))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 Step = Callable[[], object]
@@ -50,7 +50,7 @@ def interleave(
     variants: Mapping[str, Step],
     *,
     rounds: int,
-    block: int = 1,
+    block: int | Mapping[str, int] = 1,
     lead_in: int = 0,
     warm_up: int = 0,
     fence: Step = _nothing,
@@ -59,9 +59,10 @@ def interleave(
 ) -> dict[str, Series]:
     """Let every variant take `block` steps in every round, and time them: one figure a variant and round, per step.
 
-    Who begins changes from round to round. `lead_in` steps before each block are not timed: they bring a variant's own code
-    and data back into the caches, where they are when it runs alone. Neither are the first `warm_up` steps of each. `fence`
-    is called before and after each block; on a device that works asynchronously it must wait until that has caught up.
+    A mapping gives each variant a `block` of its own. Who begins changes from round to round. `lead_in` steps before each block
+    are not timed: they bring a variant's own code and data back into the caches, where they are when it runs alone. Neither
+    are the first `warm_up` steps of each. `fence` is called before and after each block; on a device that works asynchronously
+    it must wait until that has caught up, and where there are several ranks until all are there.
 
     >>> ticks = iter(range(100))
     >>> series = interleave({"a": print, "b": print}, rounds=2, clock=lambda: float(next(ticks)))
@@ -79,15 +80,15 @@ def interleave(
     for number in range(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            step = variants[name]
+            step, count = variants[name], block if isinstance(block, int) else block[name]
             for _ in range(lead_in):
                 step()
             fence()
             begin = clock()
-            for _ in range(block):
+            for _ in range(count):
                 step()
             fence()
-            seconds[name][number] = (clock() - begin) / block
+            seconds[name][number] = (clock() - begin) / count
         if after_round is not None:
             after_round(number + 1)
     return {name: Series(name, tuple(taken)) for name, taken in seconds.items()}
@@ -112,6 +113,15 @@ def compare(a: Series, b: Series, *, over: Series | None = None) -> Ratio:
         quartiles=_quartiles(by_round),
         rounds=len(by_round),
     )
+
+
+def slowest(name: str, ranks: Sequence[Sequence[float]]) -> Series:
+    """The series of a world whose ranks have each timed the same blocks: in every round, that of the rank that took longest.
+
+    >>> slowest("a", [[1.0, 4.0], [2.0, 3.0]]).seconds
+    (2.0, 4.0)
+    """
+    return Series(name, tuple(max(times) for times in zip(*ranks, strict=True)))
 
 
 def _quartiles(values: tuple[float, ...] | list[float]) -> tuple[float, float]:

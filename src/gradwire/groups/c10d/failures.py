@@ -18,12 +18,21 @@ _PEER_GONE = re.compile(
 
 def translate(error: BaseException, work: Work, engine: str, roll: RollCall | None) -> BaseException:
     """The gradwire error for what `engine` raised during `work`, with the original as its cause."""
-    if isinstance(error, GradwireError):
+    if isinstance(error, GradwireError) and not isinstance(error, CollectiveTimeout):
         return error
     said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     where = f"{work.op} (operation #{work.seq} of {work.ledger.name}) on rank {work.ledger.rank} of {work.ledger.size}"
     translated: GroupError
-    if _PEER_GONE.search(said):
+    if isinstance(
+        error, CollectiveTimeout
+    ):  # of a gradwire group under torch's names: it knows the operation by another label
+        translated = CollectiveTimeout(
+            f"{where}: {engine} ran out of time. It said: {error}",
+            op=work.op.signature,
+            joined=error.joined,
+            missing=error.missing,
+        )
+    elif _PEER_GONE.search(said):
         rank, why = (None, "a peer is gone") if roll is None else roll.find_culprit(roll.joined)
         translated = PeerLost(
             f"{where}: {why}. Look at that rank's own output for the cause; this group cannot be used any more. "

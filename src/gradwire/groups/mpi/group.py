@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -104,7 +104,7 @@ class MPIGroup(Group):
         """Hand `op` to MPI, or its parts to the lane."""
         if op.kind.is_p2p:
             work = self.begin(op, MPIWork)
-            self._start(work, self._engine)
+            self._start(work, self._engine, self._program(op))
             return work
         with self._order:
             work = self.begin(op, MPIWork)
@@ -112,17 +112,16 @@ class MPIGroup(Group):
             engine.joined += 1
             work.place = engine.joined
             if self._lane.idle and self._native.takes(op):
-                self._start(work, engine)
+                self._start(work, engine, iter((op,)))
             else:
                 self._lane.put(lambda: self._run_program(work, engine))
         return work
 
-    def _start(self, work: MPIWork, engine: Engine) -> None:
-        """One call of MPI is the whole operation, but for what a message's copy needs before and after."""
+    def _start(self, work: MPIWork, engine: Engine, program: Iterator[Collective]) -> None:
+        """One step is the whole operation, but for what a message from or into strided memory needs before and after."""
         if work._settled:
             return
         work.ledger.started(work, time.perf_counter())
-        program = self._program(work.op)
 
         def landed(flight: Flight) -> None:
             try:

@@ -62,7 +62,7 @@ BLOCK = 512 << 10
 
 _CACHED_VIEWS = 4096
 
-_ALL_REDUCE, _SUM = Kind.ALL_REDUCE, ReduceOp.SUM
+_ALL_REDUCE, _SUM, _AVG = Kind.ALL_REDUCE, ReduceOp.SUM, ReduceOp.AVG
 _SUMMED: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
     torch.float64: np.dtype(np.float64),
@@ -106,6 +106,14 @@ def takes(op: Collective) -> bool:
     return all(map(is_plain, tensors))
 
 
+def divide(array: np.ndarray[Any, Any], count: int) -> None:
+    """In place. By a power of two it is a product, which is quicker, and rounds to the same bits."""
+    if count & (count - 1):
+        np.divide(array, count, array)
+    else:
+        np.multiply(array, 1.0 / count, array)
+
+
 Piece = Any
 """A flat tensor, or a flat numpy array: both can be sliced, and assigned to by `[:] =`."""
 
@@ -122,7 +130,7 @@ class Fold:
     @staticmethod
     def of(op: ReduceOp, dtype: torch.dtype) -> Fold:
         """The best there is."""
-        return Fold(op, dtype, _SUMMED.get(dtype) if op in (ReduceOp.SUM, ReduceOp.AVG) else None)
+        return Fold(op, dtype, _SUMMED.get(dtype) if op is _SUM or op is _AVG else None)
 
     def __call__(self, pieces: Sequence[Piece], out: Piece) -> None:
         """Fold, in rank order, into `out`, which may be the first piece itself and must not overlap another."""
@@ -135,8 +143,8 @@ class Fold:
         np.add(pieces[0], pieces[1], out)
         for piece in pieces[2:]:
             np.add(out, piece, out)
-        if self.op is ReduceOp.AVG:
-            np.divide(out, len(pieces), out)
+        if self.op is _AVG:
+            divide(out, len(pieces))
 
 
 def combine(op: ReduceOp, parts: Sequence[Tensor], out: Tensor) -> None:
@@ -321,8 +329,10 @@ class Programs:
     # -- the shortest way: see Note [Plain sums] -------------------------------------------------------------------------
 
     def plain_sum(self, op: Collective) -> Steps | None:
-        """The program of a plain sum; None if `op` is not one."""
-        if op.kind is not _ALL_REDUCE or op.reduce_op is not _SUM or len(op.inputs) != 1:
+        """The program of a plain sum or mean; None if `op` is not one."""
+        if op.kind is not _ALL_REDUCE or len(op.inputs) != 1:
+            return None
+        if op.reduce_op is not _SUM and op.reduce_op is not _AVG:
             return None
         t = op.inputs[0]
         if t.dtype not in _SUMMED or t.layout is not torch.strided or not t.is_cpu or op.outputs[0] is not t:
@@ -335,9 +345,8 @@ class Programs:
     def _small_sum(self, op: Collective, t: Tensor, nbytes: int) -> Steps:
         board, turn = self.board, self.turn
         try:
-            digests, (first, *others, total), address = self._slots.get(
-                (t.shape, t.dtype, turn & 1)
-            ) or self._new_slots(op)
+            key = (t.shape, t.dtype, op.reduce_op, turn & 1)
+            digests, (first, *others, total), address = self._slots.get(key) or self._new_slots(op, key)
             ctypes.memmove(self._small[turn & 1], t.data_ptr(), nbytes)
             board.announce(turn, digests[:DIGEST])
             board.post()
@@ -348,11 +357,13 @@ class Programs:
                 np.add(first, others[0], total)
                 for other in others[1:]:
                     np.add(total, other, total)
+                if op.reduce_op is _AVG:
+                    divide(total, self.size)
                 ctypes.memmove(t.data_ptr(), address, nbytes)
         finally:
             self.turn = turn + 1
 
-    def _new_slots(self, op: Collective) -> tuple[bytes, list[np.ndarray[Any, Any]], int]:
+    def _new_slots(self, op: Collective, key: tuple[object, ...]) -> tuple[bytes, list[np.ndarray[Any, Any]], int]:
         """The digests of a small sum, every rank's slot as an array and last of all a place for the result, and its address."""
         t = op.inputs[0]
         if len(self._slots) >= _CACHED_VIEWS // self.size:
@@ -362,7 +373,7 @@ class Programs:
         slots = [np.frombuffer(self._memory, dtype, t.numel(), offset) for offset in offsets]
         total = np.empty(t.numel(), dtype)
         entry = self._digest(op) * self.size, [*slots, total], total.ctypes.data
-        self._slots[t.shape, t.dtype, self.turn & 1] = entry
+        self._slots[key] = entry
         return entry
 
     def _large_sum(self, op: Collective, t: Tensor, nbytes: int) -> Steps:
@@ -373,9 +384,9 @@ class Programs:
             yield self._announce(digest, [(offset, nbytes)], hold=offset >= 0)
             if not board.agreed(turn, digest * self.size):
                 yield from self._compare(op)
-            yield from self._reduce_large(
-                op.inputs[0], self._folds.get((_SUM, t.dtype)) or self._new_fold(_SUM, t.dtype)
-            )
+            reduce_op = op.reduce_op or _SUM
+            fold = self._folds.get((reduce_op, t.dtype)) or self._new_fold(reduce_op, t.dtype)
+            yield from self._reduce_large(t, fold)
         finally:
             self.turn = turn + 1
 

@@ -71,7 +71,7 @@ def against_reference(group: Group, cases: Sequence[Case]) -> Problems:
             wanted.append(everybody[group.rank])
         for case, want in zip(chunk, wanted, strict=True):
             op = case.make(group.rank)
-            group.submit(op).wait()
+            group.run(op)
             yield from _differences(f"{case.what}, waited for at once", group, op, want)
         ops = [case.make(group.rank) for case in chunk]
         works = [group.submit(op) for op in ops]

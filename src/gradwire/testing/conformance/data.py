@@ -84,8 +84,11 @@ def draw(shape: Sequence[int], dtype: torch.dtype, *key: int) -> Tensor:
     for number in key:
         place = (place * 1_000_003 + number + 1) % (2**31 - 1)
     count = math.prod(shape)
-    first = place % (_POOL - count)
-    values = _pool(dtype, torch.get_default_device())[first : first + count].clone()
+    pool = _pool(dtype, torch.get_default_device())
+    if count >= _POOL:  # once round is not enough
+        pool = pool.repeat(count // _POOL + 2)
+    first = place % (len(pool) - count)
+    values = pool[first : first + count].clone()
     return values if len(shape) == 1 else values.view(tuple(shape))
 
 

@@ -85,6 +85,32 @@ def check_zero_dimensional(group: Group) -> Problems:
     yield from against_reference(group, _every_kind(group.size, (), lambda t: t, lambda t: t))
 
 
+LARGE, SIZEABLE = 300_007, 40_009
+"""Elements of tensors that no engine moves in one piece, and that none sends along with its greeting."""
+
+
+def check_large(group: Group) -> Problems:
+    """Large tensors, in ordinary memory, in the group's own, and in the group's own on some ranks only."""
+
+    def own(t: Tensor) -> Tensor:
+        mine = group.allocate(t.numel(), dtype=t.dtype, device=t.device).view(t.shape)
+        mine.copy_(t)
+        return mine
+
+    def mixed(t: Tensor) -> Tensor:
+        return own(t) if group.rank % 2 else t
+
+    def reduced(place: Shaper, op: ReduceOp, dtype: torch.dtype) -> Case:
+        name = f"large all_reduce {op.name}"
+        return Case(name, lambda rank: build.all_reduce(place(draw((LARGE,), dtype, 48, rank)), op=op))
+
+    several = ((ReduceOp.AVG, torch.float32), (ReduceOp.MAX, torch.float32), (ReduceOp.AVG, torch.bfloat16))
+    yield from against_reference(group, [reduced(own, op, dtype) for op, dtype in several])
+    yield from against_reference(group, [reduced(place, *several[0]) for place in (lambda t: t, mixed)])
+    for place in (own, mixed):
+        yield from against_reference(group, _every_kind(group.size, (SIZEABLE,), place, place))
+
+
 def check_channels_last(group: Group) -> Problems:
     """Images in channels_last order keep it."""
 

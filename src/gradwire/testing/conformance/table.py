@@ -60,6 +60,7 @@ CHECKS: tuple[Check, ...] = (
         memory.check_layouts,
         memory.check_layouts_mixed,
         memory.check_zero_dimensional,
+        memory.check_large,
         memory.check_channels_last,
         memory.check_gaps,
         memory.check_leaves,

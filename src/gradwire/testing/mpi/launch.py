@@ -100,7 +100,6 @@ class Launch:
 
     def end(self) -> None:
         """Wait until mpirun has ended, if all is well; end everything at once otherwise. See Note [One dies, all die]."""
-        segments = {path for rank in self.ranks for path in _mapped(rank.pid)}
         if not self.doomed:
             with suppress(subprocess.TimeoutExpired):
                 self._mpirun.wait(ABORT_GRACE)
@@ -111,7 +110,7 @@ class Launch:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(rank.alive, signal.SIGKILL)
             rank.wait(MESSAGE_LIMIT)
-        for path in segments:
+        for path in {path for rank in self.ranks for path in rank.segments}:
             with suppress(OSError):
                 os.unlink(path)
         os.close(self._alive)
@@ -133,6 +132,7 @@ class MPIRank(Hold):
         self.rank, pid = receive(control)
         socket.send_fds(control, [b"."], [self._stack, self._dumped_there, 1, 2])
         self._take(control, pid)
+        self.segments = list(_mapped(pid))  # now, because a rank that has died does not tell any more
         self._released = False
 
     def kill(self) -> None:

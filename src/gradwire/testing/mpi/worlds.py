@@ -64,8 +64,9 @@ class MPIWorlds:
         wrap: Callable[[Group], Group] | None = None,
     ) -> list[Outcome]:
         """Do `fn(wrap(build(...)))` on `n` ranks and say what became of each."""
-        world = self._worlds.setdefault(n, _World())
-        return world.run(fn, n, build=build, timeout=timeout, wrap=wrap, name="mpi")
+        if n not in self._worlds:
+            self._worlds[n] = _World()
+        return self._worlds[n].run(fn, n, build=build, timeout=timeout, wrap=wrap, name="mpi")
 
     def close(self) -> None:
         """End all worlds and wait for them."""

@@ -1,0 +1,82 @@
+"""`Meeting`: where the ranks of a benchmark wait for each other between turns, by a means that none of the compared ones uses.
+
+A file that all ranks have mapped holds one counter per rank, each written by its rank only. Nothing but these counters is read
+through it, so nothing has to be ordered with them.
+
+Note [Wait lightly]
+The barrier stands on both sides of what is timed, so it must let everybody go at the same moment and must not take a core from a
+rank that is still at work. A waiter therefore looks all the time, giving up its core at each look, for `_SPIN` seconds, which
+is longer than ranks with a core of their own are apart; then it sleeps between looks. What that costs is part of a turn, once:
+a few microseconds of the milliseconds that a turn takes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from pathlib import Path
+
+from gradwire.errors import CollectiveTimeout
+
+_STRIDE = 64
+"""Bytes between counters: a cache line each."""
+_SPIN = 0.5e-3
+_NAP = 50e-6
+
+
+class Meeting:
+    """One rank's seat at the barrier of `size` ranks.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     Meeting.prepare(Path(folder) / "meeting", size=1)
+    ...     alone = Meeting(Path(folder) / "meeting", rank=0, size=1, timeout=1.0)
+    ...     alone.barrier()
+    ...     alone.close()
+    """
+
+    def __init__(self, path: Path, *, rank: int, size: int, timeout: float) -> None:
+        with open(path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), size * _STRIDE)
+        self._words = memoryview(self._map).cast("Q")
+        self._places = [other * _STRIDE // 8 for other in range(size)]
+        self._rank = rank
+        self._timeout = timeout
+        self._count = 0
+
+    @staticmethod
+    def prepare(path: Path, *, size: int) -> None:
+        """Make the file, once, before any rank opens it."""
+        path.write_bytes(bytes(size * _STRIDE))
+
+    def barrier(self) -> None:
+        """Return when every rank has called it as often as this one."""
+        self._count += 1
+        count, words = self._count, self._words
+        words[self._places[self._rank]] = count
+        begin = time.perf_counter()
+        for place in self._places:
+            while words[place] < count:
+                waited = time.perf_counter() - begin
+                if waited < _SPIN:
+                    os.sched_yield()  # See Note [Wait lightly].
+                elif waited < self._timeout:
+                    time.sleep(_NAP)
+                else:
+                    self._give_up()
+
+    def _give_up(self) -> None:
+        joined = [rank for rank, place in enumerate(self._places) if self._words[place] >= self._count]
+        missing = [rank for rank in range(len(self._places)) if rank not in joined]
+        raise CollectiveTimeout(
+            f"barrier {self._count} of the benchmark on rank {self._rank} of {len(self._places)}: ranks {missing} have not come "
+            f"within {self._timeout:.3g} s. Give more time with --timeout if the machine is only slow.",
+            joined=joined,
+            missing=missing,
+        )
+
+    def close(self) -> None:
+        """Give the mapping back."""
+        self._words.release()
+        self._map.close()

@@ -1,0 +1,91 @@
+"""What each rank does in `gradwire bench collectives`: make all contenders, check them, and let them take turns."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from gradwire.cli.bench.contenders import CONTENDERS, Call
+from gradwire.cli.bench.seat import Seat
+from gradwire.cli.bench.timing import interleave
+
+Key = tuple[str, int]
+"""A contender's name, and a number of bytes."""
+_FLOAT32 = 4
+_MOST_CALLS = 1000
+_WARM_UP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """What is measured: `names` of contenders on `sizes` in bytes; `turn` is the seconds a turn should take."""
+
+    op: str
+    sizes: tuple[int, ...]
+    rounds: int
+    turn: float
+    names: tuple[str, ...]
+
+    @property
+    def keys(self) -> list[Key]:
+        """All pairs, those of one size together, as they take turns."""
+        return [(name, nbytes) for nbytes in self.sizes for name in self.names]
+
+
+@dataclass(frozen=True, slots=True)
+class Laps:
+    """What one rank has measured: seconds a call in each round, and how many calls a turn was."""
+
+    seconds: Mapping[Key, tuple[float, ...]]
+    blocks: Mapping[Key, int]
+
+
+def run_race(race: Race, seat: Seat) -> Laps:
+    """Measure on this rank, together with all others."""
+    with ExitStack() as stack:
+        largest = race.sizes[-1] // _FLOAT32
+        made = {name: CONTENDERS[name](seat, race.op, largest, stack) for name in race.names}
+        for name, nbytes in race.keys:
+            made[name].check(name, nbytes // _FLOAT32, seat.rank)
+            seat.tell(0)
+        calls = {(name, nbytes): made[name].call(nbytes // _FLOAT32) for name, nbytes in race.keys}
+        blocks = _agree(seat, {key: _block(seat, call, race.turn) for key, call in calls.items()})
+        gc.collect()
+        gc.freeze()
+        series = interleave(
+            {_text(key): call for key, call in calls.items()},
+            rounds=race.rounds,
+            block={_text(key): block for key, block in blocks.items()},
+            lead_in=1,
+            warm_up=_WARM_UP,
+            fence=seat.meeting.barrier,
+            after_round=seat.tell if seat.rank == 0 else None,
+        )
+        seat.meeting.barrier()  # nobody closes while another still works
+    return Laps({key: series[_text(key)].seconds for key in calls}, blocks)
+
+
+def _block(seat: Seat, call: Call, turn: float) -> int:
+    """How many calls a turn should be, as this rank sees it."""
+    seat.meeting.barrier()
+    call()
+    begin = time.perf_counter()
+    call()
+    call()
+    seconds = (time.perf_counter() - begin) / 2
+    return max(1, min(_MOST_CALLS, round(turn / seconds)))
+
+
+def _agree(seat: Seat, blocks: Mapping[Key, int]) -> dict[Key, int]:
+    """Rank 0's numbers, on every rank: all must make the same calls."""
+    if seat.rank == 0:
+        seat.store.set("bench/blocks", json.dumps(list(blocks.values())))
+    return dict(zip(blocks, json.loads(seat.store.get("bench/blocks")), strict=True))
+
+
+def _text(key: Key) -> str:
+    return f"{key[0]}, {key[1]} bytes"

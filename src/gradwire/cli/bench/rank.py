@@ -1,0 +1,74 @@
+"""The program of one rank process of a benchmark: `python -m gradwire.cli.bench.rank FOLDER [RANK]`.
+
+It connects to the process that started it, is told what to do, does it and says what came of it. Without RANK it was started
+by mpirun, which says the rank in the environment.
+
+Note [Nobody is orphaned]
+A thread of its own listens to the starter all the time, asleep in the kernel. When the connection ends, however the starter
+ended, or when it is told to stop, the process ends at once, whatever its main thread waits for. Under mpirun this is what ends
+ranks, too: they are in process groups of their own and not children of the starter.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import cloudpickle  # type: ignore[import-untyped]
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from gradwire.cli.bench.meeting import Meeting
+from gradwire.cli.bench.mpi import rank_under_mpirun
+from gradwire.cli.bench.seat import Seat
+from gradwire.cli.bench.world import HOST, Done, Failed, Hello, News, Start, Stop
+from gradwire.errors import CollectiveTimeout
+
+
+def main(folder: Path, rank: int) -> None:
+    """Be rank `rank` of the world that listens in `folder`."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(folder / "socket"))
+        starter = Connection(sock.detach())
+    starter.send(Hello(rank, os.getpid()))
+    start = starter.recv()
+    threading.Thread(target=_listen, args=(starter,), name="gradwire-bench-starter", daemon=True).start()
+    try:
+        answer: Done | Failed = Done(_perform(folder, rank, start, starter))
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}"
+        answer = Failed(text, traceback.format_exc(), isinstance(error, CollectiveTimeout))
+    starter.send(answer)
+
+
+def _perform(folder: Path, rank: int, start: Start, starter: Connection) -> object:
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=start.timeout)
+    store = TCPStore(HOST, start.port, is_master=False, wait_for_workers=False, timeout=limit)
+    meeting = Meeting(folder / "meeting", rank=rank, size=start.size, timeout=start.timeout)
+    seat = Seat(rank, start.size, store, meeting, start.timeout, lambda news: starter.send(News(news)))
+    try:
+        return cloudpickle.loads(start.task)(seat)
+    finally:
+        meeting.close()
+
+
+def _listen(starter: Connection) -> None:
+    """See Note [Nobody is orphaned]."""
+    try:
+        if isinstance(starter.recv(), Stop):
+            faulthandler.dump_traceback(all_threads=True)
+    except (EOFError, OSError):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else rank_under_mpirun(os.environ))

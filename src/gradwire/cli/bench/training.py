@@ -1,0 +1,195 @@
+"""`gradwire bench training`: a transformer trained data-parallel by gradwire over shared memory and by torch over gloo.
+
+Both live in the same rank processes and take turns; `trial.py` is what a rank does. Beside the time of a step it tells how much
+of it is communication that nothing hides: what the step takes more than the same step under `no_sync`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gradwire.cli.arguments import at_least
+from gradwire.cli.bench import peers
+from gradwire.cli.bench.bar import bar
+from gradwire.cli.bench.machine import describe
+from gradwire.cli.bench.models import SIZES
+from gradwire.cli.bench.report import MS, add_json_option, present
+from gradwire.cli.bench.timing import Ratio, Series, compare, slowest
+from gradwire.cli.bench.trial import QUIET, Times, Trial, run_trial
+from gradwire.cli.bench.world import TIMEOUT, run_world
+
+_BLOCK = 2
+_WORDS = {
+    peers.BARE: "bare model, alone",
+    peers.TORCH: "torch DDP, gloo",
+    peers.OURS: "gradwire DDP, shm",
+}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+    """Declare `gradwire bench training` and its options."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "training",
+        help="a training step of gradwire's DDP over shared memory, of torch's over gloo",
+        description="Steps of a transformer on ranks of this machine, one thread each, float32: gradwire's "
+        "DistributedDataParallel over shared memory beside torch's over gloo, with default flags and with "
+        "gradient_as_bucket_view, and each of them also without communication, under no_sync.",
+    )
+    add = functools.partial(parser.add_argument, metavar="N")
+    add(
+        "--size",
+        choices=tuple(SIZES),
+        default="10m",
+        metavar="SIZE",
+        help="of the model, of GPT-2's shape: %(choices)s (default: %(default)s)",
+    )
+    add("--ranks", type=at_least(2), default=2, help="how many ranks (default: %(default)s)")
+    add("--batch", type=at_least(1), default=1, help="sequences a rank and step (default: %(default)s)")
+    add("--steps", type=at_least(4), default=30, help="timed steps of each variant (default: %(default)s)")
+    add("--timeout", type=at_least(1), default=TIMEOUT, metavar="SECONDS", help="without news (default: %(default)s)")
+    add_json_option(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, and show what came of it."""
+    machine, console = describe(), Console(highlight=False)
+    trial = Trial(size=args.size, batch=args.batch, rounds=args.steps // _BLOCK, block=_BLOCK)
+    with bar(console, f"{args.ranks} ranks", trial.rounds) as heard:
+        times: list[Times] = run_world(
+            functools.partial(run_trial, trial),
+            args.ranks,
+            name=f"bench training --size {args.size}",
+            timeout=args.timeout,
+            heard=heard,
+        )
+    series = {name: slowest(name, [rank.seconds[name] for rank in times]) for name in times[0].seconds}
+    settings = _settings(trial, args.ranks, times[0])
+    rows = entries(series)
+    present(
+        {**machine, **settings},
+        [_table(rows)],
+        _lines(rows),
+        data=_as_json(machine, settings, rows),
+        json_file=args.json,
+        console=console,
+    )
+    return 0
+
+
+def _settings(trial: Trial, ranks: int, times: Times) -> dict[str, str]:
+    return {
+        "model": f"transformer, {times.elements:,} elements in {times.parameters} parameters, float32",
+        "world": f"{ranks} ranks, one thread each, batch {trial.batch} x {SIZES[trial.size].context} tokens a rank",
+        "step": "zero_grad(), forward, backward, SGD",
+        "measured": f"{trial.rounds} rounds of {trial.block} steps each in turns, the step before them not timed; the slowest rank "
+        "counts",
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One variant: its step, the same step under no_sync, and how it compares with torch's of the same flags."""
+
+    name: str
+    step: Series
+    quiet: Series | None = None
+    to_torch: Ratio | None = None
+
+    @property
+    def words(self) -> str:
+        """The variant's name on the screen."""
+        kind, views, _ = self.name.partition(peers.VIEWS)
+        return _WORDS[kind] + views
+
+    @property
+    def exposed(self) -> Series | None:
+        """What communication adds to the step, round by round."""
+        if self.quiet is None:
+            return None
+        pairs = zip(self.step.seconds, self.quiet.seconds, strict=True)
+        return Series(self.name, tuple(step - quiet for step, quiet in pairs))
+
+
+def entries(series: Mapping[str, Series]) -> list[Entry]:
+    """The rows of the table."""
+    rows = [Entry(peers.BARE, series[peers.BARE])]
+    for flags in ("", peers.VIEWS):
+        theirs, ours = peers.TORCH + flags, peers.OURS + flags
+        rows.append(Entry(theirs, series[theirs], series[theirs + QUIET]))
+        rows.append(Entry(ours, series[ours], series[ours + QUIET], compare(series[ours], series[theirs])))
+    return rows
+
+
+def _table(rows: Sequence[Entry]) -> Table:
+    table = Table(
+        caption="ms a step: median, and quartiles below it; shm is shared memory. Exposed: what the step takes more than under "
+        "no_sync, taken in each round. Ratio: our step to torch's; of medians, and below it the median over rounds."
+    )
+    table.add_column("variant")
+    for head in ("step", "under\nno_sync", "exposed", "ratio"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        ratio = (
+            ""
+            if row.to_torch is None
+            else f"{row.to_torch.of_medians:.3f}\n[dim]{row.to_torch.median_of_rounds:.3f}[/dim]"
+        )
+        table.add_row(row.words, *(_cell(s) for s in (row.step, row.quiet, row.exposed)), ratio)
+    return table
+
+
+def _cell(series: Series | None) -> str:
+    if series is None:
+        return ""
+    low, high = series.quartiles
+    return f"{series.median * MS:.1f}\n[dim]{low * MS:.1f}…{high * MS:.1f}[/dim]"
+
+
+def _lines(rows: Sequence[Entry]) -> list[str]:
+    lines = []
+    by_name = {row.name: row for row in rows}
+    for flags, words in (("", "default flags"), (peers.VIEWS, "bucket views")):
+        theirs, ours = by_name[peers.TORCH + flags], by_name[peers.OURS + flags]
+        if ours.to_torch is None or ours.exposed is None or theirs.exposed is None:
+            continue
+        lines.append(
+            f"With {words} gradwire's step takes {ours.to_torch.of_medians:.2f} of torch's; communication that nothing hides "
+            f"takes {ours.exposed.median * MS:.1f} ms of it, torch's {theirs.exposed.median * MS:.1f} ms."
+        )
+    return lines
+
+
+def _as_json(machine: Mapping[str, str], settings: Mapping[str, str], rows: Sequence[Entry]) -> dict[str, Any]:
+    return {
+        "benchmark": "training",
+        "machine": dict(machine),
+        "settings": dict(settings),
+        "variants": {row.name: _entry_as_json(row) for row in rows},
+    }
+
+
+def _entry_as_json(row: Entry) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        key: {
+            "median_ms": series.median * MS,
+            "quartiles_ms": [q * MS for q in series.quartiles],
+            "rounds_ms": [s * MS for s in series.seconds],
+        }
+        for key, series in (("step", row.step), ("no_sync", row.quiet), ("exposed", row.exposed))
+        if series is not None
+    }
+    if row.to_torch is not None:
+        data["ratio_to_torch"] = {
+            "of_medians": row.to_torch.of_medians,
+            "median_of_rounds": row.to_torch.median_of_rounds,
+            "quartiles_of_rounds": list(row.to_torch.quartiles),
+        }
+    return data

@@ -1,0 +1,132 @@
+"""What each rank does in `gradwire bench training`: one model per variant, all with the same start, and steps in turns.
+
+Note [Without communication]
+What communication costs a step is what the step takes more than the same step without it. That one runs on the same wrapped
+model, under its own `no_sync`, with an SGD step whose learning rate is 0: it reads and writes the same memory and leaves the
+parameters as they are, so replicas stay equal.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
+
+from gradwire.cli.bench import peers
+from gradwire.cli.bench.models import GPT2, SIZES
+from gradwire.cli.bench.seat import Seat
+from gradwire.cli.bench.timing import interleave
+from gradwire.errors import InternalError
+from gradwire.groups import Group, SharedMemoryGroup
+
+QUIET = ", no_sync"
+"""Put after a variant's name: its step without communication."""
+_RATE = 0.05
+_FIRST_STEPS = 5
+"""Steps of each variant before replicas are compared: both DDPs rebuild their buckets after the first."""
+_CLOSE = 1e-3
+"""How far apart, relative to the way they have come, the parameters of two variants may be then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What is trained, and how often."""
+
+    size: str
+    batch: int
+    rounds: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What one rank has measured: seconds a step in each round, and what it trained."""
+
+    seconds: Mapping[str, tuple[float, ...]]
+    elements: int
+    parameters: int
+
+
+def run_trial(trial: Trial, seat: Seat) -> Times:
+    """Train on this rank, together with all others."""
+    with ExitStack() as stack:
+        stack.enter_context(
+            peers.gloo_world(PrefixStore("gloo", seat.store), seat.rank, seat.size, timeout=seat.timeout)
+        )
+        group = SharedMemoryGroup(PrefixStore("gradwire", seat.store), seat.rank, seat.size, timeout=seat.timeout)
+        stack.callback(group.close)
+        torch.manual_seed(0)
+        start = GPT2(SIZES[trial.size])
+        torch.manual_seed(1 + seat.rank)  # every rank reads something else
+        inputs = start.batch(trial.batch)
+        models = {name: wrap(copy.deepcopy(start)) for name, wrap in peers.wrappers(group).items()}
+        steps = {name: _step(model, inputs, _RATE) for name, model in models.items()}
+        for step in steps.values():
+            for _ in range(_FIRST_STEPS):
+                step()
+            seat.tell(0)
+        check_same(start, {name: model for name, model in models.items() if name != peers.BARE}, group)
+        quiet = {name + QUIET: _quiet(models[name], inputs) for name in models if name != peers.BARE}
+        gc.collect()
+        gc.freeze()
+        series = interleave(
+            steps | quiet,
+            rounds=trial.rounds,
+            block=trial.block,
+            lead_in=1,
+            warm_up=1,
+            fence=seat.meeting.barrier,
+            after_round=seat.tell if seat.rank == 0 else None,
+        )
+        seat.meeting.barrier()  # nobody closes while another still works
+        for model in models.values():
+            peers.unwrap(model)
+    sizes = [p.numel() for p in start.parameters()]
+    return Times({name: s.seconds for name, s in series.items()}, sum(sizes), len(sizes))
+
+
+def _step(model: nn.Module, inputs: Tensor, rate: float) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(inputs).backward()
+        optimizer.step()
+
+    return step
+
+
+def _quiet(model: Any, inputs: Tensor) -> Callable[[], None]:
+    """See Note [Without communication]."""
+    step = _step(model, inputs, 0.0)
+
+    def quiet() -> None:
+        with model.no_sync():
+            step()
+
+    return quiet
+
+
+def check_same(start: nn.Module, models: Mapping[str, nn.Module], group: Group) -> None:
+    """Raise unless all models have come from `start` to the same parameters, and each is the same on every rank."""
+    begin = _flat(start)
+    first, expected = next((name, _flat(model)) for name, model in models.items())
+    for name, model in models.items():
+        found = _flat(model)
+        if bool((found - expected).norm() > _CLOSE * (expected - begin).norm()):
+            raise InternalError(f"bench training: {name} has come to other parameters than {first} in as many steps.")
+        rank0 = found.clone()
+        group.broadcast(rank0, 0, label="parameters of rank 0")
+        if not torch.equal(found, rank0):
+            raise InternalError(f"bench training: rank {group.rank}'s parameters of {name} are not those of rank 0.")
+
+
+def _flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])

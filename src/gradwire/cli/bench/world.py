@@ -1,0 +1,304 @@
+"""A world of rank processes for one benchmark: started, listened to and ended by this process, under mpirun or without.
+
+`run_world(task, ranks)` calls `task(seat)` on every rank and returns what each returned. Every way in which ranks can fail to
+answer ends in one error that names the rank, and in no process left: see `rank.py` for their side.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+from torch._C._distributed_c10d import TCPStore
+
+from gradwire.cli.bench.meeting import Meeting
+from gradwire.cli.bench.mpi import Launcher
+from gradwire.cli.bench.seat import Seat
+from gradwire.errors import CollectiveTimeout, GroupError, PeerLost
+
+HOST = "127.0.0.1"
+TIMEOUT = 120
+"""Seconds without news of any rank after which a benchmark gives up, when not told otherwise."""
+_START = 120.0
+"""Seconds that ranks get at least to come: they import torch."""
+_LEAVE = 20.0
+"""Seconds that ranks get to end by themselves once all have answered."""
+_STOP = 3.0
+"""Seconds that ranks get to end when told to."""
+_LAST_LINES = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Rank: this is me."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Starter: do this. `task` is a pickled function of a `Seat`."""
+
+    size: int
+    port: int
+    timeout: float
+    task: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Starter: write down where you stand, and end."""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """Rank: this is how far we are."""
+
+    news: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Rank: the task returned this."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Rank: the task raised this."""
+
+    error: str
+    text: str
+    timed_out: bool
+
+
+def run_world(
+    task: Callable[[Seat], Any],
+    ranks: int,
+    *,
+    name: str,
+    launcher: Launcher | None = None,
+    timeout: float = TIMEOUT,
+    heard: Callable[[Any], object] = lambda news: None,
+) -> list[Any]:
+    """Call `task(seat)` in `ranks` new processes and return the results in rank order.
+
+    `heard` is called with what ranks tell on their way. After `timeout` seconds without news it is over.
+    """
+    with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
+        world = _World(Path(folder), ranks, name, timeout)
+        try:
+            world.start(launcher)
+            results = world.listen(cloudpickle.dumps(task), heard)
+            world.let_leave()
+            return results
+        except GroupError as error:
+            if isinstance(error, CollectiveTimeout):
+                world.stop()
+            if said := world.last_lines():
+                error.add_note(said)
+            raise
+        finally:
+            world.end()
+
+
+@dataclass(slots=True)
+class _Rank:
+    """What the starter knows of a rank that has come."""
+
+    number: int
+    pidfd: int
+    answer: Done | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """A process that was started, and the ranks it is or starts."""
+
+    program: str
+    popen: subprocess.Popen[bytes]
+    ranks: frozenset[int]
+
+
+@dataclass(slots=True)
+class _World:
+    """The processes, and what is known of them."""
+
+    folder: Path
+    size: int
+    name: str
+    timeout: float
+    processes: dict[int, _Process] = field(default_factory=dict)
+    """By a descriptor that is readable when the process has ended."""
+    strangers: list[Connection] = field(default_factory=list)
+    """Connections of ranks that have not said yet who they are."""
+    ranks: dict[Connection, _Rank] = field(default_factory=dict)
+    store: TCPStore = field(
+        default_factory=lambda: TCPStore(
+            HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT)
+        )
+    )
+    """Where the groups of the ranks meet. This process only hosts it."""
+    server: socket.socket = field(default_factory=lambda: socket.socket(socket.AF_UNIX))
+
+    # -- beginning -----------------------------------------------------------------------------------------------------------
+
+    def start(self, launcher: Launcher | None) -> None:
+        """Start the processes; they will connect."""
+        Meeting.prepare(self.folder / "meeting", size=self.size)
+        self.server.bind(str(self.folder / "socket"))
+        self.server.listen(self.size)
+        cores = len(os.sched_getaffinity(0))
+        command = [sys.executable, "-P", "-m", "gradwire.cli.bench.rank", str(self.folder)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "ONEDNN_JIT_PROFILE": "0"}
+        if launcher is not None:
+            environment |= launcher.environment(self.size, cores=cores)
+            self._spawn("mpirun", [*launcher.command(self.size, cores=cores), *command], environment, range(self.size))
+        else:
+            for rank in range(self.size):
+                self._spawn(f"the process of rank {rank}", [*command, str(rank)], environment, [rank])
+
+    def _spawn(self, program: str, command: Sequence[str], environment: dict[str, str], ranks: Iterable[int]) -> None:
+        with open(self.folder / "output", "ab") as output:
+            popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for the starter, which then ends the ranks
+            )
+        self.processes[os.pidfd_open(popen.pid)] = _Process(program, popen, frozenset(ranks))
+
+    # -- listening -----------------------------------------------------------------------------------------------------------
+
+    def listen(self, task: bytes, heard: Callable[[Any], object]) -> list[Any]:
+        """Every rank's result, or the error that stands for what went wrong."""
+        start = Start(self.size, self.store.port, self.timeout, task)
+        running = list(self.processes)
+        while len(done := [r for r in self.ranks.values() if r.answer is not None]) < self.size:
+            open_ends = [c for c, r in self.ranks.items() if r.answer is None]
+            limit = self.timeout if len(self.ranks) == self.size else max(self.timeout, _START)
+            ready = wait([self.server, *self.strangers, *open_ends, *running], limit)
+            if not ready:
+                raise self._silent([r.number for r in done], limit)
+            for item in ready:
+                if item is self.server:
+                    self.strangers.append(Connection(self.server.accept()[0].detach()))
+                elif isinstance(item, Connection) and item in self.strangers:
+                    self._welcome(item, start)
+                elif isinstance(item, Connection):
+                    self._hear(item, heard)
+                elif isinstance(item, int):
+                    running.remove(item)
+                    self._process_ended(self.processes[item])
+        return [r.answer.value for r in sorted(done, key=lambda r: r.number) if r.answer is not None]
+
+    def _welcome(self, connection: Connection, start: Start) -> None:
+        try:
+            hello: Hello = connection.recv()
+            rank = _Rank(hello.rank, os.pidfd_open(hello.pid))
+        except (EOFError, OSError):
+            raise PeerLost(
+                f"{self.name} with {self.size} ranks: a rank died as it was starting. Its last words, if any, are below."
+            ) from None
+        self.strangers.remove(connection)
+        self.ranks[connection] = rank
+        with suppress(OSError):  # one that died meanwhile is heard of when it should answer
+            connection.send(start)
+
+    def _hear(self, connection: Connection, heard: Callable[[Any], object]) -> None:
+        rank = self.ranks[connection]
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            raise PeerLost(
+                f"{self.name} with {self.size} ranks: rank {rank.number} died. Its last words, if any, are below; "
+                "if there are none, look whether the machine ran out of memory.",
+                rank=rank.number,
+            ) from None
+        if isinstance(message, News):
+            heard(message.news)
+        elif isinstance(message, Done):
+            rank.answer = message
+        elif isinstance(message, Failed):
+            kind = CollectiveTimeout if message.timed_out else GroupError
+            error = kind(f"{self.name} with {self.size} ranks: rank {rank.number} failed: {message.error}")
+            error.add_note(message.text.rstrip())
+            raise error
+
+    def _process_ended(self, process: _Process) -> None:
+        """Ranks that have come are heard of on their connections; the others never come."""
+        status = process.popen.wait()
+        missing = sorted(process.ranks - {r.number for r in self.ranks.values()})
+        if missing and not self.strangers:
+            raise GroupError(
+                f"{self.name} with {self.size} ranks: {process.program} ended with status {status} before ranks {missing} had "
+                "come. What it said is below."
+            )
+
+    def _silent(self, done: Sequence[int], limit: float) -> CollectiveTimeout:
+        missing = [rank for rank in range(self.size) if rank not in done]
+        return CollectiveTimeout(
+            f"{self.name} with {self.size} ranks: nothing was heard for {limit:.3g} s, and ranks {missing} have not "
+            "finished. Where they stood is below; give more time with --timeout if the machine is only slow.",
+            joined=done,
+            missing=missing,
+        )
+
+    def last_lines(self) -> str:
+        """The end of what the ranks and mpirun have printed."""
+        file = self.folder / "output"
+        lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+        return "\n".join(lines[-_LAST_LINES:])
+
+    # -- ending --------------------------------------------------------------------------------------------------------------
+
+    def let_leave(self) -> None:
+        """Give the ranks time to end by themselves: MPI wants all of them for that."""
+        self._await_end(_LEAVE)
+
+    def stop(self) -> None:
+        """Have every rank write down where it stands, and end."""
+        for connection in self.ranks:
+            with suppress(OSError):
+                connection.send(Stop())
+        self._await_end(_STOP)
+
+    def _await_end(self, limit: float) -> None:
+        deadline = time.monotonic() + limit
+        for pidfd in [*(r.pidfd for r in self.ranks.values()), *self.processes]:
+            wait([pidfd], max(0.0, deadline - time.monotonic()))
+
+    def end(self) -> None:
+        """End what still runs, and give everything back."""
+        for rank in self.ranks.values():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
+        for connection in [*self.ranks, *self.strangers]:
+            connection.close()
+        for process in self.processes.values():
+            process.popen.terminate()
+        self._await_end(_STOP)
+        for pidfd, process in self.processes.items():
+            process.popen.kill()
+            process.popen.wait()
+            os.close(pidfd)
+        for rank in self.ranks.values():
+            os.close(rank.pidfd)
+        self.server.close()

@@ -1,0 +1,72 @@
+"""What went wrong in a part, in the words of the whole: ranks of the whole group, and the operation that its caller knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from gradwire.collectives import Signature
+from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost
+from gradwire.groups.c10d.rollcall import RollCall
+
+G = TypeVar("G", bound=GroupError)
+
+
+def told_by(error: Exception, members: Sequence[int], where: str, roll: RollCall | None, place: int) -> Exception:
+    """The error for what was done at `where`, when a group of `members` has failed with `error` in it.
+
+    Whoever fails first writes into the roll call which rank is lost before it takes its parts down. So a rank that hears "aborted"
+    from a part looks there, and all ranks name the same one.
+    """
+    if isinstance(error, CollectiveMismatch):
+        ops = {members[r]: s for r, s in error.ops.items() if r < len(members)}
+        return chained(CollectiveMismatch(f"{where}: {error}", ops=ops), error)
+    if not isinstance(error, (PeerLost, GroupAborted)):
+        return error
+    rank, why = None, "a peer is gone"
+    if isinstance(error, PeerLost) and error.rank is not None:
+        rank, why = members[error.rank], str(error)
+    elif roll is not None:
+        rank, why = roll.find_culprit(place, patience=1.0 if isinstance(error, PeerLost) else 0.0)
+    if rank is not None:
+        return chained(lost(where, rank, why, error.op if isinstance(error, PeerLost) else None), error)
+    if isinstance(error, GroupAborted):
+        return chained(GroupAborted(f"{where}: the group was aborted: {error.reason}", reason=error.reason), error)
+    return chained(PeerLost(f"{where}: {why}. {error}", op=error.op), error)
+
+
+def lost(where: str, rank: int, why: str, op: Signature | None) -> PeerLost:
+    """The error for a rank that is gone."""
+    return PeerLost(
+        f"{where}: rank {rank} is lost. Look at its output for the cause; make a new group to go on. What is known: {why}",
+        rank=rank,
+        op=op,
+    )
+
+
+def bad_news(roll: RollCall, where: str, place: int, op: Signature | None) -> GroupError | None:
+    """What the roll call, as it was last read, knows to be wrong."""
+    rank, why = roll.dead(), "its process has died"
+    if rank is None and roll.obituary is not None:
+        rank, why = roll.obituary
+        if rank is None:
+            return GroupAborted(f"{where}: the group was aborted: {why}", reason=why)
+    if rank is None:
+        rank, why = roll.left_before(place), "it has left the group"
+    return None if rank is None else lost(where, rank, why, op)
+
+
+def for_part(error: BaseException, members: Sequence[int], name: str) -> BaseException:
+    """What to fail a part of `members` with, when the whole, called `name`, has failed with `error`."""
+    if isinstance(error, PeerLost) and error.rank in members:
+        return PeerLost(str(error), rank=members.index(error.rank), op=error.op)
+    if isinstance(error, (GroupAborted, CollectiveTimeout)):
+        return error
+    return GroupAborted(f"{name} has failed: {error}", reason=str(error))
+
+
+def chained(error: G, cause: Exception) -> G:
+    """`error` with its cause, but without the cause's traceback: its frames hold the part, and so its memory, as long as anybody
+    keeps the error. Why a step failed is in the words of the cause."""
+    error.__cause__ = cause.with_traceback(None)
+    return error

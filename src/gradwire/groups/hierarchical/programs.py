@@ -1,0 +1,346 @@
+"""Every collective in two levels: generators that yield steps, each a collective of the host's own group or of a lane.
+
+What a step's ranks are is said by `layout.py`; who carries it out, and what happens when it fails, by `group.py`. No group, no
+thread and no engine in here, so it is tested with simulated ranks.
+
+Note [All-reduce in two levels]
+Reduce-scatter inside the host, one slice for each carrier; all-reduce of each slice in its lane; all-gather inside. With h hosts,
+n bytes leave and enter a host 2 (h - 1) / h times, however many ranks it has; a ring over all ranks of all hosts does as well
+only if hosts follow each other in it, and loads one link after the other. All lanes work at the same time, so the link is filled by
+as many connections as there are carriers. Inside, with shared memory, each byte is read once and written once in each half.
+
+Note [Rounded once on each level]
+float16, bfloat16 and float8 are summed in float32 and rounded, once in the host and once between hosts. To send float32 between
+hosts would round once less and double what is sent on the slowest link. Averages are taken on both levels, so that a sum that
+would not fit never exists; where hosts differ in size that would weigh ranks differently, and the whole is done in float32.
+
+Note [Moving pieces]
+Gather, scatter and all-to-all are one thing: every rank has a piece, perhaps empty, for every other. A piece goes to its sender's
+carrier (unless that is the sender), in the lane to the other host, and there to its receiver. Pieces for the same host travel as
+one message. How large a piece is must be known to those it passes: in gathers and scatters all are alike, in an all-to-all the
+ranks tell each other first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import Collective, Kind, ReduceOp, build
+from gradwire.collectives.lower import flat, is_plain, lower
+from gradwire.collectives.reference import cut, store, working_dtype
+from gradwire.errors import CollectiveMismatch, InternalError
+from gradwire.groups.hierarchical.layout import Layout
+
+SMALLEST_SLICE = 1024
+"""Elements below which a slice is not divided further: a shorter message costs as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One collective of one of the two groups that a rank is in."""
+
+    where: Literal["inside", "across"]
+    op: Collective
+
+
+Steps = Generator[Step, None, None]
+Sizes = Callable[[int, int], int]
+"""How many elements one rank has for another."""
+
+_NATIVE = frozenset({
+    Kind.ALL_REDUCE, Kind.BROADCAST, Kind.ALL_GATHER, Kind.ALL_GATHER_INTO_TENSOR, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL,
+    Kind.ALL_TO_ALL_SINGLE, Kind.GATHER, Kind.SCATTER, Kind.BARRIER,
+})  # fmt: skip
+_ONE_INPUT = frozenset({Kind.ALL_REDUCE, Kind.BROADCAST, Kind.ALL_GATHER_INTO_TENSOR})
+
+
+def takes(op: Collective) -> bool:
+    """Whether there is a two-level program for `op` as it is; the rest is made of these."""
+    if op.kind not in _NATIVE or op.reduce_op is ReduceOp.PREMUL_SUM:
+        return False
+    if op.kind in _ONE_INPUT and len(op.inputs) != 1:
+        return False
+    if op.kind in (Kind.ALL_REDUCE, Kind.BROADCAST) and op.inputs[0] is not op.outputs[0]:
+        return False
+    return all(is_plain(t) for t in op.inputs) and all(is_plain(t) for t in op.outputs)
+
+
+class TwoLevel:
+    """The programs of one rank."""
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.size = layout.size
+        self.host, self.index = layout.place(rank)
+        self.mates = layout.hosts[self.host]
+        self.width = layout.width
+        self.carries = self.index < self.width
+        self.alone = len(self.mates) == 1
+        self.others = [h for h in range(len(layout.hosts)) if h != self.host]
+        self._one_group = layout.hosts == (tuple(range(self.size)),)
+
+    def carry_out(self, op: Collective) -> Steps:
+        """The steps that make up `op`; when they are done its outputs hold the result."""
+        if self._one_group:
+            yield Step("inside", op)
+            return
+        for part in lower(op, rank=self.rank, size=self.size, takes=takes):
+            yield from self._native(part)
+
+    def _native(self, op: Collective) -> Steps:
+        kind, label = op.kind, op.label
+        if kind is Kind.ALL_REDUCE:
+            yield from self._all_reduce(flat(op.inputs[0]), op.reduce_op or ReduceOp.SUM, label)
+        elif kind is Kind.BROADCAST:
+            yield from self._broadcast(flat(op.inputs[0]), op.root or 0, label)
+        elif kind is Kind.BARRIER:
+            yield from self._barrier(label)
+        elif kind is Kind.ALL_GATHER:
+            yield from self._all_gather([flat(t) for t in op.outputs], flat(op.inputs[0]), label)
+        elif kind is Kind.ALL_GATHER_INTO_TENSOR:
+            whole, mine = flat(op.outputs[0]), flat(op.inputs[0])
+            yield from self._all_gather(_cut(whole, [mine.numel()] * self.size), mine, label)
+        elif kind is Kind.REDUCE_SCATTER:
+            parts = [flat(t) for t in op.inputs]
+            yield from self._reduce_scatter(flat(op.outputs[0]), parts, op.reduce_op or ReduceOp.SUM, label)
+        elif kind is Kind.GATHER:
+            yield from self._gather(op)
+        elif kind is Kind.SCATTER:
+            yield from self._scatter(op)
+        elif kind is Kind.ALL_TO_ALL:
+            yield from self._all_to_all(op.outputs, op.inputs, label)
+        elif kind is Kind.ALL_TO_ALL_SINGLE:
+            to, of = op.splits or ((), ())
+            yield from self._all_to_all(cut(op.outputs[0], to, self.size), cut(op.inputs[0], of, self.size), label)
+        else:
+            raise InternalError(f"{op}: there is no two-level program for it.")
+
+    # -- slices of one tensor ------------------------------------------------------------------------------------------
+
+    def _slices(self, t: Tensor) -> list[Tensor]:
+        """One part of `t` for each rank of this host; those that carry nothing have an empty one."""
+        share = max(-(-t.numel() // self.width), SMALLEST_SLICE)
+        return [t[i * share : (i + 1) * share] if i < self.width else t[:0] for i in range(len(self.mates))]
+
+    def _all_reduce(self, t: Tensor, op: ReduceOp, label: str) -> Steps:
+        """See Note [All-reduce in two levels]."""
+        if self._must_widen(op, t.dtype):
+            wide = t.to(working_dtype(t.dtype))
+            yield from self._all_reduce(wide, op, label)
+            t.copy_(wide)
+            return
+        each, last = self._levels(op, t.dtype)
+        slices = self._slices(t)
+        mine = slices[self.index]
+        if not self.alone:
+            yield Step("inside", build.reduce_scatter(mine, slices, op=each, label=label))
+        if mine.numel():
+            if self.others:
+                yield Step("across", build.all_reduce(mine, op=each, label=label))
+            if last != 1:
+                mine.div_(last)
+        if not self.alone:
+            yield Step("inside", build.all_gather(slices, mine, label=label))
+
+    def _must_widen(self, op: ReduceOp, dtype: torch.dtype) -> bool:
+        return op is ReduceOp.AVG and not self.layout.even and working_dtype(dtype) is not dtype
+
+    def _levels(self, op: ReduceOp, dtype: torch.dtype) -> tuple[ReduceOp, int]:
+        """What is done on each level, and by what the outcome is divided. See Note [Rounded once on each level]."""
+        if op is ReduceOp.AVG and working_dtype(dtype) is dtype:
+            return ReduceOp.SUM, self.size
+        return op, 1
+
+    def _broadcast(self, t: Tensor, root: int, label: str) -> Steps:
+        """To all ranks of the root's host; a slice in each lane; the slices to all ranks of the other hosts."""
+        host, index = self.layout.place(root)
+        slices = self._slices(t)
+        mine = slices[self.index]
+        if host == self.host and not self.alone:
+            yield Step("inside", build.broadcast(t, src=index, label=label))
+        if self.others and mine.numel():
+            yield Step("across", build.broadcast(mine, src=host, label=label))
+        if host != self.host and not self.alone:
+            yield Step("inside", build.all_gather(slices, mine, label=label))
+
+    def _barrier(self, label: str) -> Steps:
+        if not self.alone:
+            yield Step("inside", build.barrier(label=label))
+        if self.others and self.index == 0:
+            yield Step("across", build.barrier(label=label))
+        if self.others and not self.alone:
+            yield Step("inside", build.barrier(label=label))
+
+    # -- one part per rank ---------------------------------------------------------------------------------------------
+
+    def _bundle(self, sizes: Sequence[int], host: int, lane: int) -> list[int]:
+        return [sizes[rank] for rank in self.layout.lane(host, lane)]
+
+    def _all_gather(self, outputs: Sequence[Tensor], mine: Tensor, label: str) -> Steps:
+        """To the carriers; in each lane, a bundle of every host; all bundles to all ranks. Each host's bytes enter another once."""
+        sizes, hosts = [t.numel() for t in outputs], range(len(self.layout.hosts))
+        per_lane = [[sum(self._bundle(sizes, h, lane)) for h in hosts] for lane in range(self.width)]
+        bundle = yield from self._to_carriers(mine, lambda rank: sizes[rank], label)
+        received = mine.new_empty(sum(per_lane[self.index])) if self.carries else mine[:0]
+        if self.carries and self.others:
+            yield Step("across", build.all_gather(_cut(received, per_lane[self.index]), bundle, label=label))
+        elif self.carries:
+            received.copy_(bundle)
+        wholes = [mine.new_empty(sum(per_lane[i]) if i < self.width else 0) for i in range(len(self.mates))]
+        if self.alone:
+            wholes = [received]
+        else:
+            yield Step("inside", build.all_gather(wholes, received, label=label))
+        for lane in range(self.width):
+            ranks = [rank for h in hosts for rank in self.layout.lane(h, lane)]
+            for rank, piece in zip(ranks, _cut(wholes[lane], [sizes[rank] for rank in ranks]), strict=True):
+                store(outputs[rank], piece)
+
+    def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, label: str) -> Steps:
+        """A bundle for each carrier, reduced in the host; reduced in the lane; to the ranks it is for."""
+        if self._must_widen(op, output.dtype):
+            dtype = working_dtype(output.dtype)
+            wide = output.to(dtype)
+            yield from self._reduce_scatter(wide, [t.to(dtype) for t in inputs], op, label)
+            output.copy_(wide)
+            return
+        each, last = self._levels(op, output.dtype)
+        hosts = range(len(self.layout.hosts))
+        by_lane = [
+            torch.cat([inputs[rank] for h in hosts for rank in self.layout.lane(h, lane)]) for lane in range(self.width)
+        ]
+        by_lane += [output[:0]] * (len(self.mates) - self.width)
+        mine = by_lane[self.index]
+        if not self.alone:
+            yield Step("inside", build.reduce_scatter(mine, by_lane, op=each, label=label))
+        bundle = mine
+        if self.carries and self.others:
+            sizes = [t.numel() for t in inputs]
+            parts = _cut(mine, [sum(self._bundle(sizes, h, self.index)) for h in hosts])
+            bundle = mine.new_empty(parts[self.host].numel())
+            yield Step("across", build.reduce_scatter(bundle, parts, op=each, label=label))
+        if last != 1:
+            bundle.div_(last)
+        yield from self._from_carriers(output, bundle, lambda rank: inputs[rank].numel(), label)
+
+    def _to_carriers(self, mine: Tensor, size_of: Callable[[int], int], label: str) -> Generator[Step, None, Tensor]:
+        """Hand `mine` to this rank's carrier; a carrier gets what its lane has brought, in one row."""
+        if len(self.mates) == self.width:
+            return mine
+        carrier = self.index % self.width
+        mates = range(len(self.mates))
+        sizes = [size_of(m) if self.carries and i % self.width == self.index else 0 for i, m in enumerate(self.mates)]
+        row = mine.new_empty(sum(sizes))
+        pieces = [mine if i == carrier else mine[:0] for i in mates]
+        yield Step("inside", build.all_to_all(_cut(row, sizes), pieces, label=label))
+        return row
+
+    def _from_carriers(self, output: Tensor, row: Tensor, size_of: Callable[[int], int], label: str) -> Steps:
+        """The way back: a carrier hands each rank of its lane its piece of `row`."""
+        if len(self.mates) == self.width:
+            store(output, row)
+            return
+        carrier = self.index % self.width
+        sizes = [size_of(m) if self.carries and i % self.width == self.index else 0 for i, m in enumerate(self.mates)]
+        places = [output if i == carrier else output[:0] for i in range(len(self.mates))]
+        yield Step("inside", build.all_to_all(places, _cut(row, sizes), label=label))
+
+    # -- one piece from every rank to every other ----------------------------------------------------------------------
+
+    def _gather(self, op: Collective) -> Steps:
+        mine, root = flat(op.inputs[0]), op.root or 0
+        n = mine.numel()
+        pieces = [mine if rank == root else mine[:0] for rank in range(self.size)]
+        places = [flat(t) for t in op.outputs] or [mine[:0]] * self.size
+        yield from self._move(places, pieces, lambda source, target: n if target == root else 0, op.label)
+
+    def _scatter(self, op: Collective) -> Steps:
+        place, root = flat(op.outputs[0]), op.root or 0
+        n = place.numel()
+        pieces = [flat(t) for t in op.inputs] or [place[:0]] * self.size
+        places = [place if rank == root else place[:0] for rank in range(self.size)]
+        yield from self._move(places, pieces, lambda source, target: n if source == root else 0, op.label)
+
+    def _all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: str) -> Steps:
+        places, pieces = [flat(t) for t in outputs], [flat(t) for t in inputs]
+        row = torch.tensor([t.numel() for t in pieces], device=pieces[0].device)
+        rows = row.new_empty(self.size * self.size)
+        yield from self._all_gather(_cut(rows, [self.size] * self.size), row, label)
+        table: list[list[int]] = rows.view(self.size, self.size).tolist()
+        yield from self._move(places, pieces, lambda source, target: table[source][target], label)
+
+    def _move(self, places: Sequence[Tensor], pieces: Sequence[Tensor], sizes: Sizes, label: str) -> Steps:
+        """Bring `pieces[rank]` of every rank to each rank's `places[sender]`. See Note [Moving pieces]."""
+        lane, hosts = self.index % self.width, self.layout.hosts
+        far = [rank for h in self.others for rank in hosts[h]]
+        packed = torch.cat([pieces[rank] for rank in far]) if far else pieces[0][:0]
+        brought = yield from self._to_carriers(packed, lambda rank: sum(sizes(rank, to) for to in far), label)
+        # In the lane: for each other host, what the ranks of this lane have for its ranks; and from each, the reverse.
+        arrived: dict[tuple[int, int], Tensor] = {}
+        if self.carries and self.others:
+            crew = self.layout.lane(self.host, lane)
+            keys = [(source, to) for source in crew for to in far]
+            leaving = dict(zip(keys, _cut(brought, [sizes(*key) for key in keys]), strict=True))
+            messages = [
+                torch.cat([brought[:0], *(leaving[s, to] for s in crew for to in hosts[h] if h != self.host)])
+                for h in range(len(hosts))
+            ]
+            expected = [
+                [(s, to) for s in self.layout.lane(h, lane) for to in self.mates] if h != self.host else []
+                for h in range(len(hosts))
+            ]
+            lengths = [sum(sizes(*key) for key in keys) for keys in expected]
+            row = packed.new_empty(sum(lengths))
+            yield Step("across", build.all_to_all(_cut(row, lengths), messages, label=label))
+            keys = [key for keys in expected for key in keys]
+            arrived = dict(zip(keys, _cut(row, [sizes(*key) for key in keys]), strict=True))
+        yield from self._deliver(places, pieces, arrived, sizes, label)
+
+    def _deliver(
+        self,
+        places: Sequence[Tensor],
+        pieces: Sequence[Tensor],
+        arrived: dict[tuple[int, int], Tensor],
+        sizes: Sizes,
+        label: str,
+    ) -> Steps:
+        """In the host: each rank's own pieces for its mates, and what it has brought from other hosts."""
+
+        def senders(index: int) -> list[int]:
+            """Whose pieces the mate at `index` hands out."""
+            far = [s for h in self.others for s in self.layout.lane(h, index)] if index < self.width else []
+            return [self.mates[index], *far]
+
+        def piece(sender: int, to: int) -> Tensor:
+            return pieces[to] if sender == self.rank else arrived[sender, to]
+
+        outgoing = [torch.cat([piece(s, to) for s in senders(self.index)]) for to in self.mates]
+        lengths = [sum(sizes(s, self.rank) for s in senders(i)) for i in range(len(self.mates))]
+        row = pieces[0].new_empty(sum(lengths))
+        if self.alone:
+            row = outgoing[0]
+        else:
+            yield Step("inside", build.all_to_all(_cut(row, lengths), outgoing, label=label))
+        order = [s for i in range(len(self.mates)) for s in senders(i)]
+        received = dict(zip(order, _cut(row, [sizes(s, self.rank) for s in order]), strict=True))
+        wrong = {s: t.numel() for s, t in received.items() if t.numel() != places[s].numel()}
+        if wrong:
+            raise CollectiveMismatch(
+                f"rank {self.rank} expects other sizes than it was sent: "
+                + "; ".join(
+                    f"{n} elements from rank {s} where there is room for {places[s].numel()}" for s, n in wrong.items()
+                )
+                + ". Sizes that ranks expect of each other must agree."
+            )
+        for sender, t in received.items():
+            store(places[sender], t)
+
+
+def _cut(row: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    return list(row.split(list(sizes)))

@@ -1,0 +1,150 @@
+"""`hosts(n)`: several hosts on one machine, as network namespaces that are joined by a bridge.
+
+Each host has an address of its own, a loopback device of its own, and a host name of its own; a process that runs on it reaches
+the others only through its link, whose rate can be limited. Needs Linux, root, and `ip` (and `tc`, for a rate).
+
+Note [What makes a host]
+A network namespace has nothing to do with memory: two processes in different ones can share it, and containers of one pod do. So
+`host_identity` does not look at the network, and would call all of these one host. Hosts differ in their names, which
+`host_identity` does look at; so a process here gets a UTS namespace too, and in it the name of its host. It also makes the test
+honest: ranks on different hosts do not see each other's processes die.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.errors import UsageError
+
+_LIMIT = 20.0
+"""Seconds that one command may take."""
+
+INTERFACE = "eth0"
+"""What a host's link is called on the host: what to tell an engine that wants to know (gloo's GLOO_SOCKET_IFNAME)."""
+
+
+def why_not(*, mbit: float | None = None) -> str | None:
+    """Why there can be no hosts here, in words; None if there can.
+
+    Nothing but an attempt shows whether a container may make network namespaces, so one is made and removed.
+    """
+    if not os.path.isdir("/proc/self/ns"):
+        return "network namespaces need Linux with /proc mounted"
+    if os.geteuid() != 0:
+        return "making network namespaces needs root"
+    for tool in ("ip", "unshare", *(["tc"] if mbit is not None else [])):
+        if shutil.which(tool) is None:
+            return f"the command {tool!r} is not there (it is part of iproute2, or of util-linux)"
+    name = f"gw-try-{secrets.token_hex(3)}"
+    try:
+        _do("ip", "netns", "add", name)
+        try:
+            _do("ip", "link", "add", f"{name[-6:]}-a", "type", "veth", "peer", "name", f"{name[-6:]}-b")
+            _do("ip", "link", "del", f"{name[-6:]}-a")
+            _do("ip", "netns", "exec", name, "unshare", "--uts", "true")
+        finally:
+            _do("ip", "netns", "del", name)
+    except UsageError as error:
+        return f"this machine does not permit it: {error}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One host: start processes on it with `popen` or `run`, reach it from the others at `address`."""
+
+    name: str
+    address: str
+    interface: str = INTERFACE
+
+    def popen(
+        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **named: Any
+    ) -> subprocess.Popen[Any]:
+        """Start `command` on this host. What `subprocess.Popen` takes, this takes; end it before the hosts are gone."""
+        return subprocess.Popen(self.command(command), env=None if env is None else dict(env), **named)
+
+    def run(self, command: Sequence[str], *, timeout: float = _LIMIT, **named: Any) -> subprocess.CompletedProcess[Any]:
+        """Run `command` on this host to its end."""
+        return subprocess.run(self.command(command), timeout=timeout, check=False, **named)
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """The command line that runs `command` on this host: see Note [What makes a host]. Its process is that of `command`."""
+        named = f'echo {self.name} > /proc/sys/kernel/hostname && exec "$@"'
+        return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", named, "sh", *command]
+
+
+@contextmanager
+def hosts(n: int, *, mbit: float | None = None) -> Iterator[list[Host]]:
+    """`n` hosts that reach each other; with `mbit`, each sends at most so many megabits a second.
+
+    ::
+
+        with hosts(2, mbit=100) as (one, two):
+            server = one.popen(["python", "serve.py", one.address])
+            two.run(["python", "ask.py", one.address])
+
+    Whatever still runs on a host when the block ends is killed.
+    """
+    reason = why_not(mbit=mbit)
+    if reason is not None:
+        raise UsageError(f"hosts({n}, mbit={mbit}): {reason}. Run it as root on a machine that permits it.")
+    if not 1 <= n <= 200:
+        raise UsageError(f"hosts({n}): choose from 1 to 200.")
+    if mbit is not None and mbit <= 0:
+        raise UsageError(f"hosts({n}, mbit={mbit}): a link needs some rate. Leave it out for no limit.")
+    key = secrets.token_hex(3)
+    with ExitStack() as made:
+        switch = f"gw-{key}"
+        _add_namespace(made, switch)
+        # The bridge is in a namespace of its own: the machine's own network does not get to know of it, nor the reverse.
+        _do("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        _do("ip", "-n", switch, "link", "set", "bridge", "up")
+        yield [_add_host(made, switch, f"gw-{key}-{i}", i, mbit) for i in range(n)]
+
+
+def _add_namespace(made: ExitStack, name: str) -> None:
+    _do("ip", "netns", "add", name)
+    made.callback(_remove, name)
+
+
+def _add_host(made: ExitStack, switch: str, name: str, number: int, mbit: float | None) -> Host:
+    _add_namespace(made, name)
+    address = f"10.231.0.{number + 1}"
+    port = f"port{number}"
+    # Both ends are made where they belong, so that no name is ever seen in the machine's own namespace.
+    _do("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
+    _do("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+    _do("ip", "-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
+    _do("ip", "-n", name, "link", "set", INTERFACE, "up")
+    _do("ip", "-n", name, "link", "set", "lo", "up")
+    if mbit is not None:
+        rate = ["rate", f"{mbit}mbit", "burst", str(max(32_000, int(mbit * 1e6 / 8 / 250))), "latency", "400ms"]
+        _do("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *rate)
+    return Host(name, address)
+
+
+def _remove(name: str) -> None:
+    """Take a namespace down, and first whatever runs in it: otherwise it would live on without a name."""
+    for pid in _do("ip", "netns", "pids", name).split():
+        try:
+            os.kill(int(pid), 9)
+        except ProcessLookupError:
+            pass
+    _do("ip", "netns", "del", name)
+
+
+def _do(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"{' '.join(command)}: {error}") from error
+    if done.returncode:
+        raise UsageError(f"{' '.join(command)}: {done.stderr.strip() or f'it ended with {done.returncode}'}")
+    return done.stdout

@@ -1,0 +1,87 @@
+"""HierarchicalGroup on every kind of layout passes the suite that every group passes.
+
+With threads for both parts, so that many layouts can be tried in little time, and without a store; and with shared memory and
+gloo on hosts that are not alike. `test_groups.py` has two ranks on each of two hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from torch.distributed import PrefixStore
+
+from gradwire.groups import C10dGroup, Group, GroupWrapper, HierarchicalGroup
+from gradwire.groups.hierarchical import Layout
+from gradwire.testing import check_group, check_names, run_ranks
+
+
+def by(layout: Layout) -> Callable[[Group], Group]:
+    def make(world: Group) -> Group:
+        host, index = layout.place(world.rank)
+        inside = world.split(host, index)
+        across = world.split(index if index < layout.width else None, host)
+        assert inside is not None
+        if len(layout.hosts) == 1 and across is not None:
+            across.close()
+            across = None
+        return HierarchicalGroup(inside, across, messages=world, rank=world.rank)
+
+    return make
+
+
+LAYOUTS = {
+    "2 + 2": Layout(((0, 1), (2, 3))),
+    "interleaved": Layout(((0, 2), (3, 1))),
+    "3 + 1": Layout(((0, 2, 3), (1,))),
+    "1 + 3": Layout(((3,), (0, 1, 2))),
+    "3 + 2": Layout(((4, 1, 0), (3, 2))),
+    "leaders": Layout(((0, 1), (2, 3)), lanes=1),
+    "one each": Layout(((1,), (0,), (2,))),
+    "one host": Layout(((2, 0, 1),)),
+    "2 + 2 + 2": Layout(((0, 3), (1, 4), (2, 5))),
+}
+
+
+DATA = check_names()[: check_names().index("split")]
+"""The checks that depend on who is where: what reduces, moves and sends."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_data_on_every_layout(layout: Layout) -> None:
+    report = check_group(lambda fn: run_ranks(fn, layout.size, kind="threads", wrap=by(layout)), only=DATA)
+    assert report.ran == DATA
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["2 + 2", "3 + 2"])
+def test_everything_without_a_store(name: str) -> None:
+    layout = LAYOUTS[name]
+    report = check_group(lambda fn: run_ranks(fn, layout.size, kind="threads", wrap=by(layout)))
+    assert report.ran == check_names()
+
+
+class Discovered(GroupWrapper):
+    """A HierarchicalGroup that is found over a gloo group's store, in hosts of its own making; closes that group too."""
+
+    def __init__(self, world: C10dGroup, hosts: Sequence[str]) -> None:
+        store = PrefixStore("discovered", world._store)
+        super().__init__(
+            HierarchicalGroup.discover(store, world.rank, world.size, timeout=world.timeout, host=hosts[world.rank])
+        )
+        self.world = world
+
+    def split(self, color: int | None, key: int | None = None) -> Group | None:
+        return self.inner.split(color, key)
+
+    def close(self, timeout: float = 5.0) -> None:
+        super().close(timeout)
+        self.world.close(timeout=0)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("hosts", ["abbb", "abab"], ids=["1 + 3", "interleaved"])
+def test_shared_memory_and_gloo(hosts: str) -> None:
+    report = check_group(lambda fn: run_ranks(fn, 4, kind="gloo", wrap=lambda g: Discovered(g, hosts)), only=DATA)
+    assert report.ran == DATA

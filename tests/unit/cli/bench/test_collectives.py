@@ -1,0 +1,247 @@
+"""`gradwire bench collectives`: its options, tables, ratios and plot on known figures, and one real run."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+import json
+import re
+from contextlib import ExitStack
+from io import StringIO
+
+import pytest
+import torch
+from rich.console import Console
+from torch._C._distributed_c10d import PrefixStore
+
+from gradwire.cli import main
+from gradwire.cli.bench import collectives, mpi, plot
+from gradwire.cli.bench.contenders import CONTENDERS, GLOO, HEAP, MEMCPY, MPI, OPERATIONS, ORDINARY, Buffers, Contender
+from gradwire.cli.bench.report import present
+from gradwire.cli.bench.sweep import Sweep, as_json, notable, ratio_table, time_table
+from gradwire.cli.bench.timing import Series
+from gradwire.cli.bench.world import run_world
+from gradwire.errors import InternalError
+
+BUCKET = 25 << 20
+COMMAND = ["bench", "collectives", "--ranks", "2"]
+MACHINE = {"cpu": "an abacus, 2 usable of 2 cores", "software": "gradwire 0.1.0, torch 2.13.0, Python 3.11.7"}
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def fake(ranks: int = 2, *, without: str = "") -> Sweep:
+    """Times in microseconds at two sizes, with a spread; the second round is twice as slow for everybody."""
+    times = {
+        4: {HEAP: 20.0, ORDINARY: 25.0, GLOO: 500.0, MPI: 2.0, MEMCPY: 1.0},
+        BUCKET: {HEAP: 4000.0, ORDINARY: 8000.0, GLOO: 24000.0, MPI: 6000.0, MEMCPY: 5000.0},
+    }
+    names = tuple(name for name in CONTENDERS if name != without)
+    series = {
+        (name, nbytes): Series(name, tuple(row[name] * 1e-6 * slow for slow in (1.0, 2.0, 1.0)))
+        for nbytes, row in times.items()
+        for name in names
+    }
+    return Sweep(ranks, tuple(times), names, series, dict.fromkeys(series, 7))
+
+
+def shown(*sweeps: Sweep) -> list[str]:
+    out = StringIO()
+    tables = [table for sweep in sweeps for table in (time_table(sweep, "all_reduce"), ratio_table(sweep))]
+    present({}, tables, notable(sweeps), data={}, console=Console(file=out, width=80))
+    return out.getvalue().splitlines()
+
+
+def test_times_and_ratios_stand_in_tables_of_80_columns():
+    lines = shown(fake(), fake(4))
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in line and line.rstrip().endswith("…") for line in lines)  # nothing was cut off
+    text = "\n".join(lines)
+    assert re.search(r"25 MiB │ +4\.00 ms │ +8\.00 ms │ +24\.0 ms │ +6\.00 ms │ +5\.00 ms │", text)
+    assert re.search(r"│ +4\.00…6\.00 │ +8\.00…12\.0 │ +24\.0…36\.0 │", text)
+    assert re.search(r"25 MiB │ +6\.00 │ +1\.50 │ +0\.80 │ +3\.00 │ +0\.75 │", text)
+    assert "all_reduce, 4 ranks" in text
+
+
+def test_the_ratios_at_the_size_of_a_bucket_are_told_in_words():
+    words = " ".join(notable([fake()]))
+    assert words.startswith(
+        "25 MiB, 2 ranks: gloo takes 6.00 times as long as heap; Open MPI takes 1.50 times as long as heap;"
+    )
+    assert "heap takes 0.80 times as long as memcpy" in words
+    small = dataclasses.replace(fake(), sizes=(4,))
+    assert notable([small]) == []
+
+
+def test_without_open_mpi_its_columns_are_not_there():
+    text = "\n".join(shown(fake(without=MPI)))
+    assert "MPI" not in text
+    assert re.search(r"25 MiB │ +6\.00 │ +0\.80 │ +3\.00 │", text)
+
+
+def test_json_has_every_round_and_both_ratios():
+    data = json.loads(json.dumps(as_json("all_reduce", MACHINE, {"rounds": "3"}, [fake()])))
+    row = data["worlds"][0]["sizes"][1]
+    assert row["bytes"] == BUCKET
+    assert row["times"][GLOO]["rounds_us"] == pytest.approx([24000.0, 48000.0, 24000.0])
+    assert row["times"][GLOO]["calls_a_turn"] == 7
+    assert row["ratios"]["gloo / heap"]["of_medians"] == pytest.approx(6.0)
+    assert row["ratios"]["gloo / heap"]["median_of_rounds"] == pytest.approx(6.0)
+
+
+# -- options -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--ranks", "1"], "argument --ranks: '1' is not a whole number of 2 or more"),
+        (["--sizes", "4,many"], "argument --sizes: 'many' is not a number of bytes"),
+        (["--sizes", "0"], "argument --sizes: '0' is not a number of bytes"),
+        (["--op", "guess"], "argument --op: invalid choice: 'guess'"),
+        (["--rounds", "1"], "argument --rounds: '1' is not a whole number of 2 or more"),
+        (["--mpi", "maybe"], "argument --mpi: invalid choice: 'maybe'"),
+    ],
+)
+def test_a_wrong_argument_is_named(argv, message, capsys):
+    with pytest.raises(SystemExit) as ending:
+        main(["bench", "collectives", *argv])
+    assert ending.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_fits_a_terminal_of_80_columns(capsys):
+    with pytest.raises(SystemExit) as ending:
+        main(["bench", "collectives", "--help"])
+    assert ending.value.code == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) < 80
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--sizes", "4,6"], "6 bytes are not a whole number of float32 elements. Give multiples of 4."),
+        (
+            ["--plot", "times.txt"],
+            "--plot times.txt: cannot tell the kind of file. Let the name end in .png, .svg, .pdf.",
+        ),
+        (["--plot", "nowhere/times.png"], "--plot nowhere/times.png: there is no folder nowhere. Make it first."),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_is_measured(argv, message, capsys):
+    assert main([*COMMAND, *argv]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_without_matplotlib_a_plot_is_refused_at_once(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main([*COMMAND, "--plot", str(tmp_path / "times.png")]) == 1
+    assert "matplotlib is not installed. pip install gradwire[plot], or leave --plot out." in capsys.readouterr().err
+
+
+def test_tensors_that_are_cut_into_parts_are_rounded_up():
+    assert collectives._sizes([4, 20, BUCKET], "all_gather", [2, 3]) == (24, 26214408)
+    assert collectives._sizes([4, 20], "all_reduce", [2, 3]) == (4, 20)
+
+
+# -- the plot ----------------------------------------------------------------------------------------------------------------
+
+
+def test_labels_never_overlap():
+    places = list(plot._apart({"a": 0.5, "b": 0.51, "c": 0.49, "d": 0.505, "e": 0.9}).values())
+    assert places == sorted(places)
+    assert min(b - a for a, b in itertools.pairwise(places)) > 0.9 * plot._APART
+
+
+@pytest.fixture(scope="module")
+def _fonts(tmp_path_factory):
+    """Draw once: matplotlib opens its fonts then, and keeps them open for the life of the process."""
+    if importlib.util.find_spec("matplotlib") is not None:
+        plot.draw(tmp_path_factory.mktemp("fonts") / "first.png", "all_reduce", [fake()], MACHINE)
+
+
+@pytest.mark.usefixtures("_fonts")
+@pytest.mark.parametrize("kind", ["png", "svg"])
+@pytest.mark.parametrize("sweeps", [[fake()], [fake(), fake(4, without=MPI)]])
+def test_a_plot_is_drawn(tmp_path, sweeps, kind):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / f"times.{kind}"
+    plot.draw(file, "all_reduce", sweeps, MACHINE)
+    assert file.stat().st_size > 10_000
+
+
+# -- for real ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def open_mpi():
+    return mpi.find()
+
+
+def test_every_contender_computes_every_operation(open_mpi):
+    launcher = open_mpi if isinstance(open_mpi, mpi.Launcher) else None
+    names = [name for name in CONTENDERS if name != MPI or launcher is not None]
+
+    def task(seat):
+        done = 0
+        for op in OPERATIONS:
+            place = dataclasses.replace(seat, store=PrefixStore(op, seat.store))
+            with ExitStack() as stack:
+                for name in names:
+                    contender = CONTENDERS[name](place, op, 4 * seat.size, stack)
+                    for numel in (seat.size, 4 * seat.size):
+                        contender.check(name, numel, seat.rank)
+                        done += 1
+                seat.meeting.barrier()
+        return done
+
+    assert run_world(task, 2, name="test", launcher=launcher, timeout=60.0) == [10 * len(names)] * 2
+
+
+def test_a_wrong_result_is_found_out():
+    lazy = Contender(
+        "all_reduce", Buffers.make("all_reduce", 4, 2, torch.empty), lambda b: {"all_reduce": lambda: None}, 2
+    )
+    with pytest.raises(InternalError, match="all_reduce of lazy on 4 elements has a wrong result"):
+        lazy.check("lazy", 4, rank=0)
+
+
+@pytest.mark.usefixtures("_fonts")
+def test_it_measures_all_contenders(capsys, tmp_path, open_mpi):
+    file = tmp_path / "collectives.json"
+    argv = [*COMMAND, "--sizes", "4,4096", "--rounds", "2", "--timeout", "60", "--json", str(file)]
+    if importlib.util.find_spec("matplotlib") is not None:
+        argv += ["--plot", str(tmp_path / "times.png")]
+    assert main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    text = " ".join(" ".join(lines).split())
+    here = isinstance(open_mpi, mpi.Launcher)
+    assert (f"{open_mpi.version} through mpi4py" if here else f"Open MPI no column: {open_mpi}") in text
+    data = json.loads(file.read_text())
+    assert [row["bytes"] for row in data["worlds"][0]["sizes"]] == [4, 4096]
+    for row in data["worlds"][0]["sizes"]:
+        assert list(row["times"]) == [name for name in CONTENDERS if name != MPI or here]
+        assert all(len(t["rounds_us"]) == 2 and min(t["rounds_us"]) > 0 for t in row["times"].values())
+
+
+def test_open_mpi_can_be_left_out():
+    args = collectives._settings("broadcast", _race(), "left out by --mpi none", [2])
+    assert args["Open MPI"] == "no column: left out by --mpi none"
+    assert args["operation"] == "broadcast, float32, one thread a rank, 4 B to 25 MiB"
+
+
+def test_with_more_ranks_than_cores_it_is_said_that_open_mpi_yields(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    launcher = mpi.Launcher("mpirun", "Open MPI v5.0.11")
+    for ranks, yields in (([2], False), ([2, 4], True)):
+        words = collectives._settings("all_reduce", _race(), launcher, ranks)["Open MPI"]
+        assert ("yields when idle" in words) == yields
+
+
+def _race() -> collectives.Race:
+    return collectives.Race("all_reduce", (4, BUCKET), 3, 0.015, tuple(CONTENDERS))

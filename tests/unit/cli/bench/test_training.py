@@ -1,0 +1,147 @@
+"""`gradwire bench training`: figures on known times, the check that all train the same, and one real run."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from io import StringIO
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from gradwire.cli import main
+from gradwire.cli.bench import peers, training
+from gradwire.cli.bench.models import GPT2, SIZES
+from gradwire.cli.bench.timing import Series
+from gradwire.cli.bench.trial import QUIET, check_same
+from gradwire.errors import InternalError
+from gradwire.testing import run_ranks
+
+DDPS = [kind + flags for flags in ("", peers.VIEWS) for kind in (peers.TORCH, peers.OURS)]
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def fake() -> dict[str, Series]:
+    """Milliseconds: bare 100, under no_sync 105, torch 150, gradwire 120; with views 10 less. A round is twice as slow."""
+    times = {peers.BARE: 100.0}
+    for flags, less in (("", 0.0), (peers.VIEWS, 10.0)):
+        times[peers.TORCH + flags], times[peers.OURS + flags] = 150.0 - less, 120.0 - less
+        times |= {kind + flags + QUIET: 105.0 for kind in (peers.TORCH, peers.OURS)}
+    return {name: Series(name, (ms / 1e3, 2 * ms / 1e3, ms / 1e3)) for name, ms in times.items()}
+
+
+def test_what_is_not_hidden_is_the_step_less_that_under_no_sync():
+    rows = {row.name: row for row in training.entries(fake())}
+    assert list(rows) == [peers.BARE, *DDPS]
+    assert rows[peers.TORCH].exposed.median == pytest.approx(0.045)
+    assert rows[peers.OURS].exposed.seconds == pytest.approx((0.015, 0.03, 0.015))
+    assert rows[peers.OURS].to_torch.of_medians == pytest.approx(0.8)
+    assert rows[peers.OURS + peers.VIEWS].to_torch.median_of_rounds == pytest.approx(110 / 140)
+    assert rows[peers.BARE].exposed is None
+    assert rows[peers.TORCH].to_torch is None
+
+
+def test_the_table_fits_80_columns_and_the_words_say_the_same():
+    rows = training.entries(fake())
+    out = StringIO()
+    Console(file=out, width=80).print(training._table(rows))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert re.search(r"│ gradwire DDP, shm, views +│ +110\.0 │ +105\.0 │ +5\.0 │ +0\.786 │", out.getvalue())
+    words = training._lines(rows)
+    assert words[0] == (
+        "With default flags gradwire's step takes 0.80 of torch's; communication that nothing hides takes 15.0 ms of it, "
+        "torch's 45.0 ms."
+    )
+    data = json.loads(json.dumps(training._as_json({}, {}, rows)))
+    assert data["variants"][peers.OURS]["exposed"]["rounds_ms"] == pytest.approx([15.0, 30.0, 15.0])
+    assert data["variants"][peers.OURS]["ratio_to_torch"]["of_medians"] == pytest.approx(0.8)
+    assert "no_sync" not in data["variants"][peers.BARE]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--ranks", "1"], "argument --ranks: '1' is not a whole number of 2 or more"),
+        (["--size", "huge"], "argument --size: invalid choice: 'huge'"),
+        (["--steps", "3"], "argument --steps: '3' is not a whole number of 4 or more"),
+    ],
+)
+def test_a_wrong_argument_is_named(argv, message, capsys):
+    with pytest.raises(SystemExit) as ending:
+        main(["bench", "training", *argv])
+    assert ending.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_fits_a_terminal_of_80_columns(capsys):
+    with pytest.raises(SystemExit) as ending:
+        main(["bench", "training", "--help"])
+    assert ending.value.code == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) < 80
+
+
+def test_the_model_has_about_ten_million_elements():
+    with torch.device("meta"):
+        model = GPT2(SIZES["10m"])
+    assert sum(p.numel() for p in model.parameters()) == 10_040_320
+
+
+def _moved(model: nn.Module, by: float) -> nn.Module:
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(by)
+    return other
+
+
+def test_models_that_trained_the_same_pass():
+    start = nn.Linear(3, 3)
+
+    def rank(group):
+        check_same(start, {"a": _moved(start, 0.1), "b": _moved(start, 0.1 + 1e-6)}, group)
+
+    run_ranks(rank, 2)
+
+
+def test_a_model_that_went_elsewhere_is_found_out():
+    start = nn.Linear(3, 3)
+
+    def rank(group):
+        check_same(start, {"a": _moved(start, 0.1), "b": _moved(start, 0.11)}, group)
+
+    with pytest.raises(InternalError, match="b has come to other parameters than a in as many steps"):
+        run_ranks(rank, 2)
+
+
+def test_replicas_that_differ_are_found_out():
+    start = nn.Linear(3, 3)
+
+    def rank(group):
+        check_same(start, {"a": _moved(start, 0.1 + 1e-5 * group.rank)}, group)
+
+    with pytest.raises(InternalError, match="rank 1's parameters of a are not those of rank 0"):
+        run_ranks(rank, 2)
+
+
+def test_it_trains_by_all_means(capsys, tmp_path):
+    file = tmp_path / "training.json"
+    assert main(["bench", "training", "--size", "tiny", "--steps", "4", "--timeout", "60", "--json", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    text = " ".join(" ".join(lines).split())
+    assert "transformer, 29,216 elements in 28 parameters, float32" in text
+    assert "2 ranks, one thread each, batch 1 x 16 tokens a rank" in text
+    assert "zero_grad(), forward, backward, SGD" in text
+    data = json.loads(file.read_text())
+    assert list(data["variants"]) == [peers.BARE, *DDPS]
+    for name in DDPS:
+        assert len(data["variants"][name]["step"]["rounds_ms"]) == 2
+        assert min(data["variants"][name]["no_sync"]["rounds_ms"]) > 0

@@ -1,0 +1,180 @@
+"""Rank processes of a benchmark: what they return, and how they end when something goes wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import pytest
+
+from gradwire.cli.bench import mpi
+from gradwire.cli.bench.world import run_world
+from gradwire.errors import CollectiveTimeout, GroupError, PeerLost
+
+
+@pytest.fixture(scope="module")
+def open_mpi():
+    launcher = mpi.find()
+    return launcher if isinstance(launcher, mpi.Launcher) else pytest.skip(launcher)
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_results_come_in_the_order_of_ranks_and_news_on_the_way():
+    def task(seat):
+        seat.tell(os.getpid())
+        seat.meeting.barrier()
+        seat.store.set(f"from {seat.rank}", str(seat.rank))
+        return seat.rank, seat.size, seat.store.get(f"from {1 - seat.rank}").decode()
+
+    pids: list[int] = []
+    assert run_world(task, 2, name="test", heard=pids.append) == [(0, 2, "1"), (1, 2, "0")]
+    assert len(set(pids)) == 2
+    assert all(map(_gone, pids))
+
+
+def test_what_a_rank_raises_is_told_with_its_traceback():
+    def task(seat):
+        if seat.rank == 1:
+            raise ValueError("out of luck")
+        seat.meeting.barrier()
+
+    with pytest.raises(GroupError, match="^test with 2 ranks: rank 1 failed: ValueError: out of luck") as caught:
+        run_world(task, 2, name="test")
+    assert 'raise ValueError("out of luck")' in "\n".join(caught.value.__notes__)
+
+
+def _killed(launcher):
+    pids: list[int] = []
+
+    def task(seat):
+        seat.tell(os.getpid())
+        seat.meeting.barrier()
+        if seat.rank == 1:
+            print("my last words", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        seat.meeting.barrier()
+
+    with pytest.raises(PeerLost, match="^test with 2 ranks: rank 1 died") as caught:
+        run_world(task, 2, name="test", launcher=launcher, heard=pids.append)
+    assert caught.value.rank == 1
+    assert "my last words" in "\n".join(caught.value.__notes__)
+    assert len(pids) == 2
+    assert all(map(_gone, pids))
+
+
+def test_a_rank_that_dies_ends_the_world():
+    _killed(None)
+
+
+def test_a_rank_that_dies_under_mpirun_ends_the_world(open_mpi):
+    _killed(open_mpi)
+
+
+def test_a_rank_that_hangs_ends_the_world_and_shows_where_it_stood():
+    pids: list[int] = []
+
+    def task(seat):
+        seat.tell(os.getpid())
+        if seat.rank == 0:
+            return
+        time.sleep(1000.0)
+
+    with pytest.raises(
+        CollectiveTimeout, match=r"nothing was heard for 2 s, and ranks \[1\] have not finished"
+    ) as caught:
+        run_world(task, 2, name="test", timeout=2.0, heard=pids.append)
+    assert (caught.value.joined, caught.value.missing) == ((0,), (1,))
+    assert "in task" in "\n".join(caught.value.__notes__)
+    assert all(map(_gone, pids))
+
+
+def test_a_rank_that_misses_the_barrier_is_named_by_the_others():
+    def task(seat):
+        if seat.rank == 0:
+            seat.meeting.barrier()
+        while True:
+            seat.tell("still here")
+            time.sleep(0.2)
+
+    with pytest.raises(
+        CollectiveTimeout, match=r"rank 0 failed: CollectiveTimeout: .* ranks \[1\] have not come within 1 s"
+    ):
+        run_world(task, 2, name="test", timeout=1.0)
+
+
+def test_processes_that_do_not_start_are_reported(monkeypatch, tmp_path):
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no such interpreter\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    with pytest.raises(
+        GroupError, match="the process of rank . ended with status 3 before ranks .* had come"
+    ) as caught:
+        run_world(lambda seat: None, 2, name="test")
+    assert "no such interpreter" in "\n".join(caught.value.__notes__)
+
+
+def test_an_interrupted_starter_leaves_no_rank():
+    pids: list[int] = []
+
+    def task(seat):
+        seat.tell(os.getpid())
+        time.sleep(1000.0)
+
+    def heard(pid: int) -> None:
+        pids.append(pid)
+        if len(pids) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_world(task, 2, name="test", heard=heard)
+    assert all(map(_gone, pids))
+
+
+_STARTER = """
+import os, time
+from gradwire.cli.bench import mpi
+from gradwire.cli.bench.world import run_world
+
+def task(seat):
+    seat.tell(os.getpid())
+    time.sleep(1000.0)
+
+launcher = mpi.find() if {under_mpirun} else None
+run_world(task, 2, name="test", launcher=launcher, heard=lambda pid: print(pid, flush=True))
+"""
+
+
+def _kill_starter(tmp_path: Path, *, under_mpirun: bool) -> None:
+    starter = subprocess.Popen(
+        [sys.executable, "-c", _STARTER.format(under_mpirun=under_mpirun)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    with starter:
+        assert starter.stdout is not None
+        ranks = [os.pidfd_open(int(starter.stdout.readline())) for _ in range(2)]
+        starter.kill()
+    for pidfd in ranks:
+        ended = wait([pidfd], 30.0)
+        os.close(pidfd)
+        assert ended
+
+
+def test_ranks_do_not_outlive_a_starter_that_was_killed(tmp_path):
+    _kill_starter(tmp_path, under_mpirun=False)
+
+
+def test_ranks_under_mpirun_do_not_outlive_a_starter_that_was_killed(tmp_path, open_mpi):
+    _kill_starter(tmp_path, under_mpirun=True)

@@ -1,0 +1,375 @@
+"""HierarchicalGroup beyond the conformance suite: what its parts do, what it demands of them, how it fails and recovers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from gradwire.collectives import Kind, ReduceOp, build
+from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
+from gradwire.groups import Group, HierarchicalGroup, Recording, ThreadGroup
+from gradwire.groups.hierarchical import Layout
+from gradwire.testing import run_ranks
+
+
+def _parts(world: Group, layout: Layout) -> tuple[Group, Group | None]:
+    host, index = layout.place(world.rank)
+    inside = world.split(host, index)
+    assert inside is not None
+    return inside, world.split(index if index < layout.width else None, host)
+
+
+def _made(world: Group, layout: Layout, **named: Any) -> HierarchicalGroup:
+    inside, across = _parts(world, layout)
+    return HierarchicalGroup(inside, across, rank=world.rank, **named)
+
+
+TWO_BY_TWO = Layout(((0, 1), (2, 3)))
+UNEVEN = Layout(((0, 1, 2), (3,)))
+
+
+def on_threads(fn: Callable[[Group], Any], layout: Layout = TWO_BY_TWO) -> list[Any]:
+    return run_ranks(fn, layout.size, kind="threads")
+
+
+# -- what goes where ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layout", [TWO_BY_TWO, UNEVEN, Layout(((0, 1), (2, 3)), lanes=1)], ids=["2 + 2", "3 + 1", "leaders"]
+)
+def test_every_byte_of_an_all_reduce_is_in_one_lane(layout: Layout) -> None:
+    n = 10_007
+
+    def bytes_across(world: Group) -> int:
+        inside, across = _parts(world, layout)
+        record = None if across is None else Recording(across)
+        with HierarchicalGroup(inside, record, rank=world.rank) as group:
+            group.all_reduce(torch.ones(n))
+        infos = [] if record is None else record.finished
+        return sum(info.bytes for info in infos if info.kind == "all_reduce")
+
+    counts = on_threads(bytes_across, layout)
+    for ranks in layout.hosts:
+        assert sum(counts[rank] for rank in ranks) == 4 * n
+    assert sum(count > 0 for count in counts) == len(layout.hosts) * layout.width
+
+
+def test_small_tensors_use_one_lane() -> None:
+    def kinds(world: Group) -> list[Kind]:
+        inside, across = _parts(world, TWO_BY_TWO)
+        assert across is not None
+        with HierarchicalGroup(inside, (record := Recording(across))) as group:
+            before = len(record.submitted)
+            group.all_reduce(torch.ones(10))
+            return [signature.kind for signature in record.submitted[before:]]
+
+    assert on_threads(kinds) == [[Kind.ALL_REDUCE], [], [Kind.ALL_REDUCE], []]
+
+
+@pytest.mark.parametrize("layout", [TWO_BY_TWO, UNEVEN], ids=["2 + 2", "3 + 1"])
+def test_an_average_of_narrow_numbers_does_not_overflow(layout: Layout) -> None:
+    def average(world: Group) -> tuple[list[float], list[float]]:
+        with _made(world, layout) as group:
+            t = torch.full((4,), 40_000.0, dtype=torch.float16)
+            group.all_reduce(t, ReduceOp.AVG)
+            part = torch.empty(1, dtype=torch.float16)
+            group.reduce_scatter_tensor(part, torch.full((4,), 40_000.0, dtype=torch.float16), ReduceOp.AVG)
+            return t.tolist(), part.tolist()
+
+    assert on_threads(average, layout) == [([40_000.0] * 4, [40_000.0])] * 4
+
+
+def test_memory_is_the_hosts_own() -> None:
+    def in_heap(group: HierarchicalGroup) -> tuple[bool, Any]:
+        return group.inside.in_heap(group.allocate(1000)), group.layout.hosts  # type: ignore[attr-defined]
+
+    assert run_ranks(in_heap, 4, kind="hierarchical") == [(True, ((0, 1), (2, 3)))] * 4
+
+
+def test_one_host_needs_no_engine_between_hosts() -> None:
+    def parts(group: HierarchicalGroup) -> tuple[bool, bool]:
+        return group.across is None, group.messages is group.inside
+
+    assert run_ranks(parts, 1, kind="hierarchical") == [(True, True)]
+
+
+# -- what it demands ---------------------------------------------------------------------------------------------------------
+
+
+def _refusal(world: Group, make: Callable[[Group], Any]) -> str:
+    try:
+        make(world)
+    except UsageError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_lanes_between_the_wrong_ranks_are_refused_on_every_rank() -> None:
+    def make(world: Group) -> None:
+        host = world.rank // 2
+        inside = world.split(host)
+        across = world.split((world.rank + host) % 2, host)  # rank 0 with rank 3, rank 1 with rank 2
+        assert inside is not None
+        HierarchicalGroup(inside, across)
+
+    for said in on_threads(lambda world: _refusal(world, make)):
+        assert "an `across` joins ranks whose places in their hosts are" in said
+        assert "join the ranks that have the same rank in their `inside`" in said
+
+
+def test_leaders_that_are_not_first_are_refused() -> None:
+    def make(world: Group) -> None:
+        inside, last = world.split(world.rank // 2), world.rank % 2
+        across = world.split(0 if last else None)
+        assert inside is not None
+        HierarchicalGroup(inside, across)
+
+    for said in on_threads(lambda world: _refusal(world, make)):
+        assert "not the first 1" in said or "places in their hosts are [1, 1]" in said
+
+
+@pytest.mark.parametrize("part", ["inside", "across", "messages", "rank"])
+def test_parts_that_do_not_fit_a_layout_are_named(part: str) -> None:
+    def make(world: Group) -> None:
+        inside, across = _parts(world, TWO_BY_TWO)
+        named: dict[str, Any] = {"layout": TWO_BY_TWO, "rank": world.rank}
+        if part == "inside":
+            inside = world
+        elif part == "across":
+            across = None
+        elif part == "messages":
+            named["messages"] = inside
+        else:
+            del named["rank"]
+        HierarchicalGroup(inside, across, **named)
+
+    for said in on_threads(lambda world: _refusal(world, make)):
+        assert f"HierarchicalGroup: {part} is" in said or "a layout was given, and no rank" in said
+
+
+def test_without_messages_a_message_goes_where_both_ends_are() -> None:
+    def talk(world: Group) -> list[Any]:
+        with _made(world, TWO_BY_TWO) as group:
+            got: list[Any] = []
+            for a, b in ((0, 1), (0, 2)):  # in a host, in a lane
+                t = torch.tensor([10 * a + b])
+                if group.rank == a:
+                    group.send(t, dst=b)
+                elif group.rank == b:
+                    place = torch.tensor([-1])
+                    got.append((group.recv(place, src=a).source_rank(), place.item()))
+            got += [_refusal(world, lambda world: group.send(torch.ones(1), dst=3 - world.rank))]
+            got += [_refusal(world, lambda world: group.recv(torch.ones(1)))]
+            group.barrier()
+            return got
+
+    told = on_threads(talk)
+    assert [rank[:-2] for rank in told] == [[], [(0, 1)], [(0, 2)], []]
+    for rank in told:
+        assert all("there is no group that joins the two. Make the group with discover()" in said for said in rank[-2:])
+
+
+def test_without_messages_a_sub_group_stays_in_its_host() -> None:
+    def split(world: Group) -> tuple[float, str]:
+        with _made(world, TWO_BY_TWO) as group:
+            sub = group.split(world.rank // 2)
+            assert sub is not None
+            t = torch.ones(1)
+            sub.all_reduce(t)
+            sub.close()
+            return t.item(), _refusal(world, lambda world: group.split(0))
+
+    for total, said in on_threads(split):
+        assert total == 2
+        assert "it spans hosts, and there is no group of all ranks to make its parts of" in said
+
+
+def test_a_rank_that_does_not_come_to_the_discovery_is_named() -> None:
+    with pytest.raises(
+        CollectiveTimeout, match=r"ranks \[1, 2\] have not said within 0.2 s on which host they are"
+    ) as caught:
+        HierarchicalGroup.discover(HashStore(), 0, 3, timeout=0.2)
+    assert (caught.value.joined, caught.value.missing) == ((0,), (1, 2))
+
+
+def test_a_part_that_cannot_be_made_closes_the_others() -> None:
+    made: list[ThreadGroup] = []
+
+    def inside(store: Any, rank: int, size: int, **named: Any) -> Group:
+        made.extend(ThreadGroup.world(1))
+        return made[-1]
+
+    def across(store: Any, rank: int, size: int, **named: Any) -> Group:
+        raise GroupError("there is no wire")
+
+    def discover(rank: int) -> None:
+        with pytest.raises(GroupError, match="there is no wire"):
+            HierarchicalGroup.discover(store, rank, 2, inside=inside, across=across, host=str(rank), timeout=10)
+
+    store = HashStore()
+    threads = [threading.Thread(target=discover, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert [group.closed for group in made] == [True, True]
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_store_the_lost_rank_is_named_where_it_is_known() -> None:
+    gone = threading.Barrier(4)
+
+    def lose(world: Group) -> tuple[str, int | None, str]:
+        group = _made(world, TWO_BY_TWO)
+        try:
+            group.barrier()
+            if world.rank == 3:
+                group.fail(PeerLost("rank 2 has vanished", rank=2))  # as if a part had found out
+                gone.wait(10)
+                return "", None, ""
+            gone.wait(10)
+            try:
+                group.all_reduce(torch.ones(5000))
+            except GroupError as error:
+                return type(error).__name__, getattr(error, "rank", None), str(error)
+            return "finished", None, ""
+        finally:
+            group.close()
+
+    told = on_threads(lose)
+    kind, rank, text = told[2]  # shares the host of the one that knows
+    assert (kind, rank) == ("PeerLost", 2)
+    for kind, rank, text in told[:2]:
+        assert (kind, rank) in {("PeerLost", 2), ("GroupAborted", None)}
+        assert "rank 2" in text
+
+
+def test_an_abort_reaches_ranks_that_share_no_part() -> None:
+    def abort(group: Group) -> tuple[str, str]:
+        group.barrier()
+        if group.rank == 0:
+            group.abort("enough")
+        try:
+            group.submit(build.all_reduce(torch.ones(5000), label="last").within(20)).wait()
+        except GroupError as error:
+            return type(error).__name__, str(error)
+        return "finished", ""
+
+    for kind, text in run_ranks(abort, 4, kind="hierarchical"):
+        assert kind == "GroupAborted"
+        assert "enough" in text
+
+
+def test_check_peers_hears_of_an_abort() -> None:
+    def look(group: Group) -> str:
+        side = group.split(0)
+        assert side is not None
+        group.check_peers()
+        side.barrier()
+        if group.rank == 3:
+            group.abort("look here")
+        side.barrier()
+        try:
+            group.check_peers()
+        except GroupAborted as error:
+            return error.reason
+        finally:
+            side.close()
+        return "nothing"
+
+    assert all("look here" in reason for reason in run_ranks(look, 4, kind="hierarchical"))
+
+
+@pytest.mark.parametrize("failure", ["abort", "time-out"])
+def test_it_recovers_together_with_its_parts(failure: str) -> None:
+    def fall_and_rise(group: Group) -> tuple[str, list[float]]:
+        side = group.split(0)
+        assert side is not None
+        group.all_reduce(torch.ones(1))
+        fell = ""
+        try:
+            if failure == "abort" and group.rank == 1:
+                group.abort("a bad step")
+            if failure == "abort" or group.rank != 1:
+                group.submit(build.all_reduce(torch.ones(5000)).within(1.0)).wait()
+        except GroupError as error:
+            fell = type(error).__name__
+        side.barrier()
+        side.close()
+        group.recover(20)
+        results = []
+        for n in (1, 5000):
+            t = torch.full((n,), float(group.rank))
+            group.all_reduce(t)
+            results.append(t[-1].item())
+        return fell, results
+
+    told = run_ranks(fall_and_rise, 4, kind="hierarchical")
+    assert [results for _, results in told] == [[6.0, 6.0]] * 4
+    want = "GroupAborted" if failure == "abort" else "CollectiveTimeout"
+    assert [fell for fell, _ in told] == [want if failure == "abort" or rank != 1 else "" for rank in range(4)]
+
+
+def test_a_time_out_names_the_rank_on_the_other_host() -> None:
+    def wait(group: Group) -> tuple[Any, Any, str]:
+        side = group.split(0)
+        assert side is not None
+        group.barrier()
+        told: tuple[Any, Any, str] = (None, None, "")
+        if group.rank != 3:
+            try:
+                group.submit(build.all_reduce(torch.ones(3), label="patience").within(1.0)).wait()
+            except CollectiveTimeout as error:
+                told = error.joined, error.missing, str(error)
+        side.barrier()
+        side.close()
+        return told
+
+    for joined, missing, text in run_ranks(wait, 4, kind="hierarchical")[:3]:
+        assert (joined, missing) == ((0, 1, 2), (3,))
+        assert "patience" in text
+
+
+def test_sizes_that_do_not_agree_in_an_all_to_all() -> None:
+    def exchange(world: Group) -> str:
+        with _made(world, TWO_BY_TWO) as group:
+            outputs = [torch.zeros(2 if (world.rank, i) == (0, 3) else 1) for i in range(4)]
+            try:
+                group.all_to_all(outputs, [torch.ones(1) for _ in range(4)])
+            except CollectiveMismatch as error:
+                return str(error)
+            return "well"
+
+    told = on_threads(exchange)
+    assert "1 elements from rank 3 where there is room for 2" in told[0]
+
+
+def test_a_lost_peer_stays_lost() -> None:
+    (world,) = ThreadGroup.world(1)
+    with HierarchicalGroup(world) as group:
+        group.fail(PeerLost("it is gone", rank=0))
+        with pytest.raises(PeerLost, match="it is gone"):
+            group.recover()
+
+
+def test_operations_from_two_threads_keep_their_order() -> None:
+    """One rank runs its operation itself while another waits behind it on the lane."""
+
+    def run(group: Group) -> list[float]:
+        totals = [torch.full((2000,), float(i)) for i in range(6)]
+        works = [group.all_reduce(t, async_op=True) for t in totals[:3]]
+        for t in totals[3:]:
+            group.all_reduce(t)
+        for work in works:
+            work.wait()
+        return [t[0].item() for t in totals]
+
+    assert run_ranks(run, 4, kind="hierarchical") == [[4.0 * i for i in range(6)]] * 4

@@ -1,0 +1,554 @@
+"""Silent gradients: after a plain step only a few parameters have hooks, and every other way a step can go is noticed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gradwire.events import BucketLaunched, GradientReady
+from gradwire.groups import Group, ThreadGroup
+from gradwire.hooks import GradBucket
+from gradwire.parallel import DistributedDataParallel, replicate
+from gradwire.parallel.replica import Replica
+from gradwire.policies import Buckets, Gradients, Graph
+from gradwire.reducer.machine import ReadyTwice, State, Unfinished
+from gradwire.testing import run_ranks
+
+X = torch.arange(8.0).view(2, 4) / 8
+PLAIN_STEPS = 3
+"""The first shows the order, the second that it is plain, and from the third on there is silence."""
+
+
+class Stages(nn.Module):
+    """Three linear stages, whose order can be chosen at every forward, and how often each runs re-entrantly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, order: str = "abc") -> Tensor:
+        for name in order:
+            stage = getattr(self, name.lower())
+            x = checkpoint(stage, x, use_reentrant=True) if name.isupper() else stage(x)
+        return x
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    (only,) = ThreadGroup.world(1, timeout=20)
+    yield only
+    only.close()
+
+
+@pytest.fixture(params=[(1 << 30,), (1,), (100,)], ids=["one bucket", "a bucket each", "some buckets"])
+def limits(request: pytest.FixtureRequest) -> tuple[int, ...]:
+    chosen: tuple[int, ...] = request.param
+    return chosen
+
+
+@pytest.fixture(params=[Gradients.COPIES, Gradients.VIEWS], ids=["copies", "views"])
+def model(request: pytest.FixtureRequest, group: Group, limits: tuple[int, ...]) -> Stages:
+    """A model that was silent in the last step, and will be in the next."""
+    module = Stages()
+    replicate(module, group=group, buckets=Buckets(limits), gradients=request.param)
+    for _ in range(PLAIN_STEPS):
+        step(module)
+    assert is_silent(module)
+    return module
+
+
+def replica_of(module: nn.Module) -> Replica:
+    replica: Replica = module._gradwire_replica  # type: ignore[assignment]
+    return replica
+
+
+def is_silent(module: nn.Module) -> bool:
+    """Whether the last step was silent to its end."""
+    return replica_of(module).reducer._silent
+
+
+def step(module: nn.Module, order: str = "abc") -> None:
+    module.zero_grad()
+    module(X, order).square().sum().backward()
+
+
+def hooked(module: nn.Module) -> set[int]:
+    """The parameters that carry anything of ours."""
+    return {i for i, p in enumerate(module.parameters()) if p._backward_hooks or p._post_accumulate_grad_hooks}
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    return [p.grad for p in module.parameters()]  # type: ignore[misc]
+
+
+def assert_right(module: nn.Module, order: str = "abc", times: int = 1) -> None:
+    alone = Stages()
+    for _ in range(times):
+        alone(X, order).square().sum().backward()
+    for (name, p), q in zip(module.named_parameters(), alone.parameters(), strict=True):
+        assert p.grad is not None, name
+        assert torch.equal(p.grad, q.grad), name  # type: ignore[arg-type]
+
+
+def calls(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The indices for which the reducer is called from now on."""
+    reducer, seen = replica_of(module).reducer, []
+    inner: Callable[[Any, int], None] = type(reducer).on_ready
+
+    def on_ready(self: Any, index: int) -> None:
+        seen.append(index)
+        inner(self, index)
+
+    monkeypatch.setattr(type(reducer), "on_ready", on_ready)
+    return seen
+
+
+# -- silence ---------------------------------------------------------------------------------------------------------------
+
+
+def test_only_gradients_that_launch_are_heard(model: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
+    reducer = replica_of(model).reducer
+    seen = calls(model, monkeypatch)
+    step(model)
+    expected = {members[-1] for members in reducer.layout.members}
+    assert set(seen) == expected == hooked(model)
+    assert len(seen) == len(expected)
+    assert reducer.steps == PLAIN_STEPS + 1
+    assert_right(model)
+
+
+def test_no_trace_is_left_on_the_others(group: Group) -> None:
+    module = Stages()
+    replicate(module, group=group)
+    for _ in range(PLAIN_STEPS):
+        step(module)
+    others = [p for i, p in enumerate(module.parameters()) if i not in hooked(module)]
+    assert len(others) == 5
+    assert all(p._backward_hooks is None and p._post_accumulate_grad_hooks is None for p in others)
+
+
+def test_the_order_last_seen_is_kept(model: Stages) -> None:
+    reducer = replica_of(model).reducer
+    before = list(reducer.last_arrival)
+    step(model)
+    assert reducer.last_arrival == before
+    assert reducer.graph_seems_static
+
+
+def test_buckets_are_launched_before_backward_ends(group: Group) -> None:
+    module, launched = Stages(), []
+    replica = replicate(module, group=group, buckets=Buckets((1,)))
+    for _ in range(PLAIN_STEPS):
+        step(module)
+    start = replica.start
+
+    def spy(bucket: GradBucket) -> Any:
+        launched.append(sum(p.grad is not None for p in module.parameters()))
+        return start(bucket)
+
+    replica.reducer.launch = spy
+    step(module)
+    assert is_silent(module)
+    assert launched == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_listener_hears_of_every_gradient_in_its_order(model: Stages) -> None:
+    reducer, events = replica_of(model).reducer, []
+    with reducer.events.listen(events.append):
+        step(model, "cab")
+    assert not is_silent(model)
+    assert [e.index for e in events if isinstance(e, GradientReady)] == reducer.last_arrival
+    assert reducer.last_arrival[:2] == [3, 2]
+    assert [e.bucket for e in events if isinstance(e, BucketLaunched)] == list(range(len(reducer.layout.members)))
+    step(model, "cab")
+    step(model, "cab")
+    assert is_silent(model)
+    assert_right(model, "cab")
+
+
+def test_a_forward_without_backward_changes_nothing(model: Stages) -> None:
+    model.zero_grad()
+    model(X)
+    model(X)
+    model(X).square().sum().backward()
+    assert is_silent(model)
+    assert_right(model)
+
+
+def test_a_shared_parameter_is_looked_at_once_all_its_uses_are_summed(group: Group) -> None:
+    module = Stages()
+    module.c = module.a
+    replicate(module, group=group, buckets=Buckets((1,)))
+    for _ in range(PLAIN_STEPS + 1):
+        step(module, "abca")
+    assert is_silent(module)
+    found = [g.clone() for g in gradients(module)]
+    alone = Stages()
+    alone.c = alone.a
+    alone(X, "abca").square().sum().backward()
+    assert all(map(torch.equal, found, gradients(alone)))
+
+
+def test_no_sync_is_not_reduced_and_not_heard_of(model: Stages) -> None:
+    replica = replica_of(model)
+    model.zero_grad()
+    with replica.no_sync():
+        model(X).square().sum().backward()
+    assert replica.reducer.steps == PLAIN_STEPS
+    model(X).square().sum().backward()  # something is left over: not silent
+    assert not is_silent(model)
+    assert replica.reducer.steps == PLAIN_STEPS + 1
+    assert_right(model, times=2)
+
+
+def test_autograd_grad_accumulates_nothing(model: Stages) -> None:
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(X).square().sum()
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        assert replica_of(model).reducer.machine.state is State.ARMED
+        loss.backward()
+        assert_right(model)
+
+
+def test_drop_in_class_is_silent_between_sampled_steps() -> None:
+    (group,) = ThreadGroup.world(1)
+    module = Stages()
+    ddp = DistributedDataParallel(module, process_group=group)
+    for number in range(13):
+        ddp.zero_grad()
+        ddp(X).square().sum().backward()
+        assert ddp.replica.reducer._silent == (number >= 10)
+        assert_right(module)
+    ddp._set_ddp_runtime_logging_sample_rate(1)
+    ddp.zero_grad()
+    ddp(X).square().sum().backward()
+    assert not ddp.replica.reducer._silent
+    assert ddp._get_ddp_logging_data()["prev_iteration_grad_ready_order_indices"] == "5, 4, 3, 2, 1, 0"
+    ddp.replica.detach()
+    group.close()
+
+
+# -- falling back ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["cba", "bac", "cab", "aBC", "aBc"])
+def test_another_order_is_noticed_and_nothing_is_launched_too_early(model: Stages, order: str) -> None:
+    reducer = replica_of(model).reducer
+    step(model, order)
+    assert_right(model, order)
+    assert reducer.steps == PLAIN_STEPS + 1
+    step(model, order)
+    assert_right(model, order)
+    step(model)
+    assert_right(model)
+    assert reducer.steps == PLAIN_STEPS + 3
+
+
+def test_after_three_surprises_there_is_no_silence_any_more(model: Stages) -> None:
+    reducer = replica_of(model).reducer
+    for order in ["cba", "abc", "abc"] * 4:
+        step(model, order)
+        assert_right(model, order)
+    for _ in range(3):
+        step(model)
+        assert not is_silent(model)
+        assert_right(model)
+    assert reducer.ears is not None
+    assert not reducer.ears.may_be_silent
+    assert hooked(model) == set(range(6))
+
+
+@pytest.mark.parametrize("how", ["accumulating", "in place", "between"])
+def test_programs_that_are_not_plain_end_up_quiet(group: Group, how: str) -> None:
+    module = Stages()
+    replica = replicate(module, group=group)
+    for number in range(8):
+        if how == "in place":
+            module.zero_grad(set_to_none=False)
+        if how == "accumulating":
+            module.zero_grad()
+            with replica.no_sync():
+                module(X).square().sum().backward()
+        loss = module(X).square().sum()
+        if how == "between":
+            module.zero_grad()
+        loss.backward()
+        assert not is_silent(module) or number < PLAIN_STEPS
+        assert_right(module, times=2 if how == "accumulating" else 1)
+    assert replica.reducer.ears is not None
+    assert not replica.reducer.ears.may_be_silent
+
+
+def test_a_parameter_without_gradient_is_named_in_the_next_step(model: Stages) -> None:
+    step(model, "bc")
+    assert replica_of(model).reducer.steps == PLAIN_STEPS
+    with pytest.raises(Unfinished, match=r"rank 0: a\.weight, a\.bias\n"):
+        step(model)
+    step(model)  # recovers
+    assert_right(model)
+
+
+def test_a_backward_that_reaches_nothing_that_is_heard_is_known_too(group: Group) -> None:
+    module = Stages()
+    replicate(module, group=group)  # one bucket, which a.weight fills
+    for _ in range(PLAIN_STEPS):
+        step(module)
+    step(module, "c")
+    with pytest.raises(Unfinished, match=r"rank 0: a\.weight, a\.bias, b\.weight, b\.bias\n"):
+        step(module)
+    step(module)
+    assert_right(module)
+
+
+def test_a_backward_that_fails_before_anything_came_may_be_tried_again(model: Stages) -> None:
+    fail = True
+
+    def maybe(_: Tensor) -> None:
+        if fail:
+            raise KeyError("once")
+
+    model.zero_grad()
+    out = model(X)
+    hidden = out * 1  # the hook on `out` itself has run by then
+    out.register_hook(maybe)
+    with pytest.raises(KeyError, match="once"):
+        hidden.square().sum().backward(retain_graph=True)
+    fail = False
+    hidden.square().sum().backward()
+    assert is_silent(model)
+    assert_right(model)
+
+
+class _Result:
+    """An output that only its user can look into."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize(
+    ("wrap", "look", "silent"),
+    [
+        (lambda t: {"a": [t], "b": None}, lambda found: found["a"][0], True),
+        (_Result, lambda found: found.value, False),
+    ],
+    ids=["nested", "hidden"],
+)
+def test_what_can_be_found_in_an_output(group: Group, wrap: Any, look: Any, silent: bool) -> None:
+    class Wrapped(Stages):
+        def forward(self, x: Tensor, order: str = "abc") -> Any:
+            return wrap(super().forward(x, order))
+
+    module = Wrapped()
+    replicate(module, group=group)
+    for _ in range(6):
+        module.zero_grad()
+        look(module(X)).square().sum().backward()
+        assert_right(module)
+    assert is_silent(module) is silent
+
+
+def test_check_finished_knows_of_gradients_that_came_unheard(model: Stages) -> None:
+    step(model, "bc")
+    with pytest.raises(Unfinished, match=r"rank 0: a\.weight, a\.bias\n"):
+        replica_of(model).check_finished()
+
+
+def test_a_parameter_that_was_frozen_is_heard_of_again(group: Group) -> None:
+    module = Stages()
+    replicate(module, group=group)
+    for _ in range(PLAIN_STEPS):
+        step(module)
+    for p in module.parameters():
+        p.requires_grad_(False)
+    module(X.clone().requires_grad_())  # trains what is before this model, as a discriminator does
+    for p in module.parameters():
+        p.requires_grad_(True)
+    for _ in range(3):
+        step(module)
+        assert_right(module)
+
+
+def test_two_backwards_that_share_the_parameters_among_them(model: Stages) -> None:
+    reducer = replica_of(model).reducer
+    for expected in (PLAIN_STEPS + 1, PLAIN_STEPS + 2):
+        model.zero_grad()
+        hidden = model(X, "ab").detach()
+        outputs = [model(X, "ab"), model.c(hidden)]
+        for output in outputs[::-1]:
+            output.square().sum().backward()
+        assert reducer.steps == expected
+        assert reducer.machine.state is State.RESTING
+
+
+def test_a_backward_that_raised_is_known_at_the_next_forward(model: Stages) -> None:
+    class Raised(Exception):
+        pass
+
+    def fail(_: Tensor) -> None:
+        raise Raised
+
+    handle = model.a.register_forward_hook(lambda module, inputs, output: output.register_hook(fail) and None)
+    with pytest.raises(Raised):
+        step(model)  # the gradients of `b` and `c` have come, most of them unheard
+    handle.remove()
+    model.zero_grad()  # by now nobody could see it any more
+    with pytest.raises(Unfinished, match=r"rank 0: a\.weight, a\.bias\n"):
+        model(X)
+
+
+def test_a_gradient_that_comes_again_before_its_bucket_is_launched_is_part_of_the_sum(group: Group) -> None:
+    module = Stages()
+    replicate(module, group=group)  # one bucket
+    for _ in range(PLAIN_STEPS):
+        step(module)
+    step(module, "aBBc")
+    assert_right(module, "aBBc")
+
+
+def test_a_gradient_that_comes_again_after_its_bucket_was_launched_is_an_error(group: Group) -> None:
+    module = Stages()
+    replica = replicate(module, group=group, buckets=Buckets((1 << 7,)))
+    for _ in range(PLAIN_STEPS):
+        step(module)
+    members = replica.reducer.layout.members
+    unheard = [i for bucket in members for i in bucket if i not in hooked(module)]
+    first = next(i for i in unheard if i in members[0])
+    name = [n for n, _ in module.named_parameters()][first]
+
+    def again(_: Tensor) -> None:
+        with torch.enable_grad():
+            (dict(module.named_parameters())[name] * 2).sum().backward()
+
+    module.zero_grad()
+    out = module.a(X)
+    out.register_hook(again)  # when all buckets but the last have been launched
+    module(X)  # says that a backward is to come
+    inner = module.c(module.b(out)).square().sum()
+    before = replica.reducer.steps
+    with pytest.raises(ReadyTwice, match=f"{name}\\).* changed after their buckets had been launched"):
+        inner.backward()
+    assert replica.reducer.steps == before
+    step(module)  # recovers
+    assert_right(module)
+
+
+def test_a_program_that_writes_to_gradients_during_backward_is_not_plain(group: Group) -> None:
+    module = Stages()
+    replica = replicate(module, group=group, buckets=Buckets((1,)), gradients=Gradients.COPIES)
+
+    def scale(*_: Any) -> None:
+        for p in module.c.parameters():  # launched long since: too late, but no error
+            assert p.grad is not None
+            p.grad *= 2
+
+    module.a.register_full_backward_hook(scale)
+    for _ in range(8):
+        module.zero_grad()
+        module(X.clone().requires_grad_()).square().sum().backward()
+        assert not is_silent(module)
+    assert replica.reducer.steps == 8
+    assert_right(module)
+
+
+def test_torch_hooks_may_write_to_gradients_so_there_is_no_silence(group: Group) -> None:
+    module = Stages()
+    replica = replicate(module, group=group)
+
+    def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    replica.use_hook((hook, None))
+    for _ in range(5):
+        step(module)
+        assert not is_silent(module)
+        assert_right(module)
+
+
+@pytest.mark.parametrize("graph", [Graph.FIND_UNUSED, Graph.STATIC])
+def test_graphs_that_say_more_about_themselves_are_always_heard(group: Group, graph: Graph) -> None:
+    module = Stages()
+    replicate(module, group=group, graph=graph)
+    for _ in range(5):
+        step(module)
+        assert not is_silent(module)
+        assert_right(module)
+
+
+def test_sparse_and_mixed_parameters(group: Group) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.words = nn.Embedding(6, 4, sparse=True)
+            self.wide = nn.Linear(4, 4, dtype=torch.float64)
+            self.narrow = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.wide(self.narrow(self.words(x)).double())
+
+    module, alone, words = Mixed(), Mixed(), torch.tensor([1, 4, 1])
+    replicate(module, group=group, buckets=Buckets((1,)))
+    for _ in range(PLAIN_STEPS + 2):
+        for each in (module, alone):
+            each.zero_grad()
+            each(words).square().sum().backward()
+        for p, q in zip(module.parameters(), alone.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            assert torch.equal(p.grad.to_dense(), q.grad.to_dense())
+    assert is_silent(module)
+
+
+# -- more than one rank ------------------------------------------------------------------------------------------------------
+
+
+def _ranks_in_other_orders(group: Group) -> list[list[float]]:
+    module = Stages()
+    replica = replicate(module, group=group, buckets=Buckets((1,)))
+    found = []
+    for orders in ["abc abc", "abc abc", "abc abc", "abc cba", "bca abc", "cab cab", "abc abc", "abc abc"]:
+        module.zero_grad()
+        module(X * (group.rank + 1), orders.split()[group.rank]).square().sum().backward()
+        found.append([g.sum().item() for g in gradients(module)])
+    replica.detach()
+    return found
+
+
+def test_ranks_of_which_one_is_surprised_still_meet() -> None:
+    mine, theirs = run_ranks(_ranks_in_other_orders, 2, timeout=60)
+    assert mine == theirs
+
+
+# -- leaving -----------------------------------------------------------------------------------------------------------------
+
+
+def test_detaching_leaves_nothing_on_the_parameters(model: Stages) -> None:
+    replica_of(model).detach()
+    assert hooked(model) == set()
+
+
+def test_a_silent_model_that_is_dropped_is_freed_at_once(group: Group) -> None:
+    module = Stages()
+    replica = replicate(module, group=group)
+    for _ in range(PLAIN_STEPS):
+        step(module)
+    gc.collect()
+    gc.disable()
+    try:
+        weak = weakref.ref(module.b.weight)
+        del module, replica
+        assert weak() is None
+    finally:
+        gc.enable()
