@@ -222,6 +222,44 @@ def test_over_threads_within_summation_order_and_replicas_are_equal(
             assert same(parameters, {key: results[0][key] for key in parameters}) == []
 
 
+# -- shared memory: two ranks have one order of summation only, so the bits are torch's; and no gradient is copied to travel ------
+
+
+ON_SHARED_MEMORY = {
+    (model, name): flags
+    for model, name, flags in combinations(2)
+    if name in ("plain", "small buckets and views") or model == "forked"
+}
+
+
+@pytest.fixture(scope="module")
+def over_shared_memory() -> list[dict[Any, Any]]:
+    """What was trained, and whether every bucket lies in memory that all ranks can reach, on each rank."""
+
+    def rank_main(group: Any) -> dict[Any, Any]:
+        torch.set_num_threads(1)
+        done: dict[Any, Any] = {}
+        for (model, name), flags in ON_SHARED_MEMORY.items():
+            ddp = DDP(bases()[model], process_group=group, **flags)
+            found = train(ddp, MODELS[model][1], group.rank)
+            buffers = [storage.buffer for storage in ddp.replica.reducer.storages]
+            done[model, name] = found, [group.in_heap(buffer) for buffer in buffers]
+        return done
+
+    return run_ranks(rank_main, 2, kind="shared_memory", timeout=110)
+
+
+@pytest.mark.parametrize(("model", "flags"), ON_SHARED_MEMORY)
+def test_over_shared_memory_the_same_bits_and_nothing_is_copied(
+    trained: Callable[..., Any], over_shared_memory: list[dict[Any, Any]], model: str, flags: str
+) -> None:
+    for rank, done in enumerate(over_shared_memory):
+        ours, in_heap = done[model, flags]
+        assert in_heap
+        assert all(in_heap)
+        assert same(ours, trained(2)[rank][model, flags][0]) == []
+
+
 @pytest.fixture(scope="module")
 def _convolution_opened_its_file() -> None:
     """The first convolution makes oneDNN open a file that it keeps for life: nobody's leftover."""

@@ -186,7 +186,7 @@ def check(heard: Heard, violation: Violation, rank: int, culprits: tuple[int, ..
         assert WHERE in heard.text + heard.notes
 
 
-KINDS = ["threads", "gloo"]
+KINDS = ["threads", "gloo", "shared_memory"]
 CULPRITS = {"all ranks": (0, 1), "only rank 1": (1,)}
 
 

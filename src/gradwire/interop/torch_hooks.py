@@ -104,7 +104,7 @@ class TorchHookRun:
         """The checked result."""
         try:
             self._await()
-            value = self._future.wait()
+            value = torch._C.Future.wait(self._future)  # not torch.futures.Future's, whose frame would hold the Future
         except Exception as error:
             if not isinstance(error, GroupError):  # of which all ranks and operations may share one
                 if self._group.failure is not None:
@@ -113,7 +113,7 @@ class TorchHookRun:
                 error.add_note(f"raised in the Future of {self._where}")
             raise
         finally:
-            # A Future keeps what it failed with where the collector cannot see it, and that keeps this frame.
+            # A Future keeps what it failed with where the collector cannot see it, and that keeps all frames of the traceback.
             del self._future, self._works
         return self._check(value)
 
