@@ -14,6 +14,7 @@ def cuda_and_nccl_are_awake() -> None:
 
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     dist.all_reduce(torch.ones(3, device="cuda"))
+    dist.all_reduce(torch.ones(3))  # gloo makes its device with the first operation
     (torch.ones(4, 4, device="cuda") @ torch.ones(4, 4, device="cuda")).sum().item()
     torch.cuda.synchronize()
     dist.destroy_process_group()

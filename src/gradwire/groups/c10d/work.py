@@ -57,6 +57,7 @@ class C10dWork(Work):
         self._on_error: Callable[[BaseException], None] = _ignore
         self._reaper: Reaper | None = None
         self._attended = False
+        self._fulfilled = False
 
     def watch(self, native: Any, on_error: Callable[[BaseException], None], reaper: Reaper) -> None:
         """From now on `native` tells how it goes."""
@@ -143,14 +144,20 @@ class C10dWork(Work):
         """On a stream-ordered engine it is fulfilled at once and carries the stream's order, as NCCL's own is."""
         future = super().get_future()
         self._attend_if_wanted()
-        if self._event is not None and not future.done():
+        if self._event is not None and self._may_fulfil():
             torch.cuda.current_stream(self.op.device).wait_event(self._event)
             future.set_result(list(self.op.outputs))
         return future
 
     def _fulfil(self, future: torch.futures.Future[Any]) -> None:
-        if not future.done():
+        if self._may_fulfil():
             super()._fulfil(future)
+
+    def _may_fulfil(self) -> bool:
+        """Whether nobody has taken it upon himself yet: the reaper settles while the caller asks for the future."""
+        with self._lock:
+            first, self._fulfilled = not self._fulfilled, True
+        return first
 
 
 class Reaper:
