@@ -171,7 +171,8 @@ class ProgramWrapper(_Around):
         except CollectiveTimeout as error:
             # The step's name says nothing to the caller; whom it misses is the same.
             late = self.ledger.timed_out(work, work.timeout)
-            late.__cause__ = error
+            # Without its traceback, whose frames hold the inner group, and its memory, as long as anybody keeps the error.
+            late.__cause__ = error.with_traceback(None)
             work.fail(late)
         except Exception as error:
             work.fail(error)
@@ -182,14 +183,13 @@ class ProgramWrapper(_Around):
     def attendance(self, work: Work) -> Attendance | None:
         """Who has joined the step the operation is at."""
         step = self._steps.get(work.seq)
-        known = None if step is None else self.inner.attendance(step)
-        if known is not None or step is None:
-            return known
-        # A wrapper inside forgets its step once it has given it up: what it knew then is in the error.
+        if step is None:
+            return None
+        # A group may forget who was missing once it has given a step up: what it knew then is in the error.
         late = step.exception()
         if isinstance(late, CollectiveTimeout) and late.joined is not None and late.missing is not None:
             return Attendance(tuple(late.joined), tuple(late.missing))
-        return None
+        return self.inner.attendance(step)
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Abort the inner group, and with it what is in flight here."""
