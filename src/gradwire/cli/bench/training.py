@@ -24,6 +24,7 @@ from gradwire.cli.bench.report import MS, add_json_option, present
 from gradwire.cli.bench.timing import Ratio, Series, compare, slowest
 from gradwire.cli.bench.trial import QUIET, Times, Trial, run_trial
 from gradwire.cli.bench.world import TIMEOUT, run_world
+from gradwire.errors import UsageError
 
 _BLOCK = 2
 _WORDS = {
@@ -52,6 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )
     add("--ranks", type=at_least(2), default=2, help="how many ranks (default: %(default)s)")
     add("--batch", type=at_least(1), default=1, help="sequences a rank and step (default: %(default)s)")
+    add("--tokens", type=at_least(1), help="of a sequence (default: as many as the model can see)")
     add("--steps", type=at_least(4), default=30, help="timed steps of each variant (default: %(default)s)")
     add("--timeout", type=at_least(1), default=TIMEOUT, metavar="SECONDS", help="without news (default: %(default)s)")
     add_json_option(parser)
@@ -61,7 +63,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 def run(args: argparse.Namespace) -> int:
     """Measure, and show what came of it."""
     machine, console = describe(), Console(highlight=False)
-    trial = Trial(size=args.size, batch=args.batch, rounds=args.steps // _BLOCK, block=_BLOCK)
+    tokens = SIZES[args.size].context if args.tokens is None else args.tokens
+    if tokens > SIZES[args.size].context:
+        raise UsageError(
+            f"bench training --size {args.size} --tokens {tokens}: the model sees {SIZES[args.size].context} tokens at a time. "
+            "Ask for fewer, or for a larger model."
+        )
+    trial = Trial(size=args.size, batch=args.batch, tokens=tokens, rounds=args.steps // _BLOCK, block=_BLOCK)
     with bar(console, f"{args.ranks} ranks", trial.rounds) as heard:
         times: list[Times] = run_world(
             functools.partial(run_trial, trial),
@@ -87,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 def _settings(trial: Trial, ranks: int, times: Times) -> dict[str, str]:
     return {
         "model": f"transformer, {times.elements:,} elements in {times.parameters} parameters, float32",
-        "world": f"{ranks} ranks, one thread each, batch {trial.batch} x {SIZES[trial.size].context} tokens a rank",
+        "world": f"{ranks} ranks, one thread each, batch {trial.batch} x {trial.tokens} tokens a rank",
         "step": "zero_grad(), forward, backward, SGD",
         "measured": f"{trial.rounds} rounds of {trial.block} steps each in turns, the step before them not timed; the slowest rank "
         "counts",

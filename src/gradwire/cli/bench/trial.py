@@ -41,6 +41,7 @@ class Trial:
 
     size: str
     batch: int
+    tokens: int
     rounds: int
     block: int
 
@@ -65,7 +66,7 @@ def run_trial(trial: Trial, seat: Seat) -> Times:
         torch.manual_seed(0)
         start = GPT2(SIZES[trial.size])
         torch.manual_seed(1 + seat.rank)  # every rank reads something else
-        inputs = start.batch(trial.batch)
+        inputs = start.batch(trial.batch)[:, : trial.tokens + 1]
         models = {name: wrap(copy.deepcopy(start)) for name, wrap in peers.wrappers(group).items()}
         steps = {name: _step(model, inputs, _RATE) for name, model in models.items()}
         for step in steps.values():

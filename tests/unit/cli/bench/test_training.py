@@ -81,6 +81,11 @@ def test_a_wrong_argument_is_named(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_sequence_that_is_too_long_for_the_model_is_refused(capsys):
+    assert main(["bench", "training", "--size", "tiny", "--tokens", "17"]) != 0
+    assert "--tokens 17: the model sees 16 tokens at a time" in capsys.readouterr().err
+
+
 def test_help_fits_a_terminal_of_80_columns(capsys):
     with pytest.raises(SystemExit) as ending:
         main(["bench", "training", "--help"])
@@ -133,12 +138,30 @@ def test_replicas_that_differ_are_found_out():
 
 def test_it_trains_by_all_means(capsys, tmp_path):
     file = tmp_path / "training.json"
-    assert main(["bench", "training", "--size", "tiny", "--steps", "4", "--timeout", "60", "--json", str(file)]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "training",
+                "--size",
+                "tiny",
+                "--tokens",
+                "8",
+                "--steps",
+                "4",
+                "--timeout",
+                "60",
+                "--json",
+                str(file),
+            ]
+        )
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())
     assert "transformer, 29,216 elements in 28 parameters, float32" in text
-    assert "2 ranks, one thread each, batch 1 x 16 tokens a rank" in text
+    assert "2 ranks, one thread each, batch 1 x 8 tokens a rank" in text
     assert "zero_grad(), forward, backward, SGD" in text
     data = json.loads(file.read_text())
     assert list(data["variants"]) == [peers.BARE, *DDPS]
