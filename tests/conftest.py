@@ -11,11 +11,10 @@ from gradwire.testing import Leftovers, default_pool
 from gradwire.testing.leftovers import prime
 from gradwire.testing.mpi import default_worlds
 
-
 # torch's TCPStore asks for the name of every peer that connects, 127.0.0.1 included. A name server that loses one question in
 # twenty then holds up every twentieth connection for the resolver's 5 seconds; nothing here needs a name that is not in a file.
 # Processes that tests start inherit it.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
