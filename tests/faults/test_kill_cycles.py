@@ -33,6 +33,7 @@ def test_nothing_stays_and_nobody_hangs(directory: str) -> None:
     program = Path(__file__).with_name("kill_cycles.py")
     done = subprocess.run(
         [sys.executable, str(program), directory, str(CYCLES), "1"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # numpy starts no threads then
         capture_output=True,
         text=True,
         timeout=110,
