@@ -48,7 +48,9 @@ class ThereAndBack(GroupWrapper):
 
 
 class ThroughTorch(GroupWrapper):
-    """A C10dGroup over the world that `dist.init_process_group` makes of MPI; the group under it only brings the store about."""
+    """A C10dGroup over the world that `dist.init_process_group` makes; the group under it only brings the store about."""
+
+    engine = "mpi"
 
     def __init__(self, group: Group) -> None:
         self.far = group
@@ -58,9 +60,10 @@ class ThroughTorch(GroupWrapper):
             port[0] = self.server.port
         group.broadcast(port, src=0)
         store = dist.TCPStore("127.0.0.1", int(port), is_master=False, timeout=patience)
-        register_backend("gradwire_mpi", engine="mpi")
+        name = f"gradwire_{self.engine}"
+        register_backend(name, engine=self.engine)
         seconds = timedelta(seconds=group.timeout)
-        dist.init_process_group("gradwire_mpi", store=store, rank=group.rank, world_size=group.size, timeout=seconds)
+        dist.init_process_group(name, store=store, rank=group.rank, world_size=group.size, timeout=seconds)
         super().__init__(C10dGroup(dist.group.WORLD, timeout=group.timeout))
 
     def split(self, color: int | None, key: int | None = None) -> Group | None:
@@ -71,6 +74,12 @@ class ThroughTorch(GroupWrapper):
         if dist.is_initialized():
             dist.destroy_process_group()
         self.far.close()
+
+
+class ThroughTorchShared(ThroughTorch):
+    """The same over shared memory."""
+
+    engine = "shared_memory"
 
 
 class Spartan(ProgramWrapper):
@@ -121,7 +130,7 @@ def test_shared_memory(size: int) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("wrap", [all_of_them, ThereAndBack], ids=lambda w: w.__name__)
+@pytest.mark.parametrize("wrap", [all_of_them, ThereAndBack, ThroughTorchShared], ids=lambda w: w.__name__)
 def test_wrapped_shared_memory(wrap: Wrap) -> None:
     report = check_group(lambda fn: run_ranks(fn, 2, kind="shared_memory", wrap=wrap))
     assert report.ran == check_names()
