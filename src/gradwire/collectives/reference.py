@@ -32,7 +32,7 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.int64 if dtype in _WIDE_UNSIGNED else dtype
 
 
-_FOLDS: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
+FOLDS: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.AVG: torch.add,
     ReduceOp.PREMUL_SUM: torch.add,
@@ -43,6 +43,7 @@ _FOLDS: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
     ReduceOp.BOR: torch.bitwise_or,
     ReduceOp.BXOR: torch.bitwise_xor,
 }
+"""How two values become one, where the dtype has arithmetic of its own."""
 _BOOL_FOLDS = {ReduceOp.SUM: torch.logical_or, ReduceOp.PRODUCT: torch.logical_and}
 _SIGN_BIT = -(2**63)
 
@@ -55,7 +56,7 @@ def reduce_tensors(op: ReduceOp, tensors: Sequence[Tensor], factors: Sequence[fl
     tensor([4, 5])
     """
     dtype = tensors[0].dtype
-    fold = _BOOL_FOLDS.get(op, _FOLDS[op]) if dtype is torch.bool else _FOLDS[op]
+    fold = _BOOL_FOLDS.get(op, FOLDS[op]) if dtype is torch.bool else FOLDS[op]
     working = working_dtype(dtype)
     # uint64 is compared as int64 with the sign bit flipped, which keeps its order.
     flip = dtype is torch.uint64 and op in (ReduceOp.MIN, ReduceOp.MAX)

@@ -38,8 +38,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import pickle
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,9 +49,10 @@ from torch import Tensor
 from gradwire.collectives import Collective, Kind, ReduceOp
 from gradwire.collectives.agree import comparable, mismatch
 from gradwire.collectives.lower import as_bytes, flat, is_plain, lower
-from gradwire.collectives.reference import cut, reduce_tensors, store
+from gradwire.collectives.reference import cut, store
 from gradwire.errors import CollectiveMismatch, GroupError, InternalError
 from gradwire.groups.shared_memory.board import BUFFERS, CHUNK, DIGEST, SMALL, Board, Table
+from gradwire.groups.shared_memory.fold import SUMMED, Fold, Piece, combine, divide
 from gradwire.groups.shared_memory.segment import Segment
 
 Steps = Generator[int, None, None]
@@ -63,27 +64,6 @@ BLOCK = 512 << 10
 _CACHED_VIEWS = 4096
 
 _ALL_REDUCE, _SUM, _AVG = Kind.ALL_REDUCE, ReduceOp.SUM, ReduceOp.AVG
-_SUMMED: dict[torch.dtype, np.dtype[Any]] = {
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-    torch.int32: np.dtype(np.int32),
-    torch.int64: np.dtype(np.int64),
-}
-
-_SIMPLE = frozenset({
-    torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8,
-    torch.complex64, torch.complex128,
-})  # fmt: skip
-_FOLDS: dict[ReduceOp, Callable[..., Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.AVG: torch.add,
-    ReduceOp.PRODUCT: torch.mul,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.BAND: torch.bitwise_and,
-    ReduceOp.BOR: torch.bitwise_or,
-    ReduceOp.BXOR: torch.bitwise_xor,
-}
 
 _NATIVE = frozenset({
     Kind.ALL_REDUCE, Kind.BROADCAST, Kind.ALL_GATHER, Kind.ALL_GATHER_INTO_TENSOR, Kind.REDUCE_SCATTER,
@@ -104,64 +84,6 @@ def takes(op: Collective) -> bool:
         return False
     tensors = op.inputs if op.outputs is op.inputs else op.inputs + op.outputs
     return all(map(is_plain, tensors))
-
-
-def divide(array: np.ndarray[Any, Any], count: int) -> None:
-    """In place. By a power of two it is a product, which is quicker, and rounds to the same bits."""
-    if count & (count - 1):
-        np.divide(array, count, array)
-    else:
-        np.multiply(array, 1.0 / count, array)
-
-
-Piece = Any
-"""A flat tensor, or a flat numpy array: both can be sliced, and assigned to by `[:] =`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fold:
-    """How pieces of all ranks become one: by numpy where it knows the dtype and is quicker, else by torch."""
-
-    op: ReduceOp
-    dtype: torch.dtype
-    array: np.dtype[Any] | None
-    """The dtype of the numpy arrays that it works on; None if it works on tensors."""
-
-    @staticmethod
-    def of(op: ReduceOp, dtype: torch.dtype) -> Fold:
-        """The best there is."""
-        return Fold(op, dtype, _SUMMED.get(dtype) if op is _SUM or op is _AVG else None)
-
-    def __call__(self, pieces: Sequence[Piece], out: Piece) -> None:
-        """Fold, in rank order, into `out`, which may be the first piece itself and must not overlap another."""
-        if self.array is None:
-            combine(self.op, pieces, out)
-            return
-        if len(pieces) == 1:
-            out[:] = pieces[0]
-            return
-        np.add(pieces[0], pieces[1], out)
-        for piece in pieces[2:]:
-            np.add(out, piece, out)
-        if self.op is _AVG:
-            divide(out, len(pieces))
-
-
-def combine(op: ReduceOp, parts: Sequence[Tensor], out: Tensor) -> None:
-    """Reduce `parts`, in rank order, into `out`, which may be the first part itself and must not overlap another."""
-    if out.dtype not in _SIMPLE:
-        out.copy_(reduce_tensors(op, parts))
-        return
-    if len(parts) == 1:
-        if out is not parts[0]:
-            out.copy_(parts[0])
-        return
-    fold = _FOLDS[op]
-    fold(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        fold(out, part, out=out)
-    if op is ReduceOp.AVG:
-        out.div_(len(parts))
 
 
 class Programs:
@@ -335,7 +257,7 @@ class Programs:
         if op.reduce_op is not _SUM and op.reduce_op is not _AVG:
             return None
         t = op.inputs[0]
-        if t.dtype not in _SUMMED or t.layout is not torch.strided or not t.is_cpu or op.outputs[0] is not t:
+        if t.dtype not in SUMMED or t.layout is not torch.strided or not t.is_cpu or op.outputs[0] is not t:
             return None
         if not t.is_contiguous() or t.is_neg():
             return None
@@ -368,7 +290,7 @@ class Programs:
         t = op.inputs[0]
         if len(self._slots) >= _CACHED_VIEWS // self.size:
             self._slots.clear()
-        dtype = _SUMMED[t.dtype]
+        dtype = SUMMED[t.dtype]
         offsets = [self._plan.small(rank, self.turn) for rank in range(self.size)]
         slots = [np.frombuffer(self._memory, dtype, t.numel(), offset) for offset in offsets]
         total = np.empty(t.numel(), dtype)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from abc import ABC, abstractmethod
 from contextlib import suppress
 
 from gradwire.errors import GroupError
@@ -22,7 +23,7 @@ ENDED = 256
 """The exit status of a process that ended as somebody else's child: only its parent knows the true one."""
 
 
-class Hold:
+class Hold(ABC):
     """A worker as the pool sees it: a socket to talk over, a way to see it end, and a way to see where it stands."""
 
     control: socket.socket
@@ -53,9 +54,9 @@ class Hold:
         """The exit status, if the worker ends within `limit` seconds."""
         return ENDED if select.select([self.alive], [], [], max(0.0, limit))[0] else None
 
+    @abstractmethod
     def kill(self) -> None:
         """End it now."""
-        raise NotImplementedError
 
     def ask_stack(self) -> None:
         """Have it write down where all its threads stand."""
