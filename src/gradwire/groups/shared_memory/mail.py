@@ -144,11 +144,13 @@ class Post:
     def claimed_before(self, receiving: Receiving) -> set[int]:
         """Ranks whose next letter with that tag belongs to a receive that was submitted earlier."""
         claimed: set[int] = set()
-        self._receiving = [letter for letter in self._receiving if not letter.over]
+        wanted = set(receiving.peers)
+        while self._receiving and self._receiving[0].over:
+            del self._receiving[0]
         for letter in self._receiving:
-            if letter is receiving:
+            if letter is receiving or wanted <= claimed:
                 break
-            if letter.work.op.tag == receiving.work.op.tag:
+            if not letter.over and letter.work.op.tag == receiving.work.op.tag:
                 claimed.update(letter.peers)
         return claimed
 

@@ -23,7 +23,7 @@ def number(value: float, n: int = 3) -> torch.Tensor:
 @pytest.mark.parametrize("receiver_first", [False, True])
 def test_more_letters_than_slots_arrive_in_order(world: Any, everywhere: Any, receiver_first: bool) -> None:
     groups = world(2)
-    many = 5 * SLOTS + 3
+    many = SLOTS + 9
 
     def use(group: Any) -> list[float]:
         if group.rank == 0:
