@@ -1,0 +1,67 @@
+"""Loops over numpy arrays, compiled by numba where it is installed (the extra `gradwire[jit]`).
+
+numpy and torch make one pass over memory per operation. A loop that adds and stores twice, or scales, rounds and packs, makes one
+pass in all. Without numba the caller goes its slower way, which must give the same bits; tests run both.
+
+Note [What a compiled loop may assume]
+It is compiled at its first call for the types it is called with, without the interpreter lock, on one thread (a rank has one
+core), and without liberties in arithmetic: sums keep their order, NaN stays NaN. The compiled code is kept on disk beside the
+source, or in the user's cache folder, or, where neither can be written, in memory only.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+
+@functools.cache
+def _njit() -> Callable[..., Any] | None:
+    """numba's decorator; None where numba is missing, does not fit the other libraries, or is told not to compile."""
+    try:
+        numba: Any = importlib.import_module("numba")
+    except ImportError:  # also where it was built for another numpy
+        return None
+    njit: Callable[..., Any] = numba.njit
+    return None if numba.config.DISABLE_JIT else njit
+
+
+class Loop:
+    """A Python function over numpy arrays and numbers, to be compiled."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._compiled: Callable[..., Any] | None = None
+        self.__doc__ = function.__doc__
+
+    def compiled(self) -> Callable[..., Any] | None:
+        """The compiled function, or None where there is no numba."""
+        if self._compiled is None:
+            njit = _njit()
+            if njit is None:
+                return None
+            options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+            try:
+                self._compiled = njit(self._function, cache=True, **options)
+            except RuntimeError:  # no folder to keep it in
+                self._compiled = njit(self._function, **options)
+        return self._compiled
+
+
+def loop(function: Callable[..., Any]) -> Loop:
+    """Decorator: `function` as a `Loop`.
+
+    >>> @loop
+    ... def total(x):
+    ...     sum = x[0]
+    ...     for i in range(1, len(x)):
+    ...         sum += x[i]
+    ...     return sum
+    >>> import numpy as np
+    >>> fast = total.compiled()
+    >>> float(fast(np.ones(3)) if fast else np.ones(3).sum())
+    3.0
+    """
+    return Loop(function)
