@@ -1,10 +1,11 @@
 """Communication hooks: what happens to a bucket on its way to the wire."""
 
 from gradwire.hooks.as_torch import as_torch_hook
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.combine import chain
 from gradwire.hooks.dense import cast, mean, weighted_mean
+from gradwire.hooks.feedback import error_feedback
 
 __all__ = [
     "BucketSpec",
@@ -14,9 +15,11 @@ __all__ = [
     "Reduction",
     "Stage",
     "Turn",
+    "Wrapped",
     "as_torch_hook",
     "cast",
     "chain",
+    "error_feedback",
     "mean",
     "weighted_mean",
 ]

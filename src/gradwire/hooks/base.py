@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective
@@ -44,6 +45,11 @@ class Turn:
     weight: float = 1.0
     """How much this rank's gradient counts, for hooks that weigh: usually its number of samples."""
 
+    @property
+    def share(self) -> float:
+        """By what a mean over all ranks is to be multiplied to be the mean over those that count: 1, or more under `join`."""
+        return 1.0 if self.divisor is None else self.world_size / self.divisor
+
 
 Reduction = Generator[Collective, None, Reduced]
 
@@ -53,6 +59,12 @@ class CommHook(ABC):
 
     collectives: int | None = None
     """How many collectives `reduce` yields for a bucket, where that is always the same number."""
+    remembers: bool = False
+    """Whether it keeps what it did not send and sends it later (error feedback, or a momentum of its own)."""
+    local: bool = False
+    """Whether gradients stay on their rank, so that ranks do not agree on `value` (local SGD)."""
+    averages: bool = False
+    """Whether it takes the mean of what it makes of the gradients, so that `mean()` to its right in a chain says nothing new."""
 
     def init(self, spec: BucketSpec) -> Any:
         """The state for one bucket, before its first reduction. The reducer owns it."""
@@ -62,6 +74,18 @@ class CommHook(ABC):
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Average `grad`, flat and not to be written, over all ranks."""
 
+    def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        """The bytes that a rank sends for a bucket, as the hook's documentation says; None where that depends on the values.
+
+        They are counted as `collectives.traffic.sent_bytes` does: by the best algorithm for each collective, and for the rank
+        that sends most.
+        """
+        return None
+
+    def error(self, spec: BucketSpec) -> float:
+        """How far `value` may lie from the mean of all `sent`, relative to the largest element: rounding, if nothing else."""
+        return 16 * torch.finfo(spec.dtype).eps if spec.dtype.is_floating_point or spec.dtype.is_complex else 0.0
+
     def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
         """The state as a mapping from parameter name to that parameter's part of it. Empty where there is none."""
         return {}
@@ -69,6 +93,57 @@ class CommHook(ABC):
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
         """The state for `spec` from what `save` gave, possibly for other buckets; parameters not in it start afresh."""
         return self.init(spec)
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapped(CommHook):
+    """A hook around another, as stages make it: all that it does not say otherwise is as in the hook inside."""
+
+    inner: CommHook
+
+    @property
+    def collectives(self) -> int | None:  # type: ignore[override]
+        """As many as the hook inside."""
+        return self.inner.collectives
+
+    @property
+    def remembers(self) -> bool:  # type: ignore[override]
+        """As the hook inside."""
+        return self.inner.remembers
+
+    @property
+    def local(self) -> bool:  # type: ignore[override]
+        """As the hook inside."""
+        return self.inner.local
+
+    @property
+    def averages(self) -> bool:  # type: ignore[override]
+        """As the hook inside."""
+        return self.inner.averages
+
+    def inside(self, spec: BucketSpec) -> BucketSpec:
+        """The bucket as the hook inside sees it."""
+        return spec
+
+    def init(self, spec: BucketSpec) -> Any:
+        """The inner hook's state."""
+        return self.inner.init(self.inside(spec))
+
+    def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        """The inner hook's."""
+        return self.inner.wire_bytes(self.inside(spec), world_size, step)
+
+    def error(self, spec: BucketSpec) -> float:
+        """The inner hook's."""
+        return self.inner.error(self.inside(spec))
+
+    def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
+        """The inner hook's."""
+        return self.inner.save(state, self.inside(spec))
+
+    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
+        """The inner hook's."""
+        return self.inner.load(saved, self.inside(spec))
 
 
 Stage = Callable[[CommHook], CommHook]

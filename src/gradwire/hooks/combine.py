@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.hooks.base import CommHook, Stage
+from gradwire.hooks.dense import Mean
 
 
 def chain(*parts: Stage | CommHook) -> CommHook:
     """Compose stages around a hook, the left one outermost: `chain(cast(torch.bfloat16), mean())`.
+
+    A hook that averages what it makes of the gradients, such as `quantize`, may be followed by `mean()`, which then only says so.
 
     >>> import torch
     >>> from gradwire.hooks import cast, mean
@@ -23,8 +26,12 @@ def chain(*parts: Stage | CommHook) -> CommHook:
         )
     for stage in reversed(stages):
         if isinstance(stage, CommHook):
+            if stage.averages and hook == Mean():
+                hook = stage
+                continue
             raise UsageTypeError(
-                f"chain(...): {stage!r} communicates by itself, so nothing may stand to the right of it."
+                f"chain(...): {stage!r} communicates by itself, so {hook!r} to the right of it would never be reached. "
+                "End the chain with it."
             )
         if not callable(stage):
             raise UsageTypeError(f"chain(...): {stage!r} is not a stage. A stage takes a hook and returns one.")

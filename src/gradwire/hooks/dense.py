@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import UsageError
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec
 
 
@@ -33,12 +32,16 @@ class Mean(CommHook):
             yield all_reduce(value, op=ReduceOp.SUM, label=label)
         return Reduced(value, grad)
 
+    def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        """2 (n - 1) / n of the bucket; of a sparse one, as much as it holds."""
+        return None if spec.sparse else 2 * (world_size - 1) / world_size * spec.numel * spec.dtype.itemsize
+
     def __repr__(self) -> str:
         return "mean()"
 
 
 def mean() -> CommHook:
-    """The plain average, one all-reduce a bucket. On the wire: the bucket's bytes, as the group's all-reduce moves them."""
+    """The plain average, one all-reduce a bucket. On the wire: 2 (n - 1) / n of the bucket's bytes, n being the ranks."""
     return Mean()
 
 
@@ -59,10 +62,15 @@ class WeightedMean(CommHook):
         value = torch.cat([grad * turn.weight, grad.new_tensor([turn.weight])])
         yield all_reduce(value, op=ReduceOp.SUM, label=f"bucket {turn.spec.index}")
         total = value[-1].clone()
+        counted = turn.world_size if turn.divisor is None else turn.divisor
         # All ranks see the same total, so all take the same branch; a step in which nobody has a sample gives zeros.
         mean = value[:-1].div_(total) if bool(total) else value[:-1].zero_()
-        sent = grad * (turn.weight * turn.world_size / total) if bool(total) else torch.zeros_like(grad)
+        sent = grad * (turn.weight * counted / total) if bool(total) else torch.zeros_like(grad)
         return Reduced(mean, sent)
+
+    def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        """2 (n - 1) / n of the bucket and one element."""
+        return 2 * (world_size - 1) / world_size * (spec.numel + 1) * spec.dtype.itemsize
 
     def __repr__(self) -> str:
         return "weighted_mean()"
@@ -78,38 +86,28 @@ def weighted_mean() -> CommHook:
 
 
 @dataclass(frozen=True, slots=True)
-class Cast(CommHook):
+class Cast(Wrapped):
     """See `cast`."""
 
-    inner: CommHook
     dtype: torch.dtype
 
-    @property
-    def collectives(self) -> int | None:  # type: ignore[override]
-        """As many as the hook inside."""
-        return self.inner.collectives
+    def __post_init__(self) -> None:
+        if self.inner.remembers:
+            raise UsageError(
+                f"cast({self.dtype}) around {self.inner!r}: what the hook inside keeps for later would be kept in {self.dtype}, "
+                "which loses the small errors it is there to keep. Put error_feedback() to the left of the cast."
+            )
 
-    def init(self, spec: BucketSpec) -> Any:
-        """The inner hook's state, for a bucket of the narrow dtype."""
-        return self.inner.init(self._narrow(spec))
-
-    def _narrow(self, spec: BucketSpec) -> BucketSpec:
+    def inside(self, spec: BucketSpec) -> BucketSpec:
+        """A bucket of the narrow dtype."""
         # Complex gradients travel as they are: a real dtype would drop their imaginary part without a word.
         return replace(spec, dtype=self.dtype) if spec.dtype.is_floating_point else spec
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Convert, reduce, convert back."""
-        spec = self._narrow(turn.spec)
+        spec = self.inside(turn.spec)
         value, sent = yield from self.inner.reduce(grad.to(spec.dtype), state, replace(turn, spec=spec))
         return Reduced(value.to(grad.dtype), sent.to(grad.dtype))
-
-    def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
-        """The inner hook's."""
-        return self.inner.save(state, self._narrow(spec))
-
-    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
-        """The inner hook's."""
-        return self.inner.load(saved, self._narrow(spec))
 
     def __repr__(self) -> str:
         return f"cast({self.dtype}) > {self.inner!r}"

@@ -1,6 +1,7 @@
 """Tools for testing what communicates: run a function on ranks of any kind, see what it left behind. No pytest inside."""
 
 from gradwire.testing.conformance import ConformanceError, check_group, check_names
+from gradwire.testing.laws import check_hook
 from gradwire.testing.leftovers import Leftovers
 from gradwire.testing.pool import RankPool, default_pool
 from gradwire.testing.ranks import kinds, run_ranks
@@ -13,6 +14,7 @@ __all__ = [
     "RankPool",
     "Simulation",
     "check_group",
+    "check_hook",
     "check_names",
     "default_pool",
     "kinds",

@@ -16,6 +16,7 @@ from torch import Tensor
 from gradwire.collectives import Collective, Signature
 from gradwire.collectives.agree import mismatch
 from gradwire.collectives.reference import perform
+from gradwire.collectives.traffic import sent_bytes
 from gradwire.errors import CollectiveMismatch, UsageError
 from gradwire.hooks import BucketSpec, CommHook, Reduced, Turn
 from gradwire.hooks.base import Reduction, begin
@@ -29,6 +30,8 @@ class Exchange:
     """As rank 0 yielded it."""
     nbytes: tuple[int, ...]
     """What each rank contributed to it."""
+    sent: tuple[float, ...]
+    """What each rank had to send for it: see `collectives.traffic`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +49,11 @@ class Simulation:
     def nbytes(self) -> int:
         """The bytes that the busiest rank contributed, over all collectives."""
         return max(map(sum, zip(*(e.nbytes for e in self.exchanges), strict=True)), default=0)
+
+    @property
+    def wire_bytes(self) -> float:
+        """The bytes that the busiest rank had to send, over all collectives: what `CommHook.wire_bytes` foretells."""
+        return max(map(sum, zip(*(e.sent for e in self.exchanges), strict=True)), default=0.0)
 
 
 @torch.no_grad()
@@ -99,7 +107,8 @@ def simulate(
                 return Simulation(tuple(m for m in moves if isinstance(m, Reduced)), tuple(states), tuple(exchanges))
             _check(hook, moves, ops)
             perform(ops)
-            exchanges.append(Exchange(ops[0].signature, tuple(op.nbytes for op in ops)))
+            sent = tuple(sent_bytes(op, rank, size) for rank, op in enumerate(ops))
+            exchanges.append(Exchange(ops[0].signature, tuple(op.nbytes for op in ops), sent))
     finally:
         for reduction in reductions:
             reduction.close()

@@ -1,0 +1,83 @@
+"""Error feedback: what a lossy hook did not send this time is added to what it sends next time.
+
+After Seide et al. 2014 (1-bit SGD) and Karimireddy et al. 2019 (arXiv 1901.09847), where it is shown why it converges: the errors
+do not add up, because each is paid back a step later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import UsageError
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn, Wrapped
+from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.state import bundle, join_flat, pick, split_flat
+
+
+@dataclass(slots=True)
+class _Memory:
+    residual: Tensor
+    inner: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFeedback(Wrapped):
+    """See `error_feedback`."""
+
+    remembers = True
+
+    def __post_init__(self) -> None:
+        if self.inner.remembers:
+            raise UsageError(
+                f"error_feedback() around {self.inner!r}: the hook inside keeps what it did not send already, so it would be "
+                "sent twice. Leave one of them out."
+            )
+        if self.inner.local:
+            raise UsageError(
+                f"error_feedback() around {self.inner!r}: there gradients stay on their rank, so there is no error to feed back."
+            )
+
+    def init(self, spec: BucketSpec) -> Any:
+        """Nothing is owed yet."""
+        return _Memory(torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device), self.inner.init(spec))
+
+    def reduce(self, grad: Tensor, state: _Memory, turn: Turn) -> Reduction:
+        """Reduce the gradient with what is owed; keep what of it was not sent."""
+        if grad.is_sparse:
+            raise UsageError(
+                f"error_feedback() on {turn.spec}: sparse gradients cannot be fed back. Give their parameters mean(), "
+                'by partition({"embedding.*": mean(), "*": ...}).'
+            )
+        wanted = grad + state.residual
+        value, sent = yield from self.inner.reduce(wanted, state.inner, replace(turn, donated=False))
+        torch.sub(wanted, sent, out=state.residual)
+        return Reduced(value, sent)
+
+    def save(self, state: _Memory, spec: BucketSpec) -> dict[str, Any]:
+        """The residual, and the inner hook's state."""
+        return bundle(residual=split_flat(state.residual, spec), inner=self.inner.save(state.inner, spec))
+
+    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
+        """The residual, which is zero for parameters that are not in it, and the inner hook's state."""
+        return _Memory(join_flat(pick(saved, "residual"), spec), self.inner.load(pick(saved, "inner"), spec))
+
+    def __repr__(self) -> str:
+        return f"error_feedback() > {self.inner!r}"
+
+
+def error_feedback() -> Stage:
+    """Add what was not sent in a step to the next step's gradient. On the wire: as the hook inside.
+
+    Every lossy hook (quantize, sign, top_k, random_k, threshold, power_sgd) wants it. Memory: one tensor of the bucket's size.
+    The residual belongs to its rank: it is saved and loaded there, and a rank that joins later begins with zeros.
+    """
+
+    def stage(inner: CommHook) -> CommHook:
+        return ErrorFeedback(inner)
+
+    return stage

@@ -1,0 +1,299 @@
+"""`check_hook`: the laws that every communication hook keeps, tried on simulated ranks.
+
+A law is a function below that raises HookError with the numbers that break it. What a hook says of itself decides which apply:
+`local` hooks need not agree, those that `remembers` are not given error feedback on top, and `wire_bytes` and `collectives` are
+checked where they are known.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives.lower import as_bytes
+from gradwire.errors import GradwireError, HookError
+from gradwire.hooks import BucketSpec, CommHook, Reduced, chain, error_feedback
+from gradwire.testing.simulate import Simulation, simulate
+
+SHAPES: tuple[tuple[int, ...], ...] = ((16, 8), (16,), (), (0,), (3, 5, 2))
+"""The parameters of a bucket that is tried unless others are given: matrix, vector, number, nothing, and something odd."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One hook on one bucket and a number of ranks."""
+
+    hook: CommHook
+    spec: BucketSpec
+    ranks: int
+    seed: int
+    steps: int
+
+    def gradients(self, step: int = 0) -> list[Tensor]:
+        """One per rank: normal numbers of different size on different ranks."""
+        generator = torch.Generator().manual_seed(self.seed * 7919 + step)
+        wide = [torch.randn(self.spec.numel, generator=generator, dtype=torch.float64) for _ in range(self.ranks)]
+        return [(g * (1 + r)).to(self.spec.dtype).to(self.spec.device) for r, g in enumerate(wide)]
+
+    def run(self, gradients: Sequence[Tensor], states: Sequence[Any] | None = None, **named: Any) -> Simulation:
+        """One step."""
+        return simulate(self.hook, gradients, spec=self.spec, states=states, **named)
+
+    def broken(self, law: str, what: str) -> HookError:
+        """What to raise."""
+        shapes = ", ".join(str(list(shape)) for shape in self.spec.shapes)
+        return HookError(
+            f"check_hook({self.hook!r}) on {self.ranks} ranks, a bucket of {self.spec.dtype} parameters {shapes}: "
+            f"the law {law!r} does not hold: {what}.",
+            hook=repr(self.hook),
+        )
+
+
+Law = Callable[[Trial], None]
+
+
+def agree(trial: Trial) -> None:
+    """All ranks hold the same bits."""
+    if trial.hook.local:
+        return
+    states: Any = None
+    for step in range(trial.steps):
+        done = trial.run(trial.gradients(step), states, step=step)
+        states = done.states
+        first = done.reduced[0].value
+        for rank, (value, _) in enumerate(done.reduced):
+            if not _same(value, first):
+                raise trial.broken("agree", f"in step {step} rank {rank} has {_differ(value, first)} as rank 0")
+
+
+def kept(trial: Trial) -> None:
+    """Value and sent have the gradient's length, dtype and device."""
+    done = trial.run(trial.gradients())
+    for rank, reduced in enumerate(done.reduced):
+        for name, tensor in zip(Reduced._fields, reduced, strict=True):
+            if (tensor.numel(), tensor.dtype, tensor.device.type) != (
+                trial.spec.numel,
+                trial.spec.dtype,
+                trial.spec.device.type,
+            ):
+                raise trial.broken(
+                    "kept", f"`{name}` of rank {rank} is {tensor.dtype}{list(tensor.shape)} on {tensor.device}"
+                )
+
+
+def unwritten(trial: Trial) -> None:
+    """A gradient that was not donated is not written, and a donated one gives the same value."""
+    brought = trial.gradients()
+    before = [g.clone() for g in brought]
+    plain = trial.run(brought)
+    for rank, (g, b) in enumerate(zip(brought, before, strict=True)):
+        if not _same(g, b):
+            raise trial.broken("unwritten", f"the gradient of rank {rank} was written, though it was not donated")
+    donated = trial.run(brought, donated=True)
+    for rank, (one, other) in enumerate(zip(plain.reduced, donated.reduced, strict=True)):
+        if not _same(one.value, other.value):
+            raise trial.broken("unwritten", f"a donated gradient gives rank {rank} another value")
+
+
+def repeatable(trial: Trial) -> None:
+    """The same gradients in the same step give the same bits: all chance comes from seeds."""
+    one, two = (trial.run(trial.gradients(), step=3) for _ in range(2))
+    for rank, (a, b) in enumerate(zip(one.reduced, two.reduced, strict=True)):
+        if not _same(a.value, b.value):
+            raise trial.broken("repeatable", f"rank {rank} has {_differ(a.value, b.value)} in a second run")
+
+
+def mean_of_sent(trial: Trial) -> None:
+    """`value` is the mean of all ranks' `sent`, also where fewer ranks count than take part."""
+    if trial.hook.local:
+        return
+    for divisor in (None, *([trial.ranks - 1] if trial.ranks > 1 else [])):
+        brought = trial.gradients()
+        weights = [1.0] * trial.ranks
+        if divisor is not None:  # the last rank has run out of inputs
+            brought[-1].zero_()
+            weights[-1] = 0.0
+        states: Any = None
+        for step in range(2):
+            done = trial.run(brought, states, step=step, divisor=divisor, weights=weights)
+            states = done.states
+            sent = torch.stack([s.double() for _, s in done.reduced])
+            expected = sent.sum(0) / (divisor or trial.ranks)
+            scale = float(sent.abs().max()) * trial.ranks / (divisor or trial.ranks) if sent.numel() else 0.0
+            off = float((done.reduced[0].value.double() - expected).abs().max()) if sent.numel() else 0.0
+            if not off <= trial.hook.error(trial.spec) * scale:
+                raise trial.broken(
+                    "mean_of_sent",
+                    f"in step {step}, divided by {divisor or trial.ranks}, `value` is {off:.3g} off the mean of `sent`, whose "
+                    f"largest element is {scale:.3g}; stated is {trial.hook.error(trial.spec):.3g} of it",
+                )
+
+
+def pays_back(trial: Trial) -> None:
+    """With error feedback the average over time converges to the true mean: what is owed stays bounded."""
+    hook = trial.hook
+    if hook.local or (hook.remembers and not repr(hook).startswith("error_feedback()")):
+        return
+    if not hook.remembers:
+        hook = chain(error_feedback(), hook)
+    brought = trial.gradients()
+    if trial.spec.numel == 0:
+        return
+    truth = torch.stack([g.double() for g in brought]).mean(0)
+    states: Any = None
+    total = torch.zeros_like(truth)
+    off: list[float] = []
+    short, long = 24, 120
+    for step in range(long):
+        done = simulate(hook, brought, spec=trial.spec, states=states, step=step)
+        states = done.states
+        total += done.reduced[0].value.double()
+        if step + 1 in (short, long):
+            off.append(float((total / (step + 1) - truth).norm() / truth.norm()))
+    rounding = 64 * torch.finfo(trial.spec.dtype).eps + hook.error(trial.spec) * trial.ranks
+    if not off[1] <= max(0.5 * off[0], rounding):
+        raise trial.broken(
+            "pays_back",
+            f"the average over {short} steps is {off[0]:.3g} off the true mean, over {long} still {off[1]:.3g}",
+        )
+
+
+def counted(trial: Trial) -> None:
+    """The wire carries the bytes, and the collectives are as many, as the hook says."""
+    states: Any = None
+    for step in range(trial.steps):
+        done = trial.run(trial.gradients(step), states, step=step)
+        states = done.states
+        told = trial.hook.wire_bytes(trial.spec, trial.ranks, step)
+        if told is not None and not math.isclose(told, done.wire_bytes, rel_tol=1e-9, abs_tol=1e-6):
+            raise trial.broken("counted", f"in step {step} {done.wire_bytes} bytes were sent; wire_bytes says {told}")
+        if trial.hook.collectives not in (None, len(done.exchanges)):
+            raise trial.broken(
+                "counted", f"{len(done.exchanges)} collectives; `collectives` says {trial.hook.collectives}"
+            )
+
+
+def saved(trial: Trial) -> None:
+    """State goes through torch.save and through buckets that are cut otherwise, and comes back the same."""
+    states: Any = None
+    for step in range(2):
+        states = trial.run(trial.gradients(step), states, step=step).states
+    for rank, state in enumerate(states):
+        taken = trial.hook.save(state, trial.spec)
+        if not set(taken) <= set(trial.spec.names):
+            raise trial.broken(
+                "saved", f"save() names {sorted(set(taken) - set(trial.spec.names))}, no parameters here"
+            )
+        back = _through_file(taken)
+        halves = _cut(trial.spec)
+        apart: dict[str, Any] = {}
+        for half in halves:
+            apart |= trial.hook.save(trial.hook.load(back, half), half)
+        again = trial.hook.save(trial.hook.load(apart, trial.spec), trial.spec)
+        if not _equal(taken, again):
+            raise trial.broken("saved", f"rank {rank}'s state has changed on its way through other buckets")
+        states = [*states[:rank], trial.hook.load(back, trial.spec), *states[rank + 1 :]]
+    brought = trial.gradients(2)
+    went_on = _run_twice(trial, brought)
+    if not _same(trial.run(brought, states, step=2).reduced[0].value, went_on):
+        raise trial.broken("saved", "a step from loaded state gives another value than from the state itself")
+
+
+def from_nothing(trial: Trial) -> None:
+    """Zeros stay zeros, and are finite."""
+    zeros = [torch.zeros_like(g) for g in trial.gradients()]
+    value = trial.run(zeros).reduced[0].value
+    if not bool(torch.isfinite(value).all()):
+        raise trial.broken("from_nothing", "gradients of zeros gave something that is not finite")
+
+
+LAWS: tuple[Law, ...] = (agree, kept, unwritten, repeatable, mean_of_sent, pays_back, counted, saved, from_nothing)
+
+
+def check_hook(
+    hook: CommHook,
+    *,
+    world_sizes: Sequence[int] = (1, 2, 3),
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    steps: int = 4,
+    laws: Sequence[Law] = LAWS,
+) -> None:
+    """Raise HookError unless `hook` keeps the laws, on simulated ranks and buckets of these shapes. No group is needed.
+
+    >>> from gradwire.hooks import cast, mean
+    >>> check_hook(chain(cast(torch.bfloat16), mean()))
+    """
+    names = tuple(f"layer{i}.weight" for i in range(len(shapes)))
+    strides = tuple(tuple(torch.empty(shape, device="meta").stride()) for shape in shapes)
+    spec = BucketSpec(0, names, tuple(map(tuple, shapes)), strides, dtype, torch.device(device))
+    for ranks in world_sizes:
+        trial = Trial(hook, spec, ranks, seed, steps)
+        for law in laws:
+            try:
+                law(trial)
+            except HookError:
+                raise
+            except GradwireError as error:
+                raise trial.broken(law.__name__, f"{type(error).__name__}: {error}") from error
+
+
+def _run_twice(trial: Trial, brought: Sequence[Tensor]) -> Tensor:
+    """The value of step 2 after the first two steps, without a save between."""
+    states: Any = None
+    for step in range(2):
+        states = trial.run(trial.gradients(step), states, step=step).states
+    return trial.run(brought, states, step=2).reduced[0].value
+
+
+def _cut(spec: BucketSpec) -> list[BucketSpec]:
+    """The same parameters in two buckets, in reverse order."""
+    order = list(range(len(spec.names)))[::-1]
+    middle = len(order) // 2
+    return [
+        BucketSpec(
+            i,
+            tuple(spec.names[k] for k in part),
+            tuple(spec.shapes[k] for k in part),
+            tuple(spec.strides[k] for k in part),
+            spec.dtype,
+            spec.device,
+        )
+        for i, part in enumerate((order[:middle], order[middle:]))
+        if part
+    ]
+
+
+def _through_file(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(as_bytes(a.contiguous()), as_bytes(b.contiguous()))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and _same(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return bool(a == b)
+
+
+def _differ(a: Tensor, b: Tensor) -> str:
+    places = (a != b).nonzero().flatten().tolist()
+    return f"not the same bits ({len(places)} elements differ, first at {places[:3]})"

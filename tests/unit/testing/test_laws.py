@@ -1,0 +1,172 @@
+"""check_hook: good hooks pass, and every law has a hook that breaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.collectives import ReduceOp, all_reduce
+from gradwire.errors import HookError
+from gradwire.hooks import (
+    BucketSpec,
+    CommHook,
+    Reduced,
+    Reduction,
+    Turn,
+    cast,
+    chain,
+    error_feedback,
+    mean,
+    weighted_mean,
+)
+from gradwire.testing import check_hook, laws
+
+
+class Average(CommHook):
+    """A right hook, to be broken in one place each."""
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        value = grad.clone()
+        yield all_reduce(value, op=ReduceOp.AVG)
+        return Reduced(value * turn.share, grad)
+
+
+class Disagrees(Average):
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        value, sent = yield from super().reduce(grad, state, turn)
+        return Reduced(value + 1e-6 * turn.rank, sent)
+
+
+class Widens(Average):
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        value, sent = yield from super().reduce(grad, state, turn)
+        return Reduced(value, sent.double())
+
+
+class Writes(Average):
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        value, sent = yield from super().reduce(grad.mul_(2), state, turn)
+        return Reduced(value, sent)
+
+
+class Guesses(Average):
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        noise = torch.rand(1)
+        yield all_reduce(noise)
+        value, sent = yield from super().reduce(grad + noise, state, turn)
+        return Reduced(value, sent)
+
+
+class Sums(Average):
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        value, sent = yield from super().reduce(grad, state, turn)
+        return Reduced(value * turn.world_size * 2, sent)
+
+
+class ForgetsDivisor(Average):
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        value, sent = yield from super().reduce(grad, state, turn)
+        return Reduced(value / turn.share, sent)
+
+
+class Drops(Average):
+    """Says that it sent what it did not."""
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        value, sent = yield from super().reduce(grad, state, turn)
+        return Reduced(value * 0.5, sent)
+
+
+class Miscounts(Average):
+    def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        return 1.0
+
+
+class MiscountsCollectives(Average):
+    collectives = 2
+
+
+class Forgets(Average):
+    """A momentum that is not saved."""
+
+    remembers = True
+
+    def init(self, spec: BucketSpec) -> Any:
+        return torch.zeros(spec.numel)
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        state.add_(grad)
+        value, _ = yield from super().reduce(state, None, turn)
+        return Reduced(value, state.clone())
+
+
+class SavesNonsense(Average):
+    def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
+        return {"nobody": 1}
+
+
+@dataclass(frozen=True)
+class Mixes(Forgets):
+    """Gives a parameter the state of another."""
+
+    def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
+        return {name: state.sum() + i for i, name in enumerate(spec.names)}
+
+    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
+        return torch.zeros(spec.numel)
+
+
+class DividesByNothing(Average):
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        norm = grad.norm()
+        value, sent = yield from super().reduce(grad / norm, state, turn)
+        return Reduced(value * 1.0, sent)
+
+
+BROKEN = {
+    "agree": [Disagrees()],
+    "kept": [Widens()],
+    "unwritten": [Writes()],
+    "repeatable": [Guesses()],
+    "mean_of_sent": [Sums(), ForgetsDivisor()],
+    "pays_back": [Drops()],
+    "counted": [Miscounts(), MiscountsCollectives()],
+    "saved": [Forgets(), SavesNonsense(), Mixes()],
+    "from_nothing": [DividesByNothing()],
+}
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        mean(),
+        weighted_mean(),
+        chain(cast(torch.bfloat16), mean()),
+        chain(error_feedback(), cast(torch.float16), mean()),
+    ],
+    ids=repr,
+)
+def test_good_hooks_keep_the_laws(hook: CommHook) -> None:
+    check_hook(hook)
+
+
+@pytest.mark.parametrize(("law", "hook"), [(law, hook) for law, hooks in BROKEN.items() for hook in hooks])
+def test_every_law_is_broken_by_somebody(law: str, hook: CommHook) -> None:
+    with pytest.raises(HookError, match=f"the law '{law}' does not hold"):
+        check_hook(hook, laws=[getattr(laws, law)])
+
+
+def test_a_hook_whose_ranks_part_is_told_by_the_law_that_met_it() -> None:
+    class Parts(Average):
+        def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+            if turn.rank:
+                yield all_reduce(torch.zeros(1))
+            return (yield from super().reduce(grad, state, turn))
+
+    with pytest.raises(HookError, match="CollectiveMismatch"):
+        check_hook(Parts())
