@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import os
 from collections.abc import Iterator
 
@@ -34,3 +36,18 @@ def nothing_is_left() -> Iterator[None]:
     left = before.compare()
     if left:
         pytest.fail("the test left behind: " + "; ".join(left), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def fonts() -> None:
+    """Draw once: matplotlib opens its fonts then, and keeps them open for the life of the process."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    FigureCanvasAgg(figure)
+    figure.suptitle("a, … µ", weight="bold")
+    figure.subplots().set_title("a", style="italic")
+    figure.savefig(io.BytesIO())
