@@ -86,7 +86,7 @@ def simulate(
             "rank, of the same length and dtype."
         )
     size = len(gradients)
-    spec = spec or _one_parameter(gradients[0])
+    spec = spec or one_parameter(gradients[0])
     states = [hook.init(spec) for _ in gradients] if states is None else list(states)
     weights = [1.0] * size if weights is None else weights
     reductions = [
@@ -114,7 +114,8 @@ def simulate(
             reduction.close()
 
 
-def _one_parameter(gradient: Tensor) -> BucketSpec:
+def one_parameter(gradient: Tensor) -> BucketSpec:
+    """The bucket that holds nothing but `gradient`."""
     shape = tuple(gradient.shape) if gradient.is_sparse else (gradient.numel(),)
     stride = tuple(torch.empty(shape, device="meta").stride())
     return BucketSpec(0, ("parameter",), (shape,), (stride,), gradient.dtype, gradient.device, gradient.is_sparse)
