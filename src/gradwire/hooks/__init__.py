@@ -6,6 +6,8 @@ from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.combine import chain
 from gradwire.hooks.dense import cast, mean, weighted_mean
 from gradwire.hooks.feedback import error_feedback
+from gradwire.hooks.partition import by_size, masked, partition
+from gradwire.hooks.schedule import after, every
 
 __all__ = [
     "BucketSpec",
@@ -16,10 +18,15 @@ __all__ = [
     "Stage",
     "Turn",
     "Wrapped",
+    "after",
     "as_torch_hook",
+    "by_size",
     "cast",
     "chain",
     "error_feedback",
+    "every",
+    "masked",
     "mean",
+    "partition",
     "weighted_mean",
 ]

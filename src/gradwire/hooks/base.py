@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective
-from gradwire.errors import GroupError, HookError
+from gradwire.errors import GroupError, HookError, UsageTypeError
 from gradwire.hooks.bucket import BucketSpec
 
 
@@ -63,6 +63,8 @@ class CommHook(ABC):
     """Whether it keeps what it did not send and sends it later (error feedback, or a momentum of its own)."""
     local: bool = False
     """Whether gradients stay on their rank, so that ranks do not agree on `value` (local SGD)."""
+    weighs: bool = False
+    """Whether `turn.weight` counts, so that a mean of its means is not the mean of all."""
     averages: bool = False
     """Whether it takes the mean of what it makes of the gradients, so that `mean()` to its right in a chain says nothing new."""
 
@@ -117,6 +119,11 @@ class Wrapped(CommHook):
         return self.inner.local
 
     @property
+    def weighs(self) -> bool:  # type: ignore[override]
+        """As the hook inside."""
+        return self.inner.weighs
+
+    @property
     def averages(self) -> bool:  # type: ignore[override]
         """As the hook inside."""
         return self.inner.averages
@@ -148,6 +155,16 @@ class Wrapped(CommHook):
 
 Stage = Callable[[CommHook], CommHook]
 """A hook around a hook. `chain` composes them."""
+
+
+def check_hooks(where: str, **hooks: CommHook) -> None:
+    """Raise unless each of these arguments of `where` is a hook."""
+    for name, hook in hooks.items():
+        if not isinstance(hook, CommHook):
+            raise UsageTypeError(
+                f"{where}(...): {name} is {hook!r}, which is no hook. Pass one that communicates, such as mean(), and close stages "
+                "with chain(stage, mean())."
+            )
 
 
 def begin(hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Reduction:

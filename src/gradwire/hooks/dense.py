@@ -50,6 +50,7 @@ class WeightedMean(CommHook):
     """See `weighted_mean`."""
 
     collectives = 1
+    weighs = True
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """One all-reduce of the weighted gradient with the weight behind it."""
