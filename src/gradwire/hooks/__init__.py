@@ -6,6 +6,7 @@ from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.combine import chain
 from gradwire.hooks.dense import cast, mean, weighted_mean
 from gradwire.hooks.feedback import error_feedback
+from gradwire.hooks.hierarchical import hierarchical
 from gradwire.hooks.partition import by_size, masked, partition
 from gradwire.hooks.schedule import after, every
 
@@ -25,6 +26,7 @@ __all__ = [
     "chain",
     "error_feedback",
     "every",
+    "hierarchical",
     "masked",
     "mean",
     "partition",

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective
+from gradwire.collectives import Collective, Layout
 from gradwire.errors import GroupError, HookError, UsageTypeError
 from gradwire.hooks.bucket import BucketSpec
 
@@ -44,6 +44,8 @@ class Turn:
     """How many ranks the average counts, where that is not all: some have run out of inputs and contribute zeros."""
     weight: float = 1.0
     """How much this rank's gradient counts, for hooks that weigh: usually its number of samples."""
+    hosts: Layout | None = None
+    """Which ranks share a host, where the driver knows. A hook may then yield `op.among(Scope.INSIDE)` or `Scope.ACROSS`."""
 
     @property
     def share(self) -> float:

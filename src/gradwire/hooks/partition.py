@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from gradwire.errors import UsageError, UsageTypeError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn, check_hooks
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.dense import Mean
+from gradwire.hooks.pieces import Pieces
 
 _MEAN = Mean()
 
@@ -68,26 +68,8 @@ class _Part:
 
     hook: CommHook
     spec: BucketSpec
-    runs: tuple[tuple[int, int], ...]
-    """Where its parameters lie in the bucket: offset and length of each unbroken stretch."""
-
-    def take(self, flat: Tensor) -> Tensor:
-        """The part of `flat`: a view where it is in one piece."""
-        if len(self.runs) == 1:
-            return _stretch(flat, self.runs[0])
-        return torch.cat([_stretch(flat, run) for run in self.runs])
-
-    def put(self, flat: Tensor, part: Tensor) -> None:
-        """Write `part` to its places, unless it is there already."""
-        if part.data_ptr() == flat.data_ptr() + self.runs[0][0] * flat.element_size() and len(self.runs) == 1:
-            return
-        pieces = part.view(-1).split([length for _, length in self.runs])
-        for run, piece in zip(self.runs, pieces, strict=True):
-            _stretch(flat, run).copy_(piece)
-
-
-def _stretch(flat: Tensor, run: tuple[int, int]) -> Tensor:
-    return flat.narrow(0, *run)
+    pieces: Pieces
+    """Where its parameters lie in the bucket."""
 
 
 @dataclass(slots=True)
@@ -141,7 +123,7 @@ class Partition(CommHook):
                     '"*": mean() for all that is left.'
                 )
         return [
-            _Part(hook, spec if len(mine) == len(spec.names) else _chosen(spec, mine), _runs(spec, mine))
+            _Part(hook, spec if len(mine) == len(spec.names) else _chosen(spec, mine), _pieces(spec, mine))
             for mine, (_, hook) in zip(members, self.rules, strict=True)
             if mine
         ]
@@ -159,10 +141,10 @@ class Partition(CommHook):
         value = grad if turn.donated else torch.empty_like(grad)
         sent = value if turn.donated else torch.empty_like(grad)  # of a donated gradient nobody asks what was sent
         for part, inner in zip(state.parts, state.states, strict=True):
-            reduced = yield from part.hook.reduce(part.take(grad), inner, replace(turn, spec=part.spec))
-            part.put(value, reduced.value)
+            reduced = yield from part.hook.reduce(part.pieces.take(grad), inner, replace(turn, spec=part.spec))
+            part.pieces.put(value, reduced.value)
             if not turn.donated:
-                part.put(sent, reduced.sent)
+                part.pieces.put(sent, reduced.sent)
         return Reduced(value, sent)
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
@@ -205,12 +187,9 @@ def _chosen(spec: BucketSpec, members: Sequence[int]) -> BucketSpec:
     )
 
 
-def _runs(spec: BucketSpec, members: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def _pieces(spec: BucketSpec, members: Sequence[int]) -> Pieces:
     offsets, numels = spec.offsets, spec.numels
-    breaks = [0, *(k for k, (i, j) in enumerate(pairwise(members), 1) if j != i + 1), len(members)]
-    return tuple(
-        (offsets[members[first]], sum(numels[i] for i in members[first:end])) for first, end in pairwise(breaks)
-    )
+    return Pieces.of([(offsets[i], numels[i]) for i in members])
 
 
 def partition(hooks: Mapping[str, CommHook]) -> CommHook:
