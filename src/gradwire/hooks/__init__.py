@@ -6,6 +6,7 @@ from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.combine import chain
 from gradwire.hooks.dense import cast, mean, weighted_mean
 from gradwire.hooks.feedback import error_feedback
+from gradwire.hooks.quantized import quantize, sign
 
 __all__ = [
     "BucketSpec",
@@ -21,5 +22,7 @@ __all__ = [
     "chain",
     "error_feedback",
     "mean",
+    "quantize",
+    "sign",
     "weighted_mean",
 ]
