@@ -9,6 +9,7 @@ from gradwire.hooks.feedback import error_feedback
 from gradwire.hooks.hierarchical import hierarchical
 from gradwire.hooks.partition import by_size, masked, partition
 from gradwire.hooks.schedule import after, every
+from gradwire.hooks.quantized import quantize, sign
 
 __all__ = [
     "BucketSpec",
@@ -30,5 +31,7 @@ __all__ = [
     "masked",
     "mean",
     "partition",
+    "quantize",
+    "sign",
     "weighted_mean",
 ]
