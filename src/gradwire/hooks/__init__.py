@@ -5,7 +5,10 @@ from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn, Wrapp
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.combine import chain
 from gradwire.hooks.dense import cast, mean, weighted_mean
+from gradwire.hooks.dgc import dgc
 from gradwire.hooks.feedback import error_feedback
+from gradwire.hooks.sparse import threshold, top_k
+from gradwire.hooks.subset import random_k
 
 __all__ = [
     "BucketSpec",
@@ -19,7 +22,11 @@ __all__ = [
     "as_torch_hook",
     "cast",
     "chain",
+    "dgc",
     "error_feedback",
     "mean",
+    "random_k",
+    "threshold",
+    "top_k",
     "weighted_mean",
 ]
