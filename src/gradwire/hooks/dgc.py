@@ -109,13 +109,13 @@ def dgc(
 ) -> CommHook:
     """Deep Gradient Compression: send the `ratio`-th part of what has accumulated, and keep the rest. (arXiv 1712.01887)
 
-    The momentum is applied here, to this rank's gradients before they accumulate (momentum correction), and stopped for elements
-    that were just sent (factor masking). So take SGD without momentum as the optimizer, at the learning rate you would use
-    with it. During `warmup_steps` the part sent falls from a quarter to `ratio`, each step by the same factor. `clip` bounds the norm of a bucket's
-    gradient over all ranks: each rank clips its own to clip / sqrt(n).
+    The momentum is applied here, to this rank's gradients before they accumulate (momentum correction), and stopped for
+    elements that were just sent (factor masking). So take SGD without momentum as the optimizer, at the learning rate you would
+    use with it. During `warmup_steps` the part sent falls from a quarter to `ratio`, each step by the same factor. `clip`
+    bounds the norm of a bucket's gradient over all ranks: each rank clips its own to clip / sqrt(n).
 
-    On the wire: (n - 1) k (4 + itemsize(values)) bytes, n being the ranks and k = ratio * numel, rounded up. Memory: two tensors of
-    the bucket's size, in float32 for 16-bit gradients.
+    On the wire: (n - 1) k (4 + itemsize(values)) bytes, n being the ranks and k = ratio * numel, rounded up. Memory: two
+    tensors of the bucket's size, in float32 for 16-bit gradients.
 
     >>> from gradwire.testing import simulate
     >>> first = simulate(dgc(0.5), [torch.tensor([1.0, 2.0])])

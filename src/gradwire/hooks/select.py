@@ -6,9 +6,9 @@ among the largest and cannot be dropped in silence, and equal magnitudes are tol
 
 Note [Guess, then be exact]
 torch.topk of one element in a hundred of a whole bucket takes ten times as long as one pass that collects all elements above a
-bound. A sample gives a bound that a few too many reach; of those the k largest are then found exactly. If fewer than k reach it, or
-far too many, the guess was bad and topk looks at all. The result does not depend on the guess, and no chance is in it. On CUDA,
-where a collected list would make the host wait for its length, it is topk at once.
+bound. A sample gives a bound that a few too many reach; of those the k largest are then found exactly. If fewer than k reach
+it, or far too many, the guess was bad and topk looks at all. The result does not depend on the guess, and no chance is in it.
+On CUDA, where a collected list would make the host wait for its length, it is topk at once.
 """
 
 from __future__ import annotations
@@ -78,6 +78,23 @@ def largest(flat: Tensor, k: int) -> Tensor:
         if found is not None and len(found) >= k:
             return found[_exact(_magnitude(bits[found]), k)]
     return _exact(_magnitude(bits), k)
+
+
+def reaching(flat: Tensor, bound: Tensor) -> Tensor:
+    """The places of the elements whose magnitude is at least `bound`, a number of the same dtype, and not zero; ascending.
+
+    A NaN reaches every bound. On CUDA the host waits for how many they are.
+
+    >>> reaching(torch.tensor([1.0, -3.0, 0.0, 3.0]), torch.tensor(2.0))
+    tensor([1, 3])
+    """
+    bits = flat.detach().contiguous().view(_BITS[flat.dtype.itemsize])
+    least = _magnitude(bound.view(bits.dtype)).clamp(min=1)
+    if bits.device.type != "cpu":
+        return (_magnitude(bits) >= least).nonzero().view(-1)
+    found = _at_least(bits, int(least), limit=flat.numel())
+    assert found is not None  # there is room for all
+    return found
 
 
 def _magnitude(bits: Tensor) -> Tensor:

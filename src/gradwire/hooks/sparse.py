@@ -1,8 +1,8 @@
 """Sparse hooks: each rank sends the elements that matter most to it, and where they are.
 
-Different ranks choose different elements, so no all-reduce can add them up: the lists are gathered, and every rank adds all of them
-in rank order. What was not sent is lost unless error feedback keeps it; `dgc`, in a module of its own, keeps it itself, and
-`random_k`, where all ranks choose the same elements, is a stage.
+Different ranks choose different elements, so no all-reduce can add them up: the lists are gathered, and every rank adds all of
+them in rank order. What was not sent is lost unless error feedback keeps it; `dgc`, in a module of its own, keeps it itself,
+and `random_k`, where all ranks choose the same elements, is a stage.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.elements import count, real, refuse_sparse, wide
 from gradwire.hooks.pairs import Format, Pairs, add_up, scatter
-from gradwire.hooks.select import largest
+from gradwire.hooks.select import largest, reaching
 
 ALONE = (
     "it gathers lists of places and values, because each rank sends other elements, and an all-reduce needs every element of "
@@ -113,9 +113,9 @@ class TopK(CommHook):
 def top_k(*, ratio: float | None = None, k: int | None = None, values: torch.dtype | None = None) -> CommHook:
     """Send the elements of largest magnitude: `k` of each bucket, or the `ratio`-th part of it. (arXiv 1704.05021, 1809.07599)
 
-    Each rank chooses its own; all lists are gathered and added in rank order. Exactly k are chosen, rounded up and at least one; of
-    equal ones the first in the bucket. What is left out is lost, so put `error_feedback()` around it. `values` narrows what
-    travels beside each place, such as torch.bfloat16.
+    Each rank chooses its own; all lists are gathered and added in rank order. Exactly k are chosen, rounded up and at least
+    one; of equal ones the first in the bucket. What is left out is lost, so put `error_feedback()` around it. `values` narrows
+    what travels beside each place, such as torch.bfloat16.
 
     On the wire: (n - 1) k (4 + itemsize(values)) bytes, n being the ranks: it grows with n, where an all-reduce does not. It pays
     while n * ratio is well below 1. Memory: the lists of all ranks.
@@ -164,12 +164,10 @@ class Threshold(CommHook):
         return _rows([form.unpack(row) for row in gathered], chosen, turn)
 
     def _choose(self, flat: Tensor) -> Tensor:
-        magnitude = flat.abs()
-        if flat.numel() == 0:
-            return torch.empty(0, dtype=torch.int64, device=flat.device)
-        bound = magnitude.max() * self.relative if self.relative is not None else self.value
-        # Neither below the bound nor zero: so a NaN, which is not below anything, is sent and seen.
-        return ((magnitude < bound).logical_or_(magnitude == 0)).logical_not_().nonzero().view(-1)
+        if self.relative is None:
+            return reaching(flat, flat.new_tensor(self.value))
+        low, high = flat.aminmax() if flat.numel() else (flat.new_zeros(()), flat.new_zeros(()))
+        return reaching(flat, torch.maximum(-low, high) * self.relative)
 
     def __repr__(self) -> str:
         bound = f"value={self.value}" if self.value is not None else f"relative={self.relative}"
@@ -181,9 +179,9 @@ def threshold(
 ) -> CommHook:
     """Send the elements whose magnitude is at least `value`, or `relative` times the largest of the bucket. (Strom 2015)
 
-    How many that are depends on the gradients and differs between ranks, so their numbers are gathered first, and then the lists. It
-    adapts where a fixed k does not: a step in which little happens costs little. Zeros are never sent. What is left out is lost, so
-    put `error_feedback()` around it. `values` narrows what travels beside each place.
+    How many that are depends on the gradients and differs between ranks, so their numbers are gathered first, and then the
+    lists. It adapts where a fixed k does not: a step in which little happens costs little. Zeros are never sent. What is left
+    out is lost, so put `error_feedback()` around it. `values` narrows what travels beside each place.
 
     On the wire: (n - 1) (8 + what was chosen times (4 + itemsize(values))) bytes, n being the ranks. On CUDA the host waits for
     the numbers: the lists cannot be made without them.

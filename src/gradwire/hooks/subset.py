@@ -73,10 +73,10 @@ class RandomK(Wrapped):
 def random_k(ratio: float, *, seed: int = 0) -> Stage:
     """Reduce only a random `ratio`-th part of the bucket, the same on every rank, by the hook inside. (arXiv 1809.07599)
 
-    The seed tells every rank which elements it is this time, so no places travel, and what is left is a shorter dense bucket: any hook
-    without state can carry it, such as `chain(random_k(0.01), cast(torch.bfloat16), mean())`. The bucket is cut into k = ratio * numel
-    stretches and one element taken of each, so that every element has the same chance. The others' gradients are zero in that step;
-    put `error_feedback()` around it to have them sent later.
+    The seed tells every rank which elements it is this time, so no places travel, and what is left is a shorter dense bucket:
+    any hook without state can carry it, such as `chain(random_k(0.01), cast(torch.bfloat16), mean())`. The bucket is cut into k
+    = ratio * numel stretches and one element taken of each, so that every element has the same chance. The others' gradients
+    are zero in that step; put `error_feedback()` around it to have them sent later.
 
     On the wire: as the hook inside for k elements; it does not grow with the ranks, as `top_k` does.
 

@@ -1,8 +1,8 @@
 """`check_hook`: the laws that every communication hook keeps, tried on simulated ranks.
 
 A law is a function below that raises HookError with the numbers that break it. What a hook says of itself decides which apply:
-`local` hooks need not agree, those that `remembers` or `distorts` are not given error feedback on top, and `wire_bytes` and `collectives` are
-checked where they are known.
+`local` hooks need not agree, those that `remembers` or `distorts` are not given error feedback on top, and `wire_bytes` and
+`collectives` are checked where they are known.
 """
 
 from __future__ import annotations
