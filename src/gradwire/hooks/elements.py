@@ -26,6 +26,12 @@ def count(spec: BucketSpec) -> int:
     return spec.numel * (2 if spec.dtype.is_complex else 1)
 
 
+def padded(flat: Tensor, multiple: int) -> Tensor:
+    """`flat` with zeros behind it up to a multiple of so many elements; `flat` itself where nothing is missing."""
+    missing = -flat.numel() % multiple
+    return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
+
+
 def refuse_sparse(grad: Tensor, hook: object, spec: BucketSpec) -> None:
     """Raise unless the bucket is dense: hooks that choose, cut or round elements need all of them in one row."""
     if grad.is_sparse:

@@ -69,9 +69,8 @@ def largest(flat: Tensor, k: int) -> Tensor:
     if numel > 4 * _SAMPLE and 4 * k <= numel:
         bound = _guess(bits, k)
         found = _at_least(bits, bound, limit=4 * k)
-        if (
-            found is None and bound < torch.iinfo(bits.dtype).max
-        ):  # many elements are as large as the bound exactly: zeros, as a rule
+        if found is None and bound < torch.iinfo(bits.dtype).max:
+            # Many elements are exactly as large as the bound: zeros, as a rule.
             found = _at_least(bits, bound + 1, limit=4 * k)
             if found is not None and len(found) < k:
                 return _merge(found, (_magnitude(bits) == bound).nonzero().view(-1)[: k - len(found)])
