@@ -69,6 +69,10 @@ class CommHook(ABC):
     """Whether `turn.weight` counts, so that a mean of its means is not the mean of all."""
     averages: bool = False
     """Whether it takes the mean of what it makes of the gradients, so that `mean()` to its right in a chain says nothing new."""
+    distorts: bool = False
+    """Whether it changes gradients on purpose (clipping, noise), so that what it took away must not be fed back."""
+    alone: str = ""
+    """Of a hook that looks like a stage but is none: why no hook to its right could carry what it makes. `chain` says it."""
 
     def init(self, spec: BucketSpec) -> Any:
         """The state for one bucket, before its first reduction. The reducer owns it."""
@@ -129,6 +133,11 @@ class Wrapped(CommHook):
     def averages(self) -> bool:  # type: ignore[override]
         """As the hook inside."""
         return self.inner.averages
+
+    @property
+    def distorts(self) -> bool:  # type: ignore[override]
+        """As the hook inside."""
+        return self.inner.distorts
 
     def inside(self, spec: BucketSpec) -> BucketSpec:
         """The bucket as the hook inside sees it."""

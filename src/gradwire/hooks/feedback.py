@@ -41,6 +41,11 @@ class ErrorFeedback(Wrapped):
             raise UsageError(
                 f"error_feedback() around {self.inner!r}: there gradients stay on their rank, so there is no error to feed back."
             )
+        if self.inner.distorts:
+            raise UsageError(
+                f"error_feedback() around {self.inner!r}: a hook inside changes gradients on purpose, and what it took away or "
+                "added would be made up for in the next step. Put clip() and add_noise() to the left of error_feedback()."
+            )
 
     def init(self, spec: BucketSpec) -> Any:
         """Nothing is owed yet."""

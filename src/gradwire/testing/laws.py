@@ -1,8 +1,8 @@
 """`check_hook`: the laws that every communication hook keeps, tried on simulated ranks.
 
 A law is a function below that raises HookError with the numbers that break it. What a hook says of itself decides which apply:
-`local` hooks need not agree, those that `remembers` are not given error feedback on top, and `wire_bytes` and `collectives` are
-checked where they are known.
+`local` hooks need not agree, those that `remembers` or `distorts` are not given error feedback on top, and `wire_bytes` and
+`collectives` are checked where they are known.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def mean_of_sent(trial: Trial) -> None:
 def pays_back(trial: Trial) -> None:
     """With error feedback the average over time converges to the true mean: what is owed stays bounded."""
     hook = trial.hook
-    if hook.local or (hook.remembers and not repr(hook).startswith("error_feedback()")):
+    if hook.local or hook.distorts or (hook.remembers and not repr(hook).startswith("error_feedback()")):
         return
     if not hook.remembers:
         hook = chain(error_feedback(), hook)
