@@ -6,11 +6,15 @@ from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.combine import chain
 from gradwire.hooks.dense import cast, mean, weighted_mean
 from gradwire.hooks.feedback import error_feedback
+from gradwire.hooks.gossip import gossip
+from gradwire.hooks.outer import OuterHook
+from gradwire.hooks.seldom import diloco, local_sgd, post_local_sgd, streaming_diloco
 
 __all__ = [
     "BucketSpec",
     "CommHook",
     "GradBucket",
+    "OuterHook",
     "Reduced",
     "Reduction",
     "Stage",
@@ -19,7 +23,12 @@ __all__ = [
     "as_torch_hook",
     "cast",
     "chain",
+    "diloco",
     "error_feedback",
+    "gossip",
+    "local_sgd",
     "mean",
+    "post_local_sgd",
+    "streaming_diloco",
     "weighted_mean",
 ]
