@@ -47,8 +47,8 @@ def as_torch_hook(hook: CommHook, group: Group, *, named_parameters: Iterable[tu
 
     torch tells its hooks no parameter names; pass `model.named_parameters()` to have them in errors and in saved state.
     The hook's states live as long as the function; when torch rebuilds its buckets they follow their parameters. The function
-    has methods: `hook_state_dict()` and `load_hook_state_dict(d)`; and for hooks such as `diloco`, which want the names and are made
-    when the model's parameters are those of all ranks, `attach_optimizer(optimizer)`, `outer_step()` and `average_parameters()`.
+    has methods: `hook_state_dict()` and `load_hook_state_dict(d)`; and for hooks such as `diloco`, which want the names, and
+    parameters that are the same on all ranks, `attach_optimizer(optimizer)`, `outer_step()` and `average_parameters()`.
     """
     if not isinstance(hook, CommHook):
         raise UsageTypeError(f"as_torch_hook({hook!r}): not a CommHook. Pass e.g. chain(cast(torch.bfloat16), mean()).")
@@ -71,14 +71,17 @@ class _Adapter:
         self._hook = hook
         self._group = group
         self._names = {id(p): name for name, p in named}
-        self._named = [(name, p) for name, p in named if p.requires_grad]
+        self._device = named[0][1].device if named else torch.device("cpu")
+        # Only who moves parameters holds them: this adapter lives as long as torch's reducer.
+        self._named = [(n, p) for n, p in named if p.requires_grad] if isinstance(hook, OuterHook) else []
         self._driver = Driver(group)
         self._step = -1
         self._outer: OuterHalf | None = None
         self._attended = False
         if isinstance(hook, OuterHook) and not self._named:
             raise UsageError(
-                f"as_torch_hook({hook!r}): it moves parameters, and was told of none. Pass named_parameters=model.named_parameters()."
+                f"as_torch_hook({hook!r}): it moves parameters, and was told of none. "
+                "Pass named_parameters=model.named_parameters()."
             )
         self._use_states(States(hook))
 
@@ -129,14 +132,12 @@ class _Adapter:
         return to_dict(self._states, rank=self._group.rank, step=self._step + 1)
 
     def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
-        device = self._named[0][1].device if self._named else torch.device("cpu")
-        self._use_states(load_together(saved, self._hook, self._group, device=device), saved)
+        self._use_states(load_together(saved, self._hook, self._group, device=self._device), saved)
 
     def attach_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
-        after_every_step(optimizers, [p for _, p in self._named], self.outer_step)
-        self._attended = True
         if self._outer is not None:
-            self._outer.attended = True
+            after_every_step(optimizers, [p for _, p in self._named], self.outer_step)
+            self._attended = self._outer.attended = True
 
     def outer_step(self) -> None:
         if self._outer is None:

@@ -54,7 +54,7 @@ class Gossip(OuterHook):
         yield all_to_all_single(came, sent, output_split_sizes=splits, input_split_sizes=splits, label=label)
         wide = torch.float32 if parameters.dtype in (torch.float16, torch.bfloat16) else parameters.dtype
         total = parameters.to(wide, copy=True)
-        for part in came.split(numel) if numel else ():
+        for part in came.view(len(others), numel):
             total.add_(part)
         return Reduced(total.div_(1 + len(others)).to(parameters.dtype), parameters)
 

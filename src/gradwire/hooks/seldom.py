@@ -178,7 +178,8 @@ class DiLoCo(OuterHook):
         inside = _inside(spec)
         sizes = dict(zip(spec.names, spec.numels, strict=True))
         given = {n: a for n, a in pick(saved, "anchor").items() if n in sizes and a.numel() == sizes[n]}
-        momentum = join_flat(pick(saved, "momentum"), inside) if self.outer_momentum else None
+        kept = {n: m for n, m in pick(saved, "momentum").items() if n in sizes}
+        momentum = join_flat(kept, inside) if kept else None
         return _Anchored(self.hook.load(pick(saved, "inner"), inside), None, momentum, given)
 
     def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
 """`simulate`: a hook on simulated ranks, in one thread and without a group: the third driver of generator hooks.
+`simulate_outer`: the outer half of a hook that has one.
 
 The ranks' generators advance in lockstep. Each round of what they yield is compared, as a group would, and carried out by the
 reference, so a run is the same bits every time, can be stepped through in a debugger, and tells what would be on the wire.
@@ -18,7 +19,7 @@ from gradwire.collectives.agree import mismatch
 from gradwire.collectives.reference import perform
 from gradwire.collectives.traffic import sent_bytes
 from gradwire.errors import CollectiveMismatch, UsageError
-from gradwire.hooks import BucketSpec, CommHook, Reduced, Turn
+from gradwire.hooks import BucketSpec, CommHook, OuterHook, Reduced, Turn
 from gradwire.hooks.base import Reduction, begin
 
 
@@ -98,14 +99,73 @@ def simulate(
         )
         for rank, (g, state, weight) in enumerate(zip(gradients, states, weights, strict=True))
     ]
+    reduced, exchanges = _in_lockstep(f"simulate({hook!r})", reductions)
+    return Simulation(reduced, tuple(states), exchanges)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OuterSimulation:
+    """What `simulate_outer` found."""
+
+    parameters: tuple[Tensor, ...]
+    """Each rank's, after the outer step."""
+    states: tuple[Any, ...]
+    """Each rank's state afterwards: pass them to the next outer step."""
+    exchanges: tuple[Exchange, ...]
+    """The collectives, in order."""
+
+    @property
+    def wire_bytes(self) -> float:
+        """The bytes that the busiest rank had to send: what `OuterHook.outer_wire_bytes` foretells."""
+        return max(map(sum, zip(*(e.sent for e in self.exchanges), strict=True)), default=0.0)
+
+
+@torch.no_grad()
+def simulate_outer(
+    hook: OuterHook,
+    parameters: Sequence[Tensor],
+    *,
+    start: Tensor | None = None,
+    spec: BucketSpec | None = None,
+    states: Sequence[Any] | None = None,
+    step: int = 0,
+) -> OuterSimulation:
+    """One outer step of one bucket of parameters, each rank's flat, on as many ranks as there are.
+
+    Without `states` the ranks have gone to `parameters` from `start` (from zeros, without). `step` counts outer steps.
+
+    >>> from gradwire.hooks import local_sgd
+    >>> simulate_outer(local_sgd(every=4), [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])]).parameters
+    (tensor([2., 4.]), tensor([2., 4.]))
+    """
+    size = len(parameters)
+    spec = spec or _one_parameter(parameters[0])
+    turns = [Turn(spec, rank, size, step, donated=True) for rank in range(size)]
+    if states is None:
+        states = [hook.init(spec) for _ in parameters]
+        for state, turn in zip(states, turns, strict=True):
+            hook.begin(torch.zeros_like(parameters[0]) if start is None else start.clone(), state, turn)
+    each = list(zip(parameters, states, turns, strict=True))
+    outer = [begin(hook, p.clone(), state, turn, method="after_step") for p, state, turn in each]
+    reduced, exchanges = _in_lockstep(f"simulate_outer({hook!r})", outer)
+    moved = tuple(
+        hook.settle(p, came.value, state, turn).to(p.dtype, copy=True)
+        for (p, state, turn), came in zip(each, reduced, strict=True)
+    )
+    return OuterSimulation(moved, tuple(states), exchanges)
+
+
+def _in_lockstep(where: str, reductions: Sequence[Reduction]) -> tuple[tuple[Reduced, ...], tuple[Exchange, ...]]:
+    """Advance all ranks together to their ends."""
+    size = len(reductions)
     exchanges: list[Exchange] = []
     try:
         while True:
             moves = [_advance(reduction, rank) for rank, reduction in enumerate(reductions)]
             ops = [move for move in moves if isinstance(move, Collective)]
             if not ops:
-                return Simulation(tuple(m for m in moves if isinstance(m, Reduced)), tuple(states), tuple(exchanges))
-            _check(hook, moves, ops)
+                return tuple(m for m in moves if isinstance(m, Reduced)), tuple(exchanges)
+            _check(where, moves, ops)
             perform(ops)
             sent = tuple(sent_bytes(op, rank, size) for rank, op in enumerate(ops))
             exchanges.append(Exchange(ops[0].signature, tuple(op.nbytes for op in ops), sent))
@@ -132,9 +192,8 @@ def _advance(reduction: Reduction, rank: int) -> Collective | Reduced:
         raise
 
 
-def _check(hook: CommHook, moves: Sequence[Collective | Reduced], ops: Sequence[Collective]) -> None:
+def _check(where: str, moves: Sequence[Collective | Reduced], ops: Sequence[Collective]) -> None:
     """Raise unless all ranks yielded the same collective. Labels are for people, as in a group."""
-    where = f"simulate({hook!r})"
     ended = [rank for rank, move in enumerate(moves) if isinstance(move, Reduced)]
     if ended:
         going_on = {rank: move.signature for rank, move in enumerate(moves) if isinstance(move, Collective)}
