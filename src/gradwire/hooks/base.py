@@ -102,6 +102,10 @@ class CommHook(ABC):
         """The state for `spec` from what `save` gave, possibly for other buckets; parameters not in it start afresh."""
         return self.init(spec)
 
+    def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Of what `save` gave on another rank, what holds on every rank: with this a new rank begins. Nothing, if nothing else."""
+        return {}
+
 
 @dataclass(frozen=True, slots=True)
 class Wrapped(CommHook):
@@ -163,6 +167,10 @@ class Wrapped(CommHook):
         """The inner hook's."""
         return self.inner.load(saved, self.inside(spec))
 
+    def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """The inner hook's."""
+        return self.inner.shared(saved)
+
 
 Stage = Callable[[CommHook], CommHook]
 """A hook around a hook. `chain` composes them."""
@@ -178,17 +186,19 @@ def check_hooks(where: str, **hooks: CommHook) -> None:
             )
 
 
-def begin(hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+def begin(hook: CommHook, grad: Tensor, state: Any, turn: Turn, *, method: str = "reduce") -> Reduction:
     """`hook.reduce(grad, state, turn)` with everything checked that it yields and returns: what drivers advance."""
-    reduction = hook.reduce(grad, state, turn)
+    reduction = getattr(hook, method)(grad, state, turn)
     if not isinstance(reduction, Generator):
-        raise _broken(hook, turn, f"reduce() is not a generator but returned {type(reduction).__name__}; it must yield")
+        raise _broken(
+            hook, turn, f"{method}() is not a generator but returned {type(reduction).__name__}; it must yield"
+        )
     try:
         op = next(reduction)
         while True:
             if not isinstance(op, Collective):
                 raise _broken(
-                    hook, turn, f"reduce() yielded {type(op).__name__}, not a Collective such as all_reduce(t)"
+                    hook, turn, f"{method}() yielded {type(op).__name__}, not a Collective such as all_reduce(t)"
                 )
             try:
                 yield op
@@ -197,7 +207,7 @@ def begin(hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Reduction:
             else:
                 op = next(reduction)
     except StopIteration as stop:
-        return _check_result(hook, stop.value, grad, turn)
+        return _check_result(hook, stop.value, grad, turn, method)
     except Exception as error:
         if not isinstance(error, (GroupError, HookError)):  # those say where they come from
             error.add_note(f"raised by {_where(hook, turn)}")
@@ -206,17 +216,17 @@ def begin(hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         reduction.close()
 
 
-def _check_result(hook: CommHook, result: Any, grad: Tensor, turn: Turn) -> Reduced:
+def _check_result(hook: CommHook, result: Any, grad: Tensor, turn: Turn, method: str) -> Reduced:
     if not isinstance(result, Reduced):
-        raise _broken(hook, turn, f"reduce() returned {type(result).__name__}, not Reduced(value, sent)")
+        raise _broken(hook, turn, f"{method}() returned {type(result).__name__}, not Reduced(value, sent)")
     value = result.value
     if not isinstance(value, Tensor):
-        raise _broken(hook, turn, f"reduce() returned Reduced with a value of {type(value).__name__}, not a tensor")
-    if value.numel() != grad.numel() or value.dtype != grad.dtype:
+        raise _broken(hook, turn, f"{method}() returned Reduced with a value of {type(value).__name__}, not a tensor")
+    if value.numel() != grad.numel() or (method == "reduce" and value.dtype != grad.dtype):
         raise _broken(
             hook,
             turn,
-            f"reduce() returned {value.dtype} of {value.numel()} elements for a bucket of {grad.dtype} with {grad.numel()}",
+            f"{method}() returned {value.dtype} of {value.numel()} elements for a bucket of {grad.dtype} with {grad.numel()}",
         )
     return result
 

@@ -2,9 +2,9 @@
 
 Note [Where a reduction runs]
 On CUDA, if the group orders streams, it runs straight through in the caller's thread under a side stream: `wait` then does
-not block the host, so the whole hook is enqueued while backward goes on. Elsewhere a hook of one collective is submitted at
-once and finished by whoever waits for it; a hook of several runs on the group's lane, one bucket after another, so that all
-ranks submit their collectives in the same order whatever the timing.
+not block the host, so the whole hook is enqueued while backward goes on. Elsewhere a hook of no collective is done at once; a
+hook of one is submitted at once and finished by whoever waits for it; a hook of several runs on the group's lane, one bucket
+after another, so that all ranks submit their collectives in the same order whatever the timing.
 
 Note [Scopes]
 A reduction may yield collectives of the ranks of one host, or of one rank per host. A group that knows of hosts (`group.layout`)
@@ -86,6 +86,11 @@ def run(reduction: Reduction, carry_out: Callable[[Collective], Awaitable]) -> R
         return result
 
 
+def start_single(reduction: Reduction, group: Group, hook: str) -> Pending:
+    """A reduction of one collective, submitted now in the caller's thread and finished by whoever waits for it."""
+    return _Single(reduction, group, hook)
+
+
 class Driver:
     """Launches reductions of one group, in bucket order."""
 
@@ -103,6 +108,8 @@ class Driver:
         if grad.device.type == "cuda" and self.group.orders_streams(grad.device):
             return self._launch_on_stream(hook, grad, state, turn)
         reduction = begin(hook, grad, state, turn)
+        if hook.collectives == 0:
+            return _Done(reduction, repr(hook))
         if hook.collectives == 1:
             return _Single(reduction, self.group, repr(hook))
         return _OnLane(reduction, self.group, self._lane, turn)
@@ -140,6 +147,20 @@ class Driver:
     def close(self) -> None:
         """End the lane."""
         self._finalizer()
+
+
+class _Done:
+    """Nothing had to be communicated."""
+
+    def __init__(self, reduction: Reduction, hook: str) -> None:
+        self._hook = hook
+        self._value = run(reduction, self._refuse).value
+
+    def wait(self) -> Tensor:
+        return self._value
+
+    def _refuse(self, op: Collective) -> Work:
+        raise HookError(f"communication hook {self._hook} says collectives = 0 but yielded {op}.", hook=self._hook)
 
 
 class _Single:

@@ -71,6 +71,10 @@ class ErrorFeedback(Wrapped):
         """The residual, which is zero for parameters that are not in it, and the inner hook's state."""
         return _Memory(join_flat(pick(saved, "residual"), spec), self.inner.load(pick(saved, "inner"), spec))
 
+    def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Not the residual, which is what its rank has not sent; the inner hook's."""
+        return bundle(inner=self.inner.shared(pick(saved, "inner")))
+
     def __repr__(self) -> str:
         return f"error_feedback() > {self.inner!r}"
 

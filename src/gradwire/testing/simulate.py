@@ -1,4 +1,5 @@
 """`simulate`: a hook on simulated ranks, in one thread and without a group: the third driver of generator hooks.
+`simulate_outer`: the outer half of a hook that has one.
 
 The ranks' generators advance in lockstep. What they yield is compared, as a group would, when all that take part have come, and
 carried out by the reference, so a run is the same bits every time, can be stepped through in a debugger, and tells what would be
@@ -19,7 +20,7 @@ from gradwire.collectives.agree import mismatch
 from gradwire.collectives.reference import perform
 from gradwire.collectives.traffic import sent_bytes
 from gradwire.errors import CollectiveMismatch, UsageError
-from gradwire.hooks import BucketSpec, CommHook, Reduced, Turn
+from gradwire.hooks import BucketSpec, CommHook, OuterHook, Reduced, Turn
 from gradwire.hooks.base import Reduction, begin
 
 
@@ -107,14 +108,72 @@ def simulate(
         )
         for rank, (g, state, weight) in enumerate(zip(gradients, states, weights, strict=True))
     ]
-    scopes = _Scopes(hook, size, layout)
+    reduced, exchanges = _in_lockstep(_Scopes(f"simulate({hook!r})", size, layout), reductions)
+    return Simulation(reduced, tuple(states), exchanges)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OuterSimulation:
+    """What `simulate_outer` found."""
+
+    parameters: tuple[Tensor, ...]
+    """Each rank's, after the outer step."""
+    states: tuple[Any, ...]
+    """Each rank's state afterwards: pass them to the next outer step."""
+    exchanges: tuple[Exchange, ...]
+    """The collectives, in order."""
+
+    @property
+    def wire_bytes(self) -> float:
+        """The bytes that the busiest rank had to send: what `OuterHook.outer_wire_bytes` foretells."""
+        return max(map(sum, zip(*(e.sent for e in self.exchanges), strict=True)), default=0.0)
+
+
+@torch.no_grad()
+def simulate_outer(
+    hook: OuterHook,
+    parameters: Sequence[Tensor],
+    *,
+    start: Tensor | None = None,
+    spec: BucketSpec | None = None,
+    states: Sequence[Any] | None = None,
+    step: int = 0,
+) -> OuterSimulation:
+    """One outer step of one bucket of parameters, each rank's flat, on as many ranks as there are.
+
+    Without `states` the ranks have gone to `parameters` from `start` (from zeros, without). `step` counts outer steps.
+
+    >>> from gradwire.hooks import local_sgd
+    >>> simulate_outer(local_sgd(every=4), [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])]).parameters
+    (tensor([2., 4.]), tensor([2., 4.]))
+    """
+    size = len(parameters)
+    spec = spec or one_parameter(parameters[0])
+    turns = [Turn(spec, rank, size, step, donated=True) for rank in range(size)]
+    if states is None:
+        states = [hook.init(spec) for _ in parameters]
+        for state, turn in zip(states, turns, strict=True):
+            hook.begin(torch.zeros_like(parameters[0]) if start is None else start.clone(), state, turn)
+    each = list(zip(parameters, states, turns, strict=True))
+    outer = [begin(hook, p.clone(), state, turn, method="after_step") for p, state, turn in each]
+    reduced, exchanges = _in_lockstep(_Scopes(f"simulate_outer({hook!r})", size, None), outer)
+    moved = tuple(
+        hook.settle(p, came.value, state, turn).to(p.dtype, copy=True)
+        for (p, state, turn), came in zip(each, reduced, strict=True)
+    )
+    return OuterSimulation(moved, tuple(states), exchanges)
+
+
+def _in_lockstep(scopes: _Scopes, reductions: Sequence[Reduction]) -> tuple[tuple[Reduced, ...], tuple[Exchange, ...]]:
+    """Advance all ranks together to their ends."""
+    size = len(reductions)
     exchanges: list[Exchange] = []
     moves: list[Collective | Reduced | None] = [None] * size
     try:
         while True:
             moves = [_advance(reductions[rank], rank) if move is None else move for rank, move in enumerate(moves)]
             if all(isinstance(move, Reduced) for move in moves):
-                return Simulation(tuple(m for m in moves if isinstance(m, Reduced)), tuple(states), tuple(exchanges))
+                return tuple(m for m in moves if isinstance(m, Reduced)), tuple(exchanges)
             for members in scopes.ready(moves):
                 ops = [move for move in (moves[rank] for rank in members) if isinstance(move, Collective)]
                 exchanges.append(scopes.exchange(members, ops))
@@ -147,8 +206,8 @@ def _advance(reduction: Reduction, rank: int) -> Collective | Reduced:
 class _Scopes:
     """Which ranks meet in a collective, and what happens when they do."""
 
-    def __init__(self, hook: CommHook, size: int, layout: Layout | None) -> None:
-        self.where = f"simulate({hook!r})"
+    def __init__(self, where: str, size: int, layout: Layout | None) -> None:
+        self.where = where
         self.size = size
         self.layout = layout
 

@@ -171,9 +171,13 @@ def _decode(
     here = blocks - begin
     left = numel - first
     if (left >= TILE * BLOCK) & (here >= TILE):
-        _decode_tile(codes, scales, out, first, left, here, stride, summed, factor, BITS, BLOCK, TILE, SUMS, SCALED, True)
+        _decode_tile(
+            codes, scales, out, first, left, here, stride, summed, factor, BITS, BLOCK, TILE, SUMS, SCALED, True
+        )
     else:
-        _decode_tile(codes, scales, out, first, left, here, stride, summed, factor, BITS, BLOCK, TILE, SUMS, SCALED, False)
+        _decode_tile(
+            codes, scales, out, first, left, here, stride, summed, factor, BITS, BLOCK, TILE, SUMS, SCALED, False
+        )
 
 
 @_inlined

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -130,7 +130,9 @@ def quantize(
                 f"{what}: {width!r} bits for {pattern!r}. Bits are 8, 4, 2 or 1, alone or by pattern of parameter names."
             )
     if not isinstance(block, int) or block & (block - 1) or not _LEAST_BLOCK <= block <= _LARGEST_BLOCK:
-        raise UsageError(f"{what}: a block is a power of two from {_LEAST_BLOCK} to {_LARGEST_BLOCK} elements. Take 256.")
+        raise UsageError(
+            f"{what}: a block is a power of two from {_LEAST_BLOCK} to {_LARGEST_BLOCK} elements. Take 256."
+        )
     if rounding not in _ROUNDINGS:
         raise UsageError(f"{what}: no such rounding. Take one of {', '.join(map(repr, _ROUNDINGS))}.")
     if rounding == "stochastic" and any(width == 1 for _, width in rules):
