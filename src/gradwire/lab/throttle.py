@@ -32,7 +32,6 @@ from gradwire.groups.lane import Lane
 from gradwire.groups.work import Work
 from gradwire.groups.wrapper import BookedWrapper
 
-
 _LOOK_EVERY = 0.1
 """Seconds after which it is noticed that the inner group has failed, while bytes are on the link."""
 
