@@ -26,6 +26,7 @@ from gradwire.groups import (
     Verified,
 )
 from gradwire.interop import as_process_group, register_backend
+from gradwire.lab import Throttled
 from gradwire.testing import check_group, check_names, run_ranks
 from gradwire.testing.mpi import missing
 
@@ -102,11 +103,25 @@ def with_deadline(group: Group) -> Group:
     return Deadline(group, seconds=50)
 
 
+def throttled(group: Group) -> Group:
+    return Throttled(group, mbit=500, latency_ms=0.2)
+
+
 def all_of_them(group: Group) -> Group:
     return Recording(Latched(Verified(NanCheck(Deadline(group, seconds=50)))))
 
 
-WRAPPERS: list[Wrap] = [Recording, with_deadline, NanCheck, Verified, Latched, all_of_them, ThereAndBack, Spartan]
+WRAPPERS: list[Wrap] = [
+    Recording,
+    with_deadline,
+    NanCheck,
+    Verified,
+    Latched,
+    throttled,
+    all_of_them,
+    ThereAndBack,
+    Spartan,
+]
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda w: w.__name__)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 import gradwire
-from gradwire.cli import bench, demo, run
+from gradwire.cli import bench, demo, lab, run
 from gradwire.errors import GradwireError
 
 
@@ -27,7 +27,7 @@ class Command(Protocol):
         """Do it, and return the exit code."""
 
 
-_COMMANDS: Mapping[str, Command] = {"bench": bench, "demo": demo, "run": run}
+_COMMANDS: Mapping[str, Command] = {"bench": bench, "demo": demo, "lab": lab, "run": run}
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 

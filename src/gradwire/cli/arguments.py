@@ -54,3 +54,21 @@ def byte_size(text: str) -> int:
     if unit is None or not digits.isdecimal() or int(digits) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, as 4096, 4KiB or 25MiB")
     return int(digits) * unit
+
+
+def positive(text: str) -> float:
+    """A number of more than 0.
+
+    >>> positive("0.5")
+    0.5
+    >>> positive("-1")
+    Traceback (most recent call last):
+    argparse.ArgumentTypeError: '-1' is not a number of more than 0
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of more than 0")
+    return value

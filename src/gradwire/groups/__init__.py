@@ -8,10 +8,11 @@ from gradwire.groups.mpi import MPIGroup
 from gradwire.groups.shared_memory import SharedMemoryGroup
 from gradwire.groups.threads import ThreadGroup
 from gradwire.groups.work import Work, WorkInfo
-from gradwire.groups.wrapper import GroupWrapper, ProgramWrapper
+from gradwire.groups.wrapper import BookedWrapper, GroupWrapper, ProgramWrapper
 from gradwire.groups.wrappers import Deadline, Latched, Recording
 
 __all__ = [
+    "BookedWrapper",
     "C10dGroup",
     "Deadline",
     "Group",

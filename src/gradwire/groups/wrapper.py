@@ -1,4 +1,5 @@
-"""Groups around groups. `GroupWrapper` passes operations through; `ProgramWrapper` makes several of one.
+"""Groups around groups. `GroupWrapper` passes operations through; `BookedWrapper` says itself when they are over;
+`ProgramWrapper` makes several of one.
 
 A wrapper overrides `submit`, or `program`, and cannot forget the other verbs: they all end there.
 """
@@ -110,25 +111,16 @@ class GroupWrapper(_Around):
         self.inner.close(timeout)
 
 
-class ProgramWrapper(_Around):
-    """A group that makes a program of every collective: several operations of the inner group, one after another.
-
-    Programs run on a lane, in submission order, so `submit` never blocks and all ranks' steps come in the same order. The
-    wrapper keeps its own books: hooks and listeners see the caller's operations, not the steps. Sends and receives concern
-    two ranks only; they pass through.
+class BookedWrapper(_Around):
+    """A group around another that keeps its own books: hooks and listeners see the caller's operations, and when one is over
+    is for the wrapper to say. Override `submit`: begin a Work, hand something to the inner group, note it in `steps`, and settle.
     """
 
     def __init__(self, inner: Group) -> None:
         super().__init__(inner.rank, inner.size, name=f"{type(self).__name__}({inner.name})", timeout=inner.timeout)
         self.inner = inner
-        self._lane = Lane(f"{self.name}-{self.rank}")
-        self._order = threading.Lock()
-        self._steps: dict[int, Work] = {}
-        self._lane_finalizer = weakref.finalize(self, self._lane.stop, 2.0)
-
-    @abstractmethod
-    def program(self, op: Collective) -> Program:
-        """Yield the inner group's operations that make up `op`; raise to fail it."""
+        self.steps: dict[int, Work] = {}
+        """What the inner group does just now for an operation, by the operation's number."""
 
     def standing(self, op: Collective) -> tuple[int, int]:
         """Refused: the steps of a program are of all ranks."""
@@ -141,6 +133,66 @@ class ProgramWrapper(_Around):
         """Raise if this or the inner group is closed or has failed."""
         super().check_usable(op)
         self.inner.check_usable(op)
+
+    def attendance(self, work: Work) -> Attendance | None:
+        """Who has joined the step the operation is at."""
+        step = self.steps.get(work.seq)
+        if step is None:
+            return None
+        # A group may forget who was missing once it has given a step up: what it knew then is in the error.
+        late = step.exception()
+        if isinstance(late, CollectiveTimeout) and late.joined is not None and late.missing is not None:
+            return Attendance(tuple(late.joined), tuple(late.missing))
+        return self.inner.attendance(step)
+
+    def late(self, work: Work, error: CollectiveTimeout) -> CollectiveTimeout:
+        """The inner group's time-out in the caller's words: the step's name says nothing to him; whom it misses is the same."""
+        mine = self.ledger.timed_out(work, work.timeout)
+        # Without its traceback, whose frames hold the inner group, and its memory, as long as anybody keeps the error.
+        mine.__cause__ = error.with_traceback(None)
+        return mine
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Abort the inner group, and with it what is in flight here."""
+        self.inner.abort(reason)
+        super().abort(reason)
+
+    def check_peers(self) -> None:
+        """As the inner group knows it."""
+        super().check_peers()
+        self.inner.check_peers()
+
+    def recover(self, timeout: float | None = None) -> None:
+        """Recover the inner group; what was under way has failed with it."""
+        self.inner.recover(timeout)
+        self.failure = None
+
+    def fail(self, error: BaseException) -> None:
+        """Fail both."""
+        super().fail(error)
+        self.inner.fail(error)
+
+    def _release(self) -> None:
+        # What was in flight has had its time.
+        self.inner.close(timeout=0)
+
+
+class ProgramWrapper(BookedWrapper):
+    """A group that makes a program of every collective: several operations of the inner group, one after another.
+
+    Programs run on a lane, in submission order, so `submit` never blocks and all ranks' steps come in the same order. Sends and
+    receives concern two ranks only; they pass through.
+    """
+
+    def __init__(self, inner: Group) -> None:
+        super().__init__(inner)
+        self._lane = Lane(f"{self.name}-{self.rank}")
+        self._order = threading.Lock()
+        self._lane_finalizer = weakref.finalize(self, self._lane.stop, 2.0)
+
+    @abstractmethod
+    def program(self, op: Collective) -> Program:
+        """Yield the inner group's operations that make up `op`; raise to fail it."""
 
     def submit(self, op: Collective) -> Work:
         """Put the operation's program on the lane."""
@@ -177,53 +229,17 @@ class ProgramWrapper(_Around):
                     self.ledger.expire(work)
                 if work.is_completed():
                     return
-                self._steps[work.seq] = inner = self.inner.submit(step.within(left))
+                self.steps[work.seq] = inner = self.inner.submit(step.within(left))
                 inner.wait()
             work.finish()
         except CollectiveTimeout as error:
-            # The step's name says nothing to the caller; whom it misses is the same.
-            late = self.ledger.timed_out(work, work.timeout)
-            # Without its traceback, whose frames hold the inner group, and its memory, as long as anybody keeps the error.
-            late.__cause__ = error.with_traceback(None)
-            work.fail(late)
+            work.fail(self.late(work, error))
         except Exception as error:
             work.fail(error)
         finally:
             program.close()
-            self._steps.pop(work.seq, None)
-
-    def attendance(self, work: Work) -> Attendance | None:
-        """Who has joined the step the operation is at."""
-        step = self._steps.get(work.seq)
-        if step is None:
-            return None
-        # A group may forget who was missing once it has given a step up: what it knew then is in the error.
-        late = step.exception()
-        if isinstance(late, CollectiveTimeout) and late.joined is not None and late.missing is not None:
-            return Attendance(tuple(late.joined), tuple(late.missing))
-        return self.inner.attendance(step)
-
-    def abort(self, reason: str = "abort() was called") -> None:
-        """Abort the inner group, and with it what is in flight here."""
-        self.inner.abort(reason)
-        super().abort(reason)
-
-    def check_peers(self) -> None:
-        """As the inner group knows it."""
-        super().check_peers()
-        self.inner.check_peers()
-
-    def recover(self, timeout: float | None = None) -> None:
-        """Recover the inner group; programs that were under way have failed with it."""
-        self.inner.recover(timeout)
-        self.failure = None
-
-    def fail(self, error: BaseException) -> None:
-        """Fail both."""
-        super().fail(error)
-        self.inner.fail(error)
+            self.steps.pop(work.seq, None)
 
     def _release(self) -> None:
-        # What was in flight has had its time; a step that still is would hold the lane.
-        self.inner.close(timeout=0)
+        super()._release()  # first: a step that is still in flight would hold the lane
         self._lane_finalizer()

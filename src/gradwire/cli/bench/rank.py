@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import TCPStore
 from gradwire.cli.bench.meeting import Meeting
 from gradwire.cli.bench.mpi import rank_under_mpirun
 from gradwire.cli.bench.seat import Seat
-from gradwire.cli.bench.world import HOST, Done, Failed, Hello, News, Start, Stop
+from gradwire.cli.bench.world import Done, Failed, Hello, News, Start, Stop
 from gradwire.errors import CollectiveTimeout
 
 
@@ -51,7 +51,8 @@ def main(folder: Path, rank: int) -> None:
 def _perform(folder: Path, rank: int, start: Start, starter: Connection) -> object:
     torch.set_num_threads(1)
     limit = timedelta(seconds=start.timeout)
-    store = TCPStore(HOST, start.port, is_master=False, wait_for_workers=False, timeout=limit)
+    master = start.hosted and rank == 0
+    store = TCPStore(start.address, start.port, is_master=master, wait_for_workers=False, timeout=limit)
     meeting = Meeting(folder / "meeting", rank=rank, size=start.size, timeout=start.timeout)
     seat = Seat(rank, start.size, store, meeting, start.timeout, lambda news: starter.send(News(news)))
     try:

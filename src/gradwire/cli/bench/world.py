@@ -28,6 +28,7 @@ from gradwire.cli.bench.meeting import Meeting
 from gradwire.cli.bench.mpi import Launcher
 from gradwire.cli.bench.seat import Seat
 from gradwire.errors import CollectiveTimeout, GroupError, PeerLost
+from gradwire.lab import Host
 
 HOST = "127.0.0.1"
 TIMEOUT = 120
@@ -39,6 +40,8 @@ _LEAVE = 20.0
 _STOP = 3.0
 """Seconds that ranks get to end when told to."""
 _LAST_LINES = 60
+_HOSTED_PORT = 29_500
+"""Of the store that rank 0 hosts where ranks are on hosts of their own, which have all ports free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +54,13 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Starter: do this. `task` is a pickled function of a `Seat`."""
+    """Starter: do this. `task` is a pickled function of a `Seat`. The store is at `address`, and `hosted` by rank 0 or by nobody
+    among the ranks."""
 
     size: int
+    address: str
     port: int
+    hosted: bool
     timeout: float
     task: bytes
 
@@ -93,15 +99,17 @@ def run_world(
     *,
     name: str,
     launcher: Launcher | None = None,
+    hosts: Sequence[Host] = (),
     timeout: float = TIMEOUT,
     heard: Callable[[Any], object] = lambda news: None,
 ) -> list[Any]:
     """Call `task(seat)` in `ranks` new processes and return the results in rank order.
 
-    `heard` is called with what ranks tell on their way. After `timeout` seconds without news it is over.
+    With `hosts`, of `gradwire.lab`, ranks run on them in turn, and reach each other only over their links. `heard` is called with
+    what ranks tell on their way. After `timeout` seconds without news it is over.
     """
     with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
-        world = _World(Path(folder), ranks, name, timeout)
+        world = _World(Path(folder), ranks, name, timeout, tuple(hosts))
         try:
             world.start(launcher)
             results = world.listen(cloudpickle.dumps(task), heard)
@@ -143,6 +151,7 @@ class _World:
     size: int
     name: str
     timeout: float
+    hosts: tuple[Host, ...] = ()
     processes: dict[int, _Process] = field(default_factory=dict)
     """By a descriptor that is readable when the process has ended."""
     strangers: list[Connection] = field(default_factory=list)
@@ -153,7 +162,7 @@ class _World:
             HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT)
         )
     )
-    """Where the groups of the ranks meet. This process only hosts it."""
+    """Where the groups of the ranks meet, unless they are on hosts from which it cannot be reached. This process only hosts it."""
     server: socket.socket = field(default_factory=lambda: socket.socket(socket.AF_UNIX))
 
     # -- beginning -----------------------------------------------------------------------------------------------------------
@@ -171,7 +180,11 @@ class _World:
             self._spawn("mpirun", [*launcher.command(self.size, cores=cores), *command], environment, range(self.size))
         else:
             for rank in range(self.size):
-                self._spawn(f"the process of rank {rank}", [*command, str(rank)], environment, [rank])
+                line = [*command, str(rank)]
+                if self.hosts:
+                    host = self.hosts[rank % len(self.hosts)]
+                    line, environment = host.command(line), environment | {"GLOO_SOCKET_IFNAME": host.interface}
+                self._spawn(f"the process of rank {rank}", line, environment, [rank])
 
     def _spawn(self, program: str, command: Sequence[str], environment: dict[str, str], ranks: Iterable[int]) -> None:
         with open(self.folder / "output", "ab") as output:
@@ -189,7 +202,8 @@ class _World:
 
     def listen(self, task: bytes, heard: Callable[[Any], object]) -> list[Any]:
         """Every rank's result, or the error that stands for what went wrong."""
-        start = Start(self.size, self.store.port, self.timeout, task)
+        address, port = (self.hosts[0].address, _HOSTED_PORT) if self.hosts else (HOST, self.store.port)
+        start = Start(self.size, address, port, bool(self.hosts), self.timeout, task)
         running = list(self.processes)
         while len(done := [r for r in self.ranks.values() if r.answer is not None]) < self.size:
             open_ends = [c for c, r in self.ranks.items() if r.answer is None]

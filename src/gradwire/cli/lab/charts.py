@@ -1,0 +1,181 @@
+"""The charts of `gradwire lab slowlink`, loss against seconds and against bytes, and a page that holds them.
+
+matplotlib is imported only here, and only when something is to be drawn.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import io
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradwire.cli.lab.contenders import CONTENDERS
+from gradwire.cli.lab.course import Course, Point
+from gradwire.cli.lab.figures import HEADS, Race, cells, lines
+from gradwire.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_KINDS = {"--plot": (".png", ".svg", ".pdf"), "--html": (".html", ".htm")}
+# Colours that people with any kind of colour vision tell apart; markers say the same once more. torch's are broken lines.
+_COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#7f3c8d",
+    "#8c6d31",
+    "#f0506e",
+    "#11a579",
+    "#444444",
+)
+_TORCH_COLOURS = ("#000000", "#777777", "#aaaaaa")
+_MARKERS = "osD^vP*Xhp<>"
+
+
+def check(option: str, file: Path) -> None:
+    """Raise before anything is trained if it could not be drawn afterwards."""
+    if file.suffix.lower() not in _KINDS[option]:
+        raise UsageError(f"{option} {file}: wrong kind of file. Let the name end in {', '.join(_KINDS[option])}.")
+    if not file.parent.is_dir():
+        raise UsageError(f"{option} {file}: there is no folder {file.parent}. Make it first.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(
+            f"{option} {file}: matplotlib is not installed. pip install gradwire[lab], or leave {option} out."
+        )
+
+
+def draw(file: Path, race: Race, facts: Mapping[str, str]) -> None:
+    """Draw both charts into `file`."""
+    figure = _figure(race, facts)
+    figure.savefig(file)
+
+
+def _figure(race: Race, facts: Mapping[str, str]) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 5.6), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharey=True)
+    for number, course in enumerate(race.courses):
+        style = _style(race, number)
+        _line(left, race, course, style, lambda p: p.seconds)
+        _line(right, race, course, style, lambda p: p.nbytes / 1e6)
+    for axes, words in ((left, "seconds of training"), (right, "MB that a rank has sent")):
+        axes.set_xscale("log")
+        axes.set_xlabel(words)
+        axes.axhline(race.mark, color="#000000", linewidth=0.8, linestyle=":")
+        axes.grid(True, color="#e4e4e4", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    left.set_ylabel("loss on unseen text (nats a character)")
+    left.annotate(
+        f"the mark: {race.mark:.3f}",
+        xy=(0.01, race.mark),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, -3),
+        textcoords="offset points",
+        va="top",
+        fontsize=8.5,
+    )
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right center", fontsize=9, frameon=False)
+    figure.suptitle(
+        f"The way to torch DDP's loss over {race.mbit:g} Mbit/s; a large mark where it was reached", fontsize=12
+    )
+    figure.supxlabel(f"{facts['model']}\n{facts['link']}\n{facts['cpu']}; {facts['software']}", fontsize=8)
+    return figure
+
+
+def _style(race: Race, number: int) -> dict[str, Any]:
+    name = race.courses[number].name
+    torchs = [c.name for c in race.courses if c.name.startswith("torch")]
+    if name in torchs:
+        return {
+            "color": _TORCH_COLOURS[torchs.index(name)],
+            "linestyle": "--",
+            "marker": _MARKERS[number % len(_MARKERS)],
+        }
+    place = [c.name for c in race.courses if c.name not in torchs].index(name)
+    return {"color": _COLOURS[place % len(_COLOURS)], "marker": _MARKERS[number % len(_MARKERS)]}
+
+
+def _line(axes: Axes, race: Race, course: Course, style: dict[str, Any], place: Any) -> None:
+    points: list[Point] = [p for p in course.points if p.steps and p.whole]
+    ratio = race.ratio(course)
+    label = course.name if ratio is None or course is race.reference else f"{course.name}  {ratio:.1f}x"
+    axes.plot([place(p) for p in points], [p.loss for p in points], label=label, markersize=3.5, linewidth=1.3, **style)
+    reached = race.reached(course)
+    if reached is not None:
+        axes.plot([place(reached)], [reached.loss], markersize=9, **(style | {"linestyle": ""}))
+
+
+def write_page(file: Path, race: Race, facts: Mapping[str, str]) -> None:
+    """Write a page that needs no other file."""
+    import matplotlib as mpl
+
+    buffer = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
+        _figure(race, facts).savefig(buffer, format="svg")
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    heads = "".join(f"<th>{html.escape(head)}</th>" for head in (*HEADS, "what it is"))
+    rows = "\n".join(
+        f"<tr{' class=best' if course is race.best else ''}>"
+        + "".join(f"<td>{html.escape(cell)}</td>" for cell in (*cells(race, course), CONTENDERS[course.name].words))
+        + "</tr>"
+        for course in race.courses
+    )
+    said = "\n".join(f"<p>{html.escape(line)}</p>" for line in lines(race))
+    listed = "\n".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(str(v))}</dd>" for k, v in facts.items())
+    file.write_text(
+        _PAGE.format(
+            mbit=f"{race.mbit:g}", mark=f"{race.mark:.3f}", heads=heads, rows=rows, said=said, facts=listed, svg=svg
+        )
+    )
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>gradwire lab slowlink, {mbit} Mbit/s</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1150px; margin: 2em auto; padding: 0 1em; color: #222; }}
+h1 {{ font-size: 1.4em; }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
+th, td {{ padding: 0.25em 0.8em; text-align: right; border-bottom: 1px solid #ddd; }}
+th:first-child, td:first-child, th:last-child, td:last-child {{ text-align: left; }}
+tr.best td {{ font-weight: 600; background: #eef6fb; }}
+dl {{ display: grid; grid-template-columns: max-content auto; gap: 0.1em 1.2em; color: #555; font-size: 0.9em; }}
+dd {{ margin: 0; }}
+svg {{ width: 100%; height: auto; }}
+</style>
+</head>
+<body>
+<h1>Training over {mbit} Mbit/s: how soon each reaches torch DDP's loss of {mark}</h1>
+{said}
+<table>
+<thead><tr>{heads}</tr></thead>
+<tbody>
+{rows}
+</tbody>
+</table>
+{svg}
+<dl>
+{facts}
+</dl>
+</body>
+</html>
+"""

@@ -1,0 +1,44 @@
+"""`gradwire lab WHAT`: one module an experiment, each with `add_parser(subparsers)` and `run(args) -> exit code`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from gradwire.cli.lab import parity, slowlink
+
+
+class Experiment(Protocol):
+    """What the module of an experiment holds."""
+
+    def add_parser(self, subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+        """Declare the experiment and its options."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Carry it out and show what came of it, and return the exit code."""
+
+
+_EXPERIMENTS: Mapping[str, Experiment] = {"parity": parity, "slowlink": slowlink}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+    """Declare `gradwire lab` and the experiments."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "lab",
+        help="train over slow links, and see what compression costs",
+        description="Training experiments on this machine: what communication hooks save over a slow link, and whether a model "
+        "trained with them ends where a model trained without them does.",
+        epilog="gradwire lab WHAT --help tells the options of an experiment.",
+    )
+    experiments = parser.add_subparsers(dest="experiment", metavar="WHAT", required=True, title="experiments")
+    for experiment in _EXPERIMENTS.values():
+        experiment.add_parser(experiments).add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help="show a traceback when it fails"
+        )
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the experiment that was asked for, and return its exit code."""
+    return _EXPERIMENTS[args.experiment].run(args)

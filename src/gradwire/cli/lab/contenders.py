@@ -1,0 +1,145 @@
+"""Who takes part in `gradwire lab slowlink`: torch's DDP with and without its own hooks, and gradwire's with each of ours.
+
+A contender is a function that makes, on a rank, a wrapped model over a link of that rank, and says how to take it apart.
+Takes torch.distributed from `bench.peers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+from torch._C._distributed_c10d import PrefixStore
+
+from gradwire.cli.bench import peers
+from gradwire.cli.bench.seat import Seat
+from gradwire.cli.recipes import RECIPES, Recipe, available
+from gradwire.groups import C10dGroup, Group, SharedMemoryGroup
+from gradwire.interop import as_process_group
+from gradwire.lab import Throttled
+from gradwire.parallel import DistributedDataParallel
+
+REFERENCE = "torch"
+_COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A link that is not there: ranks share memory, and `Throttled` makes them wait."""
+
+    mbit: float
+    latency_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """A model over a link."""
+
+    model: nn.Module
+    sent: Callable[[], float]
+    """The bytes that this rank has sent so far."""
+    attach: Callable[[Any], object] = lambda optimizer: None
+    """Tell the hook of the optimizer, where it wants to know it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One way to train."""
+
+    name: str
+    words: str
+    wrap: Callable[[nn.Module, Seat, Simulated | None, str], AbstractContextManager[Wrapped]]
+    every: int = 1
+    """After how many steps all replicas are equal."""
+
+
+def _sent_over_link() -> float:
+    """As the system counts them: with all headers, and what the other rank was told beside gradients."""
+    return float(_COUNTER.read_text())
+
+
+def _group(seat: Seat, link: Simulated | None, name: str) -> Group:
+    store = PrefixStore(f"{name} gradwire", seat.store)
+    if link is None:
+        return C10dGroup.gloo(store, seat.rank, seat.size, timeout=seat.timeout, name=name)
+    inner = SharedMemoryGroup(store, seat.rank, seat.size, timeout=seat.timeout, name=name)
+    return Throttled(inner, mbit=link.mbit, latency_ms=link.latency_ms)
+
+
+def _ours(recipe: Recipe) -> Contender:
+    @contextmanager
+    def wrap(model: nn.Module, seat: Seat, link: Simulated | None, key: str) -> Iterator[Wrapped]:
+        group = _group(seat, link, key)
+        try:
+            ddp = DistributedDataParallel(model, process_group=group)
+            ddp.set_hook(recipe.build())
+            sent = (lambda: group.sent_bytes) if isinstance(group, Throttled) else _sent_over_link
+            attach = ddp.attach_optimizer if recipe.steps_on_its_own else lambda optimizer: None
+            yield Wrapped(ddp, sent, attach)
+            ddp.replica.detach()
+        finally:
+            group.close()
+
+    return Contender(recipe.name, f"gradwire: {recipe.words}", wrap, recipe.every)
+
+
+def _torchs(name: str, words: str, register: Callable[[Any], object]) -> Contender:
+    @contextmanager
+    def wrap(model: nn.Module, seat: Seat, link: Simulated | None, key: str) -> Iterator[Wrapped]:
+        if link is None:
+            with peers.gloo_world(PrefixStore(key, seat.store), seat.rank, seat.size, timeout=seat.timeout):
+                ddp = nn.parallel.DistributedDataParallel(model)
+                register(ddp)
+                yield Wrapped(ddp, _sent_over_link)
+            return
+        group = _group(seat, link, key)
+        assert isinstance(group, Throttled)
+        process_group = as_process_group(group)
+        try:
+            ddp = nn.parallel.DistributedDataParallel(model, process_group=process_group)
+            register(ddp)
+            yield Wrapped(ddp, lambda: group.sent_bytes)
+        finally:
+            group.close()
+
+    return Contender(name, f"torch DDP: {words}", wrap)
+
+
+def _nothing(ddp: Any) -> None:
+    """torch's own all-reduce."""
+
+
+def _fp16(ddp: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    ddp.register_comm_hook(ddp.process_group, default_hooks.fp16_compress_hook)
+
+
+def _power_sgd(ddp: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    # From the third step on, the first that it allows with error feedback; the first two are dense.
+    state = powerSGD_hook.PowerSGDState(ddp.process_group, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+_TORCHS = (
+    _torchs(REFERENCE, "dense float32", _nothing),
+    _torchs("torch-fp16", "its fp16_compress_hook", _fp16),
+    _torchs("torch-powersgd", "its powerSGD_hook, rank 4, from step 3 on", _power_sgd),
+)
+CONTENDERS: Mapping[str, Contender] = MappingProxyType(
+    {c.name: c for c in (*_TORCHS, *(_ours(recipe) for recipe in RECIPES.values()))}
+)
+"""All contenders by name; the reference is the first."""
+
+
+def default_names() -> tuple[str, ...]:
+    """Who takes part unless told otherwise, the reference first."""
+    ours = ("mean", "quantize8", "quantize4", "quantize1", "power_sgd", "top_k", "diloco")
+    return (*(c.name for c in _TORCHS), *available(ours))

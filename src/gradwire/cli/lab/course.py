@@ -1,0 +1,169 @@
+"""What each rank does in `gradwire lab slowlink`: train with one contender after another, and note the way of each.
+
+Note [What is timed]
+Steps are taken in stretches between two examinations. Ranks meet before and after each stretch, at counters in a mapped file and
+not over the link; the time between the two meetings counts, hence that of the slowest rank, and so do the bytes that have left
+the link. Examinations, and what ranks tell each other about them, lie outside. So does a first try on a tiny model, in which
+loops are compiled.
+
+Note [When the loss is reached]
+The loss on fixed windows of unseen text is measured after each stretch. The loss at which the reference ended, and a thousandth
+of it, is the mark: the thousandth, because sums in another order already give other roundings. Who measures the mark or less for
+the first time has reached it, the reference by the same rule. Where replicas are apart between exchanges
+only examinations right after an exchange count, since before it there is no one model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradwire.cli.bench.seat import Seat
+from gradwire.cli.demo.text import Corpus, standard_library
+from gradwire.cli.lab.contenders import CONTENDERS, Contender, Simulated, Wrapped
+from gradwire.cli.lab.learner import Learner, start
+
+_TINY = "tiny"
+_TRY = 3
+_HAIR = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is trained, by whom, and how long. The reference ends after `steps`, or `seconds` if there are any; the others when
+    they have reached its loss, or after `patience` times as many seconds or steps."""
+
+    names: tuple[str, ...]
+    size: str
+    batch: int
+    rate: float
+    seed: int
+    steps: int
+    seconds: float | None
+    exam_every: int
+    patience: float
+    link: Simulated | None
+    """None where ranks are on hosts with real links."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """How far a contender had come: after `steps`, which took `seconds` and made a rank send `nbytes`, it had `loss`."""
+
+    steps: int
+    seconds: float
+    nbytes: float
+    loss: float
+    whole: bool = True
+    """Whether all replicas were equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """One contender's way."""
+
+    name: str
+    points: tuple[Point, ...]
+
+    @property
+    def last(self) -> Point:
+        """Where it ended."""
+        return self.points[-1]
+
+    @property
+    def step_seconds(self) -> float:
+        """What a step took, on average."""
+        return self.last.seconds / max(1, self.last.steps)
+
+    @property
+    def step_bytes(self) -> float:
+        """What a rank sent in a step, on average."""
+        return self.last.nbytes / max(1, self.last.steps)
+
+    @property
+    def mark(self) -> float:
+        """The loss that others are to reach, if this is the reference."""
+        return self.last.loss * (1 + _HAIR)
+
+    def reached(self, loss: float) -> Point | None:
+        """Where it first had `loss` or less: see Note [When the loss is reached]."""
+        return next((p for p in self.points if p.whole and p.steps and p.loss <= loss), None)
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """Rank 0: this is where a contender is."""
+
+    name: str
+    point: Point
+    over: bool
+
+
+def run_courses(plan: Plan, seat: Seat) -> tuple[list[Course], int]:
+    """Train on this rank, together with all others: every contender's way, and the number of parameters."""
+    corpus = standard_library()
+    courses: list[Course] = []
+    for name in plan.names:
+        contender = CONTENDERS[name]
+        _try(plan, contender, corpus, seat)
+        courses.append(_run(plan, contender, corpus, seat, courses[0] if courses else None))
+    return courses, sum(p.numel() for p in start(plan.size, plan.seed).parameters())
+
+
+def _try(plan: Plan, contender: Contender, corpus: Corpus, seat: Seat) -> None:
+    """A few steps of a tiny model: see Note [What is timed]."""
+    model = start(_TINY, plan.seed)
+    with contender.wrap(model, seat, plan.link, f"{contender.name} try") as wrapped:
+        learner = Learner(model, wrapped.model, corpus, rank=seat.rank, batch=1, rate=plan.rate, seed=plan.seed)
+        wrapped.attach(learner.optimizer)
+        for _ in range(_TRY):
+            learner.step()
+        seat.meeting.barrier()  # nobody closes while another still works
+    seat.tell(None)
+
+
+def _run(plan: Plan, contender: Contender, corpus: Corpus, seat: Seat, reference: Course | None) -> Course:
+    model = start(plan.size, plan.seed)
+    with contender.wrap(model, seat, plan.link, contender.name) as wrapped:
+        learner = Learner(
+            model, wrapped.model, corpus, rank=seat.rank, batch=plan.batch, rate=plan.rate, seed=plan.seed
+        )
+        wrapped.attach(learner.optimizer)
+        points = [Point(0, 0.0, 0.0, learner.examine())]
+        over = False
+        while not over:
+            points.append(_stretch(plan, contender, wrapped, learner, seat, points[-1]))
+            over = _agree(seat, f"{contender.name} {learner.steps}", _is_over(plan, points, contender.name, reference))
+            if seat.rank == 0:
+                seat.tell(News(contender.name, points[-1], over))
+        seat.meeting.barrier()
+    return Course(contender.name, tuple(points))
+
+
+def _stretch(plan: Plan, contender: Contender, wrapped: Wrapped, learner: Learner, seat: Seat, before: Point) -> Point:
+    seat.meeting.barrier()
+    begin, sent = time.perf_counter(), wrapped.sent()
+    for _ in range(plan.exam_every):
+        learner.step()
+    seat.meeting.barrier()
+    seconds, nbytes = time.perf_counter() - begin, wrapped.sent() - sent
+    whole = learner.steps % contender.every == 0
+    return Point(learner.steps, before.seconds + seconds, before.nbytes + nbytes, learner.examine(), whole)
+
+
+def _is_over(plan: Plan, points: Sequence[Point], name: str, reference: Course | None) -> bool:
+    here = points[-1]
+    if reference is None:
+        return here.steps >= plan.steps if plan.seconds is None else here.seconds >= plan.seconds
+    if Course(name, tuple(points)).reached(reference.mark) is not None:
+        return True
+    end = reference.last
+    return here.seconds >= plan.patience * end.seconds or here.steps >= plan.patience * end.steps
+
+
+def _agree(seat: Seat, key: str, over: bool) -> bool:
+    """Rank 0's word, on every rank."""
+    if seat.rank == 0:
+        seat.store.set(f"over {key}", "yes" if over else "no")
+    return bytes(seat.store.get(f"over {key}")) == b"yes"

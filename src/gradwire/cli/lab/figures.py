@@ -1,0 +1,117 @@
+"""The figures of `gradwire lab slowlink`: a table, sentences, and plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from gradwire.cli.lab.contenders import CONTENDERS
+from gradwire.cli.lab.course import Course, Point
+
+_MB = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """All ways over a link of `mbit`; the first is the reference."""
+
+    mbit: float
+    courses: Sequence[Course]
+
+    @property
+    def reference(self) -> Course:
+        """torch's DDP."""
+        return self.courses[0]
+
+    @property
+    def mark(self) -> float:
+        """The loss that is to be reached."""
+        return self.reference.mark
+
+    def reached(self, course: Course) -> Point | None:
+        """Where a contender reached the mark, if it did."""
+        return course.reached(self.mark)
+
+    def ratio(self, course: Course) -> float | None:
+        """How many times sooner than the reference it reached the mark."""
+        mine, theirs = self.reached(course), self.reached(self.reference)
+        return None if mine is None or theirs is None else theirs.seconds / mine.seconds
+
+    @property
+    def best(self) -> Course | None:
+        """Who was the first to reach it, the reference aside."""
+        ratios = {course.name: ratio for course in self.courses[1:] if (ratio := self.ratio(course)) is not None}
+        return max(self.courses[1:], key=lambda course: ratios.get(course.name, 0.0)) if ratios else None
+
+
+HEADS = ("contender", "s a step", "MB a step", "steps to the mark", "seconds to it", "times sooner")
+
+
+def cells(race: Race, course: Course) -> list[str]:
+    """The row of a contender, under `HEADS`."""
+    point, ratio = race.reached(course), race.ratio(course)
+    row = [course.name, f"{course.step_seconds:.3f}", f"{course.step_bytes / _MB:.3g}"]
+    if point is None:
+        return [*row, f"not in {course.last.steps}", f"not in {course.last.seconds:.0f}", "-"]
+    return [*row, str(point.steps), f"{point.seconds:.1f}", "-" if ratio is None else f"{ratio:.1f}"]
+
+
+def table(race: Race) -> Table:
+    """A row a contender."""
+    made = Table(
+        title=f"{race.mbit:g} Mbit/s",
+        caption=f"The mark is {race.mark:.3f} nats a character, a thousandth above where torch's DDP ended. MB are what one rank sends. Steps: mean "
+        "over the whole run. Times sooner: torch's seconds to the mark divided by these.",
+    )
+    for number, head in enumerate(HEADS):
+        words = head.replace(" to ", "\nto ").replace("times ", "times\n").replace(" a ", "\na ")
+        made.add_column(words, justify="right" if number else "left", no_wrap=number == 0)
+    for course in race.courses:
+        made.add_row(*cells(race, course), style="bold" if course is race.best else "")
+    return made
+
+
+def lines(race: Race) -> list[str]:
+    """What the figures say, in words."""
+    point = None if race.best is None else race.reached(race.best)
+    if race.best is None or point is None:
+        return ["Nobody but torch's DDP reached the mark."]
+    said = [
+        f"{race.best.name} ({CONTENDERS[race.best.name].words}) was the first to reach the mark, in {point.seconds:.1f} s: "
+        f"{race.ratio(race.best):.1f} times sooner than torch's DDP."
+    ]
+    late = [course.name for course in race.courses[1:] if (race.ratio(course) or 0.0) <= 1.0]
+    if late:
+        said.append(f"Did not pay on this link: {', '.join(late)}.")
+    return said
+
+
+def as_json(race: Race, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """All figures as plain data, with every examination."""
+    return {
+        "experiment": "slowlink",
+        "facts": dict(facts),
+        "mbit": race.mbit,
+        "mark": race.mark,
+        "contenders": {course.name: _course(race, course) for course in race.courses},
+    }
+
+
+def _course(race: Race, course: Course) -> dict[str, Any]:
+    point = race.reached(course)
+    return {
+        "words": CONTENDERS[course.name].words,
+        "seconds_a_step": course.step_seconds,
+        "bytes_a_step": course.step_bytes,
+        "to_the_mark": None
+        if point is None
+        else {"steps": point.steps, "seconds": point.seconds, "bytes": point.nbytes},
+        "times_sooner": race.ratio(course),
+        "points": [
+            {"steps": p.steps, "seconds": p.seconds, "bytes": p.nbytes, "loss": p.loss, "whole": p.whole}
+            for p in course.points
+        ],
+    }

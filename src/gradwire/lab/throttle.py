@@ -1,0 +1,177 @@
+"""`Throttled`: a group that takes as long as over a slow link, on ranks of any kind. Nothing is slowed but the answer.
+
+Note [The link]
+Each rank has one link to the others, of a rate and a latency. An operation that the inner group has carried out is put on the
+link: its bytes follow those of the operation before, and arrive a latency after the last of them was sent,
+
+    sent    = max(now, when the link is free) + bytes / rate
+    arrived = sent + latency
+
+so two operations in flight share the rate but not the latency, as packets on a wire do. Bytes are those that the best algorithm
+makes a rank send (`collectives.traffic`), or receive where it only receives. The clock of an operation starts when the inner
+group is done with it, hence when the last rank has joined: what the inner group takes is added, so use a fast one. Parts that
+`split` makes use the same link.
+
+Note [How exact it is]
+An operation is never faster than the formula. How much later it ends is how late the system wakes a sleeping thread: a tenth of
+a millisecond on an idle machine, some milliseconds on a busy one. What a real link does beside, as slow start, loss, headers
+(some 4 %) and a smaller rate for many small packets, it does not do: `hosts(n, mbit=...)` has all that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+
+from gradwire.collectives import Collective, Kind
+from gradwire.collectives.traffic import sent_bytes
+from gradwire.errors import CollectiveTimeout, UsageError
+from gradwire.groups.base import Group
+from gradwire.groups.lane import Lane
+from gradwire.groups.work import Work
+from gradwire.groups.wrapper import BookedWrapper
+
+_LOOK_EVERY = 0.1
+"""Seconds after which it is noticed that the inner group has failed, while bytes are on the link."""
+
+
+class Link:
+    """One rank's link: see Note [The link]. Thread-safe.
+
+    >>> link = Link(mbit=8, latency_ms=50)
+    >>> link.send(500_000, now=10.0), link.send(500_000, now=10.2), link.sent_bytes
+    (10.55, 11.05, 1000000.0)
+    """
+
+    def __init__(self, *, mbit: float, latency_ms: float) -> None:
+        self.mbit = mbit
+        self.latency_ms = latency_ms
+        self.sent_bytes = 0.0
+        """All that has been put on it so far."""
+        self._free = 0.0
+        self._lock = threading.Lock()
+
+    def send(self, nbytes: float, *, now: float) -> float:
+        """Put bytes on the link and return when they will have arrived."""
+        with self._lock:
+            self.sent_bytes += nbytes
+            self._free = max(now, self._free) + nbytes * 8e-6 / self.mbit
+            return self._free + self.latency_ms * 1e-3
+
+    def clear(self) -> None:
+        """Forget what is on its way."""
+        with self._lock:
+            self._free = 0.0
+
+
+class Throttled(BookedWrapper):
+    """A group whose operations take as long as over a link of `mbit` megabits a second and `latency_ms`: see Note [The link].
+
+    `submit` does not block; Works end late. Put it around the group on every rank, with the same figures.
+
+    >>> import torch
+    >>> from gradwire.groups import ThreadGroup
+    >>> a, b = (Throttled(group, mbit=8, latency_ms=5) for group in ThreadGroup.world(2))
+    >>> x, y = torch.ones(10_000), torch.ones(10_000)
+    >>> work = a.all_reduce(x, async_op=True)
+    >>> b.all_reduce(y).wait() and work.wait()
+    True
+    >>> work.duration >= 0.045  # 5 ms, and 40,000 bytes at a million bytes a second
+    True
+    >>> a.close(), b.close()
+    (None, None)
+    """
+
+    def __init__(self, inner: Group, *, mbit: float, latency_ms: float = 0.0) -> None:
+        if not 0 < mbit < float("inf") or not 0 <= latency_ms < float("inf"):
+            raise UsageError(
+                f"Throttled({inner}, mbit={mbit}, latency_ms={latency_ms}): a link needs a rate of more than 0 and a latency of 0 "
+                "or more, both finite. Leave the wrapper out for a group without limit."
+            )
+        super().__init__(inner)
+        self.link = Link(mbit=mbit, latency_ms=latency_ms)
+        self._order = threading.Lock()
+        self._lane = Lane(f"{self.name}-{self.rank}")
+        self._lane_finalizer = weakref.finalize(self, self._lane.stop, 2.0)
+
+    @property
+    def sent_bytes(self) -> float:
+        """The bytes that this rank has put on its link, over all operations and parts of the group."""
+        return self.link.sent_bytes
+
+    def rewrap(self, inner: Group) -> Group:
+        """A part of the group, on the same link."""
+        part = Throttled(inner, mbit=self.link.mbit, latency_ms=self.link.latency_ms)
+        part.link = self.link
+        return part
+
+    def submit(self, op: Collective) -> Work:
+        """Have the inner group carry it out, and tell of it when it would have arrived."""
+        with self._order:
+            work = self.begin(op)
+            if work.is_completed():  # aborted in this moment
+                return work
+            try:
+                step = self.steps[work.seq] = self.inner.submit(op.within(work.timeout))
+            except Exception as error:
+                work.fail(error)
+                return work
+        over = threading.Event()
+        work.add_done_callback(lambda _: self._settled(work, over))
+        step.add_done_callback(lambda _: self._arrive(work, step, over))
+        return work
+
+    def _settled(self, work: Work, over: threading.Event) -> None:
+        """Whether it has arrived or was given up: nobody need wait for it."""
+        self.steps.pop(work.seq, None)
+        over.set()
+
+    def _arrive(self, work: Work, step: Work, over: threading.Event) -> None:
+        """The inner group is done. Called in its thread, so nothing may be waited for here."""
+        error = step.exception()
+        if isinstance(error, CollectiveTimeout):
+            work.fail(self.late(work, error))
+        elif error is not None:
+            work.fail(error)
+        elif not work.is_completed():
+            now = time.perf_counter()
+            work.ledger.started(work, now)
+            arrival = self.link.send(crossing_bytes(work.op, self.rank, self.size), now=now)
+            inner, source = self.inner, step._source
+
+            def deliver() -> None:  # in order: what was put on the link later arrives later
+                while (left := arrival - time.perf_counter()) > 0 and not over.wait(min(left, _LOOK_EVERY)):
+                    if (
+                        inner.failure is not None
+                    ):  # another rank has given up: the inner group has nothing in flight to fail
+                        work.fail(inner.failure)
+                work.finish(source_rank=source)
+
+            self._lane.put(deliver)
+
+    def recover(self, timeout: float | None = None) -> None:
+        """Recover the inner group. What was on the link is lost."""
+        super().recover(timeout)
+        self.link.clear()
+
+    def _release(self) -> None:
+        super()._release()
+        self._lane_finalizer()
+
+
+def crossing_bytes(op: Collective, rank: int, size: int) -> float:
+    """The bytes that cross a rank's link in `op`, in the direction in which more do.
+
+    >>> import torch
+    >>> from gradwire.collectives import recv
+    >>> crossing_bytes(recv(torch.zeros(10), src=1), rank=0, size=2)
+    40
+    """
+    if op.kind is Kind.RECV:
+        return sum(t.nbytes for t in op.outputs)
+    if op.kind is Kind.GATHER and rank == op.root:
+        return (size - 1) * sum(t.nbytes for t in op.inputs)
+    if op.kind is Kind.SCATTER and rank != op.root:
+        return sum(t.nbytes for t in op.outputs)
+    return sent_bytes(op, rank, size)
