@@ -63,6 +63,8 @@ class CommHook(ABC):
     """Whether it keeps what it did not send and sends it later (error feedback, or a momentum of its own)."""
     local: bool = False
     """Whether gradients stay on their rank, so that ranks do not agree on `value` (local SGD)."""
+    repayable: bool = True
+    """Whether error feedback can pay back what it did not send. Not after a vote: what would be owed grows without bound."""
     averages: bool = False
     """Whether it takes the mean of what it makes of the gradients, so that `mean()` to its right in a chain says nothing new."""
 
@@ -115,6 +117,11 @@ class Wrapped(CommHook):
     def local(self) -> bool:  # type: ignore[override]
         """As the hook inside."""
         return self.inner.local
+
+    @property
+    def repayable(self) -> bool:  # type: ignore[override]
+        """As the hook inside."""
+        return self.inner.repayable
 
     @property
     def averages(self) -> bool:  # type: ignore[override]

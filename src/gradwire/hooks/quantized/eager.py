@@ -104,7 +104,9 @@ def _pack(code: Tensor, part: Part) -> Tensor:
 
 def _decode(message: Tensor, part: Part) -> Tensor:
     rows = message.shape[0]
-    scale = message.narrow(1, part.scales_at, 4 * part.blocks).contiguous().view(torch.float32).view(rows, part.blocks, 1)
+    scale = (
+        message.narrow(1, part.scales_at, 4 * part.blocks).contiguous().view(torch.float32).view(rows, part.blocks, 1)
+    )
     packed = message.narrow(1, part.codes_at, part.blocks * part.block_bytes).reshape(rows, part.blocks, -1)
     if part.bits == 8:
         return packed.contiguous().view(torch.int8).to(torch.float32) * scale

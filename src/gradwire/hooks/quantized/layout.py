@@ -121,7 +121,9 @@ class Layout:
             scales_at = codes_at + _aligned(blocks * self.block * section.bits // 8)
             at = scales_at + _aligned(4 * blocks)
             places.append((section, blocks, codes_at, scales_at))
-        return tuple(Part(s.bits, self.block, s.numel, blocks, at, codes, scales) for s, blocks, codes, scales in places)
+        return tuple(
+            Part(s.bits, self.block, s.numel, blocks, at, codes, scales) for s, blocks, codes, scales in places
+        )
 
     def stride(self, ranks: int) -> int:
         """Bytes of a message's row."""
