@@ -7,6 +7,7 @@ from gradwire.hooks.combine import chain
 from gradwire.hooks.dense import cast, mean, weighted_mean
 from gradwire.hooks.feedback import error_feedback
 from gradwire.hooks.hierarchical import hierarchical
+from gradwire.hooks.low_rank import power_sgd
 from gradwire.hooks.partition import by_size, masked, partition
 from gradwire.hooks.schedule import after, every
 
@@ -30,5 +31,6 @@ __all__ = [
     "masked",
     "mean",
     "partition",
+    "power_sgd",
     "weighted_mean",
 ]
