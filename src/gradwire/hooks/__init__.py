@@ -11,6 +11,7 @@ from gradwire.hooks.feedback import error_feedback
 from gradwire.hooks.gossip import gossip
 from gradwire.hooks.hierarchical import hierarchical
 from gradwire.hooks.outer import OuterHook
+from gradwire.hooks.low_rank import power_sgd
 from gradwire.hooks.partition import by_size, masked, partition
 from gradwire.hooks.quantized import quantize, sign
 from gradwire.hooks.scaled import scaled_cast
@@ -59,5 +60,6 @@ __all__ = [
     "streaming_diloco",
     "threshold",
     "top_k",
+    "power_sgd",
     "weighted_mean",
 ]
