@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +20,8 @@ from gradwire.testing.mpi import default_worlds
 # twenty then holds up every twentieth connection for the resolver's 5 seconds; nothing here needs a name that is not in a file.
 # Processes that tests start inherit it.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")
+
+STOCK = Path(__file__).parent / "equivalence" / "stock" / "conftest.py"
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -34,3 +41,29 @@ def nothing_is_left() -> Iterator[None]:
     left = before.compare()
     if left:
         pytest.fail("the test left behind: " + "; ".join(left), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def fonts() -> None:
+    """Draw once: matplotlib opens its fonts then, and keeps them open for the life of the process."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    FigureCanvasAgg(figure)
+    figure.suptitle("a, … µ", weight="bold")
+    figure.subplots().set_title("a", style="italic")
+    figure.savefig(io.BytesIO())
+
+
+@pytest.fixture(scope="session")
+def torch_world() -> Callable[..., Any]:
+    """`dist` initialised on the ranks of a group, as the tests of torch's own tools have it."""
+    spec = importlib.util.spec_from_file_location("stock_worlds", STOCK)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.torch_world

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +21,6 @@ from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.testing import run_ranks
 
 STEPS = 20
-STOCK = Path(__file__).parent / "stock" / "conftest.py"
 
 
 def mlp() -> nn.Module:
@@ -142,17 +138,6 @@ def layout(ddp: Any) -> str:
     """The buckets in use at the end, as both classes log them."""
     data = ddp._get_ddp_logging_data()
     return f"{data.get('rebuilt_bucket_sizes', data['bucket_sizes'])} / {data.get('rebuilt_per_bucket_param_indices')}"
-
-
-@pytest.fixture(scope="module")
-def torch_world() -> Callable[..., Any]:
-    """`dist` initialised on the ranks of a group, as the tests of torch's own tools have it."""
-    spec = importlib.util.spec_from_file_location("stock_worlds", STOCK)
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.torch_world
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,16 @@ from gradwire.collectives.build import (
     scatter,
     send,
 )
-from gradwire.collectives.kinds import Kind, ReduceOp
+from gradwire.collectives.kinds import Kind, ReduceOp, Scope
+from gradwire.collectives.layout import Layout
 from gradwire.collectives.op import Collective, Signature
 
 __all__ = [
     "Collective",
     "Kind",
+    "Layout",
     "ReduceOp",
+    "Scope",
     "Signature",
     "all_gather",
     "all_gather_into_tensor",

@@ -28,7 +28,7 @@ def comparable(signature: Signature) -> tuple[object, ...]:
     )
 
 
-def disagreement(signatures: Sequence[Signature]) -> str | None:
+def disagreement(signatures: Sequence[Signature], ranks: Sequence[int] | None = None) -> str | None:
     """Say in one sentence how the ranks' signatures differ, naming the ranks that differ from the majority, or None.
 
     >>> from gradwire.collectives import ReduceOp
@@ -38,27 +38,34 @@ def disagreement(signatures: Sequence[Signature]) -> str | None:
     """
     for name, values in zip(_NAMES, zip(*map(comparable, signatures), strict=True), strict=True):
         common = max(values, key=values.count)
-        odd = [rank for rank, value in enumerate(values) if value != common]
+        odd = [i for i, value in enumerate(values) if value != common]
         if odd:
-            return f"ranks differ in {name}: {_who(odd)} {_show(values[odd[0]])}, the others have {_show(common)}"
+            who = _who([ranks[i] for i in odd] if ranks else odd)
+            return f"ranks differ in {name}: {who} {_show(values[odd[0]])}, the others have {_show(common)}"
     return None
 
 
 def mismatch(
-    group: str, signatures: Sequence[Signature], *, compared: Sequence[Signature] | None = None
+    group: str,
+    signatures: Sequence[Signature],
+    *,
+    compared: Sequence[Signature] | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> CollectiveMismatch | None:
     """The error for ranks that submitted different collectives to `group` at the same place, or None if they agree.
 
-    `compared` is what to compare in their stead, where not everything about them matters.
+    `compared` is what to compare in their stead, where not everything about them matters; `ranks` is whose they are,
+    where not all ranks take part.
     """
-    problem = disagreement(compared or signatures)
+    problem = disagreement(compared or signatures, ranks)
     if problem is None:
         return None
+    ops = dict(enumerate(signatures) if ranks is None else zip(ranks, signatures, strict=True))
     return CollectiveMismatch(
         f"{group}: an operation is not the same on all ranks: {problem}. "
-        f"Submitted: {'; '.join(f'rank {r}: {s}' for r, s in enumerate(signatures))}. "
+        f"Submitted: {'; '.join(f'rank {r}: {s}' for r, s in ops.items())}. "
         "All ranks must submit the same collectives in the same order.",
-        ops=dict(enumerate(signatures)),
+        ops=ops,
     )
 
 

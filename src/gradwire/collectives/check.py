@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
-from gradwire.collectives.kinds import Kind, ReduceOp
+from gradwire.collectives.kinds import Kind, ReduceOp, Scope
 from gradwire.errors import UsageError, UsageTypeError
 
 if TYPE_CHECKING:
@@ -50,6 +50,12 @@ def check_alone(op: Collective) -> None:
             )
     if not tensors and op.kind is not _BARRIER:
         _refuse(op, "no tensors were given", "Pass at least one; skip the call when there is nothing to communicate.")
+    if op.kind.is_p2p and op.scope is not Scope.WORLD:
+        _refuse(
+            op,
+            f"a message with the scope {op.scope.value}",
+            "Messages name their ranks in the whole group: leave it out.",
+        )
     _check_numbers(op)
     _check_alike(op, tensors)
     for t in op.outputs:

@@ -51,6 +51,19 @@ for _kind in Kind:
     _kind.reduces = _kind in (Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE_SCATTER_TENSOR)
 
 
+class Scope(Enum):
+    """Which ranks take part in a collective. Ranks in it (a root's, say) are then counted within those."""
+
+    WORLD = "world"
+    """All ranks of the group."""
+    INSIDE = "inside"
+    """The ranks of this host, in the order of the layout."""
+    ACROSS = "across"
+    """One rank per host: those that have this rank's place in their hosts, in the order of the hosts. Carriers only."""
+
+    __hash__ = object.__hash__
+
+
 class ReduceOp(Enum):
     """How values of different ranks become one."""
 

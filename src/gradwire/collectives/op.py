@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.check import check_alone, check_in_world
-from gradwire.collectives.kinds import Kind, ReduceOp
+from gradwire.collectives.kinds import Kind, ReduceOp, Scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Signature:
     root: int | None = None
     peer: int | None = None
     tag: int = 0
+    scope: Scope = Scope.WORLD
     label: str = ""
 
     def __str__(self) -> str:
@@ -43,6 +44,8 @@ class Signature:
         if self.kind.is_p2p:
             parts.append(f"peer={'any' if self.peer is None else self.peer}")
             parts.append(f"tag={self.tag}")
+        if self.scope is not Scope.WORLD:
+            parts.append(f"scope={self.scope.value}")
         if self.label:
             parts.append(f"label={self.label!r}")
         return f"{self.kind.value}({', '.join(parts)})"
@@ -54,7 +57,8 @@ class Collective:
 
     `splits` is `(output_splits, input_splits)` of ALL_TO_ALL_SINGLE, or None for equal parts. `peer` and `tag` belong to
     SEND and RECV, `factor` to PREMUL_SUM. `label` is the caller's name for it: it appears in every error, event and trace.
-    `timeout` is how many seconds it may take, where that is less than what the group allows.
+    `timeout` is how many seconds it may take, where that is less than what the group allows. `scope` is which ranks take part, on
+    groups that know of hosts.
 
     >>> from gradwire.collectives import all_reduce
     >>> all_reduce(torch.zeros(3), label="loss")
@@ -72,6 +76,7 @@ class Collective:
     factor: float | Tensor | None = None
     label: str = ""
     timeout: float | None = None
+    scope: Scope = Scope.WORLD
 
     def __post_init__(self) -> None:
         check_alone(self)
@@ -83,6 +88,10 @@ class Collective:
     def within(self, seconds: float) -> Collective:
         """The same collective, to be over in at most `seconds`."""
         return replace(self, timeout=seconds if self.timeout is None else min(seconds, self.timeout))
+
+    def among(self, scope: Scope) -> Collective:
+        """The same collective of other ranks."""
+        return replace(self, scope=scope)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -110,6 +119,7 @@ class Collective:
             root=self.root,
             peer=self.peer,
             tag=self.tag,
+            scope=self.scope,
             label=self.label,
         )
 

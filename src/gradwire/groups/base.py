@@ -17,7 +17,7 @@ from typing import TypeVar, overload
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective, build
+from gradwire.collectives import Collective, Layout, Scope, build
 from gradwire.errors import ClosedError, GroupAborted, UsageError
 from gradwire.events import Emitter, Handle
 from gradwire.groups.completion import CompletionHook
@@ -42,6 +42,9 @@ class Group(Verbs, ABC):
 
     in_one_process: bool = False
     """Whether all ranks are threads of this process, which share its autograd engine."""
+
+    layout: Layout | None = None
+    """Which ranks share a host, where the group knows of hosts and takes collectives of a scope other than all ranks."""
 
     def __init__(
         self,
@@ -83,7 +86,7 @@ class Group(Verbs, ABC):
     def begin(self, op: Collective, work_type: type[Work] = Work) -> Work:
         """Check, number and announce `op`: the first line of every `submit`. The Work is then in flight."""
         self.check_usable(op)
-        op.check(self.rank, self.size)
+        op.check(*((self.rank, self.size) if op.scope is Scope.WORLD else self.standing(op)))
         timeout = self.timeout if op.timeout is None else min(self.timeout, op.timeout)
         work = work_type(op, self.ledger, seq=self.ledger.next_seq(), timeout=timeout)
         self.ledger.submitted(work)
@@ -101,6 +104,13 @@ class Group(Verbs, ABC):
             raise self.failure
         if self.ledger.hook_errors:
             self.ledger.raise_hook_error()
+
+    def standing(self, op: Collective) -> tuple[int, int]:
+        """This rank's number among those that take part in `op`, whose scope is not all ranks, and how many those are."""
+        raise UsageError(
+            f"{op} on {self}: the group does not know which ranks share a host. Submit it to a HierarchicalGroup, or "
+            "without a scope."
+        )
 
     def orders_streams(self, device: torch.device) -> bool:
         """Whether `wait` on tensors of `device` only orders its current stream and does not block the host, as NCCL's."""

@@ -14,9 +14,9 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective
+from gradwire.collectives import Collective, Layout
 from gradwire.collectives.lower import Program
-from gradwire.errors import CollectiveTimeout
+from gradwire.errors import CollectiveTimeout, UsageError
 from gradwire.groups.base import Group
 from gradwire.groups.lane import Lane
 from gradwire.groups.ledger import Attendance
@@ -37,6 +37,11 @@ class _Around(Group):
     def in_one_process(self) -> bool:  # type: ignore[override]
         """As the inner group's ranks are."""
         return self.inner.in_one_process
+
+    @property
+    def layout(self) -> Layout | None:  # type: ignore[override]
+        """As the inner group's ranks are."""
+        return self.inner.layout
 
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
         """Memory of the inner group."""
@@ -116,6 +121,13 @@ class BookedWrapper(_Around):
         self.inner = inner
         self.steps: dict[int, Work] = {}
         """What the inner group does just now for an operation, by the operation's number."""
+
+    def standing(self, op: Collective) -> tuple[int, int]:
+        """Refused: the steps of a program are of all ranks."""
+        raise UsageError(
+            f"{op} on {self}: only some ranks take part, and {type(self).__name__} asks all of them about every operation. Put it "
+            f"around the parts instead: HierarchicalGroup({type(self).__name__}(inside), across)."
+        )
 
     def check_usable(self, op: Collective) -> None:
         """Raise if this or the inner group is closed or has failed."""

@@ -4,22 +4,60 @@ from gradwire.hooks.as_torch import as_torch_hook
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.combine import chain
-from gradwire.hooks.dense import cast, mean, weighted_mean
+from gradwire.hooks.decoupled import decoupled_momentum
+from gradwire.hooks.dense import cast, mean, reduce_scatter_mean, weighted_mean
+from gradwire.hooks.dgc import dgc
 from gradwire.hooks.feedback import error_feedback
+from gradwire.hooks.gossip import gossip
+from gradwire.hooks.hierarchical import hierarchical
+from gradwire.hooks.outer import OuterHook
+from gradwire.hooks.partition import by_size, masked, partition
+from gradwire.hooks.quantized import quantize, sign
+from gradwire.hooks.scaled import scaled_cast
+from gradwire.hooks.schedule import after, every
+from gradwire.hooks.seldom import diloco, local_sgd, post_local_sgd, streaming_diloco
+from gradwire.hooks.shaping import add_noise, clip
+from gradwire.hooks.sign_sgd import SignSGD
+from gradwire.hooks.sparse import threshold, top_k
+from gradwire.hooks.subset import random_k
 
 __all__ = [
     "BucketSpec",
     "CommHook",
     "GradBucket",
+    "OuterHook",
     "Reduced",
     "Reduction",
+    "SignSGD",
     "Stage",
     "Turn",
     "Wrapped",
+    "add_noise",
+    "after",
     "as_torch_hook",
+    "by_size",
     "cast",
     "chain",
+    "clip",
+    "decoupled_momentum",
+    "dgc",
+    "diloco",
     "error_feedback",
+    "every",
+    "gossip",
+    "hierarchical",
+    "local_sgd",
+    "masked",
     "mean",
+    "partition",
+    "post_local_sgd",
+    "quantize",
+    "random_k",
+    "reduce_scatter_mean",
+    "scaled_cast",
+    "sign",
+    "streaming_diloco",
+    "threshold",
+    "top_k",
     "weighted_mean",
 ]

@@ -3,55 +3,108 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from gradwire.errors import UsageTypeError
+from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.drive import Driver
+from gradwire.hooks.outer import OuterHook, check_outer
+from gradwire.hooks.outer_half import OuterHalf, after_every_step
+from gradwire.hooks.states import States, to_dict
+from gradwire.hooks.together import load_together
 
-TorchHook = Callable[[Any, Any], torch.futures.Future[Tensor]]
+
+class TorchHook(Protocol):
+    """A function in torch's form, with what a gradwire model offers besides."""
+
+    def __call__(self, state: Any, bucket: Any, /) -> torch.futures.Future[Tensor]:
+        """Reduce a bucket."""
+
+    def hook_state_dict(self) -> dict[str, Any]:
+        """The hook's state on this rank, by parameter name: see `Replica.hook_state_dict`."""
+
+    def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from a saved state; every rank calls it, between steps: see `Replica.load_hook_state_dict`."""
+
+    def attach_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Have the outer steps of hooks such as `diloco` after this optimizer's: see `Replica.attach_optimizer`."""
+
+    def outer_step(self) -> None:
+        """Say that the optimizer has made a step, where none was attached."""
+
+    def average_parameters(self) -> None:
+        """Make the parameters their mean over all ranks, after a hook that leaves them different."""
 
 
 def as_torch_hook(hook: CommHook, group: Group, *, named_parameters: Iterable[tuple[str, Tensor]] = ()) -> TorchHook:
     """A function of torch's hook interface that reduces every bucket with `hook` over `group`.
 
     torch tells its hooks no parameter names; pass `model.named_parameters()` to have them in errors and in saved state.
-    The hook's states live as long as the function; when torch rebuilds its buckets they follow their parameters.
+    The hook's states live as long as the function; when torch rebuilds its buckets they follow their parameters. The function
+    has methods: `hook_state_dict()` and `load_hook_state_dict(d)`; and for hooks such as `diloco`, which want the names, and
+    parameters that are the same on all ranks, `attach_optimizer(optimizer)`, `outer_step()` and `average_parameters()`.
     """
     if not isinstance(hook, CommHook):
         raise UsageTypeError(f"as_torch_hook({hook!r}): not a CommHook. Pass e.g. chain(cast(torch.bfloat16), mean()).")
-    adapter = _Adapter(hook, group, {id(p): name for name, p in named_parameters})
+    check_outer(hook, "as_torch_hook")
+    adapter = _Adapter(hook, group, list(named_parameters))
 
     def reduce(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
         return adapter.reduce(bucket)
 
     reduce.__annotations__ = {}  # torch refuses a hook whose annotations are text, as they are in this module
     reduce.__qualname__ = reduce.__name__ = repr(hook)  # what torch logs
-    return reduce
+    # A function with attributes, not an object: torch asks for __qualname__ and looks into the signature.
+    for name in ("hook_state_dict", "load_hook_state_dict", "attach_optimizer", "outer_step", "average_parameters"):
+        setattr(reduce, name, getattr(adapter, name))
+    return cast(TorchHook, reduce)
 
 
 class _Adapter:
-    def __init__(self, hook: CommHook, group: Group, names: dict[int, str]) -> None:
+    def __init__(self, hook: CommHook, group: Group, named: list[tuple[str, Tensor]]) -> None:
         self._hook = hook
         self._group = group
-        self._names = names
+        self._names = {id(p): name for name, p in named}
+        self._device = named[0][1].device if named else torch.device("cpu")
+        # Only who moves parameters holds them: this adapter lives as long as torch's reducer.
+        self._named = [(n, p) for n, p in named if p.requires_grad] if isinstance(hook, OuterHook) else []
         self._driver = Driver(group)
-        self._states: dict[int, tuple[BucketSpec, Any]] = {}
         self._step = -1
-        self._saved: dict[str, Any] = {}
+        self._outer: OuterHalf | None = None
+        self._attended = False
+        if isinstance(hook, OuterHook) and not self._named:
+            raise UsageError(
+                f"as_torch_hook({hook!r}): it moves parameters, and was told of none. "
+                "Pass named_parameters=model.named_parameters()."
+            )
+        self._use_states(States(hook))
+
+    def _use_states(self, states: States, saved: Mapping[str, Any] | None = None) -> None:
+        self._states = states
+        self._step = states.step - 1
+        if isinstance(self._hook, OuterHook):
+            self._outer = OuterHalf(self._hook, self._group, self._named, states=states, saved=saved)
+            self._outer.attended = self._attended
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         spec = self._spec(bucket)
         self._step += spec.index == 0  # torch launches its buckets in index order
-        turn = Turn(spec, self._group.rank, self._group.size, self._step, donated=True)
+        state, step = None, self._step
+        if self._outer is None:
+            state = self._states.of(spec)
+        else:
+            step = self._outer.step
+            if spec.index == 0:
+                self._outer.backward_begins()
+        turn = Turn(spec, self._group.rank, self._group.size, step, donated=True)
         with torch.no_grad():
-            pending = self._driver.launch(self._hook, bucket.buffer(), self._state(spec), turn)
+            pending = self._driver.launch(self._hook, bucket.buffer(), state, turn)
         device = bucket.buffer().device
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
         if device.type == "cuda":
@@ -71,20 +124,36 @@ class _Adapter:
         threading.Thread(target=fulfil, name=f"gradwire-hook-{spec.index}", daemon=True).start()
         return future
 
-    def _state(self, spec: BucketSpec) -> Any:
-        known = self._states.get(spec.index)
-        if known is None or known[0] != spec:
-            if known is not None:
-                self._take_apart()
-            state = self._hook.load(self._saved, spec) if self._saved else self._hook.init(spec)
-            self._states[spec.index] = known = (spec, state)
-        return known[1]
+    # -- between steps ---------------------------------------------------------------------------------------------------
 
-    def _take_apart(self) -> None:
-        """torch has rebuilt its buckets: keep every state by parameter, for the new buckets to pick up."""
-        for spec, state in self._states.values():
-            self._saved.update(self._hook.save(state, spec))
-        self._states.clear()
+    def hook_state_dict(self) -> dict[str, Any]:
+        if self._outer is not None:
+            return self._outer.state_dict()
+        return to_dict(self._states, rank=self._group.rank, step=self._step + 1)
+
+    def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self._use_states(load_together(saved, self._hook, self._group, device=self._device), saved)
+
+    def attach_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
+        if self._outer is not None:
+            after_every_step(optimizers, [p for _, p in self._named], self.outer_step)
+            self._attended = self._outer.attended = True
+
+    def outer_step(self) -> None:
+        if self._outer is None:
+            return
+        try:
+            self._outer.optimizer_stepped()
+        except BaseException as error:
+            if self._group.failure is None:
+                self._group.abort(
+                    f"an outer step failed on rank {self._group.rank} with {type(error).__name__}: {error}"
+                )
+            raise
+
+    def average_parameters(self) -> None:
+        if self._outer is not None:
+            self._outer.average()
 
     def _spec(self, bucket: Any) -> BucketSpec:
         parameters, buffer = bucket.parameters(), bucket.buffer()

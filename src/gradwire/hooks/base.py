@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective
-from gradwire.errors import GroupError, HookError
+from gradwire.collectives import Collective, Layout
+from gradwire.errors import GroupError, HookError, UsageTypeError
 from gradwire.hooks.bucket import BucketSpec
 
 
@@ -44,6 +44,8 @@ class Turn:
     """How many ranks the average counts, where that is not all: some have run out of inputs and contribute zeros."""
     weight: float = 1.0
     """How much this rank's gradient counts, for hooks that weigh: usually its number of samples."""
+    hosts: Layout | None = None
+    """Which ranks share a host, where the driver knows. A hook may then yield `op.among(Scope.INSIDE)` or `Scope.ACROSS`."""
 
     @property
     def share(self) -> float:
@@ -63,8 +65,14 @@ class CommHook(ABC):
     """Whether it keeps what it did not send and sends it later (error feedback, or a momentum of its own)."""
     local: bool = False
     """Whether gradients stay on their rank, so that ranks do not agree on `value` (local SGD)."""
+    weighs: bool = False
+    """Whether `turn.weight` counts, so that a mean of its means is not the mean of all."""
     averages: bool = False
     """Whether it takes the mean of what it makes of the gradients, so that `mean()` to its right in a chain says nothing new."""
+    distorts: bool = False
+    """Whether it changes gradients on purpose (clipping, noise), so that what it took away must not be fed back."""
+    alone: str = ""
+    """Of a hook that looks like a stage but is none: why no hook to its right could carry what it makes. `chain` says it."""
 
     def init(self, spec: BucketSpec) -> Any:
         """The state for one bucket, before its first reduction. The reducer owns it."""
@@ -94,6 +102,10 @@ class CommHook(ABC):
         """The state for `spec` from what `save` gave, possibly for other buckets; parameters not in it start afresh."""
         return self.init(spec)
 
+    def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Of what `save` gave on another rank, what holds on every rank: with this a new rank begins. Nothing, if nothing else."""
+        return {}
+
 
 @dataclass(frozen=True, slots=True)
 class Wrapped(CommHook):
@@ -117,9 +129,19 @@ class Wrapped(CommHook):
         return self.inner.local
 
     @property
+    def weighs(self) -> bool:  # type: ignore[override]
+        """As the hook inside."""
+        return self.inner.weighs
+
+    @property
     def averages(self) -> bool:  # type: ignore[override]
         """As the hook inside."""
         return self.inner.averages
+
+    @property
+    def distorts(self) -> bool:  # type: ignore[override]
+        """As the hook inside."""
+        return self.inner.distorts
 
     def inside(self, spec: BucketSpec) -> BucketSpec:
         """The bucket as the hook inside sees it."""
@@ -145,22 +167,38 @@ class Wrapped(CommHook):
         """The inner hook's."""
         return self.inner.load(saved, self.inside(spec))
 
+    def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """The inner hook's."""
+        return self.inner.shared(saved)
+
 
 Stage = Callable[[CommHook], CommHook]
 """A hook around a hook. `chain` composes them."""
 
 
-def begin(hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+def check_hooks(where: str, **hooks: CommHook) -> None:
+    """Raise unless each of these arguments of `where` is a hook."""
+    for name, hook in hooks.items():
+        if not isinstance(hook, CommHook):
+            raise UsageTypeError(
+                f"{where}(...): {name} is {hook!r}, which is no hook. Pass one that communicates, such as mean(), and close stages "
+                "with chain(stage, mean())."
+            )
+
+
+def begin(hook: CommHook, grad: Tensor, state: Any, turn: Turn, *, method: str = "reduce") -> Reduction:
     """`hook.reduce(grad, state, turn)` with everything checked that it yields and returns: what drivers advance."""
-    reduction = hook.reduce(grad, state, turn)
+    reduction = getattr(hook, method)(grad, state, turn)
     if not isinstance(reduction, Generator):
-        raise _broken(hook, turn, f"reduce() is not a generator but returned {type(reduction).__name__}; it must yield")
+        raise _broken(
+            hook, turn, f"{method}() is not a generator but returned {type(reduction).__name__}; it must yield"
+        )
     try:
         op = next(reduction)
         while True:
             if not isinstance(op, Collective):
                 raise _broken(
-                    hook, turn, f"reduce() yielded {type(op).__name__}, not a Collective such as all_reduce(t)"
+                    hook, turn, f"{method}() yielded {type(op).__name__}, not a Collective such as all_reduce(t)"
                 )
             try:
                 yield op
@@ -169,7 +207,7 @@ def begin(hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Reduction:
             else:
                 op = next(reduction)
     except StopIteration as stop:
-        return _check_result(hook, stop.value, grad, turn)
+        return _check_result(hook, stop.value, grad, turn, method)
     except Exception as error:
         if not isinstance(error, (GroupError, HookError)):  # those say where they come from
             error.add_note(f"raised by {_where(hook, turn)}")
@@ -178,17 +216,17 @@ def begin(hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         reduction.close()
 
 
-def _check_result(hook: CommHook, result: Any, grad: Tensor, turn: Turn) -> Reduced:
+def _check_result(hook: CommHook, result: Any, grad: Tensor, turn: Turn, method: str) -> Reduced:
     if not isinstance(result, Reduced):
-        raise _broken(hook, turn, f"reduce() returned {type(result).__name__}, not Reduced(value, sent)")
+        raise _broken(hook, turn, f"{method}() returned {type(result).__name__}, not Reduced(value, sent)")
     value = result.value
     if not isinstance(value, Tensor):
-        raise _broken(hook, turn, f"reduce() returned Reduced with a value of {type(value).__name__}, not a tensor")
-    if value.numel() != grad.numel() or value.dtype != grad.dtype:
+        raise _broken(hook, turn, f"{method}() returned Reduced with a value of {type(value).__name__}, not a tensor")
+    if value.numel() != grad.numel() or (method == "reduce" and value.dtype != grad.dtype):
         raise _broken(
             hook,
             turn,
-            f"reduce() returned {value.dtype} of {value.numel()} elements for a bucket of {grad.dtype} with {grad.numel()}",
+            f"{method}() returned {value.dtype} of {value.numel()} elements for a bucket of {grad.dtype} with {grad.numel()}",
         )
     return result
 

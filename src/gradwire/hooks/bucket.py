@@ -61,12 +61,12 @@ class BucketSpec:
 
 
 def _view(flat: Tensor, offset: int, numel: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    if _is_dense(shape, stride):
+    if is_dense(shape, stride):
         return flat.as_strided(shape, stride, flat.storage_offset() + offset)
     return flat.narrow(0, offset, numel).view(shape)
 
 
-def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether the elements fill their memory without gaps or overlap, in whatever order (channels_last does)."""
     expected = 1
     for step, length in sorted((s, n) for s, n in zip(stride, shape, strict=True) if n > 1):

@@ -29,8 +29,9 @@ def chain(*parts: Stage | CommHook) -> CommHook:
             if stage.averages and hook == Mean():
                 hook = stage
                 continue
+            why = f": {stage.alone}" if stage.alone else ""
             raise UsageTypeError(
-                f"chain(...): {stage!r} communicates by itself, so {hook!r} to the right of it would never be reached. "
+                f"chain(...): {stage!r} communicates by itself{why}; so {hook!r} to the right of it would never be reached. "
                 "End the chain with it."
             )
         if not callable(stage):

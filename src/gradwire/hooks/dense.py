@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.collectives import ReduceOp, all_reduce
+from gradwire.collectives import ReduceOp, all_gather_into_tensor, all_reduce, reduce_scatter_tensor
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.elements import padded, refuse_sparse
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,46 @@ def mean() -> CommHook:
 
 
 @dataclass(frozen=True, slots=True)
+class ReduceScatterMean(CommHook):
+    """See `reduce_scatter_mean`."""
+
+    collectives = 2
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        """Average a slice each, then gather the slices."""
+        refuse_sparse(grad, self, turn.spec)
+        label, size = f"bucket {turn.spec.index}", turn.world_size
+        row = padded(grad, size)
+        mine = grad.new_empty(row.numel() // size)
+        yield reduce_scatter_tensor(mine, row, op=ReduceOp.AVG, label=label)
+        if turn.divisor is not None:
+            mine.mul_(turn.share)
+        value = row if turn.donated or row is not grad else torch.empty_like(row)
+        yield all_gather_into_tensor(value, mine, label=label)
+        return Reduced(value[: grad.numel()], grad)
+
+    def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        """Two times (n - 1) slices."""
+        return 2 * (world_size - 1) * -(-spec.numel // world_size) * spec.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return "reduce_scatter_mean()"
+
+
+def reduce_scatter_mean() -> CommHook:
+    """The plain average as a reduce-scatter and an all-gather, for engines that are better at these than at an all-reduce.
+
+    On the wire: 2 (n - 1) slices of ceil(numel / n) elements, n being the ranks: as `mean`, but for the padding.
+    """
+    return ReduceScatterMean()
+
+
+@dataclass(frozen=True, slots=True)
 class WeightedMean(CommHook):
     """See `weighted_mean`."""
 
     collectives = 1
+    weighs = True
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """One all-reduce of the weighted gradient with the weight behind it."""
@@ -107,7 +144,10 @@ class Cast(Wrapped):
         """Convert, reduce, convert back."""
         spec = self.inside(turn.spec)
         value, sent = yield from self.inner.reduce(grad.to(spec.dtype), state, replace(turn, spec=spec))
-        return Reduced(value.to(grad.dtype), sent.to(grad.dtype))
+        value = value.to(grad.dtype)
+        return Reduced(
+            value, value if turn.donated else sent.to(grad.dtype)
+        )  # nobody asks for `sent` of what is donated
 
     def __repr__(self) -> str:
         return f"cast({self.dtype}) > {self.inner!r}"
@@ -116,8 +156,15 @@ class Cast(Wrapped):
 def cast(dtype: torch.dtype) -> Stage:
     """Reduce in `dtype`, such as torch.bfloat16, and convert back. On the wire: itemsize(dtype) / itemsize(grad) of it.
 
-    Complex gradients are left as they are.
+    What is larger than the largest number of `dtype` becomes infinite, as in torch's fp16_compress_hook: for torch.float16 that
+    is 65504 for the sum over all ranks, and what is below 6e-8 becomes zero. `scaled_cast` moves gradients into that range
+    first, for one more, tiny, collective. Complex gradients are left as they are.
     """
     if not dtype.is_floating_point:
         raise UsageError(f"cast({dtype}): not a floating-point dtype. Use torch.bfloat16 or torch.float16.")
+    if dtype.itemsize == 1:
+        raise UsageError(
+            f"cast({dtype}): 8 bits hold too small a range of numbers for gradients as they come, and no engine adds them up well. "
+            f"Use scaled_cast({dtype})."
+        )
     return lambda inner: Cast(inner, dtype)

@@ -2,9 +2,14 @@
 
 Note [Where a reduction runs]
 On CUDA, if the group orders streams, it runs straight through in the caller's thread under a side stream: `wait` then does
-not block the host, so the whole hook is enqueued while backward goes on. Elsewhere a hook of one collective is submitted at
-once and finished by whoever waits for it; a hook of several runs on the group's lane, one bucket after another, so that all
-ranks submit their collectives in the same order whatever the timing.
+not block the host, so the whole hook is enqueued while backward goes on. Elsewhere a hook of no collective is done at once; a
+hook of one is submitted at once and finished by whoever waits for it; a hook of several runs on the group's lane, one bucket
+after another, so that all ranks submit their collectives in the same order whatever the timing.
+
+Note [Scopes]
+A reduction may yield collectives of the ranks of one host, or of one rank per host. A group that knows of hosts (`group.layout`)
+takes them as they are, in order with all others, and hooks are told of the hosts. To any other group all ranks are one host: what
+is meant for the host is for all, and between hosts there is nobody to send to.
 """
 
 from __future__ import annotations
@@ -13,12 +18,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective
+from gradwire.collectives import Collective, Scope
+from gradwire.collectives.reference import perform
 from gradwire.errors import CollectiveTimeout, HookError
 from gradwire.groups.base import Group
 from gradwire.groups.lane import Lane
@@ -33,7 +40,37 @@ class Pending(Protocol):
         """The averaged gradient, flat; raises what went wrong."""
 
 
-def run(reduction: Reduction, carry_out: Callable[[Collective], Work]) -> Reduced:
+class Awaitable(Protocol):
+    """What is waited for between two steps of a reduction: a Work, or something that is over already."""
+
+    def wait(self) -> object:
+        """Return when it is over."""
+
+
+class _Over:
+    def wait(self) -> None:
+        """It is."""
+
+
+def _on(group: Group, carry_out: Callable[[Collective], Work]) -> Callable[[Collective], Awaitable]:
+    """`carry_out` for collectives of any scope. See Note [Scopes]."""
+    if group.layout is not None:
+        return carry_out
+
+    def carry_out_here(op: Collective) -> Awaitable:
+        if op.scope is Scope.WORLD:
+            return carry_out(op)
+        op.check(*((group.rank, group.size) if op.scope is Scope.INSIDE else (0, 1)))
+        plain = op.among(Scope.WORLD)
+        if op.scope is Scope.INSIDE:
+            return carry_out(plain)
+        perform([plain])
+        return _Over()
+
+    return carry_out_here
+
+
+def run(reduction: Reduction, carry_out: Callable[[Collective], Awaitable]) -> Reduced:
     """Advance to the end, waiting for each collective."""
     try:
         op = next(reduction)
@@ -49,6 +86,11 @@ def run(reduction: Reduction, carry_out: Callable[[Collective], Work]) -> Reduce
         return result
 
 
+def start_single(reduction: Reduction, group: Group, hook: str) -> Pending:
+    """A reduction of one collective, submitted now in the caller's thread and finished by whoever waits for it."""
+    return _Single(reduction, group, hook)
+
+
 class Driver:
     """Launches reductions of one group, in bucket order."""
 
@@ -61,9 +103,13 @@ class Driver:
 
     def launch(self, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Pending:
         """Start reducing `grad`; never waits for another rank, except on groups that block in `submit`."""
+        if self.group.layout is not None:
+            turn = replace(turn, hosts=self.group.layout)
         if grad.device.type == "cuda" and self.group.orders_streams(grad.device):
             return self._launch_on_stream(hook, grad, state, turn)
         reduction = begin(hook, grad, state, turn)
+        if hook.collectives == 0:
+            return _Done(reduction, repr(hook))
         if hook.collectives == 1:
             return _Single(reduction, self.group, repr(hook))
         return _OnLane(reduction, self.group, self._lane, turn)
@@ -77,7 +123,7 @@ class Driver:
         with torch.cuda.stream(side):
             # The allocator must not hand the bucket's memory out again before the side stream is done with it.
             grad.record_stream(side)
-            value = run(begin(hook, grad, state, turn), self.group.submit).value
+            value = run(begin(hook, grad, state, turn), _on(self.group, self.group.submit)).value
             event = torch.cuda.Event()
             event.record(side)
         return _OnStream(value, event)
@@ -103,6 +149,20 @@ class Driver:
         self._finalizer()
 
 
+class _Done:
+    """Nothing had to be communicated."""
+
+    def __init__(self, reduction: Reduction, hook: str) -> None:
+        self._hook = hook
+        self._value = run(reduction, self._refuse).value
+
+    def wait(self) -> Tensor:
+        return self._value
+
+    def _refuse(self, op: Collective) -> Work:
+        raise HookError(f"communication hook {self._hook} says collectives = 0 but yielded {op}.", hook=self._hook)
+
+
 class _Single:
     """One collective, submitted at once; what follows it runs in the waiter's thread."""
 
@@ -112,13 +172,13 @@ class _Single:
         op = next(reduction, None)
         if op is None:
             raise HookError(f"communication hook {hook} says collectives = 1 but yielded none.", hook=hook)
-        self._work = group.submit(op)
+        self._work = _on(group, group.submit)(op)
 
     def wait(self) -> Tensor:
         self._work.wait()
         return run(self._reduction, self._refuse).value
 
-    def _refuse(self, op: Collective) -> Work:
+    def _refuse(self, op: Collective) -> Awaitable:
         raise HookError(
             f"communication hook {self._hook} says collectives = 1 but yielded a second one, {op}.", hook=self._hook
         )
@@ -138,7 +198,7 @@ class _OnLane:
         def job() -> None:
             try:
                 with torch.no_grad():
-                    self._value = run(reduction, group.run).value
+                    self._value = run(reduction, _on(group, group.run)).value
             except BaseException as error:
                 self._error = error
             finally:

@@ -41,6 +41,11 @@ class ErrorFeedback(Wrapped):
             raise UsageError(
                 f"error_feedback() around {self.inner!r}: there gradients stay on their rank, so there is no error to feed back."
             )
+        if self.inner.distorts:
+            raise UsageError(
+                f"error_feedback() around {self.inner!r}: a hook inside changes gradients on purpose, and what it took away or "
+                "added would be made up for in the next step. Put clip() and add_noise() to the left of error_feedback()."
+            )
 
     def init(self, spec: BucketSpec) -> Any:
         """Nothing is owed yet."""
@@ -65,6 +70,10 @@ class ErrorFeedback(Wrapped):
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
         """The residual, which is zero for parameters that are not in it, and the inner hook's state."""
         return _Memory(join_flat(pick(saved, "residual"), spec), self.inner.load(pick(saved, "inner"), spec))
+
+    def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Not the residual, which is what its rank has not sent; the inner hook's."""
+        return bundle(inner=self.inner.shared(pick(saved, "inner")))
 
     def __repr__(self) -> str:
         return f"error_feedback() > {self.inner!r}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -191,6 +191,26 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Use another gradwire hook from the next step on; every rank calls it after the same step with an equal hook."""
         self.replica.set_hook(hook)
         self._comm_hooks[:] = [(hook, None)]  # the same list: the logger reads it
+
+    def hook_state_dict(self) -> dict[str, Any]:
+        """The gradwire hook's state on this rank, by parameter name. Each rank saves its own: see `Replica.hook_state_dict`."""
+        return self.replica.hook_state_dict()
+
+    def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from a saved hook state; every rank calls it, between steps: see `Replica.load_hook_state_dict`."""
+        self.replica.load_hook_state_dict(saved)
+
+    def attach_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Have the outer steps of hooks such as `hooks.diloco` after this optimizer's: see `Replica.attach_optimizer`."""
+        self.replica.attach_optimizer(*optimizers)
+
+    def outer_step(self) -> None:
+        """Say that the optimizer has made a step, where none was attached: see `Replica.outer_step`."""
+        self.replica.outer_step()
+
+    def average_parameters(self) -> None:
+        """Make the parameters their mean over all ranks, after a hook that leaves them different; every rank calls it."""
+        self.replica.average_parameters()
 
     def set_weight(self, weight: float) -> None:
         """How much this rank's gradient counts under `hooks.weighted_mean()`: usually the number of samples in its batch."""

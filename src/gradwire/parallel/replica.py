@@ -8,9 +8,8 @@ It knows modules and policies. It does not know torch's flags (`ddp.py` turns th
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parameter import UninitializedParameter
 
 from gradwire.autograd.graph import reachable_parameters
-from gradwire.collectives import all_gather_into_tensor
+from gradwire.collectives import broadcast
 from gradwire.errors import HookError, UsageError
 from gradwire.groups.base import Group
 from gradwire.groups.completion import name_of
@@ -27,6 +26,10 @@ from gradwire.hooks.base import CommHook, Turn
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.dense import mean
 from gradwire.hooks.drive import Driver, Pending
+from gradwire.hooks.outer import OuterHook, check_outer
+from gradwire.hooks.outer_half import OuterHalf, after_every_step
+from gradwire.hooks.states import States, to_dict
+from gradwire.hooks.together import load_together, odd_ones_out
 from gradwire.interop.torch_hooks import TorchHook, TorchHookRun
 from gradwire.interop.untraced import untraced_call
 from gradwire.parallel.attach import attach_ready, hear_backward
@@ -70,13 +73,16 @@ class Replica:
         self.weight = 1.0
         self.divisor: int | None = None
         self.hook: CommHook = hook or mean()
+        check_outer(self.hook, "replicate")
         self.torch_hook: tuple[TorchHook, Any] | None = None
         self.scale_check = scale_check
         self.sink_clones = True
         self._buckets = buckets or Buckets()
         self._driver = Driver(group)
-        self._states: dict[int, Any] = {}
+        self._states = States(self.hook)
         self._steps: dict[int, int] = {}
+        self._outer: OuterHalf | None = None
+        self._attended = False
         self.sync_buffers_next = True
         self._skip_unused = skip_unused
         self._has_buffers = any(n not in self.ignore for n, _ in module.named_buffers())
@@ -97,11 +103,11 @@ class Replica:
             skip_unused=skip_unused,
         )
         self.reducer.may_be_silent = True
-        self._layout_before = self.reducer.layout
         self.reducer.on_relayout.append(_weak_relayout(self))
         if graph is Graph.STATIC:
             self.reducer.learn_static_graph()
         self.handles = attach_ready(self.parameters, self.reducer, undefined_too=graph is not Graph.ALL_USED)
+        self._start_afresh()
 
     @property
     def module(self) -> nn.Module:
@@ -123,41 +129,128 @@ class Replica:
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def set_hook(self, hook: CommHook) -> None:
-        """Use another hook from the next step on. Every rank must call it, between the same steps, with an equal hook."""
+        """Use another hook from the next step on. Every rank must call it, between the same steps, with an equal hook.
+
+        After a hook that leaves gradients on their rank the parameters are averaged first.
+        """
         if not isinstance(hook, CommHook):
             raise HookError(f"set_hook({hook!r}): not a CommHook. register_comm_hook takes functions in torch's form.")
-        if self.reducer.machine.state in (State.RUNNING, State.LAUNCHED):
-            raise HookError(f"set_hook({hook!r}) during backward. Call it between steps.")
-        self._agree_on(hook)
-        self.use_hook(hook)
-
-    def use_hook(self, hook: CommHook | tuple[TorchHook, Any]) -> None:
-        """Use this hook, with states of its own; a function in torch's form comes with its state."""
-        if isinstance(hook, CommHook):
-            self.hook, self.torch_hook = hook, None
-        else:
-            self.torch_hook = hook
-        self.reducer.may_be_silent = self.torch_hook is None  # torch's hooks see parameters, and may write to `.grad`
-        self._forget_states()
-
-    def _agree_on(self, hook: CommHook) -> None:
-        digest = hashlib.sha256(f"{hook!r} at step {self.reducer.steps}".encode()).digest()
-        device = self._device()
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
-        everybody = torch.empty(self.group.size * 32, dtype=torch.uint8, device=device)
-        self.group.submit(all_gather_into_tensor(everybody, mine, label="set_hook")).wait()
-        odd = [r for r, row in enumerate(everybody.view(self.group.size, 32)) if not torch.equal(row, mine)]
+        check_outer(hook, "set_hook")
+        self._check_between_steps(f"set_hook({hook!r})")
+        said = f"{hook!r} at step {self.reducer.steps}"
+        odd = odd_ones_out(self.group, said, device=self._device(), label="set_hook")
         if odd:
             raise HookError(
                 f"set_hook({hook!r}) at step {self.reducer.steps} on rank {self.group.rank}: ranks {odd} set another hook or "
                 "are at another step. Nothing was changed; call it with equal hooks after the same step on every rank."
             )
+        if self._outer is not None:
+            self._outer.average()
+        self.use_hook(hook)
+
+    def use_hook(self, hook: CommHook | tuple[TorchHook, Any]) -> None:
+        """Use this hook, with states of its own; a function in torch's form comes with its state."""
+        if isinstance(hook, CommHook):
+            check_outer(hook, "register_comm_hook")
+            self.hook, self.torch_hook = hook, None
+        else:
+            self.torch_hook = hook
+        self.reducer.may_be_silent = self.torch_hook is None  # torch's hooks see parameters, and may write to `.grad`
+        self._start_afresh()
+
+    def _check_between_steps(self, doing: str) -> None:
+        if self.reducer.machine.state in (State.RUNNING, State.LAUNCHED):
+            raise HookError(f"{doing} during backward. Call it between steps.")
+
+    def _start_afresh(self, step: int = 0) -> None:
+        """The hook begins, without states; parameters are the same on every rank."""
+        self._use_states(States(self.hook, step=step))
+
+    def _use_states(self, states: States, saved: Mapping[str, Any] | None = None) -> None:
+        self._states = states
+        self._steps.clear()
+        self._outer = None
+        if self.torch_hook is None and isinstance(self.hook, OuterHook):
+            named = zip(self.names, self.parameters, strict=True)
+            self._outer = OuterHalf(self.hook, self.group, named, states=states, saved=saved)
+            self._outer.attended = self._attended
+
+    # -- hook states -----------------------------------------------------------------------------------------------------
+
+    def hook_state_dict(self) -> dict[str, Any]:
+        """The hook's state on this rank, by parameter name, for `torch.save`: each rank saves its own.
+
+        `load_hook_state_dict` takes it in a world of any size: see Note [Whose state it is] in `hooks/states.py`.
+        """
+        self._check_own_hook("hook_state_dict")
+        if self._outer is not None:
+            return self._outer.state_dict()
+        return to_dict(self._states, rank=self.group.rank, step=self._step())
+
+    def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from a state that `hook_state_dict` gave. Every rank calls it, between steps, under the hook that saved it.
+
+        A rank takes its own state whole; of another rank's, only what all ranks share, so a new rank loads that of rank 0.
+        """
+        self._check_own_hook("load_hook_state_dict")
+        self._use_states(load_together(saved, self.hook, self.group, device=self._device()), saved)
+
+    def _check_own_hook(self, doing: str) -> None:
+        self._check_between_steps(f"{doing}()")
+        if self.torch_hook is not None:
+            name = name_of(self.torch_hook[0])
+            raise HookError(
+                f"{doing}(): the model has the hook {name} in torch's form, which keeps its state itself. Save the state that you "
+                "registered it with.",
+                hook=name,
+            )
+
+    def _step(self) -> int:
+        """How many times the buckets have been reduced."""
+        return max(self._steps.values(), default=self._states.step)
+
+    # -- outer steps -----------------------------------------------------------------------------------------------------
+
+    def attach_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Have outer steps, of hooks such as `diloco`, after the steps of this optimizer (of several: when all have made one).
+
+        Without an optimizer it only says that you call `outer_step()` after every step yourself. With other hooks it does nothing.
+        """
+        weak = weakref.ref(self)
+
+        def stepped() -> None:
+            owner = weak()
+            if owner is not None:
+                owner.outer_step()
+
+        self.handles += after_every_step(optimizers, self.parameters, stepped)
+        self._attended = True
+        if self._outer is not None:
+            self._outer.attended = True
+
+    def outer_step(self) -> None:
+        """The optimizer has made a step: communicate, if the hook has an outer half and it is time. Every rank calls it."""
+        if self._outer is None:
+            return
+        try:
+            self._outer.optimizer_stepped()
+        except BaseException as error:
+            self.reducer.fail(error)
+            raise
+
+    def average_parameters(self) -> None:
+        """Make the parameters their mean over all ranks: at the end of training with a hook that leaves them different."""
+        with self.hears_of_failures():
+            if self._outer is not None:
+                self._outer.average()
 
     def start(self, bucket: GradBucket) -> Pending:
         """Begin the reduction of one bucket."""
         number = bucket.index()
-        step = self._steps.get(number, 0)
+        step = self._steps.get(number, self._states.step)
         self._steps[number] = step + 1
+        if self._outer is not None:
+            return self._start_inner(bucket, self._outer)
         policy = self.scale_check
         if policy is None or step % policy.every:
             return self._start(bucket, step)
@@ -174,10 +267,17 @@ class Replica:
 
     def start_own(self, bucket: GradBucket, hook: CommHook, step: int = 0) -> Pending:
         """Begin a reduction with one of our hooks."""
-        number = bucket.index()
-        if number not in self._states:
-            self._states[number] = hook.init(bucket.spec)
-        turn = Turn(
+        state = self._states.of(bucket.spec)
+        return self._driver.launch(hook, bucket.buffer(), state, self._turn(bucket, step))
+
+    def _start_inner(self, bucket: GradBucket, outer: OuterHalf) -> Pending:
+        """The gradient half of a hook whose state is that of its outer half."""
+        if bucket.index() == 0:
+            outer.backward_begins()
+        return self._driver.launch(outer.hook, bucket.buffer(), None, self._turn(bucket, outer.step))
+
+    def _turn(self, bucket: GradBucket, step: int) -> Turn:
+        return Turn(
             bucket.spec,
             self.group.rank,
             self.group.size,
@@ -186,17 +286,13 @@ class Replica:
             divisor=self.divisor,
             weight=self.weight,
         )
-        return self._driver.launch(hook, bucket.buffer(), self._states[number], turn)
 
-    def move_states(self, layout: BucketLayout) -> None:
+    def move_states(self) -> None:
         """Buckets were rebuilt: hook states follow their parameters."""
-        if self._states:
-            saved: dict[str, Any] = {}
-            for spec in self._layout_before.buckets:
-                if spec.index in self._states:
-                    saved.update(self.hook.save(self._states[spec.index], spec))
-            self._states = {spec.index: self.hook.load(saved, spec) for spec in layout.buckets}
-        self._steps = dict.fromkeys(range(len(layout.members)), max(self._steps.values(), default=0))
+        self._states.step = self._step()
+        self._steps.clear()
+        if self._outer is None:
+            self._states.take_apart()
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -226,7 +322,6 @@ class Replica:
             self.recover()
         self.reducer.forget_strays()
         if torch.is_grad_enabled():
-            self._layout_before = self.reducer.layout
             self.reducer.rebuild()
 
     @untraced_call
@@ -252,17 +347,17 @@ class Replica:
         """After a step that failed on some rank: meet the others, and make the replicas equal again.
 
         Some ranks may have stepped their optimizer and some not, so parameters and buffers are taken from rank 0. Hooks
-        start afresh: their states and steps may differ between ranks too.
+        start afresh, at rank 0's step: some ranks' states have seen the failed step and some not, and a hook may have been
+        stopped halfway through writing one. What is lost with a residual is what was not sent yet, about one gradient.
         """
         self._driver.drain(self.group.timeout)
         self.group.recover()
-        self._forget_states()
+        step = self._step() if self._outer is None else self._outer.step
         self.reducer.start_over()
         self.broadcast_state()
-
-    def _forget_states(self) -> None:
-        self._states.clear()
-        self._steps.clear()
+        agreed = torch.tensor([step], device=self._device())
+        self.group.submit(broadcast(agreed, src=0, label="recovery")).wait()
+        self._start_afresh(int(agreed.item()))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -321,7 +416,10 @@ class Replica:
         self._driver.close()
         self._driver = Driver(group)
         self.reducer.move_to_group(group)
-        self._forget_states()
+        if self._outer is not None:
+            self._outer.group = group
+            self._outer.average()
+        self._start_afresh()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy or a pickle of a replicated module is an ordinary module: None stands in this one's place."""
@@ -354,7 +452,7 @@ def _weak_relayout(replica: Replica) -> Callable[[BucketLayout], None]:
     def relayout(layout: BucketLayout) -> None:
         owner = weak()
         if owner is not None:
-            owner.move_states(layout)
+            owner.move_states()
 
     return relayout
 

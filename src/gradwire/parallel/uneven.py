@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gradwire.collectives import ReduceOp, all_reduce
+from gradwire.errors import UsageError
 from gradwire.hooks.bucket import GradBucket
 from gradwire.interop.join import Join, JoinHook, ShadowHook
 from gradwire.parallel.replica import Replica
@@ -25,6 +26,12 @@ class Uneven:
 
     def context(self, model: Any, divide: bool, enable: bool, throw: bool) -> AbstractContextManager[Any]:
         """The context manager around a training loop."""
+        hook = self._replica.hook
+        if enable and self._replica.torch_hook is None and hook.local:
+            raise UsageError(
+                f"join() with {hook!r}: a rank that has run out of inputs makes no steps, so it would miss the outer steps of the "
+                "others. Give every rank the same number of batches."
+            )
         context: AbstractContextManager[Any] = _Join([model], enable, throw, divide_by_initial_world_size=divide)
         return context
 
@@ -49,7 +56,7 @@ class Uneven:
         return answer.item()
 
     def announce_sync(self, sync: bool) -> None:
-        """Tell the ranks that have joined whether this step's backward synchronises."""
+        """Tell the ranks that have joined whether this step's backward synchronises, and so how many ranks still train."""
         self._ask(float(sync), ReduceOp.SUM)
 
     def common_rank(self, candidate: bool) -> int:
@@ -63,11 +70,13 @@ class Uneven:
         ddp = self._ddp()
         if ddp is not None and ddp.will_sync_module_buffers():
             replica.sync_buffers(self.common_rank(False))
-        replica.sync_buffers_next = self._ask(0.0, ReduceOp.SUM) > 0
+        training = int(self._ask(0.0, ReduceOp.SUM))
+        replica.sync_buffers_next = training > 0
         if not replica.sync_buffers_next:
             return
-        # The same collectives as the others: a mean over all ranks, or a sum of what they have divided; and no weight.
-        replica.divisor = None if self._divide_by_all else 1
+        # The same collectives as the others, and the same result: the mean over all ranks, or over those that still train. The
+        # zeros that this rank brings have no weight.
+        replica.divisor = None if self._divide_by_all else training
         weight, replica.weight = replica.weight, 0.0
         try:
             for reduction in [replica.start(bucket) for bucket in _zeros(replica)]:

@@ -5,12 +5,13 @@ from gradwire.testing.laws import check_hook
 from gradwire.testing.leftovers import Leftovers
 from gradwire.testing.pool import RankPool, default_pool
 from gradwire.testing.ranks import kinds, run_ranks
-from gradwire.testing.simulate import Exchange, Simulation, simulate
+from gradwire.testing.simulate import Exchange, OuterSimulation, Simulation, simulate, simulate_outer
 
 __all__ = [
     "ConformanceError",
     "Exchange",
     "Leftovers",
+    "OuterSimulation",
     "RankPool",
     "Simulation",
     "check_group",
@@ -20,4 +21,5 @@ __all__ = [
     "kinds",
     "run_ranks",
     "simulate",
+    "simulate_outer",
 ]

@@ -1,8 +1,8 @@
 """`check_hook`: the laws that every communication hook keeps, tried on simulated ranks.
 
 A law is a function below that raises HookError with the numbers that break it. What a hook says of itself decides which apply:
-`local` hooks need not agree, those that `remembers` are not given error feedback on top, and `wire_bytes` and `collectives` are
-checked where they are known.
+`local` hooks need not agree, those that `remembers` or `distorts` are not given error feedback on top, and `wire_bytes` and
+`collectives` are checked where they are known.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.collectives import Layout
 from gradwire.collectives.lower import as_bytes
 from gradwire.errors import GradwireError, HookError
 from gradwire.hooks import BucketSpec, CommHook, Reduced, chain, error_feedback
@@ -34,6 +35,7 @@ class Trial:
     ranks: int
     seed: int
     steps: int
+    hosts: Layout | None = None
 
     def gradients(self, step: int = 0) -> list[Tensor]:
         """One per rank: normal numbers of different size on different ranks."""
@@ -43,7 +45,7 @@ class Trial:
 
     def run(self, gradients: Sequence[Tensor], states: Sequence[Any] | None = None, **named: Any) -> Simulation:
         """One step."""
-        return simulate(self.hook, gradients, spec=self.spec, states=states, **named)
+        return simulate(self.hook, gradients, spec=self.spec, states=states, hosts=self.hosts, **named)
 
     def broken(self, law: str, what: str) -> HookError:
         """What to raise."""
@@ -138,7 +140,7 @@ def mean_of_sent(trial: Trial) -> None:
 def pays_back(trial: Trial) -> None:
     """With error feedback the average over time converges to the true mean: what is owed stays bounded."""
     hook = trial.hook
-    if hook.local or (hook.remembers and not repr(hook).startswith("error_feedback()")):
+    if hook.local or hook.distorts or (hook.remembers and not repr(hook).startswith("error_feedback()")):
         return
     if not hook.remembers:
         hook = chain(error_feedback(), hook)
@@ -151,7 +153,7 @@ def pays_back(trial: Trial) -> None:
     off: list[float] = []
     short, long = 24, 120
     for step in range(long):
-        done = simulate(hook, brought, spec=trial.spec, states=states, step=step)
+        done = simulate(hook, brought, spec=trial.spec, states=states, step=step, hosts=trial.hosts)
         states = done.states
         total += done.reduced[0].value.double()
         if step + 1 in (short, long):
@@ -226,8 +228,11 @@ def check_hook(
     seed: int = 0,
     steps: int = 4,
     laws: Sequence[Law] = LAWS,
+    hosts: Sequence[Sequence[int]] | Layout | None = None,
 ) -> None:
     """Raise HookError unless `hook` keeps the laws, on simulated ranks and buckets of these shapes. No group is needed.
+
+    With `hosts`, such as [[0, 1], [2, 3]], it is tried on those ranks, in place of `world_sizes`.
 
     >>> from gradwire.hooks import cast, mean
     >>> check_hook(chain(cast(torch.bfloat16), mean()))
@@ -235,8 +240,9 @@ def check_hook(
     names = tuple(f"layer{i}.weight" for i in range(len(shapes)))
     strides = tuple(tuple(torch.empty(shape, device="meta").stride()) for shape in shapes)
     spec = BucketSpec(0, names, tuple(map(tuple, shapes)), strides, dtype, torch.device(device))
-    for ranks in world_sizes:
-        trial = Trial(hook, spec, ranks, seed, steps)
+    layout = hosts if hosts is None or isinstance(hosts, Layout) else Layout(tuple(tuple(host) for host in hosts))
+    for ranks in world_sizes if layout is None else (layout.size,):
+        trial = Trial(hook, spec, ranks, seed, steps, layout)
         for law in laws:
             try:
                 law(trial)

@@ -1,7 +1,9 @@
 """`simulate`: a hook on simulated ranks, in one thread and without a group: the third driver of generator hooks.
+`simulate_outer`: the outer half of a hook that has one.
 
-The ranks' generators advance in lockstep. Each round of what they yield is compared, as a group would, and carried out by the
-reference, so a run is the same bits every time, can be stepped through in a debugger, and tells what would be on the wire.
+The ranks' generators advance in lockstep. What they yield is compared, as a group would, when all that take part have come, and
+carried out by the reference, so a run is the same bits every time, can be stepped through in a debugger, and tells what would be
+on the wire.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective, Signature
+from gradwire.collectives import Collective, Layout, Scope, Signature
 from gradwire.collectives.agree import mismatch
 from gradwire.collectives.reference import perform
 from gradwire.collectives.traffic import sent_bytes
 from gradwire.errors import CollectiveMismatch, UsageError
-from gradwire.hooks import BucketSpec, CommHook, Reduced, Turn
+from gradwire.hooks import BucketSpec, CommHook, OuterHook, Reduced, Turn
 from gradwire.hooks.base import Reduction, begin
 
 
@@ -27,11 +29,11 @@ class Exchange:
     """One collective of a simulation."""
 
     op: Signature
-    """As rank 0 yielded it."""
+    """As the first of its ranks yielded it."""
     nbytes: tuple[int, ...]
-    """What each rank contributed to it."""
+    """What each rank contributed to it: nothing, if it takes no part."""
     sent: tuple[float, ...]
-    """What each rank had to send for it: see `collectives.traffic`."""
+    """What each rank had to send for it: see `collectives.traffic`. Where hosts were given, nothing inside a host."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,11 +69,13 @@ def simulate(
     donated: bool = False,
     divisor: int | None = None,
     weights: Sequence[float] | None = None,
+    hosts: Sequence[Sequence[int]] | Layout | None = None,
 ) -> Simulation:
     """Reduce one gradient per rank, each flat, with `hook`: one step of one bucket, on as many ranks as there are gradients.
 
     Without a `spec` the bucket holds one parameter; without `states` they come from `hook.init`. The gradients are copied
-    if they are `donated`. CollectiveMismatch says where ranks do not yield the same collectives.
+    if they are `donated`. CollectiveMismatch says where ranks do not yield the same collectives. `hosts` are the ranks of each
+    host, such as [[0, 1], [2, 3]]; without them all ranks are on one.
 
     >>> from gradwire.hooks import cast, chain, mean
     >>> done = simulate(chain(cast(torch.bfloat16), mean()), [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])])
@@ -86,7 +90,13 @@ def simulate(
             "rank, of the same length and dtype."
         )
     size = len(gradients)
-    spec = spec or _one_parameter(gradients[0])
+    layout = hosts if hosts is None or isinstance(hosts, Layout) else Layout(tuple(tuple(host) for host in hosts))
+    if layout is not None and layout.size != size:
+        raise UsageError(
+            f"simulate({hook!r}) on {size} gradients: the hosts {layout.hosts} have {layout.size} ranks. Pass one "
+            "gradient per rank."
+        )
+    spec = spec or one_parameter(gradients[0])
     states = [hook.init(spec) for _ in gradients] if states is None else list(states)
     weights = [1.0] * size if weights is None else weights
     reductions = [
@@ -94,27 +104,88 @@ def simulate(
             hook,
             g.clone() if donated else g,
             state,
-            Turn(spec, rank, size, step, donated=donated, divisor=divisor, weight=weight),
+            Turn(spec, rank, size, step, donated=donated, divisor=divisor, weight=weight, hosts=layout),
         )
         for rank, (g, state, weight) in enumerate(zip(gradients, states, weights, strict=True))
     ]
+    reduced, exchanges = _in_lockstep(_Scopes(f"simulate({hook!r})", size, layout), reductions)
+    return Simulation(reduced, tuple(states), exchanges)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OuterSimulation:
+    """What `simulate_outer` found."""
+
+    parameters: tuple[Tensor, ...]
+    """Each rank's, after the outer step."""
+    states: tuple[Any, ...]
+    """Each rank's state afterwards: pass them to the next outer step."""
+    exchanges: tuple[Exchange, ...]
+    """The collectives, in order."""
+
+    @property
+    def wire_bytes(self) -> float:
+        """The bytes that the busiest rank had to send: what `OuterHook.outer_wire_bytes` foretells."""
+        return max(map(sum, zip(*(e.sent for e in self.exchanges), strict=True)), default=0.0)
+
+
+@torch.no_grad()
+def simulate_outer(
+    hook: OuterHook,
+    parameters: Sequence[Tensor],
+    *,
+    start: Tensor | None = None,
+    spec: BucketSpec | None = None,
+    states: Sequence[Any] | None = None,
+    step: int = 0,
+) -> OuterSimulation:
+    """One outer step of one bucket of parameters, each rank's flat, on as many ranks as there are.
+
+    Without `states` the ranks have gone to `parameters` from `start` (from zeros, without). `step` counts outer steps.
+
+    >>> from gradwire.hooks import local_sgd
+    >>> simulate_outer(local_sgd(every=4), [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])]).parameters
+    (tensor([2., 4.]), tensor([2., 4.]))
+    """
+    size = len(parameters)
+    spec = spec or one_parameter(parameters[0])
+    turns = [Turn(spec, rank, size, step, donated=True) for rank in range(size)]
+    if states is None:
+        states = [hook.init(spec) for _ in parameters]
+        for state, turn in zip(states, turns, strict=True):
+            hook.begin(torch.zeros_like(parameters[0]) if start is None else start.clone(), state, turn)
+    each = list(zip(parameters, states, turns, strict=True))
+    outer = [begin(hook, p.clone(), state, turn, method="after_step") for p, state, turn in each]
+    reduced, exchanges = _in_lockstep(_Scopes(f"simulate_outer({hook!r})", size, None), outer)
+    moved = tuple(
+        hook.settle(p, came.value, state, turn).to(p.dtype, copy=True)
+        for (p, state, turn), came in zip(each, reduced, strict=True)
+    )
+    return OuterSimulation(moved, tuple(states), exchanges)
+
+
+def _in_lockstep(scopes: _Scopes, reductions: Sequence[Reduction]) -> tuple[tuple[Reduced, ...], tuple[Exchange, ...]]:
+    """Advance all ranks together to their ends."""
+    size = len(reductions)
     exchanges: list[Exchange] = []
+    moves: list[Collective | Reduced | None] = [None] * size
     try:
         while True:
-            moves = [_advance(reduction, rank) for rank, reduction in enumerate(reductions)]
-            ops = [move for move in moves if isinstance(move, Collective)]
-            if not ops:
-                return Simulation(tuple(m for m in moves if isinstance(m, Reduced)), tuple(states), tuple(exchanges))
-            _check(hook, moves, ops)
-            perform(ops)
-            sent = tuple(sent_bytes(op, rank, size) for rank, op in enumerate(ops))
-            exchanges.append(Exchange(ops[0].signature, tuple(op.nbytes for op in ops), sent))
+            moves = [_advance(reductions[rank], rank) if move is None else move for rank, move in enumerate(moves)]
+            if all(isinstance(move, Reduced) for move in moves):
+                return tuple(m for m in moves if isinstance(m, Reduced)), tuple(exchanges)
+            for members in scopes.ready(moves):
+                ops = [move for move in (moves[rank] for rank in members) if isinstance(move, Collective)]
+                exchanges.append(scopes.exchange(members, ops))
+                for rank in members:
+                    moves[rank] = None
     finally:
         for reduction in reductions:
             reduction.close()
 
 
-def _one_parameter(gradient: Tensor) -> BucketSpec:
+def one_parameter(gradient: Tensor) -> BucketSpec:
+    """The bucket that holds nothing but `gradient`."""
     shape = tuple(gradient.shape) if gradient.is_sparse else (gradient.numel(),)
     stride = tuple(torch.empty(shape, device="meta").stride())
     return BucketSpec(0, ("parameter",), (shape,), (stride,), gradient.dtype, gradient.device, gradient.is_sparse)
@@ -132,24 +203,64 @@ def _advance(reduction: Reduction, rank: int) -> Collective | Reduced:
         raise
 
 
-def _check(hook: CommHook, moves: Sequence[Collective | Reduced], ops: Sequence[Collective]) -> None:
-    """Raise unless all ranks yielded the same collective. Labels are for people, as in a group."""
-    where = f"simulate({hook!r})"
-    ended = [rank for rank, move in enumerate(moves) if isinstance(move, Reduced)]
-    if ended:
-        going_on = {rank: move.signature for rank, move in enumerate(moves) if isinstance(move, Collective)}
-        raise CollectiveMismatch(
-            f"{where}: ranks {ended} have returned, but {', '.join(f'rank {r} yields {s}' for r, s in going_on.items())}. "
-            "All ranks must yield the same collectives in the same order.",
-            ops=going_on,
-        )
-    for rank, op in enumerate(ops):
+class _Scopes:
+    """Which ranks meet in a collective, and what happens when they do."""
+
+    def __init__(self, where: str, size: int, layout: Layout | None) -> None:
+        self.where = where
+        self.size = size
+        self.layout = layout
+
+    def members(self, rank: int, op: Collective) -> tuple[int, ...]:
+        """The ranks that must come for what `rank` has yielded."""
+        layout = self.layout
         if op.kind.is_p2p:
             raise UsageError(
-                f"{where}: rank {rank} yields {op}. Only collectives, in which all take part, are simulated."
+                f"{self.where}: rank {rank} yields {op}. Only collectives, in which all take part, are simulated."
             )
-        op.check(rank, len(ops))
-    signatures = [op.signature for op in ops]
-    error = mismatch(where, signatures, compared=[replace(s, label="") for s in signatures])
-    if error is not None:
-        raise error
+        if op.scope is Scope.WORLD or (layout is None and op.scope is Scope.INSIDE):
+            return tuple(range(self.size))
+        if layout is None:
+            return (rank,)
+        host, index = layout.place(rank)
+        if op.scope is Scope.INSIDE:
+            return layout.hosts[host]
+        if index >= layout.width:
+            raise UsageError(
+                f"{self.where}: rank {rank} yields {op}, but is no carrier: the first {layout.width} ranks of each host talk to "
+                "other hosts. Ask turn.hosts."
+            )
+        return tuple(ranks[index] for ranks in layout.hosts)
+
+    def ready(self, moves: Sequence[Collective | Reduced | None]) -> list[tuple[int, ...]]:
+        """The sets of ranks that have all come. Raises if there is none: nobody could go on."""
+        going_on = {rank: move for rank, move in enumerate(moves) if isinstance(move, Collective)}
+        wanted = {rank: self.members(rank, op) for rank, op in going_on.items()}
+        found = dict.fromkeys(m for m in wanted.values() if all(wanted.get(rank) == m for rank in m))
+        if found:
+            return list(found)
+        signatures = {rank: op.signature for rank, op in going_on.items()}
+        yielding = ", ".join(f"rank {r} yields {s}" for r, s in signatures.items())
+        ended = [rank for rank, move in enumerate(moves) if isinstance(move, Reduced)]
+        problem = f"ranks {ended} have returned, but {yielding}" if ended else f"ranks wait for each other: {yielding}"
+        raise CollectiveMismatch(
+            f"{self.where}: {problem}. All ranks must yield the same collectives in the same order.", ops=signatures
+        )
+
+    def exchange(self, members: Sequence[int], ops: Sequence[Collective]) -> Exchange:
+        """Carry out what all members have yielded, if it is the same. Labels are for people, as in a group."""
+        for place, op in enumerate(ops):
+            op.check(place, len(ops))
+        signatures = [op.signature for op in ops]
+        error = mismatch(
+            self.where, signatures, compared=[replace(s, label="") for s in signatures], ranks=list(members)
+        )
+        if error is not None:
+            raise error
+        perform(ops)
+        nbytes, sent = [0] * self.size, [0.0] * self.size
+        for place, (rank, op) in enumerate(zip(members, ops, strict=True)):
+            nbytes[rank] = op.nbytes
+            if self.layout is None or op.scope is not Scope.INSIDE:
+                sent[rank] = sent_bytes(op, place, len(ops))
+        return Exchange(signatures[0], tuple(nbytes), tuple(sent))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,19 +16,6 @@ from gradwire.errors import UsageTypeError
 from gradwire.groups import Group, ThreadGroup
 from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, as_torch_hook, cast, chain, mean
 from gradwire.testing import run_ranks
-
-STOCK = Path(__file__).parents[2] / "equivalence" / "stock" / "conftest.py"
-
-
-@pytest.fixture(scope="module")
-def torch_world() -> Callable[..., Any]:
-    """`dist` initialised on the ranks of a group, as the tests of torch's own tools have it."""
-    spec = importlib.util.spec_from_file_location("stock_worlds", STOCK)
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.torch_world
 
 
 def make_model() -> nn.Module:

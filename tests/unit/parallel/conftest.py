@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +12,6 @@ from torch import Tensor, nn
 
 from gradwire.groups import Group
 
-STOCK = Path(__file__).parents[2] / "equivalence" / "stock" / "conftest.py"
 Loss = Callable[[nn.Module], Tensor]
 
 
@@ -55,17 +50,6 @@ def local_means() -> Callable[..., dict[str, Tensor | None]]:
 def assert_gradients() -> Callable[..., None]:
     """`assert_gradients(module, expected)`."""
     return _assert_gradients
-
-
-@pytest.fixture(scope="session")
-def torch_world() -> Callable[..., Any]:
-    """`dist` initialised on the ranks of a group, as the tests of torch's own tools have it."""
-    spec = importlib.util.spec_from_file_location("stock_worlds", STOCK)
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.torch_world
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from gradwire.cli.bench import collectives, overhead, training
+from gradwire.cli.bench import collectives, overhead, overlap, training
 
 
 class Benchmark(Protocol):
@@ -19,7 +19,12 @@ class Benchmark(Protocol):
         """Measure and show, and return the exit code."""
 
 
-_BENCHMARKS: Mapping[str, Benchmark] = {"collectives": collectives, "overhead": overhead, "training": training}
+_BENCHMARKS: Mapping[str, Benchmark] = {
+    "collectives": collectives,
+    "overhead": overhead,
+    "overlap": overlap,
+    "training": training,
+}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -36,13 +36,12 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from gradwire.collectives import Collective, build
+from gradwire.collectives import Collective, Layout, Scope, build
 from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.c10d import C10dGroup
 from gradwire.groups.c10d.rollcall import RollCall
 from gradwire.groups.hierarchical.failures import bad_news, chained, for_part, told_by
-from gradwire.groups.hierarchical.layout import Layout
 from gradwire.groups.hierarchical.meeting import Build, ask_around, find_hosts
 from gradwire.groups.hierarchical.programs import TwoLevel
 from gradwire.groups.host import host_identity
@@ -59,10 +58,14 @@ class HierarchicalWork(Work):
     """A Work that knows how many collectives its rank had joined with it."""
 
     place = 0
+    known: Attendance | None = None
+    """Who had joined when a part gave it up."""
 
 
 class HierarchicalGroup(Group):
     """Ranks on several hosts. It owns its parts: closing it closes them."""
+
+    layout: Layout
 
     def __init__(
         self,
@@ -218,7 +221,8 @@ class HierarchicalGroup(Group):
         if op.device.type == "cuda":
             torch.cuda.current_stream(op.device).synchronize()
         work = self.begin(op, HierarchicalWork)
-        self._joined += 1
+        # Others may not take part in an operation of one scope, so ranks are counted by those in which all do.
+        self._joined += op.scope is Scope.WORLD
         work.place = self._joined
         work.add_done_callback(self._over)
         return work
@@ -244,6 +248,8 @@ class HierarchicalGroup(Group):
                 torch.cuda.current_stream(work.op.device).synchronize()
             work.finish()
         except CollectiveTimeout as error:
+            if work.op.scope is not Scope.WORLD:
+                work.known = _in_whole(error.joined, error.missing, self._members[part])
             late = self.ledger.timed_out(work, min(work.timeout, time.perf_counter() - work.started))
             work.fail(chained(late, error))
         except Exception as error:
@@ -310,11 +316,32 @@ class HierarchicalGroup(Group):
         """Who has joined, as of the last roll call: a wait must not hang on a slow store. The parts know only who is at a step."""
         if work.op.kind.is_p2p:
             return None if work.op.peer is None else Attendance((self.rank,), (work.op.peer,))
+        if work.op.scope is not Scope.WORLD and isinstance(work, HierarchicalWork):
+            return work.known or self._attendance_in_part(work.op.scope)
         roll = self._roll
         if roll is None or not isinstance(work, HierarchicalWork):
             return None
         joined = tuple(r for r, m in roll.members.items() if r == self.rank or m.joined >= work.place)
         return Attendance(joined, tuple(r for r in range(self.size) if r not in joined))
+
+    def _attendance_in_part(self, scope: Scope) -> Attendance | None:
+        """Who has joined the step that the part is at."""
+        part = self.inside if scope is Scope.INSIDE else self.across
+        steps = [] if part is None else list(part.ledger.pending.values())
+        known = part.attendance(steps[0]) if part is not None and steps else None
+        return None if part is None or known is None else _in_whole(known.joined, known.missing, self._members[part])
+
+    def standing(self, op: Collective) -> tuple[int, int]:
+        """This rank's place in its host, or its host's among the hosts."""
+        host, index = self.layout.place(self.rank)
+        if op.scope is Scope.INSIDE:
+            return index, len(self.layout.hosts[host])
+        if index >= self.layout.width:
+            raise UsageError(
+                f"{op} on {self}: it is no carrier; the first {self.layout.width} ranks of each host talk to other hosts. Submit "
+                "it on those only, as group.layout says."
+            )
+        return host, len(self.layout.hosts)
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
         """The same in small: sub-groups of the parts."""
@@ -458,3 +485,10 @@ def _weak_tick(group: HierarchicalGroup) -> Callable[[], None]:
             method()
 
     return tick
+
+
+def _in_whole(joined: Sequence[int] | None, missing: Sequence[int] | None, members: Sequence[int]) -> Attendance | None:
+    """What a part of `members` knows, in ranks of the whole."""
+    if joined is None or missing is None:
+        return None
+    return Attendance(tuple(members[r] for r in joined), tuple(members[r] for r in missing))

@@ -1,82 +1,12 @@
-"""Which rank is where: pure data, and the rules by which groups that a user has made fit together.
-
-Note [Lanes]
-The first `width` ranks of every host are its *carriers*: they alone talk to other hosts. The carriers with the same place in
-their hosts form a *lane*, so there are `width` lanes, each with one rank per host; a lane is one group, the `across` of its
-ranks. `width` is the size of the smallest host. Where hosts are alike every rank is a carrier, and all of them drive the link
-at once; where they are not, the ranks past `width` leave the link to the others. One leader per host is the case of one lane,
-and needs no code of its own.
-
-A rank that is no carrier speaks through one: rank i of a host belongs to lane i modulo `width`.
-"""
+"""The rules by which groups that a user has made fit together as hosts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gradwire.collectives import Layout
 from gradwire.errors import UsageError
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Ranks by host. `hosts[h]` are the ranks of host h, in the order that they have in its own group.
-
-    >>> layout = Layout(((0, 2, 4), (1, 3)))
-    >>> layout.size, layout.width, layout.place(3)
-    (5, 2, (1, 1))
-    >>> layout.lane(0, 0), layout.lane(0, 1), layout.lane(1, 1)
-    ((0, 4), (2,), (3,))
-    """
-
-    hosts: tuple[tuple[int, ...], ...]
-    lanes: int | None = None
-    """How many ranks of each host talk to others; as many as the smallest host has, where it is not said."""
-
-    def __post_init__(self) -> None:
-        ranks = [rank for host in self.hosts for rank in host]
-        if not ranks or not all(self.hosts) or sorted(ranks) != list(range(len(ranks))):
-            raise UsageError(
-                f"Layout({self.hosts}): each of the ranks from 0 up must be on one host, and no host may be empty. "
-                "Give every rank its own number, and all of them."
-            )
-        smallest = min(len(host) for host in self.hosts)
-        if self.lanes is not None and not 1 <= self.lanes <= smallest:
-            raise UsageError(
-                f"Layout({self.hosts}, lanes={self.lanes}): the smallest host has {smallest} ranks. Choose from 1 to {smallest}."
-            )
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return sum(len(host) for host in self.hosts)
-
-    @property
-    def width(self) -> int:
-        """How many lanes there are. See Note [Lanes]."""
-        return min(len(host) for host in self.hosts) if self.lanes is None else self.lanes
-
-    @property
-    def even(self) -> bool:
-        """Whether all hosts have as many ranks."""
-        return len({len(host) for host in self.hosts}) == 1
-
-    def place(self, rank: int) -> tuple[int, int]:
-        """A rank's host, and its place there."""
-        for number, host in enumerate(self.hosts):
-            if rank in host:
-                return number, host.index(rank)
-        raise UsageError(f"rank {rank} of {self}: there is no such rank. Ranks count from 0 to {self.size - 1}.")
-
-    def lane(self, host: int, number: int) -> tuple[int, ...]:
-        """The ranks of a host that speak through its carrier of lane `number`, which is the first of them."""
-        return self.hosts[host][number :: self.width]
-
-    def within(self, ranks: Sequence[int]) -> Layout:
-        """The layout of a sub-group of `ranks`, in that order."""
-        numbers = {rank: number for number, rank in enumerate(ranks)}
-        hosts = (tuple(sorted(numbers[r] for r in host if r in numbers)) for host in self.hosts)
-        return Layout(tuple(sorted(host for host in hosts if host)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from gradwire.collectives import build
+from gradwire.collectives import Layout, build
 from gradwire.errors import CollectiveTimeout
 from gradwire.groups.base import Group
-from gradwire.groups.hierarchical.layout import Layout, Report, from_reports
+from gradwire.groups.hierarchical.layout import Report, from_reports
 
 T = TypeVar("T")
 

@@ -30,11 +30,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective, Kind, ReduceOp, build
+from gradwire.collectives import Collective, Kind, Layout, ReduceOp, Scope, build
 from gradwire.collectives.lower import flat, is_plain, lower
-from gradwire.collectives.reference import cut, store, working_dtype
+from gradwire.collectives.reference import cut, perform, store, working_dtype
 from gradwire.errors import CollectiveMismatch, InternalError
-from gradwire.groups.hierarchical.layout import Layout
 
 SMALLEST_SLICE = 1024
 """Elements below which a slice is not divided further: a shorter message costs as much."""
@@ -87,11 +86,23 @@ class TwoLevel:
 
     def carry_out(self, op: Collective) -> Steps:
         """The steps that make up `op`; when they are done its outputs hold the result."""
+        if op.scope is not Scope.WORLD:
+            yield from self._in_part(op.scope, op.among(Scope.WORLD))
+            return
         if self._one_group:
             yield Step("inside", op)
             return
         for part in lower(op, rank=self.rank, size=self.size, takes=takes):
             yield from self._native(part)
+
+    def _in_part(self, scope: Scope, op: Collective) -> Steps:
+        """One step, of the part that is meant; between hosts, where there is only one, there is nobody to send to."""
+        if scope is Scope.INSIDE:
+            yield Step("inside", op)
+        elif self.others:
+            yield Step("across", op)
+        else:
+            perform([op])
 
     def _native(self, op: Collective) -> Steps:
         kind, label = op.kind, op.label

@@ -157,14 +157,7 @@ def test_labels_never_overlap():
     assert min(b - a for a, b in itertools.pairwise(places)) > 0.9 * plot._APART
 
 
-@pytest.fixture(scope="module")
-def _fonts(tmp_path_factory):
-    """Draw once: matplotlib opens its fonts then, and keeps them open for the life of the process."""
-    if importlib.util.find_spec("matplotlib") is not None:
-        plot.draw(tmp_path_factory.mktemp("fonts") / "first.png", "all_reduce", [fake()], MACHINE)
-
-
-@pytest.mark.usefixtures("_fonts")
+@pytest.mark.usefixtures("fonts")
 @pytest.mark.parametrize("kind", ["png", "svg"])
 @pytest.mark.parametrize("sweeps", [[fake()], [fake(), fake(4, without=MPI)]])
 def test_a_plot_is_drawn(tmp_path, sweeps, kind):
@@ -210,7 +203,7 @@ def test_a_wrong_result_is_found_out():
         lazy.check("lazy", 4, rank=0)
 
 
-@pytest.mark.usefixtures("_fonts")
+@pytest.mark.usefixtures("fonts")
 def test_it_measures_all_contenders(capsys, tmp_path, open_mpi):
     file = tmp_path / "collectives.json"
     argv = [*COMMAND, "--sizes", "4,4096", "--rounds", "2", "--timeout", "60", "--json", str(file)]

@@ -1,0 +1,244 @@
+"""Decoupled momentum (DeMo, arXiv 2411.19870): each rank keeps a momentum of its own and sends only its fast-moving parts.
+
+Note [What is fast]
+A momentum is cut into chunks (squares of matrices, stretches of vectors), each is turned into frequencies by a cosine
+transform, and the k largest of each chunk are sent. They are taken out of the momentum; the rest stays, grows if it lasts, and
+is sent later. So the momentum is also what error feedback would keep.
+
+Note [Chunks that do not fit]
+A length that is no multiple of the chunk is cut into chunks as equal as possible, not longer than asked for, and the few
+elements that are missing are zeros. Cutting them off after decoding only makes the error smaller, so what is sent is still the
+better part.
+
+Note [The mean of what was sent]
+A frequency that only some ranks sent is divided by the number of all ranks, as if the others had sent zero. Dividing by those who
+sent it would make more of a frequency the fewer ranks found it important, and `value` would not be the mean of `sent`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import all_gather_into_tensor
+from gradwire.errors import UsageError
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
+from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.elements import refuse_sparse, wide
+from gradwire.hooks.pairs import Format, Pairs
+from gradwire.hooks.sparse import ALONE, check_values, value_dtype
+from gradwire.hooks.state import join_flat, split_flat
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a parameter is cut into chunks: a matrix of `rows` x `columns` into tiles of `height` x `width`. A vector is one row."""
+
+    rows: int
+    columns: int
+    height: int
+    width: int
+    k: int
+    """Frequencies that are sent of each tile."""
+
+    @staticmethod
+    def of(shape: tuple[int, ...], chunk: int, k: int) -> Tiling:
+        """The tiles of a parameter of this shape; one of more than two dimensions is a matrix of its first by the rest."""
+        numel = math.prod(shape)
+        rows = shape[0] if len(shape) > 1 and numel else 1
+        columns = numel // rows
+        height, width = _chunk(rows, chunk), _chunk(columns, chunk)
+        return Tiling(rows, columns, height, width, min(k, height * width))
+
+    @property
+    def across(self) -> tuple[int, int]:
+        """Tiles from top to bottom, and from left to right."""
+        return -(-self.rows // self.height), -(-self.columns // self.width)
+
+    @property
+    def tiles(self) -> int:
+        """How many there are."""
+        return math.prod(self.across)
+
+    def cut(self, matrix: Tensor) -> Tensor:
+        """The tiles of a matrix, one after another: tiles x height x width."""
+        down, right = self.across
+        missing = (0, right * self.width - self.columns, 0, down * self.height - self.rows)
+        if any(missing):
+            matrix = torch.nn.functional.pad(matrix, missing)
+        return (
+            matrix.view(down, self.height, right, self.width)
+            .transpose(1, 2)
+            .reshape(self.tiles, self.height, self.width)
+        )
+
+    def join(self, tiles: Tensor) -> Tensor:
+        """The matrix of which these are the tiles."""
+        down, right = self.across
+        matrix = tiles.view(down, right, self.height, self.width).transpose(1, 2)
+        return matrix.reshape(down * self.height, right * self.width)[: self.rows, : self.columns]
+
+
+def _chunk(length: int, chunk: int) -> int:
+    """The length of chunks as equal as possible, none longer than `chunk`. See Note [Chunks that do not fit]."""
+    return -(-length // -(-length // chunk)) if length else 1
+
+
+def cosines(length: int, like: Tensor) -> Tensor:
+    """The orthonormal DCT-II as a matrix: row i is the cosine of frequency i."""
+    place = torch.arange(length, dtype=torch.float64)
+    basis = torch.cos(math.pi / length * (place + 0.5) * place.view(-1, 1)) * math.sqrt(2 / length)
+    basis[0] *= math.sqrt(0.5)
+    return basis.to(like)
+
+
+@dataclass(slots=True)
+class _Momentum:
+    flat: Tensor
+    cosines: dict[int, Tensor]
+    """By length; not saved, since they can be computed again."""
+
+    def basis(self, length: int) -> Tensor:
+        if length not in self.cosines:
+            self.cosines[length] = cosines(length, self.flat)
+        return self.cosines[length]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoupledMomentum(CommHook):
+    """See `decoupled_momentum`."""
+
+    decay: float
+    chunk: int
+    k: int
+    values: torch.dtype | None
+
+    collectives = 1
+    remembers = True
+    alone = ALONE
+
+    def init(self, spec: BucketSpec) -> Any:
+        """No momentum yet."""
+        return self.load({}, spec)
+
+    def reduce(self, grad: Tensor, state: _Momentum, turn: Turn) -> Reduction:
+        """Accumulate, take out the fast frequencies, gather them, turn their mean back."""
+        refuse_sparse(grad, self, turn.spec)
+        if grad.is_complex():
+            raise UsageError(
+                f"{self!r} on {turn.spec}: its gradients are complex, and their momentum's sign, which the optimizer goes by, is "
+                'not defined. Give such parameters mean(), by partition({"name.*": mean(), "*": ...}).'
+            )
+        tilings, form = self._tilings(turn.spec), self._format(turn.spec)
+        state.flat.mul_(self.decay).add_(grad)
+        chosen = [self._fastest(m, t, state, form) for m, t in self._matrices(state.flat, turn.spec, tilings)]
+        own = torch.zeros_like(state.flat)
+        self._write(own, [(pairs,) for pairs in chosen], state, turn.spec, tilings, 1)
+        state.flat.sub_(own)
+
+        packed = form.pack(Pairs(_row([c.places for c in chosen]), _row([c.values for c in chosen])))
+        gathered = packed.new_empty(turn.world_size * packed.numel())
+        yield all_gather_into_tensor(gathered, packed, label=f"bucket {turn.spec.index}")
+
+        ranks = [form.unpack(row) for row in gathered.view(turn.world_size, packed.numel())]
+        sizes = [t.tiles * t.k for t in tilings]
+        lists = zip(*(_split(pairs, sizes) for pairs in ranks), strict=True)
+        value = torch.zeros_like(state.flat)
+        self._write(value, list(lists), state, turn.spec, tilings, turn.divisor or turn.world_size)
+        return Reduced(value.to(grad.dtype), own.to(grad.dtype))
+
+    def _fastest(self, matrix: Tensor, tiling: Tiling, state: _Momentum, form: Format) -> Pairs:
+        """The k largest frequencies of each tile: their places in it, and they themselves."""
+        frequencies = tiling.cut(matrix)
+        frequencies = state.basis(tiling.height) @ frequencies @ state.basis(tiling.width).T
+        frequencies = frequencies.reshape(tiling.tiles, tiling.height * tiling.width)
+        places = torch.topk(frequencies.abs(), tiling.k, sorted=False).indices
+        return Pairs(places.to(form.places), frequencies.gather(1, places).to(form.values))
+
+    def _write(
+        self,
+        flat: Tensor,
+        lists: list[tuple[Pairs, ...]],
+        state: _Momentum,
+        spec: BucketSpec,
+        tilings: list[Tiling],
+        divisor: int,
+    ) -> None:
+        """For each parameter, the mean of what the ranks sent, turned back, into its place in `flat`."""
+        for ranks, tiling, place in zip(lists, tilings, spec.views(flat), strict=True):
+            frequencies = flat.new_zeros(tiling.tiles, tiling.height * tiling.width)
+            for places, values in ranks:  # in rank order, and no place twice in a list: the same bits everywhere
+                shape = (tiling.tiles, tiling.k)
+                frequencies.scatter_add_(1, places.view(shape).long(), values.view(shape).to(flat.dtype).div_(divisor))
+            tiles = frequencies.view(tiling.tiles, tiling.height, tiling.width)
+            tiles = state.basis(tiling.height).T @ tiles @ state.basis(tiling.width)
+            place.copy_(tiling.join(tiles).reshape(place.shape))
+
+    def _matrices(self, flat: Tensor, spec: BucketSpec, tilings: list[Tiling]) -> list[tuple[Tensor, Tiling]]:
+        return [(v.reshape(t.rows, t.columns), t) for v, t in zip(spec.views(flat), tilings, strict=True)]
+
+    def _tilings(self, spec: BucketSpec) -> list[Tiling]:
+        return [Tiling.of(shape, self.chunk, self.k) for shape in spec.shapes]
+
+    def _format(self, spec: BucketSpec) -> Format:
+        places = torch.int16 if self.chunk**2 <= torch.iinfo(torch.int16).max else torch.int32
+        return Format(value_dtype(spec, self.values), places)
+
+    def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        """(n - 1) lists of k pairs for each tile."""
+        pairs = sum(t.tiles * t.k for t in self._tilings(spec))
+        return (world_size - 1) * pairs * self._format(spec).nbytes
+
+    def error(self, spec: BucketSpec) -> float:
+        """Rounding, which a transform of many elements adds up."""
+        return max(16 * torch.finfo(spec.dtype).eps, 64 * torch.finfo(wide(spec.dtype)).eps)
+
+    def save(self, state: _Momentum, spec: BucketSpec) -> dict[str, Any]:
+        """The momentum, by parameter."""
+        return split_flat(state.flat, spec)
+
+    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
+        """The momentum; zero for parameters that are not in it."""
+        return _Momentum(join_flat(saved, spec, dtype=wide(spec.dtype)), {})
+
+    def __repr__(self) -> str:
+        return f"decoupled_momentum(decay={self.decay}, chunk={self.chunk}, k={self.k}, values={self.values})"
+
+
+def _row(parts: list[Tensor]) -> Tensor:
+    return torch.cat([p.reshape(-1) for p in parts])
+
+
+def _split(pairs: Pairs, sizes: list[int]) -> list[Pairs]:
+    return [Pairs(*both) for both in zip(pairs.places.split(sizes), pairs.values.split(sizes), strict=True)]
+
+
+def decoupled_momentum(
+    *, decay: float = 0.999, chunk: int = 64, k: int = 32, values: torch.dtype | None = None
+) -> CommHook:
+    """Decoupled momentum: send the `k` strongest frequencies of each chunk of this rank's momentum. (DeMo, arXiv 2411.19870)
+
+    Each rank adds its gradients to a momentum of its own, which is never made equal. Matrices are cut into squares of `chunk` x
+    `chunk`, vectors into stretches of `chunk`; parameters of more dimensions count as matrices of the first by the rest. Of
+    each chunk the strongest frequencies are taken out and averaged over the ranks. The average goes to `SignSGD`, the optimizer
+    that belongs to it: no other momentum, and a step by the sign only. `values` narrows the frequencies on the wire, such as
+    torch.bfloat16; what that rounds off stays in the momentum.
+
+    On the wire: (n - 1) times the number of chunks times k (2 + itemsize(values)) bytes, n being the ranks; 4 +
+    itemsize(values) where chunk is above 181. Memory: the momentum, as large as the bucket, in float32 for 16-bit gradients;
+    while it reduces, two more.
+    """
+    what = f"decoupled_momentum(decay={decay}, chunk={chunk}, k={k})"
+    if not 0 <= decay < 1:
+        raise UsageError(f"{what}: decay must be at least 0 and below 1, or the momentum grows without bound.")
+    if chunk < 1 or k < 1:
+        raise UsageError(f"{what}: chunk and k count elements. Pass 1 or more.")
+    if k > chunk**2:
+        raise UsageError(f"{what}: a chunk has only {chunk**2} frequencies. Pass a smaller k, or a larger chunk.")
+    check_values(what, values)
+    return DecoupledMomentum(decay, chunk, k, values)

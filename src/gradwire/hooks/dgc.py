@@ -1,0 +1,136 @@
+"""Deep Gradient Compression: top-k with momentum correction, factor masking, local clipping and a warm-up. (arXiv 1712.01887)"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import UsageError
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
+from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.elements import count, real, refuse_sparse, wide
+from gradwire.hooks.pairs import Format, Pairs
+from gradwire.hooks.select import largest
+from gradwire.hooks.sparse import ALONE, check_ratio, check_values, exchange, share_of, value_dtype
+from gradwire.hooks.state import bundle, join_flat, pick, split_flat
+
+START = 0.25
+"""The part that is sent in the first step of a warm-up, as in the paper."""
+
+
+@dataclass(slots=True)
+class _Accumulated:
+    velocity: Tensor
+    """u of the paper: momentum of this rank's gradients."""
+    unsent: Tensor
+    """v of the paper: the velocities that were not sent yet, added up."""
+
+
+@dataclass(frozen=True, slots=True)
+class DGC(CommHook):
+    """See `dgc`."""
+
+    ratio: float
+    momentum: float
+    warmup_steps: int
+    clip: float | None
+    values: torch.dtype | None
+
+    collectives = 1
+    remembers = True
+    alone = ALONE
+
+    def init(self, spec: BucketSpec) -> Any:
+        """Nothing has been seen."""
+        return self.load({}, spec)
+
+    def ratio_at(self, step: int) -> float:
+        """The part that is sent: it falls from a quarter to `ratio`, each step of the warm-up by the same factor."""
+        if step >= self.warmup_steps or self.ratio >= START:
+            return self.ratio
+        return START * math.pow(self.ratio / START, step / self.warmup_steps)
+
+    def reduce(self, grad: Tensor, state: _Accumulated, turn: Turn) -> Reduction:
+        """Accumulate, choose, clear what was chosen, gather, add."""
+        refuse_sparse(grad, self, turn.spec)
+        u, v = real(state.velocity), real(state.unsent)
+        g = real(grad).to(u.dtype)
+        if self.clip is not None:
+            # The sum over n ranks of gradients of norm c / sqrt(n) has norm c, if they point in different directions.
+            bound = self.clip / math.sqrt(turn.world_size)
+            g = g * (bound / torch.linalg.vector_norm(g)).clamp(max=1)
+        u.mul_(self.momentum).add_(g)
+        v.add_(u)
+        form = Format(value_dtype(turn.spec, self.values))
+        form.check(v.numel(), self)
+        places = largest(v, share_of(v.numel(), ratio=self.ratio_at(turn.step)))
+        wanted = v[places]
+        values = wanted.to(form.values)
+        v[places] = wanted - values.to(v.dtype)  # zero, but for what was rounded off
+        u[places] = 0
+        value, sent = yield from exchange(Pairs(places.to(form.places), values), form, turn)
+        return Reduced(value, sent)
+
+    def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        """(n - 1) lists of k pairs."""
+        k = share_of(count(spec), ratio=self.ratio_at(step))
+        return (world_size - 1) * k * Format(value_dtype(spec, self.values)).nbytes
+
+    def save(self, state: _Accumulated, spec: BucketSpec) -> dict[str, Any]:
+        """Both, by parameter."""
+        return bundle(velocity=split_flat(state.velocity, spec), unsent=split_flat(state.unsent, spec))
+
+    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
+        """Both; zeros for parameters that are not in it."""
+        dtype = wide(spec.dtype)
+        return _Accumulated(
+            join_flat(pick(saved, "velocity"), spec, dtype=dtype), join_flat(pick(saved, "unsent"), spec, dtype=dtype)
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"dgc(ratio={self.ratio}, momentum={self.momentum}, warmup_steps={self.warmup_steps}, clip={self.clip}, "
+            f"values={self.values})"
+        )
+
+
+def dgc(
+    ratio: float,
+    *,
+    momentum: float = 0.9,
+    warmup_steps: int = 0,
+    clip: float | None = None,
+    values: torch.dtype | None = None,
+) -> CommHook:
+    """Deep Gradient Compression: send the `ratio`-th part of what has accumulated, and keep the rest. (arXiv 1712.01887)
+
+    The momentum is applied here, to this rank's gradients before they accumulate (momentum correction), and stopped for
+    elements that were just sent (factor masking). So take SGD without momentum as the optimizer, at the learning rate you would
+    use with it. During `warmup_steps` the part sent falls from a quarter to `ratio`, each step by the same factor. `clip`
+    bounds the norm of a bucket's gradient over all ranks: each rank clips its own to clip / sqrt(n).
+
+    On the wire: (n - 1) k (4 + itemsize(values)) bytes, n being the ranks and k = ratio * numel, rounded up. Memory: two
+    tensors of the bucket's size, in float32 for 16-bit gradients.
+
+    >>> from gradwire.testing import simulate
+    >>> first = simulate(dgc(0.5), [torch.tensor([1.0, 2.0])])
+    >>> first.reduced[0].value
+    tensor([0., 2.])
+    >>> simulate(dgc(0.5), [torch.tensor([1.0, 2.0])], states=first.states, step=1).reduced[0].value
+    tensor([2.9000, 0.0000])
+    """
+    what = f"dgc({ratio}, momentum={momentum}, warmup_steps={warmup_steps}, clip={clip})"
+    check_ratio(what, ratio)
+    if not 0 <= momentum < 1:
+        raise UsageError(f"{what}: momentum must be at least 0 and below 1, or velocities grow without bound.")
+    if warmup_steps < 0:
+        raise UsageError(f"{what}: warmup_steps is negative. Pass how many steps the warm-up takes, 0 for none.")
+    if clip is not None and not (clip > 0 and math.isfinite(clip)):
+        raise UsageError(f"{what}: clip is a norm. Pass a finite number above 0, or None.")
+    check_values(what, values)
+    return DGC(ratio, momentum, warmup_steps, clip, values)

@@ -1,0 +1,41 @@
+"""A bucket's elements as the numbers that lossy hooks work on: real, and wide enough to compute with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import UsageError
+from gradwire.hooks.bucket import BucketSpec
+
+_NARROW = frozenset({torch.float16, torch.bfloat16})
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to compute in: float32 for 16-bit numbers, else the same."""
+    return torch.float32 if dtype in _NARROW else dtype
+
+
+def real(flat: Tensor) -> Tensor:
+    """The numbers of `flat`, in the same memory: of complex ones both parts, in turns."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+def count(spec: BucketSpec) -> int:
+    """How many numbers `real` gives for a bucket."""
+    return spec.numel * (2 if spec.dtype.is_complex else 1)
+
+
+def padded(flat: Tensor, multiple: int) -> Tensor:
+    """`flat` with zeros behind it up to a multiple of so many elements; `flat` itself where nothing is missing."""
+    missing = -flat.numel() % multiple
+    return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
+
+
+def refuse_sparse(grad: Tensor, hook: object, spec: BucketSpec) -> None:
+    """Raise unless the bucket is dense: hooks that choose, cut or round elements need all of them in one row."""
+    if grad.is_sparse:
+        raise UsageError(
+            f"{hook!r} on {spec}: its gradients are sparse, and it takes dense ones only. Give such parameters mean(), "
+            'by partition({"embedding.*": mean(), "*": ...}).'
+        )

@@ -1,0 +1,256 @@
+"""`hierarchical`: one hook among the ranks of a host, another between hosts.
+
+Note [Two levels of a reduction]
+Inside the host, all ranks reduce the bucket with the `inside` hook, so that each holds the host's mean. Then every carrier (see
+Note [Lanes] in `collectives.layout`) takes its slice of it, reduces that with the `across` hook over the carriers of its lane, one
+per host, and the slices are gathered in the host. All lanes drive the link at the same time, and each byte crosses it once.
+Inside, a reduce-scatter would move less than an all-reduce; but a hook's result is the whole bucket, and in shared memory, from
+which buckets come, an all-reduce is one pass over memory already.
+
+Note [Slices are rows]
+A carrier's slice is made of rows of every parameter, not of one stretch of the bucket. So the `across` hook sees a bucket of the
+same parameters with fewer rows each, matrices stay matrices, patterns of names fit, and what it remembers belongs to a parameter's
+rows, wherever the parameter goes when buckets are rebuilt. A parameter with fewer rows than there are lanes, or whose rows do not
+lie one after another, is cut as a vector.
+
+Note [Hosts of different size]
+The mean over all ranks is the mean over hosts only where hosts are alike. Otherwise a host of n ranks of N, on one of h hosts,
+brings its mean times n h / N. Where not all ranks count (`turn.divisor`), N is how many do.
+What `across` has lost of a slice is a loss of all ranks of the host; it is told as `sent` of the carrier, n times, which the
+others' share of the mean makes n times smaller. So error feedback around the whole pays back exactly what was lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import Collective, Layout, Scope, all_gather, broadcast
+from gradwire.errors import HookError, UsageError
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn, check_hooks
+from gradwire.hooks.bucket import BucketSpec, is_dense
+from gradwire.hooks.dense import Mean
+from gradwire.hooks.pieces import Pieces
+from gradwire.hooks.state import bundle, pick
+
+_MEAN = Mean()
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What one lane carries of a bucket."""
+
+    spec: BucketSpec
+    pieces: Pieces
+
+
+def slices(spec: BucketSpec, lanes: int) -> tuple[Slice, ...]:
+    """The bucket cut into one slice per lane. See Note [Slices are rows]."""
+    if lanes == 1:
+        return (Slice(spec, Pieces.of([(0, spec.numel)])),)
+    cuts = [_cut(*one, lanes) for one in zip(spec.shapes, spec.strides, spec.offsets, strict=True)]
+    return tuple(
+        Slice(
+            replace(
+                spec,
+                shapes=tuple(cut[lane][0] for cut in cuts),
+                strides=tuple(cut[lane][1] for cut in cuts),
+            ),
+            Pieces.of([cut[lane][2] for cut in cuts]),
+        )
+        for lane in range(lanes)
+    )
+
+
+def _cut(
+    shape: tuple[int, ...], stride: tuple[int, ...], offset: int, lanes: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, int]]]:
+    """Shape, strides, and place in the bucket, of each lane's part of a parameter."""
+    numel = torch.Size(shape).numel()
+    if not (
+        len(shape) > 1 and numel and shape[0] >= lanes and stride[0] * shape[0] == numel and is_dense(shape, stride)
+    ):
+        shape, stride = (numel,), (1,)
+    row = numel // shape[0] if numel else 0
+    bounds = [lane * shape[0] // lanes for lane in range(lanes + 1)]
+    return [
+        ((end - start, *shape[1:]), stride, (offset + start * row, (end - start) * row))
+        for start, end in pairwise(bounds)
+    ]
+
+
+@dataclass(slots=True)
+class _Levels:
+    inside: Any
+    saved: dict[str, Any]
+    """What was loaded for the hook between hosts, until it is known which slice this rank carries."""
+    slices: tuple[Slice, ...] = ()
+    mine: Slice | None = None
+    across: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchical(CommHook):
+    """See `hierarchical`."""
+
+    inside: CommHook
+    across: CommHook
+
+    @property
+    def remembers(self) -> bool:  # type: ignore[override]
+        """Whether either does."""
+        return self.inside.remembers or self.across.remembers
+
+    def init(self, spec: BucketSpec) -> _Levels:
+        """The state inside. Which slice this rank carries, if any, is known when it is told of its hosts."""
+        return _Levels(self.inside.init(spec), {})
+
+    def reduce(self, grad: Tensor, state: _Levels, turn: Turn) -> Reduction:
+        """See Note [Two levels of a reduction]."""
+        if grad.is_sparse:
+            raise UsageError(
+                f"hierarchical() on {turn.spec}: sparse gradients cannot be cut into slices. Give their parameters mean(), "
+                'by partition({"embedding.*": mean(), "*": ...}).'
+            )
+        layout = turn.hosts
+        if layout is None or len(layout.hosts) == 1:
+            return (yield from self.inside.reduce(grad, state.inside, replace(turn, hosts=None)))
+        host, index = layout.place(turn.rank)
+        ranks, hosts = len(layout.hosts[host]), len(layout.hosts)
+        counted = layout.size if turn.divisor is None else turn.divisor
+        alone = replace(turn, rank=index, world_size=ranks, divisor=None, hosts=None)
+        value, sent = yield from _among(Scope.INSIDE, self.inside.reduce(grad, state.inside, alone))
+        value, sent = value.view(-1), sent.view(-1)
+        self._take_up(state, turn.spec, layout.width, index)
+        row, lost = value[:0], value[:0]
+        if state.mine is not None:
+            brought = _times(ranks * hosts / counted, value, state.mine.pieces)
+            away = replace(alone, spec=state.mine.spec, rank=host, world_size=hosts)
+            row, told = yield from _among(Scope.ACROSS, self.across.reduce(brought, state.across, away))
+            lost = row[:0] if turn.donated else told - brought
+        out = grad if turn.donated else torch.empty_like(grad)
+        yield from self._share(row, out, state, ranks, f"bucket {turn.spec.index}")
+        if turn.donated or state.mine is None:
+            return Reduced(out, sent)
+        sent = sent.clone()
+        state.mine.pieces.add(sent, lost * (counted / hosts))
+        return Reduced(out, sent)
+
+    def _take_up(self, state: _Levels, spec: BucketSpec, lanes: int, index: int) -> None:
+        """With the first reduction, the slice that this rank carries, and the state for it."""
+        if len(state.slices) != lanes:
+            state.slices = slices(spec, lanes)
+            state.mine = state.slices[index] if index < lanes else None
+            if state.mine is not None:
+                inner = state.mine.spec
+                state.across = self.across.load(state.saved, inner) if state.saved else self.across.init(inner)
+            state.saved = {}
+
+    def _share(self, row: Tensor, out: Tensor, state: _Levels, ranks: int, label: str) -> Any:
+        """All slices to all ranks of the host."""
+        if len(state.slices) == 1:
+            whole = out if state.mine is None else _as_row(row, out)
+            if ranks > 1:
+                yield broadcast(whole, src=0, label=label).among(Scope.INSIDE)
+            return
+        sizes = [s.pieces.numel for s in state.slices] + [0] * (ranks - len(state.slices))
+        rows = list(out.new_empty(sum(sizes)).split(sizes))
+        yield all_gather(rows, row.reshape(-1).contiguous(), label=label).among(Scope.INSIDE)
+        for one, part in zip(state.slices, rows, strict=False):
+            one.pieces.put(out, part)
+
+    def bytes_between(self, spec: BucketSpec, layout: Layout, step: int = 0) -> float | None:
+        """The bytes that the busiest rank sends to other hosts for a bucket, where the hook between hosts can tell."""
+        hosts = len(layout.hosts)
+        counts = [self.across.wire_bytes(one.spec, hosts, step) for one in slices(spec, layout.width)]
+        known = [count for count in counts if count is not None]
+        return max(known) if len(known) == len(counts) else None
+
+    def error(self, spec: BucketSpec) -> float:
+        """Both levels', and the rounding between them."""
+        return self.inside.error(spec) + self.across.error(spec) + CommHook.error(self, spec)
+
+    def save(self, state: _Levels, spec: BucketSpec) -> dict[str, Any]:
+        """Of each parameter the state inside, and of the rows that this rank carries the state across."""
+        across = state.saved if state.mine is None else self.across.save(state.across, state.mine.spec)
+        return bundle(
+            inside=self.inside.save(state.inside, spec),
+            across={name: across[name] for name in spec.names if name in across},
+        )
+
+    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> _Levels:
+        """Both. Where hosts have another number of lanes, what was kept of other rows is dropped."""
+        return _Levels(self.inside.load(pick(saved, "inside"), spec), pick(saved, "across"))
+
+    def __repr__(self) -> str:
+        return f"hierarchical(inside={self.inside!r}, across={self.across!r})"
+
+
+def _times(factor: float, value: Tensor, pieces: Pieces) -> Tensor:
+    """The pieces of `value` times `factor`, in memory of their own: a hook's result may be a part of its state."""
+    row = pieces.take(value)
+    if factor != 1.0:
+        return row * factor
+    return row.clone() if len(pieces.runs) == 1 else row
+
+
+def _as_row(row: Tensor, out: Tensor) -> Tensor:
+    if row.data_ptr() != out.data_ptr():
+        out.copy_(row.view_as(out))
+    return out
+
+
+def _among(scope: Scope, reduction: Reduction) -> Reduction:
+    """The reduction with its collectives among the ranks of `scope`."""
+    try:
+        op = next(reduction)
+        while True:
+            if isinstance(op, Collective):
+                if op.scope is not Scope.WORLD:
+                    raise HookError(f"hierarchical(): the hook {scope.value} yielded {op}, which has a scope already.")
+                op = op.among(scope)
+            try:
+                yield op
+            except Exception as error:
+                op = reduction.throw(error)
+            else:
+                op = next(reduction)
+    except StopIteration as stop:
+        result: Reduced = stop.value
+        return result
+    finally:
+        reduction.close()
+
+
+def hierarchical(*, across: CommHook, inside: CommHook = _MEAN) -> CommHook:
+    """`inside` among the ranks of a host, then `across` between hosts, on the hosts' means.
+
+    Where ranks in a host are joined by shared memory or NVLink and hosts by a network, only what crosses the network is worth
+    compressing. Needs a group that knows of hosts, `HierarchicalGroup`; on any other all ranks count as one host, and `across` is
+    not used. Hosts may differ in size: every rank counts the same. Memory: a copy of the bucket in lanes.
+
+    On the wire: inside the host, what `inside` sends and one all-gather; between hosts, for each of the carriers, what `across`
+    sends for its slice: `hook.bytes_between(spec, layout)`. `wire_bytes` is None, since it is not told of hosts.
+
+    >>> from gradwire.hooks import cast, chain, mean
+    >>> hierarchical(across=chain(cast(torch.bfloat16), mean()))
+    hierarchical(inside=mean(), across=cast(torch.bfloat16) > mean())
+    """
+    check_hooks("hierarchical", inside=inside, across=across)
+    for name, hook in (("inside", inside), ("across", across)):
+        if hook.local:
+            raise UsageError(
+                f"hierarchical({name}={hook!r}): there gradients stay on their rank, so hosts would not have one mean to send. Use "
+                "it by itself."
+            )
+        if hook.weighs:
+            raise UsageError(
+                f"hierarchical({name}={hook!r}): ranks would be weighed within their hosts, and hosts all alike, which is not the "
+                "weighted mean. Use it by itself."
+            )
+    return Hierarchical(inside, across)

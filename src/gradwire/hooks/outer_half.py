@@ -1,0 +1,246 @@
+"""Runs the outer half of an OuterHook on a model's parameters, after its optimizer's steps.
+
+It has buckets of its own: the parameters in the model's order, by dtype and device, cut into as many fragments as the hook wants
+and these into pieces of limited size. They depend on nothing that happens in a backward, so they stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradwire.collectives import ReduceOp, all_reduce
+from gradwire.errors import UsageError, UsageTypeError
+from gradwire.events import Handle
+from gradwire.groups.base import Group
+from gradwire.hooks.base import Turn, begin
+from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.drive import Pending, run, start_single
+from gradwire.hooks.outer import OuterHook
+from gradwire.hooks.state import join_flat, split_flat
+from gradwire.hooks.states import States, to_dict
+
+PIECE = 64 * 2**20
+"""Bytes of parameters that are copied and sent at a time."""
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Some parameters of one fragment."""
+
+    fragment: int
+    spec: BucketSpec
+    parameters: list[Tensor]
+    state: Any = None
+    rounds: int = 0
+    came: Pending | None = None
+    lands: int = 0
+
+    def flat(self) -> Tensor:
+        """The parameters' values now, in one row."""
+        row = torch.empty(self.spec.numel, dtype=self.spec.dtype, device=self.spec.device)
+        torch._foreach_copy_(self.spec.views(row), [p.detach() for p in self.parameters])
+        return row
+
+    def put(self, row: Tensor) -> None:
+        """Make these the parameters' values."""
+        torch._foreach_copy_(self.parameters, self.spec.views(row))
+
+
+class OuterHalf:
+    """The outer half of one hook on one rank's parameters. Every rank makes it when its parameters are those of all."""
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        hook: OuterHook,
+        group: Group,
+        named_parameters: Iterable[tuple[str, Tensor]],
+        *,
+        states: States | None = None,
+        saved: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.hook = hook
+        self.group = group
+        self.step = 0 if states is None else states.step
+        """How many steps the optimizer has made."""
+        self.attended = False
+        """Whether somebody tells of the optimizer's steps."""
+        self._states = states or States(hook)
+        self._backwards = 0
+        self._owed = False
+        self._pieces = [
+            _Piece(fragment, spec, parameters)
+            for fragment, spec, parameters in cut(list(named_parameters), hook.fragments)
+        ]
+        told: Mapping[str, Any] = (saved or {}).get("outer", {})
+        for piece in self._pieces:
+            piece.state = self._states.of(piece.spec)
+            piece.rounds = int(told.get("rounds", {}).get(piece.fragment, 0))
+            hook.begin(piece.flat(), piece.state, self._turn(piece))
+            if piece.fragment in told.get("lands", {}):
+                piece.lands = int(told["lands"][piece.fragment])
+                came = told["came"]
+                piece.came = _Landed(join_flat(came, piece.spec, dtype=came[piece.spec.names[0]].dtype))
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """Complain if nobody has told of the optimizer's steps and an outer step was due."""
+        if self.attended:
+            return
+        if self._owed:
+            raise UsageError(
+                f"{self.hook!r} on rank {self.group.rank}: an outer step was due after step {self.step + self._backwards}, but "
+                "nobody told of the optimizer's steps, so the ranks would drift apart for good. Call "
+                "model.attach_optimizer(optimizer) once before training; or model.attach_optimizer() and then "
+                "model.outer_step() after every step."
+            )
+        self._backwards += 1
+        self._owed = bool(self.hook.due(self.step + self._backwards))
+
+    @torch.no_grad()
+    def optimizer_stepped(self) -> None:
+        """The optimizer has made a step: have the outer steps that are due, in which every rank takes part."""
+        self.attended = True
+        self.step += 1
+        for piece in self._pieces:
+            if piece.came is not None and piece.lands <= self.step:
+                self._settle(piece)
+        due = self.hook.due(self.step)
+        for piece in self._pieces:
+            if piece.fragment in due:
+                self._send(piece)
+
+    def _send(self, piece: _Piece) -> None:
+        turn = self._turn(piece)
+        exchange = begin(self.hook, piece.flat(), piece.state, turn, method="after_step")
+        if self.hook.delay and self.hook.outer_collectives == 1:
+            # On its way while the next steps are computed, and submitted here, in the order of all that this thread submits.
+            piece.came = start_single(exchange, self.group, repr(self.hook))
+        else:
+            piece.came = _Landed(run(exchange, self.group.submit).value)
+        piece.lands = self.step + self.hook.delay
+        if not self.hook.delay:
+            self._settle(piece)
+
+    def _settle(self, piece: _Piece) -> None:
+        assert piece.came is not None
+        came, piece.came = piece.came.wait(), None
+        piece.put(self.hook.settle(piece.flat(), came, piece.state, self._turn(piece)))
+        piece.rounds += 1
+
+    def _turn(self, piece: _Piece) -> Turn:
+        return Turn(piece.spec, self.group.rank, self.group.size, piece.rounds, donated=True)
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Make the parameters their mean over all ranks."""
+        for piece in self._pieces:
+            row = piece.flat()
+            self.group.submit(all_reduce(row, op=ReduceOp.AVG, label="average of parameters")).wait()
+            piece.put(row)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """The states by parameter name, and what is on its way."""
+        came: dict[str, Tensor] = {}
+        lands: dict[int, int] = {}
+        for piece in self._pieces:
+            if piece.came is not None:
+                piece.came = _Landed(piece.came.wait())
+                came.update(split_flat(piece.came.wait(), piece.spec))
+                lands[piece.fragment] = piece.lands
+        rounds = {piece.fragment: piece.rounds for piece in self._pieces}
+        told = {"rounds": rounds, "lands": lands, "came": came}
+        return to_dict(self._states, rank=self.group.rank, step=self.step, outer=told)
+
+
+@dataclass(slots=True)
+class _Landed:
+    value: Tensor
+
+    def wait(self) -> Tensor:
+        return self.value
+
+
+def cut(
+    named: Sequence[tuple[str, Tensor]], fragments: int, *, limit: int = PIECE
+) -> list[tuple[int, BucketSpec, list[Tensor]]]:
+    """The parameters in pieces: (fragment, spec, parameters). Whole parameters, in their order, about as many bytes in each.
+
+    A tensor is in the fragment in which its middle lies, so one large parameter makes its fragment larger than the others.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
+    for name, parameter in named:
+        kinds.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
+    pieces: list[tuple[int, list[tuple[str, Tensor]]]] = []
+    for members in kinds.values():
+        total, before, size = sum(p.numel() for _, p in members), 0, 0
+        at = -1
+        for name, parameter in members:
+            fragment = min(fragments - 1, int((before + parameter.numel() / 2) * fragments / max(total, 1)))
+            before += parameter.numel()
+            if fragment != at or size + parameter.nbytes > limit:
+                pieces.append((fragment, []))
+                at, size = fragment, 0
+            pieces[-1][1].append((name, parameter))
+            size += parameter.nbytes
+    return [(fragment, _spec(i, members), [p for _, p in members]) for i, (fragment, members) in enumerate(pieces)]
+
+
+def _spec(index: int, members: Sequence[tuple[str, Tensor]]) -> BucketSpec:
+    first = members[0][1]
+    return BucketSpec(
+        index=index,
+        names=tuple(name for name, _ in members),
+        shapes=tuple(tuple(p.shape) for _, p in members),
+        strides=tuple(tuple(p.stride()) for _, p in members),
+        dtype=first.dtype,
+        device=first.device,
+    )
+
+
+@dataclass(slots=True)
+class _Rounds:
+    """Calls `do` whenever every one of several optimizers has made a step."""
+
+    do: Callable[[], None]
+    number: int
+    stepped: set[int] = field(default_factory=set)
+
+    def of(self, index: int) -> Callable[..., None]:
+        def stepped(*_: Any) -> None:
+            self.stepped.add(index)
+            if len(self.stepped) == self.number:
+                self.stepped.clear()
+                self.do()
+
+        return stepped
+
+
+def after_every_step(
+    optimizers: Sequence[Optimizer], parameters: Iterable[Tensor], do: Callable[[], None]
+) -> list[Handle]:
+    """Call `do` after each step of the optimizer; of several, once all have made one."""
+    ours = {id(p) for p in parameters}
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise UsageTypeError(
+                f"attach_optimizer({optimizer!r}): not a torch.optim.Optimizer, so it cannot tell of its steps. Call "
+                "attach_optimizer() without it, and outer_step() after every step of it."
+            )
+        if not any(id(p) in ours for g in optimizer.param_groups for p in g["params"]):
+            raise UsageError(
+                f"attach_optimizer({type(optimizer).__name__}): it moves none of the model's parameters. Attach the optimizer "
+                "that was made of model.parameters()."
+            )
+    rounds = _Rounds(do, len(optimizers))
+    return [Handle(o.register_step_post_hook(rounds.of(i)).remove) for i, o in enumerate(optimizers)]

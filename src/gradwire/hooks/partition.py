@@ -1,0 +1,268 @@
+"""Hooks by parameter: `partition` by name, `masked` by whatever you say, `by_size`. One implementation.
+
+Note [Parts of a bucket]
+The parameters that go the same way form a part, a small bucket with a spec of its own. Where they lie next to each other in the
+bucket, which includes the case that one hook takes them all, the part is a view: nothing is copied, and a hook that works in place
+works in the bucket. Otherwise its pieces are gathered, reduced and scattered back. Parts are reduced one after another in the order
+of the rules, which is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import UsageError, UsageTypeError
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn, check_hooks
+from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.dense import Mean
+from gradwire.hooks.pieces import Pieces
+
+_MEAN = Mean()
+
+Mask = Callable[[str, tuple[int, ...]], bool]
+"""Whether a parameter, by its name and shape, is meant."""
+Rule = Callable[[str, tuple[int, ...], torch.dtype], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """Parameters whose name fits one of the patterns."""
+
+    patterns: tuple[str, ...]
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    """Parameters for which a function says so."""
+
+    mask: Mask
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        return bool(self.mask(name, shape))
+
+
+@dataclass(frozen=True, slots=True)
+class _Small:
+    """Parameters below a size."""
+
+    numel: int | None
+    nbytes: int | None
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        size = torch.Size(shape).numel()
+        return size < self.numel if self.numel is not None else size * dtype.itemsize < (self.nbytes or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Of one bucket, what one hook reduces."""
+
+    hook: CommHook
+    spec: BucketSpec
+    pieces: Pieces
+    """Where its parameters lie in the bucket."""
+
+
+@dataclass(slots=True)
+class _Parts:
+    parts: list[_Part]
+    states: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Partition(CommHook):
+    """See `partition`, `masked` and `by_size`."""
+
+    rules: tuple[tuple[Rule, CommHook], ...]
+    text: str = field(repr=False)
+    """How it was asked for."""
+
+    def __post_init__(self) -> None:
+        if len({hook.local for _, hook in self.rules}) > 1:
+            local = next(hook for _, hook in self.rules if hook.local)
+            raise UsageError(
+                f"{self}: {local!r} leaves gradients on their rank and others do not, so part of the model would be the same on "
+                "all ranks and part of it not. Use local hooks for all parameters or for none."
+            )
+
+    @property
+    def remembers(self) -> bool:  # type: ignore[override]
+        """Whether one of the hooks does."""
+        return any(hook.remembers for _, hook in self.rules)
+
+    @property
+    def local(self) -> bool:  # type: ignore[override]
+        """As all of the hooks are."""
+        return self.rules[0][1].local
+
+    @property
+    def weighs(self) -> bool:  # type: ignore[override]
+        """Whether one of the hooks does."""
+        return any(hook.weighs for _, hook in self.rules)
+
+    def divide(self, spec: BucketSpec) -> list[_Part]:
+        """The parts of a bucket, in the order of the rules; those without a parameter are left out."""
+        members: list[list[int]] = [[] for _ in self.rules]
+        for i, (name, shape) in enumerate(zip(spec.names, spec.shapes, strict=True)):
+            for mine, (rule, _) in zip(members, self.rules, strict=True):
+                if rule(name, shape, spec.dtype):
+                    mine.append(i)
+                    break
+            else:
+                raise UsageError(
+                    f"{self} on {spec}: no pattern fits the parameter {name!r}. Add one for it, or end with "
+                    '"*": mean() for all that is left.'
+                )
+        return [
+            _Part(hook, spec if len(mine) == len(spec.names) else _chosen(spec, mine), _pieces(spec, mine))
+            for mine, (_, hook) in zip(members, self.rules, strict=True)
+            if mine
+        ]
+
+    def init(self, spec: BucketSpec) -> _Parts:
+        """A state for each part."""
+        parts = self.divide(spec)
+        return _Parts(parts, [part.hook.init(part.spec) for part in parts])
+
+    def reduce(self, grad: Tensor, state: _Parts, turn: Turn) -> Reduction:
+        """One part after another. See Note [Parts of a bucket]."""
+        if len(state.parts) == 1:
+            (part,) = state.parts
+            return (yield from part.hook.reduce(grad, state.states[0], turn))
+        value = grad if turn.donated else torch.empty_like(grad)
+        sent = value if turn.donated else torch.empty_like(grad)  # of a donated gradient nobody asks what was sent
+        for part, inner in zip(state.parts, state.states, strict=True):
+            reduced = yield from part.hook.reduce(part.pieces.take(grad), inner, replace(turn, spec=part.spec))
+            part.pieces.put(value, reduced.value)
+            if not turn.donated:
+                part.pieces.put(sent, reduced.sent)
+        return Reduced(value, sent)
+
+    def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        """The sum over the parts."""
+        counts = [part.hook.wire_bytes(part.spec, world_size, step) for part in self.divide(spec)]
+        known = [count for count in counts if count is not None]
+        return sum(known, 0.0) if len(known) == len(counts) else None
+
+    def error(self, spec: BucketSpec) -> float:
+        """The largest of the parts'."""
+        return max((part.hook.error(part.spec) for part in self.divide(spec)), default=0.0)
+
+    def save(self, state: _Parts, spec: BucketSpec) -> dict[str, Any]:
+        """All parts' states; no parameter is in two of them."""
+        saved: dict[str, Any] = {}
+        for part, inner in zip(state.parts, state.states, strict=True):
+            saved |= part.hook.save(inner, part.spec)
+        return saved
+
+    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> _Parts:
+        """Each part picks its own parameters."""
+        parts = self.divide(spec)
+        return _Parts(parts, [part.hook.load(_only(saved, part.spec.names), part.spec) for part in parts])
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _only(saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: saved[name] for name in names if name in saved}
+
+
+def _chosen(spec: BucketSpec, members: Sequence[int]) -> BucketSpec:
+    """The bucket of some of the parameters."""
+    return replace(
+        spec,
+        names=tuple(spec.names[i] for i in members),
+        shapes=tuple(spec.shapes[i] for i in members),
+        strides=tuple(spec.strides[i] for i in members),
+    )
+
+
+def _pieces(spec: BucketSpec, members: Sequence[int]) -> Pieces:
+    offsets, numels = spec.offsets, spec.numels
+    return Pieces.of([(offsets[i], numels[i]) for i in members])
+
+
+def partition(hooks: Mapping[str, CommHook]) -> CommHook:
+    """A hook for each kind of parameter: the first pattern that fits the name wins, as in the shell (`*`, `?`, `[...]`).
+
+    A parameter that no pattern fits is an error when its bucket is first reduced. On the wire: the sum over the parts.
+
+    >>> from gradwire.hooks import cast, chain, mean
+    >>> partition({"*.bias": mean(), "*": chain(cast(torch.bfloat16), mean())})
+    partition({'*.bias': mean(), '*': cast(torch.bfloat16) > mean()})
+    """
+    if not hooks:
+        raise UsageError('partition({}): no pattern at all. Begin with {"*": mean()}.')
+    for pattern, hook in hooks.items():
+        if not isinstance(pattern, str):
+            raise UsageTypeError(f"partition(...): {pattern!r} is no pattern of names. Write e.g. '*.bias'.")
+        check_hooks("partition", **{pattern: hook})
+    patterns = list(hooks)
+    if "*" in patterns[:-1]:
+        raise UsageError(
+            f"partition(...) with the patterns {patterns}: '*' fits every name, so those after it are never reached. Put it last."
+        )
+    return Partition(
+        tuple((_Named((pattern,)), hook) for pattern, hook in hooks.items()),
+        f"partition({{{', '.join(f'{pattern!r}: {hook!r}' for pattern, hook in hooks.items())}}})",
+    )
+
+
+def masked(mask: str | Sequence[str] | Mask, hook: CommHook, *, otherwise: CommHook = _MEAN) -> CommHook:
+    """`hook` for the parameters that `mask` means, `otherwise` for the rest.
+
+    The mask is a pattern of names, several of them, or a function of name and shape. Ranks compare hooks by what they look like,
+    so give a function a name that says what it does. On the wire: the sum over both.
+
+    >>> from gradwire.hooks import cast, chain, mean
+    >>> masked(["*.weight", "embed.*"], chain(cast(torch.bfloat16), mean()))
+    masked(['*.weight', 'embed.*'], cast(torch.bfloat16) > mean(), otherwise=mean())
+    """
+    check_hooks("masked", hook=hook, otherwise=otherwise)
+    rule: Rule
+    if callable(mask):
+        rule, shown = _Where(mask), getattr(mask, "__qualname__", type(mask).__qualname__)
+    else:
+        patterns = [mask] if isinstance(mask, str) else list(mask) if isinstance(mask, Sequence) else [mask]
+        if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+            raise UsageTypeError(
+                f"masked({mask!r}, {hook!r}): the mask is neither a pattern, nor some of them, nor a function of name and shape. "
+                "Write e.g. '*.weight'."
+            )
+        rule, shown = _Named(tuple(patterns)), repr(mask if isinstance(mask, str) else patterns)
+    return Partition(((rule, hook), (_Named(("*",)), otherwise)), f"masked({shown}, {hook!r}, otherwise={otherwise!r})")
+
+
+def by_size(
+    *, large: CommHook, small: CommHook = _MEAN, numel: int | None = None, nbytes: int | None = None
+) -> CommHook:
+    """`large` for parameters of at least `numel` elements, or `nbytes` bytes, and `small` for those below.
+
+    Small parameters are little of the traffic and often most of the trouble: biases and norms lose more by compression than they
+    save. On the wire: the sum over both.
+
+    >>> from gradwire.hooks import cast, chain, mean
+    >>> by_size(numel=4096, large=chain(cast(torch.bfloat16), mean()))
+    by_size(numel=4096, small=mean(), large=cast(torch.bfloat16) > mean())
+    """
+    check_hooks("by_size", small=small, large=large)
+    limit = numel if nbytes is None else nbytes
+    if limit is None or (numel is not None and nbytes is not None) or limit < 0:
+        raise UsageError(
+            f"by_size(numel={numel}, nbytes={nbytes}): the size is not clear. Give one of the two, not negative."
+        )
+    shown = f"numel={numel}" if nbytes is None else f"nbytes={nbytes}"
+    return Partition(
+        ((_Small(numel, nbytes), small), (_Named(("*",)), large)),
+        f"by_size({shown}, small={small!r}, large={large!r})",
+    )

@@ -1,0 +1,131 @@
+"""The codec in torch operations: for any device, and what the compiled ways are compared with, bit by bit.
+
+Note [The same bits in every way]
+Every way computes in float32 and in the same steps, each rounded once:
+
+- the largest absolute value of a block, `peak`; a block is `live` if it is finite and at least 2 ** -100, so that nothing below is
+  subnormal or overflows;
+- 8, 4 and 2 bits: scale = peak * (1 / top), inverse = top / peak, y = x * inverse, code = y rounded half to even;
+- stochastic: y is held between -top and top, code = floor(y) + 1 where y - floor(y) > u, else floor(y). So what lies on a level,
+  zero above all, is kept. u = a hash of the element's number and a key, in 24 bits, over 2 ** 24;
+- 1 bit: code = x >= 0. The scale is the mean absolute value. A sum of floats depends on its order, so |x| * (2 ** f / peak) is
+  rounded and added up in integers, and the scale is (sum * (peak * 2 ** -f)) / count of the block's elements;
+- a block that is too small gets the scale zero, one that is not finite the scale NaN. Both get the codes of zeros;
+- decoding is code * scale. Sums run in the order of ranks, and are multiplied by a factor at the end.
+
+Nothing may be contracted: a fused multiply-add rounds once where two steps round twice.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradwire.hooks.quantized.layout import Part
+
+LEAST = 2.0**-100
+"""Blocks whose largest element is smaller count as zeros."""
+
+
+def quantise(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
+    """Codes and scales of `x` into its part of `message`, one row after another. With a key: stochastic rounding."""
+    rows = message.shape[0]
+    values = _padded(x, rows * part.row).view(rows, part.blocks, part.block)
+    magnitudes = values.abs()
+    peak = magnitudes.amax(-1)
+    finite = peak.isfinite()
+    live = finite & (peak >= LEAST)
+    sure = torch.where(live, peak, 1.0)
+    if part.bits == 1:
+        scale = _mean_magnitude(magnitudes, live, sure, part, rows)
+        code = torch.where(live.unsqueeze(-1), values, 0.0) >= 0
+    else:
+        scale = peak * _float32(1 / part.top)
+        inverse = torch.full_like(sure, part.top).div_(sure).unsqueeze(-1)
+        y = torch.where(live.unsqueeze(-1), values * inverse, 0.0)
+        code = y.round_() if key is None else _stochastic(y, part, key)
+    scale = torch.where(live, scale, torch.where(finite, 0.0, torch.nan))
+    message.narrow(1, part.scales_at, 4 * part.blocks).copy_(scale.view(torch.uint8))
+    codes = message.narrow(1, part.codes_at, part.blocks * part.block_bytes)
+    codes.copy_(_pack(code.to(torch.int32), part).view(rows, -1))
+
+
+def dequantise(message: Tensor, out: Tensor, part: Part) -> None:
+    """What the codes of all rows stand for, one row after another, into `out`."""
+    out.copy_(_decode(message, part).view(-1)[: part.numel])
+
+
+def total(message: Tensor, out: Tensor, part: Part, factor: float) -> None:
+    """The sum over the rows, times `factor`, into `out`, which is float32."""
+    first, *others = (_decode(row, part).view(-1)[: part.numel] for row in message.split(1))
+    out.copy_(first)
+    for other in others:
+        out.add_(other)
+    out.mul_(_float32(factor))
+
+
+def noise(index: Tensor, key: int) -> Tensor:
+    """A number in [0, 1) for each index: the finaliser of MurmurHash3, of 32 bits, kept in int64."""
+    h = ((index * 0x9E3779B9) ^ key) & 0xFFFFFFFF
+    h ^= h >> 16
+    h = (h * 0x85EBCA6B) & 0xFFFFFFFF
+    h ^= h >> 13
+    h = (h * 0xC2B2AE35) & 0xFFFFFFFF
+    h ^= h >> 16
+    return (h >> 8).to(torch.float32) * 2.0**-24
+
+
+def _stochastic(y: Tensor, part: Part, key: int) -> Tensor:
+    y = y.clamp_(-part.top, part.top)
+    low = y.floor()
+    u = noise(torch.arange(y.numel(), device=y.device), key).view_as(y)
+    return low + ((y - low) > u)
+
+
+def _mean_magnitude(magnitudes: Tensor, live: Tensor, sure: Tensor, part: Part, rows: int) -> Tensor:
+    """See Note [The same bits in every way]."""
+    inverse = torch.full_like(sure, 2.0**part.fraction).div_(sure).unsqueeze(-1)
+    parts = torch.where(live.unsqueeze(-1), magnitudes * inverse, 0.0).round_().to(torch.int32)
+    summed = parts.sum(-1).to(torch.float32) * (sure * 2.0**-part.fraction)
+    first = torch.arange(rows * part.blocks, device=sure.device).view(rows, part.blocks) * part.block
+    count = (part.numel - first).clamp_(1, part.block).to(torch.float32)
+    return summed / count
+
+
+def _pack(code: Tensor, part: Part) -> Tensor:
+    if part.bits == 8:
+        return code.to(torch.uint8)
+    planes = code.bitwise_and_((1 << part.bits) - 1).view(-1, part.planes, part.block_bytes)
+    packed = planes[:, 0].clone()
+    for plane in range(1, part.planes):
+        packed |= planes[:, plane] << (plane * part.bits)
+    return packed.to(torch.uint8)
+
+
+def _decode(message: Tensor, part: Part) -> Tensor:
+    rows = message.shape[0]
+    scale = (
+        message.narrow(1, part.scales_at, 4 * part.blocks).contiguous().view(torch.float32).view(rows, part.blocks, 1)
+    )
+    packed = message.narrow(1, part.codes_at, part.blocks * part.block_bytes).reshape(rows, part.blocks, -1)
+    if part.bits == 8:
+        return packed.contiguous().view(torch.int8).to(torch.float32) * scale
+    wide = packed.to(torch.int32)
+    mask = (1 << part.bits) - 1
+    planes = torch.stack([(wide >> (plane * part.bits)) & mask for plane in range(part.planes)], 2)
+    if part.bits == 1:
+        signed = planes * 2 - 1
+    else:
+        half = 1 << (part.bits - 1)
+        signed = (planes ^ half) - half
+    return signed.view(rows, part.blocks, part.block).to(torch.float32) * scale
+
+
+def _padded(x: Tensor, numel: int) -> Tensor:
+    x = x.to(torch.float32)
+    return x if x.numel() == numel else torch.nn.functional.pad(x, (0, numel - x.numel()))
+
+
+def _float32(number: float) -> float:
+    """The nearest float32, so that no way can keep more of it."""
+    return float(torch.tensor(number, dtype=torch.float32))

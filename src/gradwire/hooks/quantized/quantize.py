@@ -1,0 +1,185 @@
+"""`quantize`: the mean of gradients that travel in a few bits per element."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import all_gather_into_tensor, all_to_all_single
+from gradwire.errors import UsageError
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
+from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.chance import generator
+from gradwire.hooks.quantized import codec
+from gradwire.hooks.quantized.layout import WIDTHS, Layout, Part, Rules, Section, lay_out
+
+_ROUNDINGS = ("nearest", "stochastic")
+_LEAST_BLOCK, _LARGEST_BLOCK = 32, 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Quantize(CommHook):
+    """See `quantize`."""
+
+    collectives = 2
+    averages = True
+
+    rules: Rules
+    block: int
+    rounding: str
+    seed: int
+
+    def init(self, spec: BucketSpec) -> Layout:
+        """Which elements have how many bits. It is no state that would have to be saved."""
+        return lay_out(spec, self.rules, self.block)
+
+    def reduce(self, grad: Tensor, state: Layout, turn: Turn) -> Reduction:
+        """Quantised slices to their owners, who sum them up; the means, quantised again, to everybody."""
+        if grad.is_sparse:
+            raise refuse_sparse(repr(self), turn)
+        label = f"bucket {turn.spec.index}"
+        flat = as_real(grad)
+        count = turn.world_size if turn.divisor is None else turn.divisor
+        pairs = list(zip(state.sections, state.parts(turn.world_size), strict=True))
+        message = flat.new_empty((turn.world_size, state.stride(turn.world_size)), dtype=torch.uint8)
+        answer = flat.new_empty((1, message.shape[1]), dtype=torch.uint8)
+        keys = self._keys(turn)
+
+        for section, part in pairs:
+            codec.quantise(section.take(flat), message, part, next(keys))
+        received = torch.empty_like(message)
+        yield all_to_all_single(received, message, label=label)
+
+        sent = None if turn.donated else torch.empty_like(flat)
+        for section, part in pairs:
+            own = _owned(part, turn.rank)
+            mean = torch.empty(own.numel, dtype=torch.float32, device=flat.device)
+            codec.total(received, mean, own, 1 / count)
+            codec.quantise(mean, answer, own, next(keys))
+            if sent is not None:
+                _note_sent(sent, section, part, own, message, answer, mean, turn.rank, count)
+        gathered = received  # as large, and no longer needed
+        yield all_gather_into_tensor(gathered, answer, label=label)
+
+        value = flat if turn.donated else torch.empty_like(flat)
+        for section, part in pairs:
+            room = section.room(value)
+            codec.dequantise(gathered, room, part)
+            section.put(room, value)
+        return Reduced(_as(value, grad), _as(value if sent is None else sent, grad))
+
+    def _keys(self, turn: Turn) -> Iterator[int | None]:
+        """For each use of chance in a turn another key, of 31 bits; None where rounding is to nearest."""
+        if self.rounding == "nearest":
+            while True:
+                yield None
+        key = generator(self.seed, turn, shared=False).initial_seed()
+        while True:
+            yield key & 0x7FFFFFFF
+            key += 0x3C6EF372
+
+    def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        """As `quantize` says."""
+        return 2.0 * (world_size - 1) * self.init(spec).stride(world_size)
+
+    def error(self, spec: BucketSpec) -> float:
+        """That of float32, in which sums are made, if the gradient's dtype is not coarser."""
+        return 16 * max(torch.finfo(spec.dtype).eps, torch.finfo(torch.float32).eps)
+
+    def __repr__(self) -> str:
+        bits = self.rules[0][1] if len(self.rules) == 1 and self.rules[0][0] == "*" else dict(self.rules)
+        return f"quantize(bits={bits}, block={self.block}, rounding={self.rounding!r}, seed={self.seed})"
+
+
+def quantize(
+    bits: int | Mapping[str, int] = 8,
+    *,
+    block: int = 256,
+    rounding: Literal["nearest", "stochastic"] = "nearest",
+    seed: int = 0,
+) -> CommHook:
+    """The mean of gradients rounded to 8, 4, 2 or 1 bits per element, with one float32 scale per `block` elements.
+
+    After QSGD (arXiv 1610.02132) with scales by block: 2, 4 and 8 bits are symmetric levels around zero up to the block's largest
+    absolute value; 1 bit is the sign, times the block's mean absolute value (1-bit SGD, Seide et al. 2014). Each rank owns a slice
+    of the bucket: it receives the others' codes for it, sums what they stand for, and sends the mean, quantised again, to all.
+    `rounding="stochastic"` rounds up or down by chance, so that the expected value is exact; it has no meaning for 1 bit.
+    A block that holds NaN or inf comes back as NaN. Error feedback to the left of it pays back both roundings.
+
+    `bits` may differ by parameter: `{"*.bias": 8, "*": 4}`; the first pattern that matches a name counts.
+
+    On the wire: 2 (n - 1) (k * block * bits / 8 + 4 k) bytes with n ranks and k = ceil(ceil(numel / block) / n) blocks a rank, for each
+    width in the bucket; codes and scales are each rounded up to 16 bytes. In short: (bits + 32 / block) / 32 of float32's volume.
+    Memory: during a step about three times the codes, and float32 for the rank's own slice.
+
+    >>> from gradwire.hooks import chain, error_feedback
+    >>> chain(error_feedback(), quantize(bits=4))
+    error_feedback() > quantize(bits=4, block=256, rounding='nearest', seed=0)
+    """
+    rules = tuple(bits.items()) if isinstance(bits, Mapping) else (("*", bits),)
+    what = f"quantize(bits={bits!r}, block={block!r}, rounding={rounding!r})"
+    if not rules:
+        raise UsageError(f'{what}: no pattern in bits. Give at least one, such as "*": 8.')
+    for pattern, width in rules:
+        if not isinstance(pattern, str) or isinstance(width, bool) or width not in WIDTHS:
+            raise UsageError(
+                f"{what}: {width!r} bits for {pattern!r}. Bits are 8, 4, 2 or 1, alone or by pattern of parameter names."
+            )
+    if not isinstance(block, int) or block & (block - 1) or not _LEAST_BLOCK <= block <= _LARGEST_BLOCK:
+        raise UsageError(
+            f"{what}: a block is a power of two from {_LEAST_BLOCK} to {_LARGEST_BLOCK} elements. Take 256."
+        )
+    if rounding not in _ROUNDINGS:
+        raise UsageError(f"{what}: no such rounding. Take one of {', '.join(map(repr, _ROUNDINGS))}.")
+    if rounding == "stochastic" and any(width == 1 for _, width in rules):
+        raise UsageError(f'{what}: one bit is the sign and is not rounded. Take rounding="nearest", or 2 bits or more.')
+    return Quantize(rules, block, rounding, int(seed))
+
+
+def refuse_sparse(hook: str, turn: Turn) -> UsageError:
+    """What to raise where rows of an embedding meet a hook for dense gradients."""
+    return UsageError(
+        f"{hook} on {turn.spec}: sparse gradients are not quantised. Give their parameters mean(), "
+        'by partition({"embedding.*": mean(), "*": ...}).'
+    )
+
+
+def as_real(grad: Tensor) -> Tensor:
+    """The gradient, in its own memory, as real numbers in one row."""
+    return torch.view_as_real(grad).view(-1) if grad.is_complex() else grad.view(-1)
+
+
+def _as(flat: Tensor, grad: Tensor) -> Tensor:
+    return torch.view_as_complex(flat.view(-1, 2)) if grad.is_complex() else flat
+
+
+def _owned(part: Part, rank: int) -> Part:
+    """The part of it that `rank` sums up."""
+    return replace(part, numel=min(max(part.numel - rank * part.row, 0), part.row))
+
+
+def _note_sent(
+    sent: Tensor,
+    section: Section,
+    part: Part,
+    own: Part,
+    message: Tensor,
+    answer: Tensor,
+    mean: Tensor,
+    rank: int,
+    count: int,
+) -> None:
+    """What the codes say, and in the slice that is ours also the error that we made when we rounded the mean."""
+    room = section.room(sent)
+    if room.dtype != torch.float32:  # so that it is rounded once
+        room = torch.empty(part.numel, dtype=torch.float32, device=sent.device)
+    codec.dequantise(message, room, part)
+    if own.numel:
+        again = torch.empty_like(mean)
+        codec.dequantise(answer, again, own)
+        room.narrow(0, rank * part.row, own.numel).add_(again.sub_(mean), alpha=count)
+    section.put(room, sent)

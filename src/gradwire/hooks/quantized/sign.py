@@ -1,0 +1,4 @@
+"""`sign`: one bit per element."""
+
+
+def sign(): ...

@@ -1,0 +1,212 @@
+"""`scaled_cast`: gradients in float16 or float8, scaled so that they neither overflow nor vanish.
+
+Note [Scales are powers of two]
+Multiplying by a power of two changes a number's exponent and nothing else, so that scaling back is exact and the only error is
+that of the narrow dtype. The power is made from its exponent bit by bit: a library's pow() need not be exact on every device.
+
+Note [float16 is summed by the engine]
+All ranks agree on one scale, by a maximum of one number, so that the engine can add up what they send. The largest magnitude
+times the number of ranks stays below 2^15, and so below 65504 whatever the order of the additions.
+
+Note [float8 is summed here]
+Engines that add float8 at all round after each addition, to 3 bits or 2. So each rank gets one slice of everybody's bucket,
+adds it in float32, rounds the mean once and gives it to all. Each slice carries a scale of its own, chosen by who sends it, so
+nothing has to be agreed on. The error of the last rounding is made by the slice's owner alone and stands in its `sent`, so that
+error feedback pays it back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import ReduceOp, all_gather_into_tensor, all_reduce, all_to_all_single
+from gradwire.collectives.lower import as_bytes
+from gradwire.errors import UsageError
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn, Wrapped
+from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.dense import Mean, ReduceScatterMean
+from gradwire.hooks.elements import padded, real, refuse_sparse, wide
+
+EXPONENTS = {torch.float16: 15, torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
+"""Two to this power is the largest that a scaled number may be: each dtype holds it, with some room above."""
+
+_FIELDS = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
+"""Of IEEE numbers: an integer as long, bits of the fraction, and what is added to the exponent."""
+
+
+def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """2 ** exponent, exactly; exponents beyond the normal numbers are cut, so that the power and its inverse are normal."""
+    integer, fraction, bias = _FIELDS[dtype]
+    return ((exponent.clamp(1 - bias, bias - 1) + bias).to(integer) << fraction).view(dtype)
+
+
+def largest_magnitude(rows: Tensor) -> Tensor:
+    """The largest magnitude in each row; infinite where there is something that is not finite."""
+    if rows.shape[-1] == 0:
+        return rows.new_zeros(rows.shape[:-1])
+    low, high = torch.aminmax(rows, dim=-1)
+    # NaN as infinity, since engines differ in what the maximum of a NaN and a number is.
+    return torch.nan_to_num(torch.maximum(-low, high), nan=torch.inf, posinf=torch.inf)
+
+
+def scale_for(magnitude: Tensor, exponent: int) -> Tensor:
+    """By what to multiply so that `magnitude` becomes at most 2 ** exponent; 1 where it is not finite, to show what it is."""
+    finite = magnitude.isfinite()
+    needed = exponent - torch.frexp(torch.where(finite, magnitude, 0)).exponent
+    return power_of_two(torch.where(finite, needed, 0), magnitude.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledCast(Wrapped):
+    """See `scaled_cast`, of float16."""
+
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, (Mean, ReduceScatterMean)):
+            raise UsageError(
+                f"scaled_cast({self.dtype}) around {self.inner!r}: the scale is chosen so that a plain sum over all ranks does not "
+                "overflow, and fits nothing else. Put mean() or reduce_scatter_mean() inside."
+            )
+
+    @property
+    def collectives(self) -> int | None:  # type: ignore[override]
+        """One more than the hook inside."""
+        return None if self.inner.collectives is None else self.inner.collectives + 1
+
+    def inside(self, spec: BucketSpec) -> BucketSpec:
+        """A bucket of the narrow dtype."""
+        if not spec.dtype.is_complex:
+            return replace(spec, dtype=self.dtype)
+        row = (spec.numel * 2,)
+        return replace(spec, dtype=self.dtype, names=("parts",), shapes=(row,), strides=((1,),))
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        """Agree on a scale, convert, reduce, convert back. See Note [float16 is summed by the engine]."""
+        refuse_sparse(grad, f"scaled_cast({self.dtype})", turn.spec)
+        flat = real(grad).to(_number(turn.spec))
+        magnitude = largest_magnitude(flat.view(1, -1))
+        yield all_reduce(magnitude, op=ReduceOp.MAX, label=f"bucket {turn.spec.index}, scale")
+        ranks = (turn.world_size - 1).bit_length()  # 2 ** ranks is at least their number
+        scale = scale_for(magnitude, EXPONENTS[self.dtype] - ranks)
+        inside = replace(turn, spec=self.inside(turn.spec))
+        value, sent = yield from self.inner.reduce((flat * scale).to(self.dtype), state, inside)
+        value = _back(value.to(flat.dtype) / scale, turn.spec)
+        return Reduced(value, value if turn.donated else _back(sent.to(flat.dtype) / scale, turn.spec))
+
+    def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        """As the hook inside, and one number."""
+        inner = self.inner.wire_bytes(self.inside(spec), world_size, step)
+        return None if inner is None else inner + 2 * (world_size - 1) / world_size * _number(spec).itemsize
+
+    def __repr__(self) -> str:
+        return f"scaled_cast({self.dtype}) > {self.inner!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Mean(CommHook):
+    """See `scaled_cast`, of float8."""
+
+    dtype: torch.dtype
+
+    collectives = 2
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        """Exchange slices, add, exchange means. See Note [float8 is summed here]."""
+        refuse_sparse(grad, self, turn.spec)
+        label, size = f"bucket {turn.spec.index}", turn.world_size
+        slices = padded(real(grad).float(), size).view(size, -1)
+        outgoing = self._encode(slices)
+        incoming = torch.empty_like(outgoing)
+        yield all_to_all_single(incoming, outgoing, label=label)
+        mean = self._decode(incoming).sum(0, keepdim=True).div_(turn.divisor or size)
+        rounded = self._encode(mean)
+        gathered = torch.empty_like(outgoing)
+        yield all_gather_into_tensor(gathered, rounded, label=label)
+        value = self._row(self._decode(gathered), turn.spec)
+        if turn.donated:
+            return Reduced(value, value)
+        sent = self._decode(outgoing)
+        sent[turn.rank] += (self._decode(rounded) - mean).view(-1) * (turn.divisor or size)
+        return Reduced(value, self._row(sent, turn.spec))
+
+    def _encode(self, rows: Tensor) -> Tensor:
+        """Each row as bytes: its scale, then its numbers."""
+        scale = scale_for(largest_magnitude(rows), EXPONENTS[self.dtype]).unsqueeze(-1)
+        return torch.cat([scale.view(torch.uint8), (rows * scale).to(self.dtype).view(torch.uint8)], dim=-1)
+
+    def _decode(self, rows: Tensor) -> Tensor:
+        scale = as_bytes(rows[:, :4].contiguous()).view(torch.float32).unsqueeze(-1)
+        return rows[:, 4:].view(self.dtype).to(torch.float32) / scale
+
+    def _row(self, slices: Tensor, spec: BucketSpec) -> Tensor:
+        numel = spec.numel * (2 if spec.dtype.is_complex else 1)
+        return _back(slices.reshape(-1)[:numel], spec)
+
+    def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        """Two times (n - 1) slices with their scales."""
+        numel = spec.numel * (2 if spec.dtype.is_complex else 1)
+        return 2 * (world_size - 1) * (-(-numel // world_size) + 4)
+
+    def error(self, spec: BucketSpec) -> float:
+        """All that is lost stands in `sent`, but for rounding in float32 and to the gradient's dtype."""
+        return 16 * max(torch.finfo(spec.dtype).eps, torch.finfo(torch.float32).eps)
+
+    def __repr__(self) -> str:
+        return f"scaled_cast({self.dtype}) > mean()"
+
+
+def _number(spec: BucketSpec) -> torch.dtype:
+    """What a bucket's numbers are scaled in."""
+    return wide(spec.dtype.to_real() if spec.dtype.is_complex else spec.dtype)
+
+
+def _back(row: Tensor, spec: BucketSpec) -> Tensor:
+    """A row of numbers as a gradient of the bucket."""
+    if spec.dtype.is_complex:
+        row = row.to(spec.dtype.to_real())
+        return torch.view_as_complex(row.view(-1, 2))
+    return row.to(spec.dtype)
+
+
+def scaled_cast(dtype: torch.dtype) -> Stage:
+    """Reduce in float16 or float8, scaled by a power of two so that nothing overflows and small gradients do not vanish.
+
+    torch.float16: one scale for all ranks, agreed on by a maximum, around `mean()` or `reduce_scatter_mean()`. On the wire: as
+    the hook inside for 2 bytes an element, and 2 (n - 1) / n of one number, n being the ranks.
+
+    torch.float8_e4m3fn (3 bits of fraction) or torch.float8_e5m2 (2 bits, more range), around `mean()`, in whose place it steps:
+    slices are exchanged in float8, added in float32, and the mean is rounded and gathered in float8. On the wire: 2 (n - 1)
+    (ceil(numel / n) + 4) bytes. Lossy enough to want `error_feedback()`. (arXiv 2209.05433 on the dtypes.)
+
+    Infinite and NaN elements stay so; a slice, or in float16 a bucket, that has one is not scaled in that step.
+
+    >>> from gradwire.hooks import chain, mean
+    >>> from gradwire.testing import simulate
+    >>> done = simulate(
+    ...     chain(scaled_cast(torch.float16), mean()), [torch.tensor([2.0**20, 1.0]), torch.tensor([2.0**21, 2.0])]
+    ... )
+    >>> done.reduced[0].value
+    tensor([1.5729e+06, 1.5000e+00])
+    """
+    if dtype not in EXPONENTS:
+        raise UsageError(
+            f"scaled_cast({dtype}): scales are for dtypes of a small range: {', '.join(map(str, EXPONENTS))}. "
+            "torch.bfloat16 has float32's range; use cast(torch.bfloat16)."
+        )
+
+    def stage(inner: CommHook) -> CommHook:
+        if dtype is torch.float16:
+            return ScaledCast(inner, dtype)
+        if inner != Mean():
+            raise UsageError(
+                f"scaled_cast({dtype}) around {inner!r}: float8 gradients are not added up by an engine, so a hook that reduces in "
+                "another way cannot carry them. Put mean() inside; error_feedback() goes to the left."
+            )
+        return Float8Mean(dtype)
+
+    return stage

@@ -1,0 +1,202 @@
+"""Sparse hooks: each rank sends the elements that matter most to it, and where they are.
+
+Different ranks choose different elements, so no all-reduce can add them up: the lists are gathered, and every rank adds all of
+them in rank order. What was not sent is lost unless error feedback keeps it; `dgc`, in a module of its own, keeps it itself,
+and `random_k`, where all ranks choose the same elements, is a stage.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import all_gather, all_gather_into_tensor
+from gradwire.errors import UsageError
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
+from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.elements import count, real, refuse_sparse, wide
+from gradwire.hooks.pairs import Format, Pairs, add_up, scatter
+from gradwire.hooks.select import largest, reaching
+
+ALONE = (
+    "it gathers lists of places and values, because each rank sends other elements, and an all-reduce needs every element of "
+    "every rank"
+)
+"""Why a sparse hook is no stage."""
+
+
+def share_of(numel: int, *, ratio: float | None = None, k: int | None = None) -> int:
+    """How many of `numel` elements are chosen: at least one, at most all."""
+    wanted = math.ceil(ratio * numel) if ratio is not None else (k or 0)
+    return min(numel, max(1, wanted))
+
+
+def check_ratio(what: str, ratio: float) -> None:
+    """Raise unless `ratio` is a part of the whole."""
+    if not 0 < ratio <= 1:
+        raise UsageError(
+            f"{what}: ratio {ratio} is not a part of the whole. Pass more than 0 and at most 1, such as 0.01."
+        )
+
+
+def check_values(what: str, values: torch.dtype | None) -> None:
+    """Raise unless values can travel so."""
+    if values not in (None, torch.float32, torch.bfloat16):
+        raise UsageError(
+            f"{what}: values={values} is no dtype that values travel in. Pass torch.bfloat16, torch.float32, or None "
+            "for the gradient's own."
+        )
+
+
+def exchange(chosen: Pairs, form: Format, turn: Turn) -> Reduction:
+    """Gather lists of the same length from all ranks: their mean as `value`, this rank's own as `sent`, both as rows."""
+    packed = form.pack(chosen)
+    gathered = packed.new_empty(turn.world_size * packed.numel())
+    yield all_gather_into_tensor(gathered, packed, label=f"bucket {turn.spec.index}")
+    lists = [form.unpack(row) for row in gathered.view(turn.world_size, packed.numel())]
+    return _rows(lists, chosen, turn)
+
+
+def _rows(lists: list[Pairs], chosen: Pairs, turn: Turn) -> Reduced:
+    dtype, numel = turn.spec.dtype, count(turn.spec)
+    number = wide(dtype.to_real() if dtype.is_complex else dtype)
+    value = add_up(lists, numel, number, divisor=turn.divisor or turn.world_size)
+    sent = value if turn.donated else scatter(chosen, numel, number)  # nobody asks for it then
+    return Reduced(_as(value, dtype), _as(sent, dtype))
+
+
+def _as(row: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.view_as_complex(row.view(-1, 2)) if dtype.is_complex else row.to(dtype)
+
+
+def value_dtype(spec: BucketSpec, values: torch.dtype | None) -> torch.dtype:
+    """What the values of a bucket travel in."""
+    own = spec.dtype.to_real() if spec.dtype.is_complex else spec.dtype
+    return values if values is not None and values.itemsize < own.itemsize else own
+
+
+@dataclass(frozen=True, slots=True)
+class TopK(CommHook):
+    """See `top_k`."""
+
+    ratio: float | None
+    k: int | None
+    values: torch.dtype | None
+
+    collectives = 1
+    alone = ALONE
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        """Choose, gather, add."""
+        refuse_sparse(grad, self, turn.spec)
+        flat = real(grad)
+        form = Format(value_dtype(turn.spec, self.values))
+        form.check(flat.numel(), self)
+        places = largest(flat, share_of(flat.numel(), ratio=self.ratio, k=self.k))
+        chosen = Pairs(places.to(form.places), flat[places].to(form.values))
+        return (yield from exchange(chosen, form, turn))
+
+    def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        """(n - 1) lists of k pairs."""
+        k = share_of(count(spec), ratio=self.ratio, k=self.k)
+        return (world_size - 1) * k * Format(value_dtype(spec, self.values)).nbytes
+
+    def __repr__(self) -> str:
+        amount = f"ratio={self.ratio}" if self.ratio is not None else f"k={self.k}"
+        return f"top_k({amount}, values={self.values})"
+
+
+def top_k(*, ratio: float | None = None, k: int | None = None, values: torch.dtype | None = None) -> CommHook:
+    """Send the elements of largest magnitude: `k` of each bucket, or the `ratio`-th part of it. (arXiv 1704.05021, 1809.07599)
+
+    Each rank chooses its own; all lists are gathered and added in rank order. Exactly k are chosen, rounded up and at least
+    one; of equal ones the first in the bucket. What is left out is lost, so put `error_feedback()` around it. `values` narrows
+    what travels beside each place, such as torch.bfloat16.
+
+    On the wire: (n - 1) k (4 + itemsize(values)) bytes, n being the ranks: it grows with n, where an all-reduce does not. It pays
+    while n * ratio is well below 1. Memory: the lists of all ranks.
+
+    >>> from gradwire.testing import simulate
+    >>> done = simulate(top_k(k=1), [torch.tensor([5.0, 1.0]), torch.tensor([2.0, -3.0])])
+    >>> done.reduced[0].value
+    tensor([ 2.5000, -1.5000])
+    """
+    what = f"top_k(ratio={ratio}, k={k})"
+    if (ratio is None) == (k is None):
+        raise UsageError(f"{what}: how many elements? Pass one of ratio and k.")
+    if ratio is not None:
+        check_ratio(what, ratio)
+    if k is not None and k < 1:
+        raise UsageError(f"{what}: no element would be sent. Pass a k of at least 1.")
+    check_values(what, values)
+    return TopK(ratio, k, values)
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold(CommHook):
+    """See `threshold`."""
+
+    value: float | None
+    relative: float | None
+    values: torch.dtype | None
+
+    collectives = 2
+    alone = ALONE
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        """Choose, gather how many were chosen, gather them, add."""
+        refuse_sparse(grad, self, turn.spec)
+        flat = real(grad)
+        form = Format(value_dtype(turn.spec, self.values))
+        form.check(flat.numel(), self)
+        places = self._choose(flat)
+        chosen = Pairs(places.to(form.places), flat[places].to(form.values))
+        packed = form.pack(chosen)
+        counts = torch.empty(turn.world_size, dtype=torch.int64, device=grad.device)
+        label = f"bucket {turn.spec.index}"
+        yield all_gather_into_tensor(counts, counts.new_tensor([packed.numel()]), label=f"{label}, lengths")
+        gathered = [packed.new_empty(length) for length in counts.tolist()]
+        yield all_gather(gathered, packed, label=label)
+        return _rows([form.unpack(row) for row in gathered], chosen, turn)
+
+    def _choose(self, flat: Tensor) -> Tensor:
+        if self.relative is None:
+            return reaching(flat, flat.new_tensor(self.value))
+        low, high = flat.aminmax() if flat.numel() else (flat.new_zeros(()), flat.new_zeros(()))
+        return reaching(flat, torch.maximum(-low, high) * self.relative)
+
+    def __repr__(self) -> str:
+        bound = f"value={self.value}" if self.value is not None else f"relative={self.relative}"
+        return f"threshold({bound}, values={self.values})"
+
+
+def threshold(
+    *, value: float | None = None, relative: float | None = None, values: torch.dtype | None = None
+) -> CommHook:
+    """Send the elements whose magnitude is at least `value`, or `relative` times the largest of the bucket. (Strom 2015)
+
+    How many that are depends on the gradients and differs between ranks, so their numbers are gathered first, and then the
+    lists. It adapts where a fixed k does not: a step in which little happens costs little. Zeros are never sent. What is left
+    out is lost, so put `error_feedback()` around it. `values` narrows what travels beside each place.
+
+    On the wire: (n - 1) (8 + what was chosen times (4 + itemsize(values))) bytes, n being the ranks. On CUDA the host waits for
+    the numbers: the lists cannot be made without them.
+
+    >>> from gradwire.testing import simulate
+    >>> done = simulate(threshold(value=2.0), [torch.tensor([5.0, 1.0]), torch.tensor([2.0, -3.0])])
+    >>> done.reduced[0].value
+    tensor([ 3.5000, -1.5000])
+    """
+    what = f"threshold(value={value}, relative={relative})"
+    if (value is None) == (relative is None):
+        raise UsageError(f"{what}: which elements? Pass one of value and relative.")
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise UsageError(f"{what}: value must be above 0 and finite, since magnitudes are compared with it.")
+    if relative is not None and not 0 < relative <= 1:
+        raise UsageError(f"{what}: relative is a part of the largest magnitude. Pass more than 0 and at most 1.")
+    check_values(what, values)
+    return Threshold(value, relative, values)

@@ -1,0 +1,99 @@
+"""`States`: the states of one hook on one model, made when a bucket first needs one, kept by parameter name in between.
+
+It does not know groups, models or backwards: whoever runs a hook owns one of these.
+
+Note [Whose state it is]
+A hook's state belongs to the rank that made it: a residual is what this rank has not sent. So a saved state tells its rank.
+The rank of the same number takes all of it, in a world of any size. Any other rank takes what the hook says all ranks share
+(`CommHook.shared`: DiLoCo's anchor, say) and begins with `init` for the rest. So a rank that is new loads rank 0's state, and a
+program that saves on rank 0 alone and loads everywhere does not hand one rank's residual to all. What a rank had not sent is
+lost with it, when a world shrinks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from gradwire.errors import HookError
+from gradwire.hooks.base import CommHook
+from gradwire.hooks.bucket import BucketSpec
+
+VERSION = 1
+"""Of the form of `hook_state_dict()`."""
+_KEYS = {"version", "hook", "rank", "step", "state"}
+
+
+class States:
+    """One state per bucket, and how many times the buckets have been reduced."""
+
+    def __init__(self, hook: CommHook, *, step: int = 0, saved: Mapping[str, Any] | None = None) -> None:
+        self.hook = hook
+        self.step = step
+        """The step at which a bucket begins that has not been reduced yet."""
+        self._made: dict[int, tuple[BucketSpec, Any]] = {}
+        self._saved: dict[str, Any] = dict(saved or {})
+
+    def of(self, spec: BucketSpec) -> Any:
+        """The state for this bucket. If the number last had other parameters, buckets were rebuilt: states follow them."""
+        made = self._made.get(spec.index)
+        if made is not None and made[0] is not spec and made[0] != spec:
+            self.take_apart()
+            made = None
+        if made is None:
+            state = self.hook.load(self._saved, spec) if self._saved else self.hook.init(spec)
+            for name in spec.names:
+                self._saved.pop(name, None)
+            made = self._made[spec.index] = (spec, state)
+        return made[1]
+
+    def take_apart(self) -> None:
+        """Buckets will be others: keep every state by parameter, for the new buckets to pick up."""
+        for spec, state in self._made.values():
+            self._saved.update(self.hook.save(state, spec))
+        self._made.clear()
+
+    def by_name(self) -> dict[str, Any]:
+        """Every parameter's part, copied."""
+        parts = copy.deepcopy(self._saved)
+        for spec, state in self._made.values():
+            parts.update(self.hook.save(state, spec))
+        return parts
+
+
+def to_dict(states: States, *, rank: int, step: int, **more: Any) -> dict[str, Any]:
+    """What `hook_state_dict()` gives: tensors, numbers, text and dicts of them."""
+    return {
+        "version": VERSION,
+        "hook": repr(states.hook),
+        "rank": rank,
+        "step": step,
+        "state": states.by_name(),
+        **more,
+    }
+
+
+def from_dict(saved: Mapping[str, Any], hook: CommHook, *, rank: int) -> States:
+    """States as `to_dict` saved them, for this rank: see Note [Whose state it is]. HookError if they are not this hook's."""
+    doing = f"load_hook_state_dict on rank {rank}"
+    if not isinstance(saved, Mapping) or not saved.keys() >= _KEYS:
+        missing = sorted(_KEYS - saved.keys()) if isinstance(saved, Mapping) else sorted(_KEYS)
+        raise HookError(
+            f"{doing} for {hook!r}: this is no hook state, it lacks {', '.join(missing)}. Pass what hook_state_dict() gave.",
+            hook=repr(hook),
+        )
+    if saved["version"] != VERSION:
+        raise HookError(
+            f"{doing} for {hook!r}: the state has format {saved['version']}, and this gradwire reads format {VERSION}. "
+            "Load it with the gradwire that saved it.",
+            hook=repr(hook),
+        )
+    if saved["hook"] != repr(hook):
+        raise HookError(
+            f"{doing}: the state was saved under the hook {saved['hook']}, and the model now has {hook!r}. "
+            "Set the hook under which it was saved first, or start without it.",
+            hook=repr(hook),
+        )
+    parts = saved["state"] if saved["rank"] == rank else hook.shared(saved["state"])
+    return States(hook, step=int(saved["step"]), saved=copy.deepcopy(dict(parts)))

@@ -1,0 +1,168 @@
+"""One list: every hook keeps the laws, alone and in random chains, and is the same simulated, under our DDP and under torch's.
+
+Adding a hook adds one line here, and no test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from gradwire import hooks
+from gradwire.errors import UsageError
+from gradwire.groups import Group
+from gradwire.hooks import CommHook, Stage, as_torch_hook
+from gradwire.hooks.drive import Driver
+from gradwire.parallel import DistributedDataParallel
+from gradwire.testing import check_hook, run_ranks, simulate
+from gradwire.testing.simulate import one_parameter
+
+BFLOAT16 = torch.bfloat16
+
+# Hooks that communicate by themselves: the end of a chain.
+ENDS: dict[str, Callable[[], CommHook]] = {
+    "mean": hooks.mean,
+    "weighted_mean": hooks.weighted_mean,
+}
+# Stages that may stand anywhere to the left of an end.
+STAGES: dict[str, Callable[[], Stage]] = {
+    "cast to bfloat16": lambda: hooks.cast(BFLOAT16),
+    "cast to float16": lambda: hooks.cast(torch.float16),
+}
+
+
+def with_feedback(hook: CommHook) -> CommHook:
+    return hook if hook.remembers or hook.local else hooks.chain(hooks.error_feedback(), hook)
+
+
+ALL: dict[str, CommHook] = {name: make() for name, make in ENDS.items()} | {
+    f"feedback, {name}": with_feedback(make()) for name, make in ENDS.items()
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16], ids=str)
+def test_every_hook_keeps_the_laws(name: str, dtype: torch.dtype) -> None:
+    check_hook(ALL[name], dtype=dtype, world_sizes=(1, 2, 4))
+
+
+# -- random chains -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What to build, so that a failure shows it."""
+
+    stages: tuple[str, ...]
+    end: str
+    feedback: bool
+
+    def build(self) -> CommHook:
+        inner = hooks.chain(*(STAGES[name]() for name in self.stages), ENDS[self.end]())
+        return with_feedback(inner) if self.feedback else inner
+
+
+chains = st.builds(
+    Chain,
+    stages=st.lists(st.sampled_from(sorted(STAGES)), max_size=2, unique=True).map(tuple),
+    end=st.sampled_from(sorted(ENDS)),
+    feedback=st.booleans(),
+)
+shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=4)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(chain=chains, shapes=shapes, ranks=st.integers(1, 5), seed=st.integers(0, 999))
+def test_random_chains_on_random_buckets_keep_the_laws(
+    chain: Chain, shapes: list[tuple[int, ...]], ranks: int, seed: int
+) -> None:
+    try:
+        hook = chain.build()
+    except UsageError:
+        return  # said why when it was built: see test_refusals
+    check_hook(hook, world_sizes=(ranks,), shapes=shapes, seed=seed)
+
+
+# -- everywhere the same ------------------------------------------------------------------------------------------------------
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def train(model: nn.Module, rank: int, reduce: Callable[[], None] = lambda: None, steps: int = 4) -> Tensor:
+    data = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        model.zero_grad()
+        model(torch.randn(4, 6, generator=data)).pow(2).sum().backward()
+        reduce()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * p.grad
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_every_hook_is_the_same_under_our_ddp_and_under_torchs(torch_world: Callable[..., Any]) -> None:
+    """Both have one bucket of all parameters, in the same order, so that even hooks that look across parameters agree."""
+
+    def rank_main(group: Group) -> dict[str, tuple[Tensor, Tensor]]:
+        torch.set_num_threads(1)
+        done = {}
+        with torch_world(group, "gloo"):
+            for name, hook in ALL.items():
+                ours = DistributedDataParallel(make_model(), process_group=group, bucket_cap_mb=100)
+                ours.set_hook(hook)
+                theirs = TorchDDP(make_model(), bucket_cap_mb=100)
+                theirs.register_comm_hook(
+                    None, as_torch_hook(hook, group, named_parameters=theirs.module.named_parameters())
+                )
+                done[name] = train(ours, group.rank), train(theirs, group.rank)
+                ours.replica.detach()
+        return done
+
+    first, second = run_ranks(rank_main, 2, kind="gloo", timeout=100)
+    for name, hook in ALL.items():
+        if not hook.local:
+            assert torch.equal(first[name][0], second[name][0]), f"{name}: ranks differ under our DDP"
+            assert torch.equal(first[name][1], second[name][1]), f"{name}: ranks differ under torch's DDP"
+        torch.testing.assert_close(first[name][0], first[name][1], msg=f"{name}: our DDP and torch's differ")
+
+
+def test_every_hook_computes_in_a_group_what_it_computes_simulated() -> None:
+    gradients = [torch.randn(300, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+
+    def rank_main(group: Group) -> dict[str, list[Tensor]]:
+        torch.set_num_threads(1)
+        return {name: _reduce(hook, gradients[group.rank], group) for name, hook in ALL.items()}
+
+    for kind in ("threads", "gloo", "shared_memory"):
+        got = run_ranks(rank_main, 2, kind=kind, timeout=100)
+        for name, hook in ALL.items():
+            states: Any = None
+            for step in range(2):
+                done = simulate(hook, gradients, states=states, step=step)
+                states = done.states
+                for rank in range(2):
+                    assert torch.equal(got[rank][name][step], done.reduced[rank].value), f"{name} over {kind}"
+
+
+def _reduce(hook: CommHook, gradient: Tensor, group: Group) -> list[Tensor]:
+    spec = one_parameter(gradient)
+    driver = Driver(group)
+    state = hook.init(spec)
+    try:
+        return [
+            driver.launch(hook, gradient, state, hooks.Turn(spec, group.rank, group.size, step)).wait().clone()
+            for step in range(2)
+        ]
+    finally:
+        driver.close()

@@ -1,0 +1,135 @@
+"""The Triton codec against torch operations, bit for bit, and how quick it is. Skipped where there is no CUDA device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.hooks import CommHook, quantize, sign
+from gradwire.hooks.quantized import eager
+from gradwire.hooks.quantized.layout import Layout, Part, Section
+from gradwire.testing import check_hook, simulate
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture
+def kernels():  # type: ignore[no-untyped-def]
+    pytest.importorskip("triton")
+    from gradwire.hooks.quantized import kernels
+
+    return kernels
+
+
+def awkward(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Numbers of all sizes, ties, zeros, blocks of tiny numbers, NaN and infinity."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator) * torch.exp(3 * torch.randn(numel, generator=generator))
+    x[: numel // 4] = torch.randint(-254, 255, (numel // 4,), generator=generator) / 2  # ties
+    if numel > 5000:
+        x[1024:2048] *= 1e-36
+        x[2100], x[2700], x[3000:3600] = float("nan"), float("-inf"), 0.0
+    return x.to(dtype).cuda()
+
+
+def part_of(numel: int, bits: int, block: int, rows: int) -> Part:
+    return Layout((Section(bits, ((0, numel),)),), block).parts(rows)[0]
+
+
+CASES = [
+    (bits, block, rows, rounding)
+    for bits in (8, 4, 2, 1)
+    for block in (32, 256, 8192)
+    for rows in (1, 3)
+    for rounding in ("nearest", "stochastic")
+    if not (bits == 1 and rounding == "stochastic")
+]
+
+
+@pytest.mark.parametrize(("bits", "block", "rows", "rounding"), CASES)
+def test_triton_gives_the_bits_of_eager(kernels, bits: int, block: int, rows: int, rounding: str) -> None:  # type: ignore[no-untyped-def]
+    key = 1234567 if rounding == "stochastic" else None
+    for numel in (1, 31, 257, 4096, 100_003):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            part = part_of(numel, bits, block, rows)
+            x = awkward(numel, dtype)
+            messages = [torch.zeros(rows, part.stride, dtype=torch.uint8, device="cuda") for _ in range(2)]
+            for way, message in zip((kernels, eager), messages, strict=True):
+                way.quantise(x, message, part, key)
+            assert torch.equal(*messages), (numel, dtype, (messages[0] != messages[1]).nonzero()[:4].tolist())
+            outs = [torch.empty_like(x) for _ in range(2)]
+            for way, out in zip((kernels, eager), outs, strict=True):
+                way.dequantise(messages[0], out, part)
+            torch.testing.assert_close(*outs, rtol=0, atol=0, equal_nan=True)
+            own = replace(part, numel=min(numel, part.row))
+            sums = [torch.empty(own.numel, device="cuda") for _ in range(2)]
+            for way, out in zip((kernels, eager), sums, strict=True):
+                way.total(messages[0], out, own, 1 / 3)
+            torch.testing.assert_close(*sums, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+def test_the_device_gives_the_bits_of_the_host(bits: int) -> None:
+    brought = [torch.randn(5000, generator=torch.Generator().manual_seed(r)) for r in range(3)]
+    here = simulate(quantize(bits), brought)
+    there = simulate(quantize(bits), [g.cuda() for g in brought])
+    assert torch.equal(here.reduced[0].value, there.reduced[0].value.cpu())
+    assert torch.equal(here.reduced[1].sent, there.reduced[1].sent.cpu())
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [quantize(8), quantize(4, rounding="stochastic"), quantize({"layer0*": 4, "layer2*": 1, "*": 8}), sign()],
+    ids=repr,
+)
+def test_hooks_keep_the_laws_on_cuda(hook: CommHook) -> None:
+    check_hook(hook, device="cuda", world_sizes=(1, 2))
+
+
+def test_a_reduction_does_not_wait_for_the_device() -> None:
+    spec_like = [torch.randn(10_000, device="cuda") for _ in range(2)]
+    simulate(quantize(8), spec_like)  # compiles
+    previous = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        simulate(quantize(8), spec_like)
+        simulate(quantize(4, rounding="stochastic"), spec_like)
+    finally:
+        torch.cuda.set_sync_debug_mode(previous)
+
+
+def milliseconds(work, repeats: int = 30) -> float:  # type: ignore[no-untyped-def]
+    for _ in range(5):
+        work()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[len(times) // 2]
+
+
+def test_eight_bits_of_a_large_bucket_move_at_the_speed_of_memory(kernels) -> None:  # type: ignore[no-untyped-def]
+    """Bytes read and written per second, against those of a copy of the bucket."""
+    numel, rows = 100_000_000, 2
+    part = part_of(numel, 8, 256, rows)
+    x = torch.randn(numel, device="cuda")
+    message = torch.zeros(rows, part.stride, dtype=torch.uint8, device="cuda")
+    out = torch.empty_like(x)
+    copied = 2 * x.nbytes / milliseconds(lambda: out.copy_(x))
+    moved = x.nbytes + message.nbytes
+    rates = {
+        "quantise": moved / milliseconds(lambda: kernels.quantise(x, message, part, None)) / copied,
+        "dequantise": moved / milliseconds(lambda: kernels.dequantise(message, out, part)) / copied,
+    }
+    print({"copy GB/s": copied / 1e6, **rates})
+    assert min(rates.values()) >= 0.8, rates

@@ -1,0 +1,192 @@
+"""after and every: which hook a step has, what is kept and delivered, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.errors import UsageError
+from gradwire.hooks import (
+    BucketSpec,
+    CommHook,
+    Reduced,
+    Reduction,
+    Turn,
+    after,
+    cast,
+    chain,
+    error_feedback,
+    every,
+    mean,
+)
+from gradwire.testing import check_hook, simulate
+
+HALF = chain(cast(torch.bfloat16), mean())
+FED = chain(error_feedback(), cast(torch.bfloat16), mean())
+
+
+class Counting(CommHook):
+    """Delivers the step it was told, and remembers which it has seen."""
+
+    def init(self, spec: BucketSpec) -> list[int]:
+        return []
+
+    def reduce(self, grad: Tensor, state: list[int], turn: Turn) -> Reduction:
+        state.append(turn.step)
+        value = torch.full_like(grad, float(turn.step))
+        return Reduced(value, value)
+        yield
+
+    def save(self, state: list[int], spec: BucketSpec) -> dict[str, Any]:
+        return {name: list(state) for name in spec.names}
+
+    def load(self, saved: Any, spec: BucketSpec) -> list[int]:
+        return list(saved.get(spec.names[0], []))
+
+    def __repr__(self) -> str:
+        return "counting()"
+
+
+def steps(hook: CommHook, count: int, gradients: Any = None, **named: Any) -> tuple[list[list[float]], Any]:
+    """The value of each step, and the states after them."""
+    states: Any = None
+    values = []
+    for step in range(count):
+        brought = [torch.tensor([1.0]), torch.tensor([3.0])] if gradients is None else gradients(step)
+        done = simulate(hook, brought, states=states, step=step, **named)
+        states = done.states
+        values.append(done.reduced[0].value.tolist())
+    return values, states
+
+
+# -- after -----------------------------------------------------------------------------------------------------------------
+
+
+def test_after_changes_over_once_and_counts_from_there() -> None:
+    values, _ = steps(after(2, Counting()), 5)
+    assert values == [[2.0], [2.0], [0.0], [1.0], [2.0]]
+
+
+def test_the_later_hooks_state_begins_at_the_change_and_the_earlier_ones_is_let_go() -> None:
+    hook = after(2, Counting(), before=Counting())
+    _, states = steps(hook, 2)
+    assert (states[0].before, states[0].begun) == ([0, 1], False)
+    _, states = steps(hook, 3)
+    assert (states[0].before, states[0].hook) == (None, [0])
+
+
+def test_both_phases_are_saved() -> None:
+    hook = after(2, Counting(), before=Counting())
+    spec = BucketSpec(0, ("w",), ((1,),), ((1,),), torch.float32, torch.device("cpu"))
+    for count in (1, 4):
+        states: Any = None
+        for step in range(count):
+            states = simulate(hook, [torch.ones(1)], spec=spec, states=states, step=step).states
+        loaded = hook.load(hook.save(states[0], spec), spec)
+        assert loaded == states[0]
+    assert loaded.begun
+
+
+def test_after_says_of_itself_what_its_hooks_say() -> None:
+    assert after(3, HALF).collectives == 1
+    assert after(3, Counting()).collectives is None
+    assert after(3, FED).remembers
+    assert not after(3, HALF).remembers
+    assert repr(after(3, HALF)) == "after(3, cast(torch.bfloat16) > mean(), before=mean())"
+    spec = BucketSpec(0, ("w",), ((8,),), ((1,),), torch.float32, torch.device("cpu"))
+    assert [after(2, HALF).wire_bytes(spec, 2, step) for step in range(4)] == [32, 32, 16, 16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_after_keeps_the_laws(dtype: torch.dtype) -> None:
+    for hook in (after(2, HALF), after(1, FED), after(0, mean()), chain(error_feedback(), after(2, HALF))):
+        check_hook(hook, dtype=dtype)
+
+
+# -- every -----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_delivers_the_sum_of_what_was_kept() -> None:
+    values, _ = steps(every(3, mean()), 6, lambda step: [torch.tensor([step + 1.0]), torch.tensor([3.0 * step + 1.0])])
+    assert values == [[0.0], [0.0], [1.0 + 3.0 + 5.0], [0.0], [0.0], [7.0 + 9.0 + 11.0]]
+
+
+@pytest.mark.parametrize("donated", [False, True])
+def test_silent_steps_send_nothing_and_give_zeros(donated: bool) -> None:
+    done = simulate(every(2, mean()), [torch.ones(3)] * 2, donated=donated)
+    assert done.exchanges == ()
+    assert [r.value.tolist() for r in done.reduced] == [[0.0] * 3] * 2
+    done = simulate(every(2, mean()), [torch.ones(3)] * 2, states=done.states, step=1, donated=donated)
+    assert len(done.exchanges) == 1
+    assert done.reduced[1].value.tolist() == [2.0] * 3
+
+
+def test_what_was_sent_is_the_whole_sum() -> None:
+    first = simulate(every(2, mean()), [torch.tensor([1.0]), torch.tensor([2.0])])
+    assert [r.sent.item() for r in first.reduced] == [0.0, 0.0]
+    second = simulate(every(2, mean()), [torch.tensor([10.0]), torch.tensor([20.0])], states=first.states, step=1)
+    assert [r.sent.item() for r in second.reduced] == [11.0, 22.0]
+
+
+def test_each_kept_step_counts_the_ranks_of_its_own_time() -> None:
+    """Rank 1 runs out of inputs after the first step."""
+    hook = every(2, mean())
+    first = simulate(hook, [torch.tensor([1.0]), torch.tensor([3.0])])
+    second = simulate(hook, [torch.tensor([5.0]), torch.tensor([0.0])], states=first.states, step=1, divisor=1)
+    assert second.reduced[0].value.item() == (1 + 3) / 2 + 5
+    assert sum(r.sent.item() for r in second.reduced) / 1 == second.reduced[0].value.item()
+
+
+def test_narrow_gradients_are_kept_wide() -> None:
+    _, states = steps(every(300, mean()), 290, lambda step: [torch.tensor([1.0], dtype=torch.bfloat16)])
+    assert states[0].total.item() == 290.0  # summed in bfloat16 it would stick at 256
+
+
+def test_the_hook_of_every_counts_its_own_steps() -> None:
+    values, states = steps(every(2, Counting()), 6)
+    assert values == [[0.0], [0.0], [0.0], [1.0], [0.0], [2.0]]
+    assert states[0].hook == [0, 1, 2]
+
+
+def test_otherwise_takes_the_other_steps() -> None:
+    values, states = steps(every(3, mean(), otherwise=Counting()), 7)
+    assert values == [[0.0], [1.0], [2.0], [2.0], [3.0], [2.0], [4.0]]
+    assert states[0].otherwise == [0, 1, 2, 3, 4]
+
+
+def test_every_first_step_is_the_hook_itself() -> None:
+    assert every(1, HALF) == HALF
+    assert every(1, mean(), otherwise=HALF) == mean()
+
+
+def test_every_says_of_itself_what_it_is() -> None:
+    assert every(2, mean()).remembers
+    assert every(2, mean()).collectives is None
+    assert every(2, mean(), otherwise=HALF).collectives == 1
+    assert not every(2, mean(), otherwise=HALF).remembers
+    assert every(2, mean(), otherwise=FED).remembers
+    assert repr(every(2, mean(), otherwise=HALF)) == "every(2, mean(), otherwise=cast(torch.bfloat16) > mean())"
+    spec = BucketSpec(0, ("w",), ((8,),), ((1,),), torch.float32, torch.device("cpu"))
+    assert [every(2, mean()).wire_bytes(spec, 2, step) for step in range(4)] == [0, 32, 0, 32]
+    assert [every(2, mean(), otherwise=HALF).wire_bytes(spec, 2, step) for step in range(2)] == [16, 32]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_every_keeps_the_laws(dtype: torch.dtype) -> None:
+    for hook in (
+        every(2, mean()),
+        every(3, FED),
+        every(2, mean(), otherwise=HALF),
+        every(2, mean(), otherwise=FED),
+        chain(error_feedback(), every(3, mean(), otherwise=HALF)),
+        after(2, every(2, mean())),
+    ):
+        check_hook(hook, dtype=dtype)
+
+
+def test_every_refuses_sparse_gradients() -> None:
+    with pytest.raises(UsageError, match="sparse gradients cannot be kept"):
+        simulate(every(2, mean()), [torch.eye(2).to_sparse(1)])

@@ -1,0 +1,318 @@
+"""local_sgd, post_local_sgd, diloco, streaming_diloco and gossip on simulated ranks: the laws of outer steps, and arithmetic."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.errors import HookError, UsageError, UsageTypeError
+from gradwire.hooks import (
+    BucketSpec,
+    CommHook,
+    OuterHook,
+    Turn,
+    cast,
+    chain,
+    diloco,
+    error_feedback,
+    gossip,
+    local_sgd,
+    mean,
+    post_local_sgd,
+    streaming_diloco,
+)
+from gradwire.hooks.outer_half import cut
+from gradwire.testing import check_hook, simulate, simulate_outer
+
+NARROW = chain(error_feedback(), cast(torch.bfloat16), mean())
+EQUALISING = {
+    "local_sgd": local_sgd(every=4),
+    "post_local_sgd": post_local_sgd(start=3, every=4),
+    "diloco": diloco(every=4),
+    "diloco, plain momentum": diloco(every=4, nesterov=False, outer_lr=0.5),
+    "diloco, no momentum": diloco(every=4, outer_momentum=0.0),
+    "diloco, compressed": diloco(every=4, hook=NARROW),
+    "streaming": streaming_diloco(every=4, fragments=2),
+}
+GOSSIP = {"ring": gossip(), "random": gossip(topology="random", seed=3)}
+ALL = EQUALISING | GOSSIP | {"streaming, mixed": streaming_diloco(every=4, fragments=2, delay=1, alpha=0.5)}
+
+
+def parameters(ranks: int, numel: int = 13, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator).to(dtype) for _ in range(ranks)]
+
+
+def average(values: Any) -> Tensor:
+    return torch.stack([v.double() for v in values]).mean(0)
+
+
+# -- laws ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_gradient_half_keeps_the_laws_and_leaves_gradients_alone(name: str) -> None:
+    hook = ALL[name]
+    check_hook(hook)
+    assert hook.local
+    brought = parameters(3)
+    done = simulate(hook, brought, step=3)
+    assert done.exchanges == ()
+    for (value, sent), grad in zip(done.reduced, brought, strict=True):
+        assert torch.equal(value, grad)
+        assert torch.equal(sent, grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", EQUALISING)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_after_an_outer_step_all_ranks_hold_the_same_bits(name: str, ranks: int, dtype: torch.dtype) -> None:
+    hook, states = EQUALISING[name], None
+    start = parameters(1, dtype=dtype, seed=9)[0]
+    for step in range(3):
+        went = [start + way * 0.1 for way in parameters(ranks, dtype=dtype, seed=step)]
+        done = simulate_outer(hook, went, start=start, states=states, step=step)
+        states, start = done.states, done.parameters[0]
+        for other in done.parameters:
+            assert other.dtype == dtype
+            assert torch.equal(other, start)
+        spec = BucketSpec(0, ("parameter",), ((13,),), ((1,),), dtype, torch.device("cpu"))
+        assert math.isclose(done.wire_bytes, hook.outer_wire_bytes(spec, ranks) or 0.0)
+
+
+@pytest.mark.parametrize("name", GOSSIP)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+def test_gossip_preserves_the_mean_and_approaches_consensus(name: str, ranks: int) -> None:
+    hook, now = GOSSIP[name], parameters(ranks, dtype=torch.float64)
+    kept = average(now)
+    spread = [max(float((p - kept).abs().max()) for p in now)]
+    for step in range(60):
+        done = simulate_outer(hook, now, step=step)
+        now = list(done.parameters)
+        torch.testing.assert_close(average(now), kept, rtol=0, atol=1e-12)
+        spread.append(max(float((p - kept).abs().max()) for p in now))
+        assert done.wire_bytes <= min(ranks - 1, 2) * 13 * 8
+    assert spread[-1] <= 1e-3 * spread[0]
+
+
+@pytest.mark.parametrize("name", GOSSIP)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
+def test_the_mixing_matrix_is_doubly_stochastic(name: str, ranks: int) -> None:
+    for step in range(4):
+        ones = [torch.eye(ranks, dtype=torch.float64)[r].clone() for r in range(ranks)]
+        rows = torch.stack(simulate_outer(GOSSIP[name], ones, step=step).parameters)
+        torch.testing.assert_close(rows.sum(0), torch.ones(ranks).double())
+        torch.testing.assert_close(rows.sum(1), torch.ones(ranks).double())
+        assert bool((rows >= 0).all())
+        torch.testing.assert_close(rows, rows.T)
+
+
+def test_gossip_sends_to_neighbours_only_and_pairs_anew_each_time() -> None:
+    done = simulate_outer(gossip(), parameters(5))
+    assert done.exchanges[0].sent == (2 * 13 * 4,) * 5
+    spec = BucketSpec(7, ("p",), ((1,),), ((1,),), torch.float32, torch.device("cpu"))
+    hook = GOSSIP["random"]
+    pairs = []
+    for step in range(6):
+        mates = [hook.neighbours(Turn(spec, rank, 4, step)) for rank in range(4)]  # type: ignore[attr-defined]
+        assert all(mates[mates[rank][0]] == [rank] for rank in range(4))
+        pairs.append(str(mates))
+    assert len(set(pairs)) > 1
+    alone = [hook.neighbours(Turn(spec, rank, 5, 0)) for rank in range(5)]  # type: ignore[attr-defined]
+    assert sum(not mates for mates in alone) == 1
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_empty_buckets_zeros_and_what_is_not_finite(name: str) -> None:
+    hook = ALL[name]
+    assert simulate_outer(hook, parameters(3, 0)).parameters[0].numel() == 0
+    zeros = simulate_outer(hook, [torch.zeros(4)] * 3).parameters
+    assert torch.stack(zeros).tolist() == [[0.0] * 4] * 3
+    bad = simulate_outer(hook, [torch.tensor([math.nan, 1.0]), *[torch.ones(2)] * 2]).parameters
+    assert any(not math.isfinite(p[0]) for p in bad)
+    assert all(math.isfinite(p[1]) for p in bad)
+
+
+# -- values --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_diloco_is_torchs_sgd_on_the_mean_way(nesterov: bool) -> None:
+    hook = diloco(every=2, outer_lr=0.6, outer_momentum=0.8, nesterov=nesterov)
+    theirs = torch.zeros(13, requires_grad=True)
+    optimizer = torch.optim.SGD([theirs], lr=0.6, momentum=0.8, nesterov=nesterov)
+    states, now = None, torch.zeros(13)
+    for step in range(4):
+        went = [now + way for way in parameters(3, seed=step)]
+        done = simulate_outer(hook, went, states=states, step=step)
+        theirs.grad = (theirs - average(went).float()).detach()
+        optimizer.step()
+        states, now = done.states, done.parameters[0]
+        torch.testing.assert_close(now, theirs.detach())
+
+
+def test_diloco_with_a_plain_outer_step_is_local_sgd() -> None:
+    went = parameters(3)
+    plain = simulate_outer(diloco(every=1, outer_lr=1.0, outer_momentum=0.0), went).parameters[0]
+    torch.testing.assert_close(plain, simulate_outer(local_sgd(every=1), went).parameters[0])
+
+
+def test_the_hook_inside_compresses_the_way() -> None:
+    went = parameters(2)
+    plain, narrow = (simulate_outer(diloco(every=1, hook=h), went) for h in (mean(), NARROW))
+    assert narrow.wire_bytes == plain.wire_bytes / 2
+    assert not torch.equal(narrow.parameters[0], plain.parameters[0])
+    torch.testing.assert_close(narrow.parameters[0], plain.parameters[0], rtol=0.02, atol=0.02)
+
+
+def test_a_narrow_model_has_a_wide_anchor() -> None:
+    """Small ways would be lost in bfloat16: 1 + 0.001 is 1 there."""
+    hook = diloco(every=1, outer_lr=0.25, outer_momentum=0.0)
+    states, now = None, torch.ones(1, dtype=torch.bfloat16)
+    for step in range(8):
+        done = simulate_outer(hook, [now + 0.0078125] * 2, start=now, states=states, step=step)
+        states, now = done.states, done.parameters[0]
+    assert now.item() > 1.0
+
+
+def test_streaming_mixes_what_stays() -> None:
+    hook = streaming_diloco(every=2, fragments=1, alpha=0.25, outer_lr=1.0, outer_momentum=0.0)
+    done = simulate_outer(hook, [torch.tensor([0.0]), torch.tensor([8.0])])
+    assert [p.item() for p in done.parameters] == [0.75 * 4, 0.75 * 4 + 0.25 * 8]
+
+
+# -- when ----------------------------------------------------------------------------------------------------------------
+
+
+def due(hook: OuterHook, steps: int) -> list[tuple[int, ...]]:
+    return [hook.due(step) for step in range(1, steps + 1)]
+
+
+def test_when_outer_steps_are_due() -> None:
+    assert due(local_sgd(every=2), 4) == [(), (0,), (), (0,)]
+    assert due(post_local_sgd(start=2, every=2), 6) == [(), (), (), (0,), (), (0,)]
+    assert due(post_local_sgd(start=0, every=1), 2) == [(0,), (0,)]
+    assert due(streaming_diloco(every=4, fragments=4), 5) == [(1,), (2,), (3,), (0,), (1,)]
+    assert due(streaming_diloco(every=5, fragments=2), 7) == [(), (1,), (), (), (0,), (), (1,)]
+
+
+def test_post_local_sgd_averages_gradients_at_first() -> None:
+    hook, brought = post_local_sgd(start=2, every=2), parameters(2)
+    for step in range(2):
+        torch.testing.assert_close(simulate(hook, brought, step=step).reduced[0].value, average(brought).float())
+    assert torch.equal(simulate(hook, brought, step=2).reduced[1].value, brought[1])
+
+
+def test_parameters_are_cut_into_fragments_of_about_the_same_size() -> None:
+    named = [(f"p{i}", torch.zeros(10)) for i in range(8)] + [("half", torch.zeros(6, dtype=torch.float16))]
+    pieces = cut(named, 4)
+    assert [(f, spec.names) for f, spec, _ in pieces] == [
+        (0, ("p0", "p1")),
+        (1, ("p2", "p3")),
+        (2, ("p4", "p5")),
+        (3, ("p6", "p7")),
+        (2, ("half",)),
+    ]
+    assert [spec.index for _, spec, _ in pieces] == [0, 1, 2, 3, 4]
+    small = cut(named[:8], 1, limit=80)
+    assert [(f, spec.names) for f, spec, _ in small] == [(0, (f"p{i}", f"p{i + 1}")) for i in range(0, 8, 2)]
+
+
+# -- state ---------------------------------------------------------------------------------------------------------------
+
+
+def two(dtype: torch.dtype = torch.float32) -> BucketSpec:
+    return BucketSpec(0, ("a", "b"), ((4,), (3, 3)), ((1,), (3, 1)), dtype, torch.device("cpu"))
+
+
+def one(name: str, shape: tuple[int, ...]) -> BucketSpec:
+    return BucketSpec(1, (name,), (shape,), ((1,) if len(shape) == 1 else (3, 1),), torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("hook", [diloco(every=2), diloco(every=2, hook=NARROW)], ids=repr)
+def test_anchor_and_momentum_go_through_a_file_and_other_buckets(hook: OuterHook) -> None:
+    spec, went = two(), parameters(2)
+    before = simulate_outer(hook, went, spec=spec)
+    file = io.BytesIO()
+    torch.save([hook.save(state, spec) for state in before.states], file)
+    file.seek(0)
+    loaded = []
+    for rank, saved in enumerate(torch.load(file, weights_only=True)):
+        apart: dict[str, Any] = {}
+        for part in (one("b", (3, 3)), one("a", (4,))):
+            state = hook.load(saved, part)
+            apart |= hook.save(state, part)
+        state = hook.load(apart, spec)
+        hook.begin(torch.full((13,), 77.0), state, Turn(spec, rank, 2))
+        loaded.append(state)
+    moved = [p + 1 + r for r, p in enumerate(before.parameters)]
+    again = simulate_outer(hook, moved, spec=spec, states=loaded, step=1)
+    went_on = simulate_outer(hook, moved, spec=spec, states=before.states, step=1)
+    assert torch.equal(again.parameters[0], went_on.parameters[0])
+
+
+def test_a_new_parameter_has_its_anchor_where_it_is_and_a_new_rank_shares_the_anchor() -> None:
+    hook, spec = diloco(every=2, hook=NARROW), two()
+    state = simulate_outer(hook, parameters(1), spec=spec).states[0]
+    saved = hook.save(state, spec)
+    assert set(saved["a"]) == {"anchor", "momentum", "inner"}
+    assert {key for parts in hook.shared(saved).values() for key in parts} == {"anchor", "momentum"}
+    fresh = hook.load({"a": saved["a"]}, spec)
+    hook.begin(torch.full((13,), 7.0), fresh, Turn(spec, 0, 1))
+    assert torch.equal(fresh.anchor[:4], saved["a"]["anchor"])
+    assert fresh.anchor[4:].tolist() == [7.0] * 9
+    assert fresh.momentum[4:].tolist() == [0.0] * 9
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: local_sgd(every=0), r"local_sgd\(every=0\): not a whole number of at least 1"),
+        (lambda: local_sgd(every=2.0), r"every=2\.0"),  # type: ignore[arg-type]
+        (lambda: post_local_sgd(start=-1, every=2), r"start=-1\): not a whole number of at least 0"),
+        (lambda: diloco(every=2, outer_lr=0), r"outer_lr=0\): not a positive number"),
+        (lambda: diloco(every=2, outer_lr=math.inf), "outer_lr=inf"),
+        (lambda: diloco(every=2, outer_momentum=1.0), r"outer_momentum=1\.0\): not in \[0, 1\)"),
+        (lambda: diloco(every=2, hook=local_sgd(every=2)), "it communicates nothing"),
+        (lambda: streaming_diloco(every=2, fragments=0), "fragments=0"),
+        (lambda: streaming_diloco(every=2, fragments=3), "some steps would have several fragments"),
+        (lambda: streaming_diloco(every=2, fragments=1, delay=2), r"delay=2\): what was sent must be applied before"),
+        (lambda: streaming_diloco(every=2, fragments=1, alpha=1.0), r"alpha=1\.0\): not between 0 and 1"),
+        (lambda: gossip(topology="star"), r"topology='star'\): not known. There are 'ring', 'random'"),
+        (lambda: gossip(every=0), r"gossip\(every=0\)"),
+        (lambda: chain(error_feedback(), local_sgd(every=2)), "there gradients stay on their rank"),
+    ],
+)
+def test_what_cannot_work_is_refused_when_it_is_built(build: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        build()
+
+
+def test_the_hook_inside_must_be_one() -> None:
+    with pytest.raises(UsageTypeError, match="not a CommHook"):
+        diloco(every=2, hook=cast(torch.bfloat16))  # type: ignore[arg-type]
+
+
+def test_a_hook_inside_that_breaks_its_contract_is_named() -> None:
+    class Short(CommHook):
+        def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Any:
+            return grad
+            yield
+
+    with pytest.raises(HookError, match="not Reduced"):
+        simulate_outer(diloco(every=1, hook=Short()), parameters(2))
+
+
+def test_every_setting_shows() -> None:
+    assert repr(ALL["streaming, mixed"]) == (
+        "streaming_diloco(every=4, fragments=2, delay=1, alpha=0.5, outer_lr=0.7, outer_momentum=0.9, nesterov=True, hook=mean())"
+    )
+    assert repr(gossip(topology="random", every=2, seed=5)) == "gossip(topology='random', every=2, seed=5)"
