@@ -77,6 +77,7 @@ def _figure(race: Race, facts: Mapping[str, str]) -> Figure:
         axes.grid(True, color="#e4e4e4", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
     left.set_ylabel("loss on unseen text (nats a character)")
     left.annotate(
         f"the mark: {race.mark:.3f}",

@@ -79,7 +79,9 @@ def _ours(recipe: Recipe) -> Contender:
             ddp = DistributedDataParallel(model, process_group=group)
             ddp.set_hook(recipe.build())
             sent = (lambda: group.sent_bytes) if isinstance(group, Throttled) else _sent_over_link
-            attach = ddp.attach_optimizer if recipe.steps_on_its_own else lambda optimizer: None
+            attach: Callable[[Any], object] = (
+                ddp.attach_optimizer if recipe.steps_on_its_own else lambda optimizer: None  # type: ignore[assignment]
+            )
             yield Wrapped(ddp, sent, attach)
             ddp.replica.detach()
         finally:

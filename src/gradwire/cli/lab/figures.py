@@ -63,8 +63,8 @@ def table(race: Race) -> Table:
     """A row a contender."""
     made = Table(
         title=f"{race.mbit:g} Mbit/s",
-        caption=f"The mark is {race.mark:.3f} nats a character, a thousandth above where torch's DDP ended. MB are what one rank sends. Steps: mean "
-        "over the whole run. Times sooner: torch's seconds to the mark divided by these.",
+        caption=f"The mark is {race.mark:.3f} nats a character, a thousandth above where torch's DDP ended. MB are what one rank "
+        "sends. Steps: mean over the whole run. Times sooner: torch's seconds to the mark divided by these.",
     )
     for number, head in enumerate(HEADS):
         words = head.replace(" to ", "\nto ").replace("times ", "times\n").replace(" a ", "\na ")

@@ -24,7 +24,7 @@ SIZES: Mapping[str, Shape] = MappingProxyType(
     }
 )
 """`10m` has 10.7 million parameters, 43 MB of gradients; the others are for trying out, and for other rates."""
-_EXAM = 32
+_EXAM = 16
 """Windows of the text it has not seen, on which its loss is measured."""
 _WARM_UP = 5
 

@@ -1,14 +1,170 @@
-"""stub"""
+"""`gradwire lab parity`: does a model trained with a hook end where one trained without it does?
+
+Ranks are processes that share memory; `tasks.py` is what they do, `noise.py` the rule by which two results are called equal.
+"""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
+import statistics
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gradwire.cli.arguments import at_least
+from gradwire.cli.bench.bar import bar
+from gradwire.cli.bench.machine import describe
+from gradwire.cli.bench.report import add_json_option, present
+from gradwire.cli.bench.world import run_world
+from gradwire.cli.lab.noise import Comparison, Verdict, compare
+from gradwire.cli.lab.tasks import TASKS, Plan, Score, Scores, run_plan
+from gradwire.cli.recipes import RECIPES, available, names_of
+from gradwire.errors import UsageError
+
+_DENSE = "mean"
+_DEFAULT = ("quantize8", "quantize4", "quantize1", "power_sgd", "top_k", "diloco")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
-    return subparsers.add_parser("parity")
+    """Declare `gradwire lab parity` and its options."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "parity",
+        help="the final loss with each hook beside that of dense averaging",
+        description="Train a small model with dense averaging and with each hook, from several seeds, as many steps each, and "
+        "compare the losses on data it has not seen. A hook is within noise if its mean loss lies no further above the dense one "
+        "than two means of dense runs would lie apart: 2 s sqrt(2 / seeds), s being the standard deviation of the dense runs.",
+    )
+    add = functools.partial(parser.add_argument, metavar="N")
+    add(
+        "--task",
+        choices=tuple(TASKS),
+        default="digits",
+        metavar="TASK",
+        help="digits: a perceptron on scikit-learn's digits; text: a transformer on the standard library's source "
+        "(default: %(default)s)",
+    )
+    add("--seeds", type=at_least(2), default=3, help="how many (default: %(default)s)")
+    add("--ranks", type=at_least(1), default=4, help="processes of this machine (default: %(default)s)")
+    add("--steps", type=at_least(1), help=f"(default: {', '.join(f'{n} {t.steps}' for n, t in TASKS.items())})")
+    add(
+        "--hooks",
+        type=names_of(list(RECIPES)),
+        metavar="A,B",
+        help=f"beside dense averaging: {', '.join(n for n in RECIPES if n != _DENSE)} (default: {', '.join(_DEFAULT)})",
+    )
+    add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="without news (default: %(default)s)")
+    add_json_option(parser)
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:
+    """Train, and show what came of it."""
+    names, steps = _names(args.hooks), args.steps or TASKS[args.task].steps
+    if args.task == "digits" and importlib.util.find_spec("sklearn") is None:
+        raise UsageError(
+            "lab parity --task digits: scikit-learn is not installed. pip install gradwire[lab], or --task text."
+        )
+    apart = [f"{name} every {RECIPES[name].every}" for name in names if steps % RECIPES[name].every]
+    if apart:
+        raise UsageError(
+            f"lab parity --steps {steps}: replicas would be apart at the end, since they meet with {', '.join(apart)} steps. "
+            "Choose a multiple, or leave the hook out."
+        )
+    machine, console = describe(), Console(highlight=False)
+    began = time.perf_counter()
+    plan = Plan(args.task, names, args.seeds, steps)
+    with bar(console, f"{args.task}, {args.ranks} ranks", len(names) * args.seeds) as heard:
+        results: list[Scores] = run_world(
+            functools.partial(run_plan, plan), args.ranks, name="lab parity", timeout=args.timeout, heard=heard
+        )
+    scores = results[0]
+    facts = {
+        **machine,
+        "task": TASKS[args.task].words,
+        "trained": f"{steps} steps on {args.ranks} ranks, seeds 0 to {args.seeds - 1}; {time.perf_counter() - began:.0f} s in all",
+    }
+    found = {name: compare(_losses(scores[name]), _losses(scores[_DENSE])) for name in names}
+    present(
+        facts,
+        [table(scores, found)],
+        lines(found),
+        data=as_json(args.task, facts, scores, found),
+        json_file=args.json,
+        console=console,
+    )
     return 0
+
+
+def _names(asked: Sequence[str] | None) -> tuple[str, ...]:
+    names = available(_DEFAULT) if asked is None else asked
+    missing = [name for name in names if not RECIPES[name].here]
+    if missing:
+        raise UsageError(
+            f"lab parity --hooks {','.join(names)}: this version of gradwire has no {', '.join(missing)}. Leave it out."
+        )
+    return (_DENSE, *(name for name in names if name != _DENSE))
+
+
+def _losses(scores: Sequence[Score]) -> list[float]:
+    return [score.loss for score in scores]
+
+
+def table(scores: Scores, found: Mapping[str, Comparison]) -> Table:
+    """A row a hook."""
+    allowed = found[_DENSE].allowed
+    made = Table(
+        caption="Loss on unseen data: mean and standard deviation over seeds. More than dense: difference of the means, and below "
+        f"it the mean of the seeds' differences in percent. Within noise: at most {allowed:.4f} more."
+    )
+    made.add_column("hook")
+    for head in ("loss", "more than\ndense", "accuracy", "verdict"):
+        made.add_column(head, justify="right", no_wrap=True)
+    for name, one in found.items():
+        accuracy = statistics.fmean(score.accuracy for score in scores[name])
+        more = "" if name == _DENSE else f"{one.difference:+.4f}\n[dim]{one.percent:+.1f} %[/dim]"
+        made.add_row(
+            f"{name}\n[dim]{RECIPES[name].words}[/dim]",
+            f"{one.mean:.4f}\n[dim]± {one.spread:.4f}[/dim]",
+            more,
+            f"{accuracy:.1%}",
+            "" if name == _DENSE else one.verdict.value,
+        )
+    return made
+
+
+def lines(found: Mapping[str, Comparison]) -> list[str]:
+    """What the figures say, in words."""
+    said = []
+    for verdict in Verdict:
+        names = [name for name, one in found.items() if one.verdict is verdict and name != _DENSE]
+        if names:
+            said.append(f"{verdict.value.capitalize()}: {', '.join(names)}.")
+    return said
+
+
+def as_json(task: str, facts: Mapping[str, str], scores: Scores, found: Mapping[str, Comparison]) -> dict[str, Any]:
+    """All figures as plain data, with every seed."""
+    return {
+        "experiment": "parity",
+        "task": task,
+        "facts": dict(facts),
+        "allowed": found[_DENSE].allowed,
+        "hooks": {
+            name: {
+                "words": RECIPES[name].words,
+                "losses": _losses(scores[name]),
+                "accuracies": [score.accuracy for score in scores[name]],
+                "mean": one.mean,
+                "spread": one.spread,
+                "difference": one.difference,
+                "percent": one.percent,
+                "verdict": one.verdict.value,
+            }
+            for name, one in found.items()
+        },
+    }

@@ -65,7 +65,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     add(
         "--batch", type=at_least(1), default=1, help="sequences of 64 characters a rank and step (default: %(default)s)"
     )
-    add("--rate", type=positive, default=1e-3, metavar="R", help="learning rate of AdamW (default: %(default)g)")
+    add("--rate", type=positive, default=3e-4, metavar="R", help="learning rate of AdamW (default: %(default)g)")
     add("--seed", type=at_least(0), default=0, help="of weights and data (default: %(default)s)")
     add("--exam-every", type=at_least(1), default=5, help="steps between two looks at the loss (default: %(default)s)")
     add(

@@ -1,0 +1,73 @@
+"""Whether two ways of training end at the same loss, as far as some seeds can tell.
+
+Note [Within noise]
+All ways are trained from the same n seeds, which decide weights and data. Let s be the standard deviation of the dense runs' final
+losses: how much a seed matters when nothing is compressed. Two means of n dense runs each, from seeds of their own, would lie
+within 2 s sqrt(2 / n) of each other in some 19 of 20 cases. A way is called "within noise" if its mean lies at most so much above
+the dense mean; lower is always within. Only the dense spread enters, so a way does not pass by being erratic, and its own spread
+is told beside it. With few seeds s itself is rough, and can by chance be so small that nothing would pass; so a way whose loss is
+more than noise but at most a hundredth above the dense one is told apart from those that are worse.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+_DEVIATIONS = 2.0
+_SLIGHT = 0.01
+
+
+class Verdict(Enum):
+    """How a way of training compares with the dense one."""
+
+    NOISE = "within noise"
+    SLIGHT = "within 1 %"
+    WORSE = "worse"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How one way of training compares with the dense one: see Note [Within noise]."""
+
+    mean: float
+    spread: float
+    difference: float
+    """Of the means."""
+    percent: float
+    """The mean over seeds of the difference, relative to the dense loss of the same seed."""
+    allowed: float
+    """How far above the dense mean it may lie."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the difference amounts to."""
+        if self.difference <= self.allowed:
+            return Verdict.NOISE
+        return Verdict.SLIGHT if self.difference <= _SLIGHT * (self.mean - self.difference) else Verdict.WORSE
+
+
+def spread(values: Sequence[float]) -> float:
+    """The standard deviation, of one value 0."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def compare(losses: Sequence[float], dense: Sequence[float]) -> Comparison:
+    """Final losses of the same seeds.
+
+    >>> found = compare([1.5, 2.5, 3.5], [1.0, 2.0, 3.0])
+    >>> found.difference, round(found.allowed, 3), found.verdict.value
+    (0.5, 1.633, 'within noise')
+    """
+    paired = [(a - b) / b * 100 for a, b in zip(losses, dense, strict=True)]
+    difference = statistics.fmean(losses) - statistics.fmean(dense)
+    return Comparison(
+        mean=statistics.fmean(losses),
+        spread=spread(losses),
+        difference=difference,
+        percent=statistics.fmean(paired),
+        allowed=_DEVIATIONS * spread(dense) * math.sqrt(2 / len(dense)),
+    )

@@ -1,0 +1,198 @@
+"""What `gradwire lab parity` trains, on one rank: a perceptron on scikit-learn's digits, or a transformer on the standard library's
+source. Seed and rank alone decide weights and data.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
+
+from gradwire.cli.bench.seat import Seat
+from gradwire.cli.demo.model import SIZES, Transformer
+from gradwire.cli.demo.text import ALPHABET, even_windows, random_windows, standard_library
+from gradwire.cli.recipes import RECIPES, Recipe
+from gradwire.collectives import ReduceOp
+from gradwire.groups import Group, SharedMemoryGroup
+from gradwire.parallel import DistributedDataParallel
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How a model did in the end on what it has not seen: cross-entropy, and the part of answers that were right."""
+
+    loss: float
+    accuracy: float
+
+
+Scores = Mapping[str, Sequence[Score]]
+"""The results of all seeds, by the hook's name."""
+
+
+class Task(ABC):
+    """A model, its data and its optimizer. `words` tells them."""
+
+    words: str
+    steps: int
+    """How many, unless told otherwise."""
+
+    @abstractmethod
+    def model(self, generator: torch.Generator) -> nn.Module:
+        """A new one. Inputs in, one row of logits per answer out."""
+
+    @abstractmethod
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """One for `model`."""
+
+    @abstractmethod
+    def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Inputs and answers to learn from."""
+
+    @abstractmethod
+    def exam(self) -> tuple[Tensor, Tensor]:
+        """Inputs and answers that are never learnt from."""
+
+
+class Digits(Task):
+    """8 x 8 pictures of digits, 1797 of them."""
+
+    words = "scikit-learn's digits, perceptron 64-128-128-10, SGD with momentum 0.9, 16 pictures a rank and step"
+    steps = 400
+
+    def __init__(self) -> None:
+        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+
+        data = load_digits()
+        inputs, answers = torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target)
+        order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))  # the same for every seed
+        self._inputs, self._answers = inputs[order], answers[order]
+        self._train = len(inputs) * 4 // 5
+
+    def model(self, generator: torch.Generator) -> nn.Module:
+        """Three linear layers."""
+        layers = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+        with torch.no_grad():
+            for p in layers.parameters():
+                if p.dim() > 1:
+                    p.normal_(0.0, (2 / p.shape[1]) ** 0.5, generator=generator)
+                else:
+                    p.zero_()
+        return layers
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """SGD."""
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+
+    def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """16 pictures."""
+        chosen = torch.randint(self._train, (16,), generator=generator)
+        return self._inputs[chosen], self._answers[chosen]
+
+    def exam(self) -> tuple[Tensor, Tensor]:
+        """Every fifth picture."""
+        return self._inputs[self._train :], self._answers[self._train :]
+
+
+class Text(Task):
+    """Python source, character by character."""
+
+    words = (
+        "source of the standard library, transformer of 2 layers and width 64, AdamW, 4 x 64 characters a rank and step"
+    )
+    steps = 400
+
+    def __init__(self) -> None:
+        self._corpus = standard_library()
+        self._shape = SIZES["small"]
+
+    def model(self, generator: torch.Generator) -> nn.Module:
+        """The demo's."""
+        return Transformer(self._shape, len(ALPHABET), generator)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """AdamW."""
+        return torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)
+
+    def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """4 windows."""
+        windows = random_windows(self._corpus.train, 4, self._shape.context + 1, generator)
+        return windows[:, :-1], windows[:, 1:]
+
+    def exam(self) -> tuple[Tensor, Tensor]:
+        """128 windows of modules that are held out."""
+        windows = even_windows(self._corpus.held_out, 128, self._shape.context + 1)
+        return windows[:, :-1], windows[:, 1:]
+
+
+TASKS: Mapping[str, type[Task]] = MappingProxyType({"digits": Digits, "text": Text})
+_WARM_UP = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is trained, with which hooks, from how many seeds and for how many steps each."""
+
+    task: str
+    names: tuple[str, ...]
+    seeds: int
+    steps: int
+
+
+def run_plan(plan: Plan, seat: Seat) -> Scores:
+    """Carry it out on this rank, together with all others."""
+    task = TASKS[plan.task]()
+    scores: dict[str, list[Score]] = {name: [] for name in plan.names}
+    for seed in range(plan.seeds):
+        for name in plan.names:
+            store = PrefixStore(f"{name} {seed}", seat.store)
+            with SharedMemoryGroup(store, seat.rank, seat.size, timeout=seat.timeout) as group:
+                scores[name].append(train(task, RECIPES[name], seed, plan.steps, group))
+                seat.meeting.barrier()  # nobody closes while another still works
+            if seat.rank == 0:
+                seat.tell(sum(map(len, scores.values())))
+    return scores
+
+
+def train(task: Task, recipe: Recipe, seed: int, steps: int, group: Group) -> Score:
+    """Train on this rank, together with all others, and examine the result."""
+    model = task.model(torch.Generator().manual_seed(seed))
+    ddp = DistributedDataParallel(model, process_group=group)
+    ddp.set_hook(recipe.build())
+    optimizer = task.optimizer(model)
+    if recipe.steps_on_its_own:
+        ddp.attach_optimizer(optimizer)  # type: ignore[operator]
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / _WARM_UP) * (1.0 - 0.9 * step / steps)
+    )
+    data = torch.Generator().manual_seed(10_000 * (seed + 1) + group.rank)  # every rank reads something else
+    for _ in range(steps):
+        inputs, answers = task.batch(data)
+        optimizer.zero_grad()
+        _loss(ddp, inputs, answers).backward()
+        optimizer.step()
+        schedule.step()
+    ddp.replica.detach()
+    return _examine(task, model, group)
+
+
+def _loss(model: nn.Module, inputs: Tensor, answers: Tensor) -> Tensor:
+    logits: Tensor = model(inputs)
+    return F.cross_entropy(logits.flatten(0, -2), answers.flatten())
+
+
+@torch.no_grad()
+def _examine(task: Task, model: nn.Module, group: Group) -> Score:
+    """Each rank takes its share of the exam."""
+    inputs, answers = (t[group.rank :: group.size] for t in task.exam())
+    logits = model(inputs).flatten(0, -2)
+    right = (logits.argmax(-1) == answers.flatten()).sum()
+    total = F.cross_entropy(logits, answers.flatten(), reduction="sum")
+    sums = torch.stack([total.double(), right.double(), torch.tensor(float(answers.numel()), dtype=torch.float64)])
+    group.all_reduce(sums, ReduceOp.SUM, label="exam")
+    return Score(float(sums[0] / sums[2]), float(sums[1] / sums[2]))
