@@ -10,8 +10,8 @@ from gradwire.hooks.dgc import dgc
 from gradwire.hooks.feedback import error_feedback
 from gradwire.hooks.gossip import gossip
 from gradwire.hooks.hierarchical import hierarchical
-from gradwire.hooks.outer import OuterHook
 from gradwire.hooks.low_rank import power_sgd
+from gradwire.hooks.outer import OuterHook
 from gradwire.hooks.partition import by_size, masked, partition
 from gradwire.hooks.quantized import quantize, sign
 from gradwire.hooks.scaled import scaled_cast
@@ -52,6 +52,7 @@ __all__ = [
     "mean",
     "partition",
     "post_local_sgd",
+    "power_sgd",
     "quantize",
     "random_k",
     "reduce_scatter_mean",
@@ -60,6 +61,5 @@ __all__ = [
     "streaming_diloco",
     "threshold",
     "top_k",
-    "power_sgd",
     "weighted_mean",
 ]
