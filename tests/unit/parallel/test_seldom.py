@@ -242,6 +242,19 @@ def test_several_optimizers_make_one_step_together() -> None:
     assert run_ranks(rank_main, 2) == [[0, 1, 1, 2, 2, 3]] * 2
 
 
+@pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
+def test_outer_steps_between_processes(kind: str) -> None:
+    """Three ranks, so that of random pairs one stays alone and sends nothing; the same as between threads."""
+    hooks = [gossip(topology="random"), streaming_diloco(every=2, fragments=2, delay=1)]
+
+    def rank_main(group: Group) -> list[Tensor]:
+        return [train(group, hook, 4)[1][-1] for hook in hooks]
+
+    for there, here in zip(run_ranks(rank_main, 3, kind=kind), run_ranks(rank_main, 3), strict=True):
+        for a, b in zip(there, here, strict=True):
+            torch.testing.assert_close(a, b)
+
+
 # -- forgetting it -------------------------------------------------------------------------------------------------------
 
 
