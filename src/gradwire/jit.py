@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 
@@ -26,6 +27,11 @@ def _njit() -> Callable[..., Any] | None:
         return None
     njit: Callable[..., Any] = numba.njit
     return None if numba.config.DISABLE_JIT else njit
+
+
+def compiler() -> str | None:
+    """What compiles loops, and its version; None where nothing does. Loads it, which takes about a second."""
+    return None if _njit() is None else f"numba {metadata.version('numba')}"
 
 
 class Loop:

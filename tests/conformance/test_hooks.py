@@ -31,11 +31,31 @@ BFLOAT16 = torch.bfloat16
 ENDS: dict[str, Callable[[], CommHook]] = {
     "mean": hooks.mean,
     "weighted_mean": hooks.weighted_mean,
+    "reduce_scatter_mean": hooks.reduce_scatter_mean,
+    "fp8": lambda: hooks.chain(hooks.scaled_cast(torch.float8_e4m3fn), hooks.mean()),
+    "quantize 8": lambda: hooks.quantize(bits=8),
+    "quantize 4": lambda: hooks.quantize(bits=4, block=32),
+    "quantize 2, stochastic": lambda: hooks.quantize(bits=2, block=32, rounding="stochastic"),
+    "quantize 1": lambda: hooks.quantize(bits=1, block=32),
+    "quantize by layer": lambda: hooks.quantize(bits={"layer0.*": 8, "*": 4}),
+    "top_k": lambda: hooks.top_k(ratio=0.1),
+    "threshold": lambda: hooks.threshold(relative=0.3),
+    "dgc": lambda: hooks.dgc(0.1, momentum=0.5),
+    "decoupled_momentum": lambda: hooks.decoupled_momentum(chunk=8, k=4),
+    "partition": lambda: hooks.partition({"layer1.*": hooks.mean(), "*": hooks.quantize(bits=4)}),
+    "by_size": lambda: hooks.by_size(numel=50, large=hooks.top_k(ratio=0.2)),
+    "after": lambda: hooks.after(2, hooks.quantize(bits=8)),
+    "every": lambda: hooks.every(3, hooks.quantize(bits=8), otherwise=hooks.top_k(ratio=0.3)),
+    "every, kept": lambda: hooks.every(2, hooks.mean()),
+    "hierarchical": lambda: hooks.hierarchical(across=hooks.quantize(bits=8)),
 }
 # Stages that may stand anywhere to the left of an end.
 STAGES: dict[str, Callable[[], Stage]] = {
     "cast to bfloat16": lambda: hooks.cast(BFLOAT16),
     "cast to float16": lambda: hooks.cast(torch.float16),
+    "clip": lambda: hooks.clip(norm=1.0, per_parameter=True),
+    "noise": lambda: hooks.add_noise(std=0.1),
+    "random_k": lambda: hooks.random_k(ratio=0.5),
 }
 
 

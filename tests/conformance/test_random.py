@@ -21,7 +21,7 @@ from gradwire.collectives import Collective, Kind, ReduceOp, build
 from gradwire.collectives.reference import perform
 from gradwire.groups import Group
 from gradwire.groups.shared_memory.board import CHUNK, SMALL
-from gradwire.groups.shared_memory.programs import BLOCK
+from gradwire.groups.shared_memory.fold import BLOCK
 from gradwire.testing import run_ranks
 
 RANKS = 4

@@ -67,3 +67,11 @@ def test_a_loop_is_compiled_where_no_folder_can_be_written(monkeypatch: pytest.M
     fast(x)
     assert x.tolist() == [2, 2]
     assert [o.get("cache", False) for o in options] == [True, False]
+
+
+def test_the_compiler_has_a_name_and_a_version_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    numba = pytest.importorskip("numba")
+    assert jit.compiler() == f"numba {numba.__version__}"
+    jit._njit.cache_clear()
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert jit.compiler() is None

@@ -10,6 +10,7 @@ from gradwire.hooks.dgc import dgc
 from gradwire.hooks.feedback import error_feedback
 from gradwire.hooks.gossip import gossip
 from gradwire.hooks.hierarchical import hierarchical
+from gradwire.hooks.low_rank import power_sgd
 from gradwire.hooks.outer import OuterHook
 from gradwire.hooks.partition import by_size, masked, partition
 from gradwire.hooks.quantized import quantize, sign
@@ -51,6 +52,7 @@ __all__ = [
     "mean",
     "partition",
     "post_local_sgd",
+    "power_sgd",
     "quantize",
     "random_k",
     "reduce_scatter_mean",

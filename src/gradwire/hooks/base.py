@@ -67,6 +67,8 @@ class CommHook(ABC):
     """Whether gradients stay on their rank, so that ranks do not agree on `value` (local SGD)."""
     weighs: bool = False
     """Whether `turn.weight` counts, so that a mean of its means is not the mean of all."""
+    repayable: bool = True
+    """Whether error feedback can pay back what it did not send. Not after a vote: what would be owed grows without bound."""
     averages: bool = False
     """Whether it takes the mean of what it makes of the gradients, so that `mean()` to its right in a chain says nothing new."""
     distorts: bool = False
@@ -132,6 +134,11 @@ class Wrapped(CommHook):
     def weighs(self) -> bool:  # type: ignore[override]
         """As the hook inside."""
         return self.inner.weighs
+
+    @property
+    def repayable(self) -> bool:  # type: ignore[override]
+        """As the hook inside."""
+        return self.inner.repayable
 
     @property
     def averages(self) -> bool:  # type: ignore[override]

@@ -18,3 +18,9 @@ def generator(seed: int, turn: Turn, *, shared: bool) -> torch.Generator:
     text = f"{seed}/{turn.step}/{turn.spec.index}/{who}"
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
     return torch.Generator(device=turn.spec.device).manual_seed(number)
+
+
+def named_generator(seed: int, name: str) -> torch.Generator:
+    """A generator for what begins with a parameter, whatever bucket, step and rank it is on. On the CPU: the same everywhere."""
+    number = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
+    return torch.Generator().manual_seed(number)

@@ -97,6 +97,16 @@ def cosines(length: int, like: Tensor) -> Tensor:
     return basis.to(like)
 
 
+def turned(tiles: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Each tile X as (X first)^T second: a transform along both sides, by two large products instead of many small ones.
+
+    What it gives lies on its side, and the way back turns it up again.
+    """
+    count, height, width = tiles.shape
+    half = (tiles.reshape(count * height, width) @ first).view(count, height, width).transpose(1, 2)
+    return (half.reshape(count * width, height) @ second).view(count, width, height)
+
+
 @dataclass(slots=True)
 class _Momentum:
     flat: Tensor
@@ -154,8 +164,7 @@ class DecoupledMomentum(CommHook):
 
     def _fastest(self, matrix: Tensor, tiling: Tiling, state: _Momentum, form: Format) -> Pairs:
         """The k largest frequencies of each tile: their places in it, and they themselves."""
-        frequencies = tiling.cut(matrix)
-        frequencies = state.basis(tiling.height) @ frequencies @ state.basis(tiling.width).T
+        frequencies = turned(tiling.cut(matrix), state.basis(tiling.width).T, state.basis(tiling.height).T)
         frequencies = frequencies.reshape(tiling.tiles, tiling.height * tiling.width)
         places = torch.topk(frequencies.abs(), tiling.k, sorted=False).indices
         return Pairs(places.to(form.places), frequencies.gather(1, places).to(form.values))
@@ -175,8 +184,8 @@ class DecoupledMomentum(CommHook):
             for places, values in ranks:  # in rank order, and no place twice in a list: the same bits everywhere
                 shape = (tiling.tiles, tiling.k)
                 frequencies.scatter_add_(1, places.view(shape).long(), values.view(shape).to(flat.dtype).div_(divisor))
-            tiles = frequencies.view(tiling.tiles, tiling.height, tiling.width)
-            tiles = state.basis(tiling.height).T @ tiles @ state.basis(tiling.width)
+            tiles = frequencies.view(tiling.tiles, tiling.width, tiling.height)
+            tiles = turned(tiles, state.basis(tiling.height), state.basis(tiling.width))
             place.copy_(tiling.join(tiles).reshape(place.shape))
 
     def _matrices(self, flat: Tensor, spec: BucketSpec, tilings: list[Tiling]) -> list[tuple[Tensor, Tiling]]:

@@ -37,6 +37,11 @@ class ErrorFeedback(Wrapped):
                 f"error_feedback() around {self.inner!r}: the hook inside keeps what it did not send already, so it would be "
                 "sent twice. Leave one of them out."
             )
+        if not self.inner.repayable:
+            raise UsageError(
+                f"error_feedback() around {self.inner!r}: what a vote did not say cannot be paid back, and what is owed would grow "
+                'from step to step. Leave error_feedback() out, or use a hook that averages, such as sign(scale="mean").'
+            )
         if self.inner.local:
             raise UsageError(
                 f"error_feedback() around {self.inner!r}: there gradients stay on their rank, so there is no error to feed back."

@@ -136,7 +136,9 @@ class Float8Mean(CommHook):
 
     def _encode(self, rows: Tensor) -> Tensor:
         """Each row as bytes: its scale, then its numbers."""
-        scale = scale_for(largest_magnitude(rows), EXPONENTS[self.dtype]).unsqueeze(-1)
+        magnitude = largest_magnitude(rows).unsqueeze(-1)
+        # Conversion to float8 may turn infinity into the largest number there is. A scale of NaN makes all of the row NaN instead.
+        scale = torch.where(magnitude.isfinite(), scale_for(magnitude, EXPONENTS[self.dtype]), torch.nan)
         return torch.cat([scale.view(torch.uint8), (rows * scale).to(self.dtype).view(torch.uint8)], dim=-1)
 
     def _decode(self, rows: Tensor) -> Tensor:
@@ -183,7 +185,8 @@ def scaled_cast(dtype: torch.dtype) -> Stage:
     slices are exchanged in float8, added in float32, and the mean is rounded and gathered in float8. On the wire: 2 (n - 1)
     (ceil(numel / n) + 4) bytes. Lossy enough to want `error_feedback()`. (arXiv 2209.05433 on the dtypes.)
 
-    Infinite and NaN elements stay so; a slice, or in float16 a bucket, that has one is not scaled in that step.
+    Infinite and NaN elements stay visible: a float16 bucket that has one is not scaled in that step, and of a float8 bucket the
+    slice that it is in becomes NaN.
 
     >>> from gradwire.hooks import chain, mean
     >>> from gradwire.testing import simulate

@@ -140,7 +140,12 @@ def mean_of_sent(trial: Trial) -> None:
 def pays_back(trial: Trial) -> None:
     """With error feedback the average over time converges to the true mean: what is owed stays bounded."""
     hook = trial.hook
-    if hook.local or hook.distorts or (hook.remembers and not repr(hook).startswith("error_feedback()")):
+    if (
+        hook.local
+        or hook.distorts
+        or not hook.repayable
+        or (hook.remembers and not repr(hook).startswith("error_feedback()"))
+    ):
         return
     if not hook.remembers:
         hook = chain(error_feedback(), hook)

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradwire.collectives import ReduceOp, all_gather, all_reduce
 from gradwire.groups import Group
-from gradwire.hooks import cast, chain, mean, weighted_mean
+from gradwire.hooks import CommHook, Reduced, Reduction, Turn, cast, chain, mean, weighted_mean
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel.ddp import NotPicklable
 from gradwire.testing import run_ranks
@@ -139,6 +140,42 @@ def test_buffers_hooks_and_weights_are_shadowed(torch_world: Callable[..., Any])
     assert all(torch.equal(p, q) for p, q in zip(buffers0, buffers1, strict=True))
     for got, value in zip(grads, alone, strict=True):
         torch.testing.assert_close(got, value)  # the joined rank's weight does not count
+
+
+class Shares(CommHook):
+    """A mean as lossy hooks make it: over all ranks, and then multiplied by what `turn` says."""
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        shares = [torch.empty(2, dtype=torch.float64) for _ in range(turn.world_size)]
+        mine = torch.tensor([turn.share, float(turn.divisor or 0)], dtype=torch.float64)
+        yield all_gather(shares, mine)
+        assert all(torch.equal(other, mine) for other in shares), shares  # all ranks compute the same value
+        value = grad.clone()
+        yield all_reduce(value, op=ReduceOp.AVG)
+        return Reduced(value.mul_(turn.share), grad)
+
+
+@pytest.mark.parametrize("divide", [True, False])
+def test_a_rank_that_has_joined_divides_as_the_others_do(divide: bool) -> None:
+    """Under a hook that keeps state, such as error feedback, a joined rank's own result matters."""
+
+    def rank_main(group: Group) -> list[Tensor]:
+        ddp = DDP(copy.deepcopy(base), process_group=group, bucket_cap_mb=SMALL)
+        ddp.register_comm_hook(None, Shares())
+        with ddp.join(divide_by_initial_world_size=divide):
+            for step in range(BATCHES[group.rank]):
+                training = [rank for rank in range(group.size) if BATCHES[rank] > step]
+                want = expected(ddp.module, training, step, group.size if divide else len(training))
+                ddp.zero_grad()
+                ddp(inputs(group.rank, step)).pow(2).sum().backward()
+                for got, value in zip(gradients(ddp), want, strict=True):
+                    torch.testing.assert_close(got, value)
+                step_down(ddp)
+        return [p.detach().clone() for p in ddp.parameters()]
+
+    base = mlp()
+    first, *others = run_ranks(rank_main, 3)
+    assert all(torch.equal(p, q) for other in others for p, q in zip(first, other, strict=True))
 
 
 def test_no_sync_under_join(torch_world: Callable[..., Any]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -99,6 +101,32 @@ def test_worlds_that_break_are_replaced_and_leave_nothing() -> None:
     own.close()
     assert not before.compare()
     assert not [path for path in found if os.path.exists(path)]
+
+
+@needs_mpi
+@pytest.mark.parametrize(("how", "said"), [
+    ("signal", "ending 2 idle MPI ranks: one was killed by SIGSEGV"),
+    ("code", "ending 2 idle MPI ranks: one exited with code 3"),
+])  # fmt: skip
+def test_a_rank_that_does_not_end_well_is_told(how: str, said: str) -> None:
+    """Nobody is listening to it any more when its process ends."""
+
+    def rank_main(group: Group) -> None:
+        group.barrier()
+        if group.rank == 1 and how == "signal":
+            atexit.register(
+                lambda: (signal.signal(signal.SIGSEGV, signal.SIG_DFL), os.kill(os.getpid(), signal.SIGSEGV))
+            )
+        if group.rank == 1 and how == "code":
+            atexit.register(os._exit, 3)
+
+    before = Leftovers.snapshot(default_worlds())
+    own = MPIWorlds()
+    assert [outcome.fate for outcome in own.run(rank_main, 2, build=_mpi)] == [Fate.RETURNED] * 2
+    with pytest.raises(GroupError, match=said):
+        own.close()
+    own.close()
+    assert not before.compare()
 
 
 @needs_mpi

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import gradwire
+from gradwire.jit import compiler
 
 
 def describe(device: torch.device | None = None) -> dict[str, str]:
@@ -21,6 +22,7 @@ def describe(device: torch.device | None = None) -> dict[str, str]:
         facts["gpu"] = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     facts["software"] = f"gradwire {gradwire.__version__}, {versions}"
+    facts["loops"] = f"compiled by {compiler()}" if compiler() else "not compiled: pip install gradwire[jit]"
     facts["load"] = " ".join(f"{load:.2f}" for load in os.getloadavg()) + " (1, 5, 15 minutes, at the start)"
     return facts
 

@@ -28,8 +28,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.collectives import Collective
+from gradwire.collectives import Collective, Kind
 from gradwire.groups.mpi.flight import Flight
+from gradwire.groups.mpi.inbox import Inbox
 from gradwire.groups.mpi.mail import Mailbox, Message
 from gradwire.groups.mpi.native import Native
 from gradwire.groups.mpi.runtime import Comm, Runtime
@@ -95,6 +96,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         with runtime.lock:
             self._mail = Mailbox(self._mpi, comm, native.tag_limit + 2)
+            self._inbox = Inbox(self._mpi, comm)
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
@@ -103,12 +105,30 @@ class Engine:
         with self.runtime.lock:
             if self._gone:
                 return None
-            flight = self._native.post(self.comm, op)
+            flight = Flight(self._inbox, op, cancelable=op.kind is Kind.RECV)
+            try:
+                self._native.post(flight, op)
+            except BaseException:
+                self._abandon(flight)
+                raise
             flight.on_done = on_done
             self.flights[id(flight)] = flight
         if not self._running:
             self._wake()
         return flight
+
+    def _abandon(self, flight: Flight) -> None:
+        """It was begun in part. What MPI has heard of may still read and write."""
+        flight.take_back()
+        if flight.requests:
+            self.clean = False
+            self.runtime.remains.flights.append(flight)
+
+    def _ended(self, flight: Flight) -> None:
+        """Under the lock: it is over. See Note [Memory outlives the requests] in flight.py."""
+        del self.flights[id(flight)]
+        if flight.error is not None:
+            self.runtime.remains.retired.append(flight)
 
     def poll(self, flight: Flight) -> bool:
         """Look whether it is over, if nobody else is looking."""
@@ -117,7 +137,7 @@ class Engine:
         try:
             mine = not flight.done and flight.test(self._mpi)
             if mine:
-                del self.flights[id(flight)]
+                self._ended(flight)
         finally:
             self.runtime.lock.release()
         if mine:
@@ -183,7 +203,7 @@ class Engine:
         try:
             done = [flight for flight in list(self.flights.values()) if flight.test(self._mpi)]
             for flight in done:
-                del self.flights[id(flight)]
+                self._ended(flight)
             self._read(self._mail.receive())
         finally:
             self.runtime.lock.release()

@@ -164,16 +164,13 @@ class MPIGroup(Group):
         """Who sent, if it is a receive; raises if the flight did not end well."""
         if flight.error is not None:
             raise flight.error
-        if step.kind is not Kind.RECV:
-            return None
-        source: int = flight.status.Get_source()
-        got = self._native.heard_all(step, flight.status)
-        if got is not None:
+        misfit = flight.misfit
+        if misfit is not None:
             raise CollectiveMismatch(
-                f"{step} on rank {self.rank} of {self}: rank {source} sent {got} bytes, but there is room for "
-                f"{step.outputs[0].nbytes}. Both sides need the same dtype and number of elements."
+                f"{step} on rank {self.rank} of {self}: rank {misfit.sender} sent {misfit.length} bytes, but there is room for "
+                f"{misfit.place.nbytes}. Both sides need the same dtype and number of elements."
             )
-        return source
+        return flight.receives[0].sender if step.kind is Kind.RECV else None
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
@@ -183,8 +180,9 @@ class MPIGroup(Group):
             where = f"{work.op} (operation #{work.seq} of {self.name}) on rank {self.rank} of {self.size}"
             if error.Get_error_class() == self._runtime.mpi.ERR_TRUNCATE:
                 translated: GroupError = CollectiveMismatch(
-                    f"{where}: another rank sent more than there is room for. All ranks must submit the same operation, with "
-                    f"the same sizes; the Verified wrapper finds out who did not. MPI said: {error}"
+                    f"{where}: another rank sent more than there is room for. MPI may have overwritten what lay behind it, so do "
+                    "not trust this process any more. All ranks must submit the same operation, with the same sizes; the "
+                    f"Verified wrapper finds out who did not, and does so before anything is moved. MPI said: {error}"
                 )
             else:
                 translated = GroupError(f"{where}: MPI failed. It said: {error}")

@@ -2,7 +2,7 @@
 
 Reductions are MPI's own where MPI has the dtype and the operation; everything is moved as bytes, whatever its dtype.
 Movements of lists, or of parts that differ in size, are plain messages between each pair of ranks: no packing, straight from
-and into the tensors. The rest is lowered to these by `collectives/lower.py`.
+and into the tensors (see inbox.py for how they are received). The rest is lowered to these by `collectives/lower.py`.
 
 Note [More than 2**31 bytes]
 Counts are C ints in MPI before version 4. A larger movement is one element of a datatype that is as large; a larger reduction
@@ -26,6 +26,7 @@ from gradwire.collectives import Collective, Kind, ReduceOp
 from gradwire.collectives.lower import as_bytes, is_plain
 from gradwire.collectives.reference import store
 from gradwire.groups.mpi.flight import Flight
+from gradwire.groups.mpi.inbox import Receive
 from gradwire.groups.mpi.runtime import MPI, Comm
 
 _BLOCK = 1 << 20
@@ -87,24 +88,19 @@ class Native:
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
-    def post(self, comm: Comm, op: Collective) -> Flight:
-        """Ask MPI to begin `op`, which it takes. Under the lock; returns at once."""
+    def post(self, flight: Flight, op: Collective) -> None:
+        """Ask MPI to begin `op`, which it takes; `flight` gets the requests. Under the lock; returns at once."""
+        comm = flight.inbox.comm
         if op.kind is Kind.RECV:
-            status = self._mpi.Status()
             source = self._mpi.ANY_SOURCE if op.peer is None else op.peer
-            request = comm.Irecv(self._bytes(op.outputs[0]), source=source, tag=op.tag)
-            return Flight([request], op, status=status)
-        if op.kind is Kind.SEND:  # synchronous: done when it has been received, as `build.send` says
-            return Flight([comm.Issend(self._bytes(op.inputs[0]), dest=op.peer, tag=op.tag)], op)
-        kept: list[Tensor] = []
-        requests = _POSTS[op.kind](self, comm, op, kept)
-        return Flight(requests, (op, kept))
+            self._expect(flight, op.outputs[0], source, op.tag)
+        elif op.kind is Kind.SEND:  # synchronous: done when it has been received, as `build.send` says
+            flight.requests.append(comm.Issend(self._bytes(op.inputs[0]), dest=op.peer, tag=op.tag))
+        else:
+            _POSTS[op.kind](self, comm, op, flight)
 
-    def heard_all(self, op: Collective, status: Any) -> int | None:
-        """How many bytes a receive got, where that is not as many as it has room for; None if it is."""
-        room = op.outputs[0].nbytes
-        got: int = status.Get_count(self._mpi.BYTE) if room <= self._most else room
-        return None if got == room else got
+    def _expect(self, flight: Flight, place: Tensor, source: int, tag: int) -> None:
+        flight.expect(Receive(place, self._bytes(place), source, tag))
 
     def _bytes(self, t: Any) -> list[Any]:
         """A tensor's memory as MPI wants it told."""
@@ -129,89 +125,90 @@ class Native:
             count = min(self._most, n - offset)
             yield [self._mpi.memory.fromaddress(start + offset * width, count * width), count, dtype]
 
-    def _all_reduce(self, comm: Comm, op: Collective, kept: list[Tensor]) -> list[Any]:
-        return [comm.Iallreduce(self._mpi.IN_PLACE, piece, self._op(op)) for piece in self._pieces(op)]
+    def _all_reduce(self, comm: Comm, op: Collective, flight: Flight) -> None:
+        for piece in self._pieces(op):
+            flight.requests.append(comm.Iallreduce(self._mpi.IN_PLACE, piece, self._op(op)))
 
-    def _reduce(self, comm: Comm, op: Collective, kept: list[Tensor]) -> list[Any]:
-        if comm.rank == op.root:
-            return [comm.Ireduce(self._mpi.IN_PLACE, piece, self._op(op), op.root) for piece in self._pieces(op)]
-        return [comm.Ireduce(piece, None, self._op(op), op.root) for piece in self._pieces(op)]
+    def _reduce(self, comm: Comm, op: Collective, flight: Flight) -> None:
+        for piece in self._pieces(op):
+            source, target = (self._mpi.IN_PLACE, piece) if comm.rank == op.root else (piece, None)
+            flight.requests.append(comm.Ireduce(source, target, self._op(op), op.root))
 
     def _op(self, op: Collective) -> Any:
         assert op.reduce_op is not None
         return self._ops[op.reduce_op]
 
-    def _broadcast(self, comm: Comm, op: Collective, kept: list[Tensor]) -> list[Any]:
-        return [comm.Ibcast(self._bytes(op.outputs[0]), op.root)]
+    def _broadcast(self, comm: Comm, op: Collective, flight: Flight) -> None:
+        flight.requests.append(comm.Ibcast(self._bytes(op.outputs[0]), op.root))
 
-    def _all_gather_into_tensor(self, comm: Comm, op: Collective, kept: list[Tensor]) -> list[Any]:
-        requests = []
+    def _all_gather_into_tensor(self, comm: Comm, op: Collective, flight: Flight) -> None:
         for part, whole in zip(op.inputs, op.outputs, strict=True):
             places = as_bytes(whole).view(comm.size, part.nbytes).unbind()
             if whole.nbytes > self._most:
-                requests += self._spread(comm, as_bytes(part), places, kept)
+                self._spread(comm, as_bytes(part), places, flight)
                 continue
             target = [self._mpi.memory.fromaddress(whole.data_ptr(), whole.nbytes), self._mpi.BYTE]
             if part.data_ptr() == places[comm.rank].data_ptr():
-                requests.append(comm.Iallgather(self._mpi.IN_PLACE, target))
+                flight.requests.append(comm.Iallgather(self._mpi.IN_PLACE, target))
             else:
-                requests.append(comm.Iallgather(self._bytes(_apart(part, [whole], kept))[::2], target))
-        return requests
+                source = self._bytes(_apart(part, [whole], flight.kept))[::2]
+                flight.requests.append(comm.Iallgather(source, target))
 
-    def _reduce_scatter_tensor(self, comm: Comm, op: Collective, kept: list[Tensor]) -> list[Any]:
-        requests = []
+    def _reduce_scatter_tensor(self, comm: Comm, op: Collective, flight: Flight) -> None:
         for whole, part in zip(op.inputs, op.outputs, strict=True):
-            source, dtype = _apart(whole, [part], kept), self._dtype(whole.dtype, op.reduce_op)
+            source, dtype = _apart(whole, [part], flight.kept), self._dtype(whole.dtype, op.reduce_op)
             send, recv = ([self._mpi.memory.fromaddress(t.data_ptr(), t.nbytes), dtype] for t in (source, part))
-            requests.append(comm.Ireduce_scatter_block(send, recv, self._op(op)))
-        return requests
+            flight.requests.append(comm.Ireduce_scatter_block(send, recv, self._op(op)))
 
-    def _all_gather(self, comm: Comm, op: Collective, kept: list[Tensor]) -> list[Any]:
-        return self._spread(comm, op.inputs[0], op.outputs, kept)
+    def _all_gather(self, comm: Comm, op: Collective, flight: Flight) -> None:
+        self._spread(comm, op.inputs[0], op.outputs, flight)
 
-    def _spread(self, comm: Comm, own: Tensor, places: Sequence[Tensor], kept: list[Tensor]) -> list[Any]:
-        own = _apart(own, [t for r, t in enumerate(places) if r != comm.rank], kept)
-        return self._messages(comm, [own] * comm.size, places)
+    def _spread(self, comm: Comm, own: Tensor, places: Sequence[Tensor], flight: Flight) -> None:
+        own = _apart(own, [t for r, t in enumerate(places) if r != comm.rank], flight.kept)
+        self._messages(comm, [own] * comm.size, places, flight)
 
-    def _all_to_all(self, comm: Comm, op: Collective, kept: list[Tensor]) -> list[Any]:
-        return self._messages(comm, [_apart(t, op.outputs, kept) for t in op.inputs], op.outputs)
+    def _all_to_all(self, comm: Comm, op: Collective, flight: Flight) -> None:
+        self._messages(comm, [_apart(t, op.outputs, flight.kept) for t in op.inputs], op.outputs, flight)
 
-    def _all_to_all_single(self, comm: Comm, op: Collective, kept: list[Tensor]) -> list[Any]:
-        target, source = op.outputs[0], _apart(op.inputs[0], op.outputs, kept)
+    def _all_to_all_single(self, comm: Comm, op: Collective, flight: Flight) -> None:
+        target, source = op.outputs[0], _apart(op.inputs[0], op.outputs, flight.kept)
         parts = []
         for t, given in zip((source, target), reversed(op.splits or ((), ())), strict=True):
             rows = t.shape[0] if t.dim() else 1
             width = t.nbytes // rows if rows else 0
             sizes = [n * width for n in given or [rows // comm.size] * comm.size]
             parts.append(as_bytes(t).split(sizes))
-        return self._messages(comm, parts[0], parts[1])
+        self._messages(comm, parts[0], parts[1], flight)
 
-    def _gather(self, comm: Comm, op: Collective, kept: list[Tensor]) -> list[Any]:
-        own = _apart(op.inputs[0], [t for r, t in enumerate(op.outputs) if r != comm.rank], kept)
-        return self._messages(comm, [own if r == op.root else None for r in range(comm.size)], op.outputs)
+    def _gather(self, comm: Comm, op: Collective, flight: Flight) -> None:
+        own = _apart(op.inputs[0], [t for r, t in enumerate(op.outputs) if r != comm.rank], flight.kept)
+        self._messages(comm, [own if r == op.root else None for r in range(comm.size)], op.outputs, flight)
 
-    def _scatter(self, comm: Comm, op: Collective, kept: list[Tensor]) -> list[Any]:
+    def _scatter(self, comm: Comm, op: Collective, flight: Flight) -> None:
         places = [op.outputs[0] if r == op.root else None for r in range(comm.size)]
-        return self._messages(comm, [_apart(t, op.outputs, kept) for t in op.inputs], places)
+        self._messages(comm, [_apart(t, op.outputs, flight.kept) for t in op.inputs], places, flight)
 
-    def _messages(self, comm: Comm, outgoing: Sequence[Tensor | None], incoming: Sequence[Tensor | None]) -> list[Any]:
+    def _messages(
+        self, comm: Comm, outgoing: Sequence[Tensor | None], incoming: Sequence[Tensor | None], flight: Flight
+    ) -> None:
         """Send one tensor to each rank and receive one from each; None, or a list that is empty, stands for no message."""
         rank, size, tag = comm.rank, comm.size, self._pair_tag
         outgoing, incoming = (list(ts) or [None] * size for ts in (outgoing, incoming))
-        sources = [s for s in ((rank - i) % size for i in range(1, size)) if incoming[s] is not None]
-        dests = [d for d in ((rank + i) % size for i in range(1, size)) if outgoing[d] is not None]
-        requests = [comm.Irecv(self._bytes(incoming[s]), source=s, tag=tag) for s in sources]
-        requests += [comm.Isend(self._bytes(outgoing[d]), dest=d, tag=tag) for d in dests]
         mine, place = outgoing[rank], incoming[rank]
         if mine is not None and place is not None:
             store(place.detach(), mine.detach())
-        return requests
+        for other in ((rank - i) % size for i in range(1, size)):
+            if (target := incoming[other]) is not None:
+                self._expect(flight, target, other, tag)
+        for other in ((rank + i) % size for i in range(1, size)):
+            if (source := outgoing[other]) is not None:
+                flight.requests.append(comm.Isend(self._bytes(source), dest=other, tag=tag))
 
-    def _barrier(self, comm: Comm, op: Collective, kept: list[Tensor]) -> list[Any]:
-        return [comm.Ibarrier()]
+    def _barrier(self, comm: Comm, op: Collective, flight: Flight) -> None:
+        flight.requests.append(comm.Ibarrier())
 
 
-_POSTS: dict[Kind, Callable[[Native, Comm, Collective, list[Tensor]], list[Any]]] = {
+_POSTS: dict[Kind, Callable[[Native, Comm, Collective, Flight], None]] = {
     Kind.ALL_REDUCE: Native._all_reduce,
     Kind.BROADCAST: Native._broadcast,
     Kind.REDUCE: Native._reduce,

@@ -54,6 +54,8 @@ class Remains:
         self.flights: list[Flight] = []
         self.inside: list[threading.Thread] = []
         self.departing: list[Engine] = []
+        self.making: list[tuple[Comm, Any]] = []
+        """Communicators on their way, and their requests."""
         self.retired: list[object] = []
         """Other memory that MPI may still write."""
 
@@ -90,13 +92,16 @@ class Runtime:
         """The communicator that a request makes, if it does so within `limit` seconds."""
         twin, request = making
         deadline = time.perf_counter() + limit
+        self.remains.making.append(
+            making
+        )  # MPI will write the communicator's handle there, whoever has given up by then
         while True:
             with self.lock:
                 if request.Test():
+                    self.remains.making = [other for other in self.remains.making if other is not making]
                     twin.Set_errhandler(self.mpi.ERRORS_RETURN)
                     return twin
             if time.perf_counter() > deadline:
-                self.remains.retired.append(making)  # MPI will write the communicator's handle there when they come
                 raise CollectiveTimeout(
                     f"{what}: not all ranks came within {limit:.3g} s. Every rank must make the same groups in the same "
                     "order; look at the others for an exception."

@@ -143,7 +143,9 @@ class SharedMemoryGroup(Group):
             raise ClosedError(
                 f"allocate({numel}, dtype={dtype}) on {self}: the group is closed. Allocate before close()."
             )
-        return self._heap.tensor(numel, dtype)
+        t = self._heap.tensor(numel, dtype)
+        self._engine.programs.prepare(dtype, t.nbytes)
+        return t
 
     def in_heap(self, t: Tensor) -> bool:
         """Whether `t` lies in this rank's heap, so that a collective on it copies nothing."""

@@ -15,6 +15,12 @@ tensors and writes the result into all of them, block by block, so that what was
 written. Every byte is read once and written once. The sum runs in rank order, so results are the same bits on every rank and in
 every run.
 
+Note [When loops are compiled]
+Where numba is installed, a sum or mean in one pass is a compiled loop: see `loops.py`. Loading numba takes about a second. Within
+an operation that would be a second in which a peer's deadline runs, and in which a rank that dies is not noticed. So it is done
+when memory is allocated, which happens before training, and only for a block of a mebibyte or more: who reduces small tensors
+never pays. Ranks need not agree on it. Whichever way a rank goes, it gives the same bits.
+
 Note [Three buffers]
 An all-reduce of ordinary memory goes through the staging buffers in chunks, and each chunk in two halves: "in" (what the others
 will reduce is copied in) and "reduced" (this rank has reduced its share in its own buffer). A rank copies in chunk k + 1 before
@@ -52,14 +58,14 @@ from gradwire.collectives.lower import as_bytes, flat, is_plain, lower
 from gradwire.collectives.reference import cut, store
 from gradwire.errors import CollectiveMismatch, GroupError, InternalError
 from gradwire.groups.shared_memory.board import BUFFERS, CHUNK, DIGEST, SMALL, Board, Table
-from gradwire.groups.shared_memory.fold import SUMMED, Fold, Piece, combine, divide
+from gradwire.groups.shared_memory.fold import SUMMED, CompiledFold, Fold, Piece, combine, divide
 from gradwire.groups.shared_memory.segment import Segment
 
 Steps = Generator[int, None, None]
 """Yields how many posts every rank must have made before it goes on."""
 
-BLOCK = 512 << 10
-"""Bytes that one rank reduces at a time in a one-pass all-reduce: few enough to stay in a core's cache."""
+COMPILED = 1 << 20
+"""Bytes of heap memory from which sums in it are worth a compiled loop."""
 
 _CACHED_VIEWS = 4096
 
@@ -104,6 +110,8 @@ class Programs:
         self._blocks: dict[tuple[object, ...], list[list[Piece]]] = {}
         self._digests: dict[tuple[object, ...], bytes] = {}
         self._folds: dict[tuple[ReduceOp, torch.dtype], Fold] = {}
+        self._compiled: dict[tuple[ReduceOp, torch.dtype], Fold] = {}
+        self._prepared: set[torch.dtype] = set()
         self._arrays: dict[tuple[int, int, np.dtype[Any]], np.ndarray[Any, Any]] = {}
         self._small = [self._address + self._plan.small(self.rank, turn) for turn in (0, 1)]
         self._slots: dict[tuple[object, ...], tuple[bytes, list[np.ndarray[Any, Any]], int]] = {}
@@ -141,6 +149,16 @@ class Programs:
             store(t if t.is_sparse else t.detach(), copy.to(t.device))
         if op.device.type == "cuda":  # the caller may go on in another stream than that of the thread that drives
             torch.cuda.current_stream(op.device).synchronize()
+
+    def prepare(self, dtype: torch.dtype, nbytes: int) -> None:
+        """So much was allocated in the heap. See Note [When loops are compiled]."""
+        if nbytes < COMPILED or dtype in self._prepared:
+            return
+        self._prepared.add(dtype)
+        for op in (_SUM, _AVG):
+            fold = CompiledFold.find(op, dtype, self.size)
+            if fold is not None:
+                self._compiled[op, dtype] = fold
 
     def start_over(self) -> None:
         """Count from the beginning again, together with all ranks."""
@@ -318,11 +336,9 @@ class Programs:
         if min(offsets) < 0:
             yield from self._all_reduce_chunks(flat(t), fold)
             return
+        fold = self._compiled.get((fold.op, fold.dtype), fold)
         for pieces in self._blocks_of(offsets, t.nbytes, fold):
-            first = pieces[0]
-            fold(pieces, first)
-            for other in pieces[1:]:
-                other[:] = first
+            fold.everywhere(pieces)
         self.board.post()
         yield self.board.posted
 
@@ -332,14 +348,15 @@ class Programs:
 
     def _blocks_of(self, offsets: list[int], nbytes: int, fold: Fold) -> list[list[Piece]]:
         """This rank's share of the tensors at `offsets`, in blocks: one piece per rank each. See Note [One pass]."""
-        key = (*offsets, nbytes, fold.dtype, fold.array)
+        key = (*offsets, nbytes, fold.dtype, fold.array, fold.block)
         known = self._blocks.get(key)
         if known is None:
             if len(self._blocks) >= _CACHED_VIEWS // 16:
                 self._blocks.clear()
             low, high = _share(nbytes, self.rank, self.size, fold.dtype.itemsize)
             known = self._blocks[key] = [
-                [self._piece(o + at, min(BLOCK, high - at), fold) for o in offsets] for at in range(low, high, BLOCK)
+                [self._piece(o + at, min(fold.block, high - at), fold) for o in offsets]
+                for at in range(low, high, fold.block)
             ]
         return known
 

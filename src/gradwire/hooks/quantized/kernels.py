@@ -1,10 +1,10 @@
-# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, no-untyped-call, valid-type, name-defined"
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, valid-type, name-defined"
 # Kernels are written in Triton's language, whose parameters and annotations are not Python's.
 """The codec as Triton kernels: one read and one write of device memory. The arithmetic is that of `eager`, to the bit.
 
 Note [How a kernel is cut]
-A program takes `TILE` neighbouring blocks of one row of the message, so that all addresses begin at multiples of a block. A tile that
-lies wholly inside goes without masks, which would keep a thread from moving 16 bytes at once; only the last of a row has them.
+A program takes `TILE` neighbouring blocks of one row of the message, so that all addresses begin at multiples of a block. A tile
+that lies wholly inside goes without masks, which would keep a thread from moving 16 bytes at once; only the last of a row has them.
 The kernels are launched without contraction of products and sums, because the other ways round twice there.
 
 The module can be imported without Triton; its functions cannot be called then.
@@ -231,7 +231,7 @@ def _meant(
     else:
         shifts = tl.arange(0, PLANES) * BITS
         code = (packed.to(tl.int32)[:, None, :] >> shifts[None, :, None]) & ((1 << BITS) - 1)
-        if BITS == 1:
+        if BITS == 1:  # noqa: SIM108
             signed = code * 2 - 1
         else:
             signed = (code ^ (1 << (BITS - 1))) - (1 << (BITS - 1))

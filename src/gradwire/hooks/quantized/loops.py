@@ -1,7 +1,11 @@
 """The codec as loops over numpy arrays: one pass over memory. The arithmetic is that of `eager`, to the bit.
 
-Blocks lie in the cache while they are looked at twice, first for the scale and then for the codes. A block that the tensor does not
-fill is copied beside zeros first.
+A block lies in the cache while it is looked at twice, first for the scale and then for the codes.
+
+Note [What the compiler makes quick]
+It takes several elements at a time only where it sees that nothing forbids it. So indices are unsigned (a negative one would count
+from the end), no slices are made (they would be counted references), integers are cast back to their width after each operation
+(numba widens them to 64 bits), and codes are shifted by constants or by products.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ _ZERO, _LEAST = np.float32(0.0), np.float32(2.0**-100)
 _NAN = np.float32(np.nan)
 _UNIT = np.float32(2.0**-24)
 _MAGNITUDE, _INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
-_MASK = np.uint64(0xFFFFFFFF)
+_SHUFFLE, _MIX, _STIR = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
+_8, _13, _16 = np.uint32(8), np.uint32(13), np.uint32(16)
 
 
 def available() -> bool:
@@ -35,8 +40,8 @@ def quantise(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
     flat = _array(x)
     codes, scales = _message(message)
     run(
-        flat, flat.view(np.int32), codes, scales, part.numel, message.shape[0], part.blocks, part.block, part.stride,
-        part.codes_at, part.scales_at, part.bits, part.fraction, key is not None, np.uint64(key or 0),
+        flat, flat.view(np.int32), codes.view(np.int8), scales, part.numel, message.shape[0], part.blocks, part.block, part.stride,
+        part.codes_at, part.scales_at, part.bits, part.fraction, key is not None, np.uint32(key or 0),
     )  # fmt: skip
 
 
@@ -55,7 +60,7 @@ def _run_decode(message: Tensor, out: Tensor, part: Part, *, rows: int, summed: 
     assert run is not None
     codes, scales = _message(message)
     run(
-        codes, scales, _array(out), part.numel, rows, summed, part.blocks, part.block, part.stride,
+        codes.view(np.int8), scales, _array(out), part.numel, rows, summed, part.blocks, part.block, part.stride,
         part.codes_at, part.scales_at, part.bits, np.float32(factor),
     )  # fmt: skip
 
@@ -76,90 +81,82 @@ def _quantise(
     codes_at: int, scales_at: int, bits: int, fraction: int, stochastic: bool, key: Any,
 ) -> None:  # fmt: skip
     """Scale, round and pack; see Note [The same bits in every way]."""
-    edge = np.zeros(block, np.float32)
-    edge_bits = edge.view(np.int32)
-    small = np.zeros(block, np.int8)
-    nbytes = block * bits // 8
-    top = np.float32((1 << (bits - 1)) - 1) if bits > 1 else np.float32(1.0)
+    small, byte = np.zeros(block, np.int8), np.zeros(block, np.int8)
+    peak_word = np.zeros(1, np.int32)
+    peak_value = peak_word.view(np.float32)
+    nbytes = np.uint64(block * bits // 8)
+    top = np.float32((1 << (bits - 1)) - 1) if bits > 1 else np.float32(1 << fraction)
     down = np.float32(1.0 / top)
+    nothing = np.int8(1 if bits == 1 else 0)
     for row in range(rows):
         for b in range(blocks):
-            first = (row * blocks + b) * block
-            count = min(max(numel - first, 0), block)
-            if count == block:
-                values = x[first : first + block]
-                words = x_bits[first : first + block]
-            else:
-                edge[:] = _ZERO
-                for j in range(count):
-                    edge[j] = x[first + j]
-                values = edge
-                words = edge_bits
+            first = np.uint64((row * blocks + b) * block)
+            count = np.uint64(min(max(numel - (row * blocks + b) * block, 0), block))
+            at = np.uint64(row * stride + codes_at + b * (block * bits // 8))
+            scale_at = np.uint64((row * stride + scales_at) // 4 + b)
+
             peak_bits = np.int32(0)  # as integers, floats without sign are ordered as they are as numbers, NaN last
-            for j in range(block):
-                peak_bits = max(peak_bits, words[j] & _MAGNITUDE)
-            at = row * stride + codes_at + b * nbytes
-            packed = codes[at : at + nbytes]
-            scale_at = (row * stride + scales_at) // 4 + b
-            peak = _ZERO
-            if peak_bits < _INFINITE:
-                for j in range(block):
-                    if words[j] & _MAGNITUDE == peak_bits:
-                        peak = abs(values[j])
-                        break
-            if not peak >= _LEAST:
+            for j in range(count):
+                peak_bits = max(peak_bits, np.int32(x_bits[first + j] & _MAGNITUDE))
+            peak_word[0] = peak_bits
+            peak = peak_value[0]
+            inverse = top / peak
+            if peak_bits >= _INFINITE or peak < _LEAST:
                 scales[scale_at] = _ZERO if peak_bits < _INFINITE else _NAN
-                packed[:] = 255 if bits == 1 else 0
-                continue
-            if bits == 1:
-                unit = np.float32(1 << fraction)
-                inverse = unit / peak
+                count = np.uint64(0)  # codes of zeros
+            elif bits == 1:
                 summed = np.int32(0)
-                for j in range(block):
-                    summed += np.int32((abs(values[j]) * inverse + _ROUND) - _ROUND)
-                scales[scale_at] = (np.float32(summed) * (peak * (np.float32(1.0) / unit))) / np.float32(max(count, 1))
-                for j in range(block):
-                    small[j] = values[j] >= _ZERO
+                for j in range(count):
+                    summed = np.int32(summed + np.int32((abs(x[first + j]) * inverse + _ROUND) - _ROUND))
+                scales[scale_at] = (np.float32(summed) * (peak * down)) / np.float32(count)
+                for j in range(count):
+                    small[j] = np.int8(x[first + j] >= _ZERO)
+            elif stochastic:
+                scales[scale_at] = peak * down
+                for j in range(count):
+                    h = np.uint32(np.uint32(np.uint32(first + j) * _SHUFFLE) ^ key)
+                    h = np.uint32(np.uint32(h ^ np.uint32(h >> _16)) * _MIX)
+                    h = np.uint32(np.uint32(h ^ np.uint32(h >> _13)) * _STIR)
+                    h = np.uint32(h ^ np.uint32(h >> _16))
+                    u = np.float32(np.int32(h >> _8)) * _UNIT
+                    y = min(max(x[first + j] * inverse, -top), top)
+                    low = (y + _ROUND) - _ROUND  # rounded half to even, then down where that was up
+                    low = low - np.float32(1.0) if low > y else low
+                    small[j] = np.int8(np.int32(low) + np.int32((y - low) > u))
+            elif bits == 8:
+                scales[scale_at] = peak * down
+                for j in range(count):
+                    codes[at + j] = np.int8(np.int32((x[first + j] * inverse + _ROUND) - _ROUND))
+                for j in range(count, nbytes):
+                    codes[at + j] = nothing
+                continue
             else:
                 scales[scale_at] = peak * down
-                inverse = top / peak
-                if stochastic:
-                    for j in range(block):
-                        h = (np.uint64(first + j) * np.uint64(0x9E3779B9) ^ key) & _MASK
-                        h ^= h >> np.uint64(16)
-                        h = (h * np.uint64(0x85EBCA6B)) & _MASK
-                        h ^= h >> np.uint64(13)
-                        h = (h * np.uint64(0xC2B2AE35)) & _MASK
-                        h ^= h >> np.uint64(16)
-                        u = np.float32(np.int32(h >> np.uint64(8))) * _UNIT
-                        y = min(max(values[j] * inverse, -top), top)
-                        low = np.floor(y)
-                        small[j] = np.int32(low) + ((y - low) > u)
-                elif bits == 8:
-                    for j in range(block):
-                        packed[j] = np.uint8(np.int32((values[j] * inverse + _ROUND) - _ROUND))
-                    continue
-                else:
-                    for j in range(block):
-                        small[j] = np.int32((values[j] * inverse + _ROUND) - _ROUND)
+                for j in range(count):
+                    small[j] = np.int8(np.int32((x[first + j] * inverse + _ROUND) - _ROUND))
+            for j in range(count, np.uint64(block)):
+                small[j] = nothing
+
             if bits == 8:
                 for j in range(nbytes):
-                    packed[j] = np.uint8(small[j])
+                    codes[at + j] = small[j]
             elif bits == 4:
                 for j in range(nbytes):
-                    packed[j] = (np.uint8(small[j]) & 15) | (np.uint8(small[j + nbytes]) << 4)
+                    codes[at + j] = np.int8((small[j] & 15) | (small[j + nbytes] << 4))
             elif bits == 2:
                 for j in range(nbytes):
-                    low_half = (np.uint8(small[j]) & 3) | ((np.uint8(small[j + nbytes]) & 3) << 2)
-                    high_half = (np.uint8(small[j + 2 * nbytes]) & 3) | ((np.uint8(small[j + 3 * nbytes]) & 3) << 2)
-                    packed[j] = low_half | (high_half << 4)
+                    low_half = np.int8((small[j] & 3) | ((small[j + nbytes] & 3) << 2))
+                    high_half = np.int8((small[j + 2 * nbytes] & 3) | ((small[j + 3 * nbytes] & 3) << 2))
+                    codes[at + j] = np.int8(low_half | (high_half << 4))
             else:
                 for j in range(nbytes):
-                    packed[j] = np.uint8(small[j])
-                for plane in range(1, 8):
-                    shifted = small[plane * nbytes : (plane + 1) * nbytes]
+                    byte[j] = small[7 * nbytes + j]
+                for plane in range(7):
+                    base = np.uint64(6 - plane) * nbytes
                     for j in range(nbytes):
-                        packed[j] |= np.uint8(shifted[j] << plane)
+                        byte[j] = np.int8(np.int8(byte[j] << 1) | small[base + j])
+                for j in range(nbytes):
+                    codes[at + j] = byte[j]
 
 
 @loop
@@ -167,48 +164,51 @@ def _decode(
     codes: Any, scales: Any, out: Any, numel: int, rows: int, summed: int, blocks: int, block: int, stride: int,
     codes_at: int, scales_at: int, bits: int, factor: Any,
 ) -> None:  # fmt: skip
-    """What the codes stand for; with `summed` rows more than one, their sum, times `factor`."""
-    edge = np.zeros(block, np.float32)
-    more = np.zeros(block, np.float32)
-    nbytes = block * bits // 8
-    one = np.float32(1.0)
+    """What the codes stand for; of several rows, if there are more than one `summed`, the sum, times `factor`."""
+    small, byte = np.zeros(block, np.int8), np.zeros(block, np.int8)
+    nbytes = np.uint64(block * bits // 8)
+    planes = 8 // bits
     for row in range(rows):
         for b in range(blocks):
-            first = (row * blocks + b) * block
-            count = min(max(numel - first, 0), block)
-            if count == 0:
-                return
-            whole = out[first : first + block] if count == block else edge
+            first = np.uint64((row * blocks + b) * block)
+            count = np.uint64(min(max(numel - (row * blocks + b) * block, 0), block))
             for r in range(summed):
-                target = whole if r == 0 else more
-                at = (row + r) * stride + codes_at + b * nbytes
-                packed = codes[at : at + nbytes]
-                scale = scales[((row + r) * stride + scales_at) // 4 + b]
+                at = np.uint64((row + r) * stride + codes_at + b * (block * bits // 8))
+                scale = scales[np.uint64(((row + r) * stride + scales_at) // 4 + b)]
                 if bits == 8:
-                    for j in range(nbytes):
-                        target[j] = np.float32(np.int8(packed[j])) * scale
-                elif bits == 4:
-                    high = target[nbytes:]
-                    for j in range(nbytes):
-                        c = np.int32(packed[j])
-                        target[j] = np.float32(((c & 15) ^ 8) - 8) * scale
-                        high[j] = np.float32((c >> 4 ^ 8) - 8) * scale
-                elif bits == 2:
-                    for plane in range(4):
-                        stretch = target[plane * nbytes : (plane + 1) * nbytes]
+                    if r == 0:
+                        for j in range(count):
+                            out[first + j] = np.float32(codes[at + j]) * scale
+                    else:
+                        for j in range(count):
+                            out[first + j] += np.float32(codes[at + j]) * scale
+                    continue
+                for j in range(nbytes):
+                    byte[j] = codes[at + j]
+                # The last plane is at the top of its byte. Shifting it down extends its sign; of one bit that leaves -1 or 0.
+                for plane in range(planes):
+                    base = np.uint64(planes - 1 - plane) * nbytes
+                    if bits == 4:
                         for j in range(nbytes):
-                            stretch[j] = np.float32((((np.int32(packed[j]) >> (2 * plane)) & 3) ^ 2) - 2) * scale
+                            small[base + j] = byte[j] >> 4
+                        for j in range(nbytes):
+                            byte[j] = np.int8(byte[j] << 4)
+                    elif bits == 2:
+                        for j in range(nbytes):
+                            small[base + j] = byte[j] >> 6
+                        for j in range(nbytes):
+                            byte[j] = np.int8(byte[j] << 2)
+                    else:
+                        for j in range(nbytes):
+                            small[base + j] = np.int8(-2 * (byte[j] >> 7) - 1)
+                        for j in range(nbytes):
+                            byte[j] = np.int8(byte[j] << 1)
+                if r == 0:
+                    for j in range(count):
+                        out[first + j] = np.float32(small[j]) * scale
                 else:
-                    for plane in range(8):
-                        stretch = target[plane * nbytes : (plane + 1) * nbytes]
-                        for j in range(nbytes):
-                            stretch[j] = np.float32(((np.int32(packed[j]) >> plane) & 1) * 2 - 1) * scale
-                if r > 0:
-                    for j in range(block):
-                        whole[j] += more[j]
-            if factor != one:
-                for j in range(block):
-                    whole[j] *= factor
-            if count < block:
+                    for j in range(count):
+                        out[first + j] += np.float32(small[j]) * scale
+            if summed > 1 or factor != np.float32(1.0):
                 for j in range(count):
-                    out[first + j] = edge[j]
+                    out[first + j] *= factor

@@ -15,6 +15,7 @@ from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.chance import generator
 from gradwire.hooks.quantized import codec
+from gradwire.hooks.quantized.bucket import as_given, as_real, refuse_sparse
 from gradwire.hooks.quantized.layout import WIDTHS, Layout, Part, Rules, Section, lay_out
 
 _ROUNDINGS = ("nearest", "stochastic")
@@ -70,7 +71,7 @@ class Quantize(CommHook):
             room = section.room(value)
             codec.dequantise(gathered, room, part)
             section.put(room, value)
-        return Reduced(_as(value, grad), _as(value if sent is None else sent, grad))
+        return Reduced(as_given(value, grad), as_given(value if sent is None else sent, grad))
 
     def _keys(self, turn: Turn) -> Iterator[int | None]:
         """For each use of chance in a turn another key, of 31 bits; None where rounding is to nearest."""
@@ -112,8 +113,9 @@ def quantize(
 
     `bits` may differ by parameter: `{"*.bias": 8, "*": 4}`; the first pattern that matches a name counts.
 
-    On the wire: 2 (n - 1) (k * block * bits / 8 + 4 k) bytes with n ranks and k = ceil(ceil(numel / block) / n) blocks a rank, for each
-    width in the bucket; codes and scales are each rounded up to 16 bytes. In short: (bits + 32 / block) / 32 of float32's volume.
+    On the wire: 2 (n - 1) (k * block * bits / 8 + 4 k) bytes with n ranks and k = ceil(ceil(numel / block) / n) blocks a rank,
+    for each width in the bucket; codes and scales are each rounded up to 16 bytes. In short: (bits + 32 / block) / 32 of the volume
+    of float32, each way.
     Memory: during a step about three times the codes, and float32 for the rank's own slice.
 
     >>> from gradwire.hooks import chain, error_feedback
@@ -138,23 +140,6 @@ def quantize(
     if rounding == "stochastic" and any(width == 1 for _, width in rules):
         raise UsageError(f'{what}: one bit is the sign and is not rounded. Take rounding="nearest", or 2 bits or more.')
     return Quantize(rules, block, rounding, int(seed))
-
-
-def refuse_sparse(hook: str, turn: Turn) -> UsageError:
-    """What to raise where rows of an embedding meet a hook for dense gradients."""
-    return UsageError(
-        f"{hook} on {turn.spec}: sparse gradients are not quantised. Give their parameters mean(), "
-        'by partition({"embedding.*": mean(), "*": ...}).'
-    )
-
-
-def as_real(grad: Tensor) -> Tensor:
-    """The gradient, in its own memory, as real numbers in one row."""
-    return torch.view_as_real(grad).view(-1) if grad.is_complex() else grad.view(-1)
-
-
-def _as(flat: Tensor, grad: Tensor) -> Tensor:
-    return torch.view_as_complex(flat.view(-1, 2)) if grad.is_complex() else flat
 
 
 def _owned(part: Part, rank: int) -> Part:

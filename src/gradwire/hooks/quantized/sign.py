@@ -1,4 +1,212 @@
-"""`sign`: one bit per element."""
+"""`sign`: one bit per element and one scale per parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import all_gather_into_tensor, all_to_all_single
+from gradwire.errors import UsageError
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
+from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.quantized import codec
+from gradwire.hooks.quantized.bucket import as_given, as_real, refuse_sparse
+from gradwire.hooks.quantized.layout import Layout, Part, Section
+
+_SCALES = ("mean", "majority")
+_PER = ("parameter", "bucket")
+_BLOCK = 256
 
 
-def sign(): ...
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stretches:
+    """Which elements have a scale in common."""
+
+    counts: tuple[int, ...]
+    on_device: Tensor
+    """The same numbers, where the bucket is."""
+
+    @property
+    def numel(self) -> int:
+        return sum(self.counts)
+
+    def scales(self, flat: Tensor) -> Tensor:
+        """Each stretch's mean absolute value."""
+        sums = [torch.linalg.vector_norm(piece, 1) for piece in flat.split(self.counts)]
+        return torch.stack(sums).div_(self.on_device.clamp(min=1))
+
+    def spread(self, scales: Tensor) -> Tensor:
+        """For each element its scale."""
+        if len(self.counts) == 1:
+            return scales.expand(self.numel)
+        return torch.repeat_interleave(scales, self.on_device, output_size=self.numel)
+
+
+@dataclass(frozen=True, slots=True)
+class Sign(CommHook):
+    """See `sign`."""
+
+    averages = True
+
+    scale: str
+    per: str
+
+    @property
+    def repayable(self) -> bool:  # type: ignore[override]
+        """Not where there is a vote: see `sign`."""
+        return self.scale == "mean"
+
+    @property
+    def collectives(self) -> int:  # type: ignore[override]
+        """One all-gather, or the votes there and back."""
+        return 1 if self.scale == "mean" else 2
+
+    def init(self, spec: BucketSpec) -> _Stretches:
+        """Where scales change. It is no state that would have to be saved."""
+        counts = _counts(spec, self.per)
+        return _Stretches(counts, torch.tensor(counts, device=spec.device))
+
+    def reduce(self, grad: Tensor, state: _Stretches, turn: Turn) -> Reduction:
+        """Signs and scales to all, or signs to their owners and votes to all."""
+        if grad.is_sparse:
+            raise refuse_sparse(repr(self), turn)
+        flat = as_real(grad)
+        scales = state.scales(flat.to(torch.float32))
+        way = self._mean if self.scale == "mean" else self._majority
+        value, sent = yield from way(flat, scales, state, turn)
+        return Reduced(as_given(value, grad), as_given(sent, grad))
+
+    def _mean(self, flat: Tensor, scales: Tensor, stretches: _Stretches, turn: Turn) -> Reduction:
+        part = _part(stretches.numel, 1)
+        message = torch.cat([_signs(flat, part, 1), scales.view(1, -1).view(torch.uint8)], 1)
+        gathered = message.new_empty((turn.world_size, message.shape[1]))
+        yield all_gather_into_tensor(gathered, message, label=f"bucket {turn.spec.index}")
+        signs, theirs = _apart(gathered, part)
+        total = torch.zeros(stretches.numel, dtype=torch.float32, device=flat.device)
+        sent = total
+        for rank in range(turn.world_size):
+            contribution = _meant(signs[rank], part).mul_(stretches.spread(theirs[rank]))
+            total.add_(contribution)
+            if rank == turn.rank:
+                sent = contribution
+        return Reduced(total.mul_(1 / _count(turn)), sent)
+
+    def _majority(self, flat: Tensor, scales: Tensor, stretches: _Stretches, turn: Turn) -> Reduction:
+        size, count, label = turn.world_size, _count(turn), f"bucket {turn.spec.index}"
+        part = _part(stretches.numel, size)
+        ours = scales.view(1, -1).view(torch.uint8)
+        message = torch.cat([_signs(flat, part, size), ours.expand(size, -1)], 1)
+        received = torch.empty_like(message)
+        yield all_to_all_single(received, message, label=label)
+
+        signs, theirs = _apart(received, part)
+        low = turn.rank * part.row
+        own = replace(part, numel=min(max(part.numel - low, 0), part.row))
+        votes = torch.zeros(own.numel, dtype=torch.float32, device=flat.device)
+        total = torch.zeros_like(votes)
+        tie = votes
+        for rank in range(size):
+            said = _meant(signs[rank], own)
+            scale = stretches.spread(theirs[rank])[low : low + own.numel]
+            votes = votes + said * (scale > 0)  # whoever has only zeros has no opinion
+            total += said * scale
+            if rank == turn.rank:
+                tie = said
+        vote = torch.where(votes == 0, tie, votes)
+        verdicts = message.new_empty((size, part.blocks * part.block_bytes))
+        yield all_gather_into_tensor(verdicts, _signs(vote, own, 1), label=label)
+
+        mean_scale = theirs[0].clone()
+        for rank in range(1, size):
+            mean_scale += theirs[rank]
+        mean_scale *= 1 / count
+        value = _meant(verdicts, part).mul_(stretches.spread(mean_scale))
+        if turn.donated:
+            return Reduced(value, value)
+        sent = _meant(message[:, : verdicts.shape[1]], part).mul_(stretches.spread(scales))
+        # The vote says something else than the mean of what was said: that is the owner's doing.
+        off = value.narrow(0, min(low, part.numel), own.numel) - total * (1 / count)
+        sent.narrow(0, min(low, part.numel), own.numel).add_(off, alpha=count)
+        return Reduced(value, sent)
+
+    def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        """As `sign` says."""
+        counts = _counts(spec, self.per)
+        if self.scale == "mean":
+            return float((world_size - 1) * (_part(sum(counts), 1).blocks * _BLOCK // 8 + 4 * len(counts)))
+        codes = _part(sum(counts), world_size).blocks * _BLOCK // 8
+        return float((world_size - 1) * (2 * codes + 4 * len(counts)))
+
+    def error(self, spec: BucketSpec) -> float:
+        """That of float32, in which sums are made, if the gradient's dtype is not coarser."""
+        return 16 * max(torch.finfo(spec.dtype).eps, torch.finfo(torch.float32).eps)
+
+    def __repr__(self) -> str:
+        return f"sign(scale={self.scale!r}, per={self.per!r})"
+
+
+def sign(scale: Literal["mean", "majority"] = "mean", *, per: Literal["parameter", "bucket"] = "parameter") -> CommHook:
+    """One bit per element: its sign, with the mean absolute value of its parameter (or of the whole bucket) as scale.
+
+    `scale="mean"` (arXiv 1901.09847, there with error feedback): the mean of all ranks' scaled signs.
+    `scale="majority"`, signSGD with majority vote (arXiv 1802.04434, 1810.05291): each rank counts the votes on its slice, and the
+    value is the verdict times the mean of the ranks' scales. The slice's owner decides a tie; a rank whose parameter has only zeros
+    does not vote. A verdict says nothing of how far the ranks were apart. What error feedback would owe for it grows from step to
+    step, so it is refused around a vote.
+
+    On the wire, with n ranks, S scales (parameters, or 1) and blocks of 256 elements:
+    mean (n - 1) (32 k + 4 S) bytes, k = ceil(numel / 256): everybody's signs go to everybody, which pays for few ranks only;
+    majority (n - 1) (64 k + 4 S) bytes, k = ceil(ceil(numel / 256) / n).
+    NaN or inf in a parameter makes all of it NaN or inf. Memory: during a step a few tensors of the bucket's size.
+
+    >>> sign()
+    sign(scale='mean', per='parameter')
+    """
+    if scale not in _SCALES or per not in _PER:
+        raise UsageError(
+            f"sign(scale={scale!r}, per={per!r}): scale is one of {', '.join(map(repr, _SCALES))}, per one of "
+            f"{', '.join(map(repr, _PER))}."
+        )
+    return Sign(scale, per)
+
+
+def _counts(spec: BucketSpec, per: str) -> tuple[int, ...]:
+    reals = 2 if spec.dtype.is_complex else 1
+    return tuple(reals * numel for numel in spec.numels) if per == "parameter" else (reals * spec.numel,)
+
+
+def _count(turn: Turn) -> int:
+    return turn.world_size if turn.divisor is None else turn.divisor
+
+
+def _part(numel: int, rows: int) -> Part:
+    return Layout((Section(1, ((0, numel),)),), _BLOCK).parts(rows)[0]
+
+
+def _signs(flat: Tensor, part: Part, rows: int) -> Tensor:
+    """The signs alone, packed: of the codec's message, whose scales by block nobody asked for, the codes."""
+    message = torch.empty((rows, part.stride), dtype=torch.uint8, device=flat.device)
+    codec.quantise(flat, message, part, None)
+    return message[:, : part.blocks * part.block_bytes].contiguous()
+
+
+def _meant(signs: Tensor, part: Part) -> Tensor:
+    """1 or -1 for each sign."""
+    rows = signs if signs.dim() == 2 else signs.unsqueeze(0)
+    out = torch.empty(part.numel, dtype=torch.float32, device=signs.device)
+    if part.numel:
+        message = torch.ones((rows.shape[0], part.stride // 4), dtype=torch.float32, device=signs.device).view(
+            torch.uint8
+        )
+        message[:, : part.scales_at] = rows  # the scales stay 1
+        codec.dequantise(message, out, part)
+    return out
+
+
+def _apart(received: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    """Signs and scales of each rank."""
+    signs, scales = received.tensor_split([part.blocks * part.block_bytes], 1)
+    return signs.contiguous(), scales.contiguous().view(torch.float32)

@@ -99,10 +99,15 @@ class Launch:
         yield from self.ranks
 
     def end(self) -> None:
-        """Wait until mpirun has ended, if all is well; end everything at once otherwise. See Note [One dies, all die]."""
+        """Wait until mpirun has ended, if all is well; end everything at once otherwise. See Note [One dies, all die].
+
+        Raises, when nothing is left, if ranks that were to end by themselves did not end well.
+        """
+        status: int | None = 0
         if not self.doomed:
             with suppress(subprocess.TimeoutExpired):
                 self._mpirun.wait(ABORT_GRACE)
+            status = self._mpirun.poll()
         if self._mpirun.poll() is None:
             self._mpirun.kill()
             self._mpirun.wait(MESSAGE_LIMIT)
@@ -115,6 +120,8 @@ class Launch:
                 os.unlink(path)
         os.close(self._alive)
         shutil.rmtree(self._folder, ignore_errors=True)
+        if status != 0:
+            raise GroupError(f"ending {self.size} idle MPI ranks: {_told(status)}")
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -145,10 +152,24 @@ class MPIRank(Hold):
         if all(rank._released for rank in self._launch.ranks):
             for rank in self._launch.ranks:
                 rank.control.close()
-            self._launch.end()
-            for rank in self._launch.ranks:
-                Hold.release(rank)
-            self._launch.ranks = []
+            try:
+                self._launch.end()
+            finally:
+                for rank in self._launch.ranks:
+                    Hold.release(rank)
+                self._launch.ranks = []
+
+
+def _told(status: int | None) -> str:
+    """What mpirun's exit status says of the ranks, and what to do."""
+    if status is None:
+        return f"they had not ended {ABORT_GRACE:.0f} s after they were told to. Look for a rank that waits in MPI_Finalize."
+    by_signal = 128 < status < 128 + signal.NSIG
+    how = f"one was killed by {signal.Signals(status - 128).name}" if by_signal else f"one exited with code {status}"
+    return (
+        f"{how} (mpirun's status {status}), after all they ran had been answered for. Its own words are on stderr; what ran "
+        "before may have left its memory damaged."
+    )
 
 
 def _mapped(pid: int) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 
 from gradwire.errors import UsageError
 from gradwire.groups import Group
@@ -69,9 +70,10 @@ class MPIWorlds:
         return self._worlds[n].run(fn, n, build=build, timeout=timeout, wrap=wrap, name="mpi")
 
     def close(self) -> None:
-        """End all worlds and wait for them."""
-        while self._worlds:
-            self._worlds.popitem()[1].close()
+        """End all worlds and wait for them. Raises GroupError if a rank did not end well."""
+        with ExitStack() as stack:
+            while self._worlds:
+                stack.callback(self._worlds.popitem()[1].close)
 
     def keeps_process(self, pid: int) -> bool:
         """Whether `pid` belongs to a world."""

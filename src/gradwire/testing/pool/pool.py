@@ -130,8 +130,10 @@ class RankPool:
     def close(self) -> None:
         """End all workers and wait for them. Closing twice is a no-op."""
         with suppress(ClosedError), self._turn():
-            self._finalizer()
-            self._store, self._store_descriptors = None, {}
+            try:
+                self._finalizer()
+            finally:
+                self._store, self._store_descriptors = None, {}
 
     def __enter__(self) -> RankPool:
         return self

@@ -126,5 +126,5 @@ def test_on_the_cpu_what_is_added_to_bare_is_compared_and_on_cuda_the_step():
 
 def test_the_machine_has_a_name():
     facts = describe()
-    assert set(facts) == {"cpu", "system", "software", "load"}
+    assert set(facts) == {"cpu", "system", "software", "loops", "load"}
     assert all(facts.values())

@@ -1,0 +1,310 @@
+"""`power_sgd`: gradients of matrices as products of two thin ones.
+
+After Vogels et al. 2019 (arXiv 1905.13727), with the paper's letters: M is a gradient as a matrix of n x m, P is n x r and Q is
+m x r.
+
+Note [One step of power iteration]
+P = M Q is averaged over the ranks and made orthonormal, Q = M^T P is averaged, and P Q^T is the gradient. All ranks hold the same
+P, so the average of Q is that of the products: what a rank in effect sends is P Q_i^T with its own Q_i, and the value is the mean
+of it exactly, whatever P is. Q is where the next step begins: as gradients change slowly, one iteration a step is enough (warm start).
+
+Note [What Q must not become]
+A column of zeros, from a gradient of zeros or of lower rank, would stay one for ever, and so would NaN. So the columns of the next
+Q are taken from the averaged one where they have a length, divided by it, and stay what they were where not. The length of a
+column says nothing to the next step, which only asks for the span of P.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import ReduceOp, all_reduce
+from gradwire.collectives.reference import working_dtype
+from gradwire.errors import UsageError
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
+from gradwire.hooks.bucket import BucketSpec, is_dense
+from gradwire.hooks.chance import generator, named_generator
+from gradwire.hooks.dense import Mean
+from gradwire.hooks.orthogonal import multiply, orthonormal
+from gradwire.hooks.pieces import Pieces
+
+_MEAN = Mean()
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A parameter that is sent as two factors."""
+
+    name: str
+    offset: int
+    rows: int
+    cols: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How a bucket of real numbers is sent. The factors lie in order of their length, so that those of one length are one batch."""
+
+    rank: int
+    by_rows: tuple[_Matrix, ...]
+    by_cols: tuple[_Matrix, ...]
+    rest: Pieces
+    """What is sent as it is."""
+    numel: int
+    """The bucket's elements, and zeros behind it."""
+
+    @property
+    def sent(self) -> int:
+        """How many numbers are averaged."""
+        return self.rest.numel + self.rank * sum(m.rows + m.cols for m in self.by_rows)
+
+    def matrices(self, flat: Tensor) -> list[Tensor]:
+        """The matrices' places in `flat`, in the order of P."""
+        return [flat.narrow(0, m.offset, m.rows * m.cols).view(m.rows, m.cols) for m in self.by_rows]
+
+    def batches(self, flat: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """Factors of these lengths that lie one after another, as a batch of those of one length each."""
+        found, at = [], 0
+        for length in dict.fromkeys(lengths):
+            count = lengths.count(length)
+            found.append(flat.narrow(0, at, count * length * self.rank).view(count, length, self.rank))
+            at += count * length * self.rank
+        return found
+
+    def p_batches(self, flat: Tensor) -> list[Tensor]:
+        """All P in `flat`."""
+        return self.batches(flat, [m.rows for m in self.by_rows])
+
+    def q_batches(self, flat: Tensor) -> list[Tensor]:
+        """All Q in `flat`."""
+        return self.batches(flat, [m.cols for m in self.by_cols])
+
+    def qs(self, flat: Tensor) -> list[Tensor]:
+        """Each Q, in the order of P."""
+        each = [q for batch in self.q_batches(flat) for q in batch.unbind()]
+        by_name = dict(zip((m.name for m in self.by_cols), each, strict=True))
+        return [by_name[m.name] for m in self.by_rows]
+
+    @property
+    def q_numel(self) -> int:
+        """Elements of all Q."""
+        return self.rank * sum(m.cols for m in self.by_cols)
+
+
+def _plan(found: list[_Matrix], rest: Sequence[tuple[int, int]], rank: int, numel: int) -> _Plan:
+    return _Plan(
+        rank,
+        tuple(sorted(found, key=lambda m: m.rows)),
+        tuple(sorted(found, key=lambda m: m.cols)),
+        Pieces.of(rest),
+        numel,
+    )
+
+
+def _by_layer(spec: BucketSpec, rank: int, gain: float) -> _Plan:
+    """Every parameter that has two dimensions or more and gains by it; complex numbers are pairs of real ones."""
+    pair = 2 if spec.dtype.is_complex else 1
+    found, rest = [], []
+    for name, shape, stride, offset, numel in zip(
+        spec.names, spec.shapes, spec.strides, spec.offsets, spec.numels, strict=True
+    ):
+        # In memory the rows are what has the largest stride, which is the first dimension unless the parameter is a turned view.
+        outer = max(range(len(shape)), key=lambda d: stride[d], default=0) if is_dense(shape, stride) else 0
+        rows = shape[outer] if len(shape) > 1 else 1
+        cols = pair * numel // rows if rows else 0
+        if (rows + cols) * rank * gain < rows * cols:
+            found.append(_Matrix(name, pair * offset, rows, cols))
+        else:
+            rest.append((pair * offset, pair * numel))
+    return _plan(found, rest, rank, pair * spec.numel)
+
+
+def _as_square(spec: BucketSpec, rank: int, gain: float) -> _Plan:
+    """The whole bucket as one square matrix, filled up with zeros."""
+    numel = spec.numel * (2 if spec.dtype.is_complex else 1)
+    side = math.isqrt(max(numel - 1, 0)) + 1
+    if 2 * side * rank * gain < numel:
+        return _plan([_Matrix("", 0, side, side)], [], rank, side * side)
+    return _plan([], [(0, numel)], rank, numel)
+
+
+@dataclass(slots=True)
+class _Factors:
+    plan: _Plan
+    q: Tensor
+    """Where the next step begins; columns of unit length."""
+    given: dict[str, Any]
+    """Of the bucket as one matrix: what was loaded for other buckets, handed on until this one is reduced."""
+
+
+@dataclass(frozen=True, slots=True)
+class PowerSGD(CommHook):
+    """See `power_sgd`."""
+
+    averages = True
+
+    rank: int
+    batched: bool
+    warm_start: bool
+    min_compression: float
+    seed: int
+
+    def plan(self, spec: BucketSpec) -> _Plan:
+        """Which parameters are sent as factors."""
+        return (_as_square if self.batched else _by_layer)(spec, self.rank, self.min_compression)
+
+    def init(self, spec: BucketSpec) -> _Factors:
+        """Each Q from the seed and its parameter's name, so that all ranks begin alike."""
+        plan = self.plan(spec)
+        q = torch.empty(plan.q_numel, dtype=_wide(spec), device=spec.device)
+        if self.warm_start:
+            for m, place in zip(plan.by_rows, plan.qs(q), strict=True):
+                chance = named_generator(self.seed, m.name or spec.names[0])
+                place.copy_(torch.nn.functional.normalize(torch.randn(place.shape, generator=chance), dim=0))
+        return _Factors(plan, q, {})
+
+    def reduce(self, grad: Tensor, state: _Factors, turn: Turn) -> Reduction:
+        """See Note [One step of power iteration]."""
+        if grad.is_sparse:
+            raise UsageError(
+                f"power_sgd() on {turn.spec}: sparse gradients are no matrices of low rank. Give their parameters mean(), "
+                'by partition({"embedding.*": mean(), "*": ...}).'
+            )
+        plan = state.plan
+        if not plan.by_rows:
+            return (yield from _MEAN.reduce(grad, None, turn))
+        if not self.warm_start:
+            state.q.normal_(generator=generator(self.seed, turn, shared=True))
+        label = f"bucket {turn.spec.index}"
+        real = torch.view_as_real(grad).view(-1) if grad.is_complex() else grad
+        flat = _filled(real.to(state.q.dtype), plan.numel)
+        m = plan.matrices(flat)
+
+        head = plan.rest.numel
+        row = flat.new_empty(head + plan.rank * sum(one.rows for one in plan.by_rows))
+        row[:head] = plan.rest.take(flat)
+        multiply(m, plan.qs(state.q), [p for batch in plan.p_batches(row[head:]) for p in batch.unbind()])
+        wire = row.to(real.dtype)
+        yield all_reduce(wire, op=ReduceOp.AVG, label=f"{label}, P")
+        row = wire.to(row.dtype)
+        p = [each for batch in plan.p_batches(row[head:]) for each in orthonormal(batch).unbind()]
+
+        q = torch.empty_like(state.q)
+        multiply([each.mT for each in m], p, plan.qs(q))
+        wire = q.to(real.dtype)
+        mine = None if turn.donated else wire.to(q.dtype, copy=True)
+        yield all_reduce(wire, op=ReduceOp.AVG, label=f"{label}, Q")
+        q = wire.to(q.dtype)
+        if self.warm_start:
+            self._go_on(state, q)
+
+        value = flat if turn.donated or flat is not real else torch.empty_like(flat)
+        multiply(p, [each.mT for each in plan.qs(q.mul(turn.share))], plan.matrices(value))
+        plan.rest.put(value, row[:head] * turn.share)
+        if mine is None:
+            return Reduced(_back(value, grad), grad)
+        sent = torch.empty_like(flat)
+        multiply(p, [each.mT for each in plan.qs(mine)], plan.matrices(sent))
+        plan.rest.put(sent, plan.rest.take(real).to(sent.dtype))
+        return Reduced(_back(value, grad), _back(sent, grad))
+
+    def _go_on(self, state: _Factors, q: Tensor) -> None:
+        """Begin the next step with this one's Q. See Note [What Q must not become]."""
+        for new, old in zip(state.plan.q_batches(q), state.plan.q_batches(state.q), strict=True):
+            length = new.norm(dim=1, keepdim=True)
+            old.copy_(torch.where(torch.isfinite(length) & (length > 0), new / length, old))
+        state.given = {}
+
+    def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        """2 (n - 1) / n of the two factors and of what is sent as it is."""
+        if spec.sparse:
+            return None
+        return 2 * (world_size - 1) / world_size * self.plan(spec).sent * spec.dtype.to_real().itemsize
+
+    def error(self, spec: BucketSpec) -> float:
+        """Rounding, once for each of the columns that add up."""
+        return CommHook.error(self, spec) * self.rank
+
+    def save(self, state: _Factors, spec: BucketSpec) -> dict[str, Any]:
+        """Each parameter's Q; of the bucket as one matrix its Q, with the first of its parameters."""
+        if not self.warm_start or not state.plan.by_rows:
+            return dict(state.given)
+        if not self.batched:
+            qs = zip(state.plan.by_rows, state.plan.qs(state.q), strict=True)
+            return {one.name: q.clone() for one, q in qs}
+        return dict(state.given) or {spec.names[0]: {"bucket": list(spec.names), "q": state.q.clone()}}
+
+    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> _Factors:
+        """Each parameter's Q where it fits. Of the bucket as one matrix only for the same parameters in the same order."""
+        state = self.init(spec)
+        if not self.batched:
+            for one, q in zip(state.plan.by_rows, state.plan.qs(state.q), strict=True):
+                old = saved.get(one.name)
+                if isinstance(old, Tensor) and old.shape == q.shape:
+                    q.copy_(old)
+            return state
+        state.given = {name: saved[name] for name in spec.names if isinstance(saved.get(name), Mapping)}
+        old = state.given.get(spec.names[0]) if spec.names else None
+        if old is not None and old["bucket"] == list(spec.names) and old["q"].shape == state.q.shape:
+            state.q.copy_(old["q"])
+            state.given = {}
+        return state
+
+    def __repr__(self) -> str:
+        return (
+            f"power_sgd(rank={self.rank}, batched={self.batched}, warm_start={self.warm_start}, "
+            f"min_compression={self.min_compression}, seed={self.seed})"
+        )
+
+
+def _wide(spec: BucketSpec) -> torch.dtype:
+    return working_dtype(spec.dtype).to_real()
+
+
+def _filled(flat: Tensor, numel: int) -> Tensor:
+    """`flat`, with zeros behind it up to `numel` elements."""
+    return flat if flat.numel() == numel else torch.nn.functional.pad(flat, (0, numel - flat.numel()))
+
+
+def _back(flat: Tensor, grad: Tensor) -> Tensor:
+    """What was computed, in the gradient's length and dtype."""
+    if grad.is_complex():
+        return torch.view_as_complex(flat[: 2 * grad.numel()].view(-1, 2)).to(grad.dtype)
+    return flat[: grad.numel()].to(grad.dtype)
+
+
+def power_sgd(
+    rank: int,
+    *,
+    batched: bool = False,
+    warm_start: bool = True,
+    min_compression: float = 2.0,
+    seed: int = 0,
+) -> CommHook:
+    """PowerSGD (Vogels et al. 2019, arXiv 1905.13727): each matrix as the product of two of `rank` columns.
+
+    Parameters with two dimensions or more are matrices, the first dimension against the others; those whose factors are not at
+    least `min_compression` times smaller, and vectors, are sent as they are. `batched` takes the whole bucket as one square matrix
+    instead: fewer and larger products, but its rows mean nothing. It wants error feedback: `chain(error_feedback(), power_sgd(rank=4))`.
+    With `warm_start` a step begins where the last one ended; without, with random numbers.
+
+    Memory: r m numbers for a matrix of n x m, and the factors while it runs. State is kept by parameter and follows it to other
+    buckets; `batched`, it belongs to the bucket and starts afresh when buckets are rebuilt. Where gradients are narrower than
+    float32 it computes in that. Nothing waits for a CUDA device.
+    On the wire: 2 (N - 1) / N of r (n + m) numbers for each matrix and of all that is sent as it is, N being the ranks; two
+    all-reduces a bucket, one where nothing in it is a matrix.
+    """
+    if rank < 1:
+        raise UsageError(f"power_sgd(rank={rank}): matrices of no columns. Choose 1 or more; 1 to 4 is usual.")
+    if not min_compression >= 1:
+        raise UsageError(
+            f"power_sgd(rank={rank}, min_compression={min_compression}): factors would be sent that are larger than their matrix. "
+            "Choose 1 or more."
+        )
+    return PowerSGD(rank, batched, warm_start, float(min_compression), seed)

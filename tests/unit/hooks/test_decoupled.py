@@ -1,0 +1,250 @@
+"""Decoupled momentum against a naive reference, its transform, and the optimizer that belongs to it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.errors import UsageError, UsageTypeError
+from gradwire.hooks import BucketSpec, CommHook, SignSGD, chain, decoupled_momentum, error_feedback, mean
+from gradwire.hooks.decoupled import Tiling, cosines, turned
+from gradwire.testing import check_hook, simulate
+
+HOOKS = [
+    decoupled_momentum(chunk=4, k=2),
+    decoupled_momentum(),
+    decoupled_momentum(decay=0.5, chunk=5, k=3, values=torch.bfloat16),
+    decoupled_momentum(chunk=200, k=7),
+]
+
+
+def spec_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> BucketSpec:
+    strides = tuple(tuple(torch.empty(shape, device="meta").stride()) for shape in shapes)
+    return BucketSpec(0, tuple(f"p{i}" for i in range(len(shapes))), shapes, strides, dtype, torch.device("cpu"))
+
+
+def gradients(ranks: int, numel: int, step: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(numel, generator=generator) for _ in range(ranks)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("hook", HOOKS, ids=repr)
+def test_laws(hook: CommHook, dtype: torch.dtype) -> None:
+    check_hook(hook, dtype=dtype)
+
+
+# -- the transform -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 64])
+def test_the_cosines_are_an_orthonormal_basis(length: int) -> None:
+    basis = cosines(length, torch.zeros(0, dtype=torch.float64))
+    torch.testing.assert_close(basis @ basis.T, torch.eye(length, dtype=torch.float64))
+    x = torch.randn(length, dtype=torch.float64)
+    for i in range(length):
+        by_hand = sum(float(x[j]) * math.cos(math.pi * (j + 0.5) * i / length) for j in range(length))
+        norm = math.sqrt((1 if i == 0 else 2) / length)
+        assert float((basis @ x)[i]) == pytest.approx(norm * by_hand, abs=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (7,), (64,), (65,), (6, 4), (13, 130), (3, 5, 2, 2), (1, 9)])
+def test_tiles_cover_a_parameter(shape: tuple[int, ...]) -> None:
+    tiling = Tiling.of(shape, 4, 32)
+    numel = math.prod(shape)
+    matrix = torch.arange(float(numel), dtype=torch.float64).view(tiling.rows, tiling.columns)
+    tiles = tiling.cut(matrix)
+    assert tiles.shape == (tiling.tiles, tiling.height, tiling.width)
+    assert tiling.height <= 4
+    assert tiling.width <= 4
+    assert torch.equal(tiling.join(tiles), matrix)
+    high, wide = cosines(tiling.height, matrix), cosines(tiling.width, matrix)
+    back = turned(turned(tiles, wide.T, high.T), high, wide)
+    torch.testing.assert_close(tiling.join(back), matrix)
+
+
+def test_no_more_than_a_row_of_padding() -> None:
+    tiling = Tiling.of((65, 129), 64, 32)
+    assert (tiling.height, tiling.width, tiling.across) == (33, 43, (2, 3))
+
+
+# -- the hook ------------------------------------------------------------------------------------------------------------
+
+
+def test_as_in_the_paper() -> None:
+    """Two ranks, a matrix of four squares and a vector of two stretches, by loops and the formula."""
+    spec, ranks, s, k = spec_of((6, 6), (6,)), 2, 3, 2
+    hook = decoupled_momentum(decay=0.9, chunk=s, k=k)
+    basis = cosines(s, torch.zeros(0))
+    momenta = [torch.zeros(42) for _ in range(ranks)]
+    blocks = [(slice(a, a + s), slice(b, b + s)) for a in (0, s) for b in (0, s)]
+    states: Any = None
+    for step in range(4):
+        brought = gradients(ranks, 42, step)
+        expected = torch.zeros(42)
+        for r, g in enumerate(brought):
+            momenta[r] = 0.9 * momenta[r] + g
+            sent = torch.zeros(42)
+            matrix, out = momenta[r][:36].view(6, 6), sent[:36].view(6, 6)
+            for block in blocks:
+                frequencies = basis @ matrix[block] @ basis.T
+                least = frequencies.abs().flatten().sort(descending=True).values[k - 1]
+                out[block] = basis.T @ (frequencies * (frequencies.abs() >= least)) @ basis
+            for at in (36, 39):
+                frequencies = basis @ momenta[r][at : at + s]
+                least = frequencies.abs().sort(descending=True).values[k - 1]
+                sent[at : at + s] = basis.T @ (frequencies * (frequencies.abs() >= least))
+            momenta[r] -= sent
+            expected += sent / ranks
+        done = simulate(hook, brought, spec=spec, states=states, step=step)
+        states = done.states
+        torch.testing.assert_close(done.reduced[1].value, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(states[0].flat, momenta[0], atol=1e-5, rtol=1e-5)
+
+
+def test_what_is_on_the_wire() -> None:
+    spec = spec_of((128, 128), (64,), (10,))
+    done = simulate(decoupled_momentum(), gradients(3, spec.numel), spec=spec)
+    assert done.wire_bytes == 2 * (4 * 32 + 32 + 10) * (2 + 4)
+    done = simulate(decoupled_momentum(values=torch.bfloat16), gradients(3, spec.numel), spec=spec)
+    assert done.wire_bytes == 2 * (4 * 32 + 32 + 10) * (2 + 2)
+    done = simulate(decoupled_momentum(chunk=182, k=5), gradients(3, spec.numel), spec=spec)
+    assert done.wire_bytes == 2 * 15 * (4 + 4)
+
+
+def test_nothing_is_lost() -> None:
+    """Sent and kept make up the momentum: with hardly any decay, all gradients so far."""
+    spec = spec_of((10, 7), (5,))
+    hook = decoupled_momentum(decay=0.999999, chunk=4, k=2, values=torch.bfloat16)
+    states: Any = None
+    sent, brought = torch.zeros(75), torch.zeros(75)
+    for step in range(20):
+        (g,) = gradients(1, 75, step)
+        done = simulate(hook, [g], spec=spec, states=states, step=step)
+        states = done.states
+        sent += done.reduced[0].sent
+        brought += g
+    torch.testing.assert_close(sent + states[0].flat, brought, atol=1e-3, rtol=0)
+    assert float(states[0].flat.norm()) < 0.8 * float(brought.norm())
+
+
+def test_strides_of_channels_last_are_followed() -> None:
+    plain = spec_of((4, 3, 2, 2))
+    weight = torch.randn(4, 3, 2, 2)
+    last = weight.to(memory_format=torch.channels_last)
+    strided = BucketSpec(0, ("p0",), ((4, 3, 2, 2),), (last.stride(),), torch.float32, torch.device("cpu"))
+    hook = decoupled_momentum(chunk=4, k=2)
+    one = simulate(hook, [weight.flatten()], spec=plain).reduced[0].value
+    two = simulate(hook, [last.permute(0, 2, 3, 1).flatten()], spec=strided).reduced[0].value
+    torch.testing.assert_close(strided.views(two)[0], plain.views(one)[0])
+
+
+def test_nan_shows_in_its_chunk_and_nowhere_else() -> None:
+    brought = torch.ones(8)
+    brought[1] = float("nan")
+    value = simulate(decoupled_momentum(chunk=4, k=2), [brought, torch.ones(8)]).reduced[0].value
+    assert torch.isnan(value[:4]).all()
+    assert torch.isfinite(value[4:]).all()
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: decoupled_momentum(decay=1.0), "the momentum grows without bound"),
+        (lambda: decoupled_momentum(chunk=0), "count elements"),
+        (lambda: decoupled_momentum(k=0), "count elements"),
+        (lambda: decoupled_momentum(chunk=4, k=17), "only 16 frequencies"),
+        (lambda: decoupled_momentum(values=torch.int8), "no dtype that values travel in"),
+        (lambda: chain(error_feedback(), decoupled_momentum()), "keeps what it did not send already"),
+        (lambda: chain(decoupled_momentum(), mean()), "an all-reduce needs every element"),
+        (lambda: simulate(decoupled_momentum(), [torch.eye(3).to_sparse(1)]), r"its gradients are sparse.*partition"),
+        (lambda: simulate(decoupled_momentum(), [torch.ones(3) * 1j]), r"its gradients are complex.*partition"),
+    ],
+)
+def test_refused(build: Any, words: str) -> None:
+    with pytest.raises((UsageError, UsageTypeError), match=words):
+        build()
+
+
+# -- the optimizer -------------------------------------------------------------------------------------------------------
+
+
+def parameter(value: Tensor, grad: Tensor | None) -> torch.nn.Parameter:
+    p = torch.nn.Parameter(value.clone())
+    p.grad = grad
+    return p
+
+
+def test_sign_sgd_steps_by_the_sign() -> None:
+    p = parameter(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([-0.1, 0.0, 100.0]))
+    untouched = parameter(torch.ones(1), None)
+    SignSGD([p, untouched], lr=0.5).step()
+    assert p.tolist() == [1.5, 2.0, 2.5]
+    assert untouched.item() == 1.0
+
+
+def test_sign_sgd_decays_weights() -> None:
+    p = parameter(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0]))
+    SignSGD([{"params": [p], "weight_decay": 0.5}], lr=0.1).step()
+    torch.testing.assert_close(p.data, torch.tensor([0.85, 1.9]))
+
+
+def test_sign_sgd_does_not_hide_nan() -> None:
+    p = parameter(torch.ones(2), torch.tensor([float("nan"), 1.0]))
+    SignSGD([p], lr=0.5).step()
+    assert torch.isnan(p[0])
+    assert p[1] == 0.5
+
+
+def test_sign_sgd_calls_its_closure_and_saves() -> None:
+    p = parameter(torch.tensor([4.0]), None)
+    optimizer = SignSGD([p], lr=1.0)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (p * p).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 16.0
+    assert p.item() == 3.0
+    again = SignSGD([p], lr=7.0)
+    again.load_state_dict(optimizer.state_dict())
+    assert again.param_groups[0]["lr"] == 1.0
+
+
+def test_sign_sgd_refuses() -> None:
+    with pytest.raises(UsageError, match="lr=-1"):
+        SignSGD([parameter(torch.ones(1), None)], lr=-1)
+    with pytest.raises(UsageError, match="weight_decay=nan"):
+        SignSGD([parameter(torch.ones(1), None)], weight_decay=float("nan"))
+    with pytest.raises(UsageError, match="its gradient is sparse"):
+        SignSGD([parameter(torch.ones(3, 3), torch.eye(3).to_sparse(1))]).step()
+    with pytest.raises(UsageError, match="its gradient is complex"):
+        SignSGD([parameter(torch.ones(3) * 1j, torch.ones(3) * 1j)]).step()
+
+
+def test_the_two_halves_train_together() -> None:
+    """A least-squares problem, each rank with rows of its own."""
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.randn(8, 8, generator=generator)
+    inputs = [torch.randn(64, 8, generator=generator) for _ in range(2)]
+    weight = torch.nn.Parameter(torch.zeros(8, 8))
+    optimizer = SignSGD([weight], lr=0.05)
+    hook, spec = decoupled_momentum(decay=0.9, chunk=8, k=8), spec_of((8, 8))
+    states: Any = None
+    losses = []
+    for step in range(150):
+        optimizer.param_groups[0]["lr"] = 0.05 * (1 - step / 150)
+        errors = [x @ (weight.detach() - truth) for x in inputs]
+        losses.append(sum(float(e.square().mean()) for e in errors))
+        brought = [(x.T @ e / 64).flatten() for x, e in zip(inputs, errors, strict=True)]
+        done = simulate(hook, brought, spec=spec, states=states, step=step)
+        states = done.states
+        weight.grad = done.reduced[0].value.view(8, 8)
+        optimizer.step()
+    assert losses[-1] < 0.02 * losses[0]

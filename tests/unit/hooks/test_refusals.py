@@ -1,0 +1,112 @@
+"""A chain that cannot be right is refused when it is built: all of them in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.errors import UsageError
+from gradwire.hooks import (
+    CommHook,
+    Reduced,
+    Reduction,
+    Turn,
+    after,
+    by_size,
+    cast,
+    chain,
+    error_feedback,
+    every,
+    hierarchical,
+    masked,
+    mean,
+    partition,
+    weighted_mean,
+)
+
+HALF = chain(cast(torch.bfloat16), mean())
+FED = chain(error_feedback(), HALF)
+
+
+class Local(CommHook):
+    """Leaves gradients where they are."""
+
+    local = True
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        return Reduced(grad, grad)
+        yield
+
+    def __repr__(self) -> str:
+        return "local()"
+
+
+LOCAL = Local()
+
+REFUSED: dict[str, tuple[Callable[[], CommHook], str]] = {
+    "what is kept would be kept in a narrow dtype": (lambda: chain(cast(torch.bfloat16), FED), "Put error_feedback"),
+    "what is owed would be sent twice": (lambda: chain(error_feedback(), FED), "sent twice"),
+    "owed twice, through a partition": (
+        lambda: chain(error_feedback(), partition({"a": FED, "*": mean()})),
+        "sent twice",
+    ),
+    "owed twice, through every": (lambda: chain(error_feedback(), every(2, mean())), "sent twice"),
+    "owed twice, through hierarchical": (lambda: chain(error_feedback(), hierarchical(across=FED)), "sent twice"),
+    "owed twice, later": (lambda: chain(error_feedback(), after(5, FED)), "sent twice"),
+    "kept in a narrow dtype, through every": (
+        lambda: chain(cast(torch.bfloat16), every(2, mean())),
+        "would be kept in",
+    ),
+    "there is no error to feed back": (lambda: chain(error_feedback(), LOCAL), "no error to feed back"),
+    "part of the model local": (lambda: partition({"a": LOCAL, "*": mean()}), "for all parameters or for none"),
+    "masked parameters local": (lambda: masked("a", LOCAL), "for all parameters or for none"),
+    "large parameters local": (lambda: by_size(numel=5, large=LOCAL), "for all parameters or for none"),
+    "from local to shared": (lambda: after(5, mean(), before=LOCAL), "never meet again"),
+    "local in some steps": (lambda: every(5, mean(), otherwise=LOCAL), "does not bring them together"),
+    "shared in some steps": (lambda: every(5, LOCAL, otherwise=mean()), "does not bring them together"),
+    "local in the host": (lambda: hierarchical(inside=LOCAL, across=mean()), "stay on their rank"),
+    "local between hosts": (lambda: hierarchical(across=LOCAL), "stay on their rank"),
+    "what the earlier hook owes is lost": (lambda: after(5, mean(), before=FED), "would never be sent"),
+    "what every has kept is lost": (lambda: after(5, mean(), before=every(2, mean())), "would never be sent"),
+    "one weight for several steps": (lambda: every(2, weighted_mean()), "each step has its own weight"),
+    "one weight for several steps, in a chain": (
+        lambda: every(2, partition({"a": chain(cast(torch.bfloat16), weighted_mean()), "*": mean()})),
+        "each step has its own weight",
+    ),
+    "weights within hosts": (lambda: hierarchical(inside=weighted_mean(), across=mean()), "not the weighted mean"),
+    "weights between hosts": (lambda: hierarchical(across=after(3, weighted_mean())), "not the weighted mean"),
+    "before the first step": (lambda: after(-1, mean()), "a negative step"),
+    "a step that never comes": (lambda: every(0, mean()), "never comes"),
+    "a stage for a hook, after": (lambda: after(1, cast(torch.bfloat16)), "which is no hook"),  # type: ignore[arg-type]
+    "a stage for a hook, every": (lambda: every(2, mean(), otherwise=3), "otherwise is 3"),  # type: ignore[arg-type]
+    "a stage for a hook, hierarchical": (lambda: hierarchical(across=None), "across is None"),  # type: ignore[arg-type]
+    "a stage for a hook, masked": (lambda: masked("a", error_feedback()), "hook is "),  # type: ignore[arg-type]
+    "a stage for a hook, by_size": (lambda: by_size(numel=1, large=3), "large is 3"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize(("build", "words"), REFUSED.values(), ids=REFUSED)
+def test_refused_when_built(build: Callable[[], CommHook], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        build()
+
+
+ALLOWED: dict[str, Callable[[], CommHook]] = {
+    "error feedback around all kinds": lambda: chain(
+        error_feedback(), after(5, partition({"a": HALF, "*": mean()}), before=HALF)
+    ),
+    "error feedback in a partition": lambda: partition({"a": FED, "*": mean()}),
+    "local from some step on": lambda: after(100, LOCAL),
+    "local everywhere": lambda: partition({"a": LOCAL, "*": LOCAL}),
+    "error feedback between hosts": lambda: hierarchical(inside=HALF, across=FED),
+    "weights in some steps": lambda: every(2, weighted_mean(), otherwise=mean()),
+}
+
+
+@pytest.mark.parametrize("build", ALLOWED.values(), ids=ALLOWED)
+def test_what_can_be_right_is_built(build: Callable[[], CommHook]) -> None:
+    assert isinstance(build(), CommHook)

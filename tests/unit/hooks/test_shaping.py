@@ -1,0 +1,112 @@
+"""clip and add_noise: before the gradient is sent, and never fed back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gradwire.errors import UsageError
+from gradwire.hooks import BucketSpec, CommHook, add_noise, chain, clip, error_feedback, mean, top_k
+from gradwire.testing import check_hook, simulate
+
+SPEC = BucketSpec(0, ("a", "b"), ((2,), (2,)), ((1,), (1,)), torch.float32, torch.device("cpu"))
+HOOKS = [
+    chain(clip(norm=1.0), mean()),
+    chain(clip(norm=1.0, per_parameter=True), mean()),
+    chain(clip(value=0.5), error_feedback(), top_k(ratio=0.1)),
+    chain(clip(value=0.5), add_noise(std=0.1, seed=3), mean()),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("hook", HOOKS, ids=repr)
+def test_laws(hook: CommHook, dtype: torch.dtype) -> None:
+    check_hook(hook, dtype=dtype)
+
+
+@pytest.mark.parametrize("donated", [False, True])
+def test_clip_by_the_norm_of_the_bucket(donated: bool) -> None:
+    brought = [torch.tensor([3.0, 0.0, 0.0, 4.0]), torch.tensor([0.0, 0.5, 0.0, 0.0])]
+    done = simulate(chain(clip(norm=1.0), mean()), brought, spec=SPEC, donated=donated)
+    torch.testing.assert_close(done.reduced[0].value, torch.tensor([0.3, 0.25, 0.0, 0.4]))
+
+
+def test_clip_by_the_norm_of_each_parameter() -> None:
+    brought = [torch.tensor([3.0, 4.0, 0.3, 0.4])]
+    done = simulate(chain(clip(norm=1.0, per_parameter=True), mean()), brought, spec=SPEC)
+    torch.testing.assert_close(done.reduced[0].value, torch.tensor([0.6, 0.8, 0.3, 0.4]))
+    torch.testing.assert_close(done.reduced[0].sent, torch.tensor([0.6, 0.8, 0.3, 0.4]))
+
+
+def test_clip_by_value() -> None:
+    done = simulate(chain(clip(value=1.0), mean()), [torch.tensor([3.0, -4.0, 0.5])])
+    assert done.reduced[0].value.tolist() == [1.0, -1.0, 0.5]
+    done = simulate(chain(clip(value=1.0), mean()), [torch.tensor([3 - 4j, 0.5j])])
+    assert done.reduced[0].value.tolist() == [1 - 1j, 0.5j]
+
+
+def test_a_clip_hides_nothing_that_is_not_finite() -> None:
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        for stage in (clip(norm=1.0), clip(value=1.0), clip(norm=1.0, per_parameter=True)):
+            brought = [torch.tensor([1.0, bad, 0.0, 0.0])]
+            assert not torch.isfinite(simulate(chain(stage, mean()), brought, spec=SPEC).reduced[0].value[1])
+
+
+def test_large_half_gradients_have_a_norm() -> None:
+    brought = [torch.full((4,), 6e4, dtype=torch.float16)]
+    value = simulate(chain(clip(norm=1.0), mean()), brought).reduced[0].value
+    torch.testing.assert_close(value, torch.full((4,), 0.5, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_noise_is_other_noise_on_every_rank_and_step(dtype: torch.dtype) -> None:
+    hook = chain(add_noise(std=2.0, seed=1), mean())
+    brought = [torch.ones(4000, dtype=dtype)] * 2
+    done = simulate(hook, brought)
+    noise = [sent - 1 for _, sent in done.reduced]
+    assert not torch.equal(noise[0], noise[1])
+    for n in noise:
+        flat = (torch.view_as_real(n) if dtype.is_complex else n).double()
+        assert abs(float(flat.mean())) < 0.15
+        assert abs(float(flat.std()) - 2.0) < 0.1
+    again, later = simulate(hook, brought), simulate(hook, brought, step=1)
+    assert torch.equal(done.reduced[0].value, again.reduced[0].value)
+    assert not torch.equal(done.reduced[0].value, later.reduced[0].value)
+    other = simulate(chain(add_noise(std=2.0, seed=2), mean()), brought)
+    assert not torch.equal(done.reduced[0].value, other.reduced[0].value)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: clip(), "Pass one of norm and value"),
+        (lambda: clip(norm=1.0, value=1.0), "Pass one of norm and value"),
+        (lambda: clip(norm=0.0), "finite and above 0"),
+        (lambda: clip(value=float("nan")), "finite and above 0"),
+        (lambda: clip(value=1.0, per_parameter=True), "elements have none"),
+        (lambda: add_noise(std=0.0), "finite and above 0"),
+        (lambda: add_noise(std=float("inf")), "finite and above 0"),
+        (lambda: chain(error_feedback(), clip(norm=1.0), mean()), "changes gradients on purpose"),
+        (lambda: chain(error_feedback(), add_noise(std=1.0), mean()), "changes gradients on purpose"),
+    ],
+)
+def test_refused_when_built(build: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        build()
+
+
+@pytest.mark.parametrize("stage", [clip(norm=1.0), clip(value=1.0), add_noise(std=1.0)])
+def test_sparse_gradients_are_refused(stage: Any) -> None:
+    with pytest.raises(UsageError, match=r"its gradients are sparse.*partition"):
+        simulate(chain(stage, mean()), [torch.eye(3).to_sparse(1)])
+
+
+def test_repr_and_what_they_say_of_themselves() -> None:
+    hook = chain(clip(norm=1.0, per_parameter=True), add_noise(std=0.5, seed=4), mean())
+    assert repr(hook) == "clip(norm=1.0, per_parameter=True) > add_noise(std=0.5, seed=4) > mean()"
+    assert repr(chain(clip(value=1.0), mean())) == "clip(value=1.0) > mean()"
+    assert hook.distorts
+    assert not mean().distorts
+    assert hook.collectives == 1

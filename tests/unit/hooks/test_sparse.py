@@ -1,0 +1,226 @@
+"""top_k, threshold, random_k: values against arithmetic, laws, what is on the wire, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.errors import UsageError, UsageTypeError
+from gradwire.hooks import (
+    BucketSpec,
+    CommHook,
+    Stage,
+    cast,
+    chain,
+    error_feedback,
+    mean,
+    random_k,
+    reduce_scatter_mean,
+    threshold,
+    top_k,
+)
+from gradwire.hooks.pairs import Format, Pairs
+from gradwire.testing import check_hook, simulate
+
+HOOKS = [
+    top_k(ratio=0.1),
+    top_k(k=3),
+    top_k(ratio=0.2, values=torch.bfloat16),
+    threshold(value=1.0),
+    threshold(relative=0.3, values=torch.bfloat16),
+    chain(random_k(0.25), mean()),
+    chain(random_k(0.3, seed=7), cast(torch.bfloat16), reduce_scatter_mean()),
+]
+
+
+def gradients(ranks: int, numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator).to(dtype) for _ in range(ranks)]
+
+
+def keep_largest(grad: Tensor, k: int) -> Tensor:
+    places = grad.abs().sort(descending=True, stable=True).indices[:k]
+    return torch.zeros_like(grad).index_copy(0, places, grad[places])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("hook", HOOKS, ids=repr)
+def test_laws(hook: CommHook, dtype: torch.dtype) -> None:
+    check_hook(hook, dtype=dtype, world_sizes=(1, 3))
+
+
+def test_laws_with_error_feedback() -> None:
+    check_hook(chain(error_feedback(), top_k(ratio=0.1)), world_sizes=(2,))
+    check_hook(chain(error_feedback(), random_k(0.25), mean()), world_sizes=(2,))
+
+
+# -- top_k ---------------------------------------------------------------------------------------------------------------
+
+
+def test_top_k_is_the_mean_of_what_each_rank_has_most_of() -> None:
+    brought = gradients(3, 101)
+    done = simulate(top_k(ratio=0.1), brought)
+    kept = [keep_largest(g, 11) for g in brought]
+    for (value, sent), own in zip(done.reduced, kept, strict=True):
+        torch.testing.assert_close(value, torch.stack(kept).mean(0))
+        assert torch.equal(sent, own)
+    assert done.wire_bytes == 2 * 11 * 8
+
+
+def test_narrow_values_are_rounded_and_sent_says_so() -> None:
+    brought = gradients(2, 50)
+    done = simulate(top_k(k=5, values=torch.bfloat16), brought)
+    for (_, sent), grad in zip(done.reduced, brought, strict=True):
+        assert torch.equal(sent, keep_largest(grad, 5).bfloat16().float())
+    assert done.wire_bytes == 5 * 6
+    # A gradient that is as narrow already is not made wider.
+    done = simulate(top_k(k=5, values=torch.float32), [g.bfloat16() for g in brought])
+    assert done.wire_bytes == 5 * 6
+
+
+def test_of_complex_gradients_both_parts_are_chosen_from() -> None:
+    done = simulate(top_k(k=2), [torch.tensor([1 + 9j, 5 + 2j]), torch.tensor([1 + 9j, 5 + 2j])])
+    assert done.reduced[0].value.tolist() == [9j, 5]
+    assert done.wire_bytes == 2 * 8
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=repr)
+@pytest.mark.parametrize("numel", [0, 1])
+def test_buckets_of_nothing_and_of_one(hook: CommHook, numel: int) -> None:
+    done = simulate(hook, [torch.full((numel,), 2.0)] * 2)
+    assert done.reduced[0].value.tolist() == [2.0] * numel
+    assert all(torch.isfinite(simulate(hook, [torch.zeros(numel)] * 2).reduced[0].value))
+
+
+@pytest.mark.parametrize("hook", [top_k(k=1), threshold(value=1.0), threshold(relative=0.5)], ids=repr)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_sent_and_seen(hook: CommHook, bad: float) -> None:
+    done = simulate(hook, [torch.tensor([0.1, bad, 3.0]), torch.zeros(3)])
+    assert not torch.isfinite(done.reduced[1].value[1])
+
+
+# -- threshold -----------------------------------------------------------------------------------------------------------
+
+
+def test_threshold_sends_lists_of_different_lengths() -> None:
+    brought = [torch.tensor([1.0, -2.0, 0.5]), torch.tensor([0.1, 0.2, 0.3])]
+    done = simulate(threshold(value=1.0), brought)
+    assert done.reduced[1].value.tolist() == [0.5, -1.0, 0.0]
+    assert done.reduced[1].sent.tolist() == [0.0, 0.0, 0.0]
+    assert [e.nbytes for e in done.exchanges] == [(8, 8), (16, 0)]
+    done = simulate(threshold(relative=0.5), brought)
+    assert [e.nbytes for e in done.exchanges] == [(8, 8), (16, 16)]
+    assert done.exchanges[1].op.kind.value == "all_gather"
+
+
+def test_threshold_sends_no_zeros() -> None:
+    done = simulate(threshold(relative=0.5), [torch.zeros(5), torch.zeros(5)])
+    assert done.exchanges[1].nbytes == (0, 0)
+
+
+# -- random_k ------------------------------------------------------------------------------------------------------------
+
+
+def test_random_k_takes_the_same_elements_everywhere_and_others_every_step() -> None:
+    hook = chain(random_k(0.1, seed=3), mean())
+    brought = gradients(3, 100)
+    seen = torch.zeros(100)
+    for step in range(100):
+        done = simulate(hook, brought, step=step)
+        places = done.reduced[0].sent != 0
+        assert int(places.sum()) == 10
+        assert all(torch.equal(sent != 0, places) for _, sent in done.reduced)
+        torch.testing.assert_close(done.reduced[0].value, torch.stack(brought).mean(0) * places)
+        seen += places
+    assert done.wire_bytes == 2 * 2 / 3 * 10 * 4
+    assert 2 <= seen.min() <= 10 <= seen.max() <= 22
+
+
+def test_the_hook_inside_random_k_sees_a_short_bucket() -> None:
+    spec = BucketSpec(4, ("a", "b"), ((10, 3), (11,)), ((3, 1), (1,)), torch.float32, torch.device("cpu"))
+    inside: Any = chain(random_k(0.2), mean())
+    assert inside.inside(spec) == BucketSpec(4, ("random_k",), ((9,),), ((1,),), torch.float32, torch.device("cpu"))
+    assert inside.save(inside.init(spec), spec) == {}
+    assert inside.load({}, spec) is None
+
+
+class Stateful(CommHook):
+    """Keeps something."""
+
+    def init(self, spec: BucketSpec) -> Any:
+        return torch.zeros(spec.numel)
+
+    def reduce(self, grad: Tensor, state: Any, turn: Any) -> Any:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return "stateful()"
+
+
+# -- how they are built --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: top_k(), "how many elements"),
+        (lambda: top_k(ratio=0.1, k=3), "Pass one of ratio and k"),
+        (lambda: top_k(ratio=0.0), "ratio 0.0 is not a part of the whole"),
+        (lambda: top_k(ratio=1.5), "not a part of the whole"),
+        (lambda: top_k(k=0), "no element would be sent"),
+        (lambda: top_k(k=1, values=torch.int8), "no dtype that values travel in"),
+        (lambda: threshold(), "which elements"),
+        (lambda: threshold(value=1.0, relative=0.1), "Pass one of value and relative"),
+        (lambda: threshold(value=0.0), "above 0 and finite"),
+        (lambda: threshold(value=float("inf")), "above 0 and finite"),
+        (lambda: threshold(relative=2.0), "part of the largest magnitude"),
+        (lambda: threshold(value=1.0, values=torch.float16), "no dtype that values travel in"),
+        (lambda: random_k(0.0), "not a part of the whole"),
+        (lambda: chain(random_k(0.1), error_feedback(), mean()), "keeps state from step to step"),
+        (lambda: chain(random_k(0.1), Stateful()), "keeps state from step to step"),
+    ],
+)
+def test_refused_when_built(build: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        build()
+
+
+@pytest.mark.parametrize("hook", [top_k(k=1), threshold(value=1.0)], ids=repr)
+def test_chain_says_why_they_are_no_stages(hook: CommHook) -> None:
+    with pytest.raises(
+        UsageTypeError, match=r"communicates by itself: it gathers lists.*an all-reduce needs every element"
+    ):
+        chain(hook, mean())
+
+
+@pytest.mark.parametrize("hook", [top_k(k=1), threshold(value=1.0), chain(random_k(0.5), mean())], ids=repr)
+def test_sparse_gradients_are_refused(hook: CommHook) -> None:
+    with pytest.raises(UsageError, match=r"its gradients are sparse.*partition"):
+        simulate(hook, [torch.eye(3).to_sparse(1)])
+
+
+def test_places_beyond_their_dtype_are_refused() -> None:
+    with pytest.raises(UsageError, match="Make buckets smaller"):
+        Format(torch.float32).check(2**31, "top_k")
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_pairs_survive_their_bytes(count: int) -> None:
+    form = Format(torch.bfloat16)
+    pairs = Pairs(torch.arange(count, dtype=torch.int32), torch.randn(count).bfloat16())
+    row = torch.cat([torch.zeros(1, dtype=torch.uint8), form.pack(pairs)])[1:]
+    places, values = form.unpack(row)
+    assert torch.equal(places, pairs.places)
+    assert torch.equal(values, pairs.values)
+    assert row.numel() == count * form.nbytes
+
+
+def test_repr_shows_every_setting() -> None:
+    stage: Stage = random_k(0.1, seed=2)
+    assert repr(chain(stage, mean())) == "random_k(ratio=0.1, seed=2) > mean()"
+    assert repr(top_k(ratio=0.1)) == "top_k(ratio=0.1, values=None)"
+    assert repr(top_k(k=2, values=torch.bfloat16)) == "top_k(k=2, values=torch.bfloat16)"
+    assert repr(threshold(relative=0.5)) == "threshold(relative=0.5, values=None)"

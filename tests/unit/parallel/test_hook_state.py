@@ -1,0 +1,316 @@
+"""Hook state saved and loaded: by name, through files, rebuilds and other worlds; what does not fit is refused on every rank."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from gradwire.collectives import ReduceOp, all_reduce
+from gradwire.errors import HookError
+from gradwire.groups import Group, ThreadGroup
+from gradwire.hooks import CommHook, Reduced, Reduction, Turn, as_torch_hook, cast, chain, error_feedback, mean
+from gradwire.hooks.chance import generator
+from gradwire.parallel import DistributedDataParallel as DDP
+from gradwire.parallel import replicate
+from gradwire.testing import run_ranks
+
+SMALL = 0.0001
+HOOK = chain(error_feedback(), cast(torch.bfloat16), mean())
+
+with torch.random.fork_rng():
+    torch.manual_seed(0)
+    NET = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+class Noisy(CommHook):
+    """A mean with noise that all ranks draw alike, so that its step shows; for all buckets the same, so that they do not."""
+
+    collectives = 1
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        everywhere = replace(turn, spec=replace(turn.spec, index=0))
+        grad = grad + torch.randn(1, generator=generator(0, everywhere, shared=True))
+        yield all_reduce(grad, op=ReduceOp.AVG)
+        return Reduced(grad, grad)
+
+    def __repr__(self) -> str:
+        return "noisy()"
+
+
+def build(group: Group, hook: CommHook) -> DDP:
+    ddp = DDP(copy.deepcopy(NET), process_group=group, bucket_cap_mb=SMALL)
+    ddp.set_hook(hook)
+    return ddp
+
+
+def train(model: nn.Module, rank: int, steps: range) -> Tensor:
+    for step in steps:
+        model.zero_grad()
+        inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+        model(inputs).pow(2).sum().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.05 * p.grad  # type: ignore[operator]
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def through_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+# -- there and back ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hook", [HOOK, Noisy()], ids=repr)
+@pytest.mark.parametrize("saved_after", [0, 1, 4])
+@pytest.mark.parametrize("loaded_after", [0, 1, 3])
+def test_training_goes_on_as_if_it_had_not_stopped(hook: CommHook, saved_after: int, loaded_after: int) -> None:
+    """Saved before the first step, before the rebuild or after it; loaded into a model that is before or after its own."""
+
+    def rank_main(group: Group) -> tuple[Tensor, Tensor]:
+        whole = build(group, hook)
+        train(whole, group.rank, range(saved_after))
+        state = through_file({"model": whole.state_dict(), "hook": whole.hook_state_dict()})
+        expected = train(whole, group.rank, range(saved_after, 8))
+        other = build(group, hook)
+        train(other, group.rank, range(50, 50 + loaded_after))
+        other.load_state_dict(state["model"])
+        other.load_hook_state_dict(state["hook"])
+        again = other.hook_state_dict()
+        assert {key: again[key] for key in ("version", "hook", "rank", "step")} == {
+            "version": 1,
+            "hook": repr(hook),
+            "rank": group.rank,
+            "step": saved_after,
+        }
+        return expected, train(other, group.rank, range(saved_after, 8))
+
+    for expected, resumed in run_ranks(rank_main, 2):
+        assert torch.equal(expected, resumed)
+
+
+def test_the_state_is_by_parameter_name_and_is_a_copy() -> None:
+    (group,) = ThreadGroup.world(1, timeout=20)
+    replica = replicate(model := copy.deepcopy(NET), group=group, hook=HOOK)
+    train(model, 0, range(3))
+    state = replica.hook_state_dict()
+    assert sorted(state["state"]) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    residual = state["state"]["0.weight"]["residual"]
+    assert residual.shape == (32,)
+    assert bool(residual.any())
+    kept = residual.clone()
+    train(model, 0, range(3, 5))
+    assert torch.equal(residual, kept)
+    replica.load_hook_state_dict(state)
+    train(model, 0, range(5, 7))
+    assert torch.equal(state["state"]["0.weight"]["residual"], kept)
+    replica.load_hook_state_dict(state)
+    assert torch.equal(
+        replica.hook_state_dict()["state"]["0.weight"]["residual"], kept
+    )  # before any bucket asked for it
+    replica.detach()
+    group.close()
+
+
+def test_a_residual_stays_with_its_rank_and_a_new_rank_starts_with_zeros() -> None:
+    def save(group: Group) -> dict[str, Any]:
+        ddp = build(group, HOOK)
+        train(ddp, group.rank, range(4))
+        return ddp.hook_state_dict()
+
+    saved = run_ranks(save, 2)
+
+    def residual(state: dict[str, Any]) -> Tensor:
+        return torch.cat([state["state"][n]["residual"] for n in sorted(state["state"])])
+
+    def load(group: Group) -> tuple[int, dict[str, Any]]:
+        ddp = build(group, HOOK)
+        ddp.load_hook_state_dict(saved[group.rank] if group.rank < 2 else saved[0])
+        before = ddp.hook_state_dict()
+        train(ddp, group.rank, range(1))
+        return ddp.hook_state_dict()["step"], before
+
+    for step, before in run_ranks(load, 3)[:2]:
+        assert step == 5
+        assert torch.equal(residual(before), residual(saved[before["rank"]]))
+    step, before = run_ranks(load, 3)[2]
+    assert (step, before["step"], before["state"]) == (5, 4, {})
+    (_, before) = run_ranks(load, 1)[0]
+    assert torch.equal(residual(before), residual(saved[0]))
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_state_of_another_hook_names_both() -> None:
+    def rank_main(group: Group) -> None:
+        state = build(group, HOOK).hook_state_dict()
+        other = build(group, mean())
+        with pytest.raises(
+            HookError, match=r"saved under the hook error_feedback\(\) > cast.*and the model now has mean\(\)"
+        ):
+            other.load_hook_state_dict(state)
+        train(other, group.rank, range(2))
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda d: d | {"version": 7}, "the state has format 7, and this gradwire reads format 1"),
+        (lambda d: {k: v for k, v in d.items() if k != "step"}, "this is no hook state, it lacks step"),
+        (lambda d: {}, "it lacks hook, rank, state, step, version"),
+        (lambda d: None, "it lacks hook"),
+    ],
+)
+def test_what_is_no_state_is_refused(spoil: Any, words: str) -> None:
+    (group,) = ThreadGroup.world(1, timeout=20)
+    ddp = build(group, HOOK)
+    with pytest.raises(HookError, match=words):
+        ddp.load_hook_state_dict(spoil(ddp.hook_state_dict()))
+    group.close()
+
+
+def test_if_one_rank_cannot_load_none_does() -> None:
+    def rank_main(group: Group) -> str:
+        ddp = build(group, HOOK)
+        train(ddp, group.rank, range(2))
+        state = ddp.hook_state_dict()
+        train(ddp, group.rank, range(2, 4))
+        if group.rank == 1:
+            state["hook"] = "mean()"
+        with pytest.raises(HookError) as caught:
+            ddp.load_hook_state_dict(state)
+        assert ddp.hook_state_dict()["step"] == 4
+        return str(caught.value)
+
+    said = run_ranks(rank_main, 3)
+    assert "saved under the hook mean()" in said[1]
+    assert "load_hook_state_dict on rank 0" in said[0]
+    assert "ranks [1] could not load theirs, or loaded another step's. Nothing was changed" in said[0]
+
+
+def test_states_of_different_steps_are_refused() -> None:
+    def rank_main(group: Group) -> None:
+        ddp = build(group, HOOK)
+        state = ddp.hook_state_dict()
+        state["step"] = group.rank
+        with pytest.raises(HookError, match="loaded another step's"):
+            ddp.load_hook_state_dict(state)
+
+    run_ranks(rank_main, 2)
+
+
+def test_not_during_backward_and_not_under_a_hook_of_torchs() -> None:
+    (group,) = ThreadGroup.world(1, timeout=20)
+    ddp = build(group, HOOK)
+    state = ddp.hook_state_dict()
+    said: list[str] = []
+
+    def interfere(_: Any) -> None:
+        for do in (ddp.hook_state_dict, lambda: ddp.load_hook_state_dict(state)):
+            with pytest.raises(HookError) as caught:
+                do()
+            said.append(str(caught.value))
+
+    ddp.module[0].weight.register_hook(interfere)
+    train(ddp, 0, range(1))
+    assert [words.rpartition(" during")[0] for words in said] == ["hook_state_dict()", "load_hook_state_dict()"]
+    other = DDP(copy.deepcopy(NET), process_group=group)
+
+    def torchs(state: Any, bucket: Any) -> Any:
+        return torch.futures.Future()
+
+    other.register_comm_hook(None, torchs)
+    with pytest.raises(HookError, match="torchs in torch's form, which keeps its state itself"):
+        other.hook_state_dict()
+    group.close()
+
+
+# -- after a failure -----------------------------------------------------------------------------------------------------
+
+
+class Breaks(CommHook):
+    """Rank 1 fails in step 3, once; says which steps it was told."""
+
+    collectives = 1
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        first = 3 not in self.steps
+        self.steps.append(turn.step)
+        if turn.step == 3 and turn.rank == 1 and first:
+            raise ValueError("broken")
+        yield all_reduce(grad, op=ReduceOp.AVG)
+        return Reduced(grad, grad)
+
+    def __repr__(self) -> str:
+        return "breaks()"
+
+
+def test_after_a_failure_states_are_gone_and_steps_go_on_from_rank_0() -> None:
+    def rank_main(group: Group) -> list[int]:
+        hook = Breaks()
+        model = copy.deepcopy(NET)
+        replica = replicate(model, group=group, hook=chain(error_feedback(), hook))
+        train(model, group.rank, range(3))
+        assert replica.hook_state_dict()["state"]
+        with pytest.raises(Exception, match="broken"):
+            train(model, group.rank, range(3, 4))
+        hook.steps.append(3)
+        replica.before_forward()  # recovers
+        assert replica.hook_state_dict()["state"] == {}
+        hook.steps.clear()
+        hook.steps.append(3)
+        train(model, group.rank, range(4, 6))
+        replica.detach()
+        return hook.steps[1:]
+
+    a, b = run_ranks(rank_main, 2)
+    assert a == b
+    assert a[0] in (3, 4)
+
+
+# -- torch's own DDP -----------------------------------------------------------------------------------------------------
+
+
+def test_the_same_methods_under_torchs_own_ddp(torch_world: Callable[..., Any]) -> None:
+    def rank_main(group: Group) -> tuple[Tensor, Tensor]:
+        def make() -> tuple[Any, Any]:
+            model = TorchDDP(copy.deepcopy(NET), bucket_cap_mb=SMALL)
+            hook = as_torch_hook(HOOK, group, named_parameters=model.module.named_parameters())
+            model.register_comm_hook(None, hook)
+            return model, hook
+
+        with torch_world(group, "gloo"):
+            whole, hook = make()
+            train(whole, group.rank, range(4))
+            state = through_file({"model": whole.state_dict(), "hook": hook.hook_state_dict()})
+            assert state["hook"]["step"] == 4
+            assert sorted(state["hook"]["state"]) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+            expected = train(whole, group.rank, range(4, 7))
+            other, again = make()
+            other.load_state_dict(state["model"])
+            again.load_hook_state_dict(state["hook"])
+            with pytest.raises(HookError, match=r"and the model now has mean\(\)"):
+                as_torch_hook(mean(), group).load_hook_state_dict(state["hook"])
+            resumed = train(other, group.rank, range(4, 7))
+            del whole, other, hook, again
+        return expected, resumed
+
+    for expected, resumed in run_ranks(rank_main, 2, kind="gloo"):
+        assert torch.equal(expected, resumed)
