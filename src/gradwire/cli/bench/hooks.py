@@ -178,7 +178,7 @@ def table(measured: Measured) -> Table:
     """A row a hook."""
     made = Table(
         title=f"a bucket of {size_words(measured.nbytes)}",
-        caption="ms: medians, and the quartiles of the total below it. Wire: bytes that a rank sends, and below it the error of the "
+        caption="ms: medians, and the quartiles of the total below it. Wire: bytes that a rank sends, below it the error of the "
         "first step, relative to the true mean. Of torch's: our total to that of torch's hook of the kind, of medians and below "
         "it by rounds.",
     )

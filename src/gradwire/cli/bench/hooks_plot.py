@@ -41,7 +41,7 @@ def draw(file: Path, measured: Sequence[Measured], facts: Mapping[str, str]) -> 
                 )
                 begin += seconds
             share = figures.outcome.wire_bytes / one.hooks[names[0]].outcome.wire_bytes if names[0] == "mean" else None
-            words = f" {time_words(figures.total.median)}" + ("" if share is None else f", sends {share:.2%}")
+            words = f" {time_words(figures.total.median)}" + ("" if share is None else f", sends {share * 100:.3g} %")
             axes.annotate(words, (begin * 1e3, row), va="center", fontsize=8)
         axes.set_xlim(0, longest * 1e3 * 1.45)
         axes.set_yticks(range(len(names)), names)
