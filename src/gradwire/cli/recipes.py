@@ -64,6 +64,7 @@ _PERIOD = 50
 _ALL = (
     Recipe("mean", "dense float32", mean),
     Recipe("bf16", "dense bfloat16", lambda: chain(cast(torch.bfloat16), mean())),
+    Recipe("fp16", "dense float16", lambda: chain(cast(torch.float16), mean())),
     *map(_quantize, (8, 4, 2, 1)),
     Recipe("sign", "the sign of each element, error feedback", _fed_back("sign"), needs="sign"),
     Recipe("power_sgd", "rank 4", _fed_back("power_sgd", rank=4), needs="power_sgd"),

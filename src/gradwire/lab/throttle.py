@@ -16,6 +16,11 @@ Note [How exact it is]
 An operation is never faster than the formula. How much later it ends is how late the system wakes a sleeping thread: a tenth of
 a millisecond on an idle machine, some milliseconds on a busy one. What a real link does beside, as slow start, loss, headers
 (some 4 %) and a smaller rate for many small packets, it does not do: `hosts(n, mbit=...)` has all that.
+
+Note [Who delivers]
+Whoever ends an operation runs what hangs on its future, and torch's PowerSGD hook starts another operation there and waits for it.
+A single thread that ends all operations would then wait for itself. So each operation has a thread of its own for as long as it is
+on the link.
 """
 
 from __future__ import annotations
@@ -23,12 +28,12 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from dataclasses import dataclass
 
 from gradwire.collectives import Collective, Kind
 from gradwire.collectives.traffic import sent_bytes
 from gradwire.errors import CollectiveTimeout, UsageError
 from gradwire.groups.base import Group
-from gradwire.groups.lane import Lane
 from gradwire.groups.work import Work
 from gradwire.groups.wrapper import BookedWrapper
 
@@ -92,8 +97,8 @@ class Throttled(BookedWrapper):
         super().__init__(inner)
         self.link = Link(mbit=mbit, latency_ms=latency_ms)
         self._order = threading.Lock()
-        self._lane = Lane(f"{self.name}-{self.rank}")
-        self._lane_finalizer = weakref.finalize(self, self._lane.stop, 2.0)
+        self._couriers = _Couriers(f"gradwire-link-{self.name}-{self.rank}")
+        self._couriers_finalizer = weakref.finalize(self, self._couriers.join, 2.0)
 
     @property
     def sent_bytes(self) -> float:
@@ -138,17 +143,7 @@ class Throttled(BookedWrapper):
             now = time.perf_counter()
             work.ledger.started(work, now)
             arrival = self.link.send(crossing_bytes(work.op, self.rank, self.size), now=now)
-            inner, source = self.inner, step._source
-
-            def deliver() -> None:  # in order: what was put on the link later arrives later
-                while (left := arrival - time.perf_counter()) > 0 and not over.wait(min(left, _LOOK_EVERY)):
-                    if (
-                        inner.failure is not None
-                    ):  # another rank has given up: the inner group has nothing in flight to fail
-                        work.fail(inner.failure)
-                work.finish(source_rank=source)
-
-            self._lane.put(deliver)
+            self._couriers.send(_Parcel(work, arrival, over, self.inner, step._source))
 
     def recover(self, timeout: float | None = None) -> None:
         """Recover the inner group. What was on the link is lost."""
@@ -157,7 +152,59 @@ class Throttled(BookedWrapper):
 
     def _release(self) -> None:
         super()._release()
-        self._lane_finalizer()
+        self._couriers_finalizer()
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    """An operation on the link. `over` is set when it has arrived or was given up."""
+
+    work: Work
+    arrival: float
+    over: threading.Event
+    inner: Group
+    source: int | None
+
+    def deliver(self) -> None:
+        """Wait until it arrives, and say so."""
+        while (left := self.arrival - time.perf_counter()) > 0 and not self.over.wait(min(left, _LOOK_EVERY)):
+            if (
+                self.inner.failure is not None
+            ):  # another rank has given up: the inner group has nothing in flight to fail
+                self.work.fail(self.inner.failure)
+        self.work.finish(source_rank=self.source)
+
+
+class _Couriers:
+    """A thread for each parcel: see Note [Who delivers]. Holds no reference to the group."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._threads: set[threading.Thread] = set()
+
+    def send(self, parcel: _Parcel) -> None:
+        """Have it delivered."""
+
+        def run() -> None:
+            try:
+                parcel.deliver()
+            finally:
+                with self._lock:
+                    self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name=self._name, daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        thread.start()
+
+    def join(self, timeout: float) -> None:
+        """Wait until all are back. They hurry when their operations are given up."""
+        deadline = time.perf_counter() + timeout
+        with self._lock:
+            threads = [thread for thread in self._threads if thread is not threading.current_thread()]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.perf_counter()))
 
 
 def crossing_bytes(op: Collective, rank: int, size: int) -> float:

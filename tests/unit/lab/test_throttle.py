@@ -135,7 +135,7 @@ def test_close_waits_for_what_is_on_the_link_and_fails_what_takes_longer():
     for work in works:
         with pytest.raises(ClosedError):
             work.wait()
-    assert not [t for t in threading.enumerate() if "Throttled" in t.name]
+    assert not [t for t in threading.enumerate() if "gradwire-link" in t.name]
 
 
 def test_a_group_that_is_dropped_leaves_no_thread():
@@ -146,8 +146,20 @@ def test_a_group_that_is_dropped_leaves_no_thread():
     del group
     gc.collect()
     assert gone() is None
-    assert not [t for t in threading.enumerate() if "Throttled" in t.name]
+    assert not [t for t in threading.enumerate() if "gradwire-link" in t.name]
     inner.close()
+
+
+def test_what_hangs_on_a_future_may_wait_for_another_operation():
+    """As torch's PowerSGD hook does."""
+
+    def rank(group):
+        t = torch.ones(100)
+        first = group.submit(all_reduce(t)).get_future()
+        second = first.then(lambda f: group.submit(all_reduce(f.value()[0])).get_future().wait()[0])
+        return second.wait()[0].item()
+
+    assert run_ranks(rank, 2, wrap=link) == [4.0, 4.0]
 
 
 def test_what_the_inner_group_refuses_is_refused():

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from gradwire.cli.bench import collectives, overhead, overlap, training
+from gradwire.cli.bench import collectives, hooks, overhead, overlap, training
 
 
 class Benchmark(Protocol):
@@ -21,6 +21,7 @@ class Benchmark(Protocol):
 
 _BENCHMARKS: Mapping[str, Benchmark] = {
     "collectives": collectives,
+    "hooks": hooks,
     "overhead": overhead,
     "overlap": overlap,
     "training": training,

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.cli.bench import peers
 from gradwire.cli.bench.seat import Seat
+from gradwire.cli.bench.torch_hooks import TORCH_HOOKS
 from gradwire.cli.recipes import RECIPES, Recipe, available
 from gradwire.groups import C10dGroup, Group, SharedMemoryGroup
 from gradwire.interop import as_process_group
@@ -80,7 +81,7 @@ def _ours(recipe: Recipe) -> Contender:
             ddp.set_hook(recipe.build())
             sent = (lambda: group.sent_bytes) if isinstance(group, Throttled) else _sent_over_link
             attach: Callable[[Any], object] = (
-                ddp.attach_optimizer if recipe.steps_on_its_own else lambda optimizer: None  # type: ignore[assignment]
+                ddp.attach_optimizer if recipe.steps_on_its_own else lambda optimizer: None
             )
             yield Wrapped(ddp, sent, attach)
             ddp.replica.detach()
@@ -116,24 +117,14 @@ def _nothing(ddp: Any) -> None:
     """torch's own all-reduce."""
 
 
-def _fp16(ddp: Any) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    ddp.register_comm_hook(ddp.process_group, default_hooks.fp16_compress_hook)
-
-
-def _power_sgd(ddp: Any) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    # From the third step on, the first that it allows with error feedback; the first two are dense.
-    state = powerSGD_hook.PowerSGDState(ddp.process_group, matrix_approximation_rank=4, start_powerSGD_iter=2)
-    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+def _register(name: str) -> Callable[[Any], object]:
+    return lambda ddp: ddp.register_comm_hook(*TORCH_HOOKS[name](ddp.process_group))
 
 
 _TORCHS = (
     _torchs(REFERENCE, "dense float32", _nothing),
-    _torchs("torch-fp16", "its fp16_compress_hook", _fp16),
-    _torchs("torch-powersgd", "its powerSGD_hook, rank 4, from step 3 on", _power_sgd),
+    _torchs("torch-fp16", "its fp16_compress_hook", _register("torch-fp16")),
+    _torchs("torch-powersgd", "its powerSGD_hook, rank 4, from step 3 on", _register("torch-powersgd")),
 )
 CONTENDERS: Mapping[str, Contender] = MappingProxyType(
     {c.name: c for c in (*_TORCHS, *(_ours(recipe) for recipe in RECIPES.values()))}

@@ -48,7 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         type=names_of(list(CONTENDERS)),
         metavar="A,B",
         help=f"who takes part after torch's DDP: {', '.join(n for n in CONTENDERS if n != REFERENCE)} "
-        "(default: all but bf16, quantize2, sign and dgc)",
+        "(default: all but bf16, fp16, quantize2, sign and dgc)",
     )
     length = parser.add_mutually_exclusive_group()
     length.add_argument(

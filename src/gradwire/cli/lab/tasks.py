@@ -166,7 +166,7 @@ def train(task: Task, recipe: Recipe, seed: int, steps: int, group: Group) -> Sc
     ddp.set_hook(recipe.build())
     optimizer = task.optimizer(model)
     if recipe.steps_on_its_own:
-        ddp.attach_optimizer(optimizer)  # type: ignore[operator]
+        ddp.attach_optimizer(optimizer)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / _WARM_UP) * (1.0 - 0.9 * step / steps)
     )
