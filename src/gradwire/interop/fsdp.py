@@ -32,7 +32,15 @@ from gradwire.hooks.together import load_together
 class FsdpHook:
     """One hook on the shards of one FSDP module. Call it with the flat tensor, which is reduced in place."""
 
-    def __init__(self, hook: CommHook, group: Group, parts: Sequence[tuple[str, tuple[int, ...]]], doing: str) -> None:
+    def __init__(
+        self,
+        hook: CommHook,
+        group: Group,
+        parts: Sequence[tuple[str, tuple[int, ...]]],
+        *,
+        device: torch.device,
+        doing: str,
+    ) -> None:
         if not isinstance(hook, CommHook):
             raise UsageTypeError(f"{doing}({hook!r}): not a CommHook. Pass e.g. chain(cast(torch.bfloat16), mean()).")
         if hook.local:
@@ -45,6 +53,7 @@ class FsdpHook:
         self._parts = tuple(parts)
         self._states = States(hook)
         self._step = 0
+        self._device = device
 
     def __call__(self, flat: Tensor) -> None:
         """Average `flat` over the group, in place."""
@@ -53,6 +62,7 @@ class FsdpHook:
     @torch.no_grad()
     def reduced(self, flat: Tensor) -> Tensor:
         """The average of `flat` over the group; `flat` may be written to."""
+        self._device = flat.device
         spec = self._spec(flat)
         turn = Turn(spec, self._group.rank, self._group.size, self._step, donated=True)
         self._step += 1
@@ -78,7 +88,7 @@ class FsdpHook:
 
     def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from a saved state; every rank of the group calls it, between steps. It must be of the same shards."""
-        self._states = load_together(saved, self._hook, self._group, device=torch.device("cpu"))
+        self._states = load_together(saved, self._hook, self._group, device=self._device)
         self._step = self._states.step
 
     def __repr__(self) -> str:
@@ -92,8 +102,9 @@ def as_fsdp_hook(hook: CommHook, group: Group, *, named_parameters: Iterable[tup
     `gw.from_process_group(mesh.get_group("replicate"))`. One hook per FSDP module, with the parameters that FSDP reduces together:
     `fsdp_parameters(model)` gives both.
     """
-    parts = [(name, _shard_shape(name, p, "as_fsdp_hook")) for name, p in named_parameters]
-    return FsdpHook(hook, group, parts, "as_fsdp_hook")
+    named = list(named_parameters)
+    parts = [(name, _shard_shape(name, p, "as_fsdp_hook")) for name, p in named]
+    return FsdpHook(hook, group, parts, device=_device(named), doing="as_fsdp_hook")
 
 
 class FsdpReduceScatter:
@@ -139,9 +150,11 @@ def as_fsdp_reduce_scatter(
     A hook gives every rank the whole average, of which FSDP keeps a shard here; so this sends what the hook sends, twice a plain
     reduce-scatter's bytes for `mean()`. It pays for hooks that compress more than twofold. `group` is that of the shards.
     """
-    shards = [(name, _shard_shape(name, p, "as_fsdp_reduce_scatter")) for name, p in named_parameters]
+    named = list(named_parameters)
+    shards = [(name, _shard_shape(name, p, "as_fsdp_reduce_scatter")) for name, p in named]
     parts = [(f"{name} (shard {r})", shape) for r in range(group.size) for name, shape in shards]
-    return FsdpReduceScatter(FsdpHook(hook, group, parts, "as_fsdp_reduce_scatter"), group)
+    inner = FsdpHook(hook, group, parts, device=_device(named), doing="as_fsdp_reduce_scatter")
+    return FsdpReduceScatter(inner, group)
 
 
 def fsdp_parameters(model: nn.Module) -> Iterator[tuple[Any, list[tuple[str, nn.Parameter]]]]:
@@ -156,6 +169,10 @@ def fsdp_parameters(model: nn.Module) -> Iterator[tuple[Any, list[tuple[str, nn.
             owned.setdefault(owner, []).append((name, parameter))
     for owner, named in owned.items():
         yield modules[owner], named
+
+
+def _device(named: Sequence[tuple[str, Tensor]]) -> torch.device:
+    return named[0][1].device if named else torch.device("cpu")
 
 
 def _shard_shape(name: str, parameter: Tensor, doing: str) -> tuple[int, ...]:

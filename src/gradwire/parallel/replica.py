@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedParameter
 from gradwire.autograd.graph import reachable_parameters
 from gradwire.collectives import broadcast
 from gradwire.errors import HookError, UsageError
+from gradwire.events import Handle
 from gradwire.groups.base import Group
 from gradwire.groups.completion import name_of
 from gradwire.hooks.base import CommHook, Turn
@@ -83,6 +84,7 @@ class Replica:
         self._steps: dict[int, int] = {}
         self._outer: OuterHalf | None = None
         self._attended = False
+        self._optimizer_handles: list[Handle] = []
         self.sync_buffers_next = True
         self._skip_unused = skip_unused
         self._has_buffers = any(n not in self.ignore for n, _ in module.named_buffers())
@@ -223,7 +225,7 @@ class Replica:
             if owner is not None:
                 owner.outer_step()
 
-        self.handles += after_every_step(optimizers, self.parameters, stepped)
+        self._optimizer_handles += after_every_step(optimizers, self.parameters, stepped)
         self._attended = True
         if self._outer is not None:
             self._outer.attended = True
@@ -427,9 +429,9 @@ class Replica:
 
     def detach(self) -> None:
         """Take our hooks off the parameters: the module is an ordinary one again."""
-        for handle in self.handles:
+        for handle in [*self.handles, *self._optimizer_handles]:
             handle.remove()
-        self.handles = []
+        self.handles, self._optimizer_handles = [], []
         self._driver.close()
 
 
