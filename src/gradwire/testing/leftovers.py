@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
+import torch
 from torch._C._distributed_c10d import TCPStore
 
 _SHM = "/dev/shm"
@@ -118,8 +119,10 @@ def prime() -> None:
     """Make torch open now what it opens once per process and never closes, so that no snapshot sees it come.
 
     libuv, under the first TCPStore that a process hosts, makes a pipe for signals that lives as long as the process.
+    oneDNN, with the first product for which it compiles code, opens a list of that code for profilers.
     """
     TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    torch.bmm(torch.zeros(2, 32, 32), torch.zeros(2, 32, 32).mT)
 
 
 def tcp_ports(fd: int) -> tuple[int, ...]:
