@@ -70,6 +70,10 @@ class CommHook(ABC):
     averages: bool = False
     """Whether it takes the mean of what it makes of the gradients, so that `mean()` to its right in a chain says nothing new."""
 
+    def check(self, spec: BucketSpec) -> None:
+        """Raise UsageError if the hook has no way for one of these parameters: asked when it is set, before any step."""
+        return
+
     def init(self, spec: BucketSpec) -> Any:
         """The state for one bucket, before its first reduction. The reducer owns it."""
         return None
@@ -133,6 +137,10 @@ class Wrapped(CommHook):
     def inside(self, spec: BucketSpec) -> BucketSpec:
         """The bucket as the hook inside sees it."""
         return spec
+
+    def check(self, spec: BucketSpec) -> None:
+        """The inner hook's."""
+        self.inner.check(self.inside(spec))
 
     def init(self, spec: BucketSpec) -> Any:
         """The inner hook's state."""

@@ -96,6 +96,7 @@ class Replica:
             rebuild_limits=None if graph is Graph.FIND_UNUSED else self._buckets.limits,
             skip_unused=skip_unused,
         )
+        self._check(self.hook)
         self.reducer.may_be_silent = True
         self._layout_before = self.reducer.layout
         self.reducer.on_relayout.append(_weak_relayout(self))
@@ -128,8 +129,13 @@ class Replica:
             raise HookError(f"set_hook({hook!r}): not a CommHook. register_comm_hook takes functions in torch's form.")
         if self.reducer.machine.state in (State.RUNNING, State.LAUNCHED):
             raise HookError(f"set_hook({hook!r}) during backward. Call it between steps.")
+        self._check(hook)
         self._agree_on(hook)
         self.use_hook(hook)
+
+    def _check(self, hook: CommHook) -> None:
+        for spec in self.reducer.layout.buckets:
+            hook.check(spec)
 
     def use_hook(self, hook: CommHook | tuple[TorchHook, Any]) -> None:
         """Use this hook, with states of its own; a function in torch's form comes with its state."""
