@@ -104,6 +104,7 @@ class Replica:
             rebuild_limits=None if graph is Graph.FIND_UNUSED else self._buckets.limits,
             skip_unused=skip_unused,
         )
+        self._check(self.hook)
         self.reducer.may_be_silent = True
         self.reducer.on_relayout.append(_weak_relayout(self))
         if graph is Graph.STATIC:
@@ -139,6 +140,7 @@ class Replica:
             raise HookError(f"set_hook({hook!r}): not a CommHook. register_comm_hook takes functions in torch's form.")
         check_outer(hook, "set_hook")
         self._check_between_steps(f"set_hook({hook!r})")
+        self._check(hook)
         said = f"{hook!r} at step {self.reducer.steps}"
         odd = odd_ones_out(self.group, said, device=self._device(), label="set_hook")
         if odd:
@@ -149,6 +151,10 @@ class Replica:
         if self._outer is not None:
             self._outer.average()
         self.use_hook(hook)
+
+    def _check(self, hook: CommHook) -> None:
+        for spec in self.reducer.layout.buckets:
+            hook.check(spec)
 
     def use_hook(self, hook: CommHook | tuple[TorchHook, Any]) -> None:
         """Use this hook, with states of its own; a function in torch's form comes with its state."""
