@@ -174,7 +174,7 @@ def _progress(console: Console, names: Sequence[str]) -> Iterator[Any]:
     )
     with progress:
         whole = progress.add_task("contenders", total=len(names), words="starting")
-        started = progress.add_task("", total=None, words="", visible=False)
+        current = progress.add_task("", total=None, words="", visible=False)
 
         def heard(news: News | None) -> None:
             if news is None:
@@ -183,7 +183,7 @@ def _progress(console: Console, names: Sequence[str]) -> Iterator[Any]:
             words = f"step {point.steps}, {point.seconds:.1f} s, loss {point.loss:.3f}"
             done = names.index(news.name) + news.over
             progress.update(whole, completed=done, words=f"{done} of {len(names)}")
-            progress.update(started, description=news.name, words=words, visible=True, refresh=True)
+            progress.update(current, description=news.name, words=words, visible=True, refresh=True)
             if news.over and not console.is_terminal:
                 console.print(f"{news.name}: {words}")
 

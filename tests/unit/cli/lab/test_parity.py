@@ -1,0 +1,107 @@
+"""`gradwire lab parity`: the rule on known losses, what it refuses, and a small run."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from gradwire.cli import main
+from gradwire.cli.lab import parity
+from gradwire.cli.lab.noise import Verdict, compare, spread
+from gradwire.cli.lab.tasks import Score
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+DENSE = [1.00, 1.02, 0.98]  # a standard deviation of 0.02, so 0.0327 are allowed
+
+
+@pytest.mark.parametrize(
+    ("losses", "verdict"),
+    [
+        ([1.00, 1.02, 0.98], Verdict.NOISE),
+        ([1.03, 1.05, 1.01], Verdict.NOISE),
+        ([1.04, 1.06, 1.02], Verdict.WORSE),
+        ([0.5, 0.5, 0.5], Verdict.NOISE),  # better is not worse
+        ([1.5, 0.9, 0.9], Verdict.WORSE),  # its own spread does not help it
+    ],
+)
+def test_within_noise_is_a_matter_of_the_dense_runs_spread(losses, verdict):
+    assert compare(losses, DENSE).verdict is verdict
+
+
+def test_where_the_dense_runs_hardly_differ_a_hundredth_is_told_apart():
+    dense = [1.0, 1.0001, 0.9999]
+    assert compare([1.005] * 3, dense).verdict is Verdict.SLIGHT
+    assert compare([1.02] * 3, dense).verdict is Verdict.WORSE
+
+
+def test_differences_are_taken_seed_by_seed():
+    found = compare([1.1, 2.2], [1.0, 2.0])
+    assert found.percent == pytest.approx(10.0)
+    assert found.difference == pytest.approx(0.15)
+    assert spread([3.0]) == 0.0
+
+
+def test_the_table_fits_80_columns_and_the_words_say_the_same():
+    scores = {
+        "mean": [Score(loss, 0.9) for loss in DENSE],
+        "bf16": [Score(loss, 0.9) for loss in DENSE],
+        "top_k": [Score(loss + 0.5, 0.8) for loss in DENSE],
+    }
+    found = {name: compare([s.loss for s in of], DENSE) for name, of in scores.items()}
+    out = StringIO()
+    Console(file=out, width=80).print(parity.table(scores, found))
+    assert max(map(len, out.getvalue().splitlines())) <= 80
+    assert "+0.5000" in out.getvalue()
+    assert parity.lines(found) == ["Within noise: bf16.", "Worse: top_k."]
+    data = json.loads(json.dumps(parity.as_json("digits", {}, scores, found)))
+    assert data["hooks"]["top_k"]["verdict"] == "worse"
+    assert data["hooks"]["mean"]["losses"] == DENSE
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--seeds", "1"], "argument --seeds: '1' is not a whole number of 2 or more"),
+        (["--task", "chess"], "argument --task: invalid choice: 'chess'"),
+        (["--hooks", "magic"], "argument --hooks: there is no 'magic'"),
+    ],
+)
+def test_a_wrong_argument_is_named(argv, message, capsys):
+    with pytest.raises(SystemExit) as ending:
+        main(["lab", "parity", *argv])
+    assert ending.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_replicas_must_not_be_apart_at_the_end(capsys):
+    assert main(["lab", "parity", "--steps", "70", "--hooks", "diloco"]) == 1
+    assert "replicas would be apart at the end, since they meet with diloco every 50 steps" in capsys.readouterr().err
+
+
+def test_without_scikit_learn_there_are_no_digits(monkeypatch, capsys):
+    monkeypatch.setattr(parity.importlib.util, "find_spec", lambda name: None)
+    assert main(["lab", "parity"]) == 1
+    assert "scikit-learn is not installed. pip install gradwire[lab], or --task text." in capsys.readouterr().err
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("task", ["digits", "text"])
+def test_a_small_run(task, tmp_path, capsys):
+    if task == "digits":
+        pytest.importorskip("sklearn")
+    file = tmp_path / "parity.json"
+    argv = ["lab", "parity", "--task", task, "--ranks", "2", "--seeds", "2", "--steps", "6", "--hooks", "bf16"]
+    assert main([*argv, "--json", str(file)]) == 0
+    data = json.loads(file.read_text())
+    assert list(data["hooks"]) == ["mean", "bf16"]
+    dense = data["hooks"]["mean"]["losses"]
+    assert len(set(dense)) == 2
+    assert data["hooks"]["bf16"]["losses"] == pytest.approx(dense, rel=0.02)

@@ -1,0 +1,179 @@
+"""`gradwire lab slowlink`: figures and charts of known courses, what it refuses, and a small run over a simulated link."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from gradwire.cli import main
+from gradwire.cli.lab import charts, slowlink
+from gradwire.cli.lab.course import Course, Plan, Point, _is_over
+from gradwire.cli.lab.figures import Race, as_json, lines, table
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def course(name: str, seconds: float, losses: list[float], *, every: int = 1, nbytes: float = 1e6) -> Course:
+    points = [Point(5 * i, 5 * i * seconds, 5 * i * nbytes, loss, 5 * i % every == 0) for i, loss in enumerate(losses)]
+    return Course(name, tuple(points))
+
+
+def race() -> Race:
+    return Race(
+        100.0,
+        [
+            course("torch", 3.0, [4.0, 3.5, 3.0], nbytes=4e7),
+            course("mean", 3.0, [4.0, 3.5, 3.001], nbytes=4e7),
+            course("quantize8", 0.5, [4.0, 3.6, 3.2, 2.9], nbytes=1e7),
+            course("diloco", 0.2, [4.0, 2.9, 2.8], every=10, nbytes=1e5),
+            course("top_k", 0.4, [4.0, 3.9, 3.8], nbytes=1e5),
+        ],
+    )
+
+
+FACTS = {"cpu": "a core", "software": "gradwire", "model": "transformer", "link": "a link"}
+
+
+def test_who_reaches_the_mark_and_how_much_sooner():
+    known = race()
+    by_name = {c.name: known.ratio(c) for c in known.courses}
+    assert known.mark == pytest.approx(3.003)
+    assert by_name["torch"] == 1.0
+    assert by_name["mean"] == 1.0  # a thousandth above counts
+    assert by_name["quantize8"] == pytest.approx(30 / 7.5)
+    assert by_name["diloco"] == pytest.approx(30 / 2.0)  # after 10 steps, when replicas are equal, and not after 5
+    assert by_name["top_k"] is None
+    assert known.best.name == "diloco"
+
+
+def test_the_table_fits_80_columns_and_the_words_say_the_same():
+    out = StringIO()
+    Console(file=out, width=80).print(table(race()))
+    assert max(map(len, out.getvalue().splitlines())) <= 80
+    assert re.search(r"│ quantize8 +│ +0\.500 │ +10 │ +15 │ +7\.5 │ +4\.0 │", out.getvalue())
+    assert re.search(r"│ top_k .*│ +not in 10 │ +not in 4 │ +- │", out.getvalue())
+    first, second = lines(race())
+    assert first.startswith(
+        "diloco (gradwire: parameters every 50 steps) was the first to reach the mark, in 2.0 s: 15.0 times"
+    )
+    assert second == "Did not pay on this link: mean, top_k."
+    assert lines(Race(1.0, race().courses[:1])) == ["Nobody but torch's DDP reached the mark."]
+
+
+def test_json_holds_every_examination():
+    data = json.loads(json.dumps(as_json(race(), FACTS)))
+    assert data["contenders"]["quantize8"]["times_sooner"] == pytest.approx(4.0)
+    assert data["contenders"]["top_k"]["to_the_mark"] is None
+    assert [p["loss"] for p in data["contenders"]["torch"]["points"]] == [4.0, 3.5, 3.0]
+
+
+@pytest.mark.usefixtures("fonts")
+def test_charts_and_a_page_that_needs_no_other_file(tmp_path):
+    pytest.importorskip("matplotlib")
+    charts.draw(tmp_path / "ways.png", race(), FACTS)
+    assert (tmp_path / "ways.png").read_bytes().startswith(b"\x89PNG")
+    charts.write_page(tmp_path / "ways.html", race(), FACTS)
+    page = (tmp_path / "ways.html").read_text()
+    for name in ("torch", "mean", "quantize8", "diloco", "top_k"):
+        assert f"<td>{name}</td>" in page
+    assert page.count("<svg") == 1
+    assert not re.search(r'(src|href)="(?!#)', page)  # nothing is loaded from elsewhere
+    assert "seconds of training" in page
+
+
+def plan(**changed) -> Plan:
+    given = Plan(
+        names=("torch",),
+        size="tiny",
+        batch=1,
+        rate=1e-3,
+        seed=0,
+        steps=10,
+        seconds=None,
+        exam_every=5,
+        patience=2.0,
+        link=None,
+    )
+    return replace(given, **changed)
+
+
+def test_when_a_contender_is_over():
+    reference, slow = race().reference, course("top_k", 1.0, [4.0, 3.9])
+    assert not _is_over(plan(), reference.points[:2], "torch", None)
+    assert _is_over(plan(), reference.points, "torch", None)
+    assert _is_over(plan(seconds=15.0), reference.points[:2], "torch", None)
+    assert not _is_over(plan(), slow.points, "top_k", reference)
+    assert _is_over(plan(patience=0.5), slow.points, "top_k", reference)  # as many steps
+    assert _is_over(plan(patience=0.1), slow.points, "top_k", reference)
+    assert _is_over(plan(), race().courses[2].points, "quantize8", reference)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--mbit", "0"], "argument --mbit: '0' is not a number of more than 0"),
+        (["--hosts", "1"], "argument --hosts: '1' is not a whole number of 2 or more"),
+        (["--hooks", "mean,magic"], "argument --hooks: there is no 'magic'; known are torch, torch-fp16"),
+        (["--steps", "3", "--seconds", "3"], "not allowed with argument"),
+        (["--size", "huge"], "argument --size: invalid choice: 'huge'"),
+    ],
+)
+def test_a_wrong_argument_is_named(argv, message, capsys):
+    with pytest.raises(SystemExit) as ending:
+        main(["lab", "slowlink", *argv])
+    assert ending.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--plot", "ways.xyz"], "--plot ways.xyz: wrong kind of file. Let the name end in .png, .svg, .pdf."),
+        (["--html", "ways.png"], "--html ways.png: wrong kind of file. Let the name end in .html, .htm."),
+        (["--plot", "nowhere/ways.png"], "there is no folder nowhere. Make it first."),
+    ],
+)
+def test_what_cannot_be_drawn_is_said_before_anything_is_trained(argv, message, capsys):
+    assert main(["lab", "slowlink", *argv]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_without_matplotlib_there_are_no_charts(monkeypatch, capsys):
+    monkeypatch.setattr(charts.importlib.util, "find_spec", lambda name: None)
+    assert main(["lab", "slowlink", "--plot", "ways.png"]) == 1
+    assert "matplotlib is not installed. pip install gradwire[lab]" in capsys.readouterr().err
+
+
+def test_where_hosts_are_not_permitted_the_simulated_link_is_offered(monkeypatch, capsys):
+    monkeypatch.setattr(slowlink, "why_not", lambda mbit: "making network namespaces needs root")
+    assert main(["lab", "slowlink"]) == 1
+    said = capsys.readouterr().err
+    assert "there can be no hosts here: making network namespaces needs root" in said
+    assert "--throttled simulates the link instead." in said
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.usefixtures("fonts")
+def test_a_small_run_over_a_simulated_link(tmp_path, capsys):
+    files = [tmp_path / name for name in ("ways.json", "ways.png", "ways.html")]
+    argv = ["lab", "slowlink", "--throttled", "--size", "tiny", "--mbit", "50", "--steps", "4", "--exam-every", "2"]
+    argv += ["--hooks", "mean,torch-fp16", "--json", str(files[0]), "--plot", str(files[1]), "--html", str(files[2])]
+    assert main(argv) == 0
+    said = capsys.readouterr().out
+    assert "simulated, 50 Mbit/s and 0.5 ms for each of 2 ranks that share memory" in said
+    data = json.loads(files[0].read_text())
+    assert list(data["contenders"]) == ["torch", "mean", "torch-fp16"]
+    ways = data["contenders"]
+    assert ways["mean"]["points"][-1]["loss"] == pytest.approx(ways["torch"]["points"][-1]["loss"], rel=1e-4)
+    assert ways["mean"]["to_the_mark"]["steps"] == 4
+    assert ways["torch-fp16"]["bytes_a_step"] == pytest.approx(ways["torch"]["bytes_a_step"] / 2, rel=0.05)
+    for file in files[1:]:
+        assert file.stat().st_size > 1000
