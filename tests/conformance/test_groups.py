@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
 
 from gradwire.collectives import Collective, Kind, ReduceOp
 from gradwire.collectives.lower import Program, is_plain, lower
@@ -19,6 +20,7 @@ from gradwire.groups import (
     Deadline,
     Group,
     GroupWrapper,
+    HierarchicalGroup,
     Latched,
     NanCheck,
     ProgramWrapper,
@@ -27,6 +29,7 @@ from gradwire.groups import (
 )
 from gradwire.interop import as_process_group, register_backend
 from gradwire.lab import Throttled
+from gradwire.interop.backend import Engine
 from gradwire.testing import check_group, check_names, run_ranks
 from gradwire.testing.mpi import missing
 
@@ -51,7 +54,7 @@ class ThereAndBack(GroupWrapper):
 class ThroughTorch(GroupWrapper):
     """A C10dGroup over the world that `dist.init_process_group` makes; the group under it only brings the store about."""
 
-    engine = "mpi"
+    engine: str | Engine = "mpi"
 
     def __init__(self, group: Group) -> None:
         self.far = group
@@ -61,7 +64,7 @@ class ThroughTorch(GroupWrapper):
             port[0] = self.server.port
         group.broadcast(port, src=0)
         store = dist.TCPStore("127.0.0.1", int(port), is_master=False, timeout=patience)
-        name = f"gradwire_{self.engine}"
+        name = type(self).__name__.lower()
         register_backend(name, engine=self.engine)
         seconds = timedelta(seconds=group.timeout)
         dist.init_process_group(name, store=store, rank=group.rank, world_size=group.size, timeout=seconds)
@@ -81,6 +84,17 @@ class ThroughTorchShared(ThroughTorch):
     """The same over shared memory."""
 
     engine = "shared_memory"
+
+
+def on_hosts_of_two(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Group:
+    """What `engine="hierarchical"` makes, but with a new host after every second rank; `discover` would see one host here."""
+    return HierarchicalGroup.discover(store, rank, size, timeout=timeout, name=name, host=f"host {rank // 2}")
+
+
+class ThroughTorchHierarchical(ThroughTorch):
+    """The same over shared memory inside hosts of two ranks, and gloo between them."""
+
+    engine = staticmethod(on_hosts_of_two)
 
 
 class Spartan(ProgramWrapper):
@@ -158,7 +172,7 @@ def test_hierarchical() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("wrap", [ThereAndBack], ids=lambda w: w.__name__)
+@pytest.mark.parametrize("wrap", [ThereAndBack, ThroughTorchHierarchical], ids=lambda w: w.__name__)
 def test_wrapped_hierarchical(wrap: Wrap) -> None:
     report = check_group(lambda fn: run_ranks(fn, 4, kind="hierarchical", wrap=wrap))
     assert report.ran == check_names()

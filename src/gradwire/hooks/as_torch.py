@@ -94,6 +94,7 @@ class _Adapter:
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         spec = self._spec(bucket)
+        self._device = spec.device
         self._step += spec.index == 0  # torch launches its buckets in index order
         state, step = None, self._step
         if self._outer is None:

@@ -76,6 +76,10 @@ class CommHook(ABC):
     alone: str = ""
     """Of a hook that looks like a stage but is none: why no hook to its right could carry what it makes. `chain` says it."""
 
+    def check(self, spec: BucketSpec) -> None:
+        """Raise UsageError if the hook has no way for one of these parameters: asked when it is set, before any step."""
+        return
+
     def init(self, spec: BucketSpec) -> Any:
         """The state for one bucket, before its first reduction. The reducer owns it."""
         return None
@@ -153,6 +157,10 @@ class Wrapped(CommHook):
     def inside(self, spec: BucketSpec) -> BucketSpec:
         """The bucket as the hook inside sees it."""
         return spec
+
+    def check(self, spec: BucketSpec) -> None:
+        """The inner hook's."""
+        self.inner.check(self.inside(spec))
 
     def init(self, spec: BucketSpec) -> Any:
         """The inner hook's state."""

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear, pad
 
 from gradwire.collectives import all_gather_into_tensor
 from gradwire.errors import UsageError
@@ -70,7 +71,7 @@ class Tiling:
         down, right = self.across
         missing = (0, right * self.width - self.columns, 0, down * self.height - self.rows)
         if any(missing):
-            matrix = torch.nn.functional.pad(matrix, missing)
+            matrix = pad(matrix, missing)
         return (
             matrix.view(down, self.height, right, self.width)
             .transpose(1, 2)
@@ -98,25 +99,31 @@ def cosines(length: int, like: Tensor) -> Tensor:
 
 
 def turned(tiles: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Each tile X as (X first)^T second: a transform along both sides, by two large products instead of many small ones.
+    """Each tile X as first X^T second^T: a transform along both sides, by two large products instead of many small ones.
 
     What it gives lies on its side, and the way back turns it up again.
     """
     count, height, width = tiles.shape
-    half = (tiles.reshape(count * height, width) @ first).view(count, height, width).transpose(1, 2)
-    return (half.reshape(count * width, height) @ second).view(count, width, height)
+    half = linear(tiles.reshape(count * height, width), first).view(count, height, width).transpose(1, 2)
+    return linear(half.reshape(count * width, height), second).view(count, width, height)
 
 
 @dataclass(slots=True)
 class _Momentum:
     flat: Tensor
-    cosines: dict[int, Tensor]
-    """By length; not saved, since they can be computed again."""
+    cosines: dict[int, tuple[Tensor, Tensor]]
+    """By length, the matrices there and back; not saved, since they can be computed again."""
 
-    def basis(self, length: int) -> Tensor:
+    def there(self, length: int) -> Tensor:
+        """To frequencies."""
         if length not in self.cosines:
-            self.cosines[length] = cosines(length, self.flat)
-        return self.cosines[length]
+            basis = cosines(length, self.flat)
+            self.cosines[length] = (basis, basis.T.contiguous())
+        return self.cosines[length][0]
+
+    def back(self, length: int) -> Tensor:
+        """From frequencies; it was there before."""
+        return self.cosines[length][1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +171,7 @@ class DecoupledMomentum(CommHook):
 
     def _fastest(self, matrix: Tensor, tiling: Tiling, state: _Momentum, form: Format) -> Pairs:
         """The k largest frequencies of each tile: their places in it, and they themselves."""
-        frequencies = turned(tiling.cut(matrix), state.basis(tiling.width).T, state.basis(tiling.height).T)
+        frequencies = turned(tiling.cut(matrix), state.there(tiling.width), state.there(tiling.height))
         frequencies = frequencies.reshape(tiling.tiles, tiling.height * tiling.width)
         places = torch.topk(frequencies.abs(), tiling.k, sorted=False).indices
         return Pairs(places.to(form.places), frequencies.gather(1, places).to(form.values))
@@ -185,7 +192,7 @@ class DecoupledMomentum(CommHook):
                 shape = (tiling.tiles, tiling.k)
                 frequencies.scatter_add_(1, places.view(shape).long(), values.view(shape).to(flat.dtype).div_(divisor))
             tiles = frequencies.view(tiling.tiles, tiling.width, tiling.height)
-            tiles = turned(tiles, state.basis(tiling.height), state.basis(tiling.width))
+            tiles = turned(tiles, state.back(tiling.height), state.back(tiling.width))
             place.copy_(tiling.join(tiles).reshape(place.shape))
 
     def _matrices(self, flat: Tensor, spec: BucketSpec, tilings: list[Tiling]) -> list[tuple[Tensor, Tiling]]:

@@ -63,9 +63,11 @@ class ErrorFeedback(Wrapped):
                 f"error_feedback() on {turn.spec}: sparse gradients cannot be fed back. Give their parameters mean(), "
                 'by partition({"embedding.*": mean(), "*": ...}).'
             )
-        wanted = grad + state.residual
+        # What is wanted takes the place of what is owed, and what is owed the place of what is wanted: no memory comes and goes.
+        wanted = state.residual.add_(grad)
         value, sent = yield from self.inner.reduce(wanted, state.inner, replace(turn, donated=False))
-        torch.sub(wanted, sent, out=state.residual)
+        value, sent = (t.clone() if _shares(t, wanted) else t for t in (value, sent))
+        wanted.sub_(sent)
         return Reduced(value, sent)
 
     def save(self, state: _Memory, spec: BucketSpec) -> dict[str, Any]:
@@ -82,6 +84,10 @@ class ErrorFeedback(Wrapped):
 
     def __repr__(self) -> str:
         return f"error_feedback() > {self.inner!r}"
+
+
+def _shares(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def error_feedback() -> Stage:

@@ -106,6 +106,11 @@ class Hierarchical(CommHook):
         """Whether either does."""
         return self.inside.remembers or self.across.remembers
 
+    def check(self, spec: BucketSpec) -> None:
+        """Both hooks'."""
+        self.inside.check(spec)
+        self.across.check(spec)
+
     def init(self, spec: BucketSpec) -> _Levels:
         """The state inside. Which slice this rank carries, if any, is known when it is told of its hosts."""
         return _Levels(self.inside.init(spec), {})

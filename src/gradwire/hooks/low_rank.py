@@ -6,7 +6,8 @@ m x r.
 Note [One step of power iteration]
 P = M Q is averaged over the ranks and made orthonormal, Q = M^T P is averaged, and P Q^T is the gradient. All ranks hold the same
 P, so the average of Q is that of the products: what a rank in effect sends is P Q_i^T with its own Q_i, and the value is the mean
-of it exactly, whatever P is. Q is where the next step begins: as gradients change slowly, one iteration a step is enough (warm start).
+of it exactly, whatever P is. Q is where the next step begins: as gradients change slowly, one iteration a step is enough (warm
+start).
 
 Note [What Q must not become]
 A column of zeros, from a gradient of zeros or of lower rank, would stay one for ever, and so would NaN. So the columns of the next
@@ -82,8 +83,8 @@ class _Plan:
         return self.batches(flat, [m.rows for m in self.by_rows])
 
     def q_batches(self, flat: Tensor) -> list[Tensor]:
-        """All Q in `flat`."""
-        return self.batches(flat, [m.cols for m in self.by_cols])
+        """All Q in `flat`, where they lie row by row of their transposes: M^T P is faster into that."""
+        return [b.view(len(b), self.rank, -1).mT for b in self.batches(flat, [m.cols for m in self.by_cols])]
 
     def qs(self, flat: Tensor) -> list[Tensor]:
         """Each Q, in the order of P."""
@@ -291,8 +292,9 @@ def power_sgd(
 
     Parameters with two dimensions or more are matrices, the first dimension against the others; those whose factors are not at
     least `min_compression` times smaller, and vectors, are sent as they are. `batched` takes the whole bucket as one square matrix
-    instead: fewer and larger products, but its rows mean nothing. It wants error feedback: `chain(error_feedback(), power_sgd(rank=4))`.
+    instead: fewer and larger products, but its rows mean nothing.
     With `warm_start` a step begins where the last one ended; without, with random numbers.
+    It wants error feedback: `chain(error_feedback(), power_sgd(rank=4))`.
 
     Memory: r m numbers for a matrix of n x m, and the factors while it runs. State is kept by parameter and follows it to other
     buckets; `batched`, it belongs to the bucket and starts afresh when buckets are rebuilt. Where gradients are narrower than

@@ -40,7 +40,12 @@ def multiply(left: Sequence[Tensor], right: Sequence[Tensor], out: Sequence[Tens
     """`out[i] = left[i] @ right[i]`. On CUDA products of the same shape are one kernel; on the CPU nothing is copied for it."""
     if not out or out[0].device.type != "cuda":
         for a, b, c in zip(left, right, out, strict=True):
-            torch.mm(a, b, out=c)
+            if a.shape[1] == 1:  # a column times a row: several times faster as what it is
+                torch.mul(a, b, out=c)
+            elif not c.is_contiguous():
+                torch.mm(b.mT, a.mT, out=c.mT)
+            else:
+                torch.mm(a, b, out=c)
         return
     alike: dict[tuple[torch.Size, torch.Size], list[int]] = {}
     for i, (a, b) in enumerate(zip(left, right, strict=True)):

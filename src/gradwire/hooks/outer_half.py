@@ -78,20 +78,29 @@ class OuterHalf:
             _Piece(fragment, spec, parameters)
             for fragment, spec, parameters in cut(list(named_parameters), hook.fragments)
         ]
+        self._fresh = saved is None
         told: Mapping[str, Any] = (saved or {}).get("outer", {})
         for piece in self._pieces:
             piece.state = self._states.of(piece.spec)
             piece.rounds = int(told.get("rounds", {}).get(piece.fragment, 0))
-            hook.begin(piece.flat(), piece.state, self._turn(piece))
             if piece.fragment in told.get("lands", {}):
                 piece.lands = int(told["lands"][piece.fragment])
                 came = told["came"]
                 piece.came = _Landed(join_flat(came, piece.spec, dtype=came[piece.spec.names[0]].dtype))
+        self._begin()
+
+    def _begin(self) -> None:
+        for piece in self._pieces:
+            self.hook.begin(piece.flat(), piece.state, self._turn(piece))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def backward_begins(self) -> None:
-        """Complain if nobody has told of the optimizer's steps and an outer step was due."""
+        """The first one is where training starts from. Complain if nobody tells of the optimizer's steps and one was due."""
+        if self._fresh:
+            self._fresh = False
+            self._begin()  # a checkpoint may have been loaded into the model since
         if self.attended:
             return
         if self._owed:
@@ -108,6 +117,7 @@ class OuterHalf:
     def optimizer_stepped(self) -> None:
         """The optimizer has made a step: have the outer steps that are due, in which every rank takes part."""
         self.attended = True
+        self._fresh = False
         self.step += 1
         for piece in self._pieces:
             if piece.came is not None and piece.lands <= self.step:

@@ -128,6 +128,11 @@ class Partition(CommHook):
             if mine
         ]
 
+    def check(self, spec: BucketSpec) -> None:
+        """Each parameter has a hook, and each hook a way."""
+        for part in self.divide(spec):
+            part.hook.check(part.spec)
+
     def init(self, spec: BucketSpec) -> _Parts:
         """A state for each part."""
         parts = self.divide(spec)
@@ -195,7 +200,7 @@ def _pieces(spec: BucketSpec, members: Sequence[int]) -> Pieces:
 def partition(hooks: Mapping[str, CommHook]) -> CommHook:
     """A hook for each kind of parameter: the first pattern that fits the name wins, as in the shell (`*`, `?`, `[...]`).
 
-    A parameter that no pattern fits is an error when its bucket is first reduced. On the wire: the sum over the parts.
+    A parameter that no pattern fits is an error when the hook is given to a model. On the wire: the sum over the parts.
 
     >>> from gradwire.hooks import cast, chain, mean
     >>> partition({"*.bias": mean(), "*": chain(cast(torch.bfloat16), mean())})

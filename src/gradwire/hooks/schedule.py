@@ -58,6 +58,11 @@ class After(CommHook):
         """The hook of a step, and how many steps it has had."""
         return (self.before, step) if step < self.step else (self.hook, step - self.step)
 
+    def check(self, spec: BucketSpec) -> None:
+        """Both hooks'."""
+        self.before.check(spec)
+        self.hook.check(spec)
+
     def init(self, spec: BucketSpec) -> _Phases:
         """The state of the earlier hook; the later one's is made when its time has come."""
         return _Phases(self.before.init(spec))
@@ -141,6 +146,10 @@ class Every(CommHook):
     def local(self) -> bool:  # type: ignore[override]
         """As the hook."""
         return self.hook.local
+
+    def check(self, spec: BucketSpec) -> None:
+        """The hook's."""
+        self.hook.check(spec)
 
     def init(self, spec: BucketSpec) -> _Kept:
         """Nothing has been kept yet."""
@@ -226,6 +235,11 @@ class Alternating(CommHook):
         """The hook of a step, and how many steps it has had."""
         rounds = step // self.n
         return (self.otherwise, step - rounds) if (step + 1) % self.n else (self.hook, rounds)
+
+    def check(self, spec: BucketSpec) -> None:
+        """Both hooks'."""
+        self.hook.check(spec)
+        self.otherwise.check(spec)
 
     def init(self, spec: BucketSpec) -> _Turns:
         """Both states."""

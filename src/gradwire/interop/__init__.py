@@ -1,7 +1,17 @@
-"""Between gradwire and torch.distributed: each other's groups, and gradwire as a back end of torch."""
+"""Between gradwire and torch.distributed: each other's groups, gradwire as a back end of torch, hooks in FSDP."""
 
 from gradwire.interop.backend import register_backend
+from gradwire.interop.fsdp import as_fsdp_hook, as_fsdp_reduce_scatter, fsdp_parameters
 from gradwire.interop.process_group import GradwireProcessGroup, as_process_group, from_process_group
 from gradwire.interop.work import TorchWork
 
-__all__ = ["GradwireProcessGroup", "TorchWork", "as_process_group", "from_process_group", "register_backend"]
+__all__ = [
+    "GradwireProcessGroup",
+    "TorchWork",
+    "as_fsdp_hook",
+    "as_fsdp_reduce_scatter",
+    "as_process_group",
+    "from_process_group",
+    "fsdp_parameters",
+    "register_backend",
+]

@@ -172,8 +172,8 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "register_comm_hook or register_builtin_comm_hook can only be called once. Nothing was changed; "
                 "set_hook swaps gradwire hooks between steps."
             )
-        self._comm_hooks.append((hook, state))
         self.replica.use_hook(hook if isinstance(hook, CommHook) else (hook, state))
+        self._comm_hooks.append((hook, state))
 
     def _log(self, error: Exception) -> None:
         if self.logger is not None:

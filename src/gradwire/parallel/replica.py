@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedParameter
 from gradwire.autograd.graph import reachable_parameters
 from gradwire.collectives import broadcast
 from gradwire.errors import HookError, UsageError
+from gradwire.events import Handle
 from gradwire.groups.base import Group
 from gradwire.groups.completion import name_of
 from gradwire.hooks.base import CommHook, Turn
@@ -83,6 +84,7 @@ class Replica:
         self._steps: dict[int, int] = {}
         self._outer: OuterHalf | None = None
         self._attended = False
+        self._optimizer_handles: list[Handle] = []
         self.sync_buffers_next = True
         self._skip_unused = skip_unused
         self._has_buffers = any(n not in self.ignore for n, _ in module.named_buffers())
@@ -102,6 +104,7 @@ class Replica:
             rebuild_limits=None if graph is Graph.FIND_UNUSED else self._buckets.limits,
             skip_unused=skip_unused,
         )
+        self._check(self.hook)
         self.reducer.may_be_silent = True
         self.reducer.on_relayout.append(_weak_relayout(self))
         if graph is Graph.STATIC:
@@ -137,6 +140,7 @@ class Replica:
             raise HookError(f"set_hook({hook!r}): not a CommHook. register_comm_hook takes functions in torch's form.")
         check_outer(hook, "set_hook")
         self._check_between_steps(f"set_hook({hook!r})")
+        self._check(hook)
         said = f"{hook!r} at step {self.reducer.steps}"
         odd = odd_ones_out(self.group, said, device=self._device(), label="set_hook")
         if odd:
@@ -147,6 +151,10 @@ class Replica:
         if self._outer is not None:
             self._outer.average()
         self.use_hook(hook)
+
+    def _check(self, hook: CommHook) -> None:
+        for spec in self.reducer.layout.buckets:
+            hook.check(spec)
 
     def use_hook(self, hook: CommHook | tuple[TorchHook, Any]) -> None:
         """Use this hook, with states of its own; a function in torch's form comes with its state."""
@@ -223,7 +231,7 @@ class Replica:
             if owner is not None:
                 owner.outer_step()
 
-        self.handles += after_every_step(optimizers, self.parameters, stepped)
+        self._optimizer_handles += after_every_step(optimizers, self.parameters, stepped)
         self._attended = True
         if self._outer is not None:
             self._outer.attended = True
@@ -427,9 +435,9 @@ class Replica:
 
     def detach(self) -> None:
         """Take our hooks off the parameters: the module is an ordinary one again."""
-        for handle in self.handles:
+        for handle in [*self.handles, *self._optimizer_handles]:
             handle.remove()
-        self.handles = []
+        self.handles, self._optimizer_handles = [], []
         self._driver.close()
 
 

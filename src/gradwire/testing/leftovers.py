@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
+import torch
 from torch._C._distributed_c10d import TCPStore
 
 _SHM = "/dev/shm"
@@ -117,8 +118,10 @@ class Leftovers:
 def prime() -> None:
     """Make torch open now what it opens once per process and never closes, so that no snapshot sees it come.
 
-    libuv, under the first TCPStore that a process hosts, makes a pipe for signals that lives as long as the process.
+    libuv, under the first TCPStore that a process hosts, makes a pipe for signals that lives as long as the process. oneDNN, which
+    compiles some matrix products on some machines, keeps a list of what it compiled for profilers.
     """
+    torch.mm(torch.ones(256, 64), torch.ones(64, 64).T)
     TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
 
 

@@ -11,8 +11,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradwire.errors import UsageError, UsageTypeError
-from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, cast, chain, mean, weighted_mean
-from gradwire.testing import simulate
+from gradwire.hooks import (
+    BucketSpec,
+    CommHook,
+    Reduced,
+    Reduction,
+    Turn,
+    cast,
+    chain,
+    mean,
+    reduce_scatter_mean,
+    weighted_mean,
+)
+from gradwire.testing import check_hook, simulate
 
 NARROW = [torch.bfloat16, torch.float16]
 
@@ -59,6 +70,33 @@ def test_mean_of_complex_and_of_sparse_gradients() -> None:
     rows = [torch.eye(3)[:, :2].mul(rank + 1).to_sparse(1) for rank in range(2)]
     done = simulate(mean(), rows)
     assert torch.equal(done.reduced[0].value.to_dense(), torch.eye(3)[:, :2] * 1.5)
+
+
+# -- reduce_scatter_mean -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("hook", [reduce_scatter_mean(), chain(cast(torch.bfloat16), reduce_scatter_mean())], ids=repr)
+def test_laws_of_reduce_scatter_mean(hook: CommHook, dtype: torch.dtype) -> None:
+    check_hook(hook, dtype=dtype, shapes=((5, 3), ()))  # 16 elements: whole slices on 1 and 2 ranks, padded on 3
+
+
+@pytest.mark.parametrize("numel", [0, 1, 6, 7])
+@pytest.mark.parametrize("donated", [False, True])
+def test_reduce_scatter_mean_is_the_mean_in_two_halves(numel: int, donated: bool) -> None:
+    brought = gradients(3, numel)
+    done = simulate(reduce_scatter_mean(), brought, donated=donated)
+    for value, _ in done.reduced:
+        torch.testing.assert_close(value, average(brought))
+    assert [e.op.kind.value for e in done.exchanges] == ["reduce_scatter_tensor", "all_gather_into_tensor"]
+    assert done.wire_bytes == 2 * 2 * -(-numel // 3) * 4
+
+
+def test_reduce_scatter_mean_of_what_it_cannot_cut() -> None:
+    with pytest.raises(UsageError, match=r"its gradients are sparse.*partition"):
+        simulate(reduce_scatter_mean(), [torch.eye(2).to_sparse(1)])
+    done = simulate(reduce_scatter_mean(), [torch.tensor([1 + 1j]), torch.tensor([3 - 1j])])
+    assert done.reduced[1].value.item() == 2
 
 
 # -- weighted mean -------------------------------------------------------------------------------------------------------

@@ -130,6 +130,19 @@ def test_a_hook_that_lies_is_a_hook_error(alone: Driver, script: Callable[..., R
     assert caught.value.hook == "scripted()"
 
 
+class Silent(Scripted):
+    """Says `collectives = 0`, whatever it does."""
+
+    collectives = 0
+
+
+def test_a_hook_of_no_collective_is_done_at_once(alone: Driver) -> None:
+    assert launch(alone, Silent(none_at_all), 2.0).wait().tolist() == [2.0, 2.0, 2.0]
+    assert alone._lane.idle
+    with pytest.raises(HookError, match="says collectives = 0 but yielded all_reduce"):
+        launch(alone, Silent(second_one), 1.0)
+
+
 # -- several, on the lane ------------------------------------------------------------------------------------------------
 
 

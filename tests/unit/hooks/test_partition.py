@@ -11,21 +11,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradwire.errors import UsageError, UsageTypeError
+from gradwire.groups import ThreadGroup
 from gradwire.hooks import (
     BucketSpec,
     CommHook,
     Reduced,
     Reduction,
     Turn,
+    after,
     by_size,
     cast,
     chain,
     error_feedback,
     every,
+    hierarchical,
     masked,
     mean,
     partition,
 )
+from gradwire.parallel import replicate
 from gradwire.testing import check_hook, simulate
 
 HALF = chain(cast(torch.bfloat16), mean())
@@ -120,6 +124,32 @@ def test_a_parameter_without_a_pattern_is_named() -> None:
         hook.init(MODEL)
     with pytest.raises(UsageError, match=r"'b\.bias'"):
         hook.wire_bytes(MODEL, 2)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda hook: hook,
+        lambda hook: chain(error_feedback(), hook),
+        lambda hook: after(100, hook),
+        lambda hook: every(5, hook),
+        lambda hook: every(5, mean(), otherwise=hook),
+        lambda hook: hierarchical(across=hook),
+        lambda hook: masked("*", hook),
+    ],
+)
+def test_a_model_is_told_at_once_that_a_parameter_has_no_hook(around: Any) -> None:
+    (group,) = ThreadGroup.world(1)
+    model = torch.nn.Linear(2, 2)
+    hook = around(partition({"weight": mean()}))
+    with pytest.raises(UsageError, match="no pattern fits the parameter 'bias'"):
+        replicate(torch.nn.Linear(2, 2), group=group, hook=hook)
+    replica = replicate(model, group=group)
+    with pytest.raises(UsageError, match="no pattern fits the parameter 'bias'"):
+        replica.set_hook(hook)
+    model(torch.ones(1, 2)).sum().backward()  # goes on with the hook it had
+    replica.detach()
+    group.close()
 
 
 def test_bytes_are_the_sum_over_the_parts() -> None:

@@ -35,7 +35,7 @@ def gradients(ranks: int, numel: int, seed: int = 0) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("hook", HOOKS, ids=repr)
 def test_laws(hook: CommHook, dtype: torch.dtype) -> None:
-    check_hook(hook, dtype=dtype)
+    check_hook(hook, dtype=dtype, world_sizes=(1, 3))
 
 
 def test_laws_with_error_feedback() -> None:

@@ -242,6 +242,19 @@ def test_several_optimizers_make_one_step_together() -> None:
     assert run_ranks(rank_main, 2) == [[0, 1, 1, 2, 2, 3]] * 2
 
 
+@pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
+def test_outer_steps_between_processes(kind: str) -> None:
+    """Three ranks, so that of random pairs one stays alone and sends nothing; the same as between threads."""
+    hooks = [gossip(topology="random"), streaming_diloco(every=2, fragments=2, delay=1)]
+
+    def rank_main(group: Group) -> list[Tensor]:
+        return [train(group, hook, 4)[1][-1] for hook in hooks]
+
+    for there, here in zip(run_ranks(rank_main, 3, kind=kind), run_ranks(rank_main, 3), strict=True):
+        for a, b in zip(there, here, strict=True):
+            torch.testing.assert_close(a, b)
+
+
 # -- forgetting it -------------------------------------------------------------------------------------------------------
 
 
@@ -306,6 +319,7 @@ def test_a_local_hook_without_an_outer_half_is_refused() -> None:
     for do in (ddp.set_hook, lambda hook: ddp.register_comm_hook(None, hook), lambda hook: as_torch_hook(hook, group)):
         with pytest.raises(UsageError, match="nothing would ever average"):
             do(around)
+    ddp.register_comm_hook(None, mean())  # the place is still free
     with pytest.raises(UsageError, match=r"it moves parameters, and was told of none"):
         as_torch_hook(local_sgd(every=2), group)
     group.close()
@@ -336,6 +350,33 @@ def test_an_optimizer_does_not_keep_a_model_alive(no_gc: None) -> None:
     optimizer.step()
     gc.collect()
     group.close()
+
+
+def test_a_graph_declared_static_later_keeps_the_optimizer() -> None:
+    (group,) = ThreadGroup.world(1, timeout=20)
+    ddp = DDP(copy.deepcopy(NET), process_group=group)
+    ddp.set_hook(local_sgd(every=1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    ddp.attach_optimizer(optimizer)
+    ddp._set_static_graph()
+    for step in range(3):
+        loss_on(ddp, 0, step).backward()
+        optimizer.step()
+    assert ddp.hook_state_dict()["step"] == 3
+    group.close()
+
+
+def test_a_checkpoint_loaded_before_the_first_step_is_where_the_round_starts() -> None:
+    def rank_main(group: Group) -> Tensor:
+        def ready(replica: Any, _: Any) -> None:
+            with torch.no_grad():
+                for p in replica.module.parameters():
+                    p.add_(10.0)
+
+        return train(group, diloco(every=1, outer_lr=0.5, outer_momentum=0.0), 1, lr=1e-6, ready=ready)[1][-1]
+
+    for result in run_ranks(rank_main, 2):
+        torch.testing.assert_close(result, flat(NET) + 10, rtol=0, atol=1e-3)
 
 
 # -- swapping and failing ------------------------------------------------------------------------------------------------

@@ -51,7 +51,10 @@ _ASIDE_LOOKS = 30
 """How often the group's own thread looks, with the interpreter lock in its hands, before it lingers."""
 
 _LINGER = 800
-"""How often a thread then looks, giving up the interpreter lock each time, before it sleeps: one to two milliseconds."""
+"""How often a thread then looks, giving up the interpreter lock each time, before it sleeps: one to two milliseconds.
+
+To look at one letter is a look: many letters make each round of looks as much longer, and the wait must not grow with them.
+"""
 
 
 class _Current(NamedTuple):
@@ -95,7 +98,11 @@ class Engine:
         self._starting = threading.Lock()
         cores = usable_cores()
         self._crowded = self.size > cores
-        self._looks = looks_before_sleep(self.size, cores=cores)
+        # See Note [Ranks of one process] in sync.py.
+        shares = board.pids.tolist().count(os.getpid()) > 1
+        self._lingers = not self._crowded and not shares
+        self._looks = 1 if shares else looks_before_sleep(self.size, cores=cores)
+        self._aside_looks = 1 if shares else _ASIDE_LOOKS
 
     # -- for the group -------------------------------------------------------------------------------------------------
 
@@ -195,7 +202,7 @@ class Engine:
                 return
             with self._driving:
                 try:
-                    self._drive(None, _ASIDE_LOOKS)
+                    self._drive(None, self._aside_looks)
                 except Exception as error:  # whoever waits must hear of it, and the thread is needed again
                     self._broken_off(error)
 
@@ -210,12 +217,12 @@ class Engine:
                 continue
             if self._current is None and not self._letters and not self._queue and not self._arrived:
                 return
-            looks += 1
+            looks += max(1, len(self._letters))
             if looks < patience:
                 if self._crowded:
                     os.sched_yield()
                 continue
-            if not self._crowded and looks < patience + _LINGER:
+            if self._lingers and looks < patience + _LINGER:
                 pause()
                 continue
             looks = 0

@@ -38,6 +38,11 @@ number of times before it sleeps, as long as there is a core for every rank: fir
 two, giving up the interpreter lock at each look, since ranks that have just shared a piece of work are seldom further apart.
 Where ranks outnumber cores a spinning rank keeps the one it waits for from running; it gives up the core at each look instead,
 and sleeps soon.
+
+Note [Ranks of one process]
+Ranks that are threads of one process share its interpreter lock. A rank that spins keeps it from the very rank it waits for. To
+give it up at each look does not help: a thread that waits for the lock needs longer to wake than the look's pause is, finds it
+taken again, and gets it by force after the interpreter's switch interval, 5 ms. So such a rank looks once and sleeps.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 
 from gradwire.collectives import build
 from gradwire.collectives.reference import store
-from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupError
+from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError
 from gradwire.groups.shared_memory import mail
 from gradwire.groups.shared_memory.board import SLOTS
+from gradwire.groups.shared_memory.engine import _ASIDE_LOOKS, _LINGER
 
 
 def number(value: float, n: int = 3) -> torch.Tensor:
@@ -23,7 +25,7 @@ def number(value: float, n: int = 3) -> torch.Tensor:
 @pytest.mark.parametrize("receiver_first", [False, True])
 def test_more_letters_than_slots_arrive_in_order(world: Any, everywhere: Any, receiver_first: bool) -> None:
     groups = world(2)
-    many = SLOTS + 9
+    many = 5 * SLOTS + 3
 
     def use(group: Any) -> list[float]:
         if group.rank == 0:
@@ -43,6 +45,37 @@ def test_more_letters_than_slots_arrive_in_order(world: Any, everywhere: Any, re
 
     results = everywhere(groups, use)
     assert results[1] == list(range(many))
+
+
+@pytest.mark.parametrize("shares", [True, False], ids=["ranks of one process", "ranks of several"])
+def test_who_waits_for_many_letters_sleeps_soon(world: Any, shares: bool) -> None:
+    """At once where it would keep the interpreter lock from the sender; else after as many looks at letters as at one letter."""
+    group, many = world(2)[0], 5 * SLOTS + 3
+    engine, looks, slept, rounds = group._engine, [0], threading.Event(), []
+    assert not engine._lingers
+    if not shares:
+        engine._lingers, engine._aside_looks = True, _ASIDE_LOOKS
+    advance, sleep = engine._advance, engine.board.bell.sleep
+
+    def counting() -> bool:
+        moved = advance()
+        looks[0] = 0 if moved else looks[0] + 1
+        return moved
+
+    def sleeping(*args: Any) -> None:
+        if len(engine._letters) == many:
+            rounds.append(looks[0])
+            slept.set()
+        sleep(*args)
+
+    engine._advance, engine.board.bell.sleep = counting, sleeping
+    works = [group.recv(torch.empty(3), src=1, async_op=True) for _ in range(many)]
+    assert slept.wait(20)
+    group.abort("enough")
+    for work in works:
+        with pytest.raises(GroupAborted):
+            work.wait()
+    assert rounds[0] <= (1 if shares else 1 + (_ASIDE_LOOKS + _LINGER) // many)
 
 
 def test_tags_in_any_order(world: Any, everywhere: Any) -> None:

@@ -1,0 +1,192 @@
+"""gradwire's hooks inside FSDP2 (`torch.distributed.fsdp.fully_shard`), at the two places that it leaves open.
+
+`set_all_reduce_hook`: after a module's gradients were reduced and scattered over its shards, the hook averages each rank's shard
+over the replicas of the model: hybrid sharding with our hook in place of torch's all-reduce.
+`set_custom_reduce_scatter`: the hook stands in for the reduce-scatter itself.
+
+Note [What a shard's bucket is]
+FSDP hands its hook one flat tensor per module: this rank's shard of each parameter, one after another, each padded to the size of
+the largest shard. That is the bucket that the hook sees, with the shards' shapes. Where the tensor has another length (some
+parameters got no gradient in this step) the bucket is one nameless row, with a state of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+
+from gradwire.errors import UsageError, UsageTypeError
+from gradwire.groups.base import Group
+from gradwire.hooks.base import CommHook, Turn, begin
+from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.drive import run
+from gradwire.hooks.states import States, to_dict
+from gradwire.hooks.together import load_together
+
+
+class FsdpHook:
+    """One hook on the shards of one FSDP module. Call it with the flat tensor, which is reduced in place."""
+
+    def __init__(
+        self,
+        hook: CommHook,
+        group: Group,
+        parts: Sequence[tuple[str, tuple[int, ...]]],
+        *,
+        device: torch.device,
+        doing: str,
+    ) -> None:
+        if not isinstance(hook, CommHook):
+            raise UsageTypeError(f"{doing}({hook!r}): not a CommHook. Pass e.g. chain(cast(torch.bfloat16), mean()).")
+        if hook.local:
+            raise UsageError(
+                f"{doing}({hook!r}): its outer steps move whole parameters, and here each rank has a shard. Use "
+                "DistributedDataParallel or replicate(), or a hook that averages gradients."
+            )
+        self._hook = hook
+        self._group = group
+        self._parts = tuple(parts)
+        self._states = States(hook)
+        self._step = 0
+        self._device = device
+
+    def __call__(self, flat: Tensor) -> None:
+        """Average `flat` over the group, in place."""
+        flat.copy_(self.reduced(flat))
+
+    @torch.no_grad()
+    def reduced(self, flat: Tensor) -> Tensor:
+        """The average of `flat` over the group; `flat` may be written to."""
+        self._device = flat.device
+        spec = self._spec(flat)
+        turn = Turn(spec, self._group.rank, self._group.size, self._step, donated=True)
+        self._step += 1
+        # On CUDA this runs under FSDP's own stream, which the wait for each collective orders.
+        return run(begin(self._hook, flat, self._states.of(spec), turn), self._group.submit).value
+
+    def _spec(self, flat: Tensor) -> BucketSpec:
+        parts = self._parts
+        if sum(math.prod(shape) for _, shape in parts) != flat.numel():
+            parts = ((f"{flat.numel()} elements", (flat.numel(),)),)
+        return BucketSpec(
+            index=0 if parts is self._parts else flat.numel(),
+            names=tuple(name for name, _ in parts),
+            shapes=tuple(shape for _, shape in parts),
+            strides=tuple(tuple(torch.empty(shape, device="meta").stride()) for _, shape in parts),
+            dtype=flat.dtype,
+            device=flat.device,
+        )
+
+    def hook_state_dict(self) -> dict[str, Any]:
+        """The hook's state for this rank's shards, by parameter name: see `Replica.hook_state_dict`."""
+        return to_dict(self._states, rank=self._group.rank, step=self._step)
+
+    def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from a saved state; every rank of the group calls it, between steps. It must be of the same shards."""
+        self._states = load_together(saved, self._hook, self._group, device=self._device)
+        self._step = self._states.step
+
+    def __repr__(self) -> str:
+        return f"FsdpHook({self._hook!r}, {self._group})"
+
+
+def as_fsdp_hook(hook: CommHook, group: Group, *, named_parameters: Iterable[tuple[str, Tensor]] = ()) -> FsdpHook:
+    """For `module.set_all_reduce_hook`: average the module's shards over `group`, the replicas that hold the same ones.
+
+    The module is sharded over one dimension of a mesh, `fully_shard(module, mesh=mesh["shard"])`, and `group` is the other:
+    `gw.from_process_group(mesh.get_group("replicate"))`. One hook per FSDP module, with the parameters that FSDP reduces together:
+    `fsdp_parameters(model)` gives both.
+    """
+    named = list(named_parameters)
+    parts = [(name, _shard_shape(name, p, "as_fsdp_hook")) for name, p in named]
+    return FsdpHook(hook, group, parts, device=_device(named), doing="as_fsdp_hook")
+
+
+class FsdpReduceScatter:
+    """See `as_fsdp_reduce_scatter`. It has the two methods of torch's `ReduceScatter`."""
+
+    def __init__(self, inner: FsdpHook, group: Group) -> None:
+        self._inner = inner
+        self._group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the whole gradient, and for the shard of it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Average the whole by the hook, and keep this rank's part."""
+        if op not in (ReduceOp.AVG, ReduceOp.SUM) or async_op or group.size() != self._group.size:
+            raise UsageError(
+                f"as_fsdp_reduce_scatter: FSDP asks {group.size()} ranks for {op}, async_op={async_op}, and this is a hook over "
+                f"{self._group.size} ranks that averages or sums at once. Leave set_gradient_divide_factor alone, and give it the "
+                "group that the module is sharded over."
+            )
+        whole = self._inner.reduced(input_tensor)
+        output_tensor.copy_(whole.chunk(self._group.size)[self._group.rank])
+        if op == ReduceOp.SUM:
+            output_tensor.mul_(self._group.size)
+
+    def hook_state_dict(self) -> dict[str, Any]:
+        """As in FsdpHook."""
+        return self._inner.hook_state_dict()
+
+    def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """As in FsdpHook."""
+        self._inner.load_hook_state_dict(saved)
+
+
+def as_fsdp_reduce_scatter(
+    hook: CommHook, group: Group, *, named_parameters: Iterable[tuple[str, Tensor]] = ()
+) -> FsdpReduceScatter:
+    """For `module.set_custom_reduce_scatter`: reduce the module's gradients over its shards by `hook`.
+
+    A hook gives every rank the whole average, of which FSDP keeps a shard here; so this sends what the hook sends, twice a plain
+    reduce-scatter's bytes for `mean()`. It pays for hooks that compress more than twofold. `group` is that of the shards.
+    """
+    named = list(named_parameters)
+    shards = [(name, _shard_shape(name, p, "as_fsdp_reduce_scatter")) for name, p in named]
+    parts = [(f"{name} (shard {r})", shape) for r in range(group.size) for name, shape in shards]
+    inner = FsdpHook(hook, group, parts, device=_device(named), doing="as_fsdp_reduce_scatter")
+    return FsdpReduceScatter(inner, group)
+
+
+def fsdp_parameters(model: nn.Module) -> Iterator[tuple[Any, list[tuple[str, nn.Parameter]]]]:
+    """Every FSDP module in `model`, with the parameters, by their full names, that it reduces together."""
+    owned: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    modules: dict[str, Any] = {name: m for name, m in model.named_modules() if hasattr(m, "set_all_reduce_hook")}
+    for name, parameter in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        while owner not in modules and owner:
+            owner = owner.rpartition(".")[0]
+        if owner in modules:
+            owned.setdefault(owner, []).append((name, parameter))
+    for owner, named in owned.items():
+        yield modules[owner], named
+
+
+def _device(named: Sequence[tuple[str, Tensor]]) -> torch.device:
+    return named[0][1].device if named else torch.device("cpu")
+
+
+def _shard_shape(name: str, parameter: Tensor, doing: str) -> tuple[int, ...]:
+    """The shape of the largest shard of a DTensor, to which FSDP pads all; of another tensor, its own."""
+    placements = getattr(parameter, "placements", None)
+    if placements is None:
+        return tuple(parameter.shape)
+    if len(placements) > 1 and any(placement.is_replicate() for placement in placements):
+        raise UsageError(
+            f"{doing}: {name} is placed {placements}, so torch averages over its replicas itself, before any hook. Shard it over "
+            'a mesh of one dimension, fully_shard(module, mesh=mesh["shard"]), and give the hook the group of the other.'
+        )
+    shape = list(parameter.shape)
+    for size, placement in zip(parameter.device_mesh.shape, placements, strict=True):  # type: ignore[attr-defined]
+        if placement.is_shard():
+            shape[placement.dim] = -(-shape[placement.dim] // size)
+    return tuple(shape)

@@ -1,0 +1,162 @@
+"""gradwire's hooks inside FSDP2: between replicas, and in place of the reduce-scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from gradwire.collectives import ReduceOp, all_reduce
+from gradwire.errors import UsageError, UsageTypeError
+from gradwire.groups import Group, ThreadGroup
+from gradwire.hooks import CommHook, Reduced, Reduction, Turn, cast, chain, error_feedback, local_sgd, mean
+from gradwire.interop import as_fsdp_hook, as_fsdp_reduce_scatter, from_process_group, fsdp_parameters
+from gradwire.testing import run_ranks
+
+
+class Coarse(CommHook):
+    """The mean of gradients rounded to a grid: lossy, and told apart easily."""
+
+    collectives = 1
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        sent = (grad * 64).round() / 64
+        value = sent.clone()
+        yield all_reduce(value, op=ReduceOp.AVG)
+        return Reduced(value, sent)
+
+    def __repr__(self) -> str:
+        return "coarse()"
+
+
+LOSSY = chain(error_feedback(), Coarse())
+
+
+def sharded(mesh: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 8), nn.Tanh(), nn.Linear(8, 3))
+    for i in (0, 2):
+        fully_shard(model[i], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def train(model: nn.Module, rank: int, steps: range) -> Tensor:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in steps:
+        optimizer.zero_grad()
+        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+        model(inputs).pow(2).sum().backward()
+        optimizer.step()
+    return torch.cat([p.detach().full_tensor().flatten() for p in model.parameters()])  # type: ignore[attr-defined]
+
+
+def between_replicas(rank: int, size: int) -> dict[str, Tensor]:
+    """Replicas of one shard: torch's own hybrid sharding, and ours by two hooks."""
+    done = {}
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
+    done["plain"] = train(sharded(mesh), rank, range(3))
+    replicas = from_process_group(mesh.get_group("replicate"))
+    for name, hook in {"mean": mean(), "lossy": LOSSY}.items():
+        model = sharded(mesh["shard"])
+        hooks = []
+        for module, named in fsdp_parameters(model):
+            hooks.append(as_fsdp_hook(hook, replicas, named_parameters=named))
+            module.set_all_reduce_hook(hooks[-1])
+        done[name] = train(model, rank, range(3))
+        states = [h.hook_state_dict() for h in hooks]
+        assert [s["step"] for s in states] == [3] * 3
+        if name == "lossy":
+            residuals = {n: parts["residual"].numel() for s in states for n, parts in s["state"].items()}
+            assert residuals == {n: p.numel() for n, p in model.named_parameters()}
+            for h, state in zip(hooks, states, strict=True):
+                h.load_hook_state_dict(state)
+    with pytest.raises(UsageError, match=r"torch averages over its replicas itself.*a mesh of one dimension"):
+        for _, named in fsdp_parameters(sharded(mesh)):
+            as_fsdp_hook(mean(), replicas, named_parameters=named)
+    replicas.close()
+    return done
+
+
+def in_place_of_the_reduce_scatter(rank: int, size: int) -> dict[str, Tensor]:
+    """Everybody is a shard."""
+    done = {}
+    mesh = init_device_mesh("cpu", (size,))
+    done["plain"] = train(sharded(mesh), rank, range(3))
+    shards = from_process_group(mesh.get_group())
+    for name, hook in {"mean": mean(), "lossy": LOSSY}.items():
+        model, comms = sharded(mesh), []
+        for module, named in fsdp_parameters(model):
+            comms.append(as_fsdp_reduce_scatter(hook, shards, named_parameters=named))
+            module.set_custom_reduce_scatter(comms[-1])
+            if name == "lossy":  # FSDP asks for sums then, and divides itself
+                module.set_force_sum_reduction_for_comms(True)
+        done[name] = train(model, rank, range(3))
+        states = [comm.hook_state_dict() for comm in comms]
+        assert [s["step"] for s in states] == [3] * 3
+        if name == "lossy":
+            residuals = {n: parts["residual"].numel() for s in states for n, parts in s["state"].items()}
+            assert len(residuals) == 6 * size
+            assert residuals["0.weight (shard 1)"] == 7 * 6  # thirteen rows on two ranks: seven, padded
+            assert residuals["4.bias (shard 0)"] == 2
+        for comm, state in zip(comms, states, strict=True):
+            comm.load_hook_state_dict(state)
+    shards.close()
+    return done
+
+
+def test_fsdp_trains_with_our_hooks(fresh: Callable[..., Any]) -> None:
+    """The mean gives what FSDP gives by itself; a lossy hook, with error feedback, something near it. All ranks agree."""
+
+    def both(rank: int, size: int) -> list[dict[str, Tensor]]:
+        return [scenario(rank, size) for scenario in (between_replicas, in_place_of_the_reduce_scatter)]
+
+    (ranks,) = fresh(both, ("gloo",))
+    for one in ranks:
+        for done, first in zip(one, ranks[0], strict=True):
+            torch.testing.assert_close(done["mean"], done["plain"])
+            torch.testing.assert_close(done["lossy"], done["plain"], rtol=0.1, atol=0.02)
+            assert not torch.equal(done["lossy"], done["plain"])
+            assert all(torch.equal(done[name], first[name]) for name in done)
+
+
+# -- without FSDP --------------------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_of_another_length_is_one_nameless_row() -> None:
+    """Some parameters got no gradient: which, FSDP does not tell."""
+
+    def rank_main(group: Group) -> list[str]:
+        hook = as_fsdp_hook(LOSSY, group, named_parameters=[("a", torch.zeros(4)), ("b", torch.zeros(2, 3))])
+        for numel in (10, 6, 10, 4):
+            flat = torch.full((numel,), float(group.rank))
+            hook(flat)
+            assert flat.tolist() == [0.5] * numel
+        return sorted(hook.hook_state_dict()["state"])
+
+    assert run_ranks(rank_main, 2) == [["4 elements", "6 elements", "a", "b"]] * 2
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    (group,) = ThreadGroup.world(1, timeout=20)
+    with pytest.raises(UsageTypeError, match="not a CommHook"):
+        as_fsdp_hook(cast(torch.bfloat16), group)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"local_sgd\(every=2\)\): its outer steps move whole parameters"):
+        as_fsdp_reduce_scatter(local_sgd(every=2), group)
+
+    class Pair:
+        def size(self) -> int:
+            return 2
+
+    comm = as_fsdp_reduce_scatter(mean(), group)
+    with pytest.raises(UsageError, match="asks 2 ranks for .*and this is a hook over 1 ranks"):
+        comm(torch.zeros(1), torch.zeros(2), Pair(), dist.ReduceOp.AVG)
+    assert repr(as_fsdp_hook(mean(), group)).startswith("FsdpHook(mean(), <threads rank 0 of 1")
+    assert list(fsdp_parameters(nn.Linear(2, 2))) == []
+    group.close()

@@ -1,0 +1,24 @@
+"""The pages of docs/hooks that can be run as they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PAGES = Path(__file__).parents[3] / "docs" / "hooks"
+
+
+@pytest.mark.parametrize("page", ["seldom", "state"])
+def test_the_page_tells_the_truth(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks of a page, one after another."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```$", (PAGES / f"{page}.md").read_text(), re.M | re.S)
+    assert blocks
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)
+    if "group" in names:
+        names["group"].close()

@@ -1,0 +1,441 @@
+"""quantize and sign: codes against a naive reference, all ways to the same bits, laws on simulated ranks, refusals."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradwire.errors import UsageError
+from gradwire.hooks import BucketSpec, CommHook, chain, error_feedback, mean, quantize, sign
+from gradwire.hooks.quantized import codec, eager, loops
+from gradwire.hooks.quantized.layout import Layout, Part, Section, lay_out
+from gradwire.testing import check_hook, run_ranks, simulate
+from gradwire.testing.laws import LAWS, pays_back
+
+needs_numba = pytest.mark.skipif(not loops.available(), reason="needs numba")
+BITS = [8, 4, 2, 1]
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(params=["loops", "eager"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Once compiled, once as where numba is missing."""
+    if request.param == "eager":
+        monkeypatch.setattr(loops, "available", lambda: False)
+    elif not loops.available():
+        pytest.skip("needs numba")
+    return str(request.param)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def part_of(numel: int, bits: int, *, block: int = 256, rows: int = 1) -> Part:
+    return Layout((Section(bits, ((0, numel),)),), block).parts(rows)[0]
+
+
+def encoded(module: Any, x: Tensor, part: Part, rows: int, key: int | None = None) -> Tensor:
+    message = torch.zeros(rows, part.stride, dtype=torch.uint8)
+    module.quantise(x, message, part, key)
+    return message
+
+
+def decoded(module: Any, message: Tensor, part: Part) -> Tensor:
+    out = torch.empty(part.numel)
+    module.dequantise(message, out, part)
+    return out
+
+
+def naive(x: Tensor, bits: int, block: int = 256) -> Tensor:
+    """What comes back, in float64 and without packing."""
+    pieces = []
+    for piece in x.double().split(block):
+        if bits == 1:
+            pieces.append((2 * (piece >= 0).double() - 1) * piece.abs().mean())
+        else:
+            scale = piece.abs().max() / (2 ** (bits - 1) - 1)
+            pieces.append((piece / scale).round() * scale if scale > 0 else torch.zeros_like(piece))
+    return torch.cat(pieces)
+
+
+def spec_of(names: list[str], numels: list[int], dtype: torch.dtype = torch.float32) -> BucketSpec:
+    return BucketSpec(0, tuple(names), tuple((n,) for n in numels), ((1,),) * len(names), dtype, torch.device("cpu"))
+
+
+# -- the codec -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_codes_stand_for_the_nearest_level(bits: int, rows: int, way: str) -> None:
+    x = normal(1000)
+    part = part_of(1000, bits, rows=rows)
+    back = decoded(codec, encoded(codec, x, part, rows), part)
+    torch.testing.assert_close(back.double(), naive(x, bits), rtol=1e-5, atol=1e-5)
+
+
+def test_a_tie_goes_to_the_even_level(way: str) -> None:
+    x = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 127.0] + [0.0] * 26)
+    back = decoded(codec, encoded(codec, x, part_of(32, 8, block=32), 1), part_of(32, 8, block=32))
+    assert back[:6].tolist() == [0.0, 2.0, 2.0, 0.0, -2.0, 127.0]
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_zero_is_a_level_and_levels_are_symmetric(bits: int, way: str) -> None:
+    x = normal(256)
+    x[7] = 0.0
+    part = part_of(256, bits)
+    back = decoded(codec, encoded(codec, x, part, 1), part)
+    assert back[7] == 0.0
+    assert torch.equal(decoded(codec, encoded(codec, -x, part, 1), part), -back)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_what_is_not_finite_spoils_its_block_and_no_other(bits: int, bad: float, way: str) -> None:
+    x = normal(600)
+    x[300] = bad
+    part = part_of(600, bits, rows=2)
+    back = decoded(codec, encoded(codec, x, part, 2), part)
+    assert back[256:512].isnan().all()
+    assert back[:256].isfinite().all()
+    assert back[512:].isfinite().all()
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_zeros_and_tiny_numbers_come_back_as_zeros(bits: int, way: str) -> None:
+    for x in (torch.zeros(300), torch.full((300,), 1e-40), torch.full((300,), -1e-35)):
+        part = part_of(300, bits)
+        assert decoded(codec, encoded(codec, x, part, 1), part).abs().max() == 0.0
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_chance_keeps_levels_and_is_right_on_average(bits: int, way: str) -> None:
+    part = part_of(512, bits)
+    x = normal(512).clamp_(-1, 1)
+    x[0] = x[256] = 1.0
+    total = torch.zeros(512)
+    for key in range(400):
+        back = decoded(codec, encoded(codec, x, part, 1, key * 7919), part)
+        total += back
+        torch.testing.assert_close(back[0].item(), 1.0)
+        assert ((back - x).abs() <= 1.001 / part.top).all()
+    step = 1 / part.top
+    assert (total / 400 - x).abs().max() < 6 * step / 2 / 20
+    exact = torch.arange(-part.top, part.top + 1).float()
+    level = part_of(len(exact), bits)
+    torch.testing.assert_close(decoded(codec, encoded(codec, exact, level, 1, 5), level), exact)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_rows_are_summed_in_one_go(bits: int, rows: int, way: str) -> None:
+    part = part_of(300, bits)
+    message = torch.cat([encoded(codec, normal(300, seed=r), part, 1) for r in range(rows)])
+    out = torch.empty(300)
+    codec.total(message, out, part, 1 / rows)
+    expected = torch.stack([naive(normal(300, seed=r), bits) for r in range(rows)]).mean(0)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_numba
+@given(
+    bits=st.sampled_from(BITS),
+    block=st.sampled_from([32, 256, 8192]),
+    rows=st.integers(1, 4),
+    numel=st.integers(1, 3000),
+    key=st.one_of(st.none(), st.integers(0, 2**31 - 1)),
+    size=st.sampled_from([1.0, 1e-30, 1e30]),
+    bad=st.sampled_from([0.0, NAN, INF]),
+)
+@settings(max_examples=150, deadline=None)
+def test_compiled_loops_give_the_bits_of_torch(
+    bits: int, block: int, rows: int, numel: int, key: int | None, size: float, bad: float
+) -> None:
+    key = None if bits == 1 else key
+    x = normal(numel, seed=numel) * torch.exp(3 * normal(numel, seed=numel + 1)) * size
+    x[: numel // 3] = (x[: numel // 3] / size).round() / 2  # ties
+    x[numel // 2] = bad
+    part = part_of(numel, bits, block=block, rows=rows)
+    messages = [encoded(module, x, part, rows, key) for module in (eager, loops)]
+    assert torch.equal(*messages)
+    one, two = (decoded(module, messages[0], part) for module in (eager, loops))
+    assert torch.equal(one.view(torch.int32), two.view(torch.int32))
+    own = replace(part, numel=min(numel, part.row))
+    sums = [torch.empty(own.numel) for _ in range(2)]
+    eager.total(messages[0], sums[0], own, 1 / 3)
+    loops.total(messages[0], sums[1], own, 1 / 3)
+    assert torch.equal(sums[0].view(torch.int32), sums[1].view(torch.int32))
+
+
+def test_the_device_kernels_can_be_imported_anywhere() -> None:
+    assert callable(importlib.import_module("gradwire.hooks.quantized.kernels").quantise)
+
+
+# -- quantize ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_mean_of_codes_quantised_again(bits: int, ranks: int, way: str) -> None:
+    brought = [normal(2000, seed=r) for r in range(ranks)]
+    done = simulate(quantize(bits), brought)
+    slice_ = math.ceil(math.ceil(2000 / 256) / ranks) * 256
+    means = torch.stack([naive(g, bits) for g in brought]).mean(0)
+    expected = torch.cat([naive(piece, bits) for piece in means.split(slice_)])
+    value = done.reduced[0].value.double()
+    # A mean that falls between two levels may go either way by rounding; hardly any does.
+    assert ((value - expected).abs() > 1e-5).double().mean() < 0.01
+    assert [(e.op.kind.value, e.op.dtypes) for e in done.exchanges] == [
+        ("all_to_all_single", ("uint8",)),
+        ("all_gather_into_tensor", ("uint8",)),
+    ]
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_wire_carries_bits_not_floats(bits: int) -> None:
+    brought = [normal(1 << 20)] * 4
+    dense = simulate(mean(), brought).wire_bytes
+    ratio = simulate(quantize(bits), brought).wire_bytes / dense
+    assert ratio == pytest.approx((bits + 32 / 256) / 32, rel=1e-3)
+
+
+def test_chance_differs_by_rank_step_and_seed_and_repeats() -> None:
+    brought = [normal(500)] * 2
+    hook = quantize(4, rounding="stochastic")
+    first = simulate(hook, brought)
+    assert not torch.equal(first.reduced[0].sent[:256], first.reduced[1].sent[:256])
+    assert torch.equal(simulate(hook, brought).reduced[0].value, first.reduced[0].value)
+    assert not torch.equal(simulate(hook, brought, step=1).reduced[0].value, first.reduced[0].value)
+    other = simulate(quantize(4, rounding="stochastic", seed=1), brought)
+    assert not torch.equal(other.reduced[0].value, first.reduced[0].value)
+
+
+LAWFUL = [
+    quantize(8),
+    quantize(4, rounding="stochastic"),
+    quantize(2, block=32),
+    quantize(1),
+    quantize({"layer0*": 4, "layer2*": 1, "*": 8}, block=64),
+    chain(error_feedback(), quantize(4)),
+    sign("mean"),
+    sign("majority"),
+]
+
+
+@pytest.mark.parametrize("hook", LAWFUL, ids=repr)
+def test_laws(hook: CommHook) -> None:
+    check_hook(hook, world_sizes=(1, 3))
+
+
+@pytest.mark.parametrize("hook", [quantize(8), quantize(1), sign("mean"), sign("majority", per="bucket")], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_laws_in_other_dtypes(hook: CommHook, dtype: torch.dtype) -> None:
+    check_hook(hook, dtype=dtype, world_sizes=(3,))
+
+
+@pytest.mark.parametrize("hook", [quantize(8), quantize(1), sign("mean"), sign("majority")], ids=repr)
+@pytest.mark.parametrize("shapes", [[(0,)], [(1,)], [(700,), (0,)]], ids=str)
+def test_laws_on_small_buckets_and_many_ranks(hook: CommHook, shapes: list[tuple[int, ...]]) -> None:
+    check_hook(hook, shapes=shapes, world_sizes=(1, 5), laws=[law for law in LAWS if law is not pays_back])
+
+
+def test_laws_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "available", lambda: False)
+    check_hook(quantize({"layer0*": 4, "*": 8}), world_sizes=(2,))
+
+
+def test_with_and_without_numba_a_step_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    brought = [normal(3000, seed=r) for r in range(3)]
+    hooks = [quantize(8), quantize(4, rounding="stochastic"), quantize(1), sign("majority")]
+    compiled = [simulate(hook, brought).reduced for hook in hooks]
+    monkeypatch.setattr(loops, "available", lambda: False)
+    for hook, before in zip(hooks, compiled, strict=True):
+        for now, then in zip(simulate(hook, brought).reduced, before, strict=True):
+            assert torch.equal(now.value, then.value)
+            assert torch.equal(now.sent, then.sent)
+
+
+def test_complex_gradients_are_pairs_of_real_ones() -> None:
+    brought = [torch.complex(normal(300, seed=r), normal(300, seed=r + 9)) for r in range(2)]
+    true = torch.stack(brought).mean(0)
+    done = simulate(quantize(8), brought)
+    assert (done.reduced[0].value - true).abs().max() < 0.1
+    expected = torch.stack([sent for _, sent in done.reduced]).mean(0)
+    torch.testing.assert_close(done.reduced[1].value, expected)
+    assert simulate(sign(), brought).reduced[0].value.dtype == torch.complex64
+
+
+@pytest.mark.parametrize("hook", [quantize(8), quantize(1), sign("mean"), sign("majority")], ids=repr)
+def test_nan_on_one_rank_reaches_all(hook: CommHook) -> None:
+    brought = [normal(600, seed=r) for r in range(3)]
+    brought[1][5] = NAN
+    for value, _ in simulate(hook, brought).reduced:
+        assert value[5].isnan()
+
+
+def test_it_averages_by_itself() -> None:
+    assert chain(error_feedback(), quantize(8), mean()) == chain(error_feedback(), quantize(8))
+
+
+def test_in_training_over_a_group() -> None:
+    import gradwire as gw
+
+    def train(group: Any) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1)
+        ddp = gw.DistributedDataParallel(model, process_group=group)
+        ddp.set_hook(chain(error_feedback(), quantize(bits={"*bias": 8, "*": 4}), mean()))
+        ddp(torch.full((2, 3), float(group.rank + 1))).sum().backward()
+        assert model.weight.grad is not None
+        return list(model.weight.grad.flatten().tolist())
+
+    assert run_ranks(train, 2) == [[pytest.approx(3.0)] * 3] * 2
+
+
+# -- bits by parameter ---------------------------------------------------------------------------------------------------
+
+
+def test_bits_by_parameter() -> None:
+    names, numels = ["a.weight", "a.bias", "b.weight", "b.bias"], [1000, 10, 500, 6]
+    spec = spec_of(names, numels)
+    hook = quantize({"*.bias": 8, "*": 2})
+    brought = [normal(1516, seed=r) for r in range(2)]
+    done = simulate(hook, brought, spec=spec)
+    plain = {bits: simulate(quantize(bits), [_chosen(g, bits) for g in brought]).reduced for bits in (8, 2)}
+    for rank in range(2):
+        for field in (0, 1):
+            assert torch.equal(_chosen(done.reduced[rank][field], 8), plain[8][rank][field])
+            assert torch.equal(_chosen(done.reduced[rank][field], 2), plain[2][rank][field])
+    assert done.wire_bytes == hook.wire_bytes(spec, 2)
+
+
+def _chosen(flat: Tensor, bits: int) -> Tensor:
+    a, a_bias, b, b_bias = flat.split([1000, 10, 500, 6])
+    return torch.cat([a_bias, b_bias] if bits == 8 else [a, b])
+
+
+def test_neighbours_of_the_same_width_are_one_stretch() -> None:
+    spec = spec_of(["a", "b", "c.bias", "d"], [5, 6, 7, 8])
+    layout = lay_out(spec, (("*.bias", 8), ("*", 4)), 256)
+    assert [(s.bits, s.pieces) for s in layout.sections] == [(8, ((11, 7),)), (4, ((0, 11), (18, 8)))]
+    assert lay_out(spec, (("*", 4),), 256).sections[0].pieces == ((0, 26),)
+    double = lay_out(replace(spec, dtype=torch.complex64), (("*", 4),), 256)
+    assert double.sections[0].pieces == ((0, 52),)
+
+
+def test_the_first_pattern_wins_and_one_must_match() -> None:
+    spec = spec_of(["a.weight", "a.bias"], [5, 6])
+    first = lay_out(spec, (("a.*", 2), ("*.bias", 8)), 256)
+    assert [s.bits for s in first.sections] == [2]
+    with pytest.raises(UsageError, match=r"no pattern matches the parameter 'a\.weight'. Add a last one"):
+        quantize({"*.bias": 8}).init(spec)
+
+
+# -- sign ----------------------------------------------------------------------------------------------------------------
+
+
+def two_parameters(ranks: int) -> tuple[BucketSpec, list[Tensor]]:
+    brought = [torch.cat([normal(300, seed=r), 100 * normal(40, seed=r + 50)]) for r in range(ranks)]
+    return spec_of(["a", "b"], [300, 40]), brought
+
+
+def signs(g: Tensor) -> Tensor:
+    return torch.where(g >= 0, 1.0, -1.0)
+
+
+@pytest.mark.parametrize("per", ["parameter", "bucket"])
+@pytest.mark.parametrize("divisor", [None, 2])
+def test_the_mean_of_scaled_signs(per: Any, divisor: int | None, way: str) -> None:
+    spec, brought = two_parameters(3)
+    if divisor:
+        brought[-1].zero_()
+    scaled = [signs(g) * scales(g, per) for g in brought]
+    done = simulate(sign("mean", per=per), brought, spec=spec, divisor=divisor)
+    for rank, (value, sent) in enumerate(done.reduced):
+        torch.testing.assert_close(value, torch.stack(scaled).sum(0) / (divisor or 3))
+        torch.testing.assert_close(sent, scaled[rank])
+
+
+def scales(g: Tensor, per: str) -> Tensor:
+    pieces = g.split([300, 40]) if per == "parameter" else [g]
+    return torch.cat([p.abs().mean().expand(p.numel()) for p in pieces])
+
+
+@pytest.mark.parametrize("per", ["parameter", "bucket"])
+def test_the_majority_decides_and_the_scale_is_the_mean(per: Any, way: str) -> None:
+    spec, brought = two_parameters(3)
+    votes = torch.stack([signs(g) for g in brought]).sum(0).sign()
+    scale = torch.stack([scales(g, per) for g in brought]).mean(0)
+    done = simulate(sign("majority", per=per), brought, spec=spec)
+    for value, _ in done.reduced:
+        torch.testing.assert_close(value, votes * scale)
+
+
+def test_the_owner_decides_a_tie() -> None:
+    brought = [torch.ones(512), -torch.ones(512)]
+    value = simulate(sign("majority"), brought).reduced[0].value
+    assert value[:256].eq(1).all()
+    assert value[256:].eq(-1).all()
+
+
+def test_whoever_has_only_zeros_does_not_vote() -> None:
+    brought = [-torch.ones(8), torch.zeros(8), torch.zeros(8)]
+    value = simulate(sign("majority"), brought, divisor=1).reduced[0].value
+    assert value.tolist() == [-1.0] * 8
+
+
+def test_a_vote_is_one_bit_each_way() -> None:
+    brought = [normal(1 << 20)] * 4
+    ratio = simulate(sign("majority"), brought).wire_bytes / simulate(mean(), brought).wire_bytes
+    assert ratio == pytest.approx(1 / 32, rel=1e-3)
+
+
+# -- refusals and reprs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: quantize(3), r"quantize\(bits=3, .*: 3 bits for '\*'. Bits are 8, 4, 2 or 1"),
+        (lambda: quantize(True), "True bits"),
+        (lambda: quantize({"*": 16}), "16 bits for"),
+        (lambda: quantize({}), "no pattern in bits"),
+        (lambda: quantize(8, block=100), "a block is a power of two from 32 to 8192"),
+        (lambda: quantize(8, block=16), "a block is a power of two"),
+        (lambda: quantize(8, block=0), "a block is a power of two"),
+        (lambda: quantize(8, rounding="up"), "no such rounding"),  # type: ignore[arg-type]
+        (lambda: quantize(1, rounding="stochastic"), "one bit is the sign and is not rounded"),
+        (lambda: sign("median"), r"scale is one of 'mean', 'majority'"),  # type: ignore[arg-type]
+        (lambda: sign(per="layer"), "per one of 'parameter', 'bucket'"),  # type: ignore[arg-type]
+        (lambda: chain(error_feedback(), sign("majority")), "what a vote did not say cannot be paid back"),
+    ],
+)
+def test_refused_when_built(make: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        make()
+
+
+@pytest.mark.parametrize("hook", [quantize(8), sign()], ids=repr)
+def test_sparse_gradients_are_refused(hook: CommHook) -> None:
+    with pytest.raises(UsageError, match=r"sparse gradients are not quantised.*partition"):
+        simulate(hook, [torch.eye(2).to_sparse(1)])
+
+
+def test_reprs_show_all_settings() -> None:
+    assert repr(quantize()) == "quantize(bits=8, block=256, rounding='nearest', seed=0)"
+    assert repr(quantize({"*.bias": 8, "*": 4}, block=64, rounding="stochastic", seed=3)) == (
+        "quantize(bits={'*.bias': 8, '*': 4}, block=64, rounding='stochastic', seed=3)"
+    )
+    assert repr(sign()) == "sign(scale='mean', per='parameter')"
+    assert quantize(8) == quantize(8) != quantize(4)
+    assert hash(quantize({"*": 4})) == hash(quantize(4))
