@@ -161,7 +161,7 @@ th:first-child, td:first-child, th:last-child, td:last-child {{ text-align: left
 tr.best td {{ font-weight: 600; background: #eef6fb; }}
 dl {{ display: grid; grid-template-columns: max-content auto; gap: 0.1em 1.2em; color: #555; font-size: 0.9em; }}
 dd {{ margin: 0; }}
-svg {{ width: 100%; height: auto; }}
+svg {{ width: 100%; height: auto; margin-top: 1.5em; }}
 </style>
 </head>
 <body>
