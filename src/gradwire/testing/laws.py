@@ -61,6 +61,9 @@ class Trial:
 
 Law = Callable[[Trial], None]
 
+_SHORT, _LONG = 24, 120
+"""Steps after which `pays_back` looks at the average over time."""
+
 
 def agree(trial: Trial) -> None:
     """All ranks hold the same bits."""
@@ -155,18 +158,18 @@ def pays_back(trial: Trial) -> None:
     states: Any = None
     total = torch.zeros_like(truth)
     off: list[float] = []
-    short, long = 24, 120
-    for step in range(long):
+    for step in range(_LONG):
         done = simulate(hook, brought, spec=trial.spec, states=states, step=step, hosts=trial.hosts)
         states = done.states
         total += _wide(done.reduced[0].value)
-        if step + 1 in (short, long):
-            off.append(float((total / (step + 1) - truth).norm() / truth.norm()))
+        off.append(float((total / (step + 1) - truth).norm() / truth.norm()))
+    # What is owed goes up and down, and may be next to nothing in one step by chance: the worst of twenty steps counts.
+    early, late = max(off[_SHORT - 20 : _SHORT]), max(off[-20:])
     rounding = 64 * torch.finfo(trial.spec.dtype).eps + hook.error(trial.spec) * trial.ranks
-    if not off[1] <= max(0.5 * off[0], rounding):
+    if not late <= max(0.5 * early, rounding):
         raise trial.broken(
             "pays_back",
-            f"the average over {short} steps is {off[0]:.3g} off the true mean, over {long} still {off[1]:.3g}",
+            f"the average over some {_SHORT} steps is up to {early:.3g} off the true mean, over some {_LONG} still {late:.3g}",
         )
 
 
