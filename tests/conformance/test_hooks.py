@@ -22,7 +22,7 @@ from gradwire.groups import Group
 from gradwire.hooks import CommHook, Stage, as_torch_hook
 from gradwire.hooks.drive import Driver
 from gradwire.parallel import DistributedDataParallel
-from gradwire.testing import check_hook, run_ranks, simulate
+from gradwire.testing import check_hook, laws, run_ranks, simulate
 from gradwire.testing.simulate import one_parameter
 
 BFLOAT16 = torch.bfloat16
@@ -68,10 +68,16 @@ ALL: dict[str, CommHook] = {name: make() for name, make in ENDS.items()} | {
 }
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16], ids=str)
-def test_every_hook_keeps_the_laws(name: str, dtype: torch.dtype) -> None:
-    check_hook(ALL[name], dtype=dtype, world_sizes=(1, 2, 4))
+@pytest.mark.parametrize("name", ENDS)
+def test_every_hook_keeps_the_laws(name: str) -> None:
+    check_hook(ALL[name], world_sizes=(1, 3))
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_every_hook_keeps_the_laws_under_error_feedback(name: str) -> None:
+    """But for `pays_back`, which is tried under error feedback anyway."""
+    rest = [law for law in laws.LAWS if law is not laws.pays_back]
+    check_hook(ALL[f"feedback, {name}"], world_sizes=(2,), dtype=BFLOAT16, laws=rest)
 
 
 # -- random chains -----------------------------------------------------------------------------------------------------------
@@ -99,7 +105,7 @@ chains = st.builds(
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=4)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(chain=chains, shapes=shapes, ranks=st.integers(1, 5), seed=st.integers(0, 999))
 def test_random_chains_on_random_buckets_keep_the_laws(
     chain: Chain, shapes: list[tuple[int, ...]], ranks: int, seed: int
