@@ -28,8 +28,8 @@ from gradwire.groups import (
     Verified,
 )
 from gradwire.interop import as_process_group, register_backend
-from gradwire.lab import Throttled
 from gradwire.interop.backend import Engine
+from gradwire.lab import Throttled
 from gradwire.testing import check_group, check_names, run_ranks
 from gradwire.testing.mpi import missing
 

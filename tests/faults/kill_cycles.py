@@ -19,8 +19,10 @@ from collections import Counter
 import torch
 from torch.distributed import FileStore
 
+from gradwire.collectives import ReduceOp
 from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupError, PeerLost
 from gradwire.groups import SharedMemoryGroup
+from gradwire.groups.shared_memory.fold import CompiledFold
 
 PATIENCE = 1.5
 """Seconds until a rank gives up waiting for one that was killed before it came."""
@@ -98,6 +100,8 @@ def cycle(directory: str, draw: random.Random, heard: Counter[str]) -> list[str]
 
 def main(directory: str, cycles: int, seed: int) -> None:
     """All of them."""
+    for op in (ReduceOp.SUM, ReduceOp.AVG):  # what each rank would load and compile, and most would not live to use
+        CompiledFold.find(op, torch.float32, 2)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread was started: forking is not safe"
     draw, heard = random.Random(seed), Counter[str]()
     before, problems = used(directory), []

@@ -1,7 +1,7 @@
 """Communication hooks: what happens to a bucket on its way to the wire."""
 
 from gradwire.hooks.as_torch import as_torch_hook
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn, Wrapped
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.combine import chain
 from gradwire.hooks.decoupled import decoupled_momentum
@@ -31,6 +31,7 @@ __all__ = [
     "Reduction",
     "SignSGD",
     "Stage",
+    "Trait",
     "Turn",
     "Wrapped",
     "add_noise",

@@ -7,9 +7,12 @@ ranks, on a Group and inside torch's own DDP alike.
 
 from __future__ import annotations
 
+import functools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from enum import Flag, auto
 from typing import Any, NamedTuple
 
 import torch
@@ -56,25 +59,47 @@ class Turn:
 Reduction = Generator[Collective, None, Reduced]
 
 
+class Trait(Flag):
+    """What a hook is, as far as it matters to what is combined with it."""
+
+    REMEMBERS = auto()
+    """It keeps what it did not send and sends it later (error feedback, or a momentum of its own)."""
+    LOCAL = auto()
+    """Gradients stay on their rank, so that ranks do not agree on `value` (local SGD)."""
+    WEIGHS = auto()
+    """`turn.weight` counts, so that a mean of its means is not the mean of all."""
+    VOTES = auto()
+    """What it did not send cannot be paid back: what would be owed grows without bound."""
+    DISTORTS = auto()
+    """It changes gradients on purpose (clipping, noise), so that what it took away must not be fed back."""
+    AVERAGES = auto()
+    """It takes the mean of what it makes of the gradients, so that `mean()` to its right in a chain says nothing new."""
+
+    @staticmethod
+    def of(*hooks: CommHook) -> Trait:
+        """What a hook made of these is: all that one of them is, but that it is no end of a chain for `mean()` to follow."""
+        return functools.reduce(operator.or_, (hook.traits for hook in hooks), Trait(0)) & ~Trait.AVERAGES
+
+
 class CommHook(ABC):
     """What happens to a bucket between the model and the wire. Hooks are values: all state comes from `init`."""
 
     collectives: int | None = None
     """How many collectives `reduce` yields for a bucket, where that is always the same number."""
-    remembers: bool = False
-    """Whether it keeps what it did not send and sends it later (error feedback, or a momentum of its own)."""
-    local: bool = False
-    """Whether gradients stay on their rank, so that ranks do not agree on `value` (local SGD)."""
-    weighs: bool = False
-    """Whether `turn.weight` counts, so that a mean of its means is not the mean of all."""
-    repayable: bool = True
-    """Whether error feedback can pay back what it did not send. Not after a vote: what would be owed grows without bound."""
-    averages: bool = False
-    """Whether it takes the mean of what it makes of the gradients, so that `mean()` to its right in a chain says nothing new."""
-    distorts: bool = False
-    """Whether it changes gradients on purpose (clipping, noise), so that what it took away must not be fed back."""
+    traits: Trait = Trait(0)
+    """What others must know of it before they combine it with something."""
     alone: str = ""
     """Of a hook that looks like a stage but is none: why no hook to its right could carry what it makes. `chain` says it."""
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it keeps what it did not send."""
+        return Trait.REMEMBERS in self.traits
+
+    @property
+    def local(self) -> bool:
+        """Whether gradients stay on their rank."""
+        return Trait.LOCAL in self.traits
 
     def check(self, spec: BucketSpec) -> None:
         """Raise UsageError if the hook has no way for one of these parameters: asked when it is set, before any step."""
@@ -125,34 +150,9 @@ class Wrapped(CommHook):
         return self.inner.collectives
 
     @property
-    def remembers(self) -> bool:  # type: ignore[override]
-        """As the hook inside."""
-        return self.inner.remembers
-
-    @property
-    def local(self) -> bool:  # type: ignore[override]
-        """As the hook inside."""
-        return self.inner.local
-
-    @property
-    def weighs(self) -> bool:  # type: ignore[override]
-        """As the hook inside."""
-        return self.inner.weighs
-
-    @property
-    def repayable(self) -> bool:  # type: ignore[override]
-        """As the hook inside."""
-        return self.inner.repayable
-
-    @property
-    def averages(self) -> bool:  # type: ignore[override]
-        """As the hook inside."""
-        return self.inner.averages
-
-    @property
-    def distorts(self) -> bool:  # type: ignore[override]
-        """As the hook inside."""
-        return self.inner.distorts
+    def traits(self) -> Trait:  # type: ignore[override]
+        """Those of the hook inside."""
+        return self.inner.traits
 
     def inside(self, spec: BucketSpec) -> BucketSpec:
         """The bucket as the hook inside sees it."""

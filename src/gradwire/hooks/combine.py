@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradwire.errors import UsageError, UsageTypeError
-from gradwire.hooks.base import CommHook, Stage
+from gradwire.hooks.base import CommHook, Stage, Trait
 from gradwire.hooks.dense import Mean
 
 
@@ -26,7 +26,7 @@ def chain(*parts: Stage | CommHook) -> CommHook:
         )
     for stage in reversed(stages):
         if isinstance(stage, CommHook):
-            if stage.averages and hook == Mean():
+            if Trait.AVERAGES in stage.traits and hook == Mean():
                 hook = stage
                 continue
             why = f": {stage.alone}" if stage.alone else ""

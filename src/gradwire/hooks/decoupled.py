@@ -28,7 +28,7 @@ from torch.nn.functional import linear, pad
 
 from gradwire.collectives import all_gather_into_tensor
 from gradwire.errors import UsageError
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.elements import refuse_sparse, wide
 from gradwire.hooks.pairs import Format, Pairs
@@ -136,7 +136,7 @@ class DecoupledMomentum(CommHook):
     values: torch.dtype | None
 
     collectives = 1
-    remembers = True
+    traits = Trait.REMEMBERS
     alone = ALONE
 
     def init(self, spec: BucketSpec) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwire.collectives import ReduceOp, all_gather_into_tensor, all_reduce, reduce_scatter_tensor
 from gradwire.errors import UsageError
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn, Wrapped
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.elements import padded, refuse_sparse
 
@@ -86,7 +86,7 @@ class WeightedMean(CommHook):
     """See `weighted_mean`."""
 
     collectives = 1
-    weighs = True
+    traits = Trait.WEIGHS
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """One all-reduce of the weighted gradient with the weight behind it."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import UsageError
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.elements import count, real, refuse_sparse, wide
 from gradwire.hooks.pairs import Format, Pairs
@@ -42,7 +42,7 @@ class DGC(CommHook):
     values: torch.dtype | None
 
     collectives = 1
-    remembers = True
+    traits = Trait.REMEMBERS
     alone = ALONE
 
     def init(self, spec: BucketSpec) -> Any:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import UsageError
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn, Wrapped
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.state import bundle, join_flat, pick, split_flat
+from gradwire.jit import loop
 
 
 @dataclass(slots=True)
@@ -29,7 +30,10 @@ class _Memory:
 class ErrorFeedback(Wrapped):
     """See `error_feedback`."""
 
-    remembers = True
+    @property
+    def traits(self) -> Trait:  # type: ignore[override]
+        """It keeps what was not sent; and those of the hook inside."""
+        return self.inner.traits | Trait.REMEMBERS
 
     def __post_init__(self) -> None:
         if self.inner.remembers:
@@ -37,7 +41,7 @@ class ErrorFeedback(Wrapped):
                 f"error_feedback() around {self.inner!r}: the hook inside keeps what it did not send already, so it would be "
                 "sent twice. Leave one of them out."
             )
-        if not self.inner.repayable:
+        if Trait.VOTES in self.inner.traits:
             raise UsageError(
                 f"error_feedback() around {self.inner!r}: what a vote did not say cannot be paid back, and what is owed would grow "
                 'from step to step. Leave error_feedback() out, or use a hook that averages, such as sign(scale="mean").'
@@ -46,7 +50,7 @@ class ErrorFeedback(Wrapped):
             raise UsageError(
                 f"error_feedback() around {self.inner!r}: there gradients stay on their rank, so there is no error to feed back."
             )
-        if self.inner.distorts:
+        if Trait.DISTORTS in self.inner.traits:
             raise UsageError(
                 f"error_feedback() around {self.inner!r}: a hook inside changes gradients on purpose, and what it took away or "
                 "added would be made up for in the next step. Put clip() and add_noise() to the left of error_feedback()."
@@ -67,7 +71,7 @@ class ErrorFeedback(Wrapped):
         wanted = state.residual.add_(grad)
         value, sent = yield from self.inner.reduce(wanted, state.inner, replace(turn, donated=False))
         value, sent = (t.clone() if _shares(t, wanted) else t for t in (value, sent))
-        wanted.sub_(sent)
+        _keep_unsent(wanted, sent)
         return Reduced(value, sent)
 
     def save(self, state: _Memory, spec: BucketSpec) -> dict[str, Any]:
@@ -86,6 +90,25 @@ class ErrorFeedback(Wrapped):
         return f"error_feedback() > {self.inner!r}"
 
 
+def _keep_unsent(wanted: Tensor, sent: Tensor) -> None:
+    """`wanted -= sent`, but zero where that is not finite: a step with a NaN shows it once, and does not owe it for ever."""
+    fast = _subtract.compiled() if wanted.is_cpu and wanted.dtype in _COMPILED and sent.is_contiguous() else None
+    if fast is None:
+        wanted.sub_(sent).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    else:
+        fast(wanted.numpy(), sent.view(-1).numpy())
+
+
+_COMPILED = (torch.float32, torch.float64)
+
+
+@loop
+def _subtract(wanted: Any, sent: Any) -> None:
+    for i in range(wanted.shape[0]):
+        owed = wanted[i] - sent[i]
+        wanted[i] = owed if owed - owed == 0 else wanted.dtype.type(0)
+
+
 def _shares(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
@@ -94,7 +117,8 @@ def error_feedback() -> Stage:
     """Add what was not sent in a step to the next step's gradient. On the wire: as the hook inside.
 
     Every lossy hook (quantize, sign, top_k, random_k, threshold, power_sgd) wants it. Memory: one tensor of the bucket's size.
-    The residual belongs to its rank: it is saved and loaded there, and a rank that joins later begins with zeros.
+    The residual belongs to its rank: it is saved and loaded there, and a rank that joins later begins with zeros. What is not
+    finite is not kept: after a step with a NaN, which a loss scaler skips, the next one starts clean.
     """
 
     def stage(inner: CommHook) -> CommHook:

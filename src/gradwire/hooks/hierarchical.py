@@ -32,7 +32,7 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, Layout, Scope, all_gather, broadcast
 from gradwire.errors import HookError, UsageError
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn, check_hooks
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn, check_hooks
 from gradwire.hooks.bucket import BucketSpec, is_dense
 from gradwire.hooks.dense import Mean
 from gradwire.hooks.pieces import Pieces
@@ -102,9 +102,9 @@ class Hierarchical(CommHook):
     across: CommHook
 
     @property
-    def remembers(self) -> bool:  # type: ignore[override]
-        """Whether either does."""
-        return self.inside.remembers or self.across.remembers
+    def traits(self) -> Trait:  # type: ignore[override]
+        """All that one of the two is."""
+        return Trait.of(self.inside, self.across)
 
     def check(self, spec: BucketSpec) -> None:
         """Both hooks'."""
@@ -253,7 +253,7 @@ def hierarchical(*, across: CommHook, inside: CommHook = _MEAN) -> CommHook:
                 f"hierarchical({name}={hook!r}): there gradients stay on their rank, so hosts would not have one mean to send. Use "
                 "it by itself."
             )
-        if hook.weighs:
+        if Trait.WEIGHS in hook.traits:
             raise UsageError(
                 f"hierarchical({name}={hook!r}): ranks would be weighed within their hosts, and hosts all alike, which is not the "
                 "weighted mean. Use it by itself."

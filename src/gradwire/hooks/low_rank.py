@@ -28,7 +28,7 @@ from torch import Tensor
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.collectives.reference import working_dtype
 from gradwire.errors import UsageError
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, is_dense
 from gradwire.hooks.chance import generator, named_generator
 from gradwire.hooks.dense import Mean
@@ -148,7 +148,7 @@ class _Factors:
 class PowerSGD(CommHook):
     """See `power_sgd`."""
 
-    averages = True
+    traits = Trait.AVERAGES
 
     rank: int
     batched: bool

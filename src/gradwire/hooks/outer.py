@@ -17,14 +17,14 @@ from typing import Any
 from torch import Tensor
 
 from gradwire.errors import UsageError
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 
 
 class OuterHook(CommHook):
     """A hook with an outer half. Its states are those of the outer half: one per bucket of parameters."""
 
-    local = True
+    traits = Trait.LOCAL
     collectives: int | None = 0
     outer_collectives: int | None = None
     """How many collectives `after_step` yields for a bucket, where that is always the same number."""

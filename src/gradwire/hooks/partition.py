@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import UsageError, UsageTypeError
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn, check_hooks
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn, check_hooks
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.dense import Mean
 from gradwire.hooks.pieces import Pieces
@@ -95,19 +95,9 @@ class Partition(CommHook):
             )
 
     @property
-    def remembers(self) -> bool:  # type: ignore[override]
-        """Whether one of the hooks does."""
-        return any(hook.remembers for _, hook in self.rules)
-
-    @property
-    def local(self) -> bool:  # type: ignore[override]
-        """As all of the hooks are."""
-        return self.rules[0][1].local
-
-    @property
-    def weighs(self) -> bool:  # type: ignore[override]
-        """Whether one of the hooks does."""
-        return any(hook.weighs for _, hook in self.rules)
+    def traits(self) -> Trait:  # type: ignore[override]
+        """All that one of the hooks is."""
+        return Trait.of(*(hook for _, hook in self.rules))
 
     def divide(self, spec: BucketSpec) -> list[_Part]:
         """The parts of a bucket, in the order of the rules; those without a parameter are left out."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwire.collectives.reference import working_dtype
 from gradwire.errors import UsageError
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn, check_hooks
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn, check_hooks
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.dense import Mean
 from gradwire.hooks.state import bundle, join_flat, pick, split_flat
@@ -40,19 +40,9 @@ class After(CommHook):
         return self.hook.collectives if self.hook.collectives == self.before.collectives else None
 
     @property
-    def remembers(self) -> bool:  # type: ignore[override]
-        """As the later hook: the earlier one must not."""
-        return self.hook.remembers
-
-    @property
-    def local(self) -> bool:  # type: ignore[override]
-        """As the later hook: from the change on, ranks need not agree."""
-        return self.hook.local
-
-    @property
-    def weighs(self) -> bool:  # type: ignore[override]
-        """Whether either does."""
-        return self.hook.weighs or self.before.weighs
+    def traits(self) -> Trait:  # type: ignore[override]
+        """As the hooks; the earlier one remembers nothing and is not local."""
+        return Trait.of(self.hook, self.before)
 
     def _now(self, step: int) -> tuple[CommHook, int]:
         """The hook of a step, and how many steps it has had."""
@@ -137,15 +127,13 @@ class _Kept:
 class Every(CommHook):
     """See `every`: the form in which gradients of the other steps are kept."""
 
-    remembers = True
-
     n: int
     hook: CommHook
 
     @property
-    def local(self) -> bool:  # type: ignore[override]
-        """As the hook."""
-        return self.hook.local
+    def traits(self) -> Trait:  # type: ignore[override]
+        """It keeps what it does not send; and those of the hook."""
+        return Trait.of(self.hook) | Trait.REMEMBERS
 
     def check(self, spec: BucketSpec) -> None:
         """The hook's."""
@@ -217,19 +205,9 @@ class Alternating(CommHook):
         return self.hook.collectives if self.hook.collectives == self.otherwise.collectives else None
 
     @property
-    def remembers(self) -> bool:  # type: ignore[override]
-        """Whether either does."""
-        return self.hook.remembers or self.otherwise.remembers
-
-    @property
-    def local(self) -> bool:  # type: ignore[override]
-        """As both are."""
-        return self.hook.local
-
-    @property
-    def weighs(self) -> bool:  # type: ignore[override]
-        """Whether either does."""
-        return self.hook.weighs or self.otherwise.weighs
+    def traits(self) -> Trait:  # type: ignore[override]
+        """All that one of the two is."""
+        return Trait.of(self.hook, self.otherwise)
 
     def _now(self, step: int) -> tuple[CommHook, int]:
         """The hook of a step, and how many steps it has had."""
@@ -296,7 +274,7 @@ def every(n: int, hook: CommHook, *, otherwise: CommHook | None = None) -> CommH
         return hook
     if otherwise is not None:
         return Alternating(n, hook, otherwise)
-    if hook.weighs:
+    if Trait.WEIGHS in hook.traits:
         raise UsageError(
             f"every({n}, {hook!r}): gradients of {n} steps are sent as one, but each step has its own weight. Use mean(), or give "
             "the other steps a hook with otherwise=."

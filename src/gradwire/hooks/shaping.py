@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import UsageError
-from gradwire.hooks.base import CommHook, Reduction, Stage, Turn, Wrapped
+from gradwire.hooks.base import CommHook, Reduction, Stage, Trait, Turn, Wrapped
 from gradwire.hooks.chance import generator
 from gradwire.hooks.elements import real, refuse_sparse, wide
 
@@ -26,7 +26,10 @@ class Clip(Wrapped):
     value: float | None
     per_parameter: bool
 
-    distorts = True
+    @property
+    def traits(self) -> Trait:  # type: ignore[override]
+        """It changes gradients on purpose; and those of the hook inside."""
+        return self.inner.traits | Trait.DISTORTS
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Clip, then as the hook inside."""
@@ -93,7 +96,10 @@ class AddNoise(Wrapped):
     std: float
     seed: int
 
-    distorts = True
+    @property
+    def traits(self) -> Trait:  # type: ignore[override]
+        """It changes gradients on purpose; and those of the hook inside."""
+        return self.inner.traits | Trait.DISTORTS
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Add noise, then as the hook inside."""

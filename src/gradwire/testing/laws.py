@@ -1,7 +1,7 @@
 """`check_hook`: the laws that every communication hook keeps, tried on simulated ranks.
 
 A law is a function below that raises HookError with the numbers that break it. What a hook says of itself decides which apply:
-`local` hooks need not agree, those that `remembers` or `distorts` are not given error feedback on top, and `wire_bytes` and
+`local` hooks need not agree, those that remember or distort are not given error feedback on top, and `wire_bytes` and
 `collectives` are checked where they are known.
 """
 
@@ -20,6 +20,7 @@ from gradwire.collectives import Layout
 from gradwire.collectives.lower import as_bytes
 from gradwire.errors import GradwireError, HookError
 from gradwire.hooks import BucketSpec, CommHook, Reduced, chain, error_feedback
+from gradwire.hooks.base import Trait
 from gradwire.testing.simulate import Simulation, simulate
 
 SHAPES: tuple[tuple[int, ...], ...] = ((16, 8), (16,), (), (0,), (3, 5, 2))
@@ -40,7 +41,8 @@ class Trial:
     def gradients(self, step: int = 0) -> list[Tensor]:
         """One per rank: normal numbers of different size on different ranks."""
         generator = torch.Generator().manual_seed(self.seed * 7919 + step)
-        wide = [torch.randn(self.spec.numel, generator=generator, dtype=torch.float64) for _ in range(self.ranks)]
+        kind = torch.complex128 if self.spec.dtype.is_complex else torch.float64
+        wide = [torch.randn(self.spec.numel, generator=generator, dtype=kind) for _ in range(self.ranks)]
         return [(g * (1 + r)).to(self.spec.dtype).to(self.spec.device) for r, g in enumerate(wide)]
 
     def run(self, gradients: Sequence[Tensor], states: Sequence[Any] | None = None, **named: Any) -> Simulation:
@@ -58,6 +60,9 @@ class Trial:
 
 
 Law = Callable[[Trial], None]
+
+_SHORT, _LONG = 24, 120
+"""Steps after which `pays_back` looks at the average over time."""
 
 
 def agree(trial: Trial) -> None:
@@ -125,10 +130,10 @@ def mean_of_sent(trial: Trial) -> None:
         for step in range(2):
             done = trial.run(brought, states, step=step, divisor=divisor, weights=weights)
             states = done.states
-            sent = torch.stack([s.double() for _, s in done.reduced])
+            sent = torch.stack([_wide(s) for _, s in done.reduced])
             expected = sent.sum(0) / (divisor or trial.ranks)
             scale = float(sent.abs().max()) * trial.ranks / (divisor or trial.ranks) if sent.numel() else 0.0
-            off = float((done.reduced[0].value.double() - expected).abs().max()) if sent.numel() else 0.0
+            off = float((_wide(done.reduced[0].value) - expected).abs().max()) if sent.numel() else 0.0
             if not off <= trial.hook.error(trial.spec) * scale:
                 raise trial.broken(
                     "mean_of_sent",
@@ -140,34 +145,31 @@ def mean_of_sent(trial: Trial) -> None:
 def pays_back(trial: Trial) -> None:
     """With error feedback the average over time converges to the true mean: what is owed stays bounded."""
     hook = trial.hook
-    if (
-        hook.local
-        or hook.distorts
-        or not hook.repayable
-        or (hook.remembers and not repr(hook).startswith("error_feedback()"))
-    ):
+    if hook.traits & (Trait.LOCAL | Trait.DISTORTS | Trait.VOTES):
+        return
+    if hook.remembers and not repr(hook).startswith("error_feedback()"):
         return
     if not hook.remembers:
         hook = chain(error_feedback(), hook)
     brought = trial.gradients()
     if trial.spec.numel == 0:
         return
-    truth = torch.stack([g.double() for g in brought]).mean(0)
+    truth = torch.stack([_wide(g) for g in brought]).mean(0)
     states: Any = None
     total = torch.zeros_like(truth)
     off: list[float] = []
-    short, long = 24, 120
-    for step in range(long):
+    for step in range(_LONG):
         done = simulate(hook, brought, spec=trial.spec, states=states, step=step, hosts=trial.hosts)
         states = done.states
-        total += done.reduced[0].value.double()
-        if step + 1 in (short, long):
-            off.append(float((total / (step + 1) - truth).norm() / truth.norm()))
+        total += _wide(done.reduced[0].value)
+        off.append(float((total / (step + 1) - truth).norm() / truth.norm()))
+    # What is owed goes up and down, and may be next to nothing in one step by chance: the worst of twenty steps counts.
+    early, late = max(off[_SHORT - 20 : _SHORT]), max(off[-20:])
     rounding = 64 * torch.finfo(trial.spec.dtype).eps + hook.error(trial.spec) * trial.ranks
-    if not off[1] <= max(0.5 * off[0], rounding):
+    if not late <= max(0.5 * early, rounding):
         raise trial.broken(
             "pays_back",
-            f"the average over {short} steps is {off[0]:.3g} off the true mean, over {long} still {off[1]:.3g}",
+            f"the average over some {_SHORT} steps is up to {early:.3g} off the true mean, over some {_LONG} still {late:.3g}",
         )
 
 
@@ -289,6 +291,10 @@ def _through_file(state: dict[str, Any]) -> dict[str, Any]:
     file.seek(0)
     loaded: dict[str, Any] = torch.load(file, weights_only=True)
     return loaded
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.to(torch.complex128 if t.is_complex() else torch.float64)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

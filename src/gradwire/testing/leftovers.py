@@ -150,7 +150,8 @@ def open_descriptors() -> dict[int, str]:
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+            # A file that somebody removes meanwhile is still the descriptor it was.
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}").removesuffix(" (deleted)")
         except OSError:  # the listing's own descriptor, or one that closed meanwhile
             continue
     return found

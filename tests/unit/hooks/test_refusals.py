@@ -14,6 +14,7 @@ from gradwire.hooks import (
     CommHook,
     Reduced,
     Reduction,
+    Trait,
     Turn,
     after,
     by_size,
@@ -35,7 +36,7 @@ FED = chain(error_feedback(), HALF)
 class Local(CommHook):
     """Leaves gradients where they are."""
 
-    local = True
+    traits = Trait.LOCAL
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         return Reduced(grad, grad)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradwire.errors import UsageError
-from gradwire.hooks import BucketSpec, CommHook, add_noise, chain, clip, error_feedback, mean, top_k
+from gradwire.hooks import BucketSpec, CommHook, Trait, add_noise, chain, clip, error_feedback, mean, top_k
 from gradwire.testing import check_hook, simulate
 
 SPEC = BucketSpec(0, ("a", "b"), ((2,), (2,)), ((1,), (1,)), torch.float32, torch.device("cpu"))
@@ -107,6 +107,6 @@ def test_repr_and_what_they_say_of_themselves() -> None:
     hook = chain(clip(norm=1.0, per_parameter=True), add_noise(std=0.5, seed=4), mean())
     assert repr(hook) == "clip(norm=1.0, per_parameter=True) > add_noise(std=0.5, seed=4) > mean()"
     assert repr(chain(clip(value=1.0), mean())) == "clip(value=1.0) > mean()"
-    assert hook.distorts
-    assert not mean().distorts
+    assert Trait.DISTORTS in hook.traits
+    assert Trait.DISTORTS not in mean().traits
     assert hook.collectives == 1

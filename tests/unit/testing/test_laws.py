@@ -17,6 +17,7 @@ from gradwire.hooks import (
     CommHook,
     Reduced,
     Reduction,
+    Trait,
     Turn,
     cast,
     chain,
@@ -94,7 +95,7 @@ class MiscountsCollectives(Average):
 class Forgets(Average):
     """A momentum that is not saved."""
 
-    remembers = True
+    traits = Trait.REMEMBERS
 
     def init(self, spec: BucketSpec) -> Any:
         return torch.zeros(spec.numel)

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradwire.cli.block import Block
+
 _WIDTH = 16
 
 
@@ -50,28 +52,8 @@ SIZES = {
 """`small` is GPT-2 small, 124 million elements; `10m` has 10 million, for slow cores; `tiny` is for trying out."""
 
 
-class Block(nn.Module):
-    """Attention, then a perceptron, each on a normalised residual stream."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.heads = shape.heads
-        self.norm1 = nn.LayerNorm(shape.width)
-        self.qkv = nn.Linear(shape.width, 3 * shape.width)
-        self.out = nn.Linear(shape.width, shape.width)
-        self.norm2 = nn.LayerNorm(shape.width)
-        self.up = nn.Linear(shape.width, 4 * shape.width)
-        self.down = nn.Linear(4 * shape.width, shape.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` is [batch, time, width]."""
-        batch, time, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, time, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, time, width))
-        y: Tensor = x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
-        return y
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
 
 
 class GPT2(nn.Module):
@@ -82,7 +64,9 @@ class GPT2(nn.Module):
         self.shape = shape
         self.symbol = nn.Embedding(shape.symbols, shape.width)
         self.place = nn.Embedding(shape.context, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(
+            Block(width=shape.width, heads=shape.heads, activation=_gelu) for _ in range(shape.layers)
+        )
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.symbols, bias=False)
         self.head.weight = self.symbol.weight

@@ -27,6 +27,8 @@ from gradwire.cli.bench.world import TIMEOUT, run_world
 from gradwire.errors import UsageError
 
 _BLOCK = 2
+_TOKENS = 16
+"""Of a sequence. Few, as when many ranks share a batch: what a step communicates then shows beside what it computes."""
 _WORDS = {
     peers.BARE: "bare model, alone",
     peers.TORCH: "torch DDP, gloo",
@@ -53,7 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )
     add("--ranks", type=at_least(2), default=2, help="how many ranks (default: %(default)s)")
     add("--batch", type=at_least(1), default=1, help="sequences a rank and step (default: %(default)s)")
-    add("--tokens", type=at_least(1), help="of a sequence (default: as many as the model can see)")
+    add("--tokens", type=at_least(1), default=_TOKENS, help="of a sequence (default: %(default)s)")
     add("--steps", type=at_least(4), default=30, help="timed steps of each variant (default: %(default)s)")
     add("--timeout", type=at_least(1), default=TIMEOUT, metavar="SECONDS", help="without news (default: %(default)s)")
     add_json_option(parser)
@@ -63,13 +65,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 def run(args: argparse.Namespace) -> int:
     """Measure, and show what came of it."""
     machine, console = describe(), Console(highlight=False)
-    tokens = SIZES[args.size].context if args.tokens is None else args.tokens
-    if tokens > SIZES[args.size].context:
+    context = SIZES[args.size].context
+    if args.tokens > context:
         raise UsageError(
-            f"bench training --size {args.size} --tokens {tokens}: the model sees {SIZES[args.size].context} tokens at a time. "
+            f"bench training --size {args.size} --tokens {args.tokens}: the model sees {context} tokens at a time. "
             "Ask for fewer, or for a larger model."
         )
-    trial = Trial(size=args.size, batch=args.batch, tokens=tokens, rounds=args.steps // _BLOCK, block=_BLOCK)
+    trial = Trial(size=args.size, batch=args.batch, tokens=args.tokens, rounds=args.steps // _BLOCK, block=_BLOCK)
     with bar(console, f"{args.ranks} ranks", trial.rounds) as heard:
         times: list[Times] = run_world(
             functools.partial(run_trial, trial),

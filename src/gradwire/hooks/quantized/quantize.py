@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwire.collectives import all_gather_into_tensor, all_to_all_single
 from gradwire.errors import UsageError
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.chance import generator
 from gradwire.hooks.quantized import codec
@@ -27,7 +27,7 @@ class Quantize(CommHook):
     """See `quantize`."""
 
     collectives = 2
-    averages = True
+    traits = Trait.AVERAGES
 
     rules: Rules
     block: int

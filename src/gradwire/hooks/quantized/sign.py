@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.collectives import all_gather_into_tensor, all_to_all_single
 from gradwire.errors import UsageError
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.quantized import codec
 from gradwire.hooks.quantized.bucket import as_given, as_real, refuse_sparse
@@ -49,15 +49,13 @@ class _Stretches:
 class Sign(CommHook):
     """See `sign`."""
 
-    averages = True
-
     scale: str
     per: str
 
     @property
-    def repayable(self) -> bool:  # type: ignore[override]
-        """Not where there is a vote: see `sign`."""
-        return self.scale == "mean"
+    def traits(self) -> Trait:  # type: ignore[override]
+        """Where there is a vote, error feedback would be wrong: see `sign`."""
+        return Trait.AVERAGES if self.scale == "mean" else Trait.AVERAGES | Trait.VOTES
 
     @property
     def collectives(self) -> int:  # type: ignore[override]

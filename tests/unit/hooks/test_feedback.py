@@ -1,0 +1,75 @@
+"""error_feedback: what was not sent is sent later, in place, without NaN for ever; the same bits compiled or not."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire import jit
+from gradwire.collectives import ReduceOp, all_reduce
+from gradwire.hooks import CommHook, Reduced, Reduction, Turn, cast, chain, error_feedback, feedback, mean, top_k
+from gradwire.testing import check_hook, simulate
+
+
+class Whole(CommHook):
+    """Sends whole numbers only."""
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        sent = grad.trunc()
+        value = sent.clone()
+        yield all_reduce(value, op=ReduceOp.AVG)
+        return Reduced(value * turn.share, sent)
+
+
+def run(
+    hook: CommHook, gradients: list[list[float]], steps: int, dtype: torch.dtype = torch.float32
+) -> list[list[float]]:
+    states: Any = None
+    values = []
+    for step in range(steps):
+        done = simulate(hook, [torch.tensor(g, dtype=dtype) for g in gradients], states=states, step=step)
+        states = done.states
+        values.append(done.reduced[0].value.tolist())
+    return values
+
+
+def test_what_was_not_sent_is_sent_when_there_is_enough_of_it() -> None:
+    assert run(chain(error_feedback(), Whole()), [[0.5, 1.25]], 4) == [[0.0, 1.0], [1.0, 1.0], [0.0, 1.0], [1.0, 2.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
+def test_every_dtype_keeps_the_laws(dtype: torch.dtype) -> None:
+    check_hook(chain(error_feedback(), mean()), dtype=dtype)
+    if not dtype.is_complex:
+        check_hook(chain(error_feedback(), top_k(ratio=0.2)), dtype=dtype, world_sizes=(2,))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_step_with_something_not_finite_shows_it_once_and_owes_nothing(bad: float) -> None:
+    hook = chain(error_feedback(), cast(torch.bfloat16), mean())
+    first = simulate(hook, [torch.tensor([1.0, bad])])
+    assert not first.reduced[0].value[1].isfinite()
+    second = simulate(hook, [torch.tensor([1.0, 2.0])], states=first.states, step=1)
+    assert second.reduced[0].value.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_same_bits_without_numba(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = torch.randn(1001, dtype=dtype)
+    wanted[7], wanted[8], wanted[9] = float("nan"), float("inf"), 1e-42
+    sent = wanted.bfloat16().to(dtype)
+    compiled, plain = wanted.clone(), wanted.clone()
+    feedback._keep_unsent(compiled, sent)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.setattr(feedback, "_subtract", jit.loop(feedback._subtract._function))
+    jit._njit.cache_clear()
+    try:
+        feedback._keep_unsent(plain, sent)
+    finally:
+        jit._njit.cache_clear()
+    assert torch.equal(compiled, plain)
+    assert plain.isfinite().all()
