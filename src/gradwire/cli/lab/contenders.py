@@ -2,6 +2,11 @@
 
 A contender is a function that makes, on a rank, a wrapped model over a link of that rank, and says how to take it apart.
 Takes torch.distributed from `bench.peers`.
+
+Note [Who drops a process group]
+torch's PowerSGD hook leaves functions behind that hold its process group and run in a thread of gloo. If the group is destroyed
+while such a thread still has one, the thread is the last to drop it, waits for itself, and takes the process down with "Resource
+deadlock avoided". So ranks hold on to torch's process groups until all contenders are through.
 """
 
 from __future__ import annotations
@@ -46,6 +51,8 @@ class Wrapped:
     """The bytes that this rank has sent so far."""
     attach: Callable[[Any], object] = lambda optimizer: None
     """Tell the hook of the optimizer, where it wants to know it."""
+    keep: object = None
+    """What must not be dropped before the rank ends: see Note [Who drops a process group]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +105,7 @@ def _torchs(name: str, words: str, register: Callable[[Any], object]) -> Contend
             with peers.gloo_world(PrefixStore(key, seat.store), seat.rank, seat.size, timeout=seat.timeout):
                 ddp = nn.parallel.DistributedDataParallel(model)
                 register(ddp)
-                yield Wrapped(ddp, _sent_over_link)
+                yield Wrapped(ddp, _sent_over_link, keep=ddp.process_group)
             return
         group = _group(seat, link, key)
         assert isinstance(group, Throttled)

@@ -93,28 +93,30 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Rank 0: this is where a contender is."""
+    """Rank 0: this is where a contender is, and its whole way once that is over."""
 
     name: str
     point: Point
-    over: bool
+    course: Course | None
 
 
-def run_courses(plan: Plan, seat: Seat) -> tuple[list[Course], int]:
-    """Train on this rank, together with all others: every contender's way, and the number of parameters."""
+def run_courses(plan: Plan, seat: Seat) -> list[Course]:
+    """Train on this rank, together with all others: every contender's way."""
     corpus = standard_library()
     courses: list[Course] = []
+    kept: list[object] = []
     for name in plan.names:
         contender = CONTENDERS[name]
-        _try(plan, contender, corpus, seat)
-        courses.append(_run(plan, contender, corpus, seat, courses[0] if courses else None))
-    return courses, sum(p.numel() for p in start(plan.size, plan.seed).parameters())
+        _try(plan, contender, corpus, seat, kept)
+        courses.append(_run(plan, contender, corpus, seat, kept, courses[0] if courses else None))
+    return courses
 
 
-def _try(plan: Plan, contender: Contender, corpus: Corpus, seat: Seat) -> None:
+def _try(plan: Plan, contender: Contender, corpus: Corpus, seat: Seat, kept: list[object]) -> None:
     """A few steps of a tiny model: see Note [What is timed]."""
     model = start(_TINY, plan.seed)
     with contender.wrap(model, seat, plan.link, f"{contender.name} try") as wrapped:
+        kept.append(wrapped.keep)
         learner = Learner(model, wrapped.model, corpus, rank=seat.rank, batch=1, rate=plan.rate, seed=plan.seed)
         wrapped.attach(learner.optimizer)
         for _ in range(_TRY):
@@ -123,9 +125,12 @@ def _try(plan: Plan, contender: Contender, corpus: Corpus, seat: Seat) -> None:
     seat.tell(None)
 
 
-def _run(plan: Plan, contender: Contender, corpus: Corpus, seat: Seat, reference: Course | None) -> Course:
+def _run(
+    plan: Plan, contender: Contender, corpus: Corpus, seat: Seat, kept: list[object], reference: Course | None
+) -> Course:
     model = start(plan.size, plan.seed)
     with contender.wrap(model, seat, plan.link, contender.name) as wrapped:
+        kept.append(wrapped.keep)
         learner = Learner(
             model, wrapped.model, corpus, rank=seat.rank, batch=plan.batch, rate=plan.rate, seed=plan.seed
         )
@@ -136,7 +141,8 @@ def _run(plan: Plan, contender: Contender, corpus: Corpus, seat: Seat, reference
             points.append(_stretch(plan, contender, wrapped, learner, seat, points[-1]))
             over = _agree(seat, f"{contender.name} {learner.steps}", _is_over(plan, points, contender.name, reference))
             if seat.rank == 0:
-                seat.tell(News(contender.name, points[-1], over))
+                done = Course(contender.name, tuple(points)) if over else None
+                seat.tell(News(contender.name, points[-1], done))
         seat.meeting.barrier()
     return Course(contender.name, tuple(points))
 

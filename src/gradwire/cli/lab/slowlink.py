@@ -24,9 +24,9 @@ from gradwire.cli.lab import charts
 from gradwire.cli.lab.contenders import CONTENDERS, REFERENCE, Simulated, default_names
 from gradwire.cli.lab.course import Course, News, Plan, run_courses
 from gradwire.cli.lab.figures import Race, as_json, lines, table
-from gradwire.cli.lab.learner import SIZES
+from gradwire.cli.lab.learner import SIZES, start
 from gradwire.cli.recipes import RECIPES, names_of
-from gradwire.errors import UsageError
+from gradwire.errors import GroupError, UsageError
 from gradwire.lab import Host, hosts, why_not
 
 
@@ -118,16 +118,23 @@ def run(args: argparse.Namespace) -> int:
         patience=args.patience,
         link=Simulated(args.mbit, args.latency_ms) if args.throttled else None,
     )
-    with _machines(args) as machines, _progress(console, names) as heard:
-        results: list[tuple[list[Course], int]] = run_world(
-            functools.partial(run_courses, plan),
-            args.hosts,
-            name="lab slowlink",
-            hosts=machines,
-            timeout=args.timeout,
-            heard=heard,
-        )
-    courses, parameters = results[0]
+    courses: list[Course] = []
+    failure: GroupError | None = None
+    with _machines(args) as machines, _progress(console, names, courses) as heard:
+        try:
+            run_world(
+                functools.partial(run_courses, plan),
+                args.hosts,
+                name="lab slowlink",
+                hosts=machines,
+                timeout=args.timeout,
+                heard=heard,
+            )
+        except GroupError as error:
+            if not courses:
+                raise
+            failure = error  # minutes of training are not thrown away because a later contender failed
+    parameters = sum(p.numel() for p in start(plan.size, plan.seed).parameters())
     race = Race(args.mbit, courses)
     facts = {**machine, **_settings(args, plan, parameters)}
     if args.plot is not None:
@@ -137,6 +144,11 @@ def run(args: argparse.Namespace) -> int:
     present(facts, [table(race)], lines(race), data=as_json(race, facts), json_file=args.json, console=console)
     for file in filter(None, (args.plot, args.html)):
         console.print(f"Charts are in {file}.", style="dim")
+    if failure is not None:
+        failure.add_note(
+            f"What is shown above is what {', '.join(course.name for course in courses)} had done by then."
+        )
+        raise failure
     return 0
 
 
@@ -162,8 +174,11 @@ def _machines(args: argparse.Namespace) -> Iterator[Sequence[Host]]:
 
 
 @contextmanager
-def _progress(console: Console, names: Sequence[str]) -> Iterator[Any]:
-    """A line a contender: it shows where it is, and stays. It is drawn when there is news, and not by a thread all the time."""
+def _progress(console: Console, names: Sequence[str], courses: list[Course]) -> Iterator[Any]:
+    """A bar of contenders, and where the present one is; `courses` gets those that are over.
+
+    It is drawn when there is news, and not by a thread all the time: the ranks need the cores.
+    """
     progress = Progress(
         TextColumn("{task.description:<14}"),
         BarColumn(bar_width=20),
@@ -181,10 +196,12 @@ def _progress(console: Console, names: Sequence[str]) -> Iterator[Any]:
                 return
             point = news.point
             words = f"step {point.steps}, {point.seconds:.1f} s, loss {point.loss:.3f}"
-            done = names.index(news.name) + news.over
+            if news.course is not None:
+                courses.append(news.course)
+            done = len(courses)
             progress.update(whole, completed=done, words=f"{done} of {len(names)}")
             progress.update(current, description=news.name, words=words, visible=True, refresh=True)
-            if news.over and not console.is_terminal:
+            if news.course is not None and not console.is_terminal:
                 console.print(f"{news.name}: {words}")
 
         progress.refresh()

@@ -12,8 +12,9 @@ from rich.console import Console
 
 from gradwire.cli import main
 from gradwire.cli.lab import charts, slowlink
-from gradwire.cli.lab.course import Course, Plan, Point, _is_over
+from gradwire.cli.lab.course import Course, News, Plan, Point, _is_over
 from gradwire.cli.lab.figures import Race, as_json, lines, table
+from gradwire.errors import PeerLost
 
 
 @pytest.fixture(autouse=True)
@@ -160,11 +161,53 @@ def test_where_hosts_are_not_permitted_the_simulated_link_is_offered(monkeypatch
     assert "--throttled simulates the link instead." in said
 
 
+def test_what_was_done_before_a_failure_is_not_lost(monkeypatch, capsys, tmp_path):
+    def failing(task, ranks, *, heard, **named):
+        for done in race().courses[:2]:
+            heard(None)
+            heard(News(done.name, done.points[1], None))
+            heard(News(done.name, done.last, done))
+        raise PeerLost("rank 1 died", rank=1)
+
+    monkeypatch.setattr(slowlink, "run_world", failing)
+    file = tmp_path / "ways.json"
+    assert main(["lab", "slowlink", "--throttled", "--json", str(file)]) == 1
+    said = capsys.readouterr()
+    assert "rank 1 died" in said.err
+    assert "What is shown above is what torch, mean had done by then." in said.err
+    assert list(json.loads(file.read_text())["contenders"]) == ["torch", "mean"]
+
+
+def test_a_failure_of_the_reference_leaves_nothing_to_show(monkeypatch, capsys):
+    def failing(task, ranks, **named):
+        raise PeerLost("rank 1 died", rank=1)
+
+    monkeypatch.setattr(slowlink, "run_world", failing)
+    assert main(["lab", "slowlink", "--throttled"]) == 1
+    said = capsys.readouterr()
+    assert "rank 1 died" in said.err
+    assert "mark" not in said.out
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.usefixtures("fonts")
 def test_a_small_run_over_a_simulated_link(tmp_path, capsys):
     files = [tmp_path / name for name in ("ways.json", "ways.png", "ways.html")]
-    argv = ["lab", "slowlink", "--throttled", "--size", "tiny", "--mbit", "50", "--steps", "4", "--exam-every", "2"]
+    argv = [
+        "lab",
+        "slowlink",
+        "--throttled",
+        "--size",
+        "tiny",
+        "--mbit",
+        "50",
+        "--steps",
+        "4",
+        "--exam-every",
+        "2",
+        "--rate",
+        "0.01",
+    ]
     argv += ["--hooks", "mean,torch-fp16", "--json", str(files[0]), "--plot", str(files[1]), "--html", str(files[2])]
     assert main(argv) == 0
     said = capsys.readouterr().out
