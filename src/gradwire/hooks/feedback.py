@@ -50,6 +50,12 @@ class ErrorFeedback(Wrapped):
             raise UsageError(
                 f"error_feedback() around {self.inner!r}: there gradients stay on their rank, so there is no error to feed back."
             )
+        if Trait.WEIGHS in self.inner.traits:
+            raise UsageError(
+                f"error_feedback() around {self.inner!r}: what a rank sends there is multiplied by its share of all samples, which "
+                "would count as an error and be fed back, growing from step to step. Leave error_feedback() out, or multiply each "
+                "rank's loss by its share and use mean()."
+            )
         if Trait.DISTORTS in self.inner.traits:
             raise UsageError(
                 f"error_feedback() around {self.inner!r}: a hook inside changes gradients on purpose, and what it took away or "

@@ -1,7 +1,7 @@
 """`check_hook`: the laws that every communication hook keeps, tried on simulated ranks.
 
 A law is a function below that raises HookError with the numbers that break it. What a hook says of itself decides which apply:
-`local` hooks need not agree, those that remember or distort are not given error feedback on top, and `wire_bytes` and
+`local` hooks need not agree, those that remember, weigh or distort are not given error feedback on top, and `wire_bytes` and
 `collectives` are checked where they are known.
 """
 
@@ -122,7 +122,8 @@ def mean_of_sent(trial: Trial) -> None:
         return
     for divisor in (None, *([trial.ranks - 1] if trial.ranks > 1 else [])):
         brought = trial.gradients()
-        weights = [1.0] * trial.ranks
+        # Only hooks that weigh look at them.
+        weights = [1.0 + rank for rank in range(trial.ranks)]
         if divisor is not None:  # the last rank has run out of inputs
             brought[-1].zero_()
             weights[-1] = 0.0
@@ -145,7 +146,7 @@ def mean_of_sent(trial: Trial) -> None:
 def pays_back(trial: Trial) -> None:
     """With error feedback the average over time converges to the true mean: what is owed stays bounded."""
     hook = trial.hook
-    if hook.traits & (Trait.LOCAL | Trait.DISTORTS | Trait.VOTES):
+    if hook.traits & (Trait.LOCAL | Trait.DISTORTS | Trait.VOTES | Trait.WEIGHS):  # those that it is not for
         return
     if hook.remembers and not repr(hook).startswith("error_feedback()"):
         return

@@ -75,6 +75,16 @@ class ForgetsDivisor(Average):
         return Reduced(value / turn.share, sent)
 
 
+class ForgetsWeights(Average):
+    """Weighs, and does not say so in what it sent."""
+
+    traits = Trait.WEIGHS
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        value, _ = yield from weighted_mean().reduce(grad, state, turn)
+        return Reduced(value, grad)
+
+
 class Drops(Average):
     """Says that it sent what it did not."""
 
@@ -134,7 +144,7 @@ BROKEN = {
     "kept": [Widens()],
     "unwritten": [Writes()],
     "repeatable": [Guesses()],
-    "mean_of_sent": [Sums(), ForgetsDivisor()],
+    "mean_of_sent": [Sums(), ForgetsDivisor(), ForgetsWeights()],
     "pays_back": [Drops()],
     "counted": [Miscounts(), MiscountsCollectives()],
     "saved": [Forgets(), SavesNonsense(), Mixes()],
