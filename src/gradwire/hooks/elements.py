@@ -21,6 +21,11 @@ def real(flat: Tensor) -> Tensor:
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
+def drop_nonfinite_(kept: Tensor) -> Tensor:
+    """Zeros in place of NaN and infinity, in place, for state: a step with a NaN shows it once, and does not keep it for ever."""
+    return kept.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
 def count(spec: BucketSpec) -> int:
     """How many numbers `real` gives for a bucket."""
     return spec.numel * (2 if spec.dtype.is_complex else 1)

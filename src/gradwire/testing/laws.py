@@ -64,6 +64,9 @@ Law = Callable[[Trial], None]
 _SHORT, _LONG = 24, 120
 """Steps after which `pays_back` looks at the average over time."""
 
+_CLEAN = 8
+"""Steps after which `recovers` expects finite values: some hooks keep gradients for a few steps before they send them."""
+
 
 def agree(trial: Trial) -> None:
     """All ranks hold the same bits."""
@@ -223,7 +226,35 @@ def from_nothing(trial: Trial) -> None:
         raise trial.broken("from_nothing", "gradients of zeros gave something that is not finite")
 
 
-LAWS: tuple[Law, ...] = (agree, kept, unwritten, repeatable, mean_of_sent, pays_back, counted, saved, from_nothing)
+def recovers(trial: Trial) -> None:
+    """A step with a NaN and an infinite element on one rank does not spoil the steps after it: eight later all is finite."""
+    if not trial.spec.numel:
+        return
+    brought = trial.gradients()
+    brought[-1][0], brought[-1][trial.spec.numel // 2] = float("nan"), float("inf")
+    states = trial.run(brought).states
+    for step in range(1, _CLEAN + 1):
+        done = trial.run(trial.gradients(step), states, step=step)
+        states = done.states
+    for rank, (value, _) in enumerate(done.reduced):
+        if not bool(torch.isfinite(value).all()):
+            raise trial.broken(
+                "recovers", f"rank {rank} has a value that is not finite {_CLEAN} steps after the last such gradient"
+            )
+
+
+LAWS: tuple[Law, ...] = (
+    agree,
+    kept,
+    unwritten,
+    repeatable,
+    mean_of_sent,
+    pays_back,
+    counted,
+    saved,
+    from_nothing,
+    recovers,
+)
 
 
 def check_hook(

@@ -139,6 +139,19 @@ class DividesByNothing(Average):
         return Reduced(value * 1.0, sent)
 
 
+class NeverForgets(Average):
+    """A momentum that keeps a NaN for ever."""
+
+    traits = Trait.REMEMBERS
+
+    def init(self, spec: BucketSpec) -> Any:
+        return torch.zeros(spec.numel)
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        state.mul_(0.5).add_(grad)
+        return (yield from super().reduce(state, None, turn))
+
+
 BROKEN = {
     "agree": [Disagrees()],
     "kept": [Widens()],
@@ -149,6 +162,7 @@ BROKEN = {
     "counted": [Miscounts(), MiscountsCollectives()],
     "saved": [Forgets(), SavesNonsense(), Mixes()],
     "from_nothing": [DividesByNothing()],
+    "recovers": [NeverForgets()],
 }
 
 
