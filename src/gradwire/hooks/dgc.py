@@ -13,7 +13,7 @@ from torch import Tensor
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.elements import count, drop_nonfinite_, real, refuse_sparse, wide
+from gradwire.hooks.elements import count, drop_nonfinite_, length, real, refuse_sparse, wide
 from gradwire.hooks.pairs import Format, Pairs
 from gradwire.hooks.select import largest
 from gradwire.hooks.sparse import ALONE, check_ratio, check_values, exchange, share_of, value_dtype
@@ -63,7 +63,7 @@ class DGC(CommHook):
         if self.clip is not None:
             # The sum over n ranks of gradients of norm c / sqrt(n) has norm c, if they point in different directions.
             bound = self.clip / math.sqrt(turn.world_size)
-            g = g * (bound / torch.linalg.vector_norm(g)).clamp(max=1)
+            g = g * (bound / length(g)).clamp(max=1)
         u.mul_(self.momentum).add_(g)
         v.add_(u)
         form = Format(value_dtype(turn.spec, self.values))

@@ -15,7 +15,7 @@ from torch import Tensor
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduction, Stage, Trait, Turn, Wrapped
 from gradwire.hooks.chance import generator
-from gradwire.hooks.elements import real, refuse_sparse, wide
+from gradwire.hooks.elements import length, real, refuse_sparse, wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,7 @@ class Clip(Wrapped):
 
     def _shorten(self, flat: Tensor) -> None:
         """Scale down to the norm, in place. A NaN or an infinite element makes all of it NaN."""
-        length = torch.linalg.vector_norm(flat, dtype=wide(flat.dtype))
-        flat.mul_((self.norm / length).clamp(max=1))
+        flat.mul_((self.norm / length(flat)).clamp(max=1))
 
     def _own(self) -> str:
         bound = f"norm={self.norm}" if self.norm is not None else f"value={self.value}"
