@@ -128,14 +128,14 @@ class Hierarchical(CommHook):
         host, index = layout.place(turn.rank)
         ranks, hosts = len(layout.hosts[host]), len(layout.hosts)
         counted = layout.size if turn.divisor is None else turn.divisor
-        alone = replace(turn, rank=index, world_size=ranks, divisor=None, hosts=None)
+        alone = replace(turn, rank=index, world_size=ranks, divisor=None, hosts=None, path=f"{turn.path}/inside {host}")
         value, sent = yield from _among(Scope.INSIDE, self.inside.reduce(grad, state.inside, alone))
         value, sent = value.view(-1), sent.view(-1)
         self._take_up(state, turn.spec, layout.width, index)
         row, lost = value[:0], value[:0]
         if state.mine is not None:
             brought = _times(ranks * hosts / counted, value, state.mine.pieces)
-            away = replace(alone, spec=state.mine.spec, rank=host, world_size=hosts)
+            away = replace(alone, spec=state.mine.spec, rank=host, world_size=hosts, path=f"{turn.path}/across {index}")
             row, told = yield from _among(Scope.ACROSS, self.across.reduce(brought, state.across, away))
             lost = row[:0] if turn.donated else told - brought
         out = grad if turn.donated else torch.empty_like(grad)

@@ -30,7 +30,7 @@ from gradwire.collectives.reference import working_dtype
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, is_dense
-from gradwire.hooks.chance import generator, named_generator
+from gradwire.hooks.chance import key, named_generator, noise
 from gradwire.hooks.dense import Mean
 from gradwire.hooks.orthogonal import multiply, orthonormal
 from gradwire.hooks.pieces import Pieces
@@ -181,7 +181,9 @@ class PowerSGD(CommHook):
         if not plan.by_rows:
             return (yield from _MEAN.reduce(grad, None, turn))
         if not self.warm_start:
-            state.q.normal_(generator=generator(self.seed, turn, shared=True))
+            # Any numbers will do that ranks on devices of different models draw alike.
+            index = torch.arange(state.q.numel(), device=state.q.device)
+            state.q.copy_(noise(index, key(self.seed, turn, shared=True) & 0x7FFFFFFF).sub_(0.5))
         label = f"bucket {turn.spec.index}"
         real = torch.view_as_real(grad).view(-1) if grad.is_complex() else grad
         flat = _filled(real.to(state.q.dtype), plan.numel)

@@ -17,6 +17,7 @@ from gradwire.hooks import (
     chain,
     error_feedback,
     mean,
+    power_sgd,
     random_k,
     reduce_scatter_mean,
     threshold,
@@ -137,6 +138,14 @@ def test_random_k_takes_the_same_elements_everywhere_and_others_every_step() -> 
         seen += places
     assert done.wire_bytes == 2 * 2 / 3 * 10 * 4
     assert 2 <= seen.min() <= 10 <= seen.max() <= 22
+
+
+def test_random_k_does_not_draw_from_a_devices_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of GPUs of different models differ, so that ranks would take different elements."""
+    monkeypatch.delattr(torch, "Generator")
+    simulate(chain(random_k(0.1), mean()), [torch.ones(20)])
+    matrix = BucketSpec(0, ("w",), ((32, 32),), ((32, 1),), torch.float32, torch.device("cpu"))
+    simulate(power_sgd(1, warm_start=False), [torch.ones(1024)], spec=matrix)
 
 
 def test_the_hook_inside_random_k_sees_a_short_bucket() -> None:
