@@ -259,6 +259,10 @@ class PowerSGD(CommHook):
             state.given = {}
         return state
 
+    def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """All of it: every Q is an average over the ranks."""
+        return dict(saved)
+
     def __repr__(self) -> str:
         return (
             f"power_sgd(rank={self.rank}, batched={self.batched}, warm_start={self.warm_start}, "
