@@ -72,6 +72,8 @@ class Trait(Flag):
 
     REMEMBERS = auto()
     """It keeps what it did not send and sends it later (error feedback, or a momentum of its own)."""
+    CONTINUES = auto()
+    """It begins a step where its last one ended, with the same elements, though it owes nothing (a warm start)."""
     LOCAL = auto()
     """Gradients stay on their rank, so that ranks do not agree on `value` (local SGD)."""
     WEIGHS = auto()

@@ -114,8 +114,8 @@ def dgc(
     The momentum is applied here, to this rank's gradients before they accumulate (momentum correction), and stopped for
     elements that were just sent (factor masking). So take SGD without momentum as the optimizer, at the learning rate you would
     use with it. During `warmup_steps` the part sent falls from a quarter to `ratio`, each step by the same factor. `clip`
-    bounds the norm of a bucket's gradient over all ranks: each rank clips its own to clip / sqrt(n). What is not finite is sent once
-    and not kept.
+    bounds the norm of a bucket's gradient over all ranks: each rank clips its own to clip / sqrt(n). What is not finite is sent
+    once and not kept.
 
     On the wire: (n - 1) k (4 + itemsize(values)) bytes, n being the ranks and k = ratio * numel, rounded up. Memory: two
     tensors of the bucket's size, in float32 for 16-bit gradients.

@@ -148,13 +148,16 @@ class _Factors:
 class PowerSGD(CommHook):
     """See `power_sgd`."""
 
-    traits = Trait.AVERAGES
-
     rank: int
     batched: bool
     warm_start: bool
     min_compression: float
     seed: int
+
+    @property
+    def traits(self) -> Trait:  # type: ignore[override]
+        """It averages; with a warm start it goes on from its last step."""
+        return Trait.AVERAGES | Trait.CONTINUES if self.warm_start else Trait.AVERAGES
 
     def plan(self, spec: BucketSpec) -> _Plan:
         """Which parameters are sent as factors."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import UsageError
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn, Wrapped
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.chance import key, noise
 from gradwire.hooks.elements import refuse_sparse
@@ -25,9 +25,10 @@ class RandomK(Wrapped):
     seed: int
 
     def __post_init__(self) -> None:
-        # What it keeps of one element it would add to another in the next step. A small bucket shows whether it keeps anything.
-        probe = BucketSpec(0, ("probe",), ((8,),), ((1,),), torch.float32, torch.device("cpu"))
-        if self.inner.remembers or self.inner.init(self.inside(probe)) is not None:
+        # What it keeps of one element it would add to another in the next step. What is not saved is no state, but a plan.
+        probe = self.inside(BucketSpec(0, ("probe",), ((8,),), ((1,),), torch.float32, torch.device("cpu")))
+        keeps = self.inner.traits & (Trait.REMEMBERS | Trait.CONTINUES | Trait.LOCAL)
+        if keeps or self.inner.save(self.inner.init(probe), probe):
             raise UsageError(
                 f"random_k(ratio={self.ratio}) around {self.inner!r}: the hook inside keeps state from step to step, but its "
                 "bucket holds other elements in every step. Put error_feedback() to the left of random_k, and a hook without "

@@ -13,17 +13,21 @@ from gradwire.hooks import (
     BucketSpec,
     CommHook,
     Stage,
+    after,
     cast,
     chain,
+    diloco,
     error_feedback,
     mean,
     power_sgd,
+    quantize,
     random_k,
     reduce_scatter_mean,
     threshold,
     top_k,
 )
 from gradwire.hooks.pairs import Format, Pairs
+from gradwire.hooks.state import split_flat
 from gradwire.testing import check_hook, simulate
 
 HOOKS = [
@@ -34,6 +38,7 @@ HOOKS = [
     threshold(relative=0.3, values=torch.bfloat16),
     chain(random_k(0.25), mean()),
     chain(random_k(0.3, seed=7), cast(torch.bfloat16), reduce_scatter_mean()),
+    chain(random_k(0.5), quantize(bits=8)),
 ]
 
 
@@ -165,6 +170,9 @@ class Stateful(CommHook):
     def reduce(self, grad: Tensor, state: Any, turn: Any) -> Any:
         raise NotImplementedError
 
+    def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
+        return split_flat(state, spec)
+
     def __repr__(self) -> str:
         return "stateful()"
 
@@ -190,6 +198,9 @@ class Stateful(CommHook):
         (lambda: random_k(0.0), "not a part of the whole"),
         (lambda: chain(random_k(0.1), error_feedback(), mean()), "keeps state from step to step"),
         (lambda: chain(random_k(0.1), Stateful()), "keeps state from step to step"),
+        (lambda: chain(random_k(0.1), power_sgd(1, batched=True)), "keeps state from step to step"),
+        (lambda: chain(random_k(0.1), after(9, power_sgd(1))), "keeps state from step to step"),
+        (lambda: chain(random_k(0.1), diloco(every=2)), "keeps state from step to step"),
     ],
 )
 def test_refused_when_built(build: Any, words: str) -> None:
