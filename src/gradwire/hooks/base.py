@@ -49,6 +49,14 @@ class Turn:
     """How much this rank's gradient counts, for hooks that weigh: usually its number of samples."""
     hosts: Layout | None = None
     """Which ranks share a host, where the driver knows. A hook may then yield `op.among(Scope.INSIDE)` or `Scope.ACROSS`."""
+    origin: tuple[int, ...] = ()
+    """Rank and step as the driver gave them. Hooks made of hooks may tell those inside others; these stay, for chance to go by."""
+    path: str = ""
+    """Which part of a hook made of hooks this is, where two parts see the same bucket in the same step: chance goes by it too."""
+
+    def __post_init__(self) -> None:
+        if not self.origin:
+            object.__setattr__(self, "origin", (self.rank, self.step))
 
     @property
     def share(self) -> float:
@@ -64,6 +72,8 @@ class Trait(Flag):
 
     REMEMBERS = auto()
     """It keeps what it did not send and sends it later (error feedback, or a momentum of its own)."""
+    CONTINUES = auto()
+    """It begins a step where its last one ended, with the same elements, though it owes nothing (a warm start)."""
     LOCAL = auto()
     """Gradients stay on their rank, so that ranks do not agree on `value` (local SGD)."""
     WEIGHS = auto()

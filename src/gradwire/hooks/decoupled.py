@@ -30,7 +30,7 @@ from gradwire.collectives import all_gather_into_tensor
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.elements import refuse_sparse, wide
+from gradwire.hooks.elements import drop_nonfinite_, refuse_sparse, wide
 from gradwire.hooks.pairs import Format, Pairs
 from gradwire.hooks.sparse import ALONE, check_values, value_dtype
 from gradwire.hooks.state import join_flat, split_flat
@@ -156,7 +156,7 @@ class DecoupledMomentum(CommHook):
         chosen = [self._fastest(m, t, state, form) for m, t in self._matrices(state.flat, turn.spec, tilings)]
         own = torch.zeros_like(state.flat)
         self._write(own, [(pairs,) for pairs in chosen], state, turn.spec, tilings, 1)
-        state.flat.sub_(own)
+        drop_nonfinite_(state.flat.sub_(own))
 
         packed = form.pack(Pairs(_row([c.places for c in chosen]), _row([c.values for c in chosen])))
         gathered = packed.new_empty(turn.world_size * packed.numel())
@@ -203,6 +203,8 @@ class DecoupledMomentum(CommHook):
 
     def _format(self, spec: BucketSpec) -> Format:
         places = torch.int16 if self.chunk**2 <= torch.iinfo(torch.int16).max else torch.int32
+        if spec.dtype == torch.float16:  # a frequency may be `chunk` times as large as the elements it is made of
+            return Format(self.values or torch.float32, places)
         return Format(value_dtype(spec, self.values), places)
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
@@ -243,7 +245,8 @@ def decoupled_momentum(
     `chunk`, vectors into stretches of `chunk`; parameters of more dimensions count as matrices of the first by the rest. Of
     each chunk the strongest frequencies are taken out and averaged over the ranks. The average goes to `SignSGD`, the optimizer
     that belongs to it: no other momentum, and a step by the sign only. `values` narrows the frequencies on the wire, such as
-    torch.bfloat16; what that rounds off stays in the momentum.
+    torch.bfloat16; what that rounds off stays in the momentum. Those of float16 gradients travel as float32 without it, since they
+    may be too large for float16. What is not finite is sent once and not kept.
 
     On the wire: (n - 1) times the number of chunks times k (2 + itemsize(values)) bytes, n being the ranks; 4 +
     itemsize(values) where chunk is above 181. Memory: the momentum, as large as the bucket, in float32 for 16-bit gradients;

@@ -96,28 +96,34 @@ class WeightedMean(CommHook):
             )
         if grad.is_sparse:
             raise UsageError("weighted_mean: sparse gradients cannot be weighted. Use mean() for their parameters.")
-        value = torch.cat([grad * turn.weight, grad.new_tensor([turn.weight])])
+        weight = grad.new_full((1,), turn.weight, dtype=_summed_in(grad.dtype))
+        value = torch.cat([grad * weight, weight])
         yield all_reduce(value, op=ReduceOp.SUM, label=f"bucket {turn.spec.index}")
-        total = value[-1].clone()
+        # A step in which nobody has a sample gives zeros: all that was summed is zero then.
+        total = torch.where(value[-1:] == 0, torch.ones_like(weight), value[-1:])
+        mean = value[:-1].div_(total).to(grad.dtype)
         counted = turn.world_size if turn.divisor is None else turn.divisor
-        # All ranks see the same total, so all take the same branch; a step in which nobody has a sample gives zeros.
-        mean = value[:-1].div_(total) if bool(total) else value[:-1].zero_()
-        sent = grad * (turn.weight * counted / total) if bool(total) else torch.zeros_like(grad)
-        return Reduced(mean, sent)
+        return Reduced(mean, mean if turn.donated else (grad * (weight * counted / total)).to(grad.dtype))
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         """2 (n - 1) / n of the bucket and one element."""
-        return 2 * (world_size - 1) / world_size * (spec.numel + 1) * spec.dtype.itemsize
+        return 2 * (world_size - 1) / world_size * (spec.numel + 1) * _summed_in(spec.dtype).itemsize
 
     def __repr__(self) -> str:
         return "weighted_mean()"
+
+
+def _summed_in(dtype: torch.dtype) -> torch.dtype:
+    """Gradients times counts of samples, and the counts, soon are more than the largest float16; any other dtype holds them."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def weighted_mean() -> CommHook:
     """The average in which each rank counts by its weight, for ranks with batches of different size.
 
     Set the weight before backward: `model.set_weight(len(batch))`. With a loss averaged over the batch, the result is the
-    gradient of the loss averaged over all samples of all ranks. On the wire: the bucket's bytes and one element.
+    gradient of the loss averaged over all samples of all ranks. On the wire: as `mean` for the bucket and one element; float16
+    gradients travel as float32, since their sum over samples may be more than float16 holds.
     """
     return WeightedMean()
 

@@ -21,6 +21,25 @@ def real(flat: Tensor) -> Tensor:
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
+def length(flat: Tensor) -> Tensor:
+    """The Euclidean norm of real numbers, as a float64 number on their device; NaN where it is not finite.
+
+    In float32 the squares of gradients of 1e20 are infinite, and what is clipped to a norm of infinity becomes zeros.
+    """
+    if flat.dtype == torch.float64 and flat.numel():
+        largest = flat.abs().amax()
+        largest = torch.where(largest > 0, largest, 1.0)
+        norm = torch.linalg.vector_norm(flat / largest) * largest
+    else:
+        norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
+    return torch.where(norm.isfinite(), norm, torch.nan)
+
+
+def drop_nonfinite_(kept: Tensor) -> Tensor:
+    """Zeros in place of NaN and infinity, in place, for state: a step with a NaN shows it once, and does not keep it for ever."""
+    return kept.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
 def count(spec: BucketSpec) -> int:
     """How many numbers `real` gives for a bucket."""
     return spec.numel * (2 if spec.dtype.is_complex else 1)

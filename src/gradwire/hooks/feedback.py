@@ -16,6 +16,7 @@ from torch import Tensor
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.elements import drop_nonfinite_, wide
 from gradwire.hooks.state import bundle, join_flat, pick, split_flat
 from gradwire.jit import loop
 
@@ -50,6 +51,12 @@ class ErrorFeedback(Wrapped):
             raise UsageError(
                 f"error_feedback() around {self.inner!r}: there gradients stay on their rank, so there is no error to feed back."
             )
+        if Trait.WEIGHS in self.inner.traits:
+            raise UsageError(
+                f"error_feedback() around {self.inner!r}: what a rank sends there is multiplied by its share of all samples, which "
+                "would count as an error and be fed back, growing from step to step. Leave error_feedback() out, or multiply each "
+                "rank's loss by its share and use mean()."
+            )
         if Trait.DISTORTS in self.inner.traits:
             raise UsageError(
                 f"error_feedback() around {self.inner!r}: a hook inside changes gradients on purpose, and what it took away or "
@@ -58,7 +65,7 @@ class ErrorFeedback(Wrapped):
 
     def init(self, spec: BucketSpec) -> Any:
         """Nothing is owed yet."""
-        return _Memory(torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device), self.inner.init(spec))
+        return _Memory(torch.zeros(spec.numel, dtype=wide(spec.dtype), device=spec.device), self.inner.init(spec))
 
     def reduce(self, grad: Tensor, state: _Memory, turn: Turn) -> Reduction:
         """Reduce the gradient with what is owed; keep what of it was not sent."""
@@ -69,7 +76,9 @@ class ErrorFeedback(Wrapped):
             )
         # What is wanted takes the place of what is owed, and what is owed the place of what is wanted: no memory comes and goes.
         wanted = state.residual.add_(grad)
-        value, sent = yield from self.inner.reduce(wanted, state.inner, replace(turn, donated=False))
+        # Of 16-bit gradients what rounding takes is owed too, and kept in float32; of others `rounded` is `wanted` itself.
+        rounded = wanted.to(grad.dtype)
+        value, sent = yield from self.inner.reduce(rounded, state.inner, replace(turn, donated=False))
         value, sent = (t.clone() if _shares(t, wanted) else t for t in (value, sent))
         _keep_unsent(wanted, sent)
         return Reduced(value, sent)
@@ -80,7 +89,8 @@ class ErrorFeedback(Wrapped):
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
         """The residual, which is zero for parameters that are not in it, and the inner hook's state."""
-        return _Memory(join_flat(pick(saved, "residual"), spec), self.inner.load(pick(saved, "inner"), spec))
+        residual = join_flat(pick(saved, "residual"), spec, dtype=wide(spec.dtype))
+        return _Memory(residual, self.inner.load(pick(saved, "inner"), spec))
 
     def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Not the residual, which is what its rank has not sent; the inner hook's."""
@@ -91,10 +101,11 @@ class ErrorFeedback(Wrapped):
 
 
 def _keep_unsent(wanted: Tensor, sent: Tensor) -> None:
-    """`wanted -= sent`, but zero where that is not finite: a step with a NaN shows it once, and does not owe it for ever."""
-    fast = _subtract.compiled() if wanted.is_cpu and wanted.dtype in _COMPILED and sent.is_contiguous() else None
+    """`wanted -= sent`, then `drop_nonfinite_`; in one pass where that can be compiled."""
+    fits = wanted.is_cpu and wanted.dtype in _COMPILED and sent.dtype == wanted.dtype and sent.is_contiguous()
+    fast = _subtract.compiled() if fits else None
     if fast is None:
-        wanted.sub_(sent).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        drop_nonfinite_(wanted.sub_(sent))
     else:
         fast(wanted.numpy(), sent.view(-1).numpy())
 
@@ -116,7 +127,8 @@ def _shares(a: Tensor, b: Tensor) -> bool:
 def error_feedback() -> Stage:
     """Add what was not sent in a step to the next step's gradient. On the wire: as the hook inside.
 
-    Every lossy hook (quantize, sign, top_k, random_k, threshold, power_sgd) wants it. Memory: one tensor of the bucket's size.
+    Every lossy hook (quantize, sign, top_k, random_k, threshold, power_sgd) wants it. Memory: one tensor of the bucket's size,
+    in float32 for 16-bit gradients, so that small errors are not lost beside large ones.
     The residual belongs to its rank: it is saved and loaded there, and a rank that joins later begins with zeros. What is not
     finite is not kept: after a step with a NaN, which a loss scaler skips, the next one starts clean.
     """

@@ -36,7 +36,7 @@ class Gossip(OuterHook):
         if self.topology == "ring":
             return sorted({(rank - 1) % n, (rank + 1) % n} - {rank})
         # All buckets of a turn have the same pairs. On the CPU: what is drawn decides what the host submits.
-        everybody = replace(turn, spec=replace(turn.spec, index=0, device=torch.device("cpu")))
+        everybody = replace(turn, spec=replace(turn.spec, index=0, names=(), device=torch.device("cpu")))
         order = torch.randperm(n, generator=generator(self.seed, everybody, shared=True)).tolist()
         mate = order.index(rank) ^ 1
         return [order[mate]] if mate < n else []

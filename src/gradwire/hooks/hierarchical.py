@@ -90,6 +90,7 @@ class _Levels:
     saved: dict[str, Any]
     """What was loaded for the hook between hosts, until it is known which slice this rank carries."""
     slices: tuple[Slice, ...] = ()
+    lane: int = 0
     mine: Slice | None = None
     across: Any = None
 
@@ -128,14 +129,14 @@ class Hierarchical(CommHook):
         host, index = layout.place(turn.rank)
         ranks, hosts = len(layout.hosts[host]), len(layout.hosts)
         counted = layout.size if turn.divisor is None else turn.divisor
-        alone = replace(turn, rank=index, world_size=ranks, divisor=None, hosts=None)
+        alone = replace(turn, rank=index, world_size=ranks, divisor=None, hosts=None, path=f"{turn.path}/inside {host}")
         value, sent = yield from _among(Scope.INSIDE, self.inside.reduce(grad, state.inside, alone))
         value, sent = value.view(-1), sent.view(-1)
         self._take_up(state, turn.spec, layout.width, index)
         row, lost = value[:0], value[:0]
         if state.mine is not None:
             brought = _times(ranks * hosts / counted, value, state.mine.pieces)
-            away = replace(alone, spec=state.mine.spec, rank=host, world_size=hosts)
+            away = replace(alone, spec=state.mine.spec, rank=host, world_size=hosts, path=f"{turn.path}/across {index}")
             row, told = yield from _among(Scope.ACROSS, self.across.reduce(brought, state.across, away))
             lost = row[:0] if turn.donated else told - brought
         out = grad if turn.donated else torch.empty_like(grad)
@@ -150,10 +151,12 @@ class Hierarchical(CommHook):
         """With the first reduction, the slice that this rank carries, and the state for it."""
         if len(state.slices) != lanes:
             state.slices = slices(spec, lanes)
+            state.lane = index
             state.mine = state.slices[index] if index < lanes else None
             if state.mine is not None:
                 inner = state.mine.spec
-                state.across = self.across.load(state.saved, inner) if state.saved else self.across.init(inner)
+                kept = {n: s["state"] for n, s in state.saved.items() if (s["lane"], s["lanes"]) == (index, lanes)}
+                state.across = self.across.load(kept, inner) if kept else self.across.init(inner)
             state.saved = {}
 
     def _share(self, row: Tensor, out: Tensor, state: _Levels, ranks: int, label: str) -> Any:
@@ -182,15 +185,27 @@ class Hierarchical(CommHook):
 
     def save(self, state: _Levels, spec: BucketSpec) -> dict[str, Any]:
         """Of each parameter the state inside, and of the rows that this rank carries the state across."""
-        across = state.saved if state.mine is None else self.across.save(state.across, state.mine.spec)
+        across = state.saved
+        if state.mine is not None:
+            rows = {"lane": state.lane, "lanes": len(state.slices)}
+            across = {n: rows | {"state": s} for n, s in self.across.save(state.across, state.mine.spec).items()}
         return bundle(
             inside=self.inside.save(state.inside, spec),
             across={name: across[name] for name in spec.names if name in across},
         )
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> _Levels:
-        """Both. Where hosts have another number of lanes, what was kept of other rows is dropped."""
+        """Both. What was kept of other rows than this rank now carries, since hosts are others, is dropped when that is known."""
         return _Levels(self.inside.load(pick(saved, "inside"), spec), pick(saved, "across"))
+
+    def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Both hooks'; of the hook across for a rank that carries the same rows."""
+        across = pick(saved, "across")
+        common = self.across.shared({name: part["state"] for name, part in across.items()})
+        return bundle(
+            inside=self.inside.shared(pick(saved, "inside")),
+            across={name: across[name] | {"state": state} for name, state in common.items()},
+        )
 
     def __repr__(self) -> str:
         return f"hierarchical(inside={self.inside!r}, across={self.across!r})"

@@ -30,7 +30,7 @@ from gradwire.collectives.reference import working_dtype
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, is_dense
-from gradwire.hooks.chance import generator, named_generator
+from gradwire.hooks.chance import key, named_generator, noise
 from gradwire.hooks.dense import Mean
 from gradwire.hooks.orthogonal import multiply, orthonormal
 from gradwire.hooks.pieces import Pieces
@@ -148,13 +148,16 @@ class _Factors:
 class PowerSGD(CommHook):
     """See `power_sgd`."""
 
-    traits = Trait.AVERAGES
-
     rank: int
     batched: bool
     warm_start: bool
     min_compression: float
     seed: int
+
+    @property
+    def traits(self) -> Trait:  # type: ignore[override]
+        """It averages; with a warm start it goes on from its last step."""
+        return Trait.AVERAGES | Trait.CONTINUES if self.warm_start else Trait.AVERAGES
 
     def plan(self, spec: BucketSpec) -> _Plan:
         """Which parameters are sent as factors."""
@@ -181,7 +184,9 @@ class PowerSGD(CommHook):
         if not plan.by_rows:
             return (yield from _MEAN.reduce(grad, None, turn))
         if not self.warm_start:
-            state.q.normal_(generator=generator(self.seed, turn, shared=True))
+            # Any numbers will do that ranks on devices of different models draw alike.
+            index = torch.arange(state.q.numel(), device=state.q.device)
+            state.q.copy_(noise(index, key(self.seed, turn, shared=True) & 0x7FFFFFFF).sub_(0.5))
         label = f"bucket {turn.spec.index}"
         real = torch.view_as_real(grad).view(-1) if grad.is_complex() else grad
         flat = _filled(real.to(state.q.dtype), plan.numel)
@@ -256,6 +261,10 @@ class PowerSGD(CommHook):
             state.q.copy_(old["q"])
             state.given = {}
         return state
+
+    def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """All of it: every Q is an average over the ranks."""
+        return dict(saved)
 
     def __repr__(self) -> str:
         return (

@@ -66,6 +66,8 @@ class _Small:
 class _Part:
     """Of one bucket, what one hook reduces."""
 
+    rule: int
+    """Which of the rules gave it its parameters."""
     hook: CommHook
     spec: BucketSpec
     pieces: Pieces
@@ -113,8 +115,8 @@ class Partition(CommHook):
                     '"*": mean() for all that is left.'
                 )
         return [
-            _Part(hook, spec if len(mine) == len(spec.names) else _chosen(spec, mine), _pieces(spec, mine))
-            for mine, (_, hook) in zip(members, self.rules, strict=True)
+            _Part(i, hook, spec if len(mine) == len(spec.names) else _chosen(spec, mine), _pieces(spec, mine))
+            for i, (mine, (_, hook)) in enumerate(zip(members, self.rules, strict=True))
             if mine
         ]
 
@@ -153,23 +155,35 @@ class Partition(CommHook):
         return max((part.hook.error(part.spec) for part in self.divide(spec)), default=0.0)
 
     def save(self, state: _Parts, spec: BucketSpec) -> dict[str, Any]:
-        """All parts' states; no parameter is in two of them."""
+        """All parts' states, each with the number of its rule; no parameter is in two of them."""
         saved: dict[str, Any] = {}
         for part, inner in zip(state.parts, state.states, strict=True):
-            saved |= part.hook.save(inner, part.spec)
+            saved |= _ruled(part.rule, part.hook.save(inner, part.spec))
         return saved
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> _Parts:
         """Each part picks its own parameters."""
         parts = self.divide(spec)
-        return _Parts(parts, [part.hook.load(_only(saved, part.spec.names), part.spec) for part in parts])
+        return _Parts(parts, [part.hook.load(_of_rule(part.rule, saved, part.spec.names), part.spec) for part in parts])
+
+    def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """What the hook of each rule shares of its parameters' states."""
+        common: dict[str, Any] = {}
+        for rule, (_, hook) in enumerate(self.rules):
+            common |= _ruled(rule, hook.shared(_of_rule(rule, saved, list(saved))))
+        return common
 
     def __repr__(self) -> str:
         return self.text
 
 
-def _only(saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {name: saved[name] for name in names if name in saved}
+def _ruled(rule: int, states: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: {"rule": rule, "state": state} for name, state in states.items()}
+
+
+def _of_rule(rule: int, saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Of what was saved, the states of these parameters that the rule's hook made."""
+    return {name: saved[name]["state"] for name in names if name in saved and saved[name]["rule"] == rule}
 
 
 def _chosen(spec: BucketSpec, members: Sequence[int]) -> BucketSpec:

@@ -86,6 +86,14 @@ class After(CommHook):
             return _Phases(None, self.hook.load(pick(saved, "hook"), spec), begun=True)
         return _Phases(self.before.load(pick(saved, "before"), spec))
 
+    def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Both hooks', and which of the two is at work."""
+        return bundle(
+            begun=pick(saved, "begun"),
+            before=self.before.shared(pick(saved, "before")),
+            hook=self.hook.shared(pick(saved, "hook")),
+        )
+
     def __repr__(self) -> str:
         return f"after({self.step}, {self.hook!r}, before={self.before!r})"
 
@@ -181,6 +189,10 @@ class Every(CommHook):
         total = join_flat(pick(saved, "kept"), spec, dtype=working_dtype(spec.dtype))
         return _Kept(total, self.hook.load(pick(saved, "hook"), spec))
 
+    def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Not what was kept, which its rank has not sent; the hook's."""
+        return bundle(hook=self.hook.shared(pick(saved, "hook")))
+
     def __repr__(self) -> str:
         return f"every({self.n}, {self.hook!r})"
 
@@ -245,6 +257,12 @@ class Alternating(CommHook):
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> _Turns:
         """Both states."""
         return _Turns(self.hook.load(pick(saved, "hook"), spec), self.otherwise.load(pick(saved, "otherwise"), spec))
+
+    def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Both hooks'."""
+        return bundle(
+            hook=self.hook.shared(pick(saved, "hook")), otherwise=self.otherwise.shared(pick(saved, "otherwise"))
+        )
 
     def __repr__(self) -> str:
         return f"every({self.n}, {self.hook!r}, otherwise={self.otherwise!r})"

@@ -15,7 +15,7 @@ from torch import Tensor
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduction, Stage, Trait, Turn, Wrapped
 from gradwire.hooks.chance import generator
-from gradwire.hooks.elements import real, refuse_sparse, wide
+from gradwire.hooks.elements import length, real, refuse_sparse, wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +39,11 @@ class Clip(Wrapped):
         if self.value is not None:
             # An infinite element stays infinite: it says that something is wrong, and a clip must not hide that.
             flat.copy_(torch.where(flat.isinf(), flat, flat.clamp(-self.value, self.value)))
-        elif not self.per_parameter:
-            self._shorten(flat)
-        else:
-            for offset, numel in zip(turn.spec.offsets, turn.spec.numels, strict=True):
-                self._shorten(real(clipped[offset : offset + numel]))
+        elif self.norm is not None:
+            parts = clipped.split(turn.spec.numels) if self.per_parameter else (clipped,)
+            for part in map(real, parts):
+                part.mul_((self.norm / length(part)).clamp(max=1))  # NaN or infinity make all of it NaN
         return (yield from self.inner.reduce(clipped, state, turn))
-
-    def _shorten(self, flat: Tensor) -> None:
-        """Scale down to the norm, in place. A NaN or an infinite element makes all of it NaN."""
-        length = torch.linalg.vector_norm(flat, dtype=wide(flat.dtype))
-        flat.mul_((self.norm / length).clamp(max=1))
 
     def _own(self) -> str:
         bound = f"norm={self.norm}" if self.norm is not None else f"value={self.value}"

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import UsageError
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn, Wrapped
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.chance import generator
+from gradwire.hooks.chance import key, noise
 from gradwire.hooks.elements import refuse_sparse
 from gradwire.hooks.sparse import check_ratio, share_of
 
@@ -25,9 +25,10 @@ class RandomK(Wrapped):
     seed: int
 
     def __post_init__(self) -> None:
-        # What it keeps of one element it would add to another in the next step. A small bucket shows whether it keeps anything.
-        probe = BucketSpec(0, ("probe",), ((8,),), ((1,),), torch.float32, torch.device("cpu"))
-        if self.inner.remembers or self.inner.init(self.inside(probe)) is not None:
+        # What it keeps of one element it would add to another in the next step. What is not saved is no state, but a plan.
+        probe = self.inside(BucketSpec(0, ("probe",), ((8,),), ((1,),), torch.float32, torch.device("cpu")))
+        keeps = self.inner.traits & (Trait.REMEMBERS | Trait.CONTINUES | Trait.LOCAL)
+        if keeps or self.inner.save(self.inner.init(probe), probe):
             raise UsageError(
                 f"random_k(ratio={self.ratio}) around {self.inner!r}: the hook inside keeps state from step to step, but its "
                 "bucket holds other elements in every step. Put error_feedback() to the left of random_k, and a hook without "
@@ -43,7 +44,8 @@ class RandomK(Wrapped):
         """Take k elements out, reduce them, put them back among zeros."""
         refuse_sparse(grad, f"random_k(ratio={self.ratio})", turn.spec)
         places = self._places(turn)
-        inside = replace(turn, spec=self.inside(turn.spec))
+        # Its bucket has no parameters that would tell it apart.
+        inside = replace(turn, spec=self.inside(turn.spec), path="/".join([turn.path, *turn.spec.names[:1]]))
         value, sent = yield from self.inner.reduce(grad[places], state, inside)
         return Reduced(
             torch.zeros_like(grad).index_copy_(0, places, value.view(-1)),
@@ -55,8 +57,9 @@ class RandomK(Wrapped):
         numel, k = turn.spec.numel, share_of(turn.spec.numel, ratio=self.ratio)
         device = turn.spec.device
         bounds = torch.arange(k + 1, device=device) * numel // max(k, 1)
-        chance = torch.rand(k, dtype=torch.float64, generator=generator(self.seed, turn, shared=True), device=device)
-        return bounds[:-1] + (chance * bounds.diff()).long()
+        # Not from a generator of the device: those of other models draw other numbers, and ranks would choose other elements.
+        chance = noise(torch.arange(k, device=device), key(self.seed, turn, shared=True) & 0x7FFFFFFF)
+        return bounds[:-1] + (chance.double() * bounds.diff()).long()
 
     def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
         """Nothing is kept."""

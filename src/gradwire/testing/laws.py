@@ -1,7 +1,7 @@
 """`check_hook`: the laws that every communication hook keeps, tried on simulated ranks.
 
 A law is a function below that raises HookError with the numbers that break it. What a hook says of itself decides which apply:
-`local` hooks need not agree, those that remember or distort are not given error feedback on top, and `wire_bytes` and
+`local` hooks need not agree, those that remember, weigh or distort are not given error feedback on top, and `wire_bytes` and
 `collectives` are checked where they are known.
 """
 
@@ -64,6 +64,9 @@ Law = Callable[[Trial], None]
 _SHORT, _LONG = 24, 120
 """Steps after which `pays_back` looks at the average over time."""
 
+_CLEAN = 8
+"""Steps after which `recovers` expects finite values: some hooks keep gradients for a few steps before they send them."""
+
 
 def agree(trial: Trial) -> None:
     """All ranks hold the same bits."""
@@ -122,7 +125,8 @@ def mean_of_sent(trial: Trial) -> None:
         return
     for divisor in (None, *([trial.ranks - 1] if trial.ranks > 1 else [])):
         brought = trial.gradients()
-        weights = [1.0] * trial.ranks
+        # Only hooks that weigh look at them.
+        weights = [1.0 + rank for rank in range(trial.ranks)]
         if divisor is not None:  # the last rank has run out of inputs
             brought[-1].zero_()
             weights[-1] = 0.0
@@ -145,7 +149,7 @@ def mean_of_sent(trial: Trial) -> None:
 def pays_back(trial: Trial) -> None:
     """With error feedback the average over time converges to the true mean: what is owed stays bounded."""
     hook = trial.hook
-    if hook.traits & (Trait.LOCAL | Trait.DISTORTS | Trait.VOTES):
+    if hook.traits & (Trait.LOCAL | Trait.DISTORTS | Trait.VOTES | Trait.WEIGHS):  # those that it is not for
         return
     if hook.remembers and not repr(hook).startswith("error_feedback()"):
         return
@@ -222,7 +226,35 @@ def from_nothing(trial: Trial) -> None:
         raise trial.broken("from_nothing", "gradients of zeros gave something that is not finite")
 
 
-LAWS: tuple[Law, ...] = (agree, kept, unwritten, repeatable, mean_of_sent, pays_back, counted, saved, from_nothing)
+def recovers(trial: Trial) -> None:
+    """A step with a NaN and an infinite element on one rank does not spoil the steps after it: eight later all is finite."""
+    if not trial.spec.numel:
+        return
+    brought = trial.gradients()
+    brought[-1][0], brought[-1][trial.spec.numel // 2] = float("nan"), float("inf")
+    states = trial.run(brought).states
+    for step in range(1, _CLEAN + 1):
+        done = trial.run(trial.gradients(step), states, step=step)
+        states = done.states
+    for rank, (value, _) in enumerate(done.reduced):
+        if not bool(torch.isfinite(value).all()):
+            raise trial.broken(
+                "recovers", f"rank {rank} has a value that is not finite {_CLEAN} steps after the last such gradient"
+            )
+
+
+LAWS: tuple[Law, ...] = (
+    agree,
+    kept,
+    unwritten,
+    repeatable,
+    mean_of_sent,
+    pays_back,
+    counted,
+    saved,
+    from_nothing,
+    recovers,
+)
 
 
 def check_hook(

@@ -151,6 +151,23 @@ def test_nan_shows_in_its_chunk_and_nowhere_else() -> None:
     assert torch.isfinite(value[4:]).all()
 
 
+def test_nan_is_shown_once_and_not_kept() -> None:
+    hook = decoupled_momentum(chunk=4, k=2)
+    first = simulate(hook, [torch.tensor([float("nan"), 1.0, 2.0, 3.0])])
+    second = simulate(hook, [torch.ones(4)], states=first.states, step=1)
+    assert second.reduced[0].value.isfinite().all()
+
+
+@pytest.mark.parametrize("values", [None, torch.bfloat16])
+def test_frequencies_of_float16_gradients_do_not_overflow_on_the_wire(values: torch.dtype | None) -> None:
+    """The mean frequency of 64 x 64 equal elements is 64 times as large as they are."""
+    grad = torch.full((64 * 64,), 3000.0, dtype=torch.float16)
+    spec = BucketSpec(0, ("w",), ((64, 64),), ((64, 1),), torch.float16, torch.device("cpu"))
+    done = simulate(decoupled_momentum(k=1, values=values), [grad, grad], spec=spec)
+    torch.testing.assert_close(done.reduced[0].value.float(), grad.float(), rtol=1e-2, atol=0)
+    assert done.wire_bytes == decoupled_momentum(k=1, values=values).wire_bytes(spec, 2)
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [

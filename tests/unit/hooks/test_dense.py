@@ -121,6 +121,15 @@ def test_weights_as_large_as_batches_survive_a_narrow_dtype() -> None:
     assert done.reduced[0].value.item() == 1.0
 
 
+def test_the_sum_of_weights_does_not_overflow_in_float16() -> None:
+    brought = [torch.tensor([3.0, 100.0], dtype=torch.float16), torch.tensor([1.0, 200.0], dtype=torch.float16)]
+    done = simulate(weighted_mean(), brought, weights=[40000.0, 40000.0])
+    assert done.reduced[0].value.tolist() == [2.0, 150.0]
+    assert [sent.tolist() for _, sent in done.reduced] == [g.tolist() for g in brought]
+    assert done.reduced[0].value.dtype == torch.float16
+    assert len(done.exchanges) == 1
+
+
 def test_weighted_mean_refuses_what_it_cannot_weigh() -> None:
     with pytest.raises(UsageError, match=r"rank 0: weight -1\.0 is negative"):
         simulate(weighted_mean(), [torch.ones(1)], weights=[-1.0])

@@ -107,3 +107,15 @@ def test_other_refusals() -> None:
 
 def test_repr() -> None:
     assert repr(dgc(0.1)) == "dgc(ratio=0.1, momentum=0.9, warmup_steps=0, clip=None, values=None)"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_shown_once_and_not_kept(bad: float) -> None:
+    hook = dgc(0.25)
+    first = simulate(hook, [torch.tensor([bad, bad, 1.0, 2.0])])
+    assert not first.reduced[0].value[0].isfinite()
+    states: Any = first.states
+    for step in range(1, 5):
+        done = simulate(hook, [torch.ones(4)], states=states, step=step)
+        states = done.states
+        assert done.reduced[0].value.isfinite().all()

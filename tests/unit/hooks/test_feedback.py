@@ -11,7 +11,19 @@ from torch import Tensor
 
 from gradwire import jit
 from gradwire.collectives import ReduceOp, all_reduce
-from gradwire.hooks import CommHook, Reduced, Reduction, Turn, cast, chain, error_feedback, feedback, mean, top_k
+from gradwire.hooks import (
+    BucketSpec,
+    CommHook,
+    Reduced,
+    Reduction,
+    Turn,
+    cast,
+    chain,
+    error_feedback,
+    feedback,
+    mean,
+    top_k,
+)
 from gradwire.testing import check_hook, simulate
 
 
@@ -46,6 +58,27 @@ def test_every_dtype_keeps_the_laws(dtype: torch.dtype) -> None:
     check_hook(chain(error_feedback(), mean()), dtype=dtype)
     if not dtype.is_complex:
         check_hook(chain(error_feedback(), top_k(ratio=0.2)), dtype=dtype, world_sizes=(2,))
+
+
+@pytest.mark.parametrize(("dtype", "small"), [(torch.bfloat16, 2.0**-10), (torch.float16, 2.0**-13)], ids=str)
+def test_small_errors_of_narrow_gradients_are_not_lost_beside_large_ones(dtype: torch.dtype, small: float) -> None:
+    hook = chain(error_feedback(), Whole())
+    done = simulate(hook, [torch.tensor([0.99], dtype=dtype)])
+    sent = 0.0
+    for step in range(1, 100):
+        done = simulate(hook, [torch.tensor([small], dtype=dtype)], states=done.states, step=step)
+        sent += done.reduced[0].value.item()
+    assert sent == 1.0
+
+
+def test_the_residual_of_narrow_gradients_is_wide_and_is_saved_so() -> None:
+    hook = chain(error_feedback(), Whole())
+    done = simulate(hook, [torch.tensor([1.5], dtype=torch.bfloat16)])
+    assert done.reduced[0].value.dtype == torch.bfloat16
+    spec = BucketSpec(0, ("p",), ((1,),), ((1,),), torch.bfloat16, torch.device("cpu"))
+    saved = hook.save(done.states[0], spec)["p"]["residual"]
+    assert saved.dtype == torch.float32
+    assert hook.save(hook.load({"p": {"residual": saved}}, spec), spec)["p"]["residual"].tolist() == [0.5]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -173,10 +173,34 @@ def test_state_of_other_lanes_is_dropped_where_hosts_have_changed() -> None:
     hook, spec = hierarchical(across=FED), bucket((4, 2))
     done = simulate(hook, [torch.randn(8) for _ in range(4)], spec=spec, hosts=[[0, 1], [2, 3]])
     saved = hook.save(done.states[0], spec)
-    assert saved["p0"]["across"]["residual"].numel() == 4
+    assert saved["p0"]["across"]["state"]["residual"].numel() == 4
     states = [hook.load(saved, spec) for _ in range(2)]
     simulate(hook, [torch.randn(8) for _ in range(2)], spec=spec, states=states, hosts=[[0], [1]])
-    assert hook.save(states[0], spec)["p0"]["across"]["residual"].numel() == 8
+    assert hook.save(states[0], spec)["p0"]["across"]["state"]["residual"].numel() == 8
+
+
+class Nothing(CommHook):
+    """Sends zeros, so that all is owed."""
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        yield all_reduce(torch.zeros(1))
+        return Reduced(torch.zeros_like(grad), torch.zeros_like(grad))
+
+
+def test_state_of_other_rows_is_dropped_though_they_are_as_many() -> None:
+    """Rank 1 carried the lower half of the rows and then carries the upper one; rank 2 the other way round."""
+    hook, spec = hierarchical(across=chain(error_feedback(), Nothing())), bucket((4, 2))
+    brought = [torch.ones(8)] * 4
+    done = simulate(hook, brought, spec=spec, hosts=[[0, 1], [2, 3]])
+    saved = [hook.save(state, spec) for state in done.states]
+
+    def owed(hosts: list[list[int]]) -> list[float]:
+        states = [hook.load(one, spec) for one in saved]
+        done = simulate(hook, [torch.zeros(8)] * 4, spec=spec, states=states, step=1, hosts=hosts)
+        return [hook.save(s, spec)["p0"]["across"]["state"]["residual"].sum().item() for s in done.states]
+
+    assert owed([[0, 1], [2, 3]]) == [4.0] * 4
+    assert owed([[0, 2], [1, 3]]) == [4.0, 0.0, 0.0, 4.0]
 
 
 def test_sparse_gradients_are_refused() -> None:

@@ -78,6 +78,14 @@ REFUSED: dict[str, tuple[Callable[[], CommHook], str]] = {
         lambda: every(2, partition({"a": chain(cast(torch.bfloat16), weighted_mean()), "*": mean()})),
         "each step has its own weight",
     ),
+    "weights fed back as errors": (
+        lambda: chain(error_feedback(), cast(torch.bfloat16), weighted_mean()),
+        "multiplied by its share of all samples",
+    ),
+    "weights fed back, through a partition": (
+        lambda: chain(error_feedback(), partition({"a": weighted_mean(), "*": mean()})),
+        "multiply each rank's loss by its share",
+    ),
     "weights within hosts": (lambda: hierarchical(inside=weighted_mean(), across=mean()), "not the weighted mean"),
     "weights between hosts": (lambda: hierarchical(across=after(3, weighted_mean())), "not the weighted mean"),
     "before the first step": (lambda: after(-1, mean()), "a negative step"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradwire.errors import UsageError
-from gradwire.hooks import BucketSpec, CommHook, Trait, add_noise, chain, clip, error_feedback, mean, top_k
+from gradwire.hooks import BucketSpec, CommHook, Trait, add_noise, chain, clip, dgc, error_feedback, mean, top_k
 from gradwire.testing import check_hook, simulate
 
 SPEC = BucketSpec(0, ("a", "b"), ((2,), (2,)), ((1,), (1,)), torch.float32, torch.device("cpu"))
@@ -110,3 +110,20 @@ def test_repr_and_what_they_say_of_themselves() -> None:
     assert Trait.DISTORTS in hook.traits
     assert Trait.DISTORTS not in mean().traits
     assert hook.collectives == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "huge"), [(torch.float32, 1e25), (torch.bfloat16, 1e25), (torch.float64, 1e200), (torch.float64, 0.0)]
+)
+def test_huge_gradients_are_clipped_and_not_lost(dtype: torch.dtype, huge: float) -> None:
+    grad = torch.tensor([3 * huge, 4 * huge], dtype=dtype)
+    expected = torch.tensor([0.6, 0.8] if huge else [0.0, 0.0], dtype=dtype)
+    for hook in (chain(clip(norm=1.0), mean()), dgc(1.0, momentum=0.0, clip=1.0)):
+        torch.testing.assert_close(simulate(hook, [grad]).reduced[0].value, expected)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_clipped_by_norm_all_becomes_nan_if_one_element_is_not_finite(bad: float) -> None:
+    for dtype in (torch.float32, torch.float64):
+        grad = torch.tensor([bad, 1.0], dtype=dtype)
+        assert simulate(chain(clip(norm=1.0), mean()), [grad]).reduced[0].value.isnan().all()

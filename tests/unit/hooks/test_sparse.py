@@ -13,16 +13,21 @@ from gradwire.hooks import (
     BucketSpec,
     CommHook,
     Stage,
+    after,
     cast,
     chain,
+    diloco,
     error_feedback,
     mean,
+    power_sgd,
+    quantize,
     random_k,
     reduce_scatter_mean,
     threshold,
     top_k,
 )
 from gradwire.hooks.pairs import Format, Pairs
+from gradwire.hooks.state import split_flat
 from gradwire.testing import check_hook, simulate
 
 HOOKS = [
@@ -33,6 +38,7 @@ HOOKS = [
     threshold(relative=0.3, values=torch.bfloat16),
     chain(random_k(0.25), mean()),
     chain(random_k(0.3, seed=7), cast(torch.bfloat16), reduce_scatter_mean()),
+    chain(random_k(0.5), quantize(bits=8)),
 ]
 
 
@@ -139,6 +145,14 @@ def test_random_k_takes_the_same_elements_everywhere_and_others_every_step() -> 
     assert 2 <= seen.min() <= 10 <= seen.max() <= 22
 
 
+def test_random_k_does_not_draw_from_a_devices_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of GPUs of different models differ, so that ranks would take different elements."""
+    monkeypatch.delattr(torch, "Generator")
+    simulate(chain(random_k(0.1), mean()), [torch.ones(20)])
+    matrix = BucketSpec(0, ("w",), ((32, 32),), ((32, 1),), torch.float32, torch.device("cpu"))
+    simulate(power_sgd(1, warm_start=False), [torch.ones(1024)], spec=matrix)
+
+
 def test_the_hook_inside_random_k_sees_a_short_bucket() -> None:
     spec = BucketSpec(4, ("a", "b"), ((10, 3), (11,)), ((3, 1), (1,)), torch.float32, torch.device("cpu"))
     inside: Any = chain(random_k(0.2), mean())
@@ -155,6 +169,9 @@ class Stateful(CommHook):
 
     def reduce(self, grad: Tensor, state: Any, turn: Any) -> Any:
         raise NotImplementedError
+
+    def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
+        return split_flat(state, spec)
 
     def __repr__(self) -> str:
         return "stateful()"
@@ -181,6 +198,9 @@ class Stateful(CommHook):
         (lambda: random_k(0.0), "not a part of the whole"),
         (lambda: chain(random_k(0.1), error_feedback(), mean()), "keeps state from step to step"),
         (lambda: chain(random_k(0.1), Stateful()), "keeps state from step to step"),
+        (lambda: chain(random_k(0.1), power_sgd(1, batched=True)), "keeps state from step to step"),
+        (lambda: chain(random_k(0.1), after(9, power_sgd(1))), "keeps state from step to step"),
+        (lambda: chain(random_k(0.1), diloco(every=2)), "keeps state from step to step"),
     ],
 )
 def test_refused_when_built(build: Any, words: str) -> None:

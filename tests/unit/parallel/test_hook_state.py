@@ -36,7 +36,7 @@ class Noisy(CommHook):
     collectives = 1
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        everywhere = replace(turn, spec=replace(turn.spec, index=0))
+        everywhere = replace(turn, spec=replace(turn.spec, index=0, names=()))
         grad = grad + torch.randn(1, generator=generator(0, everywhere, shared=True))
         yield all_reduce(grad, op=ReduceOp.AVG)
         return Reduced(grad, grad)

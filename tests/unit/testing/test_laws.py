@@ -75,6 +75,16 @@ class ForgetsDivisor(Average):
         return Reduced(value / turn.share, sent)
 
 
+class ForgetsWeights(Average):
+    """Weighs, and does not say so in what it sent."""
+
+    traits = Trait.WEIGHS
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        value, _ = yield from weighted_mean().reduce(grad, state, turn)
+        return Reduced(value, grad)
+
+
 class Drops(Average):
     """Says that it sent what it did not."""
 
@@ -129,16 +139,30 @@ class DividesByNothing(Average):
         return Reduced(value * 1.0, sent)
 
 
+class NeverForgets(Average):
+    """A momentum that keeps a NaN for ever."""
+
+    traits = Trait.REMEMBERS
+
+    def init(self, spec: BucketSpec) -> Any:
+        return torch.zeros(spec.numel)
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        state.mul_(0.5).add_(grad)
+        return (yield from super().reduce(state, None, turn))
+
+
 BROKEN = {
     "agree": [Disagrees()],
     "kept": [Widens()],
     "unwritten": [Writes()],
     "repeatable": [Guesses()],
-    "mean_of_sent": [Sums(), ForgetsDivisor()],
+    "mean_of_sent": [Sums(), ForgetsDivisor(), ForgetsWeights()],
     "pays_back": [Drops()],
     "counted": [Miscounts(), MiscountsCollectives()],
     "saved": [Forgets(), SavesNonsense(), Mixes()],
     "from_nothing": [DividesByNothing()],
+    "recovers": [NeverForgets()],
 }
 
 

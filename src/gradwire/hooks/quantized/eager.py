@@ -21,6 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradwire.hooks.chance import noise
 from gradwire.hooks.quantized.layout import Part
 
 LEAST = 2.0**-100
@@ -62,17 +63,6 @@ def total(message: Tensor, out: Tensor, part: Part, factor: float) -> None:
     for other in others:
         out.add_(other)
     out.mul_(_float32(factor))
-
-
-def noise(index: Tensor, key: int) -> Tensor:
-    """A number in [0, 1) for each index: the finaliser of MurmurHash3, of 32 bits, kept in int64."""
-    h = ((index * 0x9E3779B9) ^ key) & 0xFFFFFFFF
-    h ^= h >> 16
-    h = (h * 0x85EBCA6B) & 0xFFFFFFFF
-    h ^= h >> 13
-    h = (h * 0xC2B2AE35) & 0xFFFFFFFF
-    h ^= h >> 16
-    return (h >> 8).to(torch.float32) * 2.0**-24
 
 
 def _stochastic(y: Tensor, part: Part, key: int) -> Tensor:

@@ -13,7 +13,7 @@ from gradwire.collectives import all_gather_into_tensor, all_to_all_single
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.chance import generator
+from gradwire.hooks.chance import key as chance_key
 from gradwire.hooks.quantized import codec
 from gradwire.hooks.quantized.bucket import as_given, as_real, refuse_sparse
 from gradwire.hooks.quantized.layout import WIDTHS, Layout, Part, Rules, Section, lay_out
@@ -78,7 +78,7 @@ class Quantize(CommHook):
         if self.rounding == "nearest":
             while True:
                 yield None
-        key = generator(self.seed, turn, shared=False).initial_seed()
+        key = chance_key(self.seed, turn, shared=False)
         while True:
             yield key & 0x7FFFFFFF
             key += 0x3C6EF372
