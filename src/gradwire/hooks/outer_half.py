@@ -254,3 +254,10 @@ def after_every_step(
             )
     rounds = _Rounds(do, len(optimizers))
     return [Handle(o.register_step_post_hook(rounds.of(i)).remove) for i, o in enumerate(optimizers)]
+
+
+def replace_handles(handles: list[Handle], by: list[Handle]) -> None:
+    """Optimizers that were attached before tell of their steps no longer: each step would count twice."""
+    for handle in handles:
+        handle.remove()
+    handles[:] = by

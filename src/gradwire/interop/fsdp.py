@@ -88,7 +88,12 @@ class FsdpHook:
 
     def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from a saved state; every rank of the group calls it, between steps. It must be of the same shards."""
-        self._states = load_together(saved, self._hook, self._group, device=self._device)
+
+        def build(states: States) -> States:
+            states.rehearse(self._states.specs)
+            return states
+
+        self._states = load_together(saved, self._hook, self._group, device=self._device, build=build)
         self._step = self._states.step
 
     def __repr__(self) -> str:

@@ -298,6 +298,36 @@ def test_steps_can_be_told_by_hand() -> None:
     assert a == b
 
 
+@pytest.mark.parametrize("face", ["replica", "torch"])
+def test_who_attaches_again_does_not_count_twice(face: str) -> None:
+    """Neither the same optimizer nor one that takes its place; and one that is refused leaves the earlier one attached."""
+    (group,) = ThreadGroup.world(1, timeout=20)
+    model = copy.deepcopy(NET)
+    owner: Any = as_torch_hook(local_sgd(every=2), group, named_parameters=model.named_parameters())
+    if face == "replica":
+        owner = replicate(model, group=group, hook=local_sgd(every=2))
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    for attached, stepped, counted in [
+        ([first], first, 1),
+        ([first], first, 2),
+        ([second], second, 3),
+        ([second], first, 3),
+        ([], second, 3),
+        ([first], first, 4),
+    ]:
+        owner.attach_optimizer(*attached)
+        stepped.step()
+        assert owner.hook_state_dict()["step"] == counted
+    with pytest.raises(UsageTypeError):
+        owner.attach_optimizer(second, "third")
+    first.step()
+    second.step()
+    assert owner.hook_state_dict()["step"] == 5
+    if face == "replica":
+        owner.detach()
+    group.close()
+
+
 def test_what_is_no_optimizer_of_this_model_is_refused() -> None:
     (group,) = ThreadGroup.world(1, timeout=20)
     model = copy.deepcopy(NET)
