@@ -7,8 +7,8 @@ over the replicas of the model: hybrid sharding with our hook in place of torch'
 Note [What a shard's bucket is]
 FSDP hands its hook one flat tensor per module: this rank's shard of each parameter, one after another, each padded to the size of
 the largest shard. That is the bucket that the hook sees, with the shards' shapes. Where the tensor has another length (some
-parameters got no gradient in this step) the bucket is one nameless row, with a state of its own: the hook has lost names, the shapes
-of matrices, and what it kept by name. A warning says so, the first time.
+parameters got no gradient in this step) the bucket is one nameless row, with a state of its own: the hook has lost names,
+the shapes of matrices, and what it kept by name. A warning says so, the first time.
 """
 
 from __future__ import annotations
