@@ -274,7 +274,7 @@ DILOCO = streaming_diloco(every=3, fragments=2, delay=1)
         (DILOCO, lambda d: inner(d, lands={0: 5}, came={})),
         (DILOCO, lambda d: d | {"state": {name: {"anchor": 3} for name in d["state"]}}),
     ],
-    ids=str,
+    ids=["no step", "text for a step", "no states", "a spoilt state", "no outer", "rounds", "what came", "anchor"],
 )
 @pytest.mark.parametrize("face", ["replica", "torch"])
 def test_what_cannot_be_read_on_one_rank_changes_nothing_on_any(hook: CommHook, spoil: Any, face: str) -> None:
