@@ -60,7 +60,10 @@ STAGES: dict[str, Callable[[], Stage]] = {
 
 
 def with_feedback(hook: CommHook) -> CommHook:
-    return hook if hook.remembers or hook.local else hooks.chain(hooks.error_feedback(), hook)
+    try:
+        return hooks.chain(hooks.error_feedback(), hook)
+    except UsageError:  # it said why: it has a memory of its own, or weighs, or votes
+        return hook
 
 
 ALL: dict[str, CommHook] = {name: make() for name, make in ENDS.items()} | {

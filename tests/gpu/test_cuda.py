@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from gradwire.collectives import ReduceOp
+from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import UsageError
 from gradwire.groups import C10dGroup, Group
-from gradwire.hooks import cast, chain, mean
+from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, cast, chain, mean
+from gradwire.hooks.drive import Driver
 from gradwire.parallel import DistributedDataParallel
 from gradwire.policies import Gradients
 from gradwire.testing import check_group, run_ranks
@@ -96,6 +99,40 @@ def test_a_chain_of_hooks_on_a_side_stream(nccl: Group) -> None:
         assert a.grad is not None
         assert b.grad is not None
         assert torch.allclose(a.grad, b.grad.bfloat16().float())
+
+
+class Twice(CommHook):
+    """Two collectives, so that it runs on the lane where streams are not ordered."""
+
+    collectives = 2
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        value = grad * 2
+        yield all_reduce(value, op=ReduceOp.AVG)
+        value = value / 4
+        yield all_reduce(value)
+        torch.cuda._sleep(50_000_000)
+        return Reduced(value * 2, grad)
+
+
+def _behind_and_before(group: Group) -> list[float]:
+    driver = Driver(group)
+    spec = BucketSpec(0, ("p",), ((1000,),), ((1,),), torch.float32, torch.device("cuda", 0))
+    seen = []
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            grad = torch.zeros(1000, device="cuda")
+            torch.cuda._sleep(200_000_000)
+            grad += 1 + group.rank
+            pending = driver.launch(Twice(), grad, None, Turn(spec, group.rank, group.size))
+            seen += (pending.wait() + 0).unique().tolist()
+    driver.close()
+    return seen
+
+
+def test_what_a_lane_does_comes_after_the_callers_work_and_before_its_next() -> None:
+    """gloo takes CUDA tensors and orders no streams: the lane's thread must."""
+    assert run_ranks(_behind_and_before, 2, kind="gloo") == [[3.0, 3.0]] * 2
 
 
 def _refused(group: Group) -> str:

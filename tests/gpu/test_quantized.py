@@ -74,6 +74,28 @@ def test_triton_gives_the_bits_of_eager(kernels, bits: int, block: int, rows: in
             torch.testing.assert_close(*sums, rtol=0, atol=0, equal_nan=True)
 
 
+def test_rows_of_more_bytes_than_32_bits_count(kernels) -> None:  # type: ignore[no-untyped-def]
+    """Two rows of 2 ** 31 bytes of codes and a little more. What lies at the end of each comes back, and so does their sum."""
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GiB of free device memory")
+    row = 2**31 + 8192
+    part = part_of(2 * row, 8, 256, 2)
+    assert part.row == row
+    x = torch.zeros(2 * row, dtype=torch.bfloat16, device="cuda")
+    x[row - 256 : row], x[-256:], x[:256] = 3.0, 5.0, 7.0
+    message = torch.zeros(2, part.stride, dtype=torch.uint8, device="cuda")
+    kernels.quantise(x, message, part, None)
+    out = torch.ones_like(x)
+    kernels.dequantise(message, out, part)
+    assert torch.equal(out, x)
+    del x, out
+    total = torch.empty(row, device="cuda")
+    kernels.total(message, total, replace(part, numel=row), 0.5)
+    assert total[-256:].unique().tolist() == [4.0]
+    assert total[:256].unique().tolist() == [3.5]
+    assert int(total.count_nonzero()) == 512
+
+
 @pytest.mark.parametrize("bits", [8, 4, 2, 1])
 def test_the_device_gives_the_bits_of_the_host(bits: int) -> None:
     brought = [torch.randn(5000, generator=torch.Generator().manual_seed(r)) for r in range(3)]

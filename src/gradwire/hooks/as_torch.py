@@ -9,13 +9,14 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from gradwire.errors import UsageError, UsageTypeError
+from gradwire.errors import HookError, UsageError, UsageTypeError
+from gradwire.events import Handle
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.drive import Driver
 from gradwire.hooks.outer import OuterHook, check_outer
-from gradwire.hooks.outer_half import OuterHalf, after_every_step
+from gradwire.hooks.outer_half import OuterHalf, after_every_step, replace_handles
 from gradwire.hooks.states import States, to_dict
 from gradwire.hooks.together import load_together
 
@@ -78,19 +79,25 @@ class _Adapter:
         self._step = -1
         self._outer: OuterHalf | None = None
         self._attended = False
+        self._optimizer_handles: list[Handle] = []
         if isinstance(hook, OuterHook) and not self._named:
             raise UsageError(
                 f"as_torch_hook({hook!r}): it moves parameters, and was told of none. "
                 "Pass named_parameters=model.named_parameters()."
             )
-        self._use_states(States(hook))
+        states = States(hook)
+        self._use(states, self._outer_half(states))
 
-    def _use_states(self, states: States, saved: Mapping[str, Any] | None = None) -> None:
-        self._states = states
+    def _outer_half(self, states: States, saved: Mapping[str, Any] | None = None) -> OuterHalf | None:
+        if not isinstance(self._hook, OuterHook):
+            return None
+        return OuterHalf(self._hook, self._group, self._named, states=states, saved=saved)
+
+    def _use(self, states: States, outer: OuterHalf | None) -> None:
+        self._states, self._outer = states, outer
         self._step = states.step - 1
-        if isinstance(self._hook, OuterHook):
-            self._outer = OuterHalf(self._hook, self._group, self._named, states=states, saved=saved)
-            self._outer.attended = self._attended
+        if outer is not None:
+            outer.attended = self._attended
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         spec = self._spec(bucket)
@@ -116,8 +123,8 @@ class _Adapter:
             try:
                 with torch.no_grad():
                     value = pending.wait()
-            except Exception as error:
-                future.set_exception(error)  # type: ignore[arg-type]  # torch's stub types it as a result
+            except BaseException as error:  # whatever it is: torch waits for this future for ever
+                future.set_exception(_as_exception(error, self._hook, spec))  # type: ignore[arg-type]  # a stub of torch's
             else:
                 future.set_result(value)
 
@@ -133,11 +140,17 @@ class _Adapter:
         return to_dict(self._states, rank=self._group.rank, step=self._step + 1)
 
     def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
-        self._use_states(load_together(saved, self._hook, self._group, device=self._device), saved)
+        def build(states: States) -> tuple[States, OuterHalf | None]:
+            if not isinstance(self._hook, OuterHook):
+                states.rehearse(self._states.specs)
+            return states, self._outer_half(states, saved)
+
+        self._use(*load_together(saved, self._hook, self._group, device=self._device, build=build))
 
     def attach_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
         if self._outer is not None:
-            after_every_step(optimizers, [p for _, p in self._named], self.outer_step)
+            handles = after_every_step(optimizers, [p for _, p in self._named], self.outer_step)
+            replace_handles(self._optimizer_handles, handles)
             self._attended = self._outer.attended = True
 
     def outer_step(self) -> None:
@@ -169,3 +182,15 @@ class _Adapter:
             device=buffer.device,
             sparse=buffer.is_sparse,
         )
+
+
+def _as_exception(error: BaseException, hook: CommHook, spec: BucketSpec) -> Exception:
+    """Futures of torch's take no other."""
+    if isinstance(error, Exception):
+        return error
+    ended = HookError(
+        f"communication hook {hook!r} on {spec}: ended by {type(error).__name__}: {error}. Look for what raised it.",
+        hook=repr(hook),
+    )
+    ended.__cause__ = error
+    return ended

@@ -4,7 +4,8 @@ Note [Where a reduction runs]
 On CUDA, if the group orders streams, it runs straight through in the caller's thread under a side stream: `wait` then does
 not block the host, so the whole hook is enqueued while backward goes on. Elsewhere a hook of no collective is done at once; a
 hook of one is submitted at once and finished by whoever waits for it; a hook of several runs on the group's lane, one bucket
-after another, so that all ranks submit their collectives in the same order whatever the timing.
+after another, so that all ranks submit their collectives in the same order whatever the timing. What the lane does on CUDA (gloo
+takes CUDA tensors and orders no streams) is on the side stream, behind what the caller had enqueued at launch.
 
 Note [Scopes]
 A reduction may yield collectives of the ranks of one host, or of one rank per host. A group that knows of hosts (`group.layout`)
@@ -14,10 +15,11 @@ is meant for the host is for all, and between hosts there is nobody to send to.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -86,9 +88,25 @@ def run(reduction: Reduction, carry_out: Callable[[Collective], Awaitable]) -> R
         return result
 
 
-def start_single(reduction: Reduction, group: Group, hook: str) -> Pending:
+def begin_on(
+    group: Group, hook: CommHook, grad: Tensor, state: Any, turn: Turn, *, method: str = "reduce"
+) -> Reduction:
+    """A reduction that is told of the group's hosts; what it yields is carried out by scope. See Note [Scopes]."""
+    if group.layout is not None:
+        turn = replace(turn, hosts=group.layout)
+    return begin(hook, grad, state, turn, method=method)
+
+
+def carry_out(group: Group, hook: CommHook, grad: Tensor, state: Any, turn: Turn, *, method: str = "reduce") -> Tensor:
+    """The value of a reduction that runs to its end in the caller's thread."""
+    return run(begin_on(group, hook, grad, state, turn, method=method), _on(group, group.submit)).value
+
+
+def start_single(
+    group: Group, hook: CommHook, grad: Tensor, state: Any, turn: Turn, *, method: str = "reduce"
+) -> Pending:
     """A reduction of one collective, submitted now in the caller's thread and finished by whoever waits for it."""
-    return _Single(reduction, group, hook)
+    return _Single(begin_on(group, hook, grad, state, turn, method=method), group, repr(hook))
 
 
 class Driver:
@@ -103,30 +121,33 @@ class Driver:
 
     def launch(self, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Pending:
         """Start reducing `grad`; never waits for another rank, except on groups that block in `submit`."""
-        if self.group.layout is not None:
-            turn = replace(turn, hosts=self.group.layout)
         if grad.device.type == "cuda" and self.group.orders_streams(grad.device):
             return self._launch_on_stream(hook, grad, state, turn)
-        reduction = begin(hook, grad, state, turn)
+        if hook.collectives == 1:
+            return start_single(self.group, hook, grad, state, turn)
+        reduction = begin_on(self.group, hook, grad, state, turn)
         if hook.collectives == 0:
             return _Done(reduction, repr(hook))
-        if hook.collectives == 1:
-            return _Single(reduction, self.group, repr(hook))
-        return _OnLane(reduction, self.group, self._lane, turn)
+        ordered = _Ordered(grad, self._stream(grad.device)) if grad.is_cuda else None
+        return _OnLane(reduction, self.group, self._lane, turn, ordered)
 
     def _launch_on_stream(self, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Pending:
         device = grad.device
-        side = self._streams.get(device)
-        if side is None:
-            side = self._streams[device] = torch.cuda.Stream(device)
+        side = self._stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            # The allocator must not hand the bucket's memory out again before the side stream is done with it.
-            grad.record_stream(side)
-            value = run(begin(hook, grad, state, turn), _on(self.group, self.group.submit)).value
+            _keep(grad, side)
+            value = carry_out(self.group, hook, grad, state, turn)
             event = torch.cuda.Event()
             event.record(side)
         return _OnStream(value, event)
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The side stream of a device."""
+        side = self._streams.get(device)
+        if side is None:
+            side = self._streams[device] = torch.cuda.Stream(device)
+        return side
 
     def drain(self, timeout: float) -> None:
         """Wait until no reduction is at work on the lane.
@@ -187,9 +208,12 @@ class _Single:
 class _OnLane:
     """Several collectives, on the lane."""
 
-    def __init__(self, reduction: Reduction, group: Group, lane: Lane, turn: Turn) -> None:
+    def __init__(
+        self, reduction: Reduction, group: Group, lane: Lane, turn: Turn, ordered: _Ordered | None = None
+    ) -> None:
         self._done = threading.Event()
         self._value: Tensor | None = None
+        self._ordered = ordered
         self._error: BaseException | None = None
         self._group = group
         self._turn = turn
@@ -197,7 +221,7 @@ class _OnLane:
 
         def job() -> None:
             try:
-                with torch.no_grad():
+                with torch.no_grad(), ordered.here() if ordered else contextlib.nullcontext():
                     self._value = run(reduction, _on(group, group.run)).value
             except BaseException as error:
                 self._error = error
@@ -217,7 +241,46 @@ class _OnLane:
         if self._error is not None:
             raise self._error
         assert self._value is not None
-        return self._value
+        return self._value if self._ordered is None else self._ordered.take(self._value)
+
+
+class _Ordered:
+    """Work of another thread between what this one has enqueued on a CUDA device and what it enqueues next.
+
+    A thread has a current device and a current stream of its own, which know nothing of the caller's. See Note [Where a
+    reduction runs].
+    """
+
+    def __init__(self, grad: Tensor, side: torch.cuda.Stream) -> None:
+        self._side = side
+        self._ready = torch.cuda.Event()
+        self._ready.record(torch.cuda.current_stream(grad.device))
+        _keep(grad, side)
+        self._done = torch.cuda.Event()
+
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        """In the other thread: on the side stream of the bucket's device, after the caller's work."""
+        with torch.cuda.device(self._side.device), torch.cuda.stream(self._side):
+            self._side.wait_event(self._ready)
+            try:
+                yield
+            finally:
+                self._done.record(self._side)
+
+    def take(self, value: Tensor) -> Tensor:
+        """In the caller's thread again: the value, for whatever its stream does next."""
+        stream = torch.cuda.current_stream(self._side.device)
+        stream.wait_event(self._done)
+        if value.is_cuda:
+            _keep(value, stream)
+        return value
+
+
+def _keep(t: Tensor, stream: torch.cuda.Stream) -> None:
+    """The allocator must not hand the tensor's memory out again before `stream` is done with it."""
+    for part in (t._indices(), t._values()) if t.is_sparse else (t,):
+        part.record_stream(stream)
 
 
 class _OnStream:
@@ -230,5 +293,5 @@ class _OnStream:
     def wait(self) -> Tensor:
         stream = torch.cuda.current_stream(self._value.device)
         stream.wait_event(self._event)
-        self._value.record_stream(stream)
+        _keep(self._value, stream)
         return self._value

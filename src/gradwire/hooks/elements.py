@@ -51,10 +51,27 @@ def padded(flat: Tensor, multiple: int) -> Tensor:
     return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
 
 
+def as_dtype(row: Tensor, dtype: torch.dtype) -> Tensor:
+    """Such numbers as elements of a bucket of `dtype`, in the same memory where they have its precision."""
+    if not dtype.is_complex:
+        return row.to(dtype)
+    return torch.view_as_complex(row.to(dtype.to_real()).view(-1, 2))
+
+
+def check_dense(hook: object, spec: BucketSpec) -> None:
+    """Raise if the bucket's gradients will be sparse: for `check`, before any step."""
+    if spec.sparse:
+        raise _sparse(hook, spec)
+
+
 def refuse_sparse(grad: Tensor, hook: object, spec: BucketSpec) -> None:
     """Raise unless the bucket is dense: hooks that choose, cut or round elements need all of them in one row."""
     if grad.is_sparse:
-        raise UsageError(
-            f"{hook!r} on {spec}: its gradients are sparse, and it takes dense ones only. Give such parameters mean(), "
-            'by partition({"embedding.*": mean(), "*": ...}).'
-        )
+        raise _sparse(hook, spec)
+
+
+def _sparse(hook: object, spec: BucketSpec) -> UsageError:
+    return UsageError(
+        f"{hook!r} on {spec}: its gradients are sparse, and it takes dense ones only. Give such parameters mean(), "
+        'by partition({"embedding.*": mean(), "*": ...}).'
+    )

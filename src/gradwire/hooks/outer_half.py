@@ -18,9 +18,9 @@ from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.events import Handle
 from gradwire.groups.base import Group
-from gradwire.hooks.base import Turn, begin
+from gradwire.hooks.base import Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.drive import Pending, run, start_single
+from gradwire.hooks.drive import Pending, carry_out, start_single
 from gradwire.hooks.outer import OuterHook
 from gradwire.hooks.state import join_flat, split_flat
 from gradwire.hooks.states import States, to_dict
@@ -129,12 +129,12 @@ class OuterHalf:
 
     def _send(self, piece: _Piece) -> None:
         turn = self._turn(piece)
-        exchange = begin(self.hook, piece.flat(), piece.state, turn, method="after_step")
+        do = (self.group, self.hook, piece.flat(), piece.state, turn)
         if self.hook.delay and self.hook.outer_collectives == 1:
             # On its way while the next steps are computed, and submitted here, in the order of all that this thread submits.
-            piece.came = start_single(exchange, self.group, repr(self.hook))
+            piece.came = start_single(*do, method="after_step")
         else:
-            piece.came = _Landed(run(exchange, self.group.submit).value)
+            piece.came = _Landed(carry_out(*do, method="after_step"))
         piece.lands = self.step + self.hook.delay
         if not self.hook.delay:
             self._settle(piece)
@@ -254,3 +254,10 @@ def after_every_step(
             )
     rounds = _Rounds(do, len(optimizers))
     return [Handle(o.register_step_post_hook(rounds.of(i)).remove) for i, o in enumerate(optimizers)]
+
+
+def replace_handles(handles: list[Handle], by: list[Handle]) -> None:
+    """Optimizers that were attached before tell of their steps no longer: each step would count twice."""
+    for handle in handles:
+        handle.remove()
+    handles[:] = by

@@ -45,8 +45,9 @@ class Format:
         """Raise unless places up to `numel` can be written down."""
         if numel > torch.iinfo(self.places).max:
             raise UsageError(
-                f"{what!r} on a bucket of {numel} elements: places in it travel as {self.places}, which is too narrow. "
-                "Make buckets smaller."
+                f"{what!r} on a bucket of {numel} elements: places in it travel as {self.places}, which is too narrow. Until the "
+                "first step has shown the order of gradients all parameters are one bucket: pass Buckets(from_start=True) to "
+                "replicate(), whose limit then holds from the start, or give a parameter as large as this mean() by partition()."
             )
 
 

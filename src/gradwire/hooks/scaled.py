@@ -29,7 +29,7 @@ from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.dense import Mean, ReduceScatterMean
-from gradwire.hooks.elements import padded, real, refuse_sparse, wide
+from gradwire.hooks.elements import as_dtype, check_dense, count, padded, real, refuse_sparse, wide
 
 EXPONENTS = {torch.float16: 15, torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 """Two to this power is the largest that a scaled number may be: each dtype holds it, with some room above."""
@@ -78,11 +78,16 @@ class ScaledCast(Wrapped):
         """One more than the hook inside."""
         return None if self.inner.collectives is None else self.inner.collectives + 1
 
+    def check(self, spec: BucketSpec) -> None:
+        """Dense, and what the hook inside asks for."""
+        check_dense(f"scaled_cast({self.dtype})", spec)
+        self.inner.check(self.inside(spec))
+
     def inside(self, spec: BucketSpec) -> BucketSpec:
         """A bucket of the narrow dtype."""
         if not spec.dtype.is_complex:
             return replace(spec, dtype=self.dtype)
-        row = (spec.numel * 2,)
+        row = (count(spec),)
         return replace(spec, dtype=self.dtype, names=("parts",), shapes=(row,), strides=((1,),))
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
@@ -95,8 +100,8 @@ class ScaledCast(Wrapped):
         scale = scale_for(magnitude, EXPONENTS[self.dtype] - ranks)
         inside = replace(turn, spec=self.inside(turn.spec))
         value, sent = yield from self.inner.reduce((flat * scale).to(self.dtype), state, inside)
-        value = _back(value.to(flat.dtype) / scale, turn.spec)
-        return Reduced(value, value if turn.donated else _back(sent.to(flat.dtype) / scale, turn.spec))
+        value = as_dtype(value.to(flat.dtype) / scale, turn.spec.dtype)
+        return Reduced(value, value if turn.donated else as_dtype(sent.to(flat.dtype) / scale, turn.spec.dtype))
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         """As the hook inside, and one number."""
@@ -114,6 +119,10 @@ class Float8Mean(CommHook):
     dtype: torch.dtype
 
     collectives = 2
+
+    def check(self, spec: BucketSpec) -> None:
+        """Dense."""
+        check_dense(self, spec)
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Exchange slices, add, exchange means. See Note [float8 is summed here]."""
@@ -146,13 +155,11 @@ class Float8Mean(CommHook):
         return rows[:, 4:].view(self.dtype).to(torch.float32) / scale
 
     def _row(self, slices: Tensor, spec: BucketSpec) -> Tensor:
-        numel = spec.numel * (2 if spec.dtype.is_complex else 1)
-        return _back(slices.reshape(-1)[:numel], spec)
+        return as_dtype(slices.reshape(-1)[: count(spec)], spec.dtype)
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         """Two times (n - 1) slices with their scales."""
-        numel = spec.numel * (2 if spec.dtype.is_complex else 1)
-        return 2 * (world_size - 1) * (-(-numel // world_size) + 4)
+        return 2 * (world_size - 1) * (-(-count(spec) // world_size) + 4)
 
     def error(self, spec: BucketSpec) -> float:
         """All that is lost stands in `sent`, but for rounding in float32 and to the gradient's dtype."""
@@ -165,14 +172,6 @@ class Float8Mean(CommHook):
 def _number(spec: BucketSpec) -> torch.dtype:
     """What a bucket's numbers are scaled in."""
     return wide(spec.dtype.to_real() if spec.dtype.is_complex else spec.dtype)
-
-
-def _back(row: Tensor, spec: BucketSpec) -> Tensor:
-    """A row of numbers as a gradient of the bucket."""
-    if spec.dtype.is_complex:
-        row = row.to(spec.dtype.to_real())
-        return torch.view_as_complex(row.view(-1, 2))
-    return row.to(spec.dtype)
 
 
 def scaled_cast(dtype: torch.dtype) -> Stage:

@@ -127,6 +127,12 @@ class DiLoCo(OuterHook):
         """After every `every`-th step."""
         return () if step % self.every else (0,)
 
+    def check(self, spec: BucketSpec) -> None:
+        """The hook inside, which sees whole parameters, in buckets of the outer half's own; they are dense."""
+        inside = replace(_inside(spec), sparse=False)
+        for name, shape, stride in zip(spec.names, spec.shapes, spec.strides, strict=True):
+            self.hook.check(replace(inside, names=(name,), shapes=(shape,), strides=(stride,)))
+
     # -- an outer step -------------------------------------------------------------------------------------------------
 
     def begin(self, parameters: Tensor, state: _Anchored, turn: Turn) -> None:

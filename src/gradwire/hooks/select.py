@@ -65,7 +65,7 @@ def largest(flat: Tensor, k: int) -> Tensor:
     if bits.device.type != "cpu":
         return torch.topk(_magnitude(bits), k, sorted=False).indices
     if k == 0:
-        return torch.empty(0, dtype=torch.int64)
+        return flat.new_empty(0, dtype=torch.int64)
     if numel > 4 * _SAMPLE and 4 * k <= numel:
         bound = _guess(bits, k)
         found = _at_least(bits, bound, limit=4 * k)
@@ -125,7 +125,7 @@ def _at_least(bits: Tensor, bound: int, *, limit: int) -> Tensor | None:
 def _exact(magnitude: Tensor, k: int) -> Tensor:
     """The places of the k largest; of equal ones, the first."""
     if k == magnitude.numel():
-        return torch.arange(k)
+        return torch.arange(k, device=magnitude.device)
     least = torch.topk(magnitude, k, sorted=False).values.min()
     above = magnitude > least
     missing = k - int(above.sum())

@@ -18,7 +18,7 @@ from gradwire.collectives import all_gather, all_gather_into_tensor
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.elements import count, real, refuse_sparse, wide
+from gradwire.hooks.elements import as_dtype, check_dense, count, real, refuse_sparse, wide
 from gradwire.hooks.pairs import Format, Pairs, add_up, scatter
 from gradwire.hooks.select import largest, reaching
 
@@ -66,17 +66,18 @@ def _rows(lists: list[Pairs], chosen: Pairs, turn: Turn) -> Reduced:
     number = wide(dtype.to_real() if dtype.is_complex else dtype)
     value = add_up(lists, numel, number, divisor=turn.divisor or turn.world_size)
     sent = value if turn.donated else scatter(chosen, numel, number)  # nobody asks for it then
-    return Reduced(_as(value, dtype), _as(sent, dtype))
-
-
-def _as(row: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.view_as_complex(row.view(-1, 2)) if dtype.is_complex else row.to(dtype)
+    return Reduced(as_dtype(value, dtype), as_dtype(sent, dtype))
 
 
 def value_dtype(spec: BucketSpec, values: torch.dtype | None) -> torch.dtype:
     """What the values of a bucket travel in."""
     own = spec.dtype.to_real() if spec.dtype.is_complex else spec.dtype
     return values if values is not None and values.itemsize < own.itemsize else own
+
+
+def _check_bucket(hook: CommHook, spec: BucketSpec, values: torch.dtype | None) -> None:
+    check_dense(hook, spec)
+    Format(value_dtype(spec, values)).check(count(spec), hook)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,10 @@ class TopK(CommHook):
 
     collectives = 1
     alone = ALONE
+
+    def check(self, spec: BucketSpec) -> None:
+        """Dense, and not longer than places can tell."""
+        _check_bucket(self, spec, self.values)
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Choose, gather, add."""
@@ -146,6 +151,10 @@ class Threshold(CommHook):
 
     collectives = 2
     alone = ALONE
+
+    def check(self, spec: BucketSpec) -> None:
+        """Dense, and not longer than places can tell."""
+        _check_bucket(self, spec, self.values)
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Choose, gather how many were chosen, gather them, add."""

@@ -13,7 +13,7 @@ lost with it, when a world shrinks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gradwire.errors import HookError
@@ -47,6 +47,17 @@ class States:
                 self._saved.pop(name, None)
             made = self._made[spec.index] = (spec, state)
         return made[1]
+
+    @property
+    def specs(self) -> list[BucketSpec]:
+        """The buckets that have a state now."""
+        return [spec for spec, _ in self._made.values()]
+
+    def rehearse(self, specs: Iterable[BucketSpec]) -> None:
+        """Raise now what `of` would raise for these buckets; nothing is kept."""
+        for spec in specs:
+            if self._saved:
+                self.hook.load(self._saved, spec)
 
     def take_apart(self) -> None:
         """Buckets will be others: keep every state by parameter, for the new buckets to pick up."""

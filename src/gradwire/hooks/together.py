@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,6 +13,8 @@ from gradwire.errors import HookError
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.states import States, from_dict
+
+T = TypeVar("T")
 
 
 def odd_ones_out(group: Group, said: str, *, device: torch.device, label: str) -> list[int]:
@@ -24,22 +26,39 @@ def odd_ones_out(group: Group, said: str, *, device: torch.device, label: str) -
     return [r for r, row in enumerate(everybody.view(group.size, 32)) if not torch.equal(row, mine)]
 
 
-def load_together(saved: Mapping[str, Any], hook: CommHook, group: Group, *, device: torch.device) -> States:
-    """This rank's states from what was saved. Every rank calls it; if one cannot load, or is at another step, none does."""
-    states, refused = None, None
+def load_together(
+    saved: Mapping[str, Any], hook: CommHook, group: Group, *, device: torch.device, build: Callable[[States], T]
+) -> T:
+    """What `build` makes of this rank's states. Every rank calls it; if one cannot load, or is at another step, none does.
+
+    So `build` makes all that the caller needs and changes nothing yet: the caller puts it in place when all ranks are able to.
+    """
+    built, refused = [], None
     try:
         states = from_dict(saved, hook, rank=group.rank)
         said = f"{hook!r} at step {states.step}"
-    except HookError as error:
-        refused, said = error, "refused"
+        built.append(build(states))
+    except Exception as error:  # whatever it is, the others must not wait for a rank that has gone
+        refused, said = _refusal(error, hook, group), "refused"
     odd = odd_ones_out(group, said, device=device, label="load_hook_state_dict")
     if refused is not None:
         raise refused
-    assert states is not None
     if odd:
         raise HookError(
             f"load_hook_state_dict on rank {group.rank}, {said}: ranks {odd} could not load theirs, or loaded another step's. "
             "Nothing was changed; load states that were saved after the same step, and on a new rank those of rank 0.",
             hook=repr(hook),
         )
-    return states
+    return built[0]
+
+
+def _refusal(error: Exception, hook: CommHook, group: Group) -> HookError:
+    if isinstance(error, HookError):
+        return error
+    refusal = HookError(
+        f"load_hook_state_dict on rank {group.rank} for {hook!r}: the state cannot be read, {type(error).__name__}: {error}. "
+        "Nothing was changed; pass what hook_state_dict() gave.",
+        hook=repr(hook),
+    )
+    refusal.__cause__ = error
+    return refusal

@@ -7,12 +7,14 @@ over the replicas of the model: hybrid sharding with our hook in place of torch'
 Note [What a shard's bucket is]
 FSDP hands its hook one flat tensor per module: this rank's shard of each parameter, one after another, each padded to the size of
 the largest shard. That is the bucket that the hook sees, with the shards' shapes. Where the tensor has another length (some
-parameters got no gradient in this step) the bucket is one nameless row, with a state of its own.
+parameters got no gradient in this step) the bucket is one nameless row, with a state of its own: the hook has lost names,
+the shapes of matrices, and what it kept by name. A warning says so, the first time.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,9 +24,9 @@ from torch.distributed import ReduceOp
 
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups.base import Group
-from gradwire.hooks.base import CommHook, Turn, begin
+from gradwire.hooks.base import CommHook, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.drive import run
+from gradwire.hooks.drive import carry_out
 from gradwire.hooks.states import States, to_dict
 from gradwire.hooks.together import load_together
 
@@ -54,6 +56,8 @@ class FsdpHook:
         self._states = States(hook)
         self._step = 0
         self._device = device
+        self._doing = doing
+        self._warned = False
 
     def __call__(self, flat: Tensor) -> None:
         """Average `flat` over the group, in place."""
@@ -67,11 +71,15 @@ class FsdpHook:
         turn = Turn(spec, self._group.rank, self._group.size, self._step, donated=True)
         self._step += 1
         # On CUDA this runs under FSDP's own stream, which the wait for each collective orders.
-        return run(begin(self._hook, flat, self._states.of(spec), turn), self._group.submit).value
+        return carry_out(self._group, self._hook, flat, self._states.of(spec), turn)
 
     def _spec(self, flat: Tensor) -> BucketSpec:
         parts = self._parts
-        if sum(math.prod(shape) for _, shape in parts) != flat.numel():
+        numel = sum(math.prod(shape) for _, shape in parts)
+        if numel != flat.numel():
+            if parts and not self._warned:
+                self._warned = True
+                warnings.warn(_lengths(self._doing, numel, flat.numel(), [name for name, _ in parts]), stacklevel=2)
             parts = ((f"{flat.numel()} elements", (flat.numel(),)),)
         return BucketSpec(
             index=0 if parts is self._parts else flat.numel(),
@@ -88,7 +96,12 @@ class FsdpHook:
 
     def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from a saved state; every rank of the group calls it, between steps. It must be of the same shards."""
-        self._states = load_together(saved, self._hook, self._group, device=self._device)
+
+        def build(states: States) -> States:
+            states.rehearse(self._states.specs)
+            return states
+
+        self._states = load_together(saved, self._hook, self._group, device=self._device, build=build)
         self._step = self._states.step
 
     def __repr__(self) -> str:
@@ -158,10 +171,15 @@ def as_fsdp_reduce_scatter(
 
 
 def fsdp_parameters(model: nn.Module) -> Iterator[tuple[Any, list[tuple[str, nn.Parameter]]]]:
-    """Every FSDP module in `model`, with the parameters, by their full names, that it reduces together."""
+    """Every FSDP module in `model`, with the parameters, by their full names, that it reduces together.
+
+    Those are the parameters that want a gradient, now: freeze what is to be frozen first, and ask again after a change.
+    """
     owned: dict[str, list[tuple[str, nn.Parameter]]] = {}
     modules: dict[str, Any] = {name: m for name, m in model.named_modules() if hasattr(m, "set_all_reduce_hook")}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         owner = name.rpartition(".")[0]
         while owner not in modules and owner:
             owner = owner.rpartition(".")[0]
@@ -169,6 +187,14 @@ def fsdp_parameters(model: nn.Module) -> Iterator[tuple[Any, list[tuple[str, nn.
             owned.setdefault(owner, []).append((name, parameter))
     for owner, named in owned.items():
         yield modules[owner], named
+
+
+def _lengths(doing: str, told: int, came: int, names: Sequence[str]) -> str:
+    return (
+        f"{doing}: FSDP reduces {came} elements, and the parameters that the hook was told of ({', '.join(names)}) have {told}. So "
+        "the hook sees one nameless row: no names, no shapes, no state that would follow a parameter. Pass the parameters that get "
+        "a gradient in every step, as fsdp_parameters(model) gives them after all that is frozen is frozen."
+    )
 
 
 def _device(named: Sequence[tuple[str, Tensor]]) -> torch.device:

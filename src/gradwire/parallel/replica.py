@@ -28,7 +28,7 @@ from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.dense import mean
 from gradwire.hooks.drive import Driver, Pending
 from gradwire.hooks.outer import OuterHook, check_outer
-from gradwire.hooks.outer_half import OuterHalf, after_every_step
+from gradwire.hooks.outer_half import OuterHalf, after_every_step, replace_handles
 from gradwire.hooks.states import States, to_dict
 from gradwire.hooks.together import load_together, odd_ones_out
 from gradwire.interop.torch_hooks import TorchHook, TorchHookRun
@@ -172,16 +172,20 @@ class Replica:
 
     def _start_afresh(self, step: int = 0) -> None:
         """The hook begins, without states; parameters are the same on every rank."""
-        self._use_states(States(self.hook, step=step))
+        states = States(self.hook, step=step)
+        self._use(states, self._outer_half(states))
 
-    def _use_states(self, states: States, saved: Mapping[str, Any] | None = None) -> None:
-        self._states = states
+    def _outer_half(self, states: States, saved: Mapping[str, Any] | None = None) -> OuterHalf | None:
+        if self.torch_hook is not None or not isinstance(self.hook, OuterHook):
+            return None
+        named = zip(self.names, self.parameters, strict=True)
+        return OuterHalf(self.hook, self.group, named, states=states, saved=saved)
+
+    def _use(self, states: States, outer: OuterHalf | None) -> None:
+        self._states, self._outer = states, outer
         self._steps.clear()
-        self._outer = None
-        if self.torch_hook is None and isinstance(self.hook, OuterHook):
-            named = zip(self.names, self.parameters, strict=True)
-            self._outer = OuterHalf(self.hook, self.group, named, states=states, saved=saved)
-            self._outer.attended = self._attended
+        if outer is not None:
+            outer.attended = self._attended
 
     # -- hook states -----------------------------------------------------------------------------------------------------
 
@@ -201,7 +205,13 @@ class Replica:
         A rank takes its own state whole; of another rank's, only what all ranks share, so a new rank loads that of rank 0.
         """
         self._check_own_hook("load_hook_state_dict")
-        self._use_states(load_together(saved, self.hook, self.group, device=self._device()), saved)
+
+        def build(states: States) -> tuple[States, OuterHalf | None]:
+            if not isinstance(self.hook, OuterHook):
+                states.rehearse(self.reducer.layout.buckets)
+            return states, self._outer_half(states, saved)
+
+        self._use(*load_together(saved, self.hook, self.group, device=self._device(), build=build))
 
     def _check_own_hook(self, doing: str) -> None:
         self._check_between_steps(f"{doing}()")
@@ -223,6 +233,7 @@ class Replica:
         """Have outer steps, of hooks such as `diloco`, after the steps of this optimizer (of several: when all have made one).
 
         Without an optimizer it only says that you call `outer_step()` after every step yourself. With other hooks it does nothing.
+        A second call takes the place of the first: optimizers that were attached before tell of their steps no longer.
         """
         weak = weakref.ref(self)
 
@@ -231,7 +242,7 @@ class Replica:
             if owner is not None:
                 owner.outer_step()
 
-        self._optimizer_handles += after_every_step(optimizers, self.parameters, stepped)
+        replace_handles(self._optimizer_handles, after_every_step(optimizers, self.parameters, stepped))
         self._attended = True
         if self._outer is not None:
             self._outer.attended = True

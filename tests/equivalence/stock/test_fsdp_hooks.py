@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,19 @@ from torch.distributed.fsdp import fully_shard
 
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import UsageError, UsageTypeError
-from gradwire.groups import Group, ThreadGroup
-from gradwire.hooks import CommHook, Reduced, Reduction, Turn, cast, chain, error_feedback, local_sgd, mean
+from gradwire.groups import Group, HierarchicalGroup, ThreadGroup
+from gradwire.hooks import (
+    CommHook,
+    Reduced,
+    Reduction,
+    Turn,
+    cast,
+    chain,
+    error_feedback,
+    hierarchical,
+    local_sgd,
+    mean,
+)
 from gradwire.interop import as_fsdp_hook, as_fsdp_reduce_scatter, from_process_group, fsdp_parameters
 from gradwire.testing import run_ranks
 
@@ -38,9 +50,11 @@ class Coarse(CommHook):
 LOSSY = chain(error_feedback(), Coarse())
 
 
-def sharded(mesh: Any) -> nn.Module:
+def sharded(mesh: Any, frozen: tuple[str, ...] = ()) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 8), nn.Tanh(), nn.Linear(8, 3))
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
     for i in (0, 2):
         fully_shard(model[i], mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -80,8 +94,23 @@ def between_replicas(rank: int, size: int) -> dict[str, Tensor]:
     with pytest.raises(UsageError, match=r"torch averages over its replicas itself.*a mesh of one dimension"):
         for _, named in fsdp_parameters(sharded(mesh)):
             as_fsdp_hook(mean(), replicas, named_parameters=named)
+    done["frozen"] = frozen(mesh, replicas, rank)
     replicas.close()
     return done
+
+
+def frozen(mesh: Any, replicas: Group, rank: int) -> Tensor:
+    """A model of which only some parameters are trained: the hook sees those, by name."""
+    model = sharded(mesh["shard"], frozen=("0.weight", "0.bias", "2.weight"))
+    hooks = []
+    for module, named in fsdp_parameters(model):
+        hooks.append(as_fsdp_hook(LOSSY, replicas, named_parameters=named))
+        module.set_all_reduce_hook(hooks[-1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        after = train(model, rank, range(3))
+    assert [sorted(h.hook_state_dict()["state"]) for h in hooks] == [["2.bias"], ["4.bias", "4.weight"]]
+    return after
 
 
 def in_place_of_the_reduce_scatter(rank: int, size: int) -> dict[str, Tensor]:
@@ -136,11 +165,31 @@ def test_a_tensor_of_another_length_is_one_nameless_row() -> None:
         hook = as_fsdp_hook(LOSSY, group, named_parameters=[("a", torch.zeros(4)), ("b", torch.zeros(2, 3))])
         for numel in (10, 6, 10, 4):
             flat = torch.full((numel,), float(group.rank))
-            hook(flat)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                hook(flat)
             assert flat.tolist() == [0.5] * numel
+            said = [str(w.message) for w in caught]
+            assert len(said) == (numel == 6)  # once
+            assert all("reduces 6 elements" in text and "(a, b) have 10" in text for text in said)
         return sorted(hook.hook_state_dict()["state"])
 
     assert run_ranks(rank_main, 2) == [["4 elements", "6 elements", "a", "b"]] * 2
+
+
+def test_a_hook_of_two_levels_is_told_of_hosts() -> None:
+    """What crosses between hosts is narrow; inside each host it is not."""
+
+    def rank_main(world: Group) -> list[float]:
+        inside, across = world.split(world.rank // 2), world.split(world.rank % 2)
+        assert inside is not None
+        with HierarchicalGroup(inside, across, rank=world.rank) as group:
+            hook = as_fsdp_hook(hierarchical(across=chain(cast(torch.bfloat16), mean())), group)
+            flat = torch.full((4,), 1.0 + 2**-9)
+            hook(flat)
+            return flat.tolist()
+
+    assert run_ranks(rank_main, 4, kind="threads") == [[1.0] * 4] * 4
 
 
 def test_what_does_not_fit_is_refused() -> None:

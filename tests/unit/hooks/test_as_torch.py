@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.collectives import all_reduce
-from gradwire.errors import UsageTypeError
+from gradwire.errors import HookError, UsageTypeError
 from gradwire.groups import Group, ThreadGroup
 from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, as_torch_hook, cast, chain, mean
 from gradwire.testing import run_ranks
@@ -144,6 +145,26 @@ def test_the_function_passes_torchs_check_of_hooks(group: Group) -> None:
 def test_only_our_own_hooks_are_taken(group: Group) -> None:
     with pytest.raises(UsageTypeError, match="not a CommHook"):
         as_torch_hook(cast(torch.bfloat16), group)  # type: ignore[arg-type]
+
+
+class Interrupted(CommHook):
+    """Is stopped after its collective by what is no Exception."""
+
+    collectives = 1
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        yield all_reduce(grad)
+        raise KeyboardInterrupt("enough")
+
+
+def test_whatever_ends_a_reduction_reaches_torchs_future(group: Group) -> None:
+    """torch waits for the future in C++, without a deadline."""
+    future = as_torch_hook(Interrupted(), group)(None, Bucket(0, [torch.zeros(2)]))
+    over = threading.Event()
+    future.add_done_callback(lambda _: over.set())
+    assert over.wait(20)
+    with pytest.raises(HookError, match=r"ended by KeyboardInterrupt: enough"):
+        future.value()
 
 
 def test_it_needs_no_result_of_several_collectives_to_return() -> None:

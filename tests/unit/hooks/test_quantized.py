@@ -11,12 +11,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradwire.errors import UsageError
-from gradwire.hooks import BucketSpec, CommHook, chain, error_feedback, mean, quantize, sign
+from gradwire.groups import ThreadGroup
+from gradwire.hooks import (
+    BucketSpec,
+    CommHook,
+    chain,
+    diloco,
+    error_feedback,
+    mean,
+    partition,
+    quantize,
+    sign,
+)
 from gradwire.hooks.quantized import codec, eager, loops
 from gradwire.hooks.quantized.layout import Layout, Part, Section, lay_out
+from gradwire.parallel import replicate
 from gradwire.testing import check_hook, run_ranks, simulate
 from gradwire.testing.laws import LAWS, pays_back
 
@@ -427,8 +439,57 @@ def test_refused_when_built(make: Any, words: str) -> None:
 
 @pytest.mark.parametrize("hook", [quantize(8), sign()], ids=repr)
 def test_sparse_gradients_are_refused(hook: CommHook) -> None:
-    with pytest.raises(UsageError, match=r"sparse gradients are not quantised.*partition"):
+    with pytest.raises(UsageError, match=r"its gradients are sparse.*partition"):
         simulate(hook, [torch.eye(2).to_sparse(1)])
+
+
+def test_what_has_no_way_is_refused_before_any_step() -> None:
+    spec = BucketSpec(0, ("a.bias", "a.weight"), ((2,), (2, 2)), ((1,), (2, 1)), torch.float32, torch.device("cpu"))
+    quantize({"*.bias": 8, "*": 4}).check(spec)
+    with pytest.raises(UsageError, match=r"no pattern matches the parameter 'a.weight'"):
+        quantize({"*.bias": 8}).check(spec)
+    for hook in (quantize(), sign(), chain(error_feedback(), quantize())):
+        hook.check(replace(spec, dtype=torch.complex64))
+        with pytest.raises(UsageError, match=r"its gradients are sparse.*partition"):
+            hook.check(replace(spec, sparse=True))
+
+
+def test_a_model_is_told_when_the_hook_is_set() -> None:
+    (group,) = ThreadGroup.world(1, timeout=20)
+    replica = replicate(nn.Linear(3, 2), group=group)
+    for hook in (quantize({"*.weight": 8}), diloco(every=2, hook=quantize({"*.weight": 8}))):
+        with pytest.raises(UsageError, match=r"no pattern matches the parameter"):
+            replica.set_hook(hook)
+    replica.set_hook(diloco(every=2, hook=quantize(8)))
+    replica.detach()
+    replica = replicate(nn.Embedding(3, 2, sparse=True), group=group)
+    with pytest.raises(UsageError, match=r"its gradients are sparse"):
+        replica.set_hook(quantize(8))
+    replica.set_hook(diloco(every=2, hook=quantize(8)))  # parameters, which are dense, travel there
+    replica.set_hook(partition({"*": mean()}))
+    replica.detach()
+    group.close()
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "hook", [quantize(8), quantize(4, rounding="stochastic"), quantize(1), sign(), sign("majority")], ids=repr
+)
+def test_torchs_default_dtype_does_not_matter(
+    hook: CommHook, dtype: torch.dtype, default: torch.dtype, way: str
+) -> None:
+    grads = [torch.randn(700, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(2)]
+    expected = simulate(hook, grads).reduced
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        done = simulate(hook, grads).reduced
+    finally:
+        torch.set_default_dtype(before)
+    for one, other in zip(done, expected, strict=True):
+        assert torch.equal(one.value, other.value)
+        assert torch.equal(one.sent, other.sent)
 
 
 def test_reprs_show_all_settings() -> None:

@@ -223,8 +223,21 @@ def test_sparse_gradients_are_refused(hook: CommHook) -> None:
 
 
 def test_places_beyond_their_dtype_are_refused() -> None:
-    with pytest.raises(UsageError, match="Make buckets smaller"):
+    with pytest.raises(UsageError, match=r"travel as torch.int32, which is too narrow.*Buckets\(from_start=True\)"):
         Format(torch.float32).check(2**31, "top_k")
+
+
+@pytest.mark.parametrize("hook", [top_k(k=1), threshold(value=1.0), chain(error_feedback(), top_k(k=1))], ids=repr)
+def test_what_has_no_way_is_refused_before_any_step(hook: CommHook) -> None:
+    def bucket(numel: int, dtype: torch.dtype, *, sparse: bool = False) -> BucketSpec:
+        return BucketSpec(0, ("a",), ((numel,),), ((1,),), dtype, torch.device("cpu"), sparse)
+
+    hook.check(bucket(2**31 - 1, torch.float32))
+    for numel, dtype in ((2**31, torch.float32), (2**30, torch.complex64)):
+        with pytest.raises(UsageError, match=r"a bucket of 2147483648 elements.*Buckets\(from_start=True\)"):
+            hook.check(bucket(numel, dtype))
+    with pytest.raises(UsageError, match=r"its gradients are sparse.*partition"):
+        hook.check(bucket(3, torch.float32, sparse=True))
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,19 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import HookError
 from gradwire.groups import Group, ThreadGroup
-from gradwire.hooks import CommHook, Reduced, Reduction, Turn, as_torch_hook, cast, chain, error_feedback, mean
+from gradwire.hooks import (
+    BucketSpec,
+    CommHook,
+    Reduced,
+    Reduction,
+    Turn,
+    as_torch_hook,
+    cast,
+    chain,
+    error_feedback,
+    mean,
+    streaming_diloco,
+)
 from gradwire.hooks.chance import generator
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
@@ -43,6 +55,47 @@ class Noisy(CommHook):
 
     def __repr__(self) -> str:
         return "noisy()"
+
+
+class Stubborn(CommHook):
+    """Keeps a number per parameter, and loads nothing else."""
+
+    collectives = 1
+
+    def init(self, spec: BucketSpec) -> dict[str, int]:
+        return dict.fromkeys(spec.names, 0)
+
+    def reduce(self, grad: Tensor, state: dict[str, int], turn: Turn) -> Reduction:
+        for name in state:
+            state[name] += 1
+        yield all_reduce(grad, op=ReduceOp.AVG)
+        return Reduced(grad, grad)
+
+    def save(self, state: dict[str, int], spec: BucketSpec) -> dict[str, Any]:
+        return dict(state)
+
+    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> dict[str, int]:
+        return {name: int(saved.get(name, 0)) for name in spec.names}
+
+    def __repr__(self) -> str:
+        return "stubborn()"
+
+
+class FakeBucket:
+    """What torch hands to a hook."""
+
+    def __init__(self, parameters: list[Tensor], value: float) -> None:
+        self._parameters = parameters
+        self._flat = torch.full((sum(p.numel() for p in parameters),), float(value))
+
+    def index(self) -> int:
+        return 0
+
+    def buffer(self) -> Tensor:
+        return self._flat
+
+    def parameters(self) -> list[Tensor]:
+        return self._parameters
 
 
 def build(group: Group, hook: CommHook) -> DDP:
@@ -200,6 +253,64 @@ def test_if_one_rank_cannot_load_none_does() -> None:
     assert "saved under the hook mean()" in said[1]
     assert "load_hook_state_dict on rank 0" in said[0]
     assert "ranks [1] could not load theirs, or loaded another step's. Nothing was changed" in said[0]
+
+
+def inner(state: dict[str, Any], **parts: Any) -> dict[str, Any]:
+    return state | {"outer": state["outer"] | parts}
+
+
+DILOCO = streaming_diloco(every=3, fragments=2, delay=1)
+
+
+@pytest.mark.parametrize(
+    ("hook", "spoil"),
+    [
+        (HOOK, lambda d: d | {"step": None}),
+        (HOOK, lambda d: d | {"step": "soon"}),
+        (HOOK, lambda d: d | {"state": 7}),
+        (Stubborn(), lambda d: d | {"state": {"0.weight": "spoilt"}}),
+        (DILOCO, lambda d: d | {"outer": None}),
+        (DILOCO, lambda d: inner(d, rounds={0: "many"})),
+        (DILOCO, lambda d: inner(d, lands={0: 5}, came={})),
+        (DILOCO, lambda d: d | {"state": {name: {"anchor": 3} for name in d["state"]}}),
+    ],
+    ids=["no step", "text for a step", "no states", "a spoilt state", "no outer", "rounds", "what came", "anchor"],
+)
+@pytest.mark.parametrize("face", ["replica", "torch"])
+def test_what_cannot_be_read_on_one_rank_changes_nothing_on_any(hook: CommHook, spoil: Any, face: str) -> None:
+    """Whatever the error is: the others neither wait for the rank that has it, nor go on without it."""
+
+    def rank_main(group: Group) -> str | None:
+        parameters = [(n, p.detach().clone().requires_grad_()) for n, p in NET.named_parameters()]
+        owner: Any = as_torch_hook(hook, group, named_parameters=parameters)
+        if face == "replica":
+            owner = replicate(model := copy.deepcopy(NET), group=group, hook=hook)
+            owner.attach_optimizer()
+            train(model, group.rank, range(2))
+        else:
+            owner.attach_optimizer()
+            for value in (2.0, 3.0):
+                owner(None, FakeBucket([p for _, p in parameters], value)).wait()
+        owner.outer_step()
+        before = owner.hook_state_dict()
+        state = through_file(before)
+        owner.outer_step()
+        now = owner.hook_state_dict()
+        if group.rank == 1:
+            state = spoil(state)
+        with pytest.raises(HookError) as caught:
+            owner.load_hook_state_dict(state)
+        after = owner.hook_state_dict()
+        assert after.pop("hook") == now.pop("hook")
+        torch.testing.assert_close(after, now, rtol=0, atol=0)
+        if face == "replica":
+            owner.detach()
+        return str(caught.value)
+
+    said = run_ranks(rank_main, 2)
+    assert "ranks [1] could not load theirs" in str(said[0])
+    assert "load_hook_state_dict on rank 1 for" in str(said[1])
+    assert "the state cannot be read" in str(said[1])
 
 
 def test_states_of_different_steps_are_refused() -> None:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from gradwire.collectives import ReduceOp, all_reduce
+from gradwire.collectives import Layout, ReduceOp, all_reduce
 from gradwire.errors import GroupAborted, HookError, UsageError, UsageTypeError
-from gradwire.groups import Group, Recording, ThreadGroup
+from gradwire.groups import Group, HierarchicalGroup, Recording, ThreadGroup
 from gradwire.hooks import (
     CommHook,
     OuterHook,
@@ -29,6 +29,7 @@ from gradwire.hooks import (
     diloco,
     error_feedback,
     gossip,
+    hierarchical,
     local_sgd,
     mean,
     post_local_sgd,
@@ -296,6 +297,61 @@ def test_steps_can_be_told_by_hand() -> None:
 
     a, b = run_ranks(rank_main, 2)
     assert a == b
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_outer_steps_know_of_hosts(delay: int) -> None:
+    """What diloco sends goes by its hook's two levels: exact inside a host, narrow between hosts."""
+
+    def rank_main(world: Group) -> list[str]:
+        layout = Layout(((0, 1), (2, 3)))
+        host, index = layout.place(world.rank)
+        inside, across = world.split(host, index), world.split(index, host)
+        assert inside is not None
+        assert across is not None
+        log = Recording(across)
+        hook = hierarchical(across=chain(cast(torch.bfloat16), mean()))
+        with HierarchicalGroup(inside, log, rank=world.rank) as group:
+            before: list[int] = []
+            train(
+                group,
+                streaming_diloco(every=2, fragments=1, delay=delay, hook=hook),
+                5,
+                ready=lambda *_: before.append(len(log.submitted)),
+            )
+            return [op.dtypes[0] for op in log.submitted[before[0] :] if op.label != "bucket order"]
+
+    assert run_ranks(rank_main, 4, kind="threads") == [["bfloat16"] * 2] * 4
+
+
+@pytest.mark.parametrize("face", ["replica", "torch"])
+def test_who_attaches_again_does_not_count_twice(face: str) -> None:
+    """Neither the same optimizer nor one that takes its place; and one that is refused leaves the earlier one attached."""
+    (group,) = ThreadGroup.world(1, timeout=20)
+    model = copy.deepcopy(NET)
+    owner: Any = as_torch_hook(local_sgd(every=2), group, named_parameters=model.named_parameters())
+    if face == "replica":
+        owner = replicate(model, group=group, hook=local_sgd(every=2))
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    for attached, stepped, counted in [
+        ([first], first, 1),
+        ([first], first, 2),
+        ([second], second, 3),
+        ([second], first, 3),
+        ([], second, 3),
+        ([first], first, 4),
+    ]:
+        owner.attach_optimizer(*attached)
+        stepped.step()
+        assert owner.hook_state_dict()["step"] == counted
+    with pytest.raises(UsageTypeError):
+        owner.attach_optimizer(second, "third")
+    first.step()
+    second.step()
+    assert owner.hook_state_dict()["step"] == 5
+    if face == "replica":
+        owner.detach()
+    group.close()
 
 
 def test_what_is_no_optimizer_of_this_model_is_refused() -> None:

@@ -4,6 +4,7 @@ source. Seed and rank alone decide weights and data.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class Digits(Task):
     """8 x 8 pictures of digits, 1797 of them."""
 
     words = "scikit-learn's digits, perceptron 64-128-128-10, SGD with momentum 0.9, 16 pictures a rank and step"
-    steps = 400
+    steps = 2000
 
     def __init__(self) -> None:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
@@ -168,7 +169,7 @@ def train(task: Task, recipe: Recipe, seed: int, steps: int, group: Group) -> Sc
     if recipe.steps_on_its_own:
         ddp.attach_optimizer(optimizer)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / _WARM_UP) * (1.0 - 0.9 * step / steps)
+        optimizer, lambda step: min(1.0, (step + 1) / _WARM_UP) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
     )
     data = torch.Generator().manual_seed(10_000 * (seed + 1) + group.rank)  # every rank reads something else
     for _ in range(steps):

@@ -34,7 +34,7 @@ def dequantise(message: Tensor, out: Tensor, part: Part) -> None:
         return
     way = _way(out)
     if way is loops and out.dtype != torch.float32:
-        wide = torch.empty(part.numel)
+        wide = torch.empty(part.numel, dtype=torch.float32, device=out.device)
         way.dequantise(message, wide, part)
         out.copy_(wide)
     else:

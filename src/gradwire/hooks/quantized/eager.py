@@ -45,7 +45,7 @@ def quantise(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
         inverse = torch.full_like(sure, part.top).div_(sure).unsqueeze(-1)
         y = torch.where(live.unsqueeze(-1), values * inverse, 0.0)
         code = y.round_() if key is None else _stochastic(y, part, key)
-    scale = torch.where(live, scale, torch.where(finite, 0.0, torch.nan))
+    scale = torch.where(live, scale, torch.where(finite, torch.zeros_like(peak), torch.nan))
     message.narrow(1, part.scales_at, 4 * part.blocks).copy_(scale.view(torch.uint8))
     codes = message.narrow(1, part.codes_at, part.blocks * part.block_bytes)
     codes.copy_(_pack(code.to(torch.int32), part).view(rows, -1))
@@ -118,4 +118,4 @@ def _padded(x: Tensor, numel: int) -> Tensor:
 
 def _float32(number: float) -> float:
     """The nearest float32, so that no way can keep more of it."""
-    return float(torch.tensor(number, dtype=torch.float32))
+    return float(torch.tensor(number, dtype=torch.float32, device="cpu"))

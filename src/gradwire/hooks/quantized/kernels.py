@@ -9,6 +9,7 @@ A thread takes four codes and, plane by plane, their four elements: 16 bytes of 
 For that, places in the message are passed in words of 4 bytes: if Triton knew that codes begin at a multiple of 16, it would give
 a thread 16 of them and shuffle through shared memory.
 Elements are read anew for the scale and for the codes; the second time they come from the cache, if not from registers.
+A row may have more than 2 ** 31 bytes, so places in it are counted in 64 bits, and only what is inside a tile in 32.
 The kernels are launched without contraction of products and sums, because the other ways round twice there.
 
 The module can be imported without Triton; its functions cannot be called then.
@@ -73,7 +74,7 @@ def _words(part: Part) -> tuple[int, int, int]:
 
 
 def _float32(number: float) -> float:
-    return float(torch.tensor(number, dtype=torch.float32))
+    return float(torch.tensor(number, dtype=torch.float32, device="cpu"))
 
 
 def _kernel(function):
@@ -93,11 +94,11 @@ def _quantise(
     TOP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
-    begin = tl.program_id(0) * TILE
+    begin = tl.program_id(0).to(tl.int64) * TILE
     first = (row * blocks + begin) * BLOCK
     codes += (row * stride + codes_at) * 4 + begin * (BLOCK * BITS // 8)
     scales += row * stride + scales_at + begin
-    here = blocks - begin
+    here = (blocks - begin).to(tl.int32)
     left = numel - first
     if (left >= TILE * BLOCK) & (here >= TILE):
         _quantise_tile(x, codes, scales, first, left, here, key, down, TOP, BITS, BLOCK, TILE, STOCHASTIC, True)
@@ -186,11 +187,11 @@ def _decode(
     BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SUMS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
-    begin = tl.program_id(0) * TILE
+    begin = tl.program_id(0).to(tl.int64) * TILE
     first = (row * blocks + begin) * BLOCK
     at = (row * stride + codes_at) * 4 + begin * (BLOCK * BITS // 8)
     scales += row * stride + scales_at + begin
-    here = blocks - begin
+    here = (blocks - begin).to(tl.int32)
     left = numel - first
     out += first
     if (left >= TILE * BLOCK) & (here >= TILE):
@@ -229,7 +230,7 @@ def _decode_plane(
     total = _meant(codes + at, scales, here, PLANE, BITS, BLOCK, TILE, FULL)
     if SUMS:
         for _ in range(1, summed):
-            at += stride * 4
+            at += stride.to(tl.int64) * 4
             scales += stride
             total += _meant(codes + at, scales, here, PLANE, BITS, BLOCK, TILE, FULL)
     if SCALED:

@@ -14,8 +14,8 @@ from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.chance import key as chance_key
+from gradwire.hooks.elements import as_dtype, check_dense, real, refuse_sparse
 from gradwire.hooks.quantized import codec
-from gradwire.hooks.quantized.bucket import as_given, as_real, refuse_sparse
 from gradwire.hooks.quantized.layout import WIDTHS, Layout, Part, Rules, Section, lay_out
 
 _ROUNDINGS = ("nearest", "stochastic")
@@ -34,16 +34,20 @@ class Quantize(CommHook):
     rounding: str
     seed: int
 
+    def check(self, spec: BucketSpec) -> None:
+        """Dense, and each parameter has a width."""
+        check_dense(self, spec)
+        lay_out(spec, self.rules, self.block)
+
     def init(self, spec: BucketSpec) -> Layout:
         """Which elements have how many bits. It is no state that would have to be saved."""
         return lay_out(spec, self.rules, self.block)
 
     def reduce(self, grad: Tensor, state: Layout, turn: Turn) -> Reduction:
         """Quantised slices to their owners, who sum them up; the means, quantised again, to everybody."""
-        if grad.is_sparse:
-            raise refuse_sparse(repr(self), turn)
+        refuse_sparse(grad, self, turn.spec)
         label = f"bucket {turn.spec.index}"
-        flat = as_real(grad)
+        flat = real(grad.view(-1))
         count = turn.world_size if turn.divisor is None else turn.divisor
         pairs = list(zip(state.sections, state.parts(turn.world_size), strict=True))
         message = flat.new_empty((turn.world_size, state.stride(turn.world_size)), dtype=torch.uint8)
@@ -71,7 +75,7 @@ class Quantize(CommHook):
             room = section.room(value)
             codec.dequantise(gathered, room, part)
             section.put(room, value)
-        return Reduced(as_given(value, grad), as_given(value if sent is None else sent, grad))
+        return Reduced(as_dtype(value, grad.dtype), as_dtype(value if sent is None else sent, grad.dtype))
 
     def _keys(self, turn: Turn) -> Iterator[int | None]:
         """For each use of chance in a turn another key, of 31 bits; None where rounding is to nearest."""

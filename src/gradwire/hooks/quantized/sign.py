@@ -12,8 +12,8 @@ from gradwire.collectives import all_gather_into_tensor, all_to_all_single
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.elements import as_dtype, check_dense, real, refuse_sparse
 from gradwire.hooks.quantized import codec
-from gradwire.hooks.quantized.bucket import as_given, as_real, refuse_sparse
 from gradwire.hooks.quantized.layout import Layout, Part, Section
 
 _SCALES = ("mean", "majority")
@@ -62,20 +62,23 @@ class Sign(CommHook):
         """One all-gather, or the votes there and back."""
         return 1 if self.scale == "mean" else 2
 
+    def check(self, spec: BucketSpec) -> None:
+        """Dense."""
+        check_dense(self, spec)
+
     def init(self, spec: BucketSpec) -> _Stretches:
         """Where scales change. It is no state that would have to be saved."""
         counts = _counts(spec, self.per)
-        return _Stretches(counts, torch.tensor(counts, device=spec.device))
+        return _Stretches(counts, torch.tensor(counts, dtype=torch.int64, device=spec.device))
 
     def reduce(self, grad: Tensor, state: _Stretches, turn: Turn) -> Reduction:
         """Signs and scales to all, or signs to their owners and votes to all."""
-        if grad.is_sparse:
-            raise refuse_sparse(repr(self), turn)
-        flat = as_real(grad)
+        refuse_sparse(grad, self, turn.spec)
+        flat = real(grad.view(-1))
         scales = state.scales(flat.to(torch.float32))
         way = self._mean if self.scale == "mean" else self._majority
         value, sent = yield from way(flat, scales, state, turn)
-        return Reduced(as_given(value, grad), as_given(sent, grad))
+        return Reduced(as_dtype(value, grad.dtype), as_dtype(sent, grad.dtype))
 
     def _mean(self, flat: Tensor, scales: Tensor, stretches: _Stretches, turn: Turn) -> Reduction:
         part = _part(stretches.numel, 1)
