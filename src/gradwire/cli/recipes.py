@@ -73,7 +73,7 @@ _ALL = (
     Recipe(
         "diloco",
         f"parameters every {_PERIOD} steps",
-        lambda: _hook("diloco", every=_PERIOD),
+        lambda: _hook("diloco", every=_PERIOD, outer_lr=0.7, outer_momentum=0.5),
         needs="diloco",
         every=_PERIOD,
     ),

@@ -88,7 +88,7 @@ class Digits(Task):
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """SGD."""
-        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+        return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4)
 
     def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """16 pictures."""
