@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from gradwire import hooks
 from gradwire.errors import UsageError
 from gradwire.groups import Group
-from gradwire.hooks import CommHook, Stage, as_torch_hook
+from gradwire.hooks import CommHook, Stage, Trait, as_torch_hook
 from gradwire.hooks.drive import Driver
 from gradwire.parallel import DistributedDataParallel
 from gradwire.testing import check_hook, run_ranks, simulate
@@ -59,12 +59,16 @@ STAGES: dict[str, Callable[[], Stage]] = {
 }
 
 
+def takes_feedback(hook: CommHook) -> bool:
+    return not hook.traits & (Trait.REMEMBERS | Trait.LOCAL | Trait.WEIGHS)
+
+
 def with_feedback(hook: CommHook) -> CommHook:
-    return hook if hook.remembers or hook.local else hooks.chain(hooks.error_feedback(), hook)
+    return hooks.chain(hooks.error_feedback(), hook) if takes_feedback(hook) else hook
 
 
 ALL: dict[str, CommHook] = {name: make() for name, make in ENDS.items()} | {
-    f"feedback, {name}": with_feedback(make()) for name, make in ENDS.items()
+    f"feedback, {name}": with_feedback(make()) for name, make in ENDS.items() if takes_feedback(make())
 }
 
 
