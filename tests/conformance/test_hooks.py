@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from gradwire import hooks
 from gradwire.errors import UsageError
 from gradwire.groups import Group
-from gradwire.hooks import CommHook, Stage, as_torch_hook
+from gradwire.hooks import CommHook, Stage, Trait, as_torch_hook
 from gradwire.hooks.drive import Driver
 from gradwire.parallel import DistributedDataParallel
 from gradwire.testing import check_hook, laws, run_ranks, simulate
@@ -59,15 +59,20 @@ STAGES: dict[str, Callable[[], Stage]] = {
 }
 
 
+def takes_feedback(hook: CommHook) -> bool:
+    return not hook.traits & (Trait.REMEMBERS | Trait.LOCAL | Trait.WEIGHS)
+
+
 def with_feedback(hook: CommHook) -> CommHook:
     try:
         return hooks.chain(hooks.error_feedback(), hook)
     except UsageError:  # it said why: it has a memory of its own, or weighs, or votes
         return hook
+    return hooks.chain(hooks.error_feedback(), hook) if takes_feedback(hook) else hook
 
 
 ALL: dict[str, CommHook] = {name: make() for name, make in ENDS.items()} | {
-    f"feedback, {name}": with_feedback(make()) for name, make in ENDS.items()
+    f"feedback, {name}": with_feedback(make()) for name, make in ENDS.items() if takes_feedback(make())
 }
 
 
