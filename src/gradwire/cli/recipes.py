@@ -56,8 +56,9 @@ def _fed_back(name: str, **settings: Any) -> Callable[[], CommHook]:
 
 
 def _quantize(bits: int) -> Recipe:
-    words = f"{bits} bit{'s' if bits > 1 else ''} an element, error feedback"
-    return Recipe(f"quantize{bits}", words, _fed_back("quantize", bits=bits), needs="quantize")
+    block = 64 if bits == 1 else 256  # one bit tells nothing of size, so scales are closer together
+    words = f"{bits} bit{'s' if bits > 1 else ''} an element, blocks of {block}, error feedback"
+    return Recipe(f"quantize{bits}", words, _fed_back("quantize", bits=bits, block=block), needs="quantize")
 
 
 _PERIOD = 50
@@ -73,7 +74,8 @@ _ALL = (
     Recipe(
         "diloco",
         f"parameters every {_PERIOD} steps",
-        lambda: _hook("diloco", every=_PERIOD, outer_lr=0.7, outer_momentum=0.5),
+        # Nesterov's momentum without its gain: in the long run an outer step is as long as the mean of the local ones.
+        lambda: _hook("diloco", every=_PERIOD, outer_lr=0.7, outer_momentum=0.3),
         needs="diloco",
         every=_PERIOD,
     ),
