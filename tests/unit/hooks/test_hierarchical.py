@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -345,13 +346,15 @@ def mlp() -> nn.Sequential:
 
 
 def test_replicas_train_with_it() -> None:
+    start = mlp()  # here: thread ranks share one generator, and would disturb each other's weights
+
     def rank_main(world: Group) -> tuple[Tensor, Tensor]:
-        model = mlp()
+        model = copy.deepcopy(start)
         with two_hosts(world, Layout(((0, 1), (2, 3)))) as group:
             replica = replicate(model, group=group, hook=hierarchical(across=FED))
             fed = train(model, group.rank)
             replica.detach()
-            plain = mlp()
+            plain = copy.deepcopy(start)
             replica = replicate(plain, group=group)
             exact = train(plain, group.rank)
             replica.detach()
