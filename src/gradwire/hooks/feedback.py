@@ -130,8 +130,8 @@ def error_feedback() -> Stage:
     Every lossy hook (quantize, sign, top_k, random_k, threshold, power_sgd) wants it. Memory: one tensor of the bucket's size,
     in float32 for 16-bit gradients, so that small errors are not lost beside large ones.
     The residual belongs to its rank: it is saved and loaded there, and a rank that joins later begins with zeros. What is not
-    finite is not kept: a NaN is shown once. The finite rest of such a step is kept, in the scale it had: where a loss scaler skips the
-    step and changes its scale, that rest is paid back in the old one.
+    finite is not kept: a NaN is shown once. The finite rest of such a step is kept, in the scale it had: where a loss scaler
+    skips the step and changes its scale, that rest is paid back in the old one.
     """
 
     def stage(inner: CommHook) -> CommHook:
