@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import types
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -200,7 +201,8 @@ def test_a_part_of_another_size_is_a_mismatch_and_nothing_is_overwritten(n: int)
     def rank_main(group: Group) -> float:
         memory = torch.zeros(50_000)
         if group.rank == 1:
-            group.gather(torch.ones(n), None, dst=0)
+            with suppress(GroupAborted):  # rank 0 has its bytes, and may have said so or ended the group by then
+                group.gather(torch.ones(n), None, dst=0)
             return 0.0
         with pytest.raises(CollectiveMismatch, match=rf"rank 1 sent {4 * n} bytes, but there is room for 16"):
             group.gather(torch.ones(4), [torch.empty(4), memory[:4]], dst=0)
