@@ -1,4 +1,4 @@
-"""Loops over numpy arrays, compiled by numba where it is installed (the extra `gradwire[jit]`).
+"""Loops over numpy arrays, compiled by numba where it is installed (the extra `gradwire[jit]`); and whether there is Triton.
 
 numpy and torch make one pass over memory per operation. A loop that adds and stores twice, or scales, rounds and packs, makes one
 pass in all. Without numba the caller goes its slower way, which must give the same bits; tests run both.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -32,6 +33,12 @@ def _njit() -> Callable[..., Any] | None:
 def compiler() -> str | None:
     """What compiles loops, and its version; None where nothing does. Loads it, which takes about a second."""
     return None if _njit() is None else f"numba {metadata.version('numba')}"
+
+
+@functools.cache
+def kernels(module: str) -> Any | None:
+    """The module of that name, which holds Triton kernels; None where Triton is not installed."""
+    return None if importlib.util.find_spec("triton") is None else importlib.import_module(module)
 
 
 class Loop:

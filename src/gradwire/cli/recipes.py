@@ -69,6 +69,12 @@ _ALL = (
     *map(_quantize, (8, 4, 2, 1)),
     Recipe("sign", "the sign of each element, error feedback", _fed_back("sign"), needs="sign"),
     Recipe("power_sgd", "rank 4", _fed_back("power_sgd", rank=4), needs="power_sgd"),
+    Recipe(
+        "power_sgd_batched",
+        "rank 4, the bucket as one matrix",
+        _fed_back("power_sgd", rank=4, batched=True),
+        needs="power_sgd",
+    ),
     Recipe("top_k", "the largest 1 %, error feedback", _fed_back("top_k", ratio=0.01), needs="top_k"),
     Recipe("dgc", "the largest 0.1 % after a momentum", _fed_back("dgc", ratio=0.001), needs="dgc"),
     Recipe(

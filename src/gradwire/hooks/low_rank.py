@@ -32,8 +32,9 @@ from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, is_dense
 from gradwire.hooks.chance import key, named_generator, noise
 from gradwire.hooks.dense import Mean
-from gradwire.hooks.orthogonal import multiply, orthonormal
+from gradwire.hooks.orthogonal import FACTOR_KERNELS, keep_directions, multiply, orthonormal
 from gradwire.hooks.pieces import Pieces
+from gradwire.jit import kernels
 
 _MEAN = Mean()
 
@@ -67,7 +68,7 @@ class _Plan:
 
     def matrices(self, flat: Tensor) -> list[Tensor]:
         """The matrices' places in `flat`, in the order of P."""
-        return [flat.narrow(0, m.offset, m.rows * m.cols).view(m.rows, m.cols) for m in self.by_rows]
+        return [flat.as_strided((m.rows, m.cols), (m.cols, 1), flat.storage_offset() + m.offset) for m in self.by_rows]
 
     def batches(self, flat: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """Factors of these lengths that lie one after another, as a batch of those of one length each."""
@@ -77,20 +78,6 @@ class _Plan:
             found.append(flat.narrow(0, at, count * length * self.rank).view(count, length, self.rank))
             at += count * length * self.rank
         return found
-
-    def p_batches(self, flat: Tensor) -> list[Tensor]:
-        """All P in `flat`."""
-        return self.batches(flat, [m.rows for m in self.by_rows])
-
-    def q_batches(self, flat: Tensor) -> list[Tensor]:
-        """All Q in `flat`, where they lie row by row of their transposes: M^T P is faster into that."""
-        return [b.view(len(b), self.rank, -1).mT for b in self.batches(flat, [m.cols for m in self.by_cols])]
-
-    def qs(self, flat: Tensor) -> list[Tensor]:
-        """Each Q, in the order of P."""
-        each = [q for batch in self.q_batches(flat) for q in batch.unbind()]
-        by_name = dict(zip((m.name for m in self.by_cols), each, strict=True))
-        return [by_name[m.name] for m in self.by_rows]
 
     @property
     def q_numel(self) -> int:
@@ -135,13 +122,45 @@ def _as_square(spec: BucketSpec, rank: int, gain: float) -> _Plan:
     return _plan([], [(0, numel)], rank, numel)
 
 
-@dataclass(slots=True)
+class _Qs:
+    """All Q of a bucket in one tensor, in which they lie row by row of their transposes: M^T P is faster into that."""
+
+    __slots__ = ("batches", "each", "flat", "turned")
+
+    def __init__(self, plan: _Plan, flat: Tensor) -> None:
+        self.flat = flat
+        batches = plan.batches(flat, [m.cols for m in plan.by_cols])
+        self.batches = [b.view(len(b), plan.rank, -1).mT for b in batches]
+        by_name = dict(
+            zip((m.name for m in plan.by_cols), (q for batch in self.batches for q in batch.unbind()), strict=True)
+        )
+        self.each = [by_name[m.name] for m in plan.by_rows]
+        """In the order of P."""
+        self.turned = [q.mT for q in self.each]
+
+
 class _Factors:
-    plan: _Plan
-    q: Tensor
-    """Where the next step begins; columns of unit length."""
-    given: dict[str, Any]
-    """Of the bucket as one matrix: what was loaded for other buckets, handed on until this one is reduced."""
+    """What a bucket keeps from step to step: Q, and the memory for factors, whose many views take longer to make than to use."""
+
+    __slots__ = ("begins", "given", "mine", "new", "p", "p_batches", "plan", "q", "row")
+
+    def __init__(self, plan: _Plan, like: Tensor) -> None:
+        self.plan = plan
+        self.q, self.new, self.mine = (_Qs(plan, like.new_empty(plan.q_numel)) for _ in range(3))
+        """Where the next step begins, in columns of unit length; the product of this step; and what of it this rank brought."""
+        self.row = like.new_empty(plan.rest.numel + plan.rank * sum(m.rows for m in plan.by_rows))
+        """What is sent as it is, and behind it all P."""
+        self.p_batches = plan.batches(self.row[plan.rest.numel :], [m.rows for m in plan.by_rows])
+        self.p = [p for batch in self.p_batches for p in batch.unbind()]
+        self.begins = _begins(plan, like.device) if like.is_cuda else None
+        self.given: dict[str, Any] = {}
+        """Of the bucket as one matrix: what was loaded for other buckets, handed on until this one is reduced."""
+
+
+def _begins(plan: _Plan, device: torch.device) -> Tensor:
+    """Where columns of Q begin, and where the last one ends."""
+    lengths = torch.tensor([0, *(m.cols for m in plan.by_cols for _ in range(plan.rank))])
+    return lengths.cumsum(0).to(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +185,12 @@ class PowerSGD(CommHook):
     def init(self, spec: BucketSpec) -> _Factors:
         """Each Q from the seed and its parameter's name, so that all ranks begin alike."""
         plan = self.plan(spec)
-        q = torch.empty(plan.q_numel, dtype=_wide(spec), device=spec.device)
+        state = _Factors(plan, torch.empty(0, dtype=_wide(spec), device=spec.device))
         if self.warm_start:
-            for m, place in zip(plan.by_rows, plan.qs(q), strict=True):
+            for m, place in zip(plan.by_rows, state.q.each, strict=True):
                 chance = named_generator(self.seed, m.name or spec.names[0])
                 place.copy_(torch.nn.functional.normalize(torch.randn(place.shape, generator=chance), dim=0))
-        return _Factors(plan, q, {})
+        return state
 
     def reduce(self, grad: Tensor, state: _Factors, turn: Turn) -> Reduction:
         """See Note [One step of power iteration]."""
@@ -183,49 +202,45 @@ class PowerSGD(CommHook):
         plan = state.plan
         if not plan.by_rows:
             return (yield from _MEAN.reduce(grad, None, turn))
+        row, head, q = state.row, plan.rest.numel, state.q.flat
         if not self.warm_start:
             # Any numbers will do that ranks on devices of different models draw alike.
-            index = torch.arange(state.q.numel(), device=state.q.device)
-            state.q.copy_(noise(index, key(self.seed, turn, shared=True) & 0x7FFFFFFF).sub_(0.5))
+            index = torch.arange(q.numel(), device=q.device)
+            q.copy_(noise(index, key(self.seed, turn, shared=True) & 0x7FFFFFFF).sub_(0.5))
         label = f"bucket {turn.spec.index}"
         real = torch.view_as_real(grad).view(-1) if grad.is_complex() else grad
-        flat = _filled(real.to(state.q.dtype), plan.numel)
+        flat = _filled(real.to(q.dtype), plan.numel)
         m = plan.matrices(flat)
 
-        head = plan.rest.numel
-        row = flat.new_empty(head + plan.rank * sum(one.rows for one in plan.by_rows))
-        row[:head] = plan.rest.take(flat)
-        multiply(m, plan.qs(state.q), [p for batch in plan.p_batches(row[head:]) for p in batch.unbind()])
+        plan.rest.copy(flat, row)
+        multiply(m, state.q.each, state.p)
         wire = row.to(real.dtype)
         yield all_reduce(wire, op=ReduceOp.AVG, label=f"{label}, P")
-        row = wire.to(row.dtype)
-        p = [each for batch in plan.p_batches(row[head:]) for each in orthonormal(batch).unbind()]
+        _take(row, wire)
+        p = [each for batch in orthonormal(state.p_batches) for each in batch.unbind()]
 
-        q = torch.empty_like(state.q)
-        multiply([each.mT for each in m], p, plan.qs(q))
-        wire = q.to(real.dtype)
-        mine = None if turn.donated else wire.to(q.dtype, copy=True)
+        new = state.new
+        multiply([each.mT for each in m], p, new.each)
+        wire = new.flat.to(real.dtype)
+        if not turn.donated:
+            state.mine.flat.copy_(wire)
         yield all_reduce(wire, op=ReduceOp.AVG, label=f"{label}, Q")
-        q = wire.to(q.dtype)
+        _take(new.flat, wire)
         if self.warm_start:
-            self._go_on(state, q)
+            _go_on(state)
 
+        if turn.share != 1:
+            new.flat.mul_(turn.share)
+            row[:head].mul_(turn.share)
         value = flat if turn.donated or flat is not real else torch.empty_like(flat)
-        multiply(p, [each.mT for each in plan.qs(q.mul(turn.share))], plan.matrices(value))
-        plan.rest.put(value, row[:head] * turn.share)
-        if mine is None:
+        multiply(p, new.turned, plan.matrices(value))
+        plan.rest.put(value, row[:head])
+        if turn.donated:
             return Reduced(_back(value, grad), grad)
         sent = torch.empty_like(flat)
-        multiply(p, [each.mT for each in plan.qs(mine)], plan.matrices(sent))
+        multiply(p, state.mine.turned, plan.matrices(sent))
         plan.rest.put(sent, plan.rest.take(real).to(sent.dtype))
         return Reduced(_back(value, grad), _back(sent, grad))
-
-    def _go_on(self, state: _Factors, q: Tensor) -> None:
-        """Begin the next step with this one's Q. See Note [What Q must not become]."""
-        for new, old in zip(state.plan.q_batches(q), state.plan.q_batches(state.q), strict=True):
-            length = new.norm(dim=1, keepdim=True)
-            old.copy_(torch.where(torch.isfinite(length) & (length > 0), new / length, old))
-        state.given = {}
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         """2 (n - 1) / n of the two factors and of what is sent as it is."""
@@ -242,23 +257,22 @@ class PowerSGD(CommHook):
         if not self.warm_start or not state.plan.by_rows:
             return dict(state.given)
         if not self.batched:
-            qs = zip(state.plan.by_rows, state.plan.qs(state.q), strict=True)
-            return {one.name: q.clone() for one, q in qs}
-        return dict(state.given) or {spec.names[0]: {"bucket": list(spec.names), "q": state.q.clone()}}
+            return {one.name: q.clone() for one, q in zip(state.plan.by_rows, state.q.each, strict=True)}
+        return dict(state.given) or {spec.names[0]: {"bucket": list(spec.names), "q": state.q.flat.clone()}}
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> _Factors:
         """Each parameter's Q where it fits. Of the bucket as one matrix only for the same parameters in the same order."""
         state = self.init(spec)
         if not self.batched:
-            for one, q in zip(state.plan.by_rows, state.plan.qs(state.q), strict=True):
+            for one, q in zip(state.plan.by_rows, state.q.each, strict=True):
                 old = saved.get(one.name)
                 if isinstance(old, Tensor) and old.shape == q.shape:
                     q.copy_(old)
             return state
         state.given = {name: saved[name] for name in spec.names if isinstance(saved.get(name), Mapping)}
         old = state.given.get(spec.names[0]) if spec.names else None
-        if old is not None and old["bucket"] == list(spec.names) and old["q"].shape == state.q.shape:
-            state.q.copy_(old["q"])
+        if old is not None and old["bucket"] == list(spec.names) and old["q"].shape == state.q.flat.shape:
+            state.q.flat.copy_(old["q"])
             state.given = {}
         return state
 
@@ -271,6 +285,22 @@ class PowerSGD(CommHook):
             f"power_sgd(rank={self.rank}, batched={self.batched}, warm_start={self.warm_start}, "
             f"min_compression={self.min_compression}, seed={self.seed})"
         )
+
+
+def _go_on(state: _Factors) -> None:
+    """Begin the next step with this one's Q. See Note [What Q must not become]."""
+    fast = kernels(FACTOR_KERNELS) if state.begins is not None else None
+    if fast is not None:
+        fast.keep_directions(state.new.flat, state.q.flat, state.begins)
+    else:
+        keep_directions(state.new.batches, state.q.batches)
+    state.given = {}
+
+
+def _take(row: Tensor, wire: Tensor) -> None:
+    """What came over the wire, in the dtype in which it is computed with."""
+    if wire is not row:
+        row.copy_(wire)
 
 
 def _wide(spec: BucketSpec) -> torch.dtype:
@@ -305,9 +335,9 @@ def power_sgd(
     With `warm_start` a step begins where the last one ended; without, with random numbers.
     It wants error feedback: `chain(error_feedback(), power_sgd(rank=4))`.
 
-    Memory: r m numbers for a matrix of n x m, and the factors while it runs. State is kept by parameter and follows it to other
-    buckets; `batched`, it belongs to the bucket and starts afresh when buckets are rebuilt. Where gradients are narrower than
-    float32 it computes in that. Nothing waits for a CUDA device.
+    Memory: r (n + 3 m) numbers for a matrix of n x m, so that factors have their places. State is kept by parameter and follows
+    it to other buckets; `batched`, it belongs to the bucket and starts afresh when buckets are rebuilt. Where gradients are
+    narrower than float32 it computes in that. Nothing waits for a CUDA device.
     On the wire: 2 (N - 1) / N of r (n + m) numbers for each matrix and of all that is sent as it is, N being the ranks; two
     all-reduces a bucket, one where nothing in it is a matrix.
     """

@@ -6,6 +6,12 @@ orthonormal to rounding whatever the condition, also for columns that depend on 
 Gram-Schmidt is a chain of small kernels for each column; Cholesky-QR twice is a handful for all. Its first pass squares the
 condition number, so it runs in float64, where that leaves eight digits; columns that depend on others come out as noise or zeros,
 never as more than unit length. Neither synchronises with the host.
+
+Note [Launches]
+On a GPU these are small, and what they take is the time in which the host launches them: with a call for each matrix a hook of
+rank 4 kept a host busier than the whole backward of GPT-2. So factors of one length are a batch, Gram matrices of all lengths lie
+together, and what torch has no single operation for is a kernel of our own where Triton is installed. Products are one launch
+each until there are so many of one shape that copying them together costs less.
 """
 
 from __future__ import annotations
@@ -15,44 +21,82 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradwire.jit import kernels
 
-def orthonormal(p: Tensor) -> Tensor:
-    """A basis of the columns of each matrix of the batch `p`, [k, n, r] with r <= n. A matrix that is not finite gives NaN."""
-    basis = _cholesky_qr(p) if p.device.type == "cuda" else torch.linalg.qr(p)[0]
-    # Whether LAPACK or a Cholesky factorisation hands NaN on is left to them; here it has to show.
-    return basis.add_(p.sum(dim=(1, 2), keepdim=True).mul_(0))
+FACTOR_KERNELS = "gradwire.hooks.factor_kernels"
+_MANY = 8
+"""Products of one shape from which on they are one kernel, for which operands are copied together."""
 
 
-def _cholesky_qr(p: Tensor) -> Tensor:
+def orthonormal(batches: Sequence[Tensor]) -> list[Tensor]:
+    """A basis of the columns of each matrix of each batch, [k, n, r] with r <= n. A matrix that is not finite gives NaN."""
+    if batches and batches[0].device.type == "cuda":
+        return cholesky_qr(batches)
+    # Whether LAPACK hands NaN on is left to it; here it has to show.
+    return [torch.linalg.qr(p)[0].add_(p.sum(dim=(1, 2), keepdim=True).mul_(0)) for p in batches]
+
+
+def cholesky_qr(batches: Sequence[Tensor]) -> list[Tensor]:
     """Cholesky-QR twice, in float64. See Note [Two ways to orthogonalise]."""
-    q = p.double()
+    bases = [p.double() for p in batches]
+    rank, counts = bases[0].shape[2], [len(p) for p in bases]
+    gram = bases[0].new_empty(sum(counts), rank, rank)
     for _ in range(2):
-        gram = torch.bmm(q.mT, q)
-        diagonal = gram.diagonal(dim1=1, dim2=2)
-        # What is lost to rounding must not make the matrix indefinite; a matrix of zeros gives zeros.
-        diagonal.add_(diagonal.sum(1, keepdim=True).mul_(1e-15)).add_(torch.finfo(torch.float64).tiny)
-        factor, _ = torch.linalg.cholesky_ex(gram)
-        q = torch.linalg.solve_triangular(factor, q.mT, upper=False).mT
-    return q.to(p.dtype)
+        for basis, place in zip(bases, gram.split(counts), strict=True):
+            torch.bmm(basis.mT, basis, out=place)
+        bases = [
+            torch.bmm(basis, factor) for basis, factor in zip(bases, inverse_factors(gram).split(counts), strict=True)
+        ]
+    return [basis.to(p.dtype) for basis, p in zip(bases, batches, strict=True)]
+
+
+def inverse_factors(gram: Tensor) -> Tensor:
+    """L^-T for each G = L L^T of the batch, in which a little is added to the diagonal; NaN where G is not finite.
+
+    What is lost to rounding must not make a matrix indefinite, and a matrix of zeros has to give zeros in the end.
+    """
+    fast = kernels(FACTOR_KERNELS) if gram.is_cuda else None
+    if fast is not None:
+        made: Tensor = fast.inverse_factors(gram)
+        return made
+    poison = gram.sum(dim=(1, 2), keepdim=True).mul_(0)
+    gram = gram.clone()
+    diagonal = gram.diagonal(dim1=1, dim2=2)
+    diagonal.add_(diagonal.sum(1, keepdim=True).mul_(1e-15)).add_(torch.finfo(gram.dtype).tiny)
+    factor, _ = torch.linalg.cholesky_ex(gram)
+    identity = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device).expand_as(gram)
+    inverse: Tensor = torch.linalg.solve_triangular(factor, identity, upper=False)
+    return inverse.mT + poison
+
+
+def keep_directions(new: Sequence[Tensor], old: Sequence[Tensor]) -> None:
+    """Columns of the matrices `new`, divided by their length, into `old`; where that is zero or not finite, `old` stays."""
+    for n, o in zip(new, old, strict=True):
+        length = n.norm(dim=1, keepdim=True)
+        o.copy_(torch.where(torch.isfinite(length) & (length > 0), n / length, o))
 
 
 def multiply(left: Sequence[Tensor], right: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """`out[i] = left[i] @ right[i]`. On CUDA products of the same shape are one kernel; on the CPU nothing is copied for it."""
-    if not out or out[0].device.type != "cuda":
-        for a, b, c in zip(left, right, out, strict=True):
-            if a.shape[1] == 1:  # a column times a row: several times faster as what it is
-                torch.mul(a, b, out=c)
-            elif not c.is_contiguous():
-                torch.mm(b.mT, a.mT, out=c.mT)
-            else:
-                torch.mm(a, b, out=c)
+    """`out[i] = left[i] @ right[i]`. See Note [Launches]; on the CPU nothing is copied."""
+    if len(out) < _MANY or out[0].device.type != "cuda":
+        _each(left, right, out)
         return
     alike: dict[tuple[torch.Size, torch.Size], list[int]] = {}
     for i, (a, b) in enumerate(zip(left, right, strict=True)):
         alike.setdefault((a.shape, b.shape), []).append(i)
     for which in alike.values():
-        if len(which) == 1:
-            torch.mm(left[which[0]], right[which[0]], out=out[which[0]])
-            continue
-        product = torch.bmm(torch.stack([left[i] for i in which]), torch.stack([right[i] for i in which]))
-        torch._foreach_copy_([out[i] for i in which], list(product.unbind()))
+        lefts, rights, outs = ([each[i] for i in which] for each in (left, right, out))
+        if len(which) < _MANY:
+            _each(lefts, rights, outs)
+        else:
+            torch._foreach_copy_(outs, list(torch.bmm(torch.stack(lefts), torch.stack(rights)).unbind()))
+
+
+def _each(left: Sequence[Tensor], right: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    for a, b, c in zip(left, right, out, strict=True):
+        if a.shape[1] == 1:  # a column times a row: several times faster as what it is
+            torch.mul(a, b, out=c)
+        elif not c.is_contiguous():
+            torch.mm(b.mT, a.mT, out=c.mT)
+        else:
+            torch.mm(a, b, out=c)

@@ -40,13 +40,19 @@ class Pieces:
         views = self._views(flat)
         return views[0] if len(views) == 1 else torch.cat(views) if views else flat[:0]
 
+    def copy(self, flat: Tensor, row: Tensor) -> None:
+        """What `take` gives, at the beginning of `row`."""
+        views = self._views(flat)
+        if views:
+            torch.cat(views, out=row[: self.numel])
+
     def put(self, flat: Tensor, row: Tensor) -> None:
         """Write what `take` gave back to its places, unless it is the very memory."""
         views = self._views(flat)
         if len(views) == 1 and views[0].data_ptr() == row.data_ptr():
             return
-        for view, piece in zip(views, row.view(-1).split([length for _, length in self.runs]), strict=bool(views)):
-            view.copy_(piece)
+        if views:
+            torch._foreach_copy_(views, list(row.view(-1).split([length for _, length in self.runs])))
 
     def add(self, flat: Tensor, row: Tensor) -> None:
         """Add `row` to the pieces of `flat`."""

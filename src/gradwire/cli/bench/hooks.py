@@ -9,7 +9,7 @@ import argparse
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,26 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire.cli.arguments import at_least, byte_size, list_of
-from gradwire.cli.bench import hooks_plot
+from gradwire.cli.bench import hooks_plot, peers
 from gradwire.cli.bench.bar import bar
 from gradwire.cli.bench.machine import describe
 from gradwire.cli.bench.report import add_json_option, present
-from gradwire.cli.bench.splits import Ours, Outcome, Split, Torchs, bucket, gradients
+from gradwire.cli.bench.splits import Ours, Outcome, Split, Torchs, TorchsOnNccl, bucket, gradients
 from gradwire.cli.bench.sweep import size_words
 from gradwire.cli.bench.timing import Ratio, Series, compare, interleave
-from gradwire.cli.bench.torch_hooks import DENSE_STEPS, LEFT_OUT, TORCH_HOOKS
+from gradwire.cli.bench.torch_hooks import DENSE_STEPS, LATE, LEFT_OUT, NCCL_HOOKS, TORCH_HOOKS
 from gradwire.cli.recipes import RECIPES, names_of
 from gradwire.errors import UsageError
 
 _WARM_UP = 3
-PEERS = {"fp16": "torch-fp16", "power_sgd": "torch-powersgd"}
+PEERS = {
+    "mean": "torch-allreduce",
+    "bf16": "torch-bf16",
+    "fp16": "torch-fp16",
+    "quantize8": "torch-quantize-channels",
+    "power_sgd": "torch-powersgd",
+    "power_sgd_batched": "torch-powersgd-batched",
+}
 """Which of torch's hooks does the same as one of ours."""
 PARTS = ("compress", "middle", "decompress")
 
@@ -43,7 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         help="what each communication hook computes, sends and loses",
         description="For each communication hook and size of a bucket: the time it computes before its first collective "
         "(compress), between collectives (middle) and after the last (decompress), the bytes that a rank sends, and how far the "
-        "first step's result is from the true mean, beside torch's fp16 and PowerSGD hooks. Collectives themselves are not "
+        "first step's result is from the true mean, beside torch's own hooks. Collectives themselves are not "
         "timed. Ranks are simulated in this process; gradients are normal numbers in matrices of 1024 columns.",
     )
     add = functools.partial(parser.add_argument, metavar="N")
@@ -58,9 +65,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     add("--ranks", type=at_least(1), default=2, help="how many are simulated (default: %(default)s)")
     add(
         "--hooks",
-        type=names_of([*_measurable(), *TORCH_HOOKS]),
+        type=names_of(_known()),
         metavar="A,B",
-        help=f"{', '.join([*_measurable(), *TORCH_HOOKS])} (default: all)",
+        help=f"{', '.join(_known())} (default: all; on the CPU without torch-quantize and torch-quantize-channels)",
     )
     add("--rounds", type=at_least(2), default=15, help="reductions of each that are timed (default: %(default)s)")
     add("--plot", type=Path, metavar="FILE", help="also draw the times into FILE (.png, .svg or .pdf)")
@@ -71,6 +78,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 def _measurable() -> list[str]:
     """Hooks that do something to gradients; those that act on parameters have nothing to measure here."""
     return [name for name, recipe in RECIPES.items() if not recipe.steps_on_its_own]
+
+
+def _known() -> list[str]:
+    return [*_measurable(), *TORCH_HOOKS, *NCCL_HOOKS]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,14 +95,15 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.plot is not None:
         hooks_plot.check(args.plot)
-    names = _names(args.hooks)
+    names = _names(args.hooks, args.device)
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device(args.device)
     machine, console = describe(device), Console(highlight=False)
     os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        measured = [_measure(size, names, args.ranks, args.rounds, device, console) for size in args.sizes]
+        with peers.world_of_one(device) if set(names) & set(NCCL_HOOKS) else nullcontext():
+            measured = [_measure(size, names, args.ranks, args.rounds, device, console) for size in args.sizes]
     finally:
         torch.set_num_threads(threads)
     settings = {
@@ -105,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     present(
         {**machine, **settings},
         [table(one) for one in measured],
-        [*lines(measured), LEFT_OUT],
+        [*lines(measured), *([] if args.device == "cuda" else [LEFT_OUT])],
         data=as_json({**machine, **settings}, measured),
         json_file=args.json,
         console=console,
@@ -115,8 +127,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _names(asked: Sequence[str] | None) -> list[str]:
-    names = [*_measurable(), *TORCH_HOOKS] if asked is None else list(asked)
+def _names(asked: Sequence[str] | None, device: str) -> list[str]:
+    names = _known() if asked is None else list(asked)
+    if device == "cpu":
+        if asked is not None and set(names) & set(NCCL_HOOKS):
+            raise UsageError(f"bench hooks --hooks {','.join(asked)}: {LEFT_OUT} Say --device cuda, or leave them out.")
+        names = [name for name in names if name not in NCCL_HOOKS]
     missing = [name for name in names if name in RECIPES and not RECIPES[name].here]
     if missing and asked is not None:
         raise UsageError(
@@ -155,10 +171,13 @@ def _measure(
     spec = bucket(nbytes, device)
     brought = gradients(spec, ranks)
     with ExitStack() as stack, bar(console, size_words(nbytes), rounds) as heard:
-        runs: dict[str, Ours | Torchs] = {}
+        runs: dict[str, Ours | Torchs | TorchsOnNccl] = {}
         for name in names:
-            if name in TORCH_HOOKS:
-                late = DENSE_STEPS if name == "torch-powersgd" else 0
+            if name in NCCL_HOOKS:
+                register, sent = NCCL_HOOKS[name]
+                runs[name] = TorchsOnNccl(register(None)[1], spec, brought[0], (ranks - 1) * sent(spec.numel))
+            elif name in TORCH_HOOKS:
+                late = DENSE_STEPS if name in LATE else 0
                 run = Torchs(TORCH_HOOKS[name], spec, brought, lossy_after=late)
                 stack.callback(run.close)
                 runs[name] = run

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,18 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from gradwire import hooks
 from gradwire.cli.arguments import at_least
 from gradwire.cli.bench import peers, plot, timeline
 from gradwire.cli.bench.machine import describe
 from gradwire.cli.bench.models import SIZES
 from gradwire.cli.bench.report import add_json_option, present
 from gradwire.cli.bench.workload import Workload
+from gradwire.cli.recipes import RECIPES, names_of
 from gradwire.errors import UsageError
+from gradwire.hooks import CommHook
 from gradwire.parallel import DistributedDataParallel
 
-HOOKS: Mapping[str, Callable[[], hooks.CommHook]] = {
-    "mean": hooks.mean,
-    "bf16": lambda: hooks.chain(hooks.cast(torch.bfloat16), hooks.mean()),
-    "feedback+bf16": lambda: hooks.chain(hooks.error_feedback(), hooks.cast(torch.bfloat16), hooks.mean()),
-}
+_DEFAULT = ("mean", "bf16", "quantize8", "power_sgd", "top_k")
 _WARM_UP = 5
 
 
@@ -40,13 +36,23 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "overlap",
         help="whether hooks run beside backward on a GPU: a timeline of its streams",
         description="One step of a model of GPT-2's shape on one GPU, with each hook: which kernels ran on the model's stream, "
-        "which on the hook's, and how much of the hook's time passed beside the model's. Needs CUDA.",
+        "which on the hook's, and how much of the hook's time passed beside the model's. To be watched makes a host slower to "
+        "launch kernels; with small batches it is then the host that the model's stream waits for. Needs CUDA.",
     )
     parser.add_argument(
         "--size", choices=tuple(SIZES), default="small", metavar="SIZE", help="%(choices)s (default: small)"
     )
-    parser.add_argument("--batch", type=at_least(1), default=8, metavar="N", help="sequences a step (default: 8)")
-    parser.add_argument("--hooks", default=",".join(HOOKS), metavar="NAMES", help="of %(default)s (default: all)")
+    parser.add_argument(
+        "--batch", type=at_least(1), default=16, metavar="N", help="sequences a step (default: %(default)s)"
+    )
+    known = [name for name, recipe in RECIPES.items() if not recipe.steps_on_its_own]
+    parser.add_argument(
+        "--hooks",
+        type=names_of(known),
+        default=list(_DEFAULT),
+        metavar="A,B",
+        help=f"{', '.join(known)} (default: {', '.join(_DEFAULT)})",
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the timeline to FILE, a .png, .svg or .pdf")
     add_json_option(parser)
     return parser
@@ -54,12 +60,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 def run(args: argparse.Namespace) -> int:
     """Profile a step of each, and show what came of it."""
-    names = [name.strip() for name in args.hooks.split(",")]
-    unknown = [name for name in names if name not in HOOKS]
-    if unknown:
-        raise UsageError(
-            f"bench overlap --hooks {args.hooks}: there is no {', '.join(unknown)}. Choose of {', '.join(HOOKS)}."
-        )
     if args.plot is not None:
         plot.check(args.plot)
     if not torch.cuda.is_available():
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     machine, console = describe(device), Console(highlight=False)
     with peers.world_of_one(device), console.status("preparing"):
         work = Workload.gpt2(args.size, batch=args.batch, device=device)
-        timelines = [_profile(name, HOOKS[name](), work) for name in names]
+        timelines = [_profile(name, RECIPES[name].build(), work) for name in args.hooks]
     if args.plot is not None:
         timeline.draw(args.plot, timelines, machine)
     present(
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _profile(name: str, hook: hooks.CommHook, work: Workload) -> timeline.Timeline:
+def _profile(name: str, hook: CommHook, work: Workload) -> timeline.Timeline:
     model: nn.Module = DistributedDataParallel(copy.deepcopy(work.model), gradient_as_bucket_view=True)
     try:
         model.set_hook(hook)  # type: ignore[operator]

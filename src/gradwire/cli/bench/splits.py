@@ -191,6 +191,27 @@ class Torchs:
         self._group.close()
 
 
+class TorchsOnNccl:
+    """One of torch's hooks on the default process group of one rank, all of it as one span: NCCL's part in it is a copy."""
+
+    def __init__(self, hook: Callable[[Any, Any], Any], spec: BucketSpec, mine: Tensor, sent: float) -> None:
+        self.splits: list[Split] = []
+        self.outcome: Outcome | None = None
+        self._hook, self._spec, self._mine, self._sent = hook, spec, mine, sent
+        self._parameters = [torch.empty(shape, device="meta") for shape in spec.shapes]
+        self._watch = Stopwatch(spec.device)
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        buffer = self._mine.clone()
+        self._watch.settle()
+        before = self._watch.now()
+        value = self._hook(None, GradBucket(self._spec, buffer, self._parameters, is_last=True)).wait()
+        self.splits.append(self._watch.split([(before, self._watch.now())]))
+        if self.outcome is None:
+            self.outcome = Outcome(self._sent, _error(value, [self._mine]))
+
+
 class _Alone(Group):
     """A group of one that notes when its operations began and ended."""
 

@@ -124,9 +124,10 @@ def draw(file: Path, timelines: Sequence[Timeline], machine: Mapping[str, str]) 
             axes.broken_barh([(b * 1e3, (e - b) * 1e3) for b, e in intervals], (place - 0.42, 0.84), color=colour, lw=0)
             places.append(place)
             labels.append(f"{timeline.name}: {what}" if what == "model" else what)
-        share = timeline.hidden / timeline.busy if timeline.busy else 0.0
         axes.annotate(
-            f"{timeline.busy * 1e3:.2f} ms, {share:.0%} beside the model's",
+            f"{timeline.busy * 1e3:.2f} ms, {timeline.hidden / timeline.busy:.0%} beside the model's"
+            if timeline.busy
+            else "no kernels of its own",
             (timeline.seconds * 1e3, top - 1),
             xytext=(6, 0),
             textcoords="offset points",

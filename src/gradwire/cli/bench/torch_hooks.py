@@ -22,16 +22,71 @@ def fp16(process_group: Any) -> Hook:
     return process_group, default_hooks.fp16_compress_hook
 
 
+def bf16(process_group: Any) -> Hook:
+    """`bf16_compress_hook`."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    return process_group, default_hooks.bf16_compress_hook
+
+
+def allreduce(process_group: Any) -> Hook:
+    """`allreduce_hook`."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    return process_group, default_hooks.allreduce_hook
+
+
+def quantize(process_group: Any) -> Hook:
+    """`quantization_pertensor_hook`: 8 bits, one scale for the bucket."""
+    from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
+
+    return process_group, quantization_hooks.quantization_pertensor_hook
+
+
+def quantize_channels(process_group: Any) -> Hook:
+    """`quantization_perchannel_hook`: 8 bits, a scale for every 512 elements."""
+    from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
+
+    return process_group, quantization_hooks.quantization_perchannel_hook
+
+
 def power_sgd(process_group: Any) -> Hook:
     """`powerSGD_hook` with rank 4, from the third step on, the first that it allows with error feedback; before it is dense."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-    state = powerSGD_hook.PowerSGDState(process_group, matrix_approximation_rank=4, start_powerSGD_iter=DENSE_STEPS)
-    return state, powerSGD_hook.powerSGD_hook
+    return _power_state(process_group), powerSGD_hook.powerSGD_hook
 
 
-TORCH_HOOKS: Mapping[str, Callable[[Any], Hook]] = MappingProxyType({"torch-fp16": fp16, "torch-powersgd": power_sgd})
-LEFT_OUT = (
-    "torch's quantization hooks take no part: they read the result of an all-gather in a form that only NCCL gives, so they run on "
-    "neither gloo nor a group in Python."
+def batched_power_sgd(process_group: Any) -> Hook:
+    """`batched_powerSGD_hook`, as `power_sgd`."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    return _power_state(process_group), powerSGD_hook.batched_powerSGD_hook
+
+
+def _power_state(process_group: Any) -> Any:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+    return PowerSGDState(process_group, matrix_approximation_rank=4, start_powerSGD_iter=DENSE_STEPS)
+
+
+TORCH_HOOKS: Mapping[str, Callable[[Any], Hook]] = MappingProxyType(
+    {
+        "torch-allreduce": allreduce,
+        "torch-fp16": fp16,
+        "torch-bf16": bf16,
+        "torch-powersgd": power_sgd,
+        "torch-powersgd-batched": batched_power_sgd,
+    }
 )
+NCCL_HOOKS: Mapping[str, tuple[Callable[[Any], Hook], Callable[[int], float]]] = MappingProxyType(
+    {
+        "torch-quantize": (quantize, lambda numel: numel + 8),
+        "torch-quantize-channels": (quantize_channels, lambda numel: (numel // 512 + 1) * (512 + 8)),
+    }
+)
+"""Those that read the result of an all-gather in a form that only NCCL gives, so they run on neither gloo nor a group in Python;
+with the bytes that a rank sends to each of the others: a byte an element, and a scale and a zero point as float32."""
+LATE = ("torch-powersgd", "torch-powersgd-batched")
+"""Those that are dense for `DENSE_STEPS`."""
+LEFT_OUT = "torch's quantization hooks take part on CUDA only: they read the result of an all-gather in a form that only NCCL gives."

@@ -5,9 +5,6 @@ On CUDA that is Triton, where it is installed; on the CPU compiled loops, where 
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
 from typing import Any
 
 import torch
@@ -15,6 +12,7 @@ from torch import Tensor
 
 from gradwire.hooks.quantized import eager, loops
 from gradwire.hooks.quantized.layout import Part
+from gradwire.jit import kernels
 
 
 def quantise(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
@@ -48,11 +46,6 @@ def total(message: Tensor, out: Tensor, part: Part, factor: float) -> None:
 
 
 def _way(t: Tensor) -> Any:
-    if t.device.type == "cuda" and _has_triton():
-        return importlib.import_module("gradwire.hooks.quantized.kernels")
+    if t.device.type == "cuda":
+        return kernels("gradwire.hooks.quantized.kernels") or eager
     return loops if t.device.type == "cpu" and loops.available() else eager
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -20,19 +20,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradwire.hooks.on_triton import inlined, kernel, tl
 from gradwire.hooks.quantized.layout import Part
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = tl = None
 
 ENCODE_ELEMENTS = 4096
 DECODE_ELEMENTS = 4096
 """What one program takes, unless a single block is larger."""
 WARPS = 4
-_VARYING = ["numel", "blocks", "stride", "codes_at", "scales_at", "key", "summed"]
 
 
 def quantise(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
@@ -77,18 +71,7 @@ def _float32(number: float) -> float:
     return float(torch.tensor(number, dtype=torch.float32, device="cpu"))
 
 
-def _kernel(function):
-    """Compiled by Triton where it is installed; not anew for every length of a bucket."""
-    if triton is None:
-        return function
-    return triton.jit(function, do_not_specialize=_VARYING)
-
-
-def _inlined(function):
-    return function if triton is None else triton.jit(function)
-
-
-@_kernel
+@kernel("numel", "blocks", "stride", "codes_at", "scales_at", "key")
 def _quantise(
     x, codes, scales, numel, blocks, stride, codes_at, scales_at, key, down,
     TOP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, STOCHASTIC: tl.constexpr,
@@ -106,7 +89,7 @@ def _quantise(
         _quantise_tile(x, codes, scales, first, left, here, key, down, TOP, BITS, BLOCK, TILE, STOCHASTIC, False)
 
 
-@_inlined
+@inlined
 def _quantise_tile(
     x, codes, scales, first, left, here, key, down,
     TOP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, STOCHASTIC: tl.constexpr,
@@ -173,7 +156,7 @@ def _quantise_tile(
         tl.store(codes + places, packed.to(tl.uint8), mask=rows[:, None] < here)
 
 
-@_inlined
+@inlined
 def _read(x, local, left, here, rows, FULL: tl.constexpr):
     if FULL:
         return tl.load(x + local).to(tl.float32)
@@ -181,7 +164,7 @@ def _read(x, local, left, here, rows, FULL: tl.constexpr):
         return tl.load(x + local, mask=(local < left) & (rows[:, None] < here), other=0.0).to(tl.float32)
 
 
-@_kernel
+@kernel("numel", "blocks", "stride", "codes_at", "scales_at", "summed")
 def _decode(
     codes, scales, out, numel, blocks, stride, codes_at, scales_at, summed, factor,
     BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SUMS: tl.constexpr, SCALED: tl.constexpr,
@@ -221,7 +204,7 @@ def _decode(
             )
 
 
-@_inlined
+@inlined
 def _decode_plane(
     codes, scales, out, at, left, here, stride, summed, factor, PLANE: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SUMS: tl.constexpr, SCALED: tl.constexpr,
@@ -244,7 +227,7 @@ def _decode_plane(
         tl.store(out + local, total.to(out.dtype.element_ty), mask=(local < left) & (rows[:, None] < here))
 
 
-@_inlined
+@inlined
 def _meant(
     codes, scales, here, PLANE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr
 ):  # fmt: skip

@@ -52,8 +52,9 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 
 def test_overlap_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["bench", "overlap", "--hooks", "mean,nothing"]) == 1
-    assert "there is no nothing" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["bench", "overlap", "--hooks", "mean,nothing"])
+    assert "there is no 'nothing'" in capsys.readouterr().err
     assert main(["bench", "overlap", "--plot", str(tmp_path / "x.doc")]) == 1
     assert "cannot tell the kind of file" in capsys.readouterr().err
     if not torch.cuda.is_available():

@@ -1,0 +1,29 @@
+# mypy: disable-error-code="import-not-found, import-untyped"
+"""Decorators for Triton kernels. Modules of kernels can be imported without Triton; what they offer cannot be called then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = None
+
+__all__ = ["inlined", "kernel", "tl"]
+
+
+def kernel(*varying: str) -> Callable[[Any], Any]:
+    """What is launched. It is not compiled anew for other values of the parameters in `varying`."""
+
+    def decorate(function: Any) -> Any:
+        return function if triton is None else triton.jit(function, do_not_specialize=list(varying))
+
+    return decorate
+
+
+def inlined(function: Any) -> Any:
+    """A part of kernels."""
+    return function if triton is None else triton.jit(function)
