@@ -12,9 +12,7 @@ def cuda_and_nccl_are_awake() -> None:
         return
     import torch.distributed as dist
 
-    # Over TCP, as in the tests: the first store that NCCL is given is kept, with its thread and its port.
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     dist.all_reduce(torch.ones(3, device="cuda"))
     dist.all_reduce(torch.ones(3))  # gloo makes its device with the first operation
     (torch.ones(4, 4, device="cuda") @ torch.ones(4, 4, device="cuda")).sum().item()
