@@ -26,7 +26,7 @@ from gradwire.cli.bench.report import add_json_option, present
 from gradwire.cli.bench.splits import Ours, Outcome, Split, Torchs, TorchsOnNccl, bucket, gradients
 from gradwire.cli.bench.sweep import size_words
 from gradwire.cli.bench.timing import Ratio, Series, compare, interleave
-from gradwire.cli.bench.torch_hooks import DENSE_STEPS, LATE, LEFT_OUT, NCCL_HOOKS, TORCH_HOOKS
+from gradwire.cli.bench.torch_hooks import DENSE_STEPS, LEFT_OUT, NCCL_HOOKS, TORCH_HOOKS
 from gradwire.cli.recipes import RECIPES, names_of
 from gradwire.errors import UsageError
 
@@ -37,7 +37,6 @@ PEERS = {
     "fp16": "torch-fp16",
     "quantize8": "torch-quantize-channels",
     "power_sgd": "torch-powersgd",
-    "power_sgd_batched": "torch-powersgd-batched",
 }
 """Which of torch's hooks does the same as one of ours."""
 PARTS = ("compress", "middle", "decompress")
@@ -177,7 +176,7 @@ def _measure(
                 register, sent = NCCL_HOOKS[name]
                 runs[name] = TorchsOnNccl(register(None)[1], spec, brought[0], (ranks - 1) * sent(spec.numel))
             elif name in TORCH_HOOKS:
-                late = DENSE_STEPS if name in LATE else 0
+                late = DENSE_STEPS if name == "torch-powersgd" else 0
                 run = Torchs(TORCH_HOOKS[name], spec, brought, lossy_after=late)
                 stack.callback(run.close)
                 runs[name] = run

@@ -54,29 +54,17 @@ def power_sgd(process_group: Any) -> Hook:
     """`powerSGD_hook` with rank 4, from the third step on, the first that it allows with error feedback; before it is dense."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-    return _power_state(process_group), powerSGD_hook.powerSGD_hook
+    state = powerSGD_hook.PowerSGDState(process_group, matrix_approximation_rank=4, start_powerSGD_iter=DENSE_STEPS)
+    return state, powerSGD_hook.powerSGD_hook
 
 
-def batched_power_sgd(process_group: Any) -> Hook:
-    """`batched_powerSGD_hook`, as `power_sgd`."""
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    return _power_state(process_group), powerSGD_hook.batched_powerSGD_hook
-
-
-def _power_state(process_group: Any) -> Any:
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-
-    return PowerSGDState(process_group, matrix_approximation_rank=4, start_powerSGD_iter=DENSE_STEPS)
-
-
+# Its batched_powerSGD_hook is not here: it fails an assertion of its own when it first compresses (torch 2.11 to 2.13).
 TORCH_HOOKS: Mapping[str, Callable[[Any], Hook]] = MappingProxyType(
     {
         "torch-allreduce": allreduce,
         "torch-fp16": fp16,
         "torch-bf16": bf16,
         "torch-powersgd": power_sgd,
-        "torch-powersgd-batched": batched_power_sgd,
     }
 )
 NCCL_HOOKS: Mapping[str, tuple[Callable[[Any], Hook], Callable[[int], float]]] = MappingProxyType(
@@ -87,6 +75,4 @@ NCCL_HOOKS: Mapping[str, tuple[Callable[[Any], Hook], Callable[[int], float]]] =
 )
 """Those that read the result of an all-gather in a form that only NCCL gives, so they run on neither gloo nor a group in Python;
 with the bytes that a rank sends to each of the others: a byte an element, and a scale and a zero point as float32."""
-LATE = ("torch-powersgd", "torch-powersgd-batched")
-"""Those that are dense for `DENSE_STEPS`."""
-LEFT_OUT = "torch's quantization hooks take part on CUDA only: they read the result of an all-gather in a form that only NCCL gives."
+LEFT_OUT = "torch's quantization hooks take part on CUDA only: they read an all-gather's result in a form that only NCCL gives."
