@@ -62,6 +62,7 @@ def _quantize(bits: int) -> Recipe:
 
 
 _PERIOD = 50
+_OFTEN = 10
 _ALL = (
     Recipe("mean", "dense float32", mean),
     Recipe("bf16", "dense bfloat16", lambda: chain(cast(torch.bfloat16), mean())),
@@ -84,6 +85,13 @@ _ALL = (
         lambda: _hook("diloco", every=_PERIOD, outer_lr=0.7, outer_momentum=0.3),
         needs="diloco",
         every=_PERIOD,
+    ),
+    Recipe(
+        "local4",
+        f"parameters' mean every {_OFTEN} steps, moves in 4 bits, error feedback",
+        lambda: _hook("diloco", every=_OFTEN, outer_lr=1.0, outer_momentum=0.0, hook=_fed_back("quantize", bits=4)()),
+        needs="diloco",
+        every=_OFTEN,
     ),
 )
 RECIPES: Mapping[str, Recipe] = MappingProxyType({recipe.name: recipe for recipe in _ALL})

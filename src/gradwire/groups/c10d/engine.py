@@ -16,6 +16,7 @@ from torch._C import _distributed_c10d as c10d
 
 from gradwire.collectives import Collective, Kind, ReduceOp
 from gradwire.collectives.lower import is_plain
+from gradwire.groups.c10d.pieces import cut
 
 _ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
@@ -31,6 +32,8 @@ class Engine:
     name: str
     takes: Callable[[Collective], bool]
     """Whether it carries out this collective as it is; the rest is lowered to ones it does."""
+    call: Callable[[Any, Collective, float], Any]
+    """Hands a collective to the process group or back end; returns c10d's Work or what can be waited for like it."""
     stream_ordered: bool = False
     """Whether a finished wait() only means "ordered on the current CUDA stream", as NCCL's does."""
 
@@ -98,10 +101,6 @@ def _nccl_takes(op: Collective) -> bool:
     )
 
 
-GLOO = Engine("gloo", _gloo_takes)
-NCCL = Engine("nccl", _nccl_takes, stream_ordered=True)
-
-
 def engine_of(name: str, *, in_python: bool) -> Engine:
     """What is known about the back end called `name`.
 
@@ -109,7 +108,7 @@ def engine_of(name: str, *, in_python: bool) -> Engine:
     than gloo.
     """
     known = {"gloo": GLOO, "nccl": NCCL}.get(name)
-    return known or Engine(name, (lambda op: True) if in_python else _gloo_takes)
+    return known or Engine(name, (lambda op: True) if in_python else _gloo_takes, call)
 
 
 # -- calls ---------------------------------------------------------------------------------------------------------------
@@ -189,3 +188,12 @@ _CALLS: dict[Kind, Callable[[Any, Collective, list[Tensor], list[Tensor], timede
     Kind.RECV: _recv,
     Kind.BARRIER: lambda pg, op, i, o, t: pg.barrier(_set(c10d.BarrierOptions(), op, t)),
 }
+
+
+def _gloo_call(pg: Any, op: Collective, timeout: float) -> Any:
+    """`call`, what is large in pieces: see `pieces`."""
+    return cut(pg, op, timeout, call) or call(pg, op, timeout)
+
+
+GLOO = Engine("gloo", _gloo_takes, _gloo_call)
+NCCL = Engine("nccl", _nccl_takes, call, stream_ordered=True)

@@ -22,7 +22,7 @@ from gradwire.collectives import Collective
 from gradwire.collectives.lower import Program, is_identity, lower
 from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
-from gradwire.groups.c10d.engine import Engine, call, engine_of
+from gradwire.groups.c10d.engine import Engine, engine_of
 from gradwire.groups.c10d.failures import translate
 from gradwire.groups.c10d.rollcall import RollCall
 from gradwire.groups.c10d.work import C10dWork, Reaper, wait_slice
@@ -126,7 +126,7 @@ class C10dGroup(Group):
         """One call of the engine is the whole operation."""
         work.ledger.started(work, time.perf_counter())
         try:
-            native = call(backend, op, work.timeout + _ENGINE_MARGIN)
+            native = engine.call(backend, op, work.timeout + _ENGINE_MARGIN)
         except Exception as error:
             self._broken(work, error, engine)
             return
@@ -140,7 +140,7 @@ class C10dGroup(Group):
             for step in program:
                 if work.is_completed():
                     return
-                native = call(backend, step, work.timeout + _ENGINE_MARGIN)
+                native = engine.call(backend, step, work.timeout + _ENGINE_MARGIN)
                 while not wait_slice(native):
                     if work.is_completed() or self._lane.stopping.is_set():
                         return
@@ -155,7 +155,7 @@ class C10dGroup(Group):
         work.ledger.started(work, time.perf_counter())
         try:
             for step in self._program(work.op, engine):
-                native = call(backend, step, work.timeout + _ENGINE_MARGIN)
+                native = engine.call(backend, step, work.timeout + _ENGINE_MARGIN)
                 native.wait()
         except Exception as error:
             self._broken(work, error, engine)
@@ -173,7 +173,7 @@ class C10dGroup(Group):
         work.ledger.started(work, time.perf_counter())
         program = self._program(work.op, engine)
         try:
-            native = call(backend, next(program), work.timeout)
+            native = engine.call(backend, next(program), work.timeout)
         except Exception as error:
             self._broken(work, error, engine)
             return

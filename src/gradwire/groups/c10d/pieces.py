@@ -1,0 +1,101 @@
+"""Large exchanges over gloo, cut into pieces that are under way together.
+
+Note [Why in pieces]
+Gloo moves a message over one connection from a single buffer, and while it writes a long one it hardly reads. When two ranks send
+each other something at the same time, as in an all-to-all or an all-gather, a link that carries both directions at once is then
+often used in one after the other: 3.6 MB each way over 100 Mbit/s took between 0.30 and 0.60 s where the link needs 0.29. In pieces
+of 512 KiB, all begun at once, it took 0.31 to 0.36. Smaller ones are steadier still, but between processes of one machine, where
+nothing waits for a wire, every piece costs: 512 KiB make an exchange of that size take 9 ms instead of 5, 128 KiB 21. Gloo's own
+ring all-reduce goes in segments already.
+
+Every rank cuts alike: only what has the same size on all of them is cut.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import Collective, Kind
+from gradwire.collectives.lower import as_bytes
+
+PIECE = 512 * 1024
+"""Bytes to each peer."""
+_MOST = 64
+_MARGIN = timedelta(milliseconds=2)
+
+Call = Callable[[Any, Collective, float], Any]
+Step = tuple[Any, Callable[[], object]]
+"""c10d's Work of a piece, and what is to do when it is over."""
+
+
+def cut(pg: Any, op: Collective, timeout: float, call: Call) -> Any:
+    """`op`, begun in pieces, as something to be waited for like c10d's Work; None if it is not to be cut."""
+    if op.device.type != "cpu" or len(op.inputs) != 1 or op.outputs is op.inputs:
+        return None
+    if op.kind is Kind.ALL_TO_ALL_SINGLE and op.splits is None:
+        own, begin = op.inputs[0].nbytes // max(1, pg.size()), _all_to_all
+    elif op.kind is Kind.ALL_GATHER_INTO_TENSOR:
+        own, begin = op.inputs[0].nbytes, _all_gather
+    else:
+        return None
+    if own < 2 * PIECE or pg.size() == 1:
+        return None
+    length = max(PIECE, -(-own // _MOST // 16) * 16)
+    ins, outs = (as_bytes(t) for t in (op.inputs[0], op.outputs[0]))
+    pieces = [(at, min(length, own - at)) for at in range(0, own, length)]
+    return Pieces([begin(pg, op, ins, outs.view(pg.size(), own), at, size, timeout, call) for at, size in pieces])
+
+
+def _all_to_all(
+    pg: Any, op: Collective, ins: Tensor, outs: Tensor, at: int, size: int, timeout: float, call: Call
+) -> Step:
+    sent = ins.view(outs.shape)[:, at : at + size].contiguous()
+    came = torch.empty_like(sent)
+    native = call(pg, replace(op, inputs=(sent.view(-1),), outputs=(came.view(-1),)), timeout)
+    return native, lambda: outs[:, at : at + size].copy_(came)
+
+
+def _all_gather(
+    pg: Any, op: Collective, ins: Tensor, outs: Tensor, at: int, size: int, timeout: float, call: Call
+) -> Step:
+    came = torch.empty((len(outs), size), dtype=torch.uint8)
+    native = call(pg, replace(op, inputs=(ins[at : at + size],), outputs=(came.view(-1),)), timeout)
+    return native, lambda: outs[:, at : at + size].copy_(came)
+
+
+class Pieces:
+    """What c10d's Work is to those who wait: over when every piece is, and every piece in its place."""
+
+    def __init__(self, steps: list[Step]) -> None:
+        self._steps = steps[::-1]
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for all; raises what a piece raised, or after `timeout` a RuntimeError as c10d does."""
+        deadline = None if timeout is None else time.perf_counter() + timeout.total_seconds()
+        if not self._lock.acquire(timeout=-1 if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("another thread waits for the pieces of this operation, and has not come to their end")
+        try:
+            while self._steps:
+                native, put = self._steps[-1]
+                if deadline is None:
+                    native.wait()
+                else:
+                    native.wait(max(_MARGIN, timedelta(seconds=deadline - time.perf_counter())))
+                put()
+                self._steps.pop()
+        finally:
+            self._lock.release()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the engine is done with all of them, well or badly."""
+        return all(native.is_completed() for native, _ in list(self._steps))
