@@ -35,7 +35,7 @@ PEERS = {
     "mean": "torch-allreduce",
     "bf16": "torch-bf16",
     "fp16": "torch-fp16",
-    "quantize8": "torch-quantize-channels",
+    "quantize8": "torch-quantize",
     "power_sgd": "torch-powersgd",
 }
 """Which of torch's hooks does the same as one of ours."""

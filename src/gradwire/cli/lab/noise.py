@@ -51,7 +51,9 @@ class Comparison:
 
 
 def spread(values: Sequence[float]) -> float:
-    """The standard deviation, of one value 0."""
+    """The standard deviation, of one value 0; NaN where one of them is not finite."""
+    if not all(map(math.isfinite, values)):
+        return math.nan
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 

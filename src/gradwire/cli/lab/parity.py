@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -83,6 +84,12 @@ def run(args: argparse.Namespace) -> int:
             functools.partial(run_plan, plan), args.ranks, name="lab parity", timeout=args.timeout, heard=heard
         )
     scores = results[0]
+    if not all(map(math.isfinite, _losses(scores[_DENSE]))):
+        raise UsageError(
+            f"lab parity --task {args.task} --ranks {args.ranks}: dense averaging itself has diverged (losses "
+            f"{', '.join(f'{loss:.3g}' for loss in _losses(scores[_DENSE]))}), so there is nothing to compare with. "
+            "Take fewer ranks, or tell us."
+        )
     facts = {
         **machine,
         "task": TASKS[args.task].words,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from io import StringIO
 
 import pytest
@@ -20,6 +21,19 @@ def _wide(monkeypatch):
 
 
 DENSE = [1.00, 1.02, 0.98]  # a standard deviation of 0.02, so 0.0327 are allowed
+
+
+def test_a_run_that_diverged_is_worse():
+    found = compare([1.0, float("nan"), 1.0], [1.0, 1.1, 0.9])
+    assert found.verdict is Verdict.WORSE
+    assert math.isnan(found.spread)
+
+
+def test_where_dense_averaging_diverged_nothing_can_be_said(monkeypatch, capsys):
+    scores = {name: [Score(float("nan"), 0.0)] * 2 for name in ("mean", "bf16")}
+    monkeypatch.setattr(parity, "run_world", lambda *args, **settings: [scores])
+    assert main(["lab", "parity", "--task", "text", "--hooks", "bf16", "--seeds", "2"]) == 1
+    assert "dense averaging itself has diverged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
