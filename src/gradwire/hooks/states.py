@@ -36,12 +36,14 @@ class States:
         self._saved: dict[str, Any] = dict(saved or {})
 
     def of(self, spec: BucketSpec) -> Any:
-        """The state for this bucket. If the number last had other parameters, buckets were rebuilt: states follow them."""
+        """The state for this bucket, which the hook may refuse. If the number last had other parameters, buckets were rebuilt:
+        states follow them."""
         made = self._made.get(spec.index)
         if made is not None and made[0] is not spec and made[0] != spec:
             self.take_apart()
             made = None
         if made is None:
+            self.hook.check(spec)
             state = self.hook.load(self._saved, spec) if self._saved else self.hook.init(spec)
             for name in spec.names:
                 self._saved.pop(name, None)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.collectives import all_reduce
-from gradwire.errors import HookError, UsageTypeError
+from gradwire.errors import HookError, UsageError, UsageTypeError
 from gradwire.groups import Group, ThreadGroup
-from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, as_torch_hook, cast, chain, mean
+from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, as_torch_hook, cast, chain, mean, quantize
 from gradwire.testing import run_ranks
 
 
@@ -145,6 +145,13 @@ def test_the_function_passes_torchs_check_of_hooks(group: Group) -> None:
 def test_only_our_own_hooks_are_taken(group: Group) -> None:
     with pytest.raises(UsageTypeError, match="not a CommHook"):
         as_torch_hook(cast(torch.bfloat16), group)  # type: ignore[arg-type]
+
+
+def test_a_hook_may_refuse_a_bucket(group: Group) -> None:
+    whole = torch.zeros(2, dtype=torch.float64)
+    hook = as_torch_hook(quantize({"encoder.*": 8}), group, named_parameters=[("head.weight", whole)])
+    with pytest.raises(UsageError, match=r"head\.weight"):
+        hook(None, Bucket(0, [whole]))
 
 
 class Interrupted(CommHook):
