@@ -70,6 +70,7 @@ _ALL = (
     *map(_quantize, (8, 4, 2, 1)),
     Recipe("sign", "the sign of each element, error feedback", _fed_back("sign"), needs="sign"),
     Recipe("power_sgd", "rank 4", _fed_back("power_sgd", rank=4), needs="power_sgd"),
+    Recipe("power_sgd16", "rank 16", _fed_back("power_sgd", rank=16), needs="power_sgd"),
     Recipe(
         "power_sgd_batched",
         "rank 4, the bucket as one matrix",

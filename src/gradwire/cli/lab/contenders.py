@@ -141,5 +141,5 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
 
 def default_names() -> tuple[str, ...]:
     """Who takes part unless told otherwise, the reference first."""
-    ours = ("mean", "quantize8", "quantize4", "quantize1", "power_sgd", "top_k", "diloco")
+    ours = ("mean", "quantize8", "quantize4", "quantize1", "power_sgd", "top_k", "diloco", "local4")
     return (*(c.name for c in _TORCHS), *available(ours))

@@ -28,7 +28,7 @@ from gradwire.cli.recipes import RECIPES, available, names_of
 from gradwire.errors import UsageError
 
 _DENSE = "mean"
-_DEFAULT = ("quantize8", "quantize4", "quantize1", "power_sgd", "top_k", "diloco")
+_DEFAULT = ("quantize8", "quantize4", "quantize1", "power_sgd", "power_sgd16", "top_k", "diloco")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
