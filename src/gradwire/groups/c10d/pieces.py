@@ -21,7 +21,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gradwire.collectives import Collective, Kind
 from gradwire.collectives.lower import as_bytes
@@ -38,37 +37,25 @@ Step = tuple[Any, Callable[[], object]]
 
 def cut(pg: Any, op: Collective, timeout: float, call: Call) -> Any:
     """`op`, begun in pieces, as something to be waited for like c10d's Work; None if it is not to be cut."""
-    if op.device.type != "cpu" or len(op.inputs) != 1 or op.outputs is op.inputs:
+    equal = op.kind is Kind.ALL_GATHER_INTO_TENSOR or (op.kind is Kind.ALL_TO_ALL_SINGLE and op.splits is None)
+    if not equal or op.device.type != "cpu" or len(op.inputs) != 1 or pg.size() == 1:
         return None
-    if op.kind is Kind.ALL_TO_ALL_SINGLE and op.splits is None:
-        own, begin = op.inputs[0].nbytes // max(1, pg.size()), _all_to_all
-    elif op.kind is Kind.ALL_GATHER_INTO_TENSOR:
-        own, begin = op.inputs[0].nbytes, _all_gather
-    else:
-        return None
-    if own < 2 * PIECE or pg.size() == 1:
-        return None
-    length = max(PIECE, -(-own // _MOST // 16) * 16)
     ins, outs = (as_bytes(t) for t in (op.inputs[0], op.outputs[0]))
-    pieces = [(at, min(length, own - at)) for at in range(0, own, length)]
-    return Pieces([begin(pg, op, ins, outs.view(pg.size(), own), at, size, timeout, call) for at, size in pieces])
+    outs = outs.view(pg.size(), -1)
+    if op.kind is Kind.ALL_TO_ALL_SINGLE:
+        ins = ins.view(outs.shape)
+    whole = outs.shape[1]
+    if whole < 2 * PIECE:
+        return None
+    length = max(PIECE, -(-whole // _MOST // 16) * 16)
 
+    def begin(at: int) -> Step:
+        place = outs[:, at : at + length]
+        sent, came = ins[..., at : at + length].contiguous(), torch.empty(place.shape, dtype=torch.uint8)
+        native = call(pg, replace(op, inputs=(sent.view(-1),), outputs=(came.view(-1),)), timeout)
+        return native, lambda: place.copy_(came)
 
-def _all_to_all(
-    pg: Any, op: Collective, ins: Tensor, outs: Tensor, at: int, size: int, timeout: float, call: Call
-) -> Step:
-    sent = ins.view(outs.shape)[:, at : at + size].contiguous()
-    came = torch.empty_like(sent)
-    native = call(pg, replace(op, inputs=(sent.view(-1),), outputs=(came.view(-1),)), timeout)
-    return native, lambda: outs[:, at : at + size].copy_(came)
-
-
-def _all_gather(
-    pg: Any, op: Collective, ins: Tensor, outs: Tensor, at: int, size: int, timeout: float, call: Call
-) -> Step:
-    came = torch.empty((len(outs), size), dtype=torch.uint8)
-    native = call(pg, replace(op, inputs=(ins[at : at + size],), outputs=(came.view(-1),)), timeout)
-    return native, lambda: outs[:, at : at + size].copy_(came)
+    return Pieces([begin(at) for at in range(0, whole, length)])
 
 
 class Pieces:
