@@ -145,6 +145,7 @@ def test_what_is_small_or_uneven_or_in_place_is_not_cut() -> None:
         build.all_to_all_single(large[: 4 * PIECE - 2], torch.empty(4 * PIECE - 2, dtype=torch.uint8)),
         build.all_to_all_single(large, large.clone(), output_split_sizes=splits, input_split_sizes=splits),
         build.all_gather_into_tensor(large[: 4 * PIECE - 2], torch.empty(2 * PIECE - 1, dtype=torch.uint8)),
+        build.all_to_all_single(large[:0], large[:0].clone()),
         build.all_reduce(large),
         build.broadcast(half, src=0),
         build.barrier(),

@@ -40,13 +40,12 @@ def cut(pg: Any, op: Collective, timeout: float, call: Call) -> Any:
     equal = op.kind is Kind.ALL_GATHER_INTO_TENSOR or (op.kind is Kind.ALL_TO_ALL_SINGLE and op.splits is None)
     if not equal or op.device.type != "cpu" or len(op.inputs) != 1 or pg.size() == 1:
         return None
-    ins, outs = (as_bytes(t) for t in (op.inputs[0], op.outputs[0]))
-    outs = outs.view(pg.size(), -1)
-    if op.kind is Kind.ALL_TO_ALL_SINGLE:
-        ins = ins.view(outs.shape)
-    whole = outs.shape[1]
+    whole = op.outputs[0].nbytes // pg.size()
     if whole < 2 * PIECE:
         return None
+    ins, outs = as_bytes(op.inputs[0]), as_bytes(op.outputs[0]).view(pg.size(), whole)
+    if op.kind is Kind.ALL_TO_ALL_SINGLE:
+        ins = ins.view(outs.shape)
     length = max(PIECE, -(-whole // _MOST // 16) * 16)
 
     def begin(at: int) -> Step:
