@@ -157,10 +157,15 @@ def test_a_small_run(tmp_path, capsys):
     assert main([*argv, "--json", str(data), "--plot", str(plot)]) == 0
     said = capsys.readouterr().out
     assert "a bucket of 64 KiB" in said
-    assert "torch's quantization hooks take no part" in said
+    assert "torch's quantization hooks take part on CUDA only" in said
     sizes = json.loads(data.read_text())["sizes"]
     assert [one["bytes"] for one in sizes] == [4096, 65536]
     assert sizes[0]["hooks"]["fp16"]["wire_bytes"] == 2048
     assert len(sizes[0]["hooks"]["fp16"]["total"]["rounds_us"]) == 2
     assert sizes[0]["hooks"]["fp16"]["ratio_to_torch"] is not None
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_hooks_that_need_nccl_are_refused_on_the_cpu(capsys):
+    assert main(["bench", "hooks", "--hooks", "quantize8,torch-quantize"]) == 1
+    assert "on CUDA only" in capsys.readouterr().err
