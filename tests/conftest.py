@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import io
 import os
@@ -26,6 +27,11 @@ STOCK = Path(__file__).parent / "equivalence" / "stock" / "conftest.py"
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     prime()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.collect()
+    gc.freeze()  # torch and the tests themselves stay: a collection, of which tests ask for many, then looks at what is new
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -36,6 +36,9 @@ _SHM = "/dev/shm"
 _POLL = 0.01
 """Seconds between looks: a closing descriptor cannot be waited on; a thread can, and is."""
 
+_NAMELESS = 1.0
+"""Seconds that a process may be without a command line: Linux sets it at the end of exec, when its parent already goes on."""
+
 
 class Keeper(Protocol):
     """Something that lives longer than what is being checked, and knows what belongs to it."""
@@ -205,10 +208,20 @@ def _resource_tracker() -> tuple[int | None, int | None]:
 
 
 def _command(pid: int) -> str:
+    deadline = time.monotonic() + _NAMELESS
     try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            words = file.read().decode(errors="replace").split("\0")
-        return " ".join(words).strip()[:200] or "ended, but nobody has waited for it"
+        while True:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                words = file.read().decode(errors="replace").split("\0")
+            if command := " ".join(words).strip()[:200]:
+                return command
+            with open(f"/proc/{pid}/stat") as file:
+                state = file.read().rpartition(")")[2].split()[0]
+            if state in "ZX":
+                return "ended, but nobody has waited for it"
+            if time.monotonic() > deadline:
+                return "without a command line"
+            time.sleep(_POLL)
     except OSError:
         return "ended meanwhile"
 

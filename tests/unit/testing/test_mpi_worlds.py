@@ -92,7 +92,7 @@ def test_worlds_that_break_are_replaced_and_leave_nothing() -> None:
         seen = {path for outcome in run(traces, own) for path in outcome.value}
         assert not seen & found
         found |= seen
-        outcomes = [] if fn is None else run(fn, own, timeout=5.0)
+        outcomes = [] if fn is None else run(fn, own, timeout=2.0)
         if fn is die:
             assert outcomes[1].fate is Fate.DIED
         if fn is hang:

@@ -46,7 +46,9 @@ class C10dGroup(Group):
         name: str | None = None,
         timeout: float | None = None,
         store: Any = None,
+        roll: RollCall | None = None,
     ) -> None:
+        """`roll` is the roll call to take part in; unless given, one is made over a new connection to the store."""
         if not hasattr(pg, "allreduce"):
             raise UsageError(
                 f"C10dGroup({pg!r}): not a torch.distributed process group. Pass dist.group.WORLD or one like it."
@@ -55,7 +57,9 @@ class C10dGroup(Group):
         self.pg: Any = pg
         self._backends: dict[str, tuple[Any, Engine]] = {}
         self._store = _store_of(pg) if store is None else store
-        self._roll = None if self._store is None else RollCall(self._store, self.rank, self.size)
+        if roll is None and self._store is not None:
+            roll = RollCall(self._store, self.rank, self.size)
+        self._roll = roll
         self._lane = Lane(f"{self.name}-{self.rank}")
         self._reaper = Reaper(f"{self.name}-{self.rank}")
         self._order = threading.Lock()
@@ -68,12 +72,19 @@ class C10dGroup(Group):
 
     @classmethod
     def gloo(
-        cls, store: Any, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT, name: str | None = None
+        cls,
+        store: Any,
+        rank: int,
+        size: int,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        name: str | None = None,
+        roll: RollCall | None = None,
     ) -> C10dGroup:
         """A group over a gloo engine of its own, built on `store`; closing the group ends the engine."""
         engine = _make_gloo(store, rank, size, timeout)
         try:
-            group = cls(engine, name=name or "gloo", timeout=timeout, store=store)
+            group = cls(engine, name=name or "gloo", timeout=timeout, store=store, roll=roll)
         except BaseException:
             del engine
             raise
@@ -340,7 +351,8 @@ class C10dGroup(Group):
         backend, engine = self._backend(torch.device("cpu"))
         if engine.name == "gloo" and self._store is not None:
             store = PrefixStore(name, self._store)
-            return C10dGroup.gloo(store, in_group_rank, len(ranks), timeout=self.timeout, name=name)
+            roll = None if self._roll is None else self._roll.within(name, in_group_rank, len(ranks))
+            return C10dGroup.gloo(store, in_group_rank, len(ranks), timeout=self.timeout, name=name, roll=roll)
         if not hasattr(backend, "split_group"):
             raise UsageError(
                 f"{self}: its engine, {engine.name}, cannot be split. Make the process group with dist.new_group."
@@ -368,7 +380,9 @@ class C10dGroup(Group):
         engines, self._owned = self._owned, []
         undertaker = threading.Thread(target=_end, args=(engines,), name=f"gradwire-end-{self.name}", daemon=True)
         undertaker.start()
-        undertaker.join(timeout=5)
+        undertaker.join(
+            timeout=1
+        )  # milliseconds, unless an operation hangs in the engine: then it takes until peers leave
 
 
 def _end(engines: list[Any]) -> None:

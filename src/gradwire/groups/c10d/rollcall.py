@@ -20,6 +20,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from torch._C._distributed_c10d import PrefixStore
+
+from gradwire.errors import ClosedError
 from gradwire.groups.host import host_identity, process_start
 
 _STORE_PATIENCE = timedelta(seconds=3)
@@ -50,6 +53,19 @@ class RollCall:
             store.set_timeout(_STORE_PATIENCE)
         except (RuntimeError, NotImplementedError):
             pass  # a HashStore or FileStore has no connection to share
+        self._open(store, rank, size)
+
+    def within(self, name: str, rank: int, size: int) -> RollCall:
+        """The roll call of a sub-group, over the same connection: roll calls only exchange short messages over it."""
+        with self._lock:
+            store = self._store
+        if store is None:
+            raise ClosedError(f"sub-group {name!r}: the group that it is part of is closed. Split one that is open.")
+        part = RollCall.__new__(RollCall)
+        part._open(PrefixStore(name, store), rank, size)
+        return part
+
+    def _open(self, store: Any, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self.joined = 0

@@ -76,6 +76,7 @@ class HierarchicalGroup(Group):
         rank: int | None = None,
         layout: Layout | None = None,
         store: Any = None,
+        roll: RollCall | None = None,
         name: str | None = None,
         timeout: float | None = None,
     ) -> None:
@@ -84,7 +85,8 @@ class HierarchicalGroup(Group):
         are alike. `messages` holds all ranks, in order.
 
         `rank` is this rank's number in the whole, where ranks are not to be numbered host by host. All that is asked of the
-        other ranks and checked, unless `layout` says it. `store` is where all ranks can be told of a failure.
+        other ranks and checked, unless `layout` says it. `store` is where all ranks can be told of a failure, in the
+        roll call `roll` if there is one already.
         """
         if layout is None:
             layout, rank = ask_around(inside, across, rank)
@@ -106,7 +108,9 @@ class HierarchicalGroup(Group):
             self._members[across] = tuple(ranks[inside.rank] for ranks in layout.hosts)
         if messages is not None:
             self._members[messages] = tuple(range(self.size))
-        self._roll = None if store is None else RollCall(store, self.rank, self.size)
+        if roll is None and store is not None:
+            roll = RollCall(store, self.rank, self.size)
+        self._roll = roll
         self._joined = 0
         self._lane = Lane(f"{self.name}-{self.rank}")
         self._order = threading.Lock()
@@ -374,6 +378,7 @@ class HierarchicalGroup(Group):
                 rank=ranks.index(self.rank),
                 layout=layout,
                 store=None if self._store is None else PrefixStore(name, self._store),
+                roll=None if self._roll is None else self._roll.within(name, ranks.index(self.rank), len(ranks)),
                 name=name,
                 timeout=self.timeout,
             )

@@ -30,7 +30,7 @@ from typing import Any
 from gradwire.errors import GroupError
 from gradwire.testing.pool.messages import receive
 from gradwire.testing.pool.outcome import ABORT_GRACE, MESSAGE_LIMIT, START_LIMIT
-from gradwire.testing.pool.process import WORKER_SETTINGS, Hold, ending
+from gradwire.testing.pool.process import QUICK_START, WORKER_SETTINGS, Hold, ending
 
 SETTINGS = {
     # Containers run as root, and mpirun asks twice whether that is meant.
@@ -59,7 +59,7 @@ class Launch:
         self._door = socket.socket(socket.AF_UNIX)
         self._door.bind(f"\0{address}")
         self._door.listen(size)
-        main = f"from gradwire.testing.mpi.rank import main; main({address!r}, {port})"
+        main = f"{QUICK_START}; from gradwire.testing.mpi.rank import main; main({address!r}, {port})"
         self._mpirun = subprocess.Popen(
             [mpirun, "-n", str(size), *OPTIONS, sys.executable, "-P", "-c", main],
             stdin=subprocess.DEVNULL,

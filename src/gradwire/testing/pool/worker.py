@@ -162,6 +162,7 @@ def work(control: int, stack: int, dumped: int, port: int, parent: int, *, notic
     torch.set_num_threads(1)
     prime()
     gc.collect()
+    gc.enable()  # QUICK_START had it off
     gc.freeze()  # what is here now stays: a collection before each look for leftovers then costs next to nothing
     store = TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=START_LIMIT))
     Worker(socket.socket(fileno=control), store, notice=notice).serve()
