@@ -17,6 +17,8 @@ def cuda_and_nccl_are_awake() -> None:
     dist.all_reduce(torch.ones(3, device="cuda"))
     dist.all_reduce(torch.ones(3))  # gloo makes its device with the first operation
     (torch.ones(4, 4, device="cuda") @ torch.ones(4, 4, device="cuda")).sum().item()
-    torch.optim.SGD([torch.zeros(1, device="cuda", requires_grad=True)], lr=0.1).step()  # imports what keeps a port open
+    torch.optim.SGD(
+        [torch.zeros(1, device="cuda", requires_grad=True)], lr=0.1
+    ).step()  # imports what keeps a port open
     torch.cuda.synchronize()
     dist.destroy_process_group()
