@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 
 from gradwire.collectives import ReduceOp, build
-from gradwire.errors import CollectiveTimeout, GradwireError, GroupAborted, GroupError, PeerLost, UsageError
+from gradwire.errors import (
+    ClosedError,
+    CollectiveTimeout,
+    GradwireError,
+    GroupAborted,
+    GroupError,
+    PeerLost,
+    UsageError,
+)
 from gradwire.groups import C10dGroup, Group, ThreadGroup
 from gradwire.groups.c10d.engine import GLOO, NCCL, engine_of
 from gradwire.groups.c10d.failures import translate
@@ -128,6 +136,22 @@ def test_two_groups_on_one_store_do_not_mix():
     first.bury(0, "gone")
     second.refresh()
     assert second.obituary is None
+
+
+def test_a_part_shares_the_connection_and_not_the_pages():
+    store = dist.HashStore()
+    whole = [RollCall(store, rank, 2) for rank in range(2)]
+    parts = [roll.within("part", rank, 2) for rank, roll in enumerate(whole)]
+    parts[1].joined = 5
+    parts[1].publish()
+    for roll in (whole[0], parts[0]):
+        roll.refresh()
+    assert parts[0].members[1].joined == 5
+    assert whole[0].members[1].joined == 0
+    for roll in (*whole, *parts):
+        roll.leave("closed")
+    with pytest.raises(ClosedError, match="sub-group 'late': the group that it is part of is closed"):
+        whole[0].within("late", 0, 1)
 
 
 def test_a_store_that_fails_is_given_up():

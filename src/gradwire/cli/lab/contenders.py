@@ -7,6 +7,11 @@ Note [Who drops a process group]
 torch's PowerSGD hook leaves functions behind that hold its process group and run in a thread of gloo. If the group is destroyed
 while such a thread still has one, the thread is the last to drop it, waits for itself, and takes the process down with "Resource
 deadlock avoided". So ranks hold on to torch's process groups until all contenders are through.
+
+Note [Who comes last]
+The same functions start that hook's next collective, in whichever of gloo's threads has ended the one before. With several buckets
+under way two ranks may start them in different order, and gloo then ends the process ("Received data size doesn't match expected
+size"). Nothing can be done about that from here but to have everybody else through by then.
 """
 
 from __future__ import annotations
@@ -140,6 +145,6 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
 
 
 def default_names() -> tuple[str, ...]:
-    """Who takes part unless told otherwise, the reference first."""
+    """Who takes part unless told otherwise, the reference first, and last who may end a rank: see Note [Who comes last]."""
     ours = ("mean", "quantize8", "quantize4", "quantize1", "power_sgd", "top_k", "diloco", "local4")
-    return (*(c.name for c in _TORCHS), *available(ours))
+    return (REFERENCE, "torch-fp16", *available(ours), "torch-powersgd")

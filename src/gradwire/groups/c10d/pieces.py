@@ -5,8 +5,8 @@ Gloo moves a message over one connection from a single buffer, and while it writ
 each other something at the same time, as in an all-to-all or an all-gather, a link that carries both directions at once is then
 often used in one after the other: 3.6 MB each way over 100 Mbit/s took between 0.30 and 0.60 s where the link needs 0.29. In pieces
 of 256 KiB, all begun at once, it took 0.30 to 0.35. Over 1 Gbit/s it made no difference (0.031 s, and 0.028 in one piece, which now
-and then took 0.054). Only between processes of one machine, where nothing waits for a wire, pieces cost: 12 ms instead of 5. That is
-what shared memory is for. Gloo's own ring all-reduce goes in segments already.
+and then took 0.054). Only between processes of one machine, where nothing waits for a wire, pieces cost: 12 ms instead of 5. Shared
+memory is for those. Gloo's own ring all-reduce goes in segments already.
 
 Every rank cuts alike: only what has the same size on all of them is cut.
 """
