@@ -50,3 +50,35 @@ def test_nothing_stays_and_nobody_hangs(directory: str) -> None:
     assert heard.get("late", 0) == 0, heard
     if directory != default_directory():
         assert report["left"] == 0
+
+
+CUT_SHORT = """
+import struct, sys, time
+from torch.distributed import FileStore, PrefixStore
+from gradwire.errors import CollectiveTimeout
+from gradwire.groups import SharedMemoryGroup
+
+path, wrapped = sys.argv[1], sys.argv[2] == "wrapped"
+store = FileStore(path, 2)
+store.set("whole", "record")
+with open(path, "ab") as file:
+    file.write(struct.pack("Q", 100) + b"died here")
+began = time.perf_counter()
+try:
+    SharedMemoryGroup(PrefixStore("p", store) if wrapped else store, 0, 2, timeout=0.3)
+except CollectiveTimeout as error:
+    print(error)
+assert time.perf_counter() - began < 10
+"""
+
+
+@pytest.mark.parametrize("how", ["plain", "wrapped"])
+def test_a_rank_that_dies_while_it_writes_to_the_store_hangs_nobody(tmp_path: Path, how: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CUT_SHORT, str(tmp_path / "store"), how],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "has not come back from the file through which ranks meet within 0.3 s" in done.stdout

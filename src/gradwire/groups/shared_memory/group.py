@@ -28,6 +28,7 @@ from gradwire.collectives import Collective
 from gradwire.collectives.lower import is_identity
 from gradwire.errors import ClosedError, CollectiveTimeout, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
+from gradwire.groups.file_store import bounded
 from gradwire.groups.host import host_identity
 from gradwire.groups.ledger import Attendance
 from gradwire.groups.shared_memory.board import HERE, Board, Plan
@@ -76,7 +77,8 @@ class SharedMemoryGroup(Group):
             )
         if waiting not in ("auto", "futex", "polling"):
             raise UsageError(f"{self}: waiting={waiting!r} is unknown. Choose auto, futex or polling.")
-        segment = _meet(self, store, directory or default_directory(), room)
+        meeting = bounded(store, timeout, self)
+        segment = _meet(self, meeting, directory or default_directory(), room)
         try:
             plan = Plan(size, segment.nbytes)
             self._board = Board(segment, plan, rank, _sleep(waiting, segment))
@@ -85,7 +87,7 @@ class SharedMemoryGroup(Group):
             )
             self._board.pids[rank] = os.getpid()
             self._board.set_state(HERE)
-            _all_here(self, self._board, store)
+            _all_here(self, self._board, meeting)
             segment.unlink()
             programs = Programs(self.name, segment, self._board)
             post = Post(segment, self._board, self._heap, programs)
