@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -65,6 +67,43 @@ def test_completion_is_noticed_on_the_host(nccl: Group) -> None:
     torch.cuda.synchronize()
     nccl.close()
     assert [info.label for info in seen] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("noticed", [False, True], ids=["waited for", "noticed"])
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM], ids=lambda op: op.name)
+def test_gloo_follows_the_streams_of_its_callers(op: ReduceOp, noticed: bool) -> None:
+    """What is sent is made late on one stream, and what comes is read on another, whichever thread has to do with it."""
+    from torch._C._distributed_c10d import HashStore
+
+    store, count = HashStore(), 1 << 20
+    factor = {"factor": 0.5} if op is ReduceOp.PREMUL_SUM else {}
+
+    def rank_main(rank: int) -> list[Tensor]:
+        came = []
+        with C10dGroup.gloo(store, rank, 2, timeout=20) as group:
+            if noticed:
+                group.on_completion(lambda info: None)
+            for step in range(3):
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    torch.cuda._sleep(50_000_000)
+                    t = torch.full((count,), float(rank + 1 + step), device="cuda")
+                    work = group.all_reduce(t, op, async_op=True, **factor)
+                    if noticed:
+                        while not work.is_completed():
+                            time.sleep(0.001)
+                work.wait()
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    came.append(t.clone())
+            torch.cuda.synchronize()
+            group.barrier()
+        return came
+
+    with ThreadPoolExecutor(2) as pool:
+        ranks = list(pool.map(rank_main, range(2)))
+    scale = 1.0 if op is ReduceOp.SUM else 0.5
+    for came in ranks:
+        for step, t in enumerate(came):
+            assert torch.equal(t, torch.full((count,), (3.0 + 2 * step) * scale, device="cuda"))
 
 
 def _model() -> torch.nn.Module:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -104,7 +104,9 @@ def fresh(request: pytest.FixtureRequest) -> Callable[..., Any]:
     For what of torch keeps process groups, files or caches for good, which the warm processes rightly object to.
     """
 
-    def run(scenario: Scenario, backends: Sequence[str] = ("gradwire",), n: int = 2) -> list[list[Any]]:
+    def run(
+        scenario: Scenario, backends: Sequence[str] = ("gradwire",), n: int = 2, *, devices: bool = False
+    ) -> list[list[Any]]:
         with tempfile.TemporaryDirectory() as folder:
 
             def rank_main(rank: int) -> None:
@@ -121,7 +123,9 @@ def fresh(request: pytest.FixtureRequest) -> Callable[..., Any]:
             for module in modules:
                 cloudpickle.unregister_pickle_by_value(module)
             _run_processes(
-                [[sys.executable, "-W", "ignore", "-c", _FRESH_MAIN, f"{folder}/job", str(r)] for r in range(n)]
+                [[sys.executable, "-W", "ignore", "-c", _FRESH_MAIN, f"{folder}/job", str(r)] for r in range(n)],
+                # The PowerSGD hook takes every model for one on the GPU.
+                hidden={} if devices else {"CUDA_VISIBLE_DEVICES": ""},
             )
             per_rank = [torch.load(f"{folder}/results-{rank}", weights_only=False) for rank in range(n)]
         return [[results[i] for results in per_rank] for i in range(len(backends))]
@@ -129,10 +133,10 @@ def fresh(request: pytest.FixtureRequest) -> Callable[..., Any]:
     return run
 
 
-def _run_processes(commands: Sequence[list[str]], limit: float = 110.0) -> None:
+def _run_processes(commands: Sequence[list[str]], *, hidden: Mapping[str, str], limit: float = 110.0) -> None:
     """Run them all at once; every one must end well."""
     deadline = time.monotonic() + limit
-    settings = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # the PowerSGD hook takes every model for one on the GPU
+    settings = {**os.environ, **hidden}
     running = [
         subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for command in commands

@@ -27,6 +27,9 @@ from gradwire.hooks import (
     hierarchical,
     local_sgd,
     mean,
+    power_sgd,
+    quantize,
+    top_k,
 )
 from gradwire.interop import as_fsdp_hook, as_fsdp_reduce_scatter, from_process_group, fsdp_parameters
 from gradwire.testing import run_ranks
@@ -48,11 +51,18 @@ class Coarse(CommHook):
 
 
 LOSSY = chain(error_feedback(), Coarse())
+OTHERS = {
+    "quantize": chain(error_feedback(), quantize(bits=8)),
+    "top_k": chain(error_feedback(), top_k(ratio=0.25)),
+    "power_sgd": power_sgd(rank=1, min_compression=1.0),
+}
 
 
 def sharded(mesh: Any, frozen: tuple[str, ...] = ()) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 8), nn.Tanh(), nn.Linear(8, 3)).to(
+        mesh.device_type
+    )
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     for i in (0, 2):
@@ -66,18 +76,22 @@ def train(model: nn.Module, rank: int, steps: range) -> Tensor:
     for step in steps:
         optimizer.zero_grad()
         inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
-        model(inputs).pow(2).sum().backward()
+        model(inputs.to(next(model.parameters()).device)).pow(2).sum().backward()
         optimizer.step()
-    return torch.cat([p.detach().full_tensor().flatten() for p in model.parameters()])  # type: ignore[attr-defined]
+    # Every rank's shards, by way of the CPU: torch 2.11's full_tensor() ends the process over gloo on CUDA.
+    shards: list[Tensor] = [torch.empty(0)] * dist.get_world_size()
+    mine = torch.cat([p.detach().to_local().flatten().cpu() for p in model.parameters()])  # type: ignore[attr-defined]
+    dist.all_gather_object(shards, mine)
+    return torch.cat(shards)
 
 
-def between_replicas(rank: int, size: int) -> dict[str, Tensor]:
+def between_replicas(rank: int, size: int, device: str = "cpu") -> dict[str, Tensor]:
     """Replicas of one shard: torch's own hybrid sharding, and ours by two hooks."""
     done = {}
-    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device, (size, 1), mesh_dim_names=("replicate", "shard"))
     done["plain"] = train(sharded(mesh), rank, range(3))
     replicas = from_process_group(mesh.get_group("replicate"))
-    for name, hook in {"mean": mean(), "lossy": LOSSY}.items():
+    for name, hook in {"mean": mean(), "lossy": LOSSY, **OTHERS}.items():
         model = sharded(mesh["shard"])
         hooks = []
         for module, named in fsdp_parameters(model):
@@ -113,13 +127,13 @@ def frozen(mesh: Any, replicas: Group, rank: int) -> Tensor:
     return after
 
 
-def in_place_of_the_reduce_scatter(rank: int, size: int) -> dict[str, Tensor]:
+def in_place_of_the_reduce_scatter(rank: int, size: int, device: str = "cpu") -> dict[str, Tensor]:
     """Everybody is a shard."""
     done = {}
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(device, (size,))
     done["plain"] = train(sharded(mesh), rank, range(3))
     shards = from_process_group(mesh.get_group())
-    for name, hook in {"mean": mean(), "lossy": LOSSY}.items():
+    for name, hook in {"mean": mean(), "lossy": LOSSY, **OTHERS}.items():
         model, comms = sharded(mesh), []
         for module, named in fsdp_parameters(model):
             comms.append(as_fsdp_reduce_scatter(hook, shards, named_parameters=named))
@@ -140,18 +154,26 @@ def in_place_of_the_reduce_scatter(rank: int, size: int) -> dict[str, Tensor]:
     return done
 
 
-def test_fsdp_trains_with_our_hooks(fresh: Callable[..., Any]) -> None:
-    """The mean gives what FSDP gives by itself; a lossy hook, with error feedback, something near it. All ranks agree."""
+on_cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_cuda)])
+def test_fsdp_trains_with_our_hooks(fresh: Callable[..., Any], device: str) -> None:
+    """The mean gives what FSDP gives by itself; a lossy hook, with error feedback, something near it. All ranks agree.
+
+    On CUDA both ranks share a device, over gloo: NCCL wants one for each.
+    """
 
     def both(rank: int, size: int) -> list[dict[str, Tensor]]:
-        return [scenario(rank, size) for scenario in (between_replicas, in_place_of_the_reduce_scatter)]
+        return [scenario(rank, size, device) for scenario in (between_replicas, in_place_of_the_reduce_scatter)]
 
-    (ranks,) = fresh(both, ("gloo",))
+    (ranks,) = fresh(both, ("gloo",), devices=device == "cuda")
     for one in ranks:
         for done, first in zip(one, ranks[0], strict=True):
             torch.testing.assert_close(done["mean"], done["plain"])
-            torch.testing.assert_close(done["lossy"], done["plain"], rtol=0.1, atol=0.02)
-            assert not torch.equal(done["lossy"], done["plain"])
+            for name, near in {"lossy": 0.02, "quantize": 0.02, "top_k": 0.2, "power_sgd": 0.2}.items():
+                torch.testing.assert_close(done[name], done["plain"], rtol=0.1, atol=near)
+                assert not torch.equal(done[name], done["plain"])
             assert all(torch.equal(done[name], first[name]) for name in done)
 
 

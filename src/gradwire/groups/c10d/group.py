@@ -25,7 +25,7 @@ from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.c10d.engine import Engine, engine_of
 from gradwire.groups.c10d.failures import translate
 from gradwire.groups.c10d.rollcall import RollCall
-from gradwire.groups.c10d.work import C10dWork, Reaper, wait_slice
+from gradwire.groups.c10d.work import C10dWork, Reaper, aside, mark, wait_slice
 from gradwire.groups.lane import Lane
 from gradwire.groups.ledger import Attendance
 from gradwire.groups.work import Work
@@ -130,7 +130,8 @@ class C10dGroup(Group):
             elif engine.takes(op) and self._lane.idle:
                 self._start(work, op, backend, engine)
             else:
-                self._lane.put(lambda: self._run_program(work, backend, engine))
+                ready = mark(op.device)
+                self._lane.put(lambda: self._run_program(work, backend, engine, ready))
         return work
 
     def _start(self, work: C10dWork, op: Collective, backend: Any, engine: Engine) -> None:
@@ -143,18 +144,19 @@ class C10dGroup(Group):
             return
         work.watch(native, lambda error: self._broken(work, error, engine), self._reaper)
 
-    def _run_program(self, work: C10dWork, backend: Any, engine: Engine) -> None:
+    def _run_program(self, work: C10dWork, backend: Any, engine: Engine, ready: torch.cuda.Event | None) -> None:
         """On the lane: one step after another, each waited for."""
         work.ledger.started(work, time.perf_counter())
         program = self._program(work.op, engine)
         try:
-            for step in program:
-                if work.is_completed():
-                    return
-                native = engine.call(backend, step, work.timeout + _ENGINE_MARGIN)
-                while not wait_slice(native):
-                    if work.is_completed() or self._lane.stopping.is_set():
+            with aside(work.op.device, ready):
+                for step in program:
+                    if work.is_completed():
                         return
+                    native = engine.call(backend, step, work.timeout + _ENGINE_MARGIN)
+                    while not wait_slice(native):
+                        if work.is_completed() or self._lane.stopping.is_set():
+                            return
             work.finish()
         except Exception as error:
             self._broken(work, error, engine)
@@ -191,9 +193,10 @@ class C10dGroup(Group):
 
         def finish() -> None:
             try:
-                native.wait(timedelta(seconds=work.timeout + _ENGINE_MARGIN))
-                source = native._source_rank() if work.op.peer is None else work.op.peer
-                next(program, None)
+                with aside(work.op.device):
+                    native.wait(timedelta(seconds=work.timeout + _ENGINE_MARGIN))
+                    source = native._source_rank() if work.op.peer is None else work.op.peer
+                    next(program, None)
                 work.finish(source_rank=source)
             except Exception as error:
                 if not work.is_completed():

@@ -4,14 +4,22 @@ Note [Who notices that the engine is done]
 The caller, if it waits: it waits inside the engine and settles the Work itself, so a synchronous operation wakes no other
 thread. The reaper's thread, if somebody wants to be told at once: a future, a done-callback, a completion hook, a listener.
 The watchdog's tick otherwise, which is soon enough for a Work that was dropped.
+
+Note [CUDA tensors over an engine of the host]
+Gloo takes CUDA tensors and works on the host: it reads them after what the current stream of the calling thread holds, and whoever
+waits for it has the result on the stream that is current there. But streams are current by thread: the lane and the reaper know
+nothing of the stream on which a gradient was made, nor of the one on which it will be read. So they work `aside`, on a stream of
+their own that follows what the submitter's had enqueued, and wait for it: a Work that is over has its result in memory, for
+every stream.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +47,32 @@ def wait_slice(native: Any, limit: float = _SLICE) -> bool:
             return False
         native.wait()
     return True
+
+
+@contextlib.contextmanager
+def aside(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
+    """On another stream of a CUDA device, behind `after`; at the end the device has done what was enqueued. Elsewhere nothing.
+
+    See Note [CUDA tensors over an engine of the host].
+    """
+    if device.type != "cuda":
+        yield
+        return
+    side = torch.cuda.Stream(device)
+    with torch.cuda.device(device), torch.cuda.stream(side):
+        if after is not None:
+            side.wait_event(after)
+        yield
+        side.synchronize()
+
+
+def mark(device: torch.device) -> torch.cuda.Event | None:
+    """What the current stream of a CUDA device holds by now. None elsewhere."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def _ignore(error: BaseException) -> None:
@@ -120,7 +154,7 @@ class C10dWork(Work):
             if event is not None:
                 if not event.query():
                     return False
-            elif native is None or self._reaper is None or not self._reaper.wait(native, limit):
+            elif native is None or self._reaper is None or not self._reaper.wait(native, limit, self.op.device):
                 return self._settled
         except Exception as error:
             self._native = None
@@ -178,14 +212,15 @@ class Reaper:
             self._thread.start()
         self._queue.put(work)
 
-    def wait(self, native: Any, limit: float) -> bool:
+    def wait(self, native: Any, limit: float, device: torch.device) -> bool:
         """`wait_slice`, counted, so that `stop` knows when no thread is inside the engine any more."""
         if self.stopping:
             return False
         with self._lock:
             self._inside += 1
         try:
-            return wait_slice(native, limit)
+            with aside(device):
+                return wait_slice(native, limit)
         finally:
             with self._lock:
                 self._inside -= 1
