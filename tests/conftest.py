@@ -6,12 +6,14 @@ import gc
 import importlib.util
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gradwire.testing import Leftovers, default_pool
 from gradwire.testing.leftovers import prime
@@ -26,6 +28,10 @@ STOCK = Path(__file__).parent / "equivalence" / "stock" / "conftest.py"
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # started in the background; tests of Ctrl-C would wait in vain
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     prime()
 
 
@@ -39,14 +45,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     default_worlds().close()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(scope="session")
 def cuda_is_awake() -> None:
     """CUDA, NCCL and torch's optimizers open files, pipes and sockets for the life of the process: here, before any is counted."""
-    import torch
     import torch.distributed as dist
 
-    if not torch.cuda.is_available():
-        return
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     dist.all_reduce(torch.ones(3, device="cuda"))
     dist.all_reduce(torch.ones(3))  # gloo makes its device with the first operation

@@ -54,16 +54,24 @@ def test_nothing_stays_and_nobody_hangs(directory: str) -> None:
 
 CUT_SHORT = """
 import struct, sys, time
+from datetime import timedelta
 from torch.distributed import FileStore, PrefixStore
 from gradwire.errors import CollectiveTimeout
 from gradwire.groups import SharedMemoryGroup
+from gradwire.groups.c10d import rollcall
 
 path, wrapped = sys.argv[1], sys.argv[2] == "wrapped"
 store = FileStore(path, 2)
 store.set("whole", "record")
+rollcall._STORE_PATIENCE = timedelta(seconds=0.3)
+roll = rollcall.RollCall(store, 0, 2)
 with open(path, "ab") as file:
     file.write(struct.pack("Q", 100) + b"died here")
 began = time.perf_counter()
+roll.refresh()
+assert roll.store_lost
+roll.refresh()
+roll.leave("well")
 try:
     SharedMemoryGroup(PrefixStore("p", store) if wrapped else store, 0, 2, timeout=0.3)
 except CollectiveTimeout as error:

@@ -20,10 +20,7 @@ from gradwire.parallel import DistributedDataParallel
 from gradwire.policies import Gradients
 from gradwire.testing import check_group, run_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture

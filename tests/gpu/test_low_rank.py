@@ -11,10 +11,7 @@ from gradwire.hooks import chain, error_feedback, power_sgd
 from gradwire.hooks.orthogonal import cholesky_qr, inverse_factors, keep_directions, multiply
 from gradwire.testing import check_hook, simulate
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture

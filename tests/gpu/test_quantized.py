@@ -13,10 +13,7 @@ from gradwire.hooks.quantized import eager
 from gradwire.hooks.quantized.layout import Layout, Part, Section
 from gradwire.testing import check_hook, simulate
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture

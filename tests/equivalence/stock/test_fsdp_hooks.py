@@ -154,10 +154,7 @@ def in_place_of_the_reduce_scatter(rank: int, size: int, device: str = "cpu") ->
     return done
 
 
-on_cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_cuda)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_fsdp_trains_with_our_hooks(fresh: Callable[..., Any], device: str) -> None:
     """The mean gives what FSDP gives by itself; a lossy hook, with error feedback, something near it. All ranks agree.
 

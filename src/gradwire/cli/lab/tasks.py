@@ -1,5 +1,9 @@
 """What `gradwire lab parity` trains, on one rank: a perceptron on scikit-learn's digits, or a transformer on the standard library's
 source. Seed and rank alone decide weights and data.
+
+Note [Long and short]
+A hook that sends less may learn as much and take longer. Digits and Text are trained until the model learns no more, so they tell
+where a hook ends; ShortText stops while every step still teaches something, so it tells what a hook costs on the way.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.cli.bench.seat import Seat
-from gradwire.cli.demo.model import SIZES, Transformer
+from gradwire.cli.demo.model import SIZES, Shape, Transformer
 from gradwire.cli.demo.text import ALPHABET, even_windows, random_windows, standard_library
 from gradwire.cli.recipes import RECIPES, Recipe
 from gradwire.collectives import ReduceOp
@@ -101,16 +105,19 @@ class Digits(Task):
 
 
 class Text(Task):
-    """Python source, character by character."""
+    """Some Python source, character by character: so little of it that the model learns what there is to learn."""
 
     words = (
-        "source of the standard library, transformer of 2 layers and width 64, AdamW, 4 x 64 characters a rank and step"
+        "50 000 characters of the standard library's source, transformer of 1 layer and width 32, AdamW, "
+        "2 x 32 characters a rank and step"
     )
-    steps = 400
+    steps = 4500
+    _shape = Shape(width=32, layers=1, heads=2, context=32)
+    _windows = 2
+    _length: int | None = 50_000
 
     def __init__(self) -> None:
         self._corpus = standard_library()
-        self._shape = SIZES["small"]
 
     def model(self, generator: torch.Generator) -> nn.Module:
         """The demo's."""
@@ -121,17 +128,30 @@ class Text(Task):
         return torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)
 
     def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """4 windows."""
-        windows = random_windows(self._corpus.train, 4, self._shape.context + 1, generator)
+        """A few windows."""
+        text = self._corpus.train[: self._length]
+        windows = random_windows(text, self._windows, self._shape.context + 1, generator)
         return windows[:, :-1], windows[:, 1:]
 
     def exam(self) -> tuple[Tensor, Tensor]:
-        """128 windows of modules that are held out."""
-        windows = even_windows(self._corpus.held_out, 128, self._shape.context + 1)
+        """8192 characters of modules that are held out."""
+        windows = even_windows(self._corpus.held_out, 8192 // self._shape.context, self._shape.context + 1)
         return windows[:, :-1], windows[:, 1:]
 
 
-TASKS: Mapping[str, type[Task]] = MappingProxyType({"digits": Digits, "text": Text})
+class ShortText(Text):
+    """All of it, for so short a time that the model still learns with every step."""
+
+    words = (
+        "source of the standard library, transformer of 2 layers and width 64, AdamW, 4 x 64 characters a rank and step"
+    )
+    steps = 400
+    _shape = SIZES["small"]
+    _windows = 4
+    _length = None
+
+
+TASKS: Mapping[str, type[Task]] = MappingProxyType({"digits": Digits, "text": Text, "text-short": ShortText})
 _WARM_UP = 20
 
 

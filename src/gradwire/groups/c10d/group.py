@@ -58,7 +58,7 @@ class C10dGroup(Group):
         self._backends: dict[str, tuple[Any, Engine]] = {}
         self._store = _store_of(pg) if store is None else store
         if roll is None and self._store is not None:
-            roll = RollCall(self._store, self.rank, self.size)
+            roll = RollCall.over(self._store, self.rank, self.size)
         self._roll = roll
         self._lane = Lane(f"{self.name}-{self.rank}")
         self._reaper = Reaper(f"{self.name}-{self.rank}")

@@ -22,7 +22,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore
 
-from gradwire.errors import ClosedError
+from gradwire.errors import ClosedError, CollectiveTimeout
+from gradwire.groups.file_store import bounded
 from gradwire.groups.host import host_identity, process_start
 
 _STORE_PATIENCE = timedelta(seconds=3)
@@ -47,25 +48,8 @@ class Member:
 class RollCall:
     """One rank's page in the store, and its view of the others' pages."""
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        try:
-            store = store.clone()  # a connection of its own: the caller's may be inside a blocking wait
-            store.set_timeout(_STORE_PATIENCE)
-        except (RuntimeError, NotImplementedError):
-            pass  # a HashStore or FileStore has no connection to share
-        self._open(store, rank, size)
-
-    def within(self, name: str, rank: int, size: int) -> RollCall:
-        """The roll call of a sub-group, over the same connection: roll calls only exchange short messages over it."""
-        with self._lock:
-            store = self._store
-        if store is None:
-            raise ClosedError(f"sub-group {name!r}: the group that it is part of is closed. Split one that is open.")
-        part = RollCall.__new__(RollCall)
-        part._open(PrefixStore(name, store), rank, size)
-        return part
-
-    def _open(self, store: Any, rank: int, size: int) -> None:
+    def __init__(self, connection: Any, rank: int, size: int) -> None:
+        """`connection` is a store that nobody waits in for long: `over` makes one."""
         self.rank = rank
         self.size = size
         self.joined = 0
@@ -76,11 +60,30 @@ class RollCall:
         self._published: tuple[int, str] | None = None
         self._failures = 0
         self._lock = threading.Lock()
-        self._store = store
+        self._connection = connection
+        self._store = bounded(connection, _STORE_PATIENCE.total_seconds(), f"the roll call of rank {rank} of {size}")
         # Groups over one store are made in the same order on every rank, so they have the same number.
-        self._base = f"gradwire/{store.add(f'gradwire/{rank}/groups', 1)}"
+        self._base = f"gradwire/{self._store.add(f'gradwire/{rank}/groups', 1)}"
         self._epoch = 0
         self.publish()
+
+    @classmethod
+    def over(cls, store: Any, rank: int, size: int) -> RollCall:
+        """A roll call over a connection of its own to `store`: the caller's may be inside a blocking wait."""
+        try:
+            store = store.clone()
+            store.set_timeout(_STORE_PATIENCE)
+        except (RuntimeError, NotImplementedError):
+            pass  # a HashStore or FileStore has no connection to share
+        return cls(store, rank, size)
+
+    def within(self, name: str, rank: int, size: int) -> RollCall:
+        """The roll call of a sub-group, over the same connection: roll calls only exchange short messages over it."""
+        with self._lock:
+            connection = self._connection
+        if connection is None:
+            raise ClosedError(f"sub-group {name!r}: the group that it is part of is closed. Split one that is open.")
+        return RollCall(PrefixStore(name, connection), rank, size)
 
     @property
     def _prefix(self) -> str:
@@ -154,6 +157,9 @@ class RollCall:
                 return False
             try:
                 exchange()
+            except CollectiveTimeout:  # see Note [A record cut short]: no later call would come back
+                self._failures = _GIVE_UP_AFTER
+                return False
             except (RuntimeError, ValueError):  # c10d's store errors are RuntimeErrors; a torn page is a ValueError
                 self._failures += 1
                 return False
@@ -166,7 +172,7 @@ class RollCall:
         self.publish()
         with self._lock:
             self._failures = _GIVE_UP_AFTER
-            self._store = None
+            self._store = self._connection = None
 
     def dead(self) -> int | None:
         """A rank whose process on this host has ended without leaving."""

@@ -109,7 +109,7 @@ class HierarchicalGroup(Group):
         if messages is not None:
             self._members[messages] = tuple(range(self.size))
         if roll is None and store is not None:
-            roll = RollCall(store, self.rank, self.size)
+            roll = RollCall.over(store, self.rank, self.size)
         self._roll = roll
         self._joined = 0
         self._lane = Lane(f"{self.name}-{self.rank}")
