@@ -64,7 +64,7 @@ path, wrapped = sys.argv[1], sys.argv[2] == "wrapped"
 store = FileStore(path, 2)
 store.set("whole", "record")
 rollcall._STORE_PATIENCE = timedelta(seconds=0.3)
-roll = rollcall.RollCall(store, 0, 2)
+roll = rollcall.RollCall.over(store, 0, 2)
 with open(path, "ab") as file:
     file.write(struct.pack("Q", 100) + b"died here")
 began = time.perf_counter()

@@ -39,6 +39,10 @@ def test_threads_on_cuda_conform() -> None:
     check_group(lambda fn: run_ranks(fn, 2, kind="threads"), device="cuda")
 
 
+def test_gloo_on_cuda_conforms() -> None:
+    check_group(lambda fn: run_ranks(fn, 2, kind="gloo"), device="cuda")
+
+
 def test_nccl_takes_and_lowers(nccl: Group) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn):
         t = torch.ones(7, device="cuda").to(dtype)

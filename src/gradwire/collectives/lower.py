@@ -2,8 +2,9 @@
 
 `lower(op, rank=…, size=…, takes=…)` is a generator that yields only collectives for which `takes` is true, in the same order
 on every rank; whoever drives it carries each out before asking for the next, and when it ends `op`'s outputs hold the
-result. Rules: pack what is scattered in memory, move any dtype as bytes, and make a reduction the engine cannot do from an
-all-to-all, a local sum in rank order and an all-gather: 2 (size - 1) / size of the data per rank on the wire, as a ring's.
+result. Rules: pack what is scattered in memory, move any dtype as bytes, from one rank to another by way of the host if need be,
+and make a reduction the engine cannot do from an all-to-all, a local sum in rank order and an all-gather: 2 (size - 1) / size of
+the data per rank on the wire, as a ring's.
 No group, no engine, no thread in here, so it is tested with simulated ranks.
 """
 
@@ -310,18 +311,27 @@ def _scatter(op: Collective, low: _Lowering) -> Program:
 
 
 def _send(op: Collective, low: _Lowering) -> Program:
-    yield from _taken(build.send(as_bytes(op.inputs[0]), dst=op.peer or 0, tag=op.tag, label=op.label), low)
+    def of(message: Tensor) -> Collective:
+        return build.send(message, dst=op.peer or 0, tag=op.tag, label=op.label)
+
+    message = as_bytes(op.inputs[0])
+    yield from _taken(of(message if low.takes(of(message)) else message.cpu()), low)
 
 
 def _recv(op: Collective, low: _Lowering) -> Program:
+    def into(place: Tensor) -> Collective:
+        return build.recv(place, src=op.peer, tag=op.tag, label=op.label)
+
     target = op.outputs[0]
     place = torch.empty(target.nbytes, dtype=torch.uint8, device=target.device)
-    yield from _taken(build.recv(place, src=op.peer, tag=op.tag, label=op.label), low)
-    store(target.detach(), place.view(target.dtype))
+    if not low.takes(into(place)):
+        place = torch.empty(target.nbytes, dtype=torch.uint8, device="cpu")
+    yield from _taken(into(place), low)
+    store(target.detach(), place.view(target.dtype).to(target.device))
 
 
 def _barrier(op: Collective, low: _Lowering) -> Program:
-    yield from low(build.all_reduce(torch.zeros(1, dtype=torch.uint8), label=op.label))
+    yield from low(build.all_reduce(torch.zeros(1, dtype=torch.uint8, device="cpu"), label=op.label))
 
 
 def _taken(op: Collective, low: _Lowering) -> Program:

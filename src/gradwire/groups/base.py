@@ -129,8 +129,10 @@ class Group(Verbs, ABC):
         """
         if color is not None and color < 0:
             raise UsageError(f"split of {self}: color {color} is negative. Colors count from 0; None joins no group.")
-        mine = torch.tensor([-1 if color is None else color, self.rank if key is None else key], dtype=torch.int64)
-        everybody = torch.empty(self.size * 2, dtype=torch.int64)
+        mine = torch.tensor(
+            [-1 if color is None else color, self.rank if key is None else key], dtype=torch.int64, device="cpu"
+        )
+        everybody = torch.empty(self.size * 2, dtype=torch.int64, device="cpu")
         work = self.submit(build.all_gather_into_tensor(everybody, mine, label="split"))
         # Counted once submitted: a call that was refused here has not happened on the other ranks.
         number = self._splits

@@ -35,12 +35,12 @@ class Verified(ProgramWrapper):
         described = pickle.dumps(signature)
         digest = hashlib.sha256(repr(comparable(signature)).encode()).digest()[:_DIGEST_BYTES]
         mine = _tensor(digest + len(described).to_bytes(8, "little"))
-        everybody = torch.empty(self.size * mine.numel(), dtype=torch.uint8)
+        everybody = torch.empty(self.size * mine.numel(), dtype=torch.uint8, device="cpu")
         yield all_gather_into_tensor(everybody, mine, label=f"verify {op.kind.value}")
         digests = [bytes(part.tolist()) for part in everybody.view(self.size, -1)]
         if any(d[:_DIGEST_BYTES] != digest for d in digests):
             lengths = [int.from_bytes(d[_DIGEST_BYTES:], "little") for d in digests]
-            places = [torch.empty(n, dtype=torch.uint8) for n in lengths]
+            places = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths]
             yield all_gather(places, _tensor(described), label="compare signatures")
             signatures: list[Signature] = [pickle.loads(bytes(p.tolist())) for p in places]
             error = mismatch(self.name, signatures)
@@ -70,8 +70,8 @@ class NanCheck(ProgramWrapper):
         contributes = op.root is None or op.kind not in (Kind.BROADCAST, Kind.SCATTER) or op.root == self.rank
         if op.tensors and (op.tensors[0].dtype.is_floating_point or op.tensors[0].dtype.is_complex):
             bad = contributes and not _finite(op.inputs)
-            flags = torch.empty(self.size, dtype=torch.uint8)
-            yield all_gather_into_tensor(flags, torch.tensor([bad], dtype=torch.uint8), label="finite?")
+            flags = torch.empty(self.size, dtype=torch.uint8, device="cpu")
+            yield all_gather_into_tensor(flags, torch.tensor([bad], dtype=torch.uint8, device="cpu"), label="finite?")
             culprits = flags.nonzero().flatten().tolist()
             if culprits:
                 raise self._error(op, culprits[0], culprits)

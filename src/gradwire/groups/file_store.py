@@ -21,12 +21,16 @@ _GRACE = 0.5
 """Seconds more than the time-out, so that a store that can tell more does so first."""
 
 
+def innermost(store: Any) -> Any:
+    """What is under all prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def bounded(store: Any, timeout: float, who: object) -> Any:
     """`store` itself, or where it is a file one whose calls take at most `timeout`. `who` waits, for the error."""
-    inner = store
-    while isinstance(inner, PrefixStore):
-        inner = inner.underlying_store
-    return _Bounded(store, timeout, who) if isinstance(inner, FileStore) else store
+    return _Bounded(store, timeout, who) if isinstance(innermost(store), FileStore) else store
 
 
 class _Bounded:
@@ -46,7 +50,10 @@ class _Bounded:
                     outcome.append((False, error))
 
             thread = threading.Thread(target=work, name=f"gradwire-file-store-{name}", daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter is ending, and starts no more threads
+                return method(*args)
             thread.join(self._timeout + _GRACE)
             if not outcome:
                 raise CollectiveTimeout(

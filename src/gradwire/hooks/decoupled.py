@@ -92,7 +92,7 @@ def _chunk(length: int, chunk: int) -> int:
 
 def cosines(length: int, like: Tensor) -> Tensor:
     """The orthonormal DCT-II as a matrix: row i is the cosine of frequency i."""
-    place = torch.arange(length, dtype=torch.float64)
+    place = torch.arange(length, dtype=torch.float64, device="cpu")
     basis = torch.cos(math.pi / length * (place + 0.5) * place.view(-1, 1)) * math.sqrt(2 / length)
     basis[0] *= math.sqrt(0.5)
     return basis.to(like)

@@ -159,7 +159,7 @@ class _Factors:
 
 def _begins(plan: _Plan, device: torch.device) -> Tensor:
     """Where columns of Q begin, and where the last one ends."""
-    lengths = torch.tensor([0, *(m.cols for m in plan.by_cols for _ in range(plan.rank))])
+    lengths = torch.tensor([0, *(m.cols for m in plan.by_cols for _ in range(plan.rank))], device="cpu")
     return lengths.cumsum(0).to(device)
 
 

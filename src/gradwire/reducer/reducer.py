@@ -106,7 +106,7 @@ class Reducer:
         self.last_arrival: list[int] = []
         self.graph_seems_static = True
         self.buckets_reduced = 0
-        self._used = torch.zeros(len(self.parameters), dtype=torch.int32)
+        self._used = torch.zeros(len(self.parameters), dtype=torch.int32, device="cpu")
         self._seen: list[bool] = [False] * len(self.parameters)
         self._pending: list[tuple[Launch, Pending]] = []
         self._first_uses: dict[int, int] | None = None

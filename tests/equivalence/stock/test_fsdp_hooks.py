@@ -72,17 +72,14 @@ def sharded(mesh: Any, frozen: tuple[str, ...] = ()) -> nn.Module:
 
 
 def train(model: nn.Module, rank: int, steps: range) -> Tensor:
+    """This rank's shards in the end. (Not full_tensor(), with which torch 2.11 ends the process over gloo on CUDA.)"""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in steps:
         optimizer.zero_grad()
         inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
         model(inputs.to(next(model.parameters()).device)).pow(2).sum().backward()
         optimizer.step()
-    # Every rank's shards, by way of the CPU: torch 2.11's full_tensor() ends the process over gloo on CUDA.
-    shards: list[Tensor] = [torch.empty(0)] * dist.get_world_size()
-    mine = torch.cat([p.detach().to_local().flatten().cpu() for p in model.parameters()])  # type: ignore[attr-defined]
-    dist.all_gather_object(shards, mine)
-    return torch.cat(shards)
+    return torch.cat([p.detach().to_local().flatten().cpu() for p in model.parameters()])  # type: ignore[attr-defined]
 
 
 def between_replicas(rank: int, size: int, device: str = "cpu") -> dict[str, Tensor]:
@@ -156,7 +153,7 @@ def in_place_of_the_reduce_scatter(rank: int, size: int, device: str = "cpu") ->
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_fsdp_trains_with_our_hooks(fresh: Callable[..., Any], device: str) -> None:
-    """The mean gives what FSDP gives by itself; a lossy hook, with error feedback, something near it. All ranks agree.
+    """The mean gives what FSDP gives by itself; a lossy hook, with error feedback, something near it. Replicas agree.
 
     On CUDA both ranks share a device, over gloo: NCCL wants one for each.
     """
@@ -166,12 +163,13 @@ def test_fsdp_trains_with_our_hooks(fresh: Callable[..., Any], device: str) -> N
 
     (ranks,) = fresh(both, ("gloo",), devices=device == "cuda")
     for one in ranks:
-        for done, first in zip(one, ranks[0], strict=True):
+        for done in one:
             torch.testing.assert_close(done["mean"], done["plain"])
             for name, near in {"lossy": 0.02, "quantize": 0.02, "top_k": 0.2, "power_sgd": 0.2}.items():
                 torch.testing.assert_close(done[name], done["plain"], rtol=0.1, atol=near)
                 assert not torch.equal(done[name], done["plain"])
-            assert all(torch.equal(done[name], first[name]) for name in done)
+    for name, first in ranks[0][0].items():  # of replicas every rank has the whole
+        assert torch.equal(ranks[1][0][name], first)
 
 
 # -- without FSDP --------------------------------------------------------------------------------------------------------

@@ -57,6 +57,8 @@ def _gloo_takes(op: Collective) -> bool:
         return True
     if not _plain(op) or not (_movable(op) or kind.is_p2p):
         return False
+    if kind.is_p2p and op.device.type != "cpu":
+        return False  # it would hand the system an address of the device
     if kind in (Kind.ALL_REDUCE, Kind.BROADCAST):
         return len(op.inputs) == 1 and op.inputs[0] is op.outputs[0] and (kind is Kind.BROADCAST or _gloo_reduces(op))
     if kind is Kind.ALL_GATHER:

@@ -25,7 +25,7 @@ from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.c10d.engine import Engine, engine_of
 from gradwire.groups.c10d.failures import translate
 from gradwire.groups.c10d.rollcall import RollCall
-from gradwire.groups.c10d.work import C10dWork, Reaper, aside, mark, wait_slice
+from gradwire.groups.c10d.work import Aside, C10dWork, Reaper, mark, wait_slice
 from gradwire.groups.lane import Lane
 from gradwire.groups.ledger import Attendance
 from gradwire.groups.work import Work
@@ -62,6 +62,7 @@ class C10dGroup(Group):
         self._roll = roll
         self._lane = Lane(f"{self.name}-{self.rank}")
         self._reaper = Reaper(f"{self.name}-{self.rank}")
+        self._aside = Aside()
         self._order = threading.Lock()
         self._joined = 0
         self._owned: list[Any] = []
@@ -149,7 +150,7 @@ class C10dGroup(Group):
         work.ledger.started(work, time.perf_counter())
         program = self._program(work.op, engine)
         try:
-            with aside(work.op.device, ready):
+            with self._aside(work.op.device, ready):
                 for step in program:
                     if work.is_completed():
                         return
@@ -191,9 +192,11 @@ class C10dGroup(Group):
             self._broken(work, error, engine)
             return
 
+        ready = mark(work.op.device)
+
         def finish() -> None:
             try:
-                with aside(work.op.device):
+                with self._aside(work.op.device, ready):
                     native.wait(timedelta(seconds=work.timeout + _ENGINE_MARGIN))
                     source = native._source_rank() if work.op.peer is None else work.op.peer
                     next(program, None)

@@ -50,7 +50,10 @@ def cut(pg: Any, op: Collective, timeout: float, call: Call) -> Any:
 
     def begin(at: int) -> Step:
         place = outs[:, at : at + length]
-        sent, came = ins[..., at : at + length].contiguous(), torch.empty(place.shape, dtype=torch.uint8)
+        sent, came = (
+            ins[..., at : at + length].contiguous(),
+            torch.empty_like(place, memory_format=torch.contiguous_format),
+        )
         native = call(pg, replace(op, inputs=(sent.view(-1),), outputs=(came.view(-1),)), timeout)
         return native, lambda: place.copy_(came)
 

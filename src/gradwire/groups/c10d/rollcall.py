@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore
 
 from gradwire.errors import ClosedError, CollectiveTimeout
-from gradwire.groups.file_store import bounded
+from gradwire.groups.file_store import bounded, innermost
 from gradwire.groups.host import host_identity, process_start
 
 _STORE_PATIENCE = timedelta(seconds=3)
@@ -70,11 +70,12 @@ class RollCall:
     @classmethod
     def over(cls, store: Any, rank: int, size: int) -> RollCall:
         """A roll call over a connection of its own to `store`: the caller's may be inside a blocking wait."""
-        try:
-            store = store.clone()
-            store.set_timeout(_STORE_PATIENCE)
-        except (RuntimeError, NotImplementedError):
-            pass  # a HashStore or FileStore has no connection to share
+        if not isinstance(innermost(store), HashStore | FileStore):  # which have no connection to share
+            try:
+                store = store.clone()
+                store.set_timeout(_STORE_PATIENCE)
+            except (RuntimeError, NotImplementedError):
+                pass  # one of the user's, that cannot
         return cls(store, rank, size)
 
     def within(self, name: str, rank: int, size: int) -> RollCall:

@@ -8,7 +8,7 @@ The watchdog's tick otherwise, which is soon enough for a Work that was dropped.
 Note [CUDA tensors over an engine of the host]
 Gloo takes CUDA tensors and works on the host: it reads them after what the current stream of the calling thread holds, and whoever
 waits for it has the result on the stream that is current there. But streams are current by thread: the lane and the reaper know
-nothing of the stream on which a gradient was made, nor of the one on which it will be read. So they work `aside`, on a stream of
+nothing of the stream on which a gradient was made, nor of the one on which it will be read. So they work `Aside`, on a stream of
 their own that follows what the submitter's had enqueued, and wait for it: a Work that is over has its result in memory, for
 every stream.
 """
@@ -49,21 +49,26 @@ def wait_slice(native: Any, limit: float = _SLICE) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def aside(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
-    """On another stream of a CUDA device, behind `after`; at the end the device has done what was enqueued. Elsewhere nothing.
+class Aside:
+    """A stream of its own on each CUDA device. See Note [CUDA tensors over an engine of the host]."""
 
-    See Note [CUDA tensors over an engine of the host].
-    """
-    if device.type != "cuda":
-        yield
-        return
-    side = torch.cuda.Stream(device)
-    with torch.cuda.device(device), torch.cuda.stream(side):
-        if after is not None:
-            side.wait_event(after)
-        yield
-        side.synchronize()
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
+        """On that stream, behind `after`; at the end the device has done what was enqueued. On the CPU nothing."""
+        if device.type != "cuda":
+            yield
+            return
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        side = self._streams[device]
+        with torch.cuda.device(device), torch.cuda.stream(side):
+            if after is not None:
+                side.wait_event(after)
+            yield
+            side.synchronize()
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
@@ -202,6 +207,7 @@ class Reaper:
         self._queue: queue.SimpleQueue[C10dWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._aside = Aside()
         self._inside = 0
         self.stopping = False
 
@@ -219,7 +225,7 @@ class Reaper:
         with self._lock:
             self._inside += 1
         try:
-            with aside(device):
+            with self._aside(device):
                 return wait_slice(native, limit)
         finally:
             with self._lock:

@@ -57,9 +57,9 @@ def _tell(group: Group, value: T) -> list[T]:
     if group.size == 1:
         return [value]
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    lengths = torch.empty(group.size, dtype=torch.int64)
-    group.run(build.all_gather_into_tensor(lengths, torch.tensor([mine.numel()]), label="who is where?"))
-    places = [torch.empty(n, dtype=torch.uint8) for n in lengths.tolist()]
+    lengths = torch.empty(group.size, dtype=torch.int64, device="cpu")
+    group.run(build.all_gather_into_tensor(lengths, torch.tensor([mine.numel()], device="cpu"), label="who is where?"))
+    places = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths.tolist()]
     group.run(build.all_gather(places, mine, label="who is where?"))
     return [pickle.loads(bytes(place.tolist())) for place in places]
 

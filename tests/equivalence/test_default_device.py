@@ -1,0 +1,87 @@
+"""torch.set_default_device decides where users' tensors are made, and not where gradwire makes its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gradwire.groups import Group, HierarchicalGroup, NanCheck, Verified
+from gradwire.hooks import (
+    CommHook,
+    chain,
+    decoupled_momentum,
+    error_feedback,
+    mean,
+    power_sgd,
+    quantize,
+    random_k,
+    top_k,
+)
+from gradwire.parallel import DistributedDataParallel
+from gradwire.testing import run_ranks
+
+
+def _operations(group: Group) -> list[float]:
+    t, large = torch.ones(3), torch.ones(200_000)
+    places = torch.empty(group.size * large.numel())
+    with torch.device("meta"):  # whatever is made without a device has no data
+        group.barrier()
+        group.all_reduce(t)
+        group.all_gather_into_tensor(places, large)
+        part = group.split(0)
+        assert part is not None
+        part.all_reduce(t)
+        NanCheck(Verified(part)).all_reduce(t)
+        part.close()
+    return [t.sum().item(), places.sum().item()]
+
+
+@pytest.mark.parametrize("kind", ["threads", "shared_memory", "gloo", "hierarchical"])
+def test_operations_of_groups(kind: str) -> None:
+    assert run_ranks(_operations, 2, kind=kind) == [[24.0, 400_000.0]] * 2
+
+
+def test_hosts_meet() -> None:
+    def rank_main(world: Group) -> float:
+        inside, across = world.split(world.rank // 2), world.split(world.rank % 2)
+        t = torch.ones(3)
+        assert inside is not None
+        with torch.device("meta"), HierarchicalGroup(inside, across, rank=world.rank) as group:
+            group.all_reduce(t)
+        return t.sum().item()
+
+    assert run_ranks(rank_main, 4, kind="threads") == [12.0] * 4
+
+
+HOOKS = [
+    mean(),
+    chain(error_feedback(), quantize(bits=8)),
+    chain(error_feedback(), top_k(ratio=0.5)),
+    chain(random_k(ratio=0.5), mean()),
+    chain(error_feedback(), power_sgd(rank=1)),
+    decoupled_momentum(),
+]
+
+
+def _trained(hook: CommHook, device: str) -> list[float]:
+    def rank_main(group: Group) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(group.rank))
+        with torch.device(device):
+            ddp = DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+            ddp.set_hook(hook)
+            for _ in range(2):
+                ddp(x).sum().backward()
+            ddp.replica.detach()
+        assert model.weight.grad is not None
+        return model.weight.grad.flatten().tolist()
+
+    first: list[float] = run_ranks(rank_main, 2, kind="gloo")[0]
+    return first
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=repr)
+def test_training(hook: CommHook) -> None:
+    assert _trained(hook, "meta") == _trained(hook, "cpu")
