@@ -181,6 +181,7 @@ def test_complex_parameters(same_as_alone: Callable[..., None]) -> None:
     same_as_alone(Complex, lambda m, rank, step: m(inputs(rank, step)).sum())
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op")
 def test_layers_without_elements(same_as_alone: Callable[..., None]) -> None:
     class Hollow(nn.Module):
         def __init__(self) -> None:
