@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -82,16 +82,15 @@ def test_gloo_follows_the_streams_of_its_callers(op: ReduceOp, noticed: bool) ->
     def rank_main(rank: int) -> list[Tensor]:
         came = []
         with C10dGroup.gloo(store, rank, 2, timeout=20) as group:
-            if noticed:
-                group.on_completion(lambda info: None)
             for step in range(3):
                 with torch.cuda.stream(torch.cuda.Stream()):
                     torch.cuda._sleep(50_000_000)
                     t = torch.full((count,), float(rank + 1 + step), device="cuda")
                     work = group.all_reduce(t, op, async_op=True, **factor)
-                    if noticed:
-                        while not work.is_completed():
-                            time.sleep(0.001)
+                    if noticed:  # by another thread, before anybody waits
+                        over = threading.Event()
+                        work.add_done_callback(lambda _, over=over: over.set())
+                        assert over.wait(20)
                 work.wait()
                 with torch.cuda.stream(torch.cuda.Stream()):
                     came.append(t.clone())

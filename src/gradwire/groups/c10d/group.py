@@ -22,10 +22,11 @@ from gradwire.collectives import Collective
 from gradwire.collectives.lower import Program, is_identity, lower
 from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
+from gradwire.groups.c10d.aside import Aside, mark
 from gradwire.groups.c10d.engine import Engine, engine_of
 from gradwire.groups.c10d.failures import translate
 from gradwire.groups.c10d.rollcall import RollCall
-from gradwire.groups.c10d.work import Aside, C10dWork, Reaper, mark, wait_slice
+from gradwire.groups.c10d.work import C10dWork, Reaper, wait_slice
 from gradwire.groups.lane import Lane
 from gradwire.groups.ledger import Attendance
 from gradwire.groups.work import Work
@@ -192,6 +193,11 @@ class C10dGroup(Group):
             self._broken(work, error, engine)
             return
 
+        if engine.stream_ordered:
+            native.wait()
+            next(program, None)
+            work.watch_stream(self._reaper)
+            return
         ready = mark(work.op.device)
 
         def finish() -> None:
@@ -205,12 +211,7 @@ class C10dGroup(Group):
                 if not work.is_completed():
                     self._broken(work, error, engine)
 
-        if engine.stream_ordered:
-            native.wait()
-            next(program, None)
-            work.watch_stream(self._reaper)
-        else:
-            threading.Thread(target=finish, name=f"gradwire-p2p-{self.name}-{self.rank}", daemon=True).start()
+        threading.Thread(target=finish, name=f"gradwire-p2p-{self.name}-{self.rank}", daemon=True).start()
 
     def orders_streams(self, device: torch.device) -> bool:
         """As the engine for that device does."""

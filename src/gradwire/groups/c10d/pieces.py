@@ -50,10 +50,8 @@ def cut(pg: Any, op: Collective, timeout: float, call: Call) -> Any:
 
     def begin(at: int) -> Step:
         place = outs[:, at : at + length]
-        sent, came = (
-            ins[..., at : at + length].contiguous(),
-            torch.empty_like(place, memory_format=torch.contiguous_format),
-        )
+        sent = ins[..., at : at + length].contiguous()
+        came = torch.empty_like(place, memory_format=torch.contiguous_format)
         native = call(pg, replace(op, inputs=(sent.view(-1),), outputs=(came.view(-1),)), timeout)
         return native, lambda: place.copy_(came)
 
