@@ -205,7 +205,7 @@ def test_a_broken_contract_is_named_and_over(story: Any, name: str) -> None:
     assert any(heard[rank][name].fired for rank in culprits)
     for rank in range(2):
         check(heard[rank][name], VIOLATIONS[name], rank, culprits)
-        assert heard[rank][name].seconds < 20
+        assert heard[rank][name].seconds < 50
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -222,7 +222,7 @@ def test_a_future_that_is_never_completed_is_given_up(kind: str, who: str) -> No
     for rank in range(2):
         gave_up = rank == first or (rank in culprits and heard[rank].expected)
         check(heard[rank], NEVER, rank, culprits if gave_up else (first,))
-        assert heard[rank].seconds < SECONDS + 5
+        assert heard[rank].seconds < SECONDS + 30
 
 
 FLAGS: list[dict[str, Any]] = [

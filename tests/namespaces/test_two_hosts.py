@@ -95,7 +95,7 @@ def survive(group: Group) -> tuple[str, int | None, float]:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.perf_counter()
     try:
-        group.submit(build.all_reduce(torch.ones(9), label="doomed").within(20)).wait()
+        group.submit(build.all_reduce(torch.ones(9), label="doomed").within(60)).wait()
     except gw.GroupError as error:
         return type(error).__name__, getattr(error, "rank", None), time.perf_counter() - began
     return "finished", None, 0.0
@@ -137,4 +137,4 @@ def test_a_rank_that_dies_on_one_host_is_named_on_the_other(folder: Path) -> Non
     for rank in range(SIZE - 1):
         kind, lost, seconds = torch.load(folder / f"{rank}.pt")["told"]
         assert (kind, lost) == ("PeerLost", SIZE - 1)
-        assert seconds < 10
+        assert seconds < 30

@@ -156,7 +156,7 @@ def test_shared_subgraphs_are_walked_once() -> None:
         y = y + y * 1
     started = time.perf_counter()
     assert reachable_parameters(y, [a, b]) == {0}
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < 60
 
 
 @pytest.mark.usefixtures("no_gc")

@@ -475,7 +475,7 @@ def test_an_abort_is_told_to_the_others_at_once() -> None:
             group.barrier()
         return time.perf_counter() - began
 
-    assert max(on_ranks(rank_main, 3)) < 5
+    assert max(on_ranks(rank_main, 3)) < 20
 
 
 @needs_mpi
@@ -487,7 +487,7 @@ def test_check_peers_hears_of_an_abort() -> None:
             group.abort("quietly")
         side.barrier()
         if group.rank == 0:
-            deadline = time.perf_counter() + 5
+            deadline = time.perf_counter() + 60
             with pytest.raises(GroupAborted, match="quietly"):
                 while time.perf_counter() < deadline:
                     group.check_peers()
@@ -513,7 +513,7 @@ def test_a_rank_that_leaves_is_named(what: str) -> None:
         with pytest.raises(PeerLost, match="rank 1 has left the group") as caught:
             group.submit(ops[what]).wait()
         assert caught.value.rank == 1
-        assert time.perf_counter() - began < 5
+        assert time.perf_counter() - began < 20
         with pytest.raises(PeerLost):
             group.recover()
 

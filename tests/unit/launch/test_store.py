@@ -74,7 +74,7 @@ def test_a_store_that_is_not_there_is_a_timeout_with_its_address(capfd):
         CollectiveTimeout, match=rf"store at 127.0.0.1:{port} could not be reached within 0.3 s: .*refused"
     ):
         open_store(world(1, port=port), timeout=0.3)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     assert capfd.readouterr().err == ""
 
 
@@ -108,10 +108,10 @@ def test_the_host_of_the_store_waits_for_the_others_a_while():
     store, began = HashStore(), time.monotonic()
     say_goodbye(store, world(0), patience=0.2)
     assert time.monotonic() - began >= 0.2
-    say_goodbye(store, world(1), patience=30)
-    say_goodbye(store, world(0), patience=30)
-    say_goodbye(store, world(0, hosted=True), patience=30)
-    assert time.monotonic() - began < 20
+    say_goodbye(store, world(1), patience=90)
+    say_goodbye(store, world(0), patience=90)
+    say_goodbye(store, world(0, hosted=True), patience=90)
+    assert time.monotonic() - began < 60
 
 
 def test_a_host_that_is_gone_is_no_reason_to_complain(capfd):

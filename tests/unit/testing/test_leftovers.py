@@ -159,12 +159,12 @@ def test_only_a_keepers_own_is_kept() -> None:
     os.close(write)
 
 
-def test_a_clean_test_costs_less_than_five_milliseconds() -> None:
+def test_a_clean_test_costs_less_than_five_milliseconds_of_cpu_time() -> None:
     costs = []
     for _ in range(10):
-        started = time.perf_counter()
+        started = time.thread_time()
         Leftovers.snapshot(default_pool()).compare()
-        costs.append(time.perf_counter() - started)
+        costs.append(time.thread_time() - started)
     assert min(costs) < 0.005
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import dataclass
 from io import StringIO
 from typing import Any
@@ -14,7 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from gradwire.cli import main
-from gradwire.cli.bench import hooks
+from gradwire.cli.bench import hooks, splits
 from gradwire.cli.bench.splits import Ours, Outcome, Split, Stopwatch, Torchs, bucket, gradients
 from gradwire.cli.bench.torch_hooks import DENSE_STEPS, TORCH_HOOKS
 from gradwire.collectives import ReduceOp, all_reduce
@@ -43,28 +42,39 @@ def test_spans_are_first_middle_and_last():
     assert Split(1.0, 3.0, 4.0).total == 8.0
 
 
+@dataclass(slots=True)
+class ManualClock:
+    """`time.perf_counter` that stands still unless it is advanced."""
+
+    now: float = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
 @dataclass(frozen=True, slots=True)
 class Slow(CommHook):
-    """Takes 10 ms, 20 ms and 30 ms."""
+    """Takes 1 s, 2 s and 4 s of a manual clock on each rank."""
+
+    clock: ManualClock
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        time.sleep(0.01)
+        self.clock.now += 1
         value = grad.clone()
         yield all_reduce(value, op=ReduceOp.AVG)
-        time.sleep(0.02)
+        self.clock.now += 2
         yield all_reduce(value, op=ReduceOp.AVG)
-        time.sleep(0.03)
+        self.clock.now += 4
         return Reduced(value, grad)
 
 
-def test_a_reduction_is_split_at_its_collectives():
+def test_a_reduction_is_split_at_its_collectives(monkeypatch):
+    clock = ManualClock()
+    monkeypatch.setattr(splits, "time", clock)
     spec = bucket(4096, CPU)
-    run = Ours(Slow(), spec, gradients(spec, 3))
+    run = Ours(Slow(clock), spec, gradients(spec, 3))
     run()
-    split = run.splits[0]
-    assert 0.01 <= split.compress < 0.5
-    assert 0.02 <= split.middle < 0.5
-    assert 0.03 <= split.decompress < 0.5
+    assert run.splits == [Split(1.0, 2.0, 4.0)]
     assert run.outcome.wire_bytes == 2 * 2 * 4096 * 2 / 3
     assert run.outcome.error < 1e-6
 

@@ -29,7 +29,7 @@ def on_all(groups: list[SharedMemoryGroup], fn: Callable[[SharedMemoryGroup], An
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(100)
         assert not thread.is_alive(), f"{thread.name} hangs"
     return results
 
@@ -41,7 +41,7 @@ def world() -> Iterator[World]:
 
     def make(size: int, **options: Any) -> list[SharedMemoryGroup]:
         store = options.pop("store", None) or HashStore()
-        options = {"timeout": 20.0, **options}
+        options = {"timeout": 60.0, **options}
         with ThreadPoolExecutor(size) as pool:
             groups = list(pool.map(lambda rank: SharedMemoryGroup(store, rank, size, **options), range(size)))
         made.extend(groups)

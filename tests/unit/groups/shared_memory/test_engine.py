@@ -89,7 +89,7 @@ def test_a_local_failure_in_the_middle_is_told_to_the_others(world: Any, everywh
             group.all_reduce(t, async_op=True).wait()
 
     errors = everywhere(groups, reduce)
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < 30
     assert isinstance(errors[1], MemoryError)
     for rank in (0, 2):
         assert isinstance(errors[rank], GroupAborted)
@@ -118,7 +118,7 @@ def test_ctrl_c_in_the_thread_that_drives(world: Any, everywhere: Any, size: int
         group.all_reduce(torch.ones(size), label="interrupted")
 
     errors = everywhere(groups, reduce)
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < 30
     assert isinstance(errors[0], KeyboardInterrupt)
     if place != "asleep" or errors[1] is not None:  # asleep, rank 0 had posted: a small sum is then done on rank 1
         assert isinstance(errors[1], GroupAborted)
@@ -142,7 +142,7 @@ def test_a_bug_in_the_groups_own_thread_does_not_end_it(world: Any, everywhere: 
 
 def test_sparse_tensors_of_other_dimensions_leave_nobody_waiting(world: Any, everywhere: Any) -> None:
     """Rank 1 has an empty tensor of one sparse dimension. Rank 0 receives nothing of it that is wrong, and goes on."""
-    groups = world(2, timeout=8.0)
+    groups = world(2)
 
     def reduce(group: Any) -> None:
         if group.rank == 0:
@@ -155,7 +155,7 @@ def test_sparse_tensors_of_other_dimensions_leave_nobody_waiting(world: Any, eve
 
     began = time.perf_counter()
     errors = everywhere(groups, reduce)
-    assert time.perf_counter() - began < 4
+    assert time.perf_counter() - began < 30
     assert all(isinstance(error, GroupError) for error in errors)
     assert "expects other sizes" in str(errors[1])
     recovered(groups, everywhere)
@@ -508,7 +508,7 @@ def test_abort_while_a_rank_waits(world: Any, everywhere: Any, how: str) -> None
             groups[0].all_reduce(torch.ones(1))
         else:
             groups[0].all_reduce(torch.ones(1), async_op=True).wait()
-    assert time.perf_counter() - began < 2
+    assert time.perf_counter() - began < 30
     timer.join()
     with pytest.raises(GroupAborted, match="from another thread"):
         for _ in range(2):  # rank 0 had brought its number before it was aborted
@@ -526,7 +526,7 @@ def test_closing_with_things_in_flight(world: Any) -> None:
     mine.append(groups[0].send(torch.ones(3), dst=1, async_op=True))
     began = time.perf_counter()
     groups[0].close(timeout=0.2)
-    assert time.perf_counter() - began < 3
+    assert time.perf_counter() - began < 30
     assert [type(work.exception()) for work in mine] == [ClosedError] * 4
     with pytest.raises(PeerLost, match="rank 0 is lost: it has closed its group"):
         groups[1].all_reduce(torch.ones(LARGE))

@@ -73,7 +73,7 @@ def test_a_fence_releases_before_it_acquires_and_can_be_used_again(monkeypatch: 
 
 def test_a_fence_never_waits() -> None:
     fence = Fence()
-    assert timed(lambda: [fence() for _ in range(1000)]) < 2
+    assert timed(lambda: [fence() for _ in range(1000)]) < 30
 
 
 # -- sleeping ----------------------------------------------------------------------------------------------------------------
@@ -82,11 +82,11 @@ def test_a_fence_never_waits() -> None:
 def test_a_sleep_ends_by_itself(make: Make, memory: mmap.mmap) -> None:
     memory[64] = 1
     seconds = timed(lambda: make(memory).sleep(64, 0.1))
-    assert 0.09 < seconds < 3
+    assert 0.09 < seconds < 30
 
 
 def test_whoever_is_not_to_sleep_does_not(make: Make, memory: mmap.mmap) -> None:
-    assert timed(lambda: make(memory).sleep(64, 10)) < 5
+    assert timed(lambda: make(memory).sleep(64, 90)) < 30
 
 
 def test_waking_nobody_is_harmless(make: Make, memory: mmap.mmap) -> None:
@@ -98,7 +98,7 @@ def test_waking_nobody_is_harmless(make: Make, memory: mmap.mmap) -> None:
 def test_a_sleeper_is_woken(make: Make, memory: mmap.mmap) -> None:
     sleep = make(memory)
     memory[0] = 1
-    thread = threading.Thread(target=sleep.sleep, args=(0, 30))
+    thread = threading.Thread(target=sleep.sleep, args=(0, 90))
 
     def wake_until_it_does() -> None:
         thread.start()
@@ -107,7 +107,7 @@ def test_a_sleeper_is_woken(make: Make, memory: mmap.mmap) -> None:
             sleep.wake(0)
             thread.join(0.01)
 
-    assert timed(wake_until_it_does) < 10
+    assert timed(wake_until_it_does) < 30
 
 
 def test_futex_raises_what_it_does_not_expect(memory: mmap.mmap) -> None:
@@ -124,7 +124,7 @@ def test_a_signal_does_not_break_a_sleep(memory: mmap.mmap, monkeypatch: pytest.
         return -1
 
     monkeypatch.setattr(sleep, "_call", interrupted)
-    assert timed(lambda: sleep.sleep(0, 30)) < 10
+    assert timed(lambda: sleep.sleep(0, 90)) < 30
 
 
 def test_where_there_is_no_futex(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_whoever_is_ready_does_not_sleep_and_puts_its_bell_out(make: Make, memor
         seen.append(memory[128])
         return True
 
-    assert timed(lambda: bell.sleep(ready, Fence(), 10)) < 5
+    assert timed(lambda: bell.sleep(ready, Fence(), 90)) < 30
     assert seen == [1]
     assert memory[128] == 0
 
@@ -195,7 +195,7 @@ def test_a_spurious_wake_is_only_an_early_look(make: Make, memory: mmap.mmap) ->
         time.sleep(0.001)
     done.set()
     other.ring_one(0)
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
     assert looks
 
@@ -204,7 +204,7 @@ ROUNDS = 10_000
 
 
 def _ping_pong(memory: mmap.mmap, rank: int, make: Make) -> tuple[float, int]:
-    """Two processes count in turn and sleep for long in between: a lost wake-up costs seconds. The longest wait, and sleeps."""
+    """Two processes count in turn and sleep for long in between: a lost wake-up costs a minute. The longest wait, and sleeps."""
     words = memoryview(memory)[:128].cast("Q")
     bell, fence = Bell(memoryview(memory), 128, rank, 2, make(memory)), Fence()
     longest, sleeps = 0.0, 0
@@ -216,8 +216,8 @@ def _ping_pong(memory: mmap.mmap, rank: int, make: Make) -> tuple[float, int]:
         began = time.perf_counter()
         while not ready():
             sleeps += 1
-            bell.sleep(ready, fence, 5.0)
-            assert time.perf_counter() - began < 60
+            bell.sleep(ready, fence, 60.0)
+            assert time.perf_counter() - began < 100
         longest = max(longest, time.perf_counter() - began)
         words[8 * rank] = turn + 1
         fence()
@@ -244,8 +244,8 @@ def test_no_wake_up_is_lost_between_processes(make: Make, memory: mmap.mmap) -> 
     _, status = os.waitpid(child, 0)
     assert status == 0
     assert sleeps > ROUNDS / 10  # else nothing was tested
-    assert longest < 4, "a sleep ended by its limit: a wake-up was lost"
-    assert float(theirs[0]) < 4
+    assert longest < 30, "a sleep ended by its limit: a wake-up was lost"
+    assert float(theirs[0]) < 30
 
 
 # -- how often to look ---------------------------------------------------------------------------------------------------------
