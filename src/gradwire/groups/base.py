@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, Layout, Scope, build
-from gradwire.errors import ClosedError, GroupAborted, UsageError
+from gradwire.errors import ClosedError, GroupAborted, HookError, UsageError
 from gradwire.events import Emitter, Handle
 from gradwire.groups.completion import CompletionHook
 from gradwire.groups.ledger import Attendance, Ledger
@@ -97,13 +97,15 @@ class Group(Verbs, ABC):
         return work
 
     def check_usable(self, op: Collective) -> None:
-        """Raise if the group was closed or has failed, or if a completion hook has raised since the last call."""
+        """Raise if the group was closed or has failed.
+
+        What a completion hook raised is no reason to refuse an operation: the other ranks do submit theirs, and from then on
+        operations of different steps would meet. It is raised by the next wait.
+        """
         if self.closed:
             raise ClosedError(f"{op} on {self}: the group is closed. Submit before close().")
         if self.failure is not None:
             raise self.failure
-        if self.ledger.hook_errors:
-            self.ledger.raise_hook_error()
 
     def standing(self, op: Collective) -> tuple[int, int]:
         """This rank's number among those that take part in `op`, whose scope is not all ranks, and how many those are."""
@@ -137,7 +139,7 @@ class Group(Verbs, ABC):
         # Counted once submitted: a call that was refused here has not happened on the other ranks.
         number = self._splits
         self._splits += 1
-        work.wait()
+        work.wait_done()  # and not wait(): a rank whose hook has raised must make the sub-group with the others all the same
         table = everybody.view(self.size, 2).tolist()
         if color is None:
             return None
@@ -214,6 +216,13 @@ class Group(Verbs, ABC):
 
     def _release(self) -> None:
         """What a group gives back when it is closed: sockets, threads, memory."""
+
+    def _close_part(self, part: Group, timeout: float = 0.0) -> None:
+        """Close a group that this one is made of. An error of its completion hooks is raised by this group's `close`."""
+        try:
+            part.close(timeout)
+        except HookError as error:
+            self.ledger.hook_errors.append(error)
 
     def __enter__(self: G) -> G:
         return self

@@ -1,7 +1,7 @@
 """Completion hooks: user callables told of every finished operation, off the caller's thread, in completion order.
 
 The seed's PythonOnCompletionHook lets an exception escape into the engine's thread. Here one thread per group, started with
-the first hook, calls them; what one raises is kept and comes out, named and chained, of the group's next wait or submit.
+the first hook, calls them; what one raises is kept and comes out, named and chained, of the group's next wait.
 """
 
 from __future__ import annotations

@@ -96,6 +96,10 @@ class Ledger:
             missing=None if known is None else known.missing,
         )
 
+    def collect_hook_errors_of(self, part: Ledger) -> None:
+        """What completion hooks of a part raise is raised by the waits of this group too: nobody waits on the part itself."""
+        part.hook_errors = part.hooks.errors = self.hook_errors
+
     def raise_hook_error(self) -> None:
         """Raise, once, what a completion hook raised."""
         try:

@@ -148,9 +148,17 @@ class Work:
     # -- for the caller ------------------------------------------------------------------------------------------------
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
-        """Return True once the outputs may be used; raise what went wrong otherwise."""
+        """Return True once the outputs may be used; raise what went wrong otherwise.
+
+        An operation that went well raises HookError if a completion hook has raised: once, and with the outputs in place.
+        """
+        self.wait_done(timeout)
         if self.ledger.hook_errors:
             self.ledger.raise_hook_error()
+        return True
+
+    def wait_done(self, timeout: float | timedelta | None = None) -> bool:
+        """As `wait`, without the errors of completion hooks: for a group that takes several steps and must not stop halfway."""
         limit = seconds(timeout)
         remaining = max(0.0, self.deadline - time.perf_counter())
         if limit is None or limit >= remaining:

@@ -119,6 +119,7 @@ class BookedWrapper(_Around):
     def __init__(self, inner: Group) -> None:
         super().__init__(inner.rank, inner.size, name=f"{type(self).__name__}({inner.name})", timeout=inner.timeout)
         self.inner = inner
+        self.ledger.collect_hook_errors_of(inner.ledger)
         self.steps: dict[int, Work] = {}
         """What the inner group does just now for an operation, by the operation's number."""
 
@@ -174,7 +175,7 @@ class BookedWrapper(_Around):
 
     def _release(self) -> None:
         # What was in flight has had its time.
-        self.inner.close(timeout=0)
+        self._close_part(self.inner)
 
 
 class ProgramWrapper(BookedWrapper):
@@ -230,7 +231,7 @@ class ProgramWrapper(BookedWrapper):
                 if work.is_completed():
                     return
                 self.steps[work.seq] = inner = self.inner.submit(step.within(left))
-                inner.wait()
+                inner.wait_done()
             work.finish()
         except CollectiveTimeout as error:
             work.fail(self.late(work, error))

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from gradwire.collectives import Kind, ReduceOp, build
-from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, NonFiniteGradient, UsageError
+from gradwire.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupAborted,
+    HookError,
+    NonFiniteGradient,
+    UsageError,
+)
 from gradwire.groups import Deadline, Latched, NanCheck, Recording, ThreadGroup, Verified
 from gradwire.testing import run_ranks
 
@@ -33,6 +40,28 @@ def test_recording_is_bounded_and_parts_have_their_own():
     assert part.submitted == []
     part.close()
     group.close()
+
+
+def test_what_a_hook_of_the_inner_group_raises_comes_out_of_the_outer_wait_and_breaks_no_program():
+    """The program has several steps; to stop after one of them would leave the other ranks alone with the rest."""
+
+    def rank(group):
+        t = torch.full((3,), float(group.rank + 1))
+        group.inner.on_completion(lambda info: 1 / 0 if group.rank == 0 and info.label == "go" else None)
+        errors = 0
+        for _ in range(3):
+            try:
+                group.all_reduce(t, label="go")
+            except HookError:
+                errors += 1
+            group.inner.flush_completions()
+        try:
+            group.close()
+        except HookError:
+            errors += 1
+        return t.tolist(), errors
+
+    assert run_ranks(rank, 2, wrap=Verified) == [([12.0] * 3, 3), ([12.0] * 3, 0)]
 
 
 def test_a_deadline_names_the_missing():

@@ -108,6 +108,8 @@ class HierarchicalGroup(Group):
             self._members[across] = tuple(ranks[inside.rank] for ranks in layout.hosts)
         if messages is not None:
             self._members[messages] = tuple(range(self.size))
+        for part in self._members:
+            self.ledger.collect_hook_errors_of(part.ledger)
         if roll is None and store is not None:
             roll = RollCall.over(store, self.rank, self.size)
         self._roll = roll
@@ -191,7 +193,9 @@ class HierarchicalGroup(Group):
     def _meet(self) -> None:
         """Nobody has a group before everybody has: what a rank does first must not wait for another that is still being made."""
         for step in self._two_level.carry_out(build.barrier(label="all here?")):
-            (self.inside if step.where == "inside" else self._lane_group()).run(step.op.within(self.timeout))
+            (self.inside if step.where == "inside" else self._lane_group()).submit_and_wait(
+                step.op.within(self.timeout)
+            )
 
     # -- the one verb --------------------------------------------------------------------------------------------------
 
@@ -204,10 +208,10 @@ class HierarchicalGroup(Group):
             self._lane.put(lambda: self._take_turn(work))
         return work
 
-    def run(self, op: Collective) -> Work:
+    def submit_and_wait(self, op: Collective) -> Work:
         """Take the steps in this thread, unless others are under way."""
         if op.kind.is_p2p:
-            return super().run(op)
+            return super().submit_and_wait(op)
         with self._order:
             work = self._begin(op)
             here = self._lane.idle and self._driving.acquire(blocking=False)
@@ -218,7 +222,7 @@ class HierarchicalGroup(Group):
                 self._carry_out(work)
             finally:
                 self._driving.release()
-        work.wait()
+        work.wait_done()
         return work
 
     def _begin(self, op: Collective) -> HierarchicalWork:
@@ -247,7 +251,7 @@ class HierarchicalGroup(Group):
                 if work.is_completed():
                     return
                 part = self.inside if step.where == "inside" else self._lane_group()
-                part.run(step.op.within(left))
+                part.submit_and_wait(step.op.within(left))
             if work.op.device.type == "cuda":
                 torch.cuda.current_stream(work.op.device).synchronize()
             work.finish()
@@ -477,7 +481,7 @@ class HierarchicalGroup(Group):
             self._roll.leave("closed" if self.failure is None else f"failed: {type(self.failure).__name__}")
         # What was in flight has had its time; a step that still is would hold the lane.
         for part in self._members:
-            part.close(timeout=0)
+            self._close_part(part)
         self._lane_finalizer()
 
 

@@ -109,7 +109,7 @@ class SharedMemoryGroup(Group):
             self._engine.wake()
         return work
 
-    def run(self, op: Collective) -> Work:
+    def submit_and_wait(self, op: Collective) -> Work:
         """Carry it out in this thread, unless another one is driving the group."""
         engine, ledger = self._engine, self.ledger
         if self.size > 1 and not ledger.events and not ledger.hooks:
@@ -119,12 +119,12 @@ class SharedMemoryGroup(Group):
             if done is True:
                 return Work.over(op, ledger, started=started, timeout=self.timeout)
             if isinstance(done, Work):
-                done.wait()
+                done.wait_done()
                 return done
         work = self._put(op)
         if not work.is_completed() and not engine.drive_for(work):
             engine.wake()
-        work.wait()
+        work.wait_done()
         return work
 
     def _put(self, op: Collective) -> Work:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from functools import partial
 
 import torch
 
-from gradwire.collectives import Collective, build
+from gradwire.collectives import build
 from gradwire.errors import HookError, UsageTypeError
 from gradwire.events import (
     CollectiveEvent,
@@ -19,7 +18,7 @@ from gradwire.events import (
 from gradwire.groups.base import Group
 from gradwire.groups.work import WorkInfo
 from gradwire.testing.conformance.compare import Problems, holds, raises, same
-from gradwire.testing.conformance.side import PATIENCE, SHORT, beside, meet
+from gradwire.testing.conformance.side import PATIENCE, beside, meet
 
 
 class _Notes:
@@ -113,44 +112,33 @@ def _about_the_hook(error: HookError | None, cause: type[Exception]) -> Problems
         yield from holds("Raising" in error.hook, f"the HookError names the hook {error.hook!r}")
 
 
-def _done(group: Group, op: Collective) -> None:
-    group.submit(op).wait()
-
-
 def check_hook_raising(group: Group) -> Problems:
-    """What a hook raises comes out, chained, of the next submit or wait, once; the group works on."""
+    """What a hook raises on one rank is raised, chained, by its next wait, once. No operation is refused: ranks stay in step."""
     side = beside(group)
-    for moment in ("submit", "wait"):
-        work = None
-        if group.rank == 0:
-            hook, cause = _raise_once(f"before {moment}")
-            with group.on_completion(hook):
-                hook.gate.clear()
-                group.barrier(label=f"before {moment}")
-                if moment == "submit":
-                    hook.gate.set()
-                    group.flush_completions()
-                    alone = build.barrier(label="alone").within(SHORT)
-                    error = yield from raises(HookError, "submit after a hook raised", partial(_done, group, alone))
-                else:
-                    work = group.submit(build.barrier(label="in flight"))
-                    hook.gate.set()
-                    group.flush_completions()
-                    error = yield from raises(HookError, "wait after a hook raised", partial(work.wait, SHORT))
-                yield from _about_the_hook(error, cause)
-            if error is None:  # out of step: an operation went through that should have been refused
-                for each in (side, group):
-                    each.abort("conformance check hook_raising failed")
-                side.close()
-                return
-        else:
-            group.barrier(label=f"before {moment}")
+    for step, moment in enumerate(("before submit", "in flight", "before split")):
+        hook, cause = _raise_once(f"watched {moment}")
+        handles = [group.on_completion(hook)] if group.rank == 0 else []
+        hook.gate.clear()
+        group.barrier(label=f"watched {moment}")
+        t = torch.full((3,), 10.0**step)
+        op = build.all_reduce(t, label="the next step")
+        # Rank 0 before the others, so that a wait that does not wait finds it in flight.
+        works = [group.submit(op)] if moment == "in flight" and group.rank == 0 else []
+        hook.gate.set()
+        group.flush_completions()
         meet(side)
-        if moment == "wait":
-            (work or group.submit(build.barrier(label="in flight"))).wait()
-        t = torch.ones(3)
-        group.all_reduce(t)
-        yield from same("all_reduce after a hook raised", t.tolist(), [float(group.size)] * 3)
+        part = group.split(0) if moment == "before split" else None
+        work = works[0] if works else group.submit(op)
+        if group.rank == 0:
+            error = yield from raises(HookError, f"wait after a hook raised {moment}", work.wait)
+            yield from _about_the_hook(error, cause)
+        yield from same(f"a second wait, after a hook raised {moment}", work.wait(), True)
+        yield from same(f"all_reduce after a hook raised {moment}", t.tolist(), [10.0**step * group.size] * 3)
+        if part is not None:
+            part.barrier()
+            part.close()
+        for handle in handles:
+            handle.remove()
     side.close()
 
 
