@@ -1,9 +1,9 @@
-"""gradwire's hooks inside torch's own DDP: `ddp.register_comm_hook(None, as_torch_hook(hook, group))`."""
+"""gradwire's hooks inside torch's own DDP: `ddp.register_comm_hook(None, as_torch_hook(hook))`."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -14,9 +14,10 @@ from gradwire.events import Handle
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.drive import Driver
+from gradwire.hooks.drive import Driver, Landed, carry_out
 from gradwire.hooks.outer import OuterHook, check_outer
-from gradwire.hooks.outer_half import OuterHalf, after_every_step, replace_handles
+from gradwire.hooks.outer_half import OuterHalf, after_every_step, cut, replace_handles
+from gradwire.hooks.own_group import OwnGroup
 from gradwire.hooks.states import States, to_dict
 from gradwire.hooks.together import load_together
 
@@ -42,41 +43,57 @@ class TorchHook(Protocol):
     def average_parameters(self) -> None:
         """Make the parameters their mean over all ranks, after a hook that leaves them different."""
 
+    def close(self) -> None:
+        """End the hook's group now. Otherwise it ends with DDP, which torch never frees if a hook has raised."""
 
-def as_torch_hook(hook: CommHook, group: Group, *, named_parameters: Iterable[tuple[str, Tensor]] = ()) -> TorchHook:
-    """A function of torch's hook interface that reduces every bucket with `hook` over `group`.
+
+def as_torch_hook(
+    hook: CommHook, group: Group | None = None, *, named_parameters: Iterable[tuple[str, Tensor]] = ()
+) -> TorchHook:
+    """A function of torch's hook interface that reduces every bucket with `hook` over the ranks of `group`.
+
+    It communicates over a duplicate of `group`, made by the first bucket, because torch uses DDP's process group at the same time.
+    The default is the process group that DDP passes as the hook's state, `ddp.register_comm_hook(pg, function)`, or else WORLD; so
+    the function may be made before `dist.init_process_group`.
 
     torch tells its hooks no parameter names; pass `model.named_parameters()` to have them in errors and in saved state.
     The hook's states live as long as the function; when torch rebuilds its buckets they follow their parameters. The function
-    has methods: `hook_state_dict()` and `load_hook_state_dict(d)`; and for hooks such as `diloco`, which want the names, and
-    parameters that are the same on all ranks, `attach_optimizer(optimizer)`, `outer_step()` and `average_parameters()`.
+    has `hook_state_dict()`, `load_hook_state_dict(d)`, and `close()`, which ends its group; and for hooks such as `diloco`,
+    which need the names, and parameters that are the same on all ranks, `attach_optimizer(optimizer)`, `outer_step()` and
+    `average_parameters()`.
     """
     if not isinstance(hook, CommHook):
         raise UsageTypeError(f"as_torch_hook({hook!r}): not a CommHook. Pass e.g. chain(cast(torch.bfloat16), mean()).")
+    if group is not None and not isinstance(group, Group):
+        raise UsageTypeError(
+            f"as_torch_hook({hook!r}, {group!r}): not a gradwire Group. Pass gw.from_process_group(pg), or no group for WORLD's."
+        )
     check_outer(hook, "as_torch_hook")
     adapter = _Adapter(hook, group, list(named_parameters))
 
     def reduce(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-        return adapter.reduce(bucket)
+        return adapter.reduce(state, bucket)
 
     reduce.__annotations__ = {}  # torch refuses a hook whose annotations are text, as they are in this module
     reduce.__qualname__ = reduce.__name__ = repr(hook)  # what torch logs
     # A function with attributes, not an object: torch asks for __qualname__ and looks into the signature.
-    for name in ("hook_state_dict", "load_hook_state_dict", "attach_optimizer", "outer_step", "average_parameters"):
-        setattr(reduce, name, getattr(adapter, name))
+    for name in TorchHook.__dict__:
+        if not name.startswith("_"):
+            setattr(reduce, name, getattr(adapter, name))
     return cast(TorchHook, reduce)
 
 
 class _Adapter:
-    def __init__(self, hook: CommHook, group: Group, named: list[tuple[str, Tensor]]) -> None:
+    def __init__(self, hook: CommHook, group: Group | None, named: list[tuple[str, Tensor]]) -> None:
         self._hook = hook
-        self._group = group
+        self._own = OwnGroup(group, doing=f"as_torch_hook({hook!r})")
         self._names = {id(p): name for name, p in named}
         self._device = named[0][1].device if named else torch.device("cpu")
         # Only who moves parameters holds them: this adapter lives as long as torch's reducer.
         self._named = [(n, p) for n, p in named if p.requires_grad] if isinstance(hook, OuterHook) else []
-        self._driver = Driver(group)
+        self._driver: Driver | None = None
         self._step = -1
+        self._states = States(hook)
         self._outer: OuterHalf | None = None
         self._attended = False
         self._optimizer_handles: list[Handle] = []
@@ -85,13 +102,32 @@ class _Adapter:
                 f"as_torch_hook({hook!r}): it moves parameters, and was told of none. "
                 "Pass named_parameters=model.named_parameters()."
             )
-        states = States(hook)
-        self._use(states, self._outer_half(states))
+        for spec in _by_kind(named):
+            hook.check(spec)
+        if group is not None:
+            self._begin()
 
-    def _outer_half(self, states: States, saved: Mapping[str, Any] | None = None) -> OuterHalf | None:
+    def _begin(self, state: Any = None) -> Group:
+        """The original group; a hook that moves parameters takes note of them. It communicates nothing."""
+        group = self._own.original(state)
+        if self._outer is None and isinstance(self._hook, OuterHook):
+            self._use(self._states, self._outer_half(group, self._states))
+        return group
+
+    def _communicate(self, state: Any = None) -> tuple[Group, Driver]:
+        """The group of this hook alone, and what drives reductions over it. The first call is a collective."""
+        self._begin(state)
+        group = self._own.get(self._device, state)
+        if self._driver is None:
+            self._driver = Driver(group)
+            if self._outer is not None:
+                self._outer.group = group
+        return group, self._driver
+
+    def _outer_half(self, group: Group, states: States, saved: Mapping[str, Any] | None = None) -> OuterHalf | None:
         if not isinstance(self._hook, OuterHook):
             return None
-        return OuterHalf(self._hook, self._group, self._named, states=states, saved=saved)
+        return OuterHalf(self._hook, group, self._named, states=states, saved=saved)
 
     def _use(self, states: States, outer: OuterHalf | None) -> None:
         self._states, self._outer = states, outer
@@ -99,9 +135,10 @@ class _Adapter:
         if outer is not None:
             outer.attended = self._attended
 
-    def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
+    def reduce(self, torch_state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
         spec = self._spec(bucket)
         self._device = spec.device
+        group, driver = self._communicate(torch_state)
         self._step += spec.index == 0  # torch launches its buckets in index order
         state, step = None, self._step
         if self._outer is None:
@@ -110,16 +147,19 @@ class _Adapter:
             step = self._outer.step
             if spec.index == 0:
                 self._outer.backward_begins()
-        turn = Turn(spec, self._group.rank, self._group.size, step, donated=True)
+        turn = Turn(spec, group.rank, group.size, step, donated=True)
         with torch.no_grad():
-            pending = self._driver.launch(self._hook, bucket.buffer(), state, turn)
+            if self._own.overlaps:
+                pending = driver.launch(self._hook, bucket.buffer(), state, turn)
+            else:
+                pending = Landed(carry_out(group, self._hook, bucket.buffer(), state, turn))
         device = bucket.buffer().device
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
-        if device.type == "cuda":
+        if device.type == "cuda" or not self._own.overlaps:
             future.set_result(pending.wait())
             return future
 
-        def fulfil(driver: Driver = self._driver) -> None:  # kept until its reduction is over, whoever drops the model
+        def fulfil(driver: Driver = driver) -> None:  # kept until its reduction is over, whoever drops the model
             try:
                 with torch.no_grad():
                     value = pending.wait()
@@ -135,39 +175,51 @@ class _Adapter:
     # -- between steps ---------------------------------------------------------------------------------------------------
 
     def hook_state_dict(self) -> dict[str, Any]:
+        group = self._begin()
         if self._outer is not None:
             return self._outer.state_dict()
-        return to_dict(self._states, rank=self._group.rank, step=self._step + 1)
+        return to_dict(self._states, rank=group.rank, step=self._step + 1)
 
     def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
+        group, _ = self._communicate()
+
         def build(states: States) -> tuple[States, OuterHalf | None]:
             if not isinstance(self._hook, OuterHook):
                 states.rehearse(self._states.specs)
-            return states, self._outer_half(states, saved)
+            return states, self._outer_half(group, states, saved)
 
-        self._use(*load_together(saved, self._hook, self._group, device=self._device, build=build))
+        self._use(*load_together(saved, self._hook, group, device=self._device, build=build))
 
     def attach_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
-        if self._outer is not None:
+        if isinstance(self._hook, OuterHook):
             handles = after_every_step(optimizers, [p for _, p in self._named], self.outer_step)
             replace_handles(self._optimizer_handles, handles)
-            self._attended = self._outer.attended = True
+            self._attended = True
+            if self._outer is not None:
+                self._outer.attended = True
 
     def outer_step(self) -> None:
-        if self._outer is None:
+        if not isinstance(self._hook, OuterHook):
             return
+        group, _ = self._communicate()
+        assert self._outer is not None  # made with the first communication
         try:
             self._outer.optimizer_stepped()
         except BaseException as error:
-            if self._group.failure is None:
-                self._group.abort(
-                    f"an outer step failed on rank {self._group.rank} with {type(error).__name__}: {error}"
-                )
+            if group.failure is None:
+                group.abort(f"an outer step failed on rank {group.rank} with {type(error).__name__}: {error}")
             raise
 
     def average_parameters(self) -> None:
-        if self._outer is not None:
+        if isinstance(self._hook, OuterHook):
+            self._communicate()
+            assert self._outer is not None  # made with the first communication
             self._outer.average()
+
+    def close(self) -> None:
+        if self._driver is not None:
+            self._driver.close()
+        self._own.close()
 
     def _spec(self, bucket: Any) -> BucketSpec:
         parameters, buffer = bucket.parameters(), bucket.buffer()
@@ -182,6 +234,14 @@ class _Adapter:
             device=buffer.device,
             sparse=buffer.is_sparse,
         )
+
+
+def _by_kind(named: Sequence[tuple[str, Tensor]]) -> list[BucketSpec]:
+    """The parameters that want a gradient, as one bucket for each dtype and device, for the hook to refuse before any step.
+
+    Which of them will have sparse gradients torch does not tell: those are refused with the first bucket.
+    """
+    return [spec for _, spec, _ in cut([(name, p) for name, p in named if p.requires_grad], 1)]
 
 
 def _as_exception(error: BaseException, hook: CommHook, spec: BucketSpec) -> Exception:

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,17 @@ class Pending(Protocol):
 
     def wait(self) -> Tensor:
         """The averaged gradient, flat; raises what went wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A reduction that is over."""
+
+    value: Tensor
+
+    def wait(self) -> Tensor:
+        """The value."""
+        return self.value
 
 
 class Awaitable(Protocol):

@@ -20,7 +20,7 @@ from gradwire.events import Handle
 from gradwire.groups.base import Group
 from gradwire.hooks.base import Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.drive import Pending, carry_out, start_single
+from gradwire.hooks.drive import Landed, Pending, carry_out, start_single
 from gradwire.hooks.outer import OuterHook
 from gradwire.hooks.state import join_flat, split_flat
 from gradwire.hooks.states import States, to_dict
@@ -86,7 +86,7 @@ class OuterHalf:
             if piece.fragment in told.get("lands", {}):
                 piece.lands = int(told["lands"][piece.fragment])
                 came = told["came"]
-                piece.came = _Landed(join_flat(came, piece.spec, dtype=came[piece.spec.names[0]].dtype))
+                piece.came = Landed(join_flat(came, piece.spec, dtype=came[piece.spec.names[0]].dtype))
         self._begin()
 
     def _begin(self) -> None:
@@ -134,7 +134,7 @@ class OuterHalf:
             # On its way while the next steps are computed, and submitted here, in the order of all that this thread submits.
             piece.came = start_single(*do, method="after_step")
         else:
-            piece.came = _Landed(carry_out(*do, method="after_step"))
+            piece.came = Landed(carry_out(*do, method="after_step"))
         piece.lands = self.step + self.hook.delay
         if not self.hook.delay:
             self._settle(piece)
@@ -165,20 +165,12 @@ class OuterHalf:
         lands: dict[int, int] = {}
         for piece in self._pieces:
             if piece.came is not None:
-                piece.came = _Landed(piece.came.wait())
+                piece.came = Landed(piece.came.wait())
                 came.update(split_flat(piece.came.wait(), piece.spec))
                 lands[piece.fragment] = piece.lands
         rounds = {piece.fragment: piece.rounds for piece in self._pieces}
         told = {"rounds": rounds, "lands": lands, "came": came}
         return to_dict(self._states, rank=self.group.rank, step=self.step, outer=told)
-
-
-@dataclass(slots=True)
-class _Landed:
-    value: Tensor
-
-    def wait(self) -> Tensor:
-        return self.value
 
 
 def cut(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ class FsdpHook:
         parts: Sequence[tuple[str, tuple[int, ...]]],
         *,
         device: torch.device,
+        dtype: torch.dtype,
         doing: str,
     ) -> None:
         if not isinstance(hook, CommHook):
@@ -50,6 +51,10 @@ class FsdpHook:
                 f"{doing}({hook!r}): its outer steps move whole parameters, and here each rank has a shard. Use "
                 "DistributedDataParallel or replicate(), or a hook that averages gradients."
             )
+        if parts:
+            hook.check(
+                _bucket(parts, 0, dtype, device)
+            )  # and once more with the first gradient, which may be of another dtype
         self._hook = hook
         self._group = group
         self._parts = tuple(parts)
@@ -81,14 +86,7 @@ class FsdpHook:
                 self._warned = True
                 warnings.warn(_lengths(self._doing, numel, flat.numel(), [name for name, _ in parts]), stacklevel=2)
             parts = ((f"{flat.numel()} elements", (flat.numel(),)),)
-        return BucketSpec(
-            index=0 if parts is self._parts else flat.numel(),
-            names=tuple(name for name, _ in parts),
-            shapes=tuple(shape for _, shape in parts),
-            strides=tuple(tuple(torch.empty(shape, device="meta").stride()) for _, shape in parts),
-            dtype=flat.dtype,
-            device=flat.device,
-        )
+        return _bucket(parts, 0 if parts is self._parts else flat.numel(), flat.dtype, flat.device)
 
     def hook_state_dict(self) -> dict[str, Any]:
         """The hook's state for this rank's shards, by parameter name: see `Replica.hook_state_dict`."""
@@ -117,7 +115,7 @@ def as_fsdp_hook(hook: CommHook, group: Group, *, named_parameters: Iterable[tup
     """
     named = list(named_parameters)
     parts = [(name, _shard_shape(name, p, "as_fsdp_hook")) for name, p in named]
-    return FsdpHook(hook, group, parts, device=_device(named), doing="as_fsdp_hook")
+    return FsdpHook(hook, group, parts, **_kind(named), doing="as_fsdp_hook")
 
 
 class FsdpReduceScatter:
@@ -166,7 +164,7 @@ def as_fsdp_reduce_scatter(
     named = list(named_parameters)
     shards = [(name, _shard_shape(name, p, "as_fsdp_reduce_scatter")) for name, p in named]
     parts = [(f"{name} (shard {r})", shape) for r in range(group.size) for name, shape in shards]
-    inner = FsdpHook(hook, group, parts, device=_device(named), doing="as_fsdp_reduce_scatter")
+    inner = FsdpHook(hook, group, parts, **_kind(named), doing="as_fsdp_reduce_scatter")
     return FsdpReduceScatter(inner, group)
 
 
@@ -197,8 +195,27 @@ def _lengths(doing: str, told: int, came: int, names: Sequence[str]) -> str:
     )
 
 
-def _device(named: Sequence[tuple[str, Tensor]]) -> torch.device:
-    return named[0][1].device if named else torch.device("cpu")
+class _Kind(TypedDict):
+    device: torch.device
+    dtype: torch.dtype
+
+
+def _kind(named: Sequence[tuple[str, Tensor]]) -> _Kind:
+    first = named[0][1] if named else torch.empty(0, device="cpu")
+    return {"device": first.device, "dtype": first.dtype}
+
+
+def _bucket(
+    parts: Sequence[tuple[str, tuple[int, ...]]], index: int, dtype: torch.dtype, device: torch.device
+) -> BucketSpec:
+    return BucketSpec(
+        index=index,
+        names=tuple(name for name, _ in parts),
+        shapes=tuple(shape for _, shape in parts),
+        strides=tuple(tuple(torch.empty(shape, device="meta").stride()) for _, shape in parts),
+        dtype=dtype,
+        device=device,
+    )
 
 
 def _shard_shape(name: str, parameter: Tensor, doing: str) -> tuple[int, ...]:

@@ -215,6 +215,9 @@ def test_what_does_not_fit_is_refused() -> None:
         as_fsdp_hook(cast(torch.bfloat16), group)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"local_sgd\(every=2\)\): its outer steps move whole parameters"):
         as_fsdp_reduce_scatter(local_sgd(every=2), group)
+    for adapt in (as_fsdp_hook, as_fsdp_reduce_scatter):
+        with pytest.raises(UsageError, match=r"head\.weight"):
+            adapt(quantize({"encoder.*": 8}), group, named_parameters=[("head.weight", torch.zeros(4))])
 
     class Pair:
         def size(self) -> int:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from gradwire.collectives import all_reduce
 from gradwire.errors import HookError, UsageError, UsageTypeError
 from gradwire.groups import Group, ThreadGroup
-from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, as_torch_hook, cast, chain, mean, quantize
+from gradwire.hooks import BucketSpec, CommHook, Reduction, Turn, as_torch_hook, cast, chain, mean, quantize
 from gradwire.testing import run_ranks
 
 
@@ -89,9 +89,11 @@ def test_what_a_hook_raises_comes_out_of_torchs_backward(torch_world: Callable[.
     def rank_main(group: Group) -> None:
         with torch_world(group, "gloo"):
             model = TorchDDP(make_model())
-            model.register_comm_hook(None, as_torch_hook(Angry(), group))
+            hook = as_torch_hook(Angry(), group)
+            model.register_comm_hook(None, hook)
             with pytest.raises((ValueError, RuntimeError), match="no gradient for you"):
                 model(torch.ones(1, 6)).sum().backward()
+            hook.close()
 
     run_ranks(rank_main, 2, kind="gloo")
 
@@ -147,11 +149,15 @@ def test_only_our_own_hooks_are_taken(group: Group) -> None:
         as_torch_hook(cast(torch.bfloat16), group)  # type: ignore[arg-type]
 
 
-def test_a_hook_may_refuse_a_bucket(group: Group) -> None:
-    whole = torch.zeros(2, dtype=torch.float64)
-    hook = as_torch_hook(quantize({"encoder.*": 8}), group, named_parameters=[("head.weight", whole)])
+def test_a_hook_refuses_parameters_before_any_step(group: Group) -> None:
+    whole = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     with pytest.raises(UsageError, match=r"head\.weight"):
-        hook(None, Bucket(0, [whole]))
+        as_torch_hook(quantize({"encoder.*": 8}), group, named_parameters=[("head.weight", whole)])
+
+
+def test_a_hook_may_refuse_a_bucket(group: Group) -> None:
+    with pytest.raises(UsageError, match=r"parameter 0"):
+        as_torch_hook(quantize({"encoder.*": 8}), group)(None, Bucket(0, [torch.zeros(2)]))
 
 
 class Interrupted(CommHook):
@@ -175,11 +181,19 @@ def test_whatever_ends_a_reduction_reaches_torchs_future(group: Group) -> None:
 
 
 def test_it_needs_no_result_of_several_collectives_to_return() -> None:
-    """torch goes on with backward while the lane works."""
-    a, b = ThreadGroup.world(2, timeout=20)
-    weight = torch.zeros(2)
-    first = as_torch_hook(Careful(), a)(None, Bucket(0, [weight]))
-    assert not first.done()
-    second = as_torch_hook(Careful(), b)(None, Bucket(0, [weight]))
-    assert Reduced(first.wait(), second.wait()) == (first.value(), second.value())
-    a.close(), b.close()
+    """torch goes on with backward while the lane works. Only with the first bucket ranks meet, to make a group for the hook."""
+    meet, weight = threading.Barrier(2), torch.zeros(2)
+
+    def rank_main(group: Group) -> list[float]:
+        hook = as_torch_hook(Careful(), group)
+        hook(None, Bucket(0, [weight])).wait()
+        if group.rank == 0:
+            future = hook(None, Bucket(0, [weight]))
+            assert not future.done()
+            meet.wait(20)
+        else:
+            meet.wait(20)
+            future = hook(None, Bucket(0, [weight]))
+        return future.wait().tolist()
+
+    assert run_ranks(rank_main, 2, kind="threads") == [[2.0, 2.0]] * 2

@@ -357,7 +357,9 @@ class C10dGroup(Group):
         in_group_rank = ranks.index(self.rank)
         backend, engine = self._backend(torch.device("cpu"))
         if engine.name == "gloo" and self._store is not None:
-            store = PrefixStore(name, self._store)
+            # Several groups over one process group may split off parts of one name: each part has its own place in the store.
+            number = self._store.add(f"{name}/{in_group_rank}/parts", 1)
+            store = PrefixStore(f"{name}/{number}", self._store)
             roll = None if self._roll is None else self._roll.within(name, in_group_rank, len(ranks))
             return C10dGroup.gloo(store, in_group_rank, len(ranks), timeout=self.timeout, name=name, roll=roll)
         if not hasattr(backend, "split_group"):
