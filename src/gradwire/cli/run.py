@@ -12,8 +12,8 @@ import torch
 
 from gradwire.cli.arguments import at_least
 from gradwire.errors import UsageError
+from gradwire.groups.tcp_store import LOOPBACK, host_store
 from gradwire.launch.environment import rank_environment
-from gradwire.launch.store import LOOPBACK, host_store
 from gradwire.launch.supervise import Run, supervise
 from gradwire.launch.world import Address
 

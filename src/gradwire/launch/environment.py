@@ -24,8 +24,8 @@ def rank_environment(
 
     Beside gradwire's variables a rank gets torch's, so that a script which calls `dist.init_process_group("gloo")` runs too; they
     say that the store is hosted already. Output is not buffered, so that it is seen when it is written and not lost with a
-    rank that is killed; a crash in C++ prints a Python traceback; and ranks share the cores, where torch would give all of
-    them to each. What the user has set is left alone.
+    rank that is killed; a crash in C++ prints a Python traceback; ranks share the cores, where torch would give all of them to
+    each; and gloo listens on the loopback interface only, since all ranks are on this host. What the user has set is left alone.
     """
     ours = {
         "GRADWIRE_RANK": str(rank),
@@ -44,6 +44,7 @@ def rank_environment(
         "OMP_NUM_THREADS": str(max(1, cpus // size)),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
     }
     inherited = {name: value for name, value in base.items() if name not in _OTHERS}
     return {**defaults, **inherited, **ours, **extra}

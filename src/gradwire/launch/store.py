@@ -13,29 +13,12 @@ from datetime import timedelta
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
+from gradwire.groups.tcp_store import LOOPBACK, host_store
 from gradwire.launch.mpi import tell_all
 from gradwire.launch.world import Address, World
 
-LOOPBACK = "127.0.0.1"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
 """Seconds between two looks at a store or a port; neither can be waited on with a deadline and without noise."""
-
-
-def host_store(host: str = LOOPBACK, *, timeout: float = 60.0) -> TCPStore:
-    """A store in this process, on a free port of `host` ("" for every address of this machine).
-
-    The port is bound before anybody is told of it, so nobody else can have taken it in between.
-    """
-    listener = socket.create_server((host, 0), backlog=2048)
-    port = listener.getsockname()[1]
-    return TCPStore(
-        host or LOOPBACK,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-        master_listen_fd=listener.detach(),
-    )
 
 
 def open_store(world: World, *, timeout: float) -> Store:

@@ -12,7 +12,7 @@ rules for what is *not* a leftover are few and exact:
 - what a `Keeper` passed to `snapshot` says is its own: the warm pool's workers and their sockets.
 
 What torch opens once per process and keeps for life is opened early by `prime()`, and so is in every snapshot, instead of
-being ignored. This module knows Linux's /proc and no group.
+being ignored. This module knows Linux's /proc, and of groups only the store they meet in.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Protocol
 
 import torch
-from torch._C._distributed_c10d import TCPStore
+
+from gradwire.groups.tcp_store import host_store
 
 _SHM = "/dev/shm"
 _POLL = 0.01
@@ -125,7 +125,7 @@ def prime() -> None:
     compiles some matrix products on some machines, keeps a list of what it compiled for profilers.
     """
     torch.mm(torch.ones(256, 64), torch.ones(64, 64).T)
-    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    host_store(timeout=10.0)
 
 
 def tcp_ports(fd: int) -> tuple[int, ...]:

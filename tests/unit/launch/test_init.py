@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire.groups.tcp_store import host_store
 from gradwire.interop.defaults import WORLD, is_default
-from gradwire.launch.store import host_store
 from gradwire.testing import run_ranks
 
 

@@ -13,9 +13,10 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
+from gradwire.groups.tcp_store import host_store
 from gradwire.launch import Address, Launcher, World
 from gradwire.launch.mpi import tell_all
-from gradwire.launch.store import arrive, host_store, open_store, say_goodbye
+from gradwire.launch.store import arrive, open_store, say_goodbye
 
 
 def world(rank: int, size: int = 2, *, port: int = 0, **more) -> World:

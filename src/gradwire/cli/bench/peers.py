@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, Store
 
 from gradwire.errors import UsageError
 from gradwire.groups import Group
+from gradwire.groups.tcp_store import host_store
 from gradwire.parallel import DistributedDataParallel
 
 BARE = "bare"
@@ -34,7 +35,7 @@ def world_of_one(device: torch.device) -> Iterator[None]:
         raise UsageError("a benchmark beside torch needs a process group of its own, but this process has one already.")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        store: Store = TCPStore("127.0.0.1", 0, 1, is_master=True)
+        store: Store = host_store()
         dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
     else:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)

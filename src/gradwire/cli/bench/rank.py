@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import socket
 import sys
 import threading
 import traceback
@@ -30,13 +29,17 @@ from gradwire.cli.bench.mpi import rank_under_mpirun
 from gradwire.cli.bench.seat import Seat
 from gradwire.cli.bench.world import Done, Failed, Hello, News, Start, Stop
 from gradwire.errors import CollectiveTimeout
+from gradwire.testing.private_socket import connect
+
+_CONNECT = 60.0
+"""Seconds to connect to the starter, which listens before it starts anybody."""
 
 
 def main(folder: Path, rank: int) -> None:
     """Be rank `rank` of the world that listens in `folder`."""
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(str(folder / "socket"))
-        starter = Connection(sock.detach())
+    with connect(folder, timeout=_CONNECT) as connection:
+        connection.settimeout(None)
+        starter = Connection(connection.detach())
     starter.send(Hello(rank, os.getpid()))
     start = starter.recv()
     threading.Thread(target=_listen, args=(starter,), name="gradwire-bench-starter", daemon=True).start()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,10 @@ from gradwire.cli.bench.meeting import Meeting
 from gradwire.cli.bench.mpi import Launcher
 from gradwire.cli.bench.seat import Seat
 from gradwire.errors import CollectiveTimeout, GroupError, PeerLost
+from gradwire.groups.tcp_store import host_store
 from gradwire.lab import Host
+from gradwire.testing.pool.process import WORKER_SETTINGS
+from gradwire.testing.private_socket import PrivateListener
 
 HOST = "127.0.0.1"
 TIMEOUT = 120
@@ -157,24 +158,21 @@ class _World:
     strangers: list[Connection] = field(default_factory=list)
     """Connections of ranks that have not said yet who they are."""
     ranks: dict[Connection, _Rank] = field(default_factory=dict)
-    store: TCPStore = field(
-        default_factory=lambda: TCPStore(
-            HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT)
-        )
-    )
+    store: TCPStore = field(default_factory=lambda: host_store(HOST, timeout=TIMEOUT))
     """Where the groups of the ranks meet, unless they are on hosts from which it cannot be reached. This process only hosts it."""
-    server: socket.socket = field(default_factory=lambda: socket.socket(socket.AF_UNIX))
+    server: PrivateListener = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.server = PrivateListener(self.folder, backlog=self.size)
 
     # -- beginning -----------------------------------------------------------------------------------------------------------
 
     def start(self, launcher: Launcher | None) -> None:
         """Start the processes; they will connect."""
         Meeting.prepare(self.folder / "meeting", size=self.size)
-        self.server.bind(str(self.folder / "socket"))
-        self.server.listen(self.size)
         cores = len(os.sched_getaffinity(0))
         command = [sys.executable, "-P", "-m", "gradwire.cli.bench.rank", str(self.folder)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "ONEDNN_JIT_PROFILE": "0"}
+        environment = {**os.environ, **WORKER_SETTINGS}
         if launcher is not None:
             environment |= launcher.environment(self.size, cores=cores)
             self._spawn("mpirun", [*launcher.command(self.size, cores=cores), *command], environment, range(self.size))
@@ -208,12 +206,13 @@ class _World:
         while len(done := [r for r in self.ranks.values() if r.answer is not None]) < self.size:
             open_ends = [c for c, r in self.ranks.items() if r.answer is None]
             limit = self.timeout if len(self.ranks) == self.size else max(self.timeout, _START)
-            ready = wait([self.server, *self.strangers, *open_ends, *running], limit)
+            ready = wait([self.server.socket, *self.strangers, *open_ends, *running], limit)
             if not ready:
                 raise self._silent([r.number for r in done], limit)
             for item in ready:
-                if item is self.server:
-                    self.strangers.append(Connection(self.server.accept()[0].detach()))
+                if item is self.server.socket:
+                    if (accepted := self.server.accept()) is not None:
+                        self.strangers.append(Connection(accepted[0].detach()))
                 elif isinstance(item, Connection) and item in self.strangers:
                     self._welcome(item, start)
                 elif isinstance(item, Connection):

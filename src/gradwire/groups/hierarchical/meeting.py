@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from gradwire.collectives import Layout, build
-from gradwire.errors import CollectiveTimeout
+from gradwire.errors import CollectiveTimeout, GroupError
 from gradwire.groups.base import Group
-from gradwire.groups.hierarchical.layout import Report, from_reports
+from gradwire.groups.hierarchical.layout import Column, Report, from_reports
 
-T = TypeVar("T")
+LIMIT = 1 << 24
+"""Bytes that a rank may send to describe what it has been told of the others."""
+
+JSON = Any
+"""What `json` reads and writes. Never pickle: reading what another rank has sent must not be able to run code."""
 
 
 def find_hosts(store: Any, base: str, rank: int, size: int, host: str, timeout: float) -> Layout:
@@ -46,22 +50,54 @@ def ask_around(inside: Group, across: Group | None, rank: int | None) -> tuple[L
     First the ranks of a host tell each other; then carriers of different hosts what their host is like; then these their hosts.
     """
     mine = Report(across is not None, across.rank if across else 0, across.size if across else 1, rank)
-    mates = _tell(inside, mine)
-    column = None if across is None else _tell(across, (inside.rank, mates))
-    layout = from_reports(mates, _tell(inside, column))
+    mates = [_report(told) for told in _exchange(inside, _plain(mine))]
+    own = [_plain(mate) for mate in mates]
+    column = None if across is None else _exchange(across, [inside.rank, own])
+    layout = from_reports(mates, [_column(told) for told in _exchange(inside, column)])
     return layout, layout.hosts[mates[0].host][inside.rank]
 
 
-def _tell(group: Group, value: T) -> list[T]:
+def _exchange(group: Group, value: JSON) -> list[JSON]:
     """Every rank's value, in rank order."""
     if group.size == 1:
         return [value]
-    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     lengths = torch.empty(group.size, dtype=torch.int64, device="cpu")
     group.run(build.all_gather_into_tensor(lengths, torch.tensor([mine.numel()], device="cpu"), label="who is where?"))
+    if not all(0 < n <= LIMIT for n in lengths.tolist()):
+        raise _unreadable(f"the ranks of {group.name} announce descriptions of {lengths.tolist()} bytes")
     places = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths.tolist()]
     group.run(build.all_gather(places, mine, label="who is where?"))
-    return [pickle.loads(bytes(place.tolist())) for place in places]
+    try:
+        return [json.loads(bytes(place.tolist())) for place in places]
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(f"what a rank of {group.name} has sent cannot be read: {error}") from error
+
+
+def _plain(report: Report) -> JSON:
+    return [report.carries, report.host, report.hosts, report.rank]
+
+
+def _report(told: JSON) -> Report:
+    match told:
+        case [bool(carries), int(host), int(hosts), int() | None as rank]:
+            return Report(carries, host, hosts, rank)
+    raise _unreadable(f"{told!r} is not a report of a rank")
+
+
+def _column(told: JSON) -> Column | None:
+    if told is None:
+        return None
+    try:
+        return [(int(place), [_report(report) for report in reports]) for place, reports in told]
+    except (ValueError, TypeError) as error:
+        raise _unreadable(f"{told!r} does not describe the ranks of a host") from error
+
+
+def _unreadable(problem: str) -> GroupError:
+    return GroupError(
+        f"HierarchicalGroup(inside, across): {problem}. Check that all ranks run the same version of gradwire."
+    )
 
 
 Build = Callable[..., Group]

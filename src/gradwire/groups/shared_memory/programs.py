@@ -43,7 +43,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import pickle
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -54,6 +53,7 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, Kind, ReduceOp
 from gradwire.collectives.agree import comparable, mismatch
+from gradwire.collectives.encode import decode, encode
 from gradwire.collectives.lower import as_bytes, flat, is_plain, lower
 from gradwire.collectives.reference import cut, store
 from gradwire.errors import CollectiveMismatch, GroupError, InternalError
@@ -213,10 +213,7 @@ class Programs:
 
     def _compare(self, op: Collective) -> Steps:
         """Ranks have announced different collectives: tell each other which, and raise."""
-        signature = op.signature
-        described = pickle.dumps(signature)
-        if len(described) > CHUNK - 8:
-            described = pickle.dumps(replace(signature, shapes=(), dtypes=(), label=f"{len(signature.shapes)} tensors"))
+        described = encode(op.signature, limit=CHUNK - 8)
         described = len(described).to_bytes(8, "little") + described
         offset = self._plan.buffer(self.rank, 0)
         self._memory[offset : offset + len(described)] = described
@@ -225,7 +222,7 @@ class Programs:
         for rank in range(self.size):
             offset = self._plan.buffer(rank, 0)
             length = int.from_bytes(self._memory[offset : offset + 8], "little")
-            signatures.append(pickle.loads(self._memory[offset + 8 : offset + 8 + length]))
+            signatures.append(decode(bytes(self._memory[offset + 8 : offset + 8 + length]), rank=rank))
         error = mismatch(self.name, signatures, compared=[replace(s, label="") for s in signatures])
         raise error or CollectiveMismatch(
             f"{op} of {self.name}: some ranks bring sparse tensors, others dense ones. Use the same on all ranks.",

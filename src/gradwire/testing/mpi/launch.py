@@ -1,8 +1,8 @@
 """One `mpirun` and the ranks it started, as the pool sees them.
 
 Note [How the parent meets the ranks]
-mpirun closes what it inherits, so a rank is not handed its sockets: it connects to one of the parent's, in Linux's abstract
-namespace, which leaves no file, and gets the descriptors through it. This process's stdout and stderr are among them: what ranks
+mpirun closes what it inherits, so a rank is not handed its sockets: it connects to one of the parent's, in a directory of this
+user's (see private_socket.py), and gets the descriptors through it. This process's stdout and stderr are among them: what ranks
 say goes there at once and as it is, and not through the terminal that mpirun makes for them.
 
 Note [One dies, all die]
@@ -14,7 +14,6 @@ under names that the ranks have mapped; both are removed.
 from __future__ import annotations
 
 import os
-import secrets
 import select
 import shutil
 import signal
@@ -31,6 +30,7 @@ from gradwire.errors import GroupError
 from gradwire.testing.pool.messages import receive
 from gradwire.testing.pool.outcome import ABORT_GRACE, MESSAGE_LIMIT, START_LIMIT
 from gradwire.testing.pool.process import QUICK_START, WORKER_SETTINGS, Hold, ending
+from gradwire.testing.private_socket import PrivateListener
 
 SETTINGS = {
     # Containers run as root, and mpirun asks twice whether that is meant.
@@ -55,11 +55,8 @@ class Launch:
         self.doomed = False
         self.ranks: list[MPIRank] = []
         self._folder = tempfile.mkdtemp(prefix="gradwire-mpi-")
-        address = f"gradwire-mpi-{secrets.token_hex(8)}"
-        self._door = socket.socket(socket.AF_UNIX)
-        self._door.bind(f"\0{address}")
-        self._door.listen(size)
-        main = f"{QUICK_START}; from gradwire.testing.mpi.rank import main; main({address!r}, {port})"
+        self._door = PrivateListener(self._folder, backlog=size)
+        main = f"{QUICK_START}; from gradwire.testing.mpi.rank import main; main({self._folder!r}, {port})"
         self._mpirun = subprocess.Popen(
             [mpirun, "-n", str(size), *OPTIONS, sys.executable, "-P", "-c", main],
             stdin=subprocess.DEVNULL,
@@ -85,8 +82,9 @@ class Launch:
                         f"starting {self.size} ranks: mpirun {what}. Its own words, if any, are on stderr; try "
                         f"`mpirun -n {self.size} {' '.join(OPTIONS)} hostname` by hand."
                     )
-                rank = MPIRank(self, self._door.accept()[0])
-                came[rank.rank] = rank
+                if (accepted := self._door.accept()) is not None:
+                    rank = MPIRank(self, *accepted)
+                    came[rank.rank] = rank
         finally:
             self._door.close()
             self.ranks = [came[rank] for rank in sorted(came)]
@@ -132,11 +130,11 @@ class Launch:
 class MPIRank(Hold):
     """A rank that mpirun started."""
 
-    def __init__(self, launch: Launch, control: socket.socket) -> None:
+    def __init__(self, launch: Launch, control: socket.socket, pid: int) -> None:
         super().__init__()
         self._launch = launch
         control.settimeout(MESSAGE_LIMIT)
-        self.rank, pid = receive(control)
+        self.rank = receive(control)
         socket.send_fds(control, [b"."], [self._stack, self._dumped_there, 1, 2])
         self._take(control, pid)
         self.segments = list(_mapped(pid))  # now, because a rank that has died does not tell any more

@@ -9,16 +9,15 @@ import socket
 from gradwire.testing.pool.messages import send
 from gradwire.testing.pool.outcome import ABORT_GRACE, START_LIMIT
 from gradwire.testing.pool.worker import work
+from gradwire.testing.private_socket import connect
 
 
-def main(address: str, port: int) -> None:
+def main(folder: str, port: int) -> None:
     """The life of a rank. It ends as programs do, for MPI must be finalized."""
-    control = socket.socket(socket.AF_UNIX)
-    control.settimeout(START_LIMIT)
-    control.connect(f"\0{address}")
+    control = connect(folder, timeout=START_LIMIT)
     world = importlib.import_module("mpi4py.MPI").COMM_WORLD
     world.Barrier()  # what MPI opens for the first message is there before any snapshot
-    send(control, (world.rank, os.getpid()))
+    send(control, world.rank)
     _, (stack, dumped, *streams), _, _ = socket.recv_fds(control, 1, 4)
     for ours, theirs in enumerate(streams, start=1):
         os.dup2(theirs, ours)

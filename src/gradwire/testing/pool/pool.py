@@ -12,13 +12,13 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
 from gradwire.errors import ClosedError, GroupError, UsageTypeError
 from gradwire.groups import Group
+from gradwire.groups.tcp_store import host_store
 from gradwire.testing.leftovers import open_descriptors, tcp_ports
 from gradwire.testing.pool.messages import Job, Ready, receive
 from gradwire.testing.pool.outcome import ABORT_GRACE, GROUP_MARGIN, HOST, START_LIMIT, TURN_LIMIT, Outcome
@@ -100,8 +100,8 @@ class RankPool:
     def _staff(self, n: int) -> None:
         """Have at least `n` workers."""
         if self._store is None:
-            before, limit = open_descriptors(), timedelta(seconds=START_LIMIT)
-            self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=limit)
+            before = open_descriptors()
+            self._store = host_store(HOST, timeout=START_LIMIT)
             self._store_descriptors = dict(open_descriptors().items() - before.items())
         self._discharge([worker for worker in self._workers if worker.wait(0) is not None])
         fresh: list[Hold] = []

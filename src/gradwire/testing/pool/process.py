@@ -15,8 +15,8 @@ from contextlib import suppress
 from gradwire.errors import GroupError
 from gradwire.testing.pool.outcome import MESSAGE_LIMIT
 
-WORKER_SETTINGS = {"OMP_NUM_THREADS": "1", "ONEDNN_JIT_PROFILE": "0"}
-"""What a worker finds in its environment beside the parent's."""
+WORKER_SETTINGS = {"OMP_NUM_THREADS": "1", "ONEDNN_JIT_PROFILE": "0", "GLOO_SOCKET_IFNAME": "lo"}
+"""What a worker finds in its environment beside the parent's. All are on this host, so gloo needs the loopback interface only."""
 
 QUICK_START = "import gc; gc.disable()"
 """How a worker's program begins: nothing of what it imports is garbage, and to look for some is a tenth of the import."""

@@ -1,0 +1,312 @@
+"""Another user of the same host tries every way into a running job. Needs root, to become that other user."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradwire.cli.bench.seat import Seat
+from gradwire.cli.bench.world import run_world
+from gradwire.errors import GroupError
+from gradwire.groups import Group
+from gradwire.testing import run_ranks
+from gradwire.testing.mpi import MPIWorlds, missing
+from gradwire.testing.mpi.launch import Launch
+from gradwire.testing.private_socket import PrivateListener, connect
+from gradwire.testing.ranks import _mpi
+
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+def as_nobody(attempt: Callable[[], Any]) -> Any:
+    """What `attempt` returns in a child process of another user. It must not import anything: that user may not read our files."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(read)
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            try:
+                answer = attempt()
+            except BaseException as error:
+                answer = f"the attempt raised {error!r}"
+            os.write(write, json.dumps(answer).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read, "rb") as file:
+        answer = json.loads(file.read())
+    os.waitpid(pid, 0)
+    return answer
+
+
+def descriptors(pid: int) -> dict[str, str]:
+    found = {}
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            found[name] = os.readlink(f"/proc/{pid}/fd/{name}")
+        except OSError:  # closed meanwhile
+            continue
+    return found
+
+
+def listening(pid: int) -> tuple[list[str], list[str]]:
+    """The addresses (in hexadecimal) and the Unix sockets on which a process listens."""
+    inodes = {target[8:-1] for target in descriptors(pid).values() if target.startswith("socket:[")}
+    tcp, unix = [], []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                tcp.append(fields[1].rpartition(":")[0])
+    for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
+        fields = line.split()
+        if int(fields[3], 16) & 0x10000 and fields[6] in inodes:
+            unix.append(fields[7])
+    return tcp, unix
+
+
+LOOPBACKS = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+class Bomb:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (self.path,)
+
+
+def attack(pids: list[int], bomb: bytes) -> list[str]:
+    """As another user: what could be entered of the processes, and what was."""
+    entered = []
+    for pid in pids:
+        for name in range(256):
+            try:
+                os.close(os.open(f"/proc/{pid}/fd/{name}", os.O_RDWR))
+                entered.append(f"descriptor {name} of {pid}")
+            except OSError:
+                pass
+        try:
+            open(f"/proc/{pid}/mem", "r+b").close()
+            entered.append(f"memory of {pid}")
+        except OSError:
+            pass
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        name = line.split()[7] if len(line.split()) > 7 else ""
+        if "gradwire" not in name and "/proc/self/fd" not in name:
+            continue
+        client = socket.socket(socket.AF_UNIX)
+        try:
+            client.connect("\0" + name[1:] if name.startswith("@") else name)
+            client.sendall(len(bomb).to_bytes(8, "little") + bomb)
+            entered.append(f"socket {name}")
+        except OSError:
+            pass
+    for folder in ("/dev/shm", tempfile.gettempdir()):
+        for name in os.listdir(folder):
+            if "gradwire" not in name:
+                continue
+            path = os.path.join(folder, name)
+            try:
+                os.listdir(path) if os.path.isdir(path) else open(path, "rb").close()
+                entered.append(path)
+            except OSError:
+                pass
+    return entered
+
+
+def assault(pids: list[int], tmp_path: Path) -> list[str]:
+    path = tmp_path / "made-by-a-pickle"
+    bomb = pickle.dumps(Bomb(str(path)))
+    entered = as_nobody(lambda: attack(pids, bomb))
+    assert not path.exists()
+    return entered
+
+
+def loopback_only(*pids: int) -> bool:
+    return {address for pid in pids for address in listening(pid)[0]} <= LOOPBACKS
+
+
+@needs_root
+def test_a_private_socket_accepts_its_own_user_only(tmp_path: Path) -> None:
+    """Even where somebody has opened the directory."""
+    tmp_path.chmod(0o700)
+    with PrivateListener(tmp_path, backlog=2) as listener:
+
+        def knock() -> str:
+            client = socket.socket(socket.AF_UNIX)
+            client.settimeout(10)
+            try:
+                client.connect(str(tmp_path / "socket"))
+                client.sendall(b"x")
+                return f"connected, then got {client.recv(1)!r}"
+            except OSError as error:
+                return type(error).__name__
+
+        assert as_nobody(knock) == "PermissionError"
+        for path in (tmp_path, *tmp_path.parents[:3]):  # as if somebody had opened the way
+            if "pytest" in str(path):
+                path.chmod(0o755)
+        (tmp_path / "socket").chmod(0o777)
+        read, write = os.pipe()
+        if (pid := os.fork()) == 0:
+            os.setuid(NOBODY)
+            os.write(write, knock().encode())
+            os._exit(0)
+        assert listener.accept() is None
+        os.waitpid(pid, 0)
+        assert os.read(read, 99) in (b"connected, then got b''", b"ConnectionResetError", b"BrokenPipeError")
+        os.close(read), os.close(write)
+        with connect(tmp_path, timeout=5) as client:
+            accepted = listener.accept()
+            assert accepted is not None
+            with accepted[0] as connection:
+                client.sendall(b"x")
+                assert (connection.recv(1), accepted[1]) == (b"x", os.getpid())
+
+
+def test_no_listener_where_others_can_enter(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(GroupError, match="other users can enter it .mode 755"):
+        PrivateListener(tmp_path, backlog=1)
+
+
+def test_a_long_directory_is_no_obstacle(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir(mode=0o700)
+    with PrivateListener(folder, backlog=1) as listener, connect(folder, timeout=5):
+        accepted = listener.accept()
+        assert accepted is not None
+        accepted[0].close()
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["shared_memory", "gloo", "hierarchical"])
+def test_ranks_of_the_pool_let_nobody_in(kind: str, tmp_path: Path) -> None:
+    go_on = tmp_path / "go-on"
+
+    def rank_main(group: Group) -> int:
+        group.barrier()
+        (tmp_path / f"{os.getpid()}").touch()
+        while not go_on.exists():
+            time.sleep(0.01)
+        group.barrier()
+        return os.getpid()
+
+    found: list[str] = []
+
+    def meanwhile() -> None:
+        try:
+            deadline = time.monotonic() + 60
+            while len(ready := [int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()]) < 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            found.extend(assault([os.getpid(), *ready], tmp_path))
+            found.extend(
+                f"{pid} listens on {listening(pid)}" for pid in (os.getpid(), *ready) if not loopback_only(pid)
+            )
+        finally:
+            go_on.touch()
+
+    thread = threading.Thread(target=meanwhile)
+    thread.start()
+    try:
+        run_ranks(rank_main, 2, kind=kind)
+    finally:
+        thread.join()
+    assert found == []
+
+
+@needs_root
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_the_mpi_socket_lets_nobody_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between mpirun's start and the last rank's arrival, when the parent listens."""
+    found: list[Any] = []
+    meet = Launch.meet
+
+    def attacked(self: Launch) -> Iterator[Any]:
+        found.append(listening(os.getpid())[1])
+        found.append(assault([os.getpid(), self.pid], tmp_path))
+        return meet(self)
+
+    monkeypatch.setattr(Launch, "meet", attacked)
+    worlds = MPIWorlds()
+
+    def rank_main(group: Group) -> None:
+        group.barrier()
+
+    try:
+        worlds.run(rank_main, 2, build=_mpi)
+    finally:
+        worlds.close()
+    sockets, entered = found
+    assert len(sockets) == 1  # the attack had something to try
+    assert entered == []
+
+
+@needs_root
+def test_ranks_of_a_benchmark_let_nobody_in(tmp_path: Path) -> None:
+    found: list[Any] = []
+
+    def task(seat: Seat) -> None:
+        seat.meeting.barrier()
+        if seat.rank == 0:
+            seat.tell(os.getpid())
+        seat.meeting.barrier()
+
+    def heard(pid: int) -> None:
+        pids = [os.getpid(), pid]
+        found.append(listening(os.getpid())[1])
+        found.append(
+            assault(pids, tmp_path) + [f"{pid} listens on {listening(pid)}" for pid in pids if not loopback_only(pid)]
+        )
+
+    run_world(task, 2, name="attacked", heard=heard)
+    sockets, entered = found
+    assert len(sockets) == 1  # the attack had something to try
+    assert entered == []
+
+
+@needs_root
+def test_ranks_of_the_launcher_let_nobody_in(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os, sys, time
+            import gradwire as gw
+            group = gw.init()
+            group.barrier()
+            print(os.getpid(), os.getppid(), flush=True)
+            time.sleep(60)
+            """
+        )
+    )
+    command = [sys.executable, "-m", "gradwire", "run", "--nproc", "2", "--no-prefix", str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        try:
+            assert launcher.stdout is not None
+            pids = {int(pid) for _ in range(2) for pid in launcher.stdout.readline().split()}
+            pids |= {launcher.pid}
+            entered = assault(sorted(pids), tmp_path)
+            entered += [f"{pid} listens on {listening(pid)}" for pid in pids if not loopback_only(pid)]
+        finally:
+            launcher.terminate()
+    assert entered == []
