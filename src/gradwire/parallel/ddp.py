@@ -112,12 +112,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.require_backward_grad_sync = True
         self._comm_hooks: list[tuple[Any, Any]] = []
         self._fused_optimizers_checked = False
-        self._build(init_sync=init_sync)
         self._mixed = None
         if mixed_precision is not None:
-            self._mixed = MixedPrecision(module, mixed_precision)
-            self.replica.use_hook(self._mixed.hook())
-            self.replica.reducer.after_backward.append(self._mixed.widen)
+            self._mixed = MixedPrecision(module, mixed_precision, self.parameters_to_ignore)
+        self._build(init_sync=init_sync)
 
     # -- construction --------------------------------------------------------------------------------------------------
 
@@ -148,6 +146,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             ignore=self.parameters_to_ignore,
             skip_unused=self._flags.skip_unused,
             sync_at_start=init_sync,
+            hook=None if self._mixed is None else self._mixed.hook(),
         )
         self.reducer = ReducerFace(self.replica)
         self.logger = Logger(self)
@@ -231,10 +230,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         """The module's forward, between what the replica does before and after."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             if self._delayed is not None and self.logger is None:
-                return self._delayed.after_forward(self.module(*inputs, **kwargs))
+                return self._delayed.after_forward(self._run_module(inputs, kwargs))
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            output = self.module(*inputs, **kwargs)
-            return self._post_forward(output)
+            return self._post_forward(self._run_module(inputs, kwargs))
+
+    def _run_module(self, inputs: Any, kwargs: Any) -> Any:
+        if self._mixed is None:
+            return self.module(*inputs, **kwargs)
+        return self._mixed.forward(self.module, inputs, kwargs)
 
     @untraced_call
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -253,9 +256,6 @@ class DistributedDataParallel(nn.Module, Joinable):
                 self._uneven.announce_sync(replica.sync)
         if self.device_ids:
             inputs, kwargs = move_to(inputs, kwargs, torch.device(self.device_type, self.device_ids[0]))
-        if self._mixed is not None:
-            self._mixed.narrow()
-            inputs, kwargs = self._mixed.cast(inputs), self._mixed.cast(kwargs)
         return inputs, kwargs
 
     @untraced_call
@@ -444,16 +444,19 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "you have called init_process_group and have not passed process_group argument to DDP constructor."
             )
         state = copy.copy(self.__dict__)
+        if "replica" in state:
+            state["_settings"] = self.replica.settings()
         for name in ("process_group", "group", "replica", "reducer", "logger", "_uneven"):
             state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        settings = state.pop("_settings", None)
         super().__setstate__(state)
         self._set_group(None, None)
         self._build(init_sync=False)
-        for hook, hook_state in self._comm_hooks:
-            self.replica.use_hook(hook if isinstance(hook, CommHook) else (hook, hook_state))
+        if settings is not None:
+            self.replica.restore(settings)
 
 
 class _NoSync(AbstractContextManager[None]):

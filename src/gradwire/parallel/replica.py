@@ -29,7 +29,7 @@ from gradwire.hooks.dense import mean
 from gradwire.hooks.drive import Driver, Pending
 from gradwire.hooks.outer import OuterHook, check_outer
 from gradwire.hooks.outer_half import OuterHalf, after_every_step, replace_handles
-from gradwire.hooks.states import States, to_dict
+from gradwire.hooks.states import States, from_dict, to_dict
 from gradwire.hooks.together import load_together, odd_ones_out
 from gradwire.interop.torch_hooks import TorchHook, TorchHookRun
 from gradwire.interop.untraced import untraced_call
@@ -212,6 +212,19 @@ class Replica:
             return states, self._outer_half(states, saved)
 
         self._use(*load_together(saved, self.hook, self.group, device=self._device(), build=build))
+
+    def settings(self) -> dict[str, Any]:
+        """The hook, its state and the weight, for a copy or a pickle of the model."""
+        state = None if self.torch_hook is not None else self.hook_state_dict()
+        return {"hook": self.torch_hook or self.hook, "state": state, "weight": self.weight}
+
+    def restore(self, settings: Mapping[str, Any]) -> None:
+        """Take `settings()` of the model this one was copied from. Local: one rank may make a copy without the others."""
+        self.use_hook(settings["hook"])
+        if settings["state"] is not None:
+            states = from_dict(settings["state"], self.hook, rank=self.group.rank)
+            self._use(states, self._outer_half(states, settings["state"]))
+        self.weight = settings["weight"]
 
     def _check_own_hook(self, doing: str) -> None:
         self._check_between_steps(f"{doing}()")
