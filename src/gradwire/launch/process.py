@@ -2,10 +2,14 @@
 
 Note [No orphans]
 A rank leads a process group, and signals go to the group: what a rank has started (workers of a data loader) ends with it, unless
-it has made itself a session of its own. A launcher that is killed cannot send anything, so Linux does: PR_SET_PDEATHSIG kills a
-rank with its launcher. It is asked for by the rank itself, in a few lines of Python that then become the program (execv keeps
-it): to run code between fork and exec in a launcher that has C++ threads is not safe. The signal comes when the *thread* ends
-that started the rank, so it is only asked for where that is the main thread.
+it has made itself a session or a process group of its own. A launcher that is killed cannot send anything, so two others do:
+
+- Linux: PR_SET_PDEATHSIG kills a rank with its launcher. It is requested by the rank itself, in a few lines of Python that then
+  become the program (execv keeps it): to run code between fork and exec in a launcher that has C++ threads is not safe. The
+  signal is sent when the *thread* ends that started the rank, so it is requested only where that is the main thread.
+- A guardian: a shell in the rank's process group, with all signals blocked, that reads from a pipe whose other end only the
+  launcher holds. At its end it kills the whole group, itself included. As a member it also keeps the group's number from being
+  given to others. If the group was stopped, Linux continues it when its launcher dies, since it is an orphaned group then.
 
 A rank that has ended is not reaped until its group has been dealt with: so long nobody else can get its number, and no signal can
 hit a stranger.
@@ -29,6 +33,38 @@ _BECOME = (
 )
 
 
+_GUARD = ["/bin/sh", "-c", "read -r line; kill -KILL 0"]
+
+
+class _Guardian:
+    """Kills the process group `group` when this process has ended, however that was. See Note [No orphans]."""
+
+    def __init__(self, group: int) -> None:
+        theirs, self._pipe = os.pipe()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the guardian inherits it
+        try:
+            self._process = subprocess.Popen(
+                _GUARD,
+                stdin=theirs,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                process_group=group,
+            )
+        except BaseException:
+            os.close(self._pipe)
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            os.close(theirs)
+        self.pid = self._process.pid
+
+    def release(self) -> None:
+        """Reap it, once its group has been killed."""
+        os.close(self._pipe)
+        with suppress(subprocess.TimeoutExpired):  # it is uninterruptible in the kernel
+            self._process.wait(timeout=1.0)
+
+
 class RankProcess:
     """A rank that runs or has run."""
 
@@ -49,6 +85,14 @@ class RankProcess:
         assert self._process.stderr is not None
         self.stdout, self.stderr = self._process.stdout, self._process.stderr
         self.pid = self._process.pid
+        try:
+            self._guardian = _Guardian(self.pid)
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            self.stdout.close()
+            self.stderr.close()
+            raise
         self.ended = os.pidfd_open(self.pid)
         """A descriptor that can be read from once the process has ended, whoever else holds its pipes."""
         for pipe in (self.stdout, self.stderr):
@@ -68,8 +112,11 @@ class RankProcess:
             os.killpg(self.pid, number)
 
     def companions(self) -> list[int]:
-        """Processes of the rank's group, beside itself, that still run."""
-        return [pid for pid, group, state in _processes() if group == self.pid != pid and state not in "ZX"]
+        """Processes of the rank's group that still run, without the rank and its guardian."""
+        ours = (self.pid, self._guardian.pid)
+        return [
+            pid for pid, group, state in _processes() if group == self.pid and pid not in ours and state not in "ZX"
+        ]
 
     def release(self) -> None:
         """Kill what is left of it, reap it, and close what this process holds for it."""
@@ -79,6 +126,7 @@ class RankProcess:
         os.close(self.ended)
         with suppress(subprocess.TimeoutExpired):  # in the kernel, where no signal reaches it
             self._process.wait(timeout=1.0)
+        self._guardian.release()
 
 
 def _processes() -> Iterator[tuple[int, int, str]]:

@@ -271,6 +271,43 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
         assert_gone(pid)
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("thread", [False, True])
+def test_what_ranks_started_ends_with_a_launcher_that_is_killed(tmp_path, thread, stopped):
+    """Also where the ranks ignore what can be ignored, where they are stopped, and where a thread started them."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, signal, subprocess, time\n"
+        "for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)\n"
+        "child = subprocess.Popen(['sleep', '100'])\n"
+        "print(os.getpid(), child.pid, flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    code = f"""
+import os, signal, sys, threading
+from gradwire.launch.process import RankProcess
+def main():
+    ranks = [RankProcess(r, [sys.executable, '-S', {str(script)!r}], {{}}, stdin=-3) for r in (0, 1)]
+    for rank in ranks:
+        os.set_blocking(rank.stdout.fileno(), True)
+        print(rank.stdout.readline().decode(), end='', flush=True)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            rank.send(number)
+        if {stopped}:
+            rank.send(signal.SIGSTOP)
+    os.kill(os.getpid(), 9)
+thread = threading.Thread(target=main)
+thread.start() if {thread} else main()
+thread.join() if {thread} else None
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pids = list(map(int, done.stdout.split()))
+    assert len(pids) == 4
+    for pid in pids:
+        assert_gone(pid)
+
+
 def test_a_rank_whose_launcher_is_gone_already_does_not_begin(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "getpid", lambda: 1 << 22)  # nobody's parent
     process = RankProcess(0, [sys.executable, "-c", f"open({str(tmp_path / 'mark')!r}, 'w')"], {}, stdin=-3)
