@@ -459,6 +459,10 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.replica.restore(settings)
 
 
+# Code that asks `isinstance(model, torch.nn.parallel.DistributedDataParallel)` gets True: see "A virtual subclass" in design.md.
+nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
+
+
 class _NoSync(AbstractContextManager[None]):
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp

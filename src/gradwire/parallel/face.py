@@ -37,6 +37,10 @@ class ReducerFace:
         future.set_result(self._replica.start(bucket).wait())
         return future
 
+    def prepare_for_backward(self, outputs: Any) -> None:
+        """Average in the next backward from `outputs`, whose forward ran under no_sync(): torch's pipelining calls this."""
+        self._replica.expect_backward(outputs)
+
     def _get_local_used_map(self) -> Tensor:
         return self._replica.reducer.used_map()
 

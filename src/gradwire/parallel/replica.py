@@ -363,6 +363,13 @@ class Replica:
             self.sync_buffers_next = False
             return output
         self.sync_buffers_next = True
+        self.expect_backward(output)
+        if self.graph is Graph.FIND_UNUSED or self.reducer.learning:
+            return through_sink(self, output)
+        return output
+
+    def expect_backward(self, output: Any) -> None:
+        """The next backward, from `output`, is to be averaged."""
         unused: list[int] = []
         if self.graph is Graph.FIND_UNUSED:
             with torch.autograd.profiler.record_function("search_unused_parameters"):
@@ -371,9 +378,6 @@ class Replica:
         self.reducer.prepare(unused)
         if self.reducer.silent and not hear_backward(output, self.reducer):
             self.reducer.speak_up()
-        if self.graph is Graph.FIND_UNUSED or self.reducer.learning:
-            return through_sink(self, output)
-        return output
 
     def recover(self) -> None:
         """After a step that failed on some rank: meet the others, and make the replicas equal again.
