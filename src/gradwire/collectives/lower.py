@@ -10,19 +10,18 @@ No group, no engine, no thread in here, so it is tested with simulated ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives import build
+from gradwire.collectives.compose import Program as Program
+from gradwire.collectives.compose import compose, exchanges_bytes
 from gradwire.collectives.kinds import Kind, ReduceOp
 from gradwire.collectives.op import Collective
 from gradwire.collectives.reference import reduce_tensors, store, working_dtype
-from gradwire.errors import UsageError
-
-Program = Generator[Collective, None, None]
 
 
 def is_plain(t: Tensor) -> bool:
@@ -122,8 +121,14 @@ def _all_reduce(op: Collective, low: _Lowering) -> Program:
     elif reduce_op is ReduceOp.AVG and source.dtype in (torch.float32, torch.float64):
         yield from low(build.all_reduce(source, op=ReduceOp.SUM, label=op.label))
         source.detach().div_(low.size)
-    else:
+    elif exchanges_bytes(low):
         yield from _all_reduce_by_exchange(op, low)
+    elif reduce_op in _LINEAR and source.dtype.is_floating_point and working_dtype(source.dtype) is not source.dtype:
+        wide = source.detach().to(working_dtype(source.dtype))
+        yield from low(build.all_reduce(wide, op=reduce_op, label=op.label))
+        store(source.detach(), wide)
+    else:
+        yield from _all_reduce_by_gather(op, low)
 
 
 def _scaled(op: Collective, t: Tensor) -> Tensor:
@@ -170,6 +175,14 @@ def _all_reduce_by_exchange(op: Collective, low: _Lowering) -> Program:
     store(t.detach(), padded[:n])
 
 
+def _all_reduce_by_gather(op: Collective, low: _Lowering) -> Program:
+    """n times the data on the wire, for engines without an all-to-all."""
+    t = op.inputs[0]
+    whole = torch.empty(low.size * t.numel(), dtype=t.dtype, device=t.device)
+    yield from low(build.all_gather_into_tensor(whole, flat(t), label=op.label))
+    store(t.detach(), reduce_tensors(op.reduce_op or ReduceOp.SUM, whole.view(low.size, t.numel()).unbind()))
+
+
 def _all_reduce_sparse(op: Collective, low: _Lowering) -> Program:
     """Gather everybody's indices and values, then add up: coordinates may differ from rank to rank."""
     own = op.inputs[0].detach().coalesce()
@@ -205,10 +218,15 @@ def _reduce(op: Collective, low: _Lowering) -> Program:
 
 def _reduce_scatter(op: Collective, low: _Lowering) -> Program:
     output = op.outputs[0]
+    sum_op = ReduceOp.SUM if op.reduce_op is ReduceOp.PREMUL_SUM else op.reduce_op or ReduceOp.SUM
     parts = [flat(_scaled(op, t)) for t in op.inputs]
+    if not exchanges_bytes(low):
+        whole = torch.cat(parts)
+        yield from low(build.all_reduce(whole, op=sum_op, label=op.label))
+        store(output.detach(), whole.split([part.numel() for part in parts])[low.rank])
+        return
     received = [torch.empty(output.numel(), dtype=parts[0].dtype, device=output.device) for _ in range(low.size)]
     yield from low(build.all_to_all(received, parts, label=op.label))
-    sum_op = ReduceOp.SUM if op.reduce_op is ReduceOp.PREMUL_SUM else op.reduce_op or ReduceOp.SUM
     store(output.detach(), reduce_tensors(sum_op, received))
 
 
@@ -335,12 +353,11 @@ def _barrier(op: Collective, low: _Lowering) -> Program:
 
 
 def _taken(op: Collective, low: _Lowering) -> Program:
-    """The end of the way down: plain bytes. An engine that refuses even these cannot do the operation at all."""
-    if not low.takes(op):
-        raise UsageError(
-            f"{op}: the engine does not take it, and there is nothing simpler to make it of. Use a group that does."
-        )
-    yield op
+    """Plain bytes. An engine that does not take even these lacks the kind."""
+    if low.takes(op):
+        yield op
+    else:
+        yield from compose(op, low)
 
 
 _RULES: dict[Kind, Callable[[Collective, _Lowering], Program]] = {

@@ -22,7 +22,8 @@ from gradwire.errors import (
     UsageError,
 )
 from gradwire.groups import C10dGroup, Group, ThreadGroup
-from gradwire.groups.c10d.engine import GLOO, NCCL, engine_of
+from gradwire.groups.c10d.abilities import find_engine
+from gradwire.groups.c10d.engine import GLOO, NCCL
 from gradwire.groups.c10d.failures import translate
 from gradwire.groups.c10d.rollcall import RollCall, host_identity, process_start
 from gradwire.groups.ledger import Ledger
@@ -62,9 +63,13 @@ def test_nccl_does_not_receive_from_anybody_and_orders_streams():
 
 
 def test_an_unknown_engine_is_asked_for_no_more_than_gloo():
+    class Unknown:
+        name = "ucc"
+
     odd = build.all_reduce(torch.ones(3, dtype=torch.int16))
-    assert not engine_of("ucc", in_python=False).takes(odd)
-    assert engine_of("mine", in_python=True).takes(odd)
+    _, engine = find_engine(Unknown(), torch.device("cpu"))
+    assert engine.name == "ucc"
+    assert not engine.takes(odd)
 
 
 SAID = [

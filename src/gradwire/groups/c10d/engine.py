@@ -4,9 +4,10 @@ downwards: method names, option objects, reduce ops.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,6 +37,13 @@ class Engine:
     """Hands a collective to the process group or back end; returns c10d's Work or what can be waited for like it."""
     stream_ordered: bool = False
     """Whether a finished wait() only means "ordered on the current CUDA stream", as NCCL's does."""
+    may_block: bool = False
+    """Whether a call may last until the peers have called too; it is then made on the group's lane, and not by the caller."""
+
+
+def is_usual(op: Collective) -> bool:
+    """Whether the tensors are plain and of dtypes that every engine moves."""
+    return _plain(op) and _movable(op)
 
 
 def _movable(op: Collective) -> bool:
@@ -43,7 +51,8 @@ def _movable(op: Collective) -> bool:
     return dtype in _FLOATS or dtype in _INTEGERS
 
 
-def _one_size(tensors: tuple[Tensor, ...]) -> bool:
+def one_size(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether all have as many elements."""
     return len({t.numel() for t in tensors}) <= 1
 
 
@@ -62,7 +71,7 @@ def _gloo_takes(op: Collective) -> bool:
     if kind in (Kind.ALL_REDUCE, Kind.BROADCAST):
         return len(op.inputs) == 1 and op.inputs[0] is op.outputs[0] and (kind is Kind.BROADCAST or _gloo_reduces(op))
     if kind is Kind.ALL_GATHER:
-        return _one_size(op.outputs)
+        return one_size(op.outputs)
     if kind is Kind.ALL_GATHER_INTO_TENSOR:
         # Gloo compares shapes, but the whole of parts [2, 3] may be [4, 3] as well as [2, 2, 3]: only flat ones are clear.
         return len(op.inputs) == 1 and op.inputs[0].dim() == op.outputs[0].dim() == 1
@@ -93,7 +102,7 @@ def _nccl_takes(op: Collective) -> bool:
     if kind is Kind.BROADCAST:
         return len(op.inputs) == 1 and op.inputs[0] is op.outputs[0]
     if kind is Kind.ALL_GATHER:
-        return _one_size(op.outputs)
+        return one_size(op.outputs)
     if kind is Kind.ALL_GATHER_INTO_TENSOR:
         return len(op.inputs) == 1
     if kind is Kind.ALL_TO_ALL_SINGLE:
@@ -101,16 +110,6 @@ def _nccl_takes(op: Collective) -> bool:
     return kind in (Kind.ALL_TO_ALL, Kind.GATHER, Kind.SCATTER, Kind.SEND) or (
         kind is Kind.RECV and op.peer is not None
     )
-
-
-def engine_of(name: str, *, in_python: bool) -> Engine:
-    """What is known about the back end called `name`.
-
-    One written in Python is trusted with everything, since it can be mended; an unknown one in C++ is asked for no more
-    than gloo.
-    """
-    known = {"gloo": GLOO, "nccl": NCCL}.get(name)
-    return known or Engine(name, (lambda op: True) if in_python else _gloo_takes, call)
 
 
 # -- calls ---------------------------------------------------------------------------------------------------------------
@@ -199,3 +198,5 @@ def _gloo_call(pg: Any, op: Collective, timeout: float) -> Any:
 
 GLOO = Engine("gloo", _gloo_takes, _gloo_call)
 NCCL = Engine("nccl", _nccl_takes, call, stream_ordered=True)
+KNOWN: Mapping[str, Engine] = MappingProxyType({"gloo": GLOO, "nccl": NCCL})
+"""Engines in C++ by the name of their back end."""

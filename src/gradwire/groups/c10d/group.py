@@ -22,8 +22,9 @@ from gradwire.collectives import Collective
 from gradwire.collectives.lower import Program, is_identity, lower
 from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
+from gradwire.groups.c10d.abilities import can_split, find_engine, name_of, store_of
 from gradwire.groups.c10d.aside import Aside, mark
-from gradwire.groups.c10d.engine import Engine, engine_of
+from gradwire.groups.c10d.engine import Engine
 from gradwire.groups.c10d.failures import translate
 from gradwire.groups.c10d.rollcall import RollCall
 from gradwire.groups.c10d.work import C10dWork, Reaper, wait_slice
@@ -54,10 +55,10 @@ class C10dGroup(Group):
             raise UsageError(
                 f"C10dGroup({pg!r}): not a torch.distributed process group. Pass dist.group.WORLD or one like it."
             )
-        super().__init__(pg.rank(), pg.size(), name=name or f"c10d-{_name_of(pg)}", timeout=timeout or DEFAULT_TIMEOUT)
+        super().__init__(pg.rank(), pg.size(), name=name or f"c10d-{name_of(pg)}", timeout=timeout or DEFAULT_TIMEOUT)
         self.pg: Any = pg
         self._backends: dict[str, tuple[Any, Engine]] = {}
-        self._store = _store_of(pg) if store is None else store
+        self._store = store_of(pg) if store is None else store
         if roll is None and self._store is not None:
             roll = RollCall.over(self._store, self.rank, self.size)
         self._roll = roll
@@ -129,7 +130,7 @@ class C10dGroup(Group):
                 return work
             if engine.stream_ordered:
                 self._run_through(work, backend, engine)
-            elif engine.takes(op) and self._lane.idle:
+            elif not engine.may_block and engine.takes(op) and self._lane.idle:
                 self._start(work, op, backend, engine)
             else:
                 ready = mark(op.device)
@@ -343,13 +344,7 @@ class C10dGroup(Group):
         """The back end for this device, and what is known about it."""
         known = self._backends.get(device.type)
         if known is None:
-            in_python = type(self.pg).__init__ is not dist.ProcessGroup.__init__ and isinstance(
-                self.pg, dist.ProcessGroup
-            )
-            backend = self.pg
-            if isinstance(self.pg, dist.ProcessGroup) and not in_python:
-                backend = self.pg._get_backend(device)
-            known = self._backends[device.type] = (backend, engine_of(_name_of(backend), in_python=in_python))
+            known = self._backends[device.type] = find_engine(self.pg, device)
         return known
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
@@ -362,7 +357,7 @@ class C10dGroup(Group):
             store = PrefixStore(f"{name}/{number}", self._store)
             roll = None if self._roll is None else self._roll.within(name, in_group_rank, len(ranks))
             return C10dGroup.gloo(store, in_group_rank, len(ranks), timeout=self.timeout, name=name, roll=roll)
-        if not hasattr(backend, "split_group"):
+        if not can_split(backend):
             raise UsageError(
                 f"{self}: its engine, {engine.name}, cannot be split. Make the process group with dist.new_group."
             )
@@ -416,18 +411,6 @@ def _weak_tick(group: C10dGroup) -> Any:
 def _stop_threads(reaper: Reaper, lane: Lane) -> None:
     lane.stop(timeout=2.0)
     reaper.stop(timeout=2.0)
-
-
-def _name_of(pg: Any) -> str:
-    name = pg.name() if callable(getattr(pg, "name", None)) else getattr(pg, "name", "")
-    return str(name) or type(pg).__name__
-
-
-def _store_of(pg: Any) -> Any:
-    try:
-        return pg.get_group_store()
-    except (AttributeError, RuntimeError):
-        return None
 
 
 def _make_gloo(store: Any, rank: int, size: int, timeout: float) -> Any:

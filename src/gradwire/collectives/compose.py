@@ -1,0 +1,165 @@
+"""Collectives of plain bytes made of other kinds, for engines that lack a whole kind.
+
+`lower` reduces every movement of data to one of flat bytes. An engine with few kinds, such as a process group written in Python
+that has only what torch's DDP calls (`allreduce`, `broadcast`, `allgather`), may lack the kind altogether; then it is composed
+here. Bytes on the wire, for n ranks and b bytes of each rank's own data:
+
+    broadcast               an all-gather, n b; or a sum with zeros, as an all-reduce of b
+    all_gather_into_tensor  an all-gather of lists; or n broadcasts of b; or a sum with zeros, as an all-reduce of n b
+    all_to_all_single       an all-to-all of lists; or an all-gather of everything, n b instead of b
+    gather, scatter         an all-gather; a broadcast of what the root has
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import build
+from gradwire.collectives.kinds import Kind
+from gradwire.collectives.op import Collective
+from gradwire.errors import UsageError
+
+Program = Generator[Collective, None, None]
+
+
+class Lowering(Protocol):
+    """What a rule needs to know apart from the operation."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def takes(self) -> Callable[[Collective], bool]: ...
+
+    def __call__(self, op: Collective) -> Program:
+        """Carry out a collective by those that the engine takes."""
+
+
+def compose(op: Collective, low: Lowering) -> Program:
+    """Carry out `op`, whose tensors are flat bytes and which the engine does not take, by other kinds."""
+    rule = _RULES.get(op.kind)
+    if rule is None:
+        raise UsageError(
+            f"{op}: the engine does not take it, and there is nothing simpler to make it of. Use a group that does."
+        )
+    yield from rule(op, low)
+
+
+def sums_bytes(low: Lowering) -> bool:
+    """Whether the engine adds bytes up."""
+    return low.takes(build.all_reduce(torch.empty(1, dtype=torch.uint8)))
+
+
+def gathers_bytes(low: Lowering) -> bool:
+    """Whether the engine has an all-gather, of tensors or of lists."""
+    one, whole = torch.empty(1, dtype=torch.uint8), torch.empty(low.size, dtype=torch.uint8)
+    return low.takes(build.all_gather_into_tensor(whole, one)) or low.takes(build.all_gather(whole.split(1), one))
+
+
+def exchanges_bytes(low: Lowering) -> bool:
+    """Whether the engine has an all-to-all, of one tensor or of lists."""
+    a, b = torch.empty(low.size, dtype=torch.uint8), torch.empty(low.size, dtype=torch.uint8)
+    splits = [1] * low.size
+    single = build.all_to_all_single(a, b, output_split_sizes=splits, input_split_sizes=splits)
+    return low.takes(single) or low.takes(build.all_to_all(a.split(1), b.split(1)))
+
+
+def _broadcast(op: Collective, low: Lowering) -> Program:
+    (place,), root = op.outputs, op.root or 0
+    if sums_bytes(low):
+        if low.rank != root:
+            place.zero_()
+        yield build.all_reduce(place, label=op.label)
+    elif gathers_bytes(low):
+        whole = place.new_empty(low.size * place.numel())
+        yield from low(build.all_gather_into_tensor(whole, place, label=op.label))
+        place.copy_(whole.view(low.size, -1)[root] if place.numel() else place)
+    else:
+        _refuse(op)
+
+
+def _all_gather_into_tensor(op: Collective, low: Lowering) -> Program:
+    (part,), (whole,) = op.inputs, op.outputs
+    parts: Sequence[Tensor] = whole.split(part.numel()) if part.numel() else [whole] * low.size
+    by_list = build.all_gather(parts, part, label=op.label)
+    if low.takes(by_list):
+        yield by_list
+    elif low.takes(build.broadcast(part, src=0)):
+        _put(part, parts[low.rank])
+        for rank, place in enumerate(parts):
+            yield build.broadcast(place, src=rank, label=op.label)
+    elif sums_bytes(low):
+        own = part.clone()  # it may lie inside the output
+        whole.zero_()
+        parts[low.rank].copy_(own)
+        yield build.all_reduce(whole, label=op.label)
+    else:
+        _refuse(op)
+
+
+def _put(source: Tensor, place: Tensor) -> None:
+    if source.data_ptr() != place.data_ptr():
+        place.copy_(source)
+
+
+def _all_to_all_single(op: Collective, low: Lowering) -> Program:
+    """Both lists of split sizes are written out, see `lower`."""
+    (source,), (target,) = op.inputs, op.outputs
+    assert op.splits is not None
+    out_splits, in_splits = op.splits
+    by_list = build.all_to_all(target.split(out_splits), source.split(in_splits), label=op.label)
+    if low.takes(by_list):
+        yield by_list
+        return
+    # Where a rank's parts begin in another's tensor only that one knows.
+    table = torch.empty(low.size * low.size, dtype=torch.int64, device=source.device)
+    own = torch.tensor(in_splits, dtype=torch.int64, device=source.device)
+    yield from low(build.all_gather_into_tensor(table, own, label=op.label))
+    lengths: list[list[int]] = table.view(low.size, low.size).tolist()
+    longest = max(sum(row) for row in lengths)
+    whole = source.new_empty(low.size * longest)
+    padded = torch.cat([source, source.new_zeros(longest - source.numel())])
+    yield from low(build.all_gather_into_tensor(whole, padded, label=op.label))
+    offset = 0
+    for sender, row in enumerate(lengths):
+        begin, count = sender * longest + sum(row[: low.rank]), row[low.rank]
+        target[offset : offset + count].copy_(whole[begin : begin + count])
+        offset += count
+
+
+def _gather(op: Collective, low: Lowering) -> Program:
+    (mine,) = op.inputs
+    whole = mine.new_empty(low.size * mine.numel())
+    yield from low(build.all_gather_into_tensor(whole, mine, label=op.label))
+    for place, part in zip(op.outputs, whole.view(low.size, -1) if mine.numel() else (), strict=False):
+        place.copy_(part)
+
+
+def _scatter(op: Collective, low: Lowering) -> Program:
+    (place,) = op.outputs
+    whole = torch.cat(op.inputs) if op.inputs else place.new_empty(low.size * place.numel())
+    yield from low(build.broadcast(whole, src=op.root or 0, label=op.label))
+    if place.numel():
+        place.copy_(whole.view(low.size, -1)[low.rank])
+
+
+def _refuse(op: Collective) -> None:
+    raise UsageError(
+        f"{op}: the engine has no all-reduce, broadcast or all-gather to make it of. Implement one of them in the group."
+    )
+
+
+_RULES: dict[Kind, Callable[[Collective, Lowering], Program]] = {
+    Kind.BROADCAST: _broadcast,
+    Kind.ALL_GATHER_INTO_TENSOR: _all_gather_into_tensor,
+    Kind.ALL_TO_ALL_SINGLE: _all_to_all_single,
+    Kind.GATHER: _gather,
+    Kind.SCATTER: _scatter,
+}

@@ -1,0 +1,200 @@
+"""Which engine serves a process group on a device, and what it takes: known engines by name, Python ones by their class.
+
+Note [What a group written in Python takes]
+A subclass of torch's ProcessGroup inherits a method for every collective, and those it does not override look for a back end in
+C++ that it does not have. So the class is asked, once, which methods are its own; what it lacks is composed of those
+(`collectives.lower`). Nothing is tried on the wire, where ranks would get out of step. A method that can only raise
+NotImplementedError, or is abstract, does not count.
+
+The class does not show which tensors and reductions a method can deal with, so it is asked for no more than torch's DDP asks for:
+plain tensors of the usual dtypes, one at a time, and of the reductions only SUM. (A group that was written for DDP may well ignore
+the option, and would return the sum where the maximum was asked for.) `reduce` is not used: some engines write into the tensors of
+ranks that are not the root.
+
+A subclass may have a back end in C++ all the same, for the methods it does not override. Then what that one takes counts too.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable, Mapping
+from types import BuiltinFunctionType, MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from gradwire.collectives import Collective, Kind, ReduceOp
+from gradwire.groups.c10d.engine import GLOO, KNOWN, Engine, call, is_usual, one_size
+from gradwire.groups.c10d.python_work import adapt
+
+METHODS: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
+    {
+        Kind.ALL_REDUCE: ("allreduce",),
+        Kind.BROADCAST: ("broadcast",),
+        Kind.ALL_GATHER: ("allgather",),
+        Kind.ALL_GATHER_INTO_TENSOR: (
+            "_allgather_base",
+            "all_gather_single",
+            "allgather_into_tensor_coalesced",
+            "all_gather_single_coalesced",
+        ),
+        Kind.REDUCE_SCATTER: ("reduce_scatter",),
+        Kind.REDUCE_SCATTER_TENSOR: (
+            "_reduce_scatter_base",
+            "reduce_scatter_single",
+            "reduce_scatter_tensor_coalesced",
+            "reduce_scatter_single_coalesced",
+        ),
+        Kind.ALL_TO_ALL: ("alltoall",),
+        Kind.ALL_TO_ALL_SINGLE: ("alltoall_base", "all_to_all_single"),
+        Kind.GATHER: ("gather",),
+        Kind.SCATTER: ("scatter",),
+        Kind.SEND: ("send",),
+        Kind.RECV: ("recv",),
+        Kind.BARRIER: ("barrier",),
+    }
+)
+"""The names that torch's versions have for each kind, in the order in which they are looked for."""
+
+_RECV_ANY = "recv_anysource"
+_NAMES = frozenset({_RECV_ANY}).union(*METHODS.values())
+
+
+def find_engine(pg: Any, device: torch.device) -> tuple[Any, Engine]:
+    """The object to call for tensors on `device`, and what is known about it."""
+    own = own_methods(pg)
+    if own:
+        return pg, _python_engine(pg, own, _engine_beneath(pg, device))
+    backend = pg._get_backend(device) if isinstance(pg, dist.ProcessGroup) else pg
+    own = own_methods(backend)  # torch 2.15 lets Python derive from Backend
+    return backend, _python_engine(backend, own, None) if own else _engine_named(name_of(backend))
+
+
+def name_of(pg: Any) -> str:
+    """What a process group or back end calls itself; its class's name where it does not."""
+    name = pg.name() if callable(getattr(pg, "name", None)) else getattr(pg, "name", "")
+    return str(name) if name and name != "undefined" else type(pg).__name__
+
+
+def store_of(pg: Any) -> Any:
+    """The store that a process group was made over; None if it has none that works.
+
+    torch's FakeStore has no methods at all, and once its Python half is dropped it is an object of the abstract class.
+    """
+    try:
+        store = pg.get_group_store()
+    except (AttributeError, RuntimeError):
+        return None
+    inner = store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    in_python = type(inner).__dictoffset__ != 0  # C++ binds its classes without a dict
+    abstract = type(inner) is Store or (in_python and isinstance(inner, Store) and type(inner).add is Store.add)
+    return None if abstract else store
+
+
+def can_split(pg: Any) -> bool:
+    """Whether it has a `split_group` that can work: in a group written in Python, one of its own."""
+    method = getattr(pg, "split_group", None)
+    return method is not None and not (own_methods(pg) and _is_missing(pg, method))
+
+
+def own_methods(pg: Any) -> Mapping[str, Callable[..., Any]]:
+    """The collectives that a group implements in Python, by c10d's names."""
+    found = {name: getattr(pg, name, None) for name in _NAMES}
+    return {name: method for name, method in found.items() if callable(method) and not _is_missing(pg, method)}
+
+
+def _is_missing(pg: Any, method: Any) -> bool:
+    """Whether a method is only inherited from C++, abstract, or can do nothing but raise NotImplementedError."""
+    function = getattr(method, "__func__", method)
+    if isinstance(function, BuiltinFunctionType):
+        return getattr(method, "__self__", None) is pg
+    code = getattr(function, "__code__", None)
+    if getattr(function, "__isabstractmethod__", False):
+        return True
+    if code is None or "NotImplementedError" not in code.co_names:
+        return False
+    return not any(step.opname.startswith("RETURN") for step in dis.get_instructions(code))
+
+
+def _engine_named(name: str) -> Engine:
+    """An unknown engine is asked for no more than gloo."""
+    return KNOWN.get(name) or Engine(name, GLOO.takes, call)
+
+
+def _engine_beneath(pg: Any, device: torch.device) -> Engine | None:
+    """The engine in C++ of a group written in Python, if it has one for this device."""
+    if not isinstance(pg, dist.ProcessGroup) or device.type not in {d.type for d in _devices_in_cpp(pg)}:
+        return None
+    return _engine_named(name_of(dist.ProcessGroup._get_backend(pg, device)))
+
+
+def _devices_in_cpp(pg: dist.ProcessGroup) -> list[torch.device]:
+    """What torch's own property returns, whatever the class makes of it."""
+    return list(dist.ProcessGroup._device_types.__get__(pg))
+
+
+def _python_engine(pg: Any, own: Mapping[str, Callable[..., Any]], beneath: Engine | None) -> Engine:
+    """See Note [What a group written in Python takes]."""
+    kinds = {kind: next((name for name in names if name in own), None) for kind, names in METHODS.items()}
+
+    def method_of(op: Collective) -> str | None:
+        if op.kind is Kind.RECV and op.peer is None:
+            return _RECV_ANY if _RECV_ANY in own else None
+        return kinds.get(op.kind)
+
+    def takes(op: Collective) -> bool:
+        return (method_of(op) is not None and _asks_little(op)) or (beneath is not None and beneath.takes(op))
+
+    spelled = _Spelling(pg, {METHODS[kind][0]: name for kind, name in kinds.items() if name is not None})
+
+    def submit(pg: Any, op: Collective, timeout: float) -> Any:
+        method = method_of(op)
+        if method is None or not _asks_little(op):
+            assert beneath is not None
+            return beneath.call(pg, op, timeout)
+        return adapt(call(spelled, op, timeout), op, f"{type(pg).__name__}.{method}", timeout)
+
+    ordered = beneath is not None and beneath.stream_ordered
+    return Engine(name_of(pg), takes, submit, stream_ordered=ordered, may_block=True)
+
+
+class _Spelling:
+    """A process group under the names that `engine.call` uses."""
+
+    def __init__(self, pg: Any, names: Mapping[str, str]) -> None:
+        self._pg = pg
+        self._names = names
+
+    def __getattr__(self, name: str) -> Any:
+        actual = self._names.get(name, name)
+        method = getattr(self._pg, actual)
+        if actual.endswith("_coalesced"):
+            return lambda whole, part, options: method([whole], [part], options)
+        return method
+
+
+def _asks_little(op: Collective) -> bool:
+    """Whether every implementation of the kind can be expected to carry out this one."""
+    kind = op.kind
+    if kind is Kind.BARRIER:
+        return True
+    if not is_usual(op):
+        return False
+    if kind.reduces and op.reduce_op is not ReduceOp.SUM:
+        return False
+    if kind in (Kind.ALL_REDUCE, Kind.BROADCAST):
+        return len(op.inputs) == 1 and op.inputs[0] is op.outputs[0]
+    if kind in (Kind.ALL_GATHER_INTO_TENSOR, Kind.REDUCE_SCATTER_TENSOR):
+        # The whole of parts [2, 3] may be [4, 3] as well as [2, 2, 3]: only flat ones are clear.
+        return len(op.inputs) == 1 and op.inputs[0].dim() == op.outputs[0].dim() == 1
+    if kind is Kind.ALL_GATHER:
+        return one_size(op.outputs)
+    if kind is Kind.REDUCE_SCATTER:
+        return one_size(op.inputs)
+    if kind is Kind.ALL_TO_ALL_SINGLE:
+        return op.splits is None or all(op.splits)
+    return True

@@ -1,0 +1,178 @@
+"""What a process group written in Python returns, as something that can be waited for like c10d's Work.
+
+Note [Work written in Python]
+Three things come back from such a group, and torch's base class answers for none of them whether they are over:
+
+- a Work of torch's own, from an engine it delegates to, or `_create_work_from_future(future)`, which cannot be waited for with a
+  time-out and does not raise what its future holds;
+- a subclass of torch's Work, or any other object, with `wait(timeout)` and `get_future()`: the two methods that torch calls;
+- the same with `wait` alone.
+
+A future tells by itself when it is over, so it is asked first; `wait` is called then, because it may be where the group puts the
+result into place. Without a future a thread calls `wait`, with the operation's deadline. Whoever waits here waits for an event, for
+as long as they like.
+
+DDP's reducer takes the result of an all-reduce from the future, and not from the tensors it passed in; so do we where they differ.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.collectives import Collective, Kind
+from gradwire.errors import UsageTypeError
+
+
+def adapt(work: Any, op: Collective, method: str, timeout: float) -> Any:
+    """What `method` returned for `op`, with `wait(timeout)` that can be repeated, `is_completed` that is true, and errors."""
+    if type(work) is dist.Work:
+        return _TorchWork(work, op)
+    waits, has_future = (callable(_own(work, name)) for name in ("wait", "get_future"))
+    if not waits and not has_future:
+        raise UsageTypeError(
+            f"{op}: {method} returned {work!r}, which is not a Work. Return a subclass of torch.distributed.Work with wait and "
+            "get_future, or _create_work_from_future(future)."
+        )
+    if has_future:
+        return _PythonWork(op, work.get_future(), work if waits else None, timeout)
+    return _WaitedWork(op, work, timeout)
+
+
+def _wait(work: Any, timeout: timedelta) -> None:
+    """C++ passes a time-out, Python's `dist` does not: some implementations need one, and some do not know of any."""
+    try:
+        inspect.signature(work.wait).bind(timeout)
+    except TypeError:
+        work.wait()
+    else:
+        work.wait(timeout)
+
+
+def _own(work: Any, name: str) -> Any:
+    """A method that is not the one of torch's base class, which does nothing useful in Python."""
+    inherited = isinstance(work, dist.Work) and getattr(type(work), name, None) is getattr(dist.Work, name)
+    return None if inherited else getattr(work, name, None)
+
+
+class _TorchWork:
+    """A Work of torch's own. See Note [Work written in Python]."""
+
+    def __init__(self, work: Any, op: Collective) -> None:
+        self._work = work
+        self._op = op
+        self._wrapped: _PythonWork | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """As c10d's, with or without a time-out."""
+        if self._wrapped is None:
+            try:
+                return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
+            except RuntimeError as error:
+                if "finite timeout not implemented" not in str(error):
+                    raise
+            self._wrapped = _PythonWork(self._op, self._work.get_future(), None, 0.0)
+        return self._wrapped.wait(timeout)
+
+    def is_completed(self) -> bool:
+        """Whether it is over, well or badly."""
+        return bool(self._work.is_completed())
+
+    def _source_rank(self) -> int:
+        return int(self._work._source_rank())
+
+
+class _Outcome:
+    """Over when its event is set; what happens then happens once, in the thread that comes first."""
+
+    def __init__(self, op: Collective) -> None:
+        self._op = op
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._finished = False
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Raise what it failed with, or RuntimeError if it is not over in time, as c10d's does."""
+        if not self._over.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError(f"{self._op}: still running after {timeout}")
+        with self._lock:
+            if not self._finished:
+                self._finished = True
+                try:
+                    self._finish()
+                except Exception as error:
+                    self._error = error
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is over, well or badly."""
+        return self._over.is_set()
+
+    def _finish(self) -> None:
+        """Put the result into place, or raise what went wrong."""
+
+
+class _PythonWork(_Outcome):
+    """Over when its future is."""
+
+    def __init__(self, op: Collective, future: Any, work: Any, timeout: float) -> None:
+        super().__init__(op)
+        self._future = future
+        self._work = work
+        self._timeout = timedelta(seconds=timeout)
+        over = self._over
+        future.add_done_callback(lambda _: over.set())
+
+    def _finish(self) -> None:
+        if self._work is not None:
+            _wait(self._work, self._timeout)
+        value = self._future.wait()
+        if isinstance(value, BaseException):  # what set_exception stores, after the future has been through C++
+            raise value
+        if self._op.kind is Kind.ALL_REDUCE:
+            _take(value, self._op.outputs)
+
+    def _source_rank(self) -> int:
+        return int(self._work._source_rank())
+
+
+def _take(value: Any, outputs: tuple[Tensor, ...]) -> None:
+    """The result as DDP's reducer takes it: from the future, unless that holds the very tensors."""
+    results = [value] if isinstance(value, Tensor) else value
+    if not isinstance(results, Sequence) or len(results) != len(outputs):
+        return
+    for result, output in zip(results, outputs, strict=True):
+        if isinstance(result, Tensor) and result.numel() == output.numel() and result.data_ptr() != output.data_ptr():
+            output.detach().copy_(result.view_as(output))
+
+
+class _WaitedWork(_Outcome):
+    """Over when its `wait` returns, in a thread of its own."""
+
+    def __init__(self, op: Collective, work: Any, timeout: float) -> None:
+        super().__init__(op)
+        self._work = work
+        self._timeout = timedelta(seconds=timeout)
+        threading.Thread(target=self._run, name=f"gradwire-wait-{op.kind.value}", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            _wait(self._work, self._timeout)
+            if self._op.device.type == "cuda":
+                torch.cuda.current_stream(self._op.device).synchronize()
+        except Exception as error:
+            self._error = error
+        self._over.set()
+
+    def _source_rank(self) -> int:
+        return int(self._work._source_rank())
