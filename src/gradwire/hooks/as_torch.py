@@ -149,6 +149,7 @@ class _Adapter:
                 self._outer.backward_begins()
         turn = Turn(spec, group.rank, group.size, step, donated=True)
         with torch.no_grad():
+            self._states.pay(spec, bucket.buffer())
             if self._own.overlaps:
                 pending = driver.launch(self._hook, bucket.buffer(), state, turn)
             else:

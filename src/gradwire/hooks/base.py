@@ -147,6 +147,18 @@ class CommHook(ABC):
         """Of what `save` gave on another rank, what holds on every rank: with this a new rank begins. Nothing, if nothing else."""
         return {}
 
+    @property
+    def structure(self) -> str:
+        """What `save` gives, whatever the settings: hooks of one structure can `load` each other's states. "" for no state."""
+        return "" if type(self).save is CommHook.save else type(self).__qualname__
+
+    def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
+        """Of what `save` gave, by parameter, the gradients that this rank has not sent yet; None where that cannot be told.
+
+        A hook of another structure that takes its place sends them with the next gradients.
+        """
+        return None if self.remembers else {}
+
 
 @dataclass(frozen=True, slots=True)
 class Wrapped(CommHook):
@@ -195,6 +207,16 @@ class Wrapped(CommHook):
     def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """The inner hook's."""
         return self.inner.shared(saved)
+
+    @property
+    def structure(self) -> str:
+        """The inner hook's, unless it saves something of its own."""
+        inside = self.inner.structure
+        return inside if type(self).save is Wrapped.save else f"{type(self).__qualname__}({inside})"
+
+    def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
+        """The inner hook's, unless it saves something of its own."""
+        return self.inner.owed(saved) if type(self).save is Wrapped.save else CommHook.owed(self, saved)
 
 
 Stage = Callable[[CommHook], CommHook]

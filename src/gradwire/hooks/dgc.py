@@ -94,6 +94,10 @@ class DGC(CommHook):
             join_flat(pick(saved, "velocity"), spec, dtype=dtype), join_flat(pick(saved, "unsent"), spec, dtype=dtype)
         )
 
+    def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
+        """What has accumulated. The velocity is momentum, which ends with the hook."""
+        return pick(saved, "unsent")
+
     def __repr__(self) -> str:
         return (
             f"dgc(ratio={self.ratio}, momentum={self.momentum}, warmup_steps={self.warmup_steps}, clip={self.clip}, "

@@ -96,6 +96,10 @@ class ErrorFeedback(Wrapped):
         """Not the residual, which is what its rank has not sent; the inner hook's."""
         return bundle(inner=self.inner.shared(pick(saved, "inner")))
 
+    def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
+        """The residual. The hook inside owes nothing."""
+        return pick(saved, "residual")
+
     def __repr__(self) -> str:
         return f"error_feedback() > {self.inner!r}"
 

@@ -207,6 +207,17 @@ class Hierarchical(CommHook):
             across={name: across[name] | {"state": state} for name, state in common.items()},
         )
 
+    @property
+    def structure(self) -> str:
+        """Both hooks'."""
+        return f"Hierarchical({self.inside.structure}; {self.across.structure})"
+
+    def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
+        """What the hook inside owes. What is owed across is of the host's mean, and of some rows of it, not of a gradient."""
+        if self.across.remembers and pick(saved, "across"):
+            return None
+        return self.inside.owed(pick(saved, "inside"))
+
     def __repr__(self) -> str:
         return f"hierarchical(inside={self.inside!r}, across={self.across!r})"
 

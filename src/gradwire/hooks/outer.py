@@ -58,6 +58,11 @@ class OuterHook(CommHook):
         """Nothing is sent for a gradient."""
         return 0.0
 
+    @property
+    def structure(self) -> str:
+        """By class: the count of optimizer steps, at least, is state."""
+        return type(self).__qualname__
+
     def outer_wire_bytes(self, spec: BucketSpec, world_size: int) -> float | None:
         """What a rank sends in an outer step for a bucket of parameters, as `wire_bytes` counts; None where that is not known."""
         return None

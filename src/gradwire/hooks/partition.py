@@ -22,6 +22,7 @@ from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn, check
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.dense import Mean
 from gradwire.hooks.pieces import Pieces
+from gradwire.hooks.state import add_owed
 
 _MEAN = Mean()
 
@@ -45,6 +46,9 @@ class _Where:
     """Parameters for which a function says so."""
 
     mask: Mask
+
+    def __str__(self) -> str:
+        return getattr(self.mask, "__qualname__", type(self.mask).__qualname__)
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         return bool(self.mask(name, shape))
@@ -173,6 +177,16 @@ class Partition(CommHook):
             common |= _ruled(rule, hook.shared(_of_rule(rule, saved, list(saved))))
         return common
 
+    @property
+    def structure(self) -> str:
+        """The rules, which say whose state it is, and each hook's."""
+        return f"Partition({'; '.join(f'{rule}: {hook.structure}' for rule, hook in self.rules)})"
+
+    def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
+        """What the hooks of all rules owe."""
+        states = [(hook, _of_rule(rule, saved, list(saved))) for rule, (_, hook) in enumerate(self.rules)]
+        return add_owed(*(hook.owed(state) for hook, state in states))
+
     def __repr__(self) -> str:
         return self.text
 
@@ -240,7 +254,8 @@ def masked(mask: str | Sequence[str] | Mask, hook: CommHook, *, otherwise: CommH
     check_hooks("masked", hook=hook, otherwise=otherwise)
     rule: Rule
     if callable(mask):
-        rule, shown = _Where(mask), getattr(mask, "__qualname__", type(mask).__qualname__)
+        rule = _Where(mask)
+        shown = str(rule)
     else:
         patterns = [mask] if isinstance(mask, str) else list(mask) if isinstance(mask, Sequence) else [mask]
         if not patterns or not all(isinstance(pattern, str) for pattern in patterns):

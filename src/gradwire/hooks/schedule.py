@@ -14,7 +14,7 @@ from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn, check_hooks
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.dense import Mean
-from gradwire.hooks.state import bundle, join_flat, pick, split_flat
+from gradwire.hooks.state import add_owed, bundle, join_flat, pick, split_flat
 
 _MEAN = Mean()
 
@@ -93,6 +93,15 @@ class After(CommHook):
             before=self.before.shared(pick(saved, "before")),
             hook=self.hook.shared(pick(saved, "hook")),
         )
+
+    @property
+    def structure(self) -> str:
+        """With the step of the change, since a state is of the hook before it or of the one after it."""
+        return f"After({self.step}: {self.before.structure}; {self.hook.structure})"
+
+    def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
+        """The later hook's; the earlier one keeps nothing."""
+        return self.hook.owed(pick(saved, "hook"))
 
     def __repr__(self) -> str:
         return f"after({self.step}, {self.hook!r}, before={self.before!r})"
@@ -193,6 +202,15 @@ class Every(CommHook):
         """Not what was kept, which its rank has not sent; the hook's."""
         return bundle(hook=self.hook.shared(pick(saved, "hook")))
 
+    @property
+    def structure(self) -> str:
+        """Sums, and the hook's."""
+        return f"Every({self.hook.structure})"
+
+    def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
+        """What was kept, and what the hook owes."""
+        return add_owed(pick(saved, "kept"), self.hook.owed(pick(saved, "hook")))
+
     def __repr__(self) -> str:
         return f"every({self.n}, {self.hook!r})"
 
@@ -263,6 +281,15 @@ class Alternating(CommHook):
         return bundle(
             hook=self.hook.shared(pick(saved, "hook")), otherwise=self.otherwise.shared(pick(saved, "otherwise"))
         )
+
+    @property
+    def structure(self) -> str:
+        """Both hooks'."""
+        return f"Alternating({self.hook.structure}; {self.otherwise.structure})"
+
+    def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
+        """What both owe."""
+        return add_owed(self.hook.owed(pick(saved, "hook")), self.otherwise.owed(pick(saved, "otherwise")))
 
     def __repr__(self) -> str:
         return f"every({self.n}, {self.hook!r}, otherwise={self.otherwise!r})"

@@ -197,6 +197,11 @@ class DiLoCo(OuterHook):
         outer = f"outer_lr={self.outer_lr}, outer_momentum={self.outer_momentum}, nesterov={self.nesterov}"
         return f"{outer}, hook={self.hook!r}"
 
+    @property
+    def structure(self) -> str:
+        """Anchor, momentum, and what the hook inside keeps; which parameters are in which fragment matters too."""
+        return f"DiLoCo({self.fragments}: {self.hook.structure})"
+
     def __repr__(self) -> str:
         return f"diloco(every={self.every}, {self._settings()})"
 

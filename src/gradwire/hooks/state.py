@@ -36,6 +36,17 @@ def pick(saved: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {name: parts[key] for name, parts in saved.items() if isinstance(parts, Mapping) and key in parts}
 
 
+def add_owed(*parts: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
+    """What several hooks owe, by parameter, in all; None if one of them cannot tell."""
+    total: dict[str, Tensor] = {}
+    for part in parts:
+        if part is None:
+            return None
+        for name, owed in part.items():
+            total[name] = total[name] + owed if name in total else owed
+    return total
+
+
 def bundle(**parts: Mapping[str, Any]) -> dict[str, Any]:
     """Several things per parameter as one state: the other way round."""
     names = dict.fromkeys(name for part in parts.values() for name in part)

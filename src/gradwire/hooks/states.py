@@ -8,19 +8,30 @@ The rank of the same number takes all of it, in a world of any size. Any other r
 (`CommHook.shared`: DiLoCo's anchor, say) and begins with `init` for the rest. So a rank that is new loads rank 0's state, and a
 program that saves on rank 0 alone and loads everywhere does not hand one rank's residual to all. What a rank had not sent is
 lost with it, when a world shrinks.
+
+Note [Another hook]
+States outlive settings. A hook whose state has the same structure (`CommHook.structure`: error feedback around whatever keeps
+nothing, say) takes the states over by parameter name, with the count of steps, when it is set and when it loads what the other
+saved. When a hook of another structure is set, it begins with its own `init` at step 0, and the gradients that the old one had not
+sent (`CommHook.owed`) are added to the next ones, so nothing is lost. Where a hook cannot tell what it owes, a warning says so.
 """
 
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from gradwire.errors import HookError
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.state import add_owed
 
-VERSION = 1
+VERSION = 2
 """Of the form of `hook_state_dict()`."""
 _KEYS = {"version", "hook", "rank", "step", "state"}
 
@@ -28,12 +39,21 @@ _KEYS = {"version", "hook", "rank", "step", "state"}
 class States:
     """One state per bucket, and how many times the buckets have been reduced."""
 
-    def __init__(self, hook: CommHook, *, step: int = 0, saved: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        hook: CommHook,
+        *,
+        step: int = 0,
+        saved: Mapping[str, Any] | None = None,
+        owed: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self.hook = hook
         self.step = step
         """The step at which a bucket begins that has not been reduced yet."""
         self._made: dict[int, tuple[BucketSpec, Any]] = {}
         self._saved: dict[str, Any] = dict(saved or {})
+        self.owed: dict[str, Tensor] = dict(owed or {})
+        """Gradients that an earlier hook had not sent, by parameter. See Note [Another hook]."""
 
     def of(self, spec: BucketSpec) -> Any:
         """The state for this bucket, which the hook may refuse. If the number last had other parameters, buckets were rebuilt:
@@ -74,15 +94,40 @@ class States:
             parts.update(self.hook.save(state, spec))
         return parts
 
+    def pay(self, spec: BucketSpec, gradient: Tensor) -> None:
+        """Add what an earlier hook owed to this bucket's gradient, in place. It is owed no longer."""
+        if not self.owed:
+            return
+        for name, offset, numel in zip(spec.names, spec.offsets, spec.numels, strict=True):
+            owed = self.owed.pop(name, None)
+            if owed is not None:
+                gradient.narrow(0, offset, numel).add_(owed.to(gradient))
+
+    def hand_over(self, hook: CommHook, *, step: int) -> States:
+        """The states with which another hook takes the place of this one after `step` steps. See Note [Another hook]."""
+        parts = self.by_name()
+        if hook.structure == self.hook.structure:
+            return States(hook, step=step, saved=parts, owed=self.owed)
+        owed = add_owed(self.owed, self.hook.owed(parts))
+        if owed is None:
+            warnings.warn(
+                f"{hook!r} takes the place of {self.hook!r}, which keeps gradients that it has not sent and cannot tell which: "
+                "they are dropped. Override CommHook.owed to have them sent.",
+                stacklevel=4,
+            )
+        return States(hook, owed=self.owed if owed is None else owed)
+
 
 def to_dict(states: States, *, rank: int, step: int, **more: Any) -> dict[str, Any]:
     """What `hook_state_dict()` gives: tensors, numbers, text and dicts of them."""
     return {
         "version": VERSION,
         "hook": repr(states.hook),
+        "structure": states.hook.structure,
         "rank": rank,
         "step": step,
         "state": states.by_name(),
+        "owed": {name: owed.clone() for name, owed in states.owed.items()},
         **more,
     }
 
@@ -96,17 +141,32 @@ def from_dict(saved: Mapping[str, Any], hook: CommHook, *, rank: int) -> States:
             f"{doing} for {hook!r}: this is no hook state, it lacks {', '.join(missing)}. Pass what hook_state_dict() gave.",
             hook=repr(hook),
         )
-    if saved["version"] != VERSION:
+    if saved["version"] not in (1, VERSION):
         raise HookError(
-            f"{doing} for {hook!r}: the state has format {saved['version']}, and this gradwire reads format {VERSION}. "
+            f"{doing} for {hook!r}: the state has format {saved['version']}, and this gradwire reads formats 1 to {VERSION}. "
             "Load it with the gradwire that saved it.",
             hook=repr(hook),
         )
-    if saved["hook"] != repr(hook):
+    if not _fits(saved, hook):
         raise HookError(
-            f"{doing}: the state was saved under the hook {saved['hook']}, and the model now has {hook!r}. "
-            "Set the hook under which it was saved first, or start without it.",
+            f"{doing}: the state was saved under the hook {saved['hook']}, and the model now has {hook!r}, whose state is made up "
+            f"otherwise ({saved.get('structure', saved['hook'])!r}, not {hook.structure!r}). Settings may differ, hooks may not: "
+            "set the hook under which it was saved, load, and then set the other; or start without it.",
             hook=repr(hook),
         )
-    parts = saved["state"] if saved["rank"] == rank else hook.shared(saved["state"])
-    return States(hook, step=int(saved["step"]), saved=copy.deepcopy(dict(parts)))
+    own = saved["rank"] == rank
+    parts = saved["state"] if own else hook.shared(saved["state"])
+    owed = saved.get("owed", {}) if own else {}
+    return States(hook, step=int(saved["step"]), saved=copy.deepcopy(dict(parts)), owed=copy.deepcopy(dict(owed)))
+
+
+def _fits(saved: Mapping[str, Any], hook: CommHook) -> bool:
+    """Whether `hook` can load the state. Format 1 had no structure but the hook's repr, whose names are compared."""
+    if saved["version"] != 1:
+        return bool(saved.get("structure") == hook.structure)
+    return _names(saved["hook"]) == _names(repr(hook))
+
+
+def _names(text: str) -> list[str]:
+    found: list[str] = re.findall(r"(\w+)\(", text)
+    return found

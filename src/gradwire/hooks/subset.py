@@ -69,6 +69,15 @@ class RandomK(Wrapped):
         """Nothing was kept."""
         return self.init(spec)
 
+    @property
+    def structure(self) -> str:
+        """No state."""
+        return ""
+
+    def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
+        """Nothing."""
+        return {}
+
     def __repr__(self) -> str:
         return f"random_k(ratio={self.ratio}, seed={self.seed}) > {self.inner!r}"
 

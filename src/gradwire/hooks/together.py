@@ -33,10 +33,11 @@ def load_together(
 
     So `build` makes all that the caller needs and changes nothing yet: the caller puts it in place when all ranks are able to.
     """
-    built, refused = [], None
+    built, refused, at = [], None, repr(hook)
     try:
         states = from_dict(saved, hook, rank=group.rank)
-        said = f"{hook!r} at step {states.step}"
+        at = f"{hook!r} at step {states.step}"
+        said = f"{at}, an order of {sorted(saved.get('order', ()))}"
         built.append(build(states))
     except Exception as error:  # whatever it is, the others must not wait for a rank that has gone
         refused, said = _refusal(error, hook, group), "refused"
@@ -45,8 +46,8 @@ def load_together(
         raise refused
     if odd:
         raise HookError(
-            f"load_hook_state_dict on rank {group.rank}, {said}: ranks {odd} could not load theirs, or loaded another step's. "
-            "Nothing was changed; load states that were saved after the same step, and on a new rank those of rank 0.",
+            f"load_hook_state_dict on rank {group.rank}, {at}: ranks {odd} could not load theirs, or loaded another step's or "
+            "another run's. Nothing was changed; load states saved after the same step, and on a new rank those of rank 0.",
             hook=repr(hook),
         )
     return built[0]

@@ -75,6 +75,7 @@ class FsdpHook:
         spec = self._spec(flat)
         turn = Turn(spec, self._group.rank, self._group.size, self._step, donated=True)
         self._step += 1
+        self._states.pay(spec, flat)
         # On CUDA this runs under FSDP's own stream, which the wait for each collective orders.
         return carry_out(self._group, self._hook, flat, self._states.of(spec), turn)
 

@@ -45,6 +45,7 @@ from gradwire.reducer.machine import State
 
 _BROADCAST_BYTES = 250 * 2**20
 _UNLIMITED = 2**62
+_NO_STATE = mean()
 
 
 class Replica:
@@ -134,7 +135,8 @@ class Replica:
     def set_hook(self, hook: CommHook) -> None:
         """Use another hook from the next step on. Every rank must call it, between the same steps, with an equal hook.
 
-        After a hook that leaves gradients on their rank the parameters are averaged first.
+        Nothing that the hook before has not sent is lost: see Note [Another hook] in `hooks/states.py`. After a
+        hook that leaves gradients on their rank the parameters are averaged first.
         """
         if not isinstance(hook, CommHook):
             raise HookError(f"set_hook({hook!r}): not a CommHook. register_comm_hook takes functions in torch's form.")
@@ -157,14 +159,15 @@ class Replica:
             hook.check(spec)
 
     def use_hook(self, hook: CommHook | tuple[TorchHook, Any]) -> None:
-        """Use this hook, with states of its own; a function in torch's form comes with its state."""
-        if isinstance(hook, CommHook):
-            check_outer(hook, "register_comm_hook")
-            self.hook, self.torch_hook = hook, None
-        else:
-            self.torch_hook = hook
+        """Use this hook; a function in torch's form comes with its state. See Note [Another hook] in `hooks/states.py`."""
+        own = hook if isinstance(hook, CommHook) else _NO_STATE
+        check_outer(own, "register_comm_hook")
+        outer, step = self._outer, self._step() if self._outer is None else self._outer.step
+        saved = outer.state_dict() if outer is not None and own.structure == outer.hook.structure else None
+        states = self._states.hand_over(own, step=step)
+        self.hook, self.torch_hook = (hook, None) if isinstance(hook, CommHook) else (self.hook, hook)
         self.reducer.may_be_silent = self.torch_hook is None  # torch's hooks see parameters, and may write to `.grad`
-        self._start_afresh()
+        self._use(states, self._outer_half(states, saved))
 
     def _check_between_steps(self, doing: str) -> None:
         if self.reducer.machine.state in (State.RUNNING, State.LAUNCHED):
@@ -197,10 +200,12 @@ class Replica:
         self._check_own_hook("hook_state_dict")
         if self._outer is not None:
             return self._outer.state_dict()
-        return to_dict(self._states, rank=self.group.rank, step=self._step())
+        return to_dict(self._states, rank=self.group.rank, step=self._step(), order=self.reducer.order)
 
     def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from a state that `hook_state_dict` gave. Every rank calls it, between steps, under the hook that saved it.
+        """Go on from a state that `hook_state_dict` gave. Every rank calls it, between steps, under a hook of the same structure.
+
+        Settings, such as a ratio, may differ. Before the first step the buckets become those of the run that saved.
 
         A rank takes its own state whole; of another rank's, only what all ranks share, so a new rank loads that of rank 0.
         """
@@ -212,6 +217,7 @@ class Replica:
             return states, self._outer_half(states, saved)
 
         self._use(*load_together(saved, self.hook, self.group, device=self._device(), build=build))
+        self.reducer.expect_order(saved.get("order", ()))
 
     def settings(self) -> dict[str, Any]:
         """The hook, its state and the weight, for a copy or a pickle of the model."""
@@ -281,6 +287,7 @@ class Replica:
         number = bucket.index()
         step = self._steps.get(number, self._states.step)
         self._steps[number] = step + 1
+        self._states.pay(bucket.spec, bucket.buffer())
         if self._outer is not None:
             return self._start_inner(bucket, self._outer)
         policy = self.scale_check

@@ -161,6 +161,22 @@ class Reducer:
         for tell in self.on_relayout:
             tell(self.layout)
 
+    @property
+    def order(self) -> list[str]:
+        """The names of the parameters in the order in which gradients come, once that is known: for `expect_order`."""
+        known = [i for members in self.layout.members for i in members] if self.rebuilt else self._arrival or []
+        return [self.layout.parameters[i].name for i in known]
+
+    def expect_order(self, names: Sequence[str]) -> None:
+        """Gradients will come in this order, as an earlier run has seen: have its buckets from the next step on.
+
+        Every rank calls it; the order on rank 0 counts. Where the names are not this model's, the order is learnt in
+        the first step as usual.
+        """
+        index = {spec.name: i for i, spec in enumerate(self.layout.parameters)}
+        if not self.rebuilt and not self.learning and index.keys() == set(names):
+            self._arrival = [index[name] for name in names]
+
     def forget_arrival(self) -> None:
         """Learn the order anew, and rebuild once more after the next step."""
         self.rebuilt = False

@@ -1,0 +1,243 @@
+"""Another hook between steps, or other settings on resume: what is owed stays owed, or is sent. Nothing of a gradient is lost."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradwire.errors import HookError
+from gradwire.groups import Group
+from gradwire.hooks import (
+    BucketSpec,
+    CommHook,
+    Reduced,
+    Reduction,
+    Turn,
+    add_noise,
+    after,
+    by_size,
+    cast,
+    chain,
+    clip,
+    decoupled_momentum,
+    dgc,
+    diloco,
+    error_feedback,
+    every,
+    local_sgd,
+    mean,
+    partition,
+    power_sgd,
+    quantize,
+    random_k,
+    threshold,
+    top_k,
+)
+from gradwire.hooks.base import Trait
+from gradwire.hooks.states import States, from_dict, to_dict
+from gradwire.parallel import DistributedDataParallel as DDP
+from gradwire.testing import run_ranks
+
+NET = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+FED = chain(error_feedback(), top_k(ratio=0.1))
+
+
+def total_of(hooks: list[CommHook], steps: int = 5, **options: Any) -> list[tuple[Tensor, Tensor]]:
+    """(delivered, mean of all gradients) by rank, over `steps` steps with each hook."""
+
+    def rank_main(group: Group) -> tuple[Tensor, Tensor]:
+        model, plain = copy.deepcopy(NET), copy.deepcopy(NET)
+        ddp = DDP(model, process_group=group, bucket_cap_mb=0.0002, **options)
+        data = torch.Generator().manual_seed(group.rank)
+        delivered = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
+        brought = torch.zeros_like(delivered)
+        for hook in hooks:
+            ddp.set_hook(hook)
+            for _ in range(steps):
+                inputs = torch.randn(4, 8, generator=data)
+                for net, into in ((ddp, delivered), (plain, brought)):
+                    net.zero_grad()
+                    net(inputs).pow(2).sum().backward()
+                    into += torch.cat([p.grad.flatten().double() for p in net.parameters()])
+        group.all_reduce(brought)
+        ddp.replica.detach()
+        return delivered, brought / group.size
+
+    return run_ranks(rank_main, 2, kind="threads")
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        FED,
+        chain(clip(value=1e9), error_feedback(), quantize(bits=2, block=32)),
+        chain(error_feedback(), random_k(ratio=0.2), mean()),
+        chain(error_feedback(), power_sgd(rank=1, min_compression=1)),
+        every(3, mean()),
+        every(2, FED, otherwise=chain(error_feedback(), threshold(relative=0.5))),
+        dgc(0.1, momentum=0.0),
+        after(2, FED),
+        partition({"0.*": FED, "*": every(3, mean())}),
+        by_size(numel=20, large=FED, small=mean()),
+    ],
+    ids=repr,
+)
+def test_what_a_hook_owed_is_sent_with_the_next_gradients(first: CommHook) -> None:
+    for delivered, brought in total_of([first, mean()]):
+        torch.testing.assert_close(delivered, brought, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("gradients", ["copies", "views"])
+def test_what_is_owed_stays_owed_under_other_settings(gradients: str) -> None:
+    """The residual goes over to each next hook, and with the last one everything is delivered."""
+    hooks = [FED, chain(error_feedback(), top_k(ratio=0.01)), chain(error_feedback(), quantize(bits=2)), mean()]
+    for delivered, brought in total_of(hooks, gradient_as_bucket_view=gradients == "views"):
+        torch.testing.assert_close(delivered, brought, rtol=1e-4, atol=1e-4)
+
+
+def states_of(hook: CommHook, *, step: int = 7) -> States:
+    """With all states that it makes for one bucket."""
+    states = States(hook, step=step)
+    states.of(SPEC)
+    return states
+
+
+SPEC = BucketSpec(0, ("a", "b"), ((2, 3), (4,)), ((3, 1), (1,)), torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (FED, chain(error_feedback(), top_k(ratio=0.9, values=torch.bfloat16))),
+        (FED, chain(clip(norm=2.0), error_feedback(), quantize(bits=4))),
+        (dgc(0.1), dgc(0.5, momentum=0.5, warmup_steps=100)),
+        (every(3, mean()), every(5, chain(cast(torch.bfloat16), mean()))),
+        (power_sgd(rank=1), power_sgd(rank=2)),
+        (after(3, FED), after(3, chain(error_feedback(), quantize(bits=8)))),
+        (decoupled_momentum(decay=0.9), decoupled_momentum(decay=0.99)),
+        (diloco(every=4), diloco(every=8, outer_lr=0.5)),
+        (partition({"a": mean(), "*": FED}), partition({"a": quantize(bits=8), "*": FED})),
+        (mean(), quantize(bits=8)),
+    ],
+    ids=repr,
+)
+def test_hooks_of_one_structure_take_each_others_states(one: CommHook, other: CommHook) -> None:
+    assert one.structure == other.structure
+    states = states_of(one)
+    for taken in (
+        states.hand_over(other, step=9),
+        from_dict(to_dict(states, rank=0, step=9), other, rank=0),
+    ):
+        assert taken.step == 9
+        assert taken.hook is other
+        taken.of(SPEC)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (FED, mean()),
+        (FED, dgc(0.1)),
+        (after(3, FED), after(4, FED)),
+        (partition({"a": mean(), "*": FED}), partition({"b": mean(), "*": FED})),
+        (chain(error_feedback(), power_sgd(rank=2)), FED),
+        (mean(), local_sgd(every=2)),
+        (every(2, mean()), every(2, mean(), otherwise=quantize(bits=8))),
+    ],
+    ids=repr,
+)
+def test_other_structures_start_at_step_0_and_are_not_loaded(one: CommHook, other: CommHook) -> None:
+    assert one.structure != other.structure
+    states = states_of(one)
+    assert states.hand_over(other, step=9).step == 0
+    with pytest.raises(HookError, match=r"Settings may differ, hooks may not"):
+        from_dict(to_dict(states, rank=0, step=9), other, rank=0)
+
+
+def test_what_is_owed_is_saved_until_it_is_sent() -> None:
+    states = states_of(FED)
+    states.of(SPEC).residual.fill_(2.0)
+    owing = states.hand_over(mean(), step=3)
+    again = from_dict(to_dict(owing, rank=1, step=0), mean(), rank=1)
+    elsewhere = from_dict(to_dict(owing, rank=1, step=0), mean(), rank=0)
+    gradient = torch.ones(10)
+    again.pay(SPEC, gradient)
+    again.pay(SPEC, gradient)
+    assert gradient.tolist() == [3.0] * 10
+    assert (again.owed, elsewhere.owed) == ({}, {})
+    assert owing.hand_over(FED, step=0).owed.keys() == {"a", "b"}
+
+
+class Hoarder(CommHook):
+    """Sends nothing, and cannot tell what it owes."""
+
+    traits = Trait.REMEMBERS
+
+    def init(self, spec: BucketSpec) -> list[Tensor]:
+        return []
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        state.append(grad.clone())
+        return Reduced(torch.zeros_like(grad), torch.zeros_like(grad))
+        yield
+
+    def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
+        return dict.fromkeys(spec.names, 1)
+
+    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
+        return []
+
+
+def test_a_hook_that_cannot_tell_what_it_owes_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"mean\(\) takes the place of .*Hoarder.* they are dropped"):
+        states_of(Hoarder()).hand_over(mean(), step=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        states_of(Hoarder()).hand_over(Hoarder(), step=1)
+        states_of(chain(add_noise(std=1.0), quantize(bits=8))).hand_over(mean(), step=1)
+
+
+@pytest.mark.parametrize(
+    ("hook", "now"),
+    [
+        ("error_feedback() > top_k(ratio=0.05, values=None)", chain(error_feedback(), top_k(ratio=0.01))),
+        (
+            "clip(norm=1.0, per_parameter=True) > error_feedback() > mean()",
+            chain(clip(norm=1.0), error_feedback(), mean()),
+        ),
+    ],
+)
+def test_states_of_the_format_before_load(hook: str, now: CommHook) -> None:
+    residual = {"a": {"residual": torch.full((6,), 3.0)}, "b": {"residual": torch.full((4,), 4.0)}}
+    old = {"version": 1, "hook": hook, "rank": 0, "step": 5, "state": residual}
+    states = from_dict(old, now, rank=0)
+    assert states.step == 5
+    assert states.of(SPEC).residual.tolist() == [3.0] * 6 + [4.0] * 4
+    with pytest.raises(HookError, match="saved under the hook"):
+        from_dict(old, mean(), rank=0)
+
+
+def test_diloco_goes_on_under_other_settings() -> None:
+    def rank_main(group: Group) -> tuple[int, Tensor, Tensor]:
+        ddp = DDP(nn.Linear(8, 4), process_group=group)
+        ddp.set_hook(diloco(every=2, outer_momentum=0.9))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        ddp.attach_optimizer(optimizer)
+        for _ in range(3):
+            ddp(torch.full((2, 8), 1.0 + group.rank)).sum().backward()
+            optimizer.step()
+        before = ddp.hook_state_dict()
+        ddp.set_hook(diloco(every=4, outer_momentum=0.9))
+        later = ddp.hook_state_dict()
+        return later["step"], before["state"]["weight"]["momentum"], later["state"]["weight"]["momentum"]
+
+    for step, before, now in run_ranks(rank_main, 2, kind="threads"):
+        assert step == 3
+        assert bool(before.any())
+        assert torch.equal(before, now)
