@@ -41,6 +41,15 @@ class Buffers(Enum):
     """They stay each rank's own."""
 
 
+class BucketMemory(Enum):
+    """How long the memory of a bucket is allocated."""
+
+    KEPT = "kept"
+    """From the first step on."""
+    DURING_BACKWARD = "during backward"
+    """From the launch of the bucket to the end of the backward: a lower peak, because it does not add to the activations."""
+
+
 @dataclass(frozen=True, slots=True)
 class Buckets:
     """How large buckets are. The first to be launched is small, so that communication starts early."""
@@ -49,6 +58,7 @@ class Buckets:
     """Bytes of the first, second, … bucket; the last limit holds for all that follow."""
     from_start: bool = False
     """Whether they hold in the first step too. Normally its one bucket is everything, since the order is not known yet."""
+    memory: BucketMemory = BucketMemory.KEPT
 
     def __post_init__(self) -> None:
         if not self.limits or any(limit <= 0 for limit in self.limits):

@@ -34,6 +34,7 @@ from gradwire.parallel.delayed import Delayed
 from gradwire.parallel.devices import check_devices, move_to
 from gradwire.parallel.face import Logger, ReducerFace
 from gradwire.parallel.flags import Flags
+from gradwire.parallel.manual import ManualFinalization
 from gradwire.parallel.mixed import MixedPrecision
 from gradwire.parallel.replica import Replica
 from gradwire.parallel.uneven import Uneven
@@ -44,7 +45,7 @@ class OnlyOnce(HookError):
     """A second hook was registered where torch allows one."""
 
 
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
     """A module whose gradients are averaged over all ranks during backward: torch's class of that name.
 
     `process_group` is a torch process group or a gradwire Group; None is that of `gw.init()`, else torch's default one. All
@@ -75,6 +76,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         bucket_cap_mb_list: list[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -89,6 +91,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             cap_mb=bucket_cap_mb,
             cap_mb_list=tuple(bucket_cap_mb_list or ()),
             skip_unused=skip_all_reduce_unused_params,
+            lazy_buckets=lazy_bucket_allocation,
         )
         self._set_group(process_group, device_mesh)
         self._flags = flags
@@ -103,6 +106,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
+        self.lazy_bucket_allocation = lazy_bucket_allocation
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.mixed_precision = mixed_precision
         self.forward_sync_buffers = flags.buffers is Buffers.EVERY_FORWARD
@@ -148,6 +152,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             sync_at_start=init_sync,
             hook=None if self._mixed is None else self._mixed.hook(),
         )
+        self._apply_manual()
         self.reducer = ReducerFace(self.replica)
         self.logger = Logger(self)
         self._uneven = Uneven(self.replica, weakref.ref(self))
@@ -241,6 +246,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @untraced_call
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self._check_finalized()
         replica = self.replica
         replica.sync = self.require_backward_grad_sync
         if not self._fused_optimizers_checked:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-from gradwire.policies import Buckets, Buffers, Gradients, Graph, MiB
+from gradwire.policies import BucketMemory, Buckets, Buffers, Gradients, Graph, MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,7 @@ class Flags:
     cap_mb: float | None = None
     cap_mb_list: tuple[float, ...] = ()
     skip_unused: bool = False
+    lazy_buckets: bool = False
 
     def __post_init__(self) -> None:
         if self.broadcast_buffers is None:
@@ -64,8 +65,9 @@ class Flags:
     @property
     def buckets(self) -> Buckets:
         """A small first bucket only where the user chose no size."""
+        memory = BucketMemory.DURING_BACKWARD if self.lazy_buckets else BucketMemory.KEPT
         if self.cap_mb_list:
-            return Buckets(self.bytes_cap_list, from_start=True)
+            return Buckets(self.bytes_cap_list, from_start=True, memory=memory)
         if self.cap_mb is None:
-            return Buckets()
-        return Buckets((max(1, self.bucket_bytes_cap),))
+            return Buckets(memory=memory)
+        return Buckets((max(1, self.bucket_bytes_cap),), memory=memory)

@@ -37,7 +37,7 @@ from gradwire.parallel.attach import attach_ready, hear_backward
 from gradwire.parallel.broadcast import broadcast_coalesced
 from gradwire.parallel.scale import ScaleChecked
 from gradwire.parallel.sink import through_sink
-from gradwire.policies import Buckets, Buffers, Gradients, Graph, ScaleCheck
+from gradwire.policies import BucketMemory, Buckets, Buffers, Gradients, Graph, ScaleCheck
 from gradwire.reducer import BucketLayout, ParameterSpec, Reducer
 from gradwire.reducer.agreement import compare_parameters
 from gradwire.reducer.assign import by_size
@@ -104,6 +104,7 @@ class Replica:
             track_unused=graph is Graph.FIND_UNUSED,
             rebuild_limits=None if graph is Graph.FIND_UNUSED else self._buckets.limits,
             skip_unused=skip_unused,
+            lazy_buckets=self._buckets.memory is BucketMemory.DURING_BACKWARD,
         )
         self._check(self.hook)
         self.reducer.may_be_silent = True

@@ -107,11 +107,11 @@ def _zeros(replica: Replica) -> list[GradBucket]:
     buckets = []
     for storage, members in zip(reducer.storages, reducer.layout.members, strict=True):
         parameters = [reducer.parameters[i] for i in members]
-        if storage.buffer is None:
-            first = parameters[0]
-            buffer = torch.zeros(first.shape, dtype=first.dtype, device=first.device).to_sparse(1)
-        else:
-            buffer = torch.zeros_like(storage.buffer)
+        spec = storage.spec
+        shape = parameters[0].shape if spec.sparse else (spec.numel,)
+        buffer = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+        if spec.sparse:
+            buffer = buffer.to_sparse(1)
         last = storage is reducer.storages[-1]
         buckets.append(GradBucket(storage.spec, buffer, parameters, is_last=last))
     return buckets

@@ -84,8 +84,13 @@ class Reducer:
         track_unused: bool = False,
         rebuild_limits: Sequence[int] | None = None,
         skip_unused: bool = False,
+        lazy_buckets: bool = False,
     ) -> None:
         self.parameters = list(parameters)
+        self.lazy_buckets = lazy_buckets
+        """Whether bucket memory is allocated at launch and released at the end of the step."""
+        self.manual = False
+        """Whether the owner calls `finish` after the last launch, instead of the end of backward."""
         self.group = group
         self.launch = launch
         self.keep_views = keep_views
@@ -136,7 +141,7 @@ class Reducer:
 
     def _allocate(self) -> None:
         self._launched_by, self._expected = {}, {}
-        self.storages = [Storage(spec, self.group) for spec in self.layout.buckets]
+        self.storages = [Storage(spec, None if self.lazy_buckets else self.group) for spec in self.layout.buckets]
         self._members = [[self.parameters[i] for i in m] for m in self.layout.members]
 
     # -- between steps -------------------------------------------------------------------------------------------------
@@ -433,7 +438,7 @@ class Reducer:
         self.machine.static_uses = [uses.get(i, 0) for i in range(len(self.parameters))]
         self._start(launches, queue=False)
         self.machine.arrival = []  # as in torch, the order is taken from the second step of a static graph
-        if self.machine.complete:
+        if self.machine.complete and not self.manual:
             self.finish()
 
     def _start(self, launches: Sequence[Launch], *, queue: bool = True) -> None:
@@ -446,12 +451,14 @@ class Reducer:
             except BaseException as error:
                 self.fail(error)
                 raise
-        if queue and self.machine.complete and not self._callback_queued:
+        if queue and self.machine.complete and not self._callback_queued and not self.manual:
             self._at_the_end(weakref.WeakMethod(self.finish))
 
     def _launch(self, launch: Launch) -> Pending:
         storage, members = self.storages[launch.bucket], self._members[launch.bucket]
         gradients = self._found.pop(launch.bucket, None) or [p.grad for p in members]
+        if self.lazy_buckets:
+            storage.allocate(self.group)
         if storage.buffer is None:
             buffer = _sparse(gradients[0], members[0])
         else:
@@ -496,6 +503,8 @@ class Reducer:
                 self._drop_pending()
                 for launch, result in results:
                     self._put_back(launch, result, unused)
+                    if self.lazy_buckets:
+                        self.storages[launch.bucket].release()
                 for future in self.wait_at_end:
                     future.wait()
                 self.wait_at_end.clear()

@@ -23,14 +23,25 @@ class Storage:
 
     __slots__ = ("_addresses", "buffer", "spec", "views")
 
-    def __init__(self, spec: BucketSpec, group: Group) -> None:
+    def __init__(self, spec: BucketSpec, group: Group | None) -> None:
         self.spec = spec
         self.buffer: Tensor | None = None
         self.views: list[Tensor] = []
-        if not spec.sparse:
+        self._addresses: list[int] = []
+        if group is not None:
+            self.allocate(group)
+
+    def allocate(self, group: Group) -> None:
+        """Take the memory, unless it is there or none is needed."""
+        spec = self.spec
+        if self.buffer is None and not spec.sparse:
             self.buffer = group.allocate(spec.numel, dtype=spec.dtype, device=spec.device).zero_()
             self.views = spec.views(self.buffer)
-        self._addresses = [view.data_ptr() for view in self.views]
+            self._addresses = [view.data_ptr() for view in self.views]
+
+    def release(self) -> None:
+        """Give the memory back; gradients that are views of it keep it until they go."""
+        self.buffer, self.views, self._addresses = None, [], []
 
     def copy_in(self, gradients: Sequence[Tensor | None]) -> None:
         """Copy gradients into the buffer, all of which are known to be there and to lie elsewhere."""

@@ -1,0 +1,93 @@
+"""Manual finalization: the caller, and not the end of backward, waits for the reductions (torch 2.15's DDP).
+
+What can run between the last gradient and `finalize_backward()` overlaps with the communication of the last buckets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradwire.errors import UsageError
+from gradwire.parallel.replica import Replica
+from gradwire.reducer.machine import State
+
+
+class NotFinalizable(UsageError, RuntimeError):
+    """`finalize_backward()`, or a forward, where it cannot be."""
+
+
+class ManualFinalization:
+    """The properties and methods of torch's class that have to do with it."""
+
+    replica: Replica
+    logger: Any
+    mixed_precision: Any
+    require_backward_grad_sync: bool
+    _manual = False
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether every synchronized backward has to be followed by `finalize_backward()`. Set it between steps."""
+        return self._manual
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        doing = f"require_manual_backward_finalization = {required}"
+        if self.logger is None:
+            if required:
+                raise NotFinalizable(
+                    f"{doing}: all parameters are in delay_all_reduce_named_params, which has no buckets."
+                )
+            return
+        if self.replica.reducer.machine.state in (State.RUNNING, State.LAUNCHED):
+            raise NotFinalizable(f"{doing}: a backward is not finalized yet. Set it before a forward.")
+        self._manual = bool(required)
+        self._apply_manual()
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether `finalize_backward()` must wait until the next backward has returned: asked after forward.
+
+        True while buckets or a static graph are still to be learned, and with mixed precision. Otherwise it may be called
+        from a backward hook, once all gradients are there.
+        """
+        if not self._manual:
+            return False
+        reducer = self.replica.reducer
+        rebuilds = reducer.rebuild_limits is not None and not reducer.rebuilt
+        return self.mixed_precision is not None or rebuilds or reducer.learning
+
+    def finalize_backward(self) -> None:
+        """Wait for the reductions of this step and put the averages into `.grad`: once for each synchronized backward."""
+        doing = "finalize_backward()"
+        if not self._manual:
+            raise NotFinalizable(
+                f"{doing}: backward finalizes itself. Set require_manual_backward_finalization = True first."
+            )
+        if not self.require_backward_grad_sync:
+            raise NotFinalizable(f"{doing} under no_sync(): nothing is reduced there. Call it after the step outside.")
+        reducer = self.replica.reducer
+        reducer.catch_up()
+        machine = reducer.machine
+        if machine.state is State.RUNNING:
+            names = ", ".join(machine.names[i] for i in machine.missing())
+            raise NotFinalizable(f"{doing}: not all buckets are ready; there is no gradient yet for {names}.")
+        if machine.state is not State.LAUNCHED:
+            raise NotFinalizable(
+                f"{doing}: no reduction is to be finalized. Call it once after each synchronized backward."
+            )
+        reducer.finish()
+
+    def _apply_manual(self) -> None:
+        """Let the reducer know. Its hooks must call at once, because a caller may finalize right after the last gradient."""
+        reducer = self.replica.reducer
+        reducer.manual = self._manual
+        if self._manual and reducer.ears is not None:
+            reducer.ears.listen_to(range(len(reducer.parameters)))
+
+    def _check_finalized(self) -> None:
+        """Before a forward: the last backward must have been finalized. It still can be, so nothing is changed."""
+        if self._manual and self.replica.reducer.machine.state is State.LAUNCHED:
+            raise NotFinalizable(
+                "forward: the last backward is not finalized. Call finalize_backward() before the next forward."
+            )
