@@ -256,4 +256,5 @@ def _attendance_of(group: Group) -> Callable[[Work], Attendance | None]:
 
 def _stop(watchdog: Watchdog, ledger: Ledger) -> None:
     watchdog.stop()
+    ledger.futures.stop(timeout=5.0)
     ledger.hooks.stop(timeout=5.0)

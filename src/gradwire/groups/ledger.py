@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from gradwire.errors import CollectiveTimeout, HookError
 from gradwire.events import CollectiveFailed, CollectiveFinished, CollectiveStarted, CollectiveSubmitted, Emitter
 from gradwire.groups.completion import CompletionHooks
+from gradwire.groups.futures import FutureThreads
 from gradwire.groups.work import Work
 
 
@@ -34,6 +35,7 @@ class Ledger:
         self.events = Emitter()
         self.hooks = CompletionHooks(f"{name}, rank {rank}")
         self.hook_errors = self.hooks.errors
+        self.futures = FutureThreads(f"{name}-{rank}")
         self.pending: dict[int, Work] = {}
         self.attendance: Callable[[Work], Attendance | None] = lambda work: None
         self._numbers = itertools.count()

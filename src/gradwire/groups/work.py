@@ -3,12 +3,18 @@
 A group makes a Work with `Group.begin(op)` and settles it exactly once, from any thread, with `finish()` or `fail(error)`;
 the first call wins. Callers wait. This module knows no engine: a Work whose engine can be waited on directly (a CUDA
 stream, a gloo operation) is a subclass in that engine's module.
+
+Note [Settled by one step]
+`abort()` may be called in a signal handler, which interrupts the main thread between any two instructions, also inside `finish` of
+the same Work. A lock would then never be released. So who settles is decided by one atomic step, the removal of the only element
+of a list, and nothing on the way of `fail` takes a lock that the interrupted code may hold.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +25,7 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, Kind, Signature
 from gradwire.errors import UsageError
+from gradwire.groups.futures import FutureQueue
 
 if TYPE_CHECKING:
     from gradwire.groups.ledger import Ledger
@@ -79,17 +86,20 @@ class Work:
         self._source: int | None = op.peer if op.kind is Kind.RECV else None
         self._error: BaseException | None = None
         self._settled = False
-        self._lock = threading.Lock()
+        self._claim = [None]  # see Note [Settled by one step]
         self._latch = threading.Lock()
         self._latch.acquire()
         self._future: torch.futures.Future[Any] | None = None
-        self._callbacks: list[Callable[[Work], None]] = []
+        self._future_claim = [None]
+        self._future_queue: FutureQueue | None = None
+        self._callbacks: deque[Callable[[Work], None]] = deque()
 
     @classmethod
     def over(cls, op: Collective, ledger: Ledger, *, started: float, timeout: float) -> Work:
         """An operation that was carried out before anybody could ask for its Work: no deadline, hook or listener has missed it."""
         work = cls(op, ledger, seq=ledger.next_seq(), timeout=timeout)
         work.started, work.finished = started, time.perf_counter()
+        work._claim.pop()
         work._settled = True
         work._latch.release()
         return work
@@ -105,28 +115,37 @@ class Work:
         return self._settle(error, None)
 
     def _settle(self, error: BaseException | None, source_rank: int | None) -> bool:
-        with self._lock:
-            if self._settled:
-                return False
-            self._settled = True
-            self._error = error
-            if source_rank is not None:
-                self._source = source_rank
-            self.finished = time.perf_counter()
-            callbacks, self._callbacks = self._callbacks, []
-            future = self._future
+        try:
+            self._claim.pop()
+        except IndexError:
+            return False
+        self._error = error
+        if source_rank is not None:
+            self._source = source_rank
+        self.finished = time.perf_counter()
+        self._settled = True
         # Listeners and hooks are told before any waiter wakes, so that "after wait() returned, the event is there" holds.
         self.ledger.settled(self)
         self._latch.release()
-        if future is not None:
-            self._fulfil(future)
-        for callback in callbacks:
+        if self._future is not None:
+            if self._future_queue is None:
+                self._fulfil()
+            else:
+                self._future_queue.put(self._fulfil)
+        self._call_back()
+        return True
+
+    def _call_back(self) -> None:
+        while True:
+            try:
+                callback = self._callbacks.popleft()
+            except IndexError:
+                return
             # Whoever settles may have other ranks' operations to settle next: a callback must not stop it.
             try:
                 callback(self)
             except Exception as problem:
                 self.ledger.events.errors.append(problem)
-        return True
 
     def limit(self, timeout: float) -> None:
         """Shorten the deadline to `timeout` seconds after submission."""
@@ -139,11 +158,12 @@ class Work:
 
     def add_done_callback(self, fn: Callable[[Work], None]) -> None:
         """Call `fn(work)` once settled: now if it is, else in the thread that settles it. `fn` must not block."""
-        with self._lock:
-            if not self._settled:
-                self._callbacks.append(fn)
-                return
-        fn(self)
+        if self._settled:
+            fn(self)
+            return
+        self._callbacks.append(fn)
+        if self._settled:  # in the meantime, perhaps without a look at `fn`
+            self._call_back()
 
     # -- for the caller ------------------------------------------------------------------------------------------------
 
@@ -223,26 +243,33 @@ class Work:
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A torch Future of the list of outputs; on CUDA it carries the streams' order along."""
-        with self._lock:
-            if self._future is not None:
-                return self._future
-            device = self.op.device
-            future: torch.futures.Future[Any] = torch.futures.Future(
-                devices=[device] if device.type == "cuda" else None
-            )
-            self._future = future
-            settled = self._settled
-        if settled:
-            self._fulfil(future)
+        with self.ledger.futures.lock:
+            if self._future is None:
+                device = self.op.device
+                self._future_queue = None if self._settled else self.ledger.futures.queue_for_caller()
+                self._future = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+            future = self._future
+        if self._settled:
+            self._fulfil()
         return future
 
-    def _fulfil(self, future: torch.futures.Future[Any]) -> None:
-        if isinstance(self._error, Exception):
-            future.set_exception(self._error)
-        elif self._error is not None:
-            future.set_exception(RuntimeError(repr(self._error)))
-        else:
-            future.set_result(list(self.op.outputs))
+    def _fulfil(self) -> None:
+        """Complete the future; whoever comes second does nothing. See Note [Callbacks that wait] in futures.py."""
+        future = self._future
+        try:
+            self._future_claim.pop()
+        except IndexError:
+            return
+        assert future is not None
+        try:
+            if isinstance(self._error, Exception):
+                future.set_exception(self._error)
+            elif self._error is not None:
+                future.set_exception(RuntimeError(repr(self._error)))
+            else:
+                future.set_result(list(self.op.outputs))
+        except Exception as problem:  # the caller has completed it: a future is for reading
+            self.ledger.events.errors.append(problem)
 
     def __repr__(self) -> str:
         if not self._settled:

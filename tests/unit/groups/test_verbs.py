@@ -32,10 +32,10 @@ class Lazy(Work):
 
     never = False
 
-    def wait(self, timeout: object = None) -> bool:
+    def wait_done(self, timeout: object = None) -> bool:
         if not self.never:
             self.finish()
-        return super().wait()
+        return super().wait_done()
 
 
 @pytest.fixture

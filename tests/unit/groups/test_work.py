@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -19,7 +20,19 @@ def make(op: Collective | None = None, *, timeout: float = 30.0, ledger: Ledger 
     books = ledger or Ledger(name="books", rank=1, size=3)
     work = Work(op or build.all_reduce(torch.ones(2), label="loss"), books, seq=books.next_seq(), timeout=timeout)
     books.submitted(work)
+    _LEDGERS.append(books)
     return work
+
+
+_LEDGERS: list[Ledger] = []
+
+
+@pytest.fixture(autouse=True)
+def _threads_end() -> Iterator[None]:
+    """What a group does when it is closed."""
+    yield
+    while _LEDGERS:
+        _LEDGERS.pop().futures.stop(timeout=5.0)
 
 
 def test_the_first_settlement_wins() -> None:

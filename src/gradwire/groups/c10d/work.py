@@ -58,7 +58,6 @@ class C10dWork(Work):
         self._on_error: Callable[[BaseException], None] = _ignore
         self._reaper: Reaper | None = None
         self._attended = False
-        self._fulfilled = False
 
     def watch(self, native: Any, on_error: Callable[[BaseException], None], reaper: Reaper) -> None:
         """From now on `native` tells how it goes."""
@@ -145,20 +144,10 @@ class C10dWork(Work):
         """On a stream-ordered engine it is fulfilled at once and carries the stream's order, as NCCL's own is."""
         future = super().get_future()
         self._attend_if_wanted()
-        if self._event is not None and self._may_fulfil():
+        if self._event is not None and self._future_claim:
             torch.cuda.current_stream(self.op.device).wait_event(self._event)
-            future.set_result(list(self.op.outputs))
+            self._fulfil()
         return future
-
-    def _fulfil(self, future: torch.futures.Future[Any]) -> None:
-        if self._may_fulfil():
-            super()._fulfil(future)
-
-    def _may_fulfil(self) -> bool:
-        """Whether nobody has taken it upon himself yet: the reaper settles while the caller asks for the future."""
-        with self._lock:
-            first, self._fulfilled = not self._fulfilled, True
-        return first
 
 
 class Reaper:

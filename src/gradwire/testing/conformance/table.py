@@ -84,6 +84,7 @@ CHECKS: tuple[Check, ...] = (
         work.check_wait_timeout,
         work.check_work_tells,
         work.check_future,
+        work.check_future_waits,
         work.check_many_in_flight,
         work.check_dropped_work,
         completion.check_hooks_once,

@@ -154,6 +154,23 @@ def check_future(group: Group) -> Problems:
     yield from unlike("the value of a future taken late", late.get_future().wait()[0], _sum(group, 66))
 
 
+def check_future_waits(group: Group) -> Problems:
+    """A callback of a future may wait for another operation, also for that one's future, whose callback waits in turn."""
+
+    def total(key: int, depth: int) -> Tensor:
+        """An all-reduce, plus one made in a callback of its future, and so on, `depth` deep."""
+        t = draw((6,), torch.int64, 69, key, group.rank)
+        if depth == 0:
+            group.all_reduce(t, label="in a callback")
+            return t
+        future = group.all_reduce(t, async_op=True, label="in a callback").get_future()
+        return torch.as_tensor(future.then(lambda done: done.value()[0] + total(key + 1, depth - 1)).wait())
+
+    for depth in (0, 1, 2, 1, 3):
+        want = torch.as_tensor(sum(_sum(group, 69, key) for key in range(depth + 1)))
+        yield from unlike(f"sums in callbacks {depth} deep", total(0, depth), want)
+
+
 def check_many_in_flight(group: Group) -> Problems:
     """Many operations of several kinds at once, waited for in an order of each rank's own."""
     tensors = [draw((n,), torch.int64, 67, n, group.rank) for n in range(40)]

@@ -1,0 +1,92 @@
+"""Threads that complete futures, so that their callbacks may wait for other operations of the same group.
+
+Note [Callbacks that wait]
+`future.then(fn)` runs `fn` in the thread that completes the future. That must not be the thread that settles the operation: it may
+drive the group, or be another rank's, and `fn` may wait for a second operation, which then nobody carries out. torch's PowerSGD
+hook does that in every step. So a group has a thread for futures, started by the first `get_future()`. One thread, because
+callbacks that submit operations must do so in the same order on all ranks, which is the order in which operations are settled.
+
+A callback may also wait for the *future* of an operation that it has submitted itself, as PowerSGD does: not in the thread that
+would complete it. So futures that are taken inside a callback belong to a second thread, those taken in the callbacks of these to a
+third, and so on: a thread for each depth.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+Job = Callable[[], None]
+
+_CURRENT = threading.local()
+"""`depth`: how deep in callbacks of futures the current thread is."""
+
+
+class FutureQueue:
+    """The futures of one depth. `put` takes no lock: `abort()` in a signal handler may interrupt any thread anywhere."""
+
+    def __init__(self, name: str, depth: int) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._stopped = False
+        self._depth = depth
+        self._thread = threading.Thread(target=self._run, name=f"{name}-{depth}", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Job) -> None:
+        """Do `job()`, which raises nothing, after those put before; at once if the thread has been stopped."""
+        self._jobs.put(job)
+        if self._stopped:
+            self._drain()
+
+    def _run(self) -> None:
+        _CURRENT.depth = self._depth + 1
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job
+
+    def stop(self, until: float) -> None:
+        """Do what was put so far and end the thread. Whatever a thread that blocks has left at `until` is done here."""
+        self._jobs.put(None)
+        self._stopped = True
+        if self._thread is not threading.current_thread():
+            self._thread.join(max(0.0, until - time.perf_counter()))
+            self._drain()
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                break
+            if job is not None:
+                job()
+        self._jobs.put(None)
+
+
+class FutureThreads:
+    """The threads that complete the futures of one group on one rank. Holds no reference to the group."""
+
+    def __init__(self, owner: str) -> None:
+        self._name = f"gradwire-futures-{owner}"
+        self._queues: dict[int, FutureQueue] = {}
+        self._stopped = False
+        self.lock = threading.Lock()
+        """Held while a future is made. Never taken by who settles an operation."""
+
+    def queue_for_caller(self) -> FutureQueue | None:
+        """The queue for futures taken by the current thread. Call it under `lock`. None if the group has ended."""
+        depth: int = getattr(_CURRENT, "depth", 0)
+        if depth not in self._queues and not self._stopped:
+            self._queues[depth] = FutureQueue(self._name, depth)
+        return self._queues.get(depth)
+
+    def stop(self, timeout: float) -> None:
+        """Complete what is settled, then end the threads."""
+        until = time.perf_counter() + timeout
+        with self.lock:
+            self._stopped = True
+            queues = list(self._queues.values())
+        for each in queues:
+            each.stop(until)
