@@ -68,6 +68,13 @@ class WritesGaps(Faulty):
         return work
 
 
+class WritesFirst(Faulty):
+    def submit(self, op: Collective) -> Work:
+        if op.kind is Kind.ALL_TO_ALL_SINGLE:
+            op.outputs[0].detach().zero_()
+        return super().submit(op)
+
+
 class IgnoresFactors(Faulty):
     def submit(self, op: Collective) -> Work:
         if op.reduce_op is ReduceOp.PREMUL_SUM:
@@ -235,6 +242,7 @@ FAULTS: list[tuple[type[Faulty], str]] = [
     (WritesInputs, "all_gather"),
     (WritesOffTheRoot, "reduce"),
     (WritesGaps, "gaps"),
+    (WritesFirst, "aliasing"),
     (IgnoresFactors, "premul_sum"),
     (WrongSource, "recv_any"),
     (IgnoresTags, "send_recv_tags"),

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
+from gradwire.collectives.aliasing import overlapping
+from gradwire.collectives.dtypes import MOVES, ONLY_BITS, REDUCES, SPARSE, SPARSE_OPS
 from gradwire.collectives.kinds import Kind, ReduceOp, Scope
 from gradwire.errors import UsageError, UsageTypeError
 
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 _SUM, _BARRIER, _ALL_REDUCE = ReduceOp.SUM, Kind.BARRIER, Kind.ALL_REDUCE
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 _INEXACT_ONLY = frozenset({ReduceOp.AVG, ReduceOp.PREMUL_SUM})
-_SPARSE_OPS = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM})
 _ROOTED = frozenset({Kind.BROADCAST, Kind.REDUCE, Kind.GATHER, Kind.SCATTER})
 _NUMBERED = _ROOTED | {Kind.SEND, Kind.RECV}
 _FREE_IN_WORLD = frozenset({Kind.BARRIER, Kind.ALL_REDUCE})
@@ -58,13 +59,9 @@ def check_alone(op: Collective) -> None:
         )
     _check_numbers(op)
     _check_alike(op, tensors)
-    for t in op.outputs:
-        if not t.is_sparse and not t.is_contiguous() and _expanded(t):
-            _refuse(
-                op,
-                f"an output, {_describe(t)}, is expanded, so one memory cell stands for many elements",
-                "Pass t.contiguous() instead.",
-            )
+    for t in tensors:
+        if t.dtype not in MOVES or t.is_meta or t.is_nested:
+            _refuse_tensor(op, t)
     if op.kind.reduces:
         _check_reduction(op)
     elif op.reduce_op is not None or op.factor is not None:
@@ -72,6 +69,8 @@ def check_alone(op: Collective) -> None:
     rule = _SHAPE_RULES.get(op.kind)
     if rule is not None:
         rule(op)
+    if op.outputs:
+        _check_outputs(op)
 
 
 def _is_plain_sum(op: Collective) -> bool:
@@ -81,11 +80,38 @@ def _is_plain_sum(op: Collective) -> bool:
     if op.root is not None or op.peer is not None or op.tag or op.timeout is not None or op.factor is not None:
         return False
     t = op.inputs[0]
-    return isinstance(t, Tensor) and op.splits is None and t.layout is torch.strided and t.is_contiguous()
+    if not isinstance(t, Tensor) or op.splits is not None or t.layout is not torch.strided:
+        return False
+    return t.dtype in REDUCES and not t.is_meta and not t.is_nested and t.is_contiguous()
 
 
-def _expanded(t: Tensor) -> bool:
-    return bool(t.numel()) and any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True))
+def _refuse_tensor(op: Collective, t: Tensor) -> NoReturn:
+    if t.is_meta:
+        _refuse(op, f"{_describe(t)} has no data", "Materialize it first, with to_empty(device=...) for example.")
+    if t.is_nested:
+        _refuse(op, "a nested tensor is not supported", "Pass its values(), or t.to_padded_tensor(...).")
+    advice = "t.int_repr(), and the scale and zero point by themselves" if t.is_quantized else "t.view(torch.uint8)"
+    _refuse(op, f"{_describe(t)}: tensors of this dtype cannot be communicated", f"Pass {advice}.")
+
+
+def _check_outputs(op: Collective) -> None:
+    if len(op.outputs) == 1 and op.outputs[0].is_contiguous():
+        return
+    pair = overlapping(op.outputs)
+    if pair is None:
+        return
+    a, b = pair
+    if a is b and sum(t is a for t in op.outputs) == 1:
+        _refuse(
+            op,
+            f"an output, {_describe(a)} with strides {a.stride()}, has several elements at one address, as expand() makes them",
+            "Pass t.contiguous() instead.",
+        )
+    _refuse(
+        op,
+        f"two outputs, {_describe(a)} and {_describe(b)}, share memory, so one result would overwrite the other",
+        "Pass outputs that do not overlap, each of them once.",
+    )
 
 
 def _check_numbers(op: Collective) -> None:
@@ -142,31 +168,14 @@ def _check_reduction(op: Collective) -> None:
     reduce_op = op.reduce_op
     if not isinstance(reduce_op, ReduceOp):
         raise UsageTypeError(f"{op.kind.value}: op is {reduce_op!r}. Pass a gradwire.ReduceOp, such as ReduceOp.SUM.")
-    if reduce_op is _SUM and op.factor is None:
-        return  # every dtype and layout can be added
     for t in op.inputs:
-        inexact = t.dtype.is_floating_point or t.dtype.is_complex
-        if inexact and reduce_op in _BITWISE:
+        if reduce_op not in REDUCES.get(t.dtype, ()):
+            _refuse(op, *_irreducible(reduce_op, t))
+        if t.is_sparse and not (reduce_op in SPARSE_OPS and t.dtype in SPARSE):
             _refuse(
                 op,
-                f"{reduce_op.name} of {_describe(t)} has no meaning",
-                "Bitwise operations take integers and bool; view the bits as an integer dtype.",
-            )
-        if not inexact and reduce_op in _INEXACT_ONLY:
-            _refuse(
-                op,
-                f"{reduce_op.name} of {_describe(t)} is not an integer",
-                "Use SUM and divide yourself, or convert to a floating-point dtype.",
-            )
-        if t.dtype.is_complex and reduce_op in (ReduceOp.MIN, ReduceOp.MAX):
-            _refuse(
-                op, f"{reduce_op.name} of {_describe(t)}: complex numbers have no order", "Reduce the absolute value."
-            )
-        if t.is_sparse and reduce_op not in _SPARSE_OPS:
-            _refuse(
-                op,
-                f"{reduce_op.name} of a sparse tensor is not supported",
-                "Sparse tensors can be summed or averaged; use t.to_dense().",
+                f"{reduce_op.name} of a sparse tensor, {_describe(t)}, is not supported",
+                "Sparse tensors of wide floating-point, complex and integer dtypes can be summed or averaged; use t.to_dense().",
             )
     if (reduce_op is ReduceOp.PREMUL_SUM) != (op.factor is not None):
         _refuse(
@@ -180,6 +189,21 @@ def _check_reduction(op: Collective) -> None:
                 _refuse(op, f"factor is complex, {_describe(t)} is not", "Pass a real factor, or a complex tensor.")
     if isinstance(op.factor, Tensor) and op.factor.numel() != 1:
         _refuse(op, f"factor has shape {list(op.factor.shape)}", "Pass a number or a tensor with one element.")
+
+
+def _irreducible(reduce_op: ReduceOp, t: Tensor) -> tuple[str, str]:
+    """What is wrong, and what to do, where the table of dtypes lacks an operation."""
+    what = f"{reduce_op.name} of {_describe(t)}"
+    if t.dtype in ONLY_BITS:
+        return (
+            f"{what}: torch has no arithmetic for this dtype",
+            "Convert to float32 first, or gather and reduce yourself.",
+        )
+    if reduce_op in _INEXACT_ONLY:
+        return f"{what} is not an integer", "Use SUM and divide yourself, or convert to a floating-point dtype."
+    if reduce_op in _BITWISE:
+        return f"{what} has no meaning", "Bitwise operations take integers and bool; view the bits as an integer dtype."
+    return f"{what}: complex numbers have no order", "Reduce the absolute value."
 
 
 # -- shapes: one rule a kind ---------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import build
+from gradwire.collectives.aliasing import apart
 from gradwire.collectives.compose import Program as Program
 from gradwire.collectives.compose import compose, exchanges_bytes
 from gradwire.collectives.kinds import Kind, ReduceOp
@@ -85,7 +86,7 @@ def lower(op: Collective, *, rank: int, size: int, takes: Callable[[Collective],
     >>> list(ops)
     [all_reduce(uint8[1], SUM, label='start')]
     """
-    for step in _Lowering(rank, size, takes)(op):
+    for step in _Lowering(rank, size, takes)(apart(op, rank)):
         yield step if op.timeout is None else step.within(op.timeout)
 
 

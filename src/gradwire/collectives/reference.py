@@ -111,7 +111,8 @@ def _all_reduce(ops: Sequence[Collective]) -> _Writes:
 
 def _broadcast(ops: Sequence[Collective]) -> _Writes:
     root = ops[ops[0].root or 0]
-    return [(o, i) for op in ops for o, i in zip(op.outputs, root.inputs, strict=True) if o is not i]
+    values = root.inputs if root.outputs is root.inputs else [t.clone() for t in root.inputs]
+    return [(o, v) for op in ops for o, v in zip(op.outputs, values, strict=True) if o is not v]
 
 
 def _reduce(ops: Sequence[Collective]) -> _Writes:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, Kind, all_gather, all_gather_into_tensor
 from gradwire.collectives.agree import comparable, mismatch
+from gradwire.collectives.dtypes import ALWAYS_FINITE
 from gradwire.collectives.encode import LIMIT, decode, encode
 from gradwire.collectives.lower import Program
 from gradwire.errors import CollectiveMismatch, GroupError, NonFiniteGradient
@@ -104,6 +105,8 @@ def _finite(tensors: tuple[Tensor, ...]) -> bool:
     for t in tensors:
         t = t.detach()
         t = t._values() if t.is_sparse else t
+        if t.dtype in ALWAYS_FINITE:
+            continue
         if t.dtype.is_floating_point and t.dtype.itemsize == 1:
             t = t.float()
         if (t.dtype.is_floating_point or t.dtype.is_complex) and not bool(torch.isfinite(t).all()):

@@ -30,11 +30,14 @@ def signatures(*ops: Collective) -> list[Signature]:
         ),
         ((build.all_reduce(t), build.all_reduce(ints)), r"dtype: rank 1 has ['int64'], the others have ['float32']"),
         ((build.all_reduce(t), build.all_reduce(longer)), "shape: rank 1 has [[3]], the others have [[2]]"),
-        ((build.all_reduce(t), build.all_reduce([t, t])), "dtype: rank 1 has ['float32', 'float32']"),
+        ((build.all_reduce(t), build.all_reduce([t, t.clone()])), "dtype: rank 1 has ['float32', 'float32']"),
         ((build.all_reduce(t), build.all_reduce(t, op=ReduceOp.MAX)), "op: rank 1 has max, the others have sum"),
         ((build.broadcast(t, src=0), build.broadcast(t, src=1)), "root: rank 1 has 1, the others have 0"),
         ((build.barrier(label="a"), build.barrier(label="b")), "label: rank 1 has 'b', the others have 'a'"),
-        ((build.all_gather([t, t], t), build.all_gather([ints, ints], ints)), "dtype: rank 1 has ['int64']"),
+        (
+            (build.all_gather([t, t.clone()], t), build.all_gather([ints, ints.clone()], ints)),
+            "dtype: rank 1 has ['int64']",
+        ),
         (
             (build.barrier(), build.all_reduce(t), build.barrier(), build.all_reduce(t), build.barrier()),
             "kind: ranks [1, 3] have all_reduce, the others have barrier",
@@ -56,7 +59,7 @@ def test_a_disagreement_names_who_differs_in_what(ops: tuple[Collective, ...], p
         (build.all_to_all([t, longer], [t, t]), build.all_to_all([t, longer], [longer, longer])),
         (build.all_to_all_single(t, t), build.all_to_all_single(t, t, input_split_sizes=[2, 0])),
         (build.scatter(t, [t, t], src=0), build.scatter(t, src=0)),
-        (build.gather(t, [t, t], dst=0), build.gather(t, dst=0)),
+        (build.gather(t, [t, t.clone()], dst=0), build.gather(t, dst=0)),
         (build.barrier(), build.barrier()),
         (build.barrier(),),
         (

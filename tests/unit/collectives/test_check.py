@@ -19,7 +19,18 @@ def sparse() -> torch.Tensor:
     return torch.sparse_coo_tensor([[0]], [1.0], (4,), check_invariants=False)
 
 
+def quantized() -> torch.Tensor:
+    return torch.empty(2, dtype=torch.quint8)
+
+
 two, three, integers = zeros(2), zeros(3), zeros(2, dtype=torch.int64)
+
+
+def twos(count: int) -> list[torch.Tensor]:
+    """Several tensors with 2 elements each."""
+    return [zeros(2) for _ in range(count)]
+
+
 Make = Callable[[], Collective]
 
 ALONE: list[tuple[str, Make]] = [
@@ -39,8 +50,8 @@ ALONE: list[tuple[str, Make]] = [
     ("different dtypes", lambda: build.all_to_all([two, two], [integers, integers])),
     ("torch.sparse_csr is not supported", lambda: build.all_reduce(torch.eye(2).to_sparse_csr())),
     ("torch.sparse_coo is not supported", lambda: build.broadcast(sparse(), src=0)),
-    ("is expanded", lambda: build.all_reduce(zeros(1).expand(3))),
-    ("is expanded", lambda: build.recv(zeros(2, 1).expand(2, 3))),
+    ("elements at one address", lambda: build.all_reduce(zeros(1).expand(3))),
+    ("elements at one address", lambda: build.recv(zeros(2, 1).expand(2, 3))),
     ("BAND of float32", lambda: build.all_reduce(two, op=ReduceOp.BAND)),
     ("BXOR of complex64", lambda: build.all_reduce(zeros(2, dtype=torch.complex64), op=ReduceOp.BXOR)),
     ("AVG of int64", lambda: build.all_reduce(integers, op=ReduceOp.AVG)),
@@ -62,10 +73,21 @@ ALONE: list[tuple[str, Make]] = [
     ("2 inputs were given", lambda: Collective(Kind.ALL_GATHER, (two, two), (two, two))),
     ("2 inputs were given", lambda: Collective(Kind.GATHER, (two, two), root=0)),
     ("2 inputs were given", lambda: Collective(Kind.SEND, (two, two), peer=0)),
+    ("share memory", lambda: build.all_reduce([two, two])),
+    ("has no data", lambda: build.all_reduce(zeros(2, device="meta"))),
+    ("has no data", lambda: build.send(zeros(2, device="meta"), dst=1)),
+    ("nested", lambda: build.all_reduce(torch.nested.nested_tensor([zeros(2), zeros(3)]))),
+    (r"Pass t\.int_repr\(\)", lambda: build.all_reduce(quantized())),
+    (r"Pass t\.int_repr\(\)", lambda: build.broadcast(quantized(), src=0)),
+    (r"Pass t\.view\(torch\.uint8\)", lambda: build.all_reduce(torch.empty(2, dtype=torch.int4))),
+    (r"Pass t\.view\(torch\.uint8\)", lambda: build.broadcast(torch.empty(2, dtype=torch.uint2), src=0)),
+    ("no arithmetic for this dtype", lambda: build.all_reduce(torch.empty(2, dtype=torch.float8_e8m0fnu))),
+    ("no arithmetic", lambda: build.reduce_scatter(two.to(torch.float8_e8m0fnu), [two.to(torch.float8_e8m0fnu)])),
+    ("SUM of a sparse tensor, bool", lambda: build.all_reduce(sparse().to(torch.bool))),
     ("2 outputs were given", lambda: Collective(Kind.RECV, outputs=(two, two))),
     ("2 outputs were given", lambda: Collective(Kind.SCATTER, outputs=(two, two), root=0)),
     ("2 outputs were given", lambda: Collective(Kind.REDUCE_SCATTER, (two,), (two, two), reduce_op=ReduceOp.SUM)),
-    ("1 inputs but 2 outputs", lambda: build.all_gather_into_tensor([two, two], [two])),
+    ("1 inputs but 2 outputs", lambda: build.all_gather_into_tensor(twos(2), [two])),
     ("differ in dtype", lambda: build.all_gather_into_tensor(zeros(4), integers)),
     ("differ in dtype", lambda: build.reduce_scatter_tensor(integers, zeros(4))),
     ("not a whole number of parts", lambda: build.all_gather_into_tensor(zeros(5), two)),
@@ -78,7 +100,7 @@ ALONE: list[tuple[str, Make]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*nested tensors is", "ignore:torch.quantize_per")
 @pytest.mark.parametrize(
     ("problem", "make"), ALONE, ids=[f"{i}-{problem[:30]}" for i, (problem, _) in enumerate(ALONE)]
 )
@@ -113,13 +135,16 @@ IN_WORLD: list[tuple[str, Make]] = [
     ("peer is 4", lambda: build.recv(two, src=4)),
     ("sends to itself", lambda: build.send(two, dst=1)),
     ("receives from itself", lambda: build.recv(two, src=1)),
-    ("2 outputs were given to a group of 3", lambda: build.all_gather([two] * 2, two)),
-    (r"outputs\[1\], this rank's place, is float32\[3\]", lambda: build.all_gather([two, three, two], two)),
+    ("2 outputs were given to a group of 3", lambda: build.all_gather(twos(2), two)),
+    (r"outputs\[1\], this rank's place, is float32\[3\]", lambda: build.all_gather([*twos(1), three, two], two)),
     ("4 inputs were given to a group of 3", lambda: build.reduce_scatter(two, [two] * 4)),
     (r"inputs\[1\], this rank's part, is float32\[3\]", lambda: build.reduce_scatter(two, [two, three, two])),
-    ("2 inputs were given", lambda: build.all_to_all([two] * 3, [two] * 2)),
-    ("2 outputs were given", lambda: build.all_to_all([two] * 2, [two] * 3)),
-    (r"outputs\[1\] is float32\[3\] on cpu, but inputs\[1\]", lambda: build.all_to_all([two, three, two], [two] * 3)),
+    ("2 inputs were given", lambda: build.all_to_all(twos(3), twos(2))),
+    ("2 outputs were given", lambda: build.all_to_all(twos(2), twos(3))),
+    (
+        r"outputs\[1\] is float32\[3\] on cpu, but inputs\[1\]",
+        lambda: build.all_to_all([*twos(1), three, *twos(1)], twos(3)),
+    ),
     ("is not 3 times", lambda: build.all_gather_into_tensor(zeros(4), two)),
     ("it must be 6 elements", lambda: build.reduce_scatter_tensor(two, zeros(4))),
     ("not a multiple of 3 ranks", lambda: build.all_to_all_single(zeros(4), zeros(4))),
@@ -131,9 +156,9 @@ IN_WORLD: list[tuple[str, Make]] = [
         "dimension 0 of the input is 4, not a multiple",
         lambda: build.all_to_all_single(zeros(4), zeros(4), output_split_sizes=[2, 2, 0]),
     ),
-    (r"rank 1 is not the root \(0\), yet it passes outputs", lambda: build.gather(two, [two] * 3, dst=0)),
+    (r"rank 1 is not the root \(0\), yet it passes outputs", lambda: build.gather(two, twos(3), dst=0)),
     ("0 outputs were given", lambda: build.gather(two, dst=1)),
-    ("one of the root's outputs is float32", lambda: build.gather(two, [two, two, three], dst=1)),
+    ("one of the root's outputs is float32", lambda: build.gather(two, [*twos(2), three], dst=1)),
     (r"rank 1 is not the root \(2\), yet it passes inputs", lambda: build.scatter(two, [two] * 3, src=2)),
     ("2 inputs were given", lambda: build.scatter(two, [two] * 2, src=1)),
     ("one of the root's inputs is float32", lambda: build.scatter(two, [three, two, two], src=1)),

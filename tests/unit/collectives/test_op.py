@@ -19,7 +19,7 @@ T = torch.zeros(3)
     [
         (build.all_reduce(T), "all_reduce(float32[3], SUM)"),
         (build.all_reduce(T, label="loss"), "all_reduce(float32[3], SUM, label='loss')"),
-        (build.all_reduce([T, T]), "all_reduce(2 x float32[3], SUM)"),
+        (build.all_reduce([T, T.clone()]), "all_reduce(2 x float32[3], SUM)"),
         (
             build.all_reduce([T, torch.zeros((), dtype=torch.int64)], op=ReduceOp.MAX),
             "all_reduce(float32[3], int64[], MAX)",
@@ -56,8 +56,8 @@ def test_a_record_is_frozen_and_equal_only_to_itself() -> None:
 @pytest.mark.parametrize(
     ("op", "nbytes"),
     [
-        (build.all_reduce([T, T]), 24),
-        (build.all_gather([T, T], T), 12),
+        (build.all_reduce([T, T.clone()]), 24),
+        (build.all_gather([T, T.clone()], T), 12),
         (build.recv(torch.zeros(5, dtype=torch.int64)), 40),
         (build.scatter(T, [T, T], src=0), 12),
         (build.barrier(), 0),
@@ -78,7 +78,7 @@ def test_tensors_are_what_a_rank_brings_or_gets() -> None:
 
 def test_device_of_a_barrier_is_the_cpu() -> None:
     assert build.barrier().device == torch.device("cpu")
-    assert build.all_reduce(torch.zeros(2, device="meta")).device.type == "meta"
+    assert build.all_reduce(torch.zeros(2)).device.type == "cpu"
 
 
 def test_within_only_shortens() -> None:

@@ -186,7 +186,7 @@ def _asks_little(op: Collective) -> bool:
         return False
     if kind.reduces and op.reduce_op is not ReduceOp.SUM:
         return False
-    if kind in (Kind.ALL_REDUCE, Kind.BROADCAST):
+    if kind in (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE):
         return len(op.inputs) == 1 and op.inputs[0] is op.outputs[0]
     if kind in (Kind.ALL_GATHER_INTO_TENSOR, Kind.REDUCE_SCATTER_TENSOR):
         # The whole of parts [2, 3] may be [4, 3] as well as [2, 2, 3]: only flat ones are clear.

@@ -98,7 +98,8 @@ def _nccl_takes(op: Collective) -> bool:
     if kind.reduces:
         if op.reduce_op in _BITWISE or op.reduce_op is ReduceOp.PREMUL_SUM:
             return False
-        return len(op.inputs) == 1 and (kind is not Kind.ALL_REDUCE or op.inputs[0] is op.outputs[0])
+        in_place = kind not in (Kind.ALL_REDUCE, Kind.REDUCE) or op.inputs[0] is op.outputs[0]
+        return len(op.inputs) == 1 and in_place
     if kind is Kind.BROADCAST:
         return len(op.inputs) == 1 and op.inputs[0] is op.outputs[0]
     if kind is Kind.ALL_GATHER:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from gradwire.collectives import Collective
+from gradwire.collectives.aliasing import apart
 from gradwire.collectives.lower import Program, is_identity, lower
 from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
@@ -141,7 +142,7 @@ class C10dGroup(Group):
         """One call of the engine is the whole operation."""
         work.ledger.started(work, time.perf_counter())
         try:
-            native = engine.call(backend, op, work.timeout + _ENGINE_MARGIN)
+            native = engine.call(backend, apart(op, self.rank), work.timeout + _ENGINE_MARGIN)
         except Exception as error:
             self._broken(work, error, engine)
             return

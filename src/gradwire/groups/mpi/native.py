@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, Kind, ReduceOp
+from gradwire.collectives.aliasing import apart, span
 from gradwire.collectives.lower import as_bytes, is_plain
 from gradwire.collectives.reference import store
 from gradwire.groups.mpi.flight import Flight
@@ -97,7 +98,10 @@ class Native:
         elif op.kind is Kind.SEND:  # synchronous: done when it has been received, as `build.send` says
             flight.requests.append(comm.Issend(self._bytes(op.inputs[0]), dest=op.peer, tag=op.tag))
         else:
-            _POSTS[op.kind](self, comm, op, flight)
+            alone = apart(op, comm.rank)
+            if alone is not op:
+                flight.kept.extend(alone.inputs)
+            _POSTS[op.kind](self, comm, alone, flight)
 
     def _expect(self, flight: Flight, place: Tensor, source: int, tag: int) -> None:
         flight.expect(Receive(place, self._bytes(place), source, tag))
@@ -151,12 +155,14 @@ class Native:
             if part.data_ptr() == places[comm.rank].data_ptr():
                 flight.requests.append(comm.Iallgather(self._mpi.IN_PLACE, target))
             else:
-                source = self._bytes(_apart(part, [whole], flight.kept))[::2]
-                flight.requests.append(comm.Iallgather(source, target))
+                flight.requests.append(comm.Iallgather(self._bytes(part)[::2], target))
 
     def _reduce_scatter_tensor(self, comm: Comm, op: Collective, flight: Flight) -> None:
         for whole, part in zip(op.inputs, op.outputs, strict=True):
-            source, dtype = _apart(whole, [part], flight.kept), self._dtype(whole.dtype, op.reduce_op)
+            dtype, source = self._dtype(whole.dtype, op.reduce_op), whole
+            if span(part)[0] in range(*span(whole)):  # in place, for which MPI has another convention
+                source = whole.detach().clone()
+                flight.kept.append(source)
             send, recv = ([self._mpi.memory.fromaddress(t.data_ptr(), t.nbytes), dtype] for t in (source, part))
             flight.requests.append(comm.Ireduce_scatter_block(send, recv, self._op(op)))
 
@@ -164,16 +170,14 @@ class Native:
         self._spread(comm, op.inputs[0], op.outputs, flight)
 
     def _spread(self, comm: Comm, own: Tensor, places: Sequence[Tensor], flight: Flight) -> None:
-        own = _apart(own, [t for r, t in enumerate(places) if r != comm.rank], flight.kept)
         self._messages(comm, [own] * comm.size, places, flight)
 
     def _all_to_all(self, comm: Comm, op: Collective, flight: Flight) -> None:
-        self._messages(comm, [_apart(t, op.outputs, flight.kept) for t in op.inputs], op.outputs, flight)
+        self._messages(comm, op.inputs, op.outputs, flight)
 
     def _all_to_all_single(self, comm: Comm, op: Collective, flight: Flight) -> None:
-        target, source = op.outputs[0], _apart(op.inputs[0], op.outputs, flight.kept)
         parts = []
-        for t, given in zip((source, target), reversed(op.splits or ((), ())), strict=True):
+        for t, given in zip((op.inputs[0], op.outputs[0]), reversed(op.splits or ((), ())), strict=True):
             rows = t.shape[0] if t.dim() else 1
             width = t.nbytes // rows if rows else 0
             sizes = [n * width for n in given or [rows // comm.size] * comm.size]
@@ -181,12 +185,12 @@ class Native:
         self._messages(comm, parts[0], parts[1], flight)
 
     def _gather(self, comm: Comm, op: Collective, flight: Flight) -> None:
-        own = _apart(op.inputs[0], [t for r, t in enumerate(op.outputs) if r != comm.rank], flight.kept)
+        own = op.inputs[0]
         self._messages(comm, [own if r == op.root else None for r in range(comm.size)], op.outputs, flight)
 
     def _scatter(self, comm: Comm, op: Collective, flight: Flight) -> None:
         places = [op.outputs[0] if r == op.root else None for r in range(comm.size)]
-        self._messages(comm, [_apart(t, op.outputs, flight.kept) for t in op.inputs], places, flight)
+        self._messages(comm, op.inputs, places, flight)
 
     def _messages(
         self, comm: Comm, outgoing: Sequence[Tensor | None], incoming: Sequence[Tensor | None], flight: Flight
@@ -221,12 +225,3 @@ _POSTS: dict[Kind, Callable[[Native, Comm, Collective, Flight], None]] = {
     Kind.SCATTER: Native._scatter,
     Kind.BARRIER: Native._barrier,
 }
-
-
-def _apart(source: Tensor, targets: Sequence[Tensor], kept: list[Tensor]) -> Tensor:
-    """`source`, or a copy of it where writing the targets would write it."""
-    start, end = source.data_ptr(), source.data_ptr() + source.nbytes
-    if any(start < t.data_ptr() + t.nbytes and t.data_ptr() < end for t in targets):
-        kept.append(source.detach().clone())
-        return kept[-1]
-    return source

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from gradwire.collectives import Collective
+from gradwire.collectives import Collective, Scope
 from gradwire.collectives.lower import is_identity
 from gradwire.errors import ClosedError, CollectiveTimeout, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
@@ -45,6 +45,7 @@ ROOM = 64 << 30
 """Address space of a segment, in bytes, when the group was not told otherwise. Memory is taken only as the heaps grow."""
 
 _SMALLEST_HEAP = 1 << 20
+_WORLD = Scope.WORLD
 
 
 class SharedMemoryGroup(Group):
@@ -112,7 +113,8 @@ class SharedMemoryGroup(Group):
     def submit_and_wait(self, op: Collective) -> Work:
         """Carry it out in this thread, unless another one is driving the group."""
         engine, ledger = self._engine, self.ledger
-        if self.size > 1 and not ledger.events and not ledger.hooks:
+        # A plain sum can be wrong for this group in its scope only, and nothing may be posted before that is looked at.
+        if self.size > 1 and op.scope is _WORLD and not ledger.events and not ledger.hooks:
             self.check_usable(op)
             started = time.perf_counter()
             done = engine.sum_now(op, lambda: self.begin(op))

@@ -53,12 +53,13 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, Kind, ReduceOp
 from gradwire.collectives.agree import comparable, mismatch
+from gradwire.collectives.aliasing import apart
 from gradwire.collectives.encode import decode, encode
 from gradwire.collectives.lower import as_bytes, flat, is_plain, lower
 from gradwire.collectives.reference import cut, store
 from gradwire.errors import CollectiveMismatch, GroupError, InternalError
 from gradwire.groups.shared_memory.board import BUFFERS, CHUNK, DIGEST, SMALL, Board, Table
-from gradwire.groups.shared_memory.fold import SUMMED, CompiledFold, Fold, Piece, combine, divide
+from gradwire.groups.shared_memory.fold import SUMMED, CompiledFold, Fold, Piece, combine, divide, quiet
 from gradwire.groups.shared_memory.segment import Segment
 
 Steps = Generator[int, None, None]
@@ -114,6 +115,7 @@ class Programs:
         self._prepared: set[torch.dtype] = set()
         self._arrays: dict[tuple[int, int, np.dtype[Any]], np.ndarray[Any, Any]] = {}
         self._small = [self._address + self._plan.small(self.rank, turn) for turn in (0, 1)]
+        self._quietly = quiet()
         self._slots: dict[tuple[object, ...], tuple[bytes, list[np.ndarray[Any, Any]], int]] = {}
 
     def carry_out(self, op: Collective) -> Steps:
@@ -126,6 +128,7 @@ class Programs:
             yield from plain
             return
         digest = self._digest(op)
+        op = apart(op, self.rank)
         if takes(op):
             yield from self._native(op, op, digest)
             return
@@ -291,11 +294,12 @@ class Programs:
             if not board.agreed(turn, digests):
                 yield from self._compare(op)
             if others:
-                np.add(first, others[0], total)
+                quietly = self._quietly
+                quietly(np.add, first, others[0], total)
                 for other in others[1:]:
-                    np.add(total, other, total)
+                    quietly(np.add, total, other, total)
                 if op.reduce_op is _AVG:
-                    divide(total, self.size)
+                    divide(total, self.size, quietly)
                 ctypes.memmove(t.data_ptr(), address, nbytes)
         finally:
             self.turn = turn + 1
@@ -495,7 +499,7 @@ class Programs:
             target = op.outputs[0].detach()
             out = wanted[self.rank][low : low + pieces[self.rank].numel()].view(target.dtype)
             parts = [pieces[rank].view(target.dtype) for rank in range(self.size)]
-            # The output may be this rank's own part, which must be read before it is written: hence not into `out` at once.
+            # The output may be this rank's own part (Note [In place] in aliasing.py): hence not into `out` at once.
             result = parts[0].clone() if self.size > 1 else parts[0]
             combine(op.reduce_op, [result, *parts[1:]], result)
             out.copy_(result)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from gradwire.groups.base import Group
 from gradwire.testing.conformance import (
+    aliasing,
     completion,
+    dtypes,
     endings,
     memory,
     movement,
@@ -65,8 +67,11 @@ CHECKS: tuple[Check, ...] = (
         memory.check_gaps,
         memory.check_leaves,
         memory.check_allocate,
+        aliasing.check_overlapping_outputs,
+        dtypes.check_dtypes_without_arithmetic,
     ),
     *_checks(
+        aliasing.check_aliasing,
         points.check_send_recv,
         points.check_send_recv_tags,
         points.check_send_recv_both_ways,
@@ -93,6 +98,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     *_checks(
         usage.check_usage_errors,
+        dtypes.check_refused_dtypes,
         completion.check_hook_raising,
         endings.check_deadline,
         endings.check_deadline_unwatched,

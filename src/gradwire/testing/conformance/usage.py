@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from gradwire.collectives import ReduceOp
+from gradwire.collectives import ReduceOp, Scope, build
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
 from gradwire.testing.conformance.compare import Problems, raises, same
@@ -40,6 +40,10 @@ def check_usage_errors(group: Group) -> Problems:
         "all_reduce of nothing": lambda: group.all_reduce([]),
         "AVG of integers": lambda: group.all_reduce(torch.zeros(2, dtype=torch.int64), ReduceOp.AVG),
     }
+    if group.layout is None:
+        inside = build.all_reduce(torch.zeros(2)).among(Scope.INSIDE)
+        mistakes["submit with a scope, to a group that knows of no hosts"] = lambda: group.submit(inside)
+        mistakes["run with a scope, on a group that knows of no hosts"] = lambda: group.run(inside)
     if rank == size - 1:
         for what, call in mistakes.items():
             yield from raises(UsageError, what, call)

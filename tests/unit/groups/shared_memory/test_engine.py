@@ -208,7 +208,7 @@ def test_mismatches_by_every_way_leave_all_in_step(world: Any, everywhere: Any) 
         (lambda g: g.all_reduce(g.allocate(LARGE)), lambda g: g.all_reduce(torch.ones(LARGE), op=ReduceOp.MAX)),
         (lambda g: g.broadcast(torch.ones(LARGE), src=0), lambda g: g.broadcast(torch.ones(LARGE), src=1)),
         (lambda g: g.all_reduce(torch.ones(3), async_op=True).wait(), lambda g: g.barrier()),
-        (lambda g: g.all_reduce([torch.ones(3)] * 20_000), lambda g: g.all_reduce(torch.ones(3))),
+        (lambda g: g.all_reduce(list(torch.ones(20_000, 3))), lambda g: g.all_reduce(torch.ones(3))),
     ]
 
     def disagree(group: Any) -> list[Any]:

@@ -1,0 +1,150 @@
+"""Tensors of one collective that share memory.
+
+A collective reads every input before it writes any output: `reference.py` does so, and every group must have the same results.
+An engine reads and writes piece by piece, so an input that overlaps an output has to be copied first. `apart` makes those
+copies, and is the only place that decides which; engines call it just before they read. Outputs that overlap each other have no
+right result: `check.py` refuses them.
+
+Note [In place]
+Where an input is exactly the place that the rank's own part of the result has in the outputs (as in torch's in-place
+`all_gather_into_tensor(whole, whole[rank])`), no engine writes it before it is read, and nothing is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives.kinds import Kind
+
+if TYPE_CHECKING:
+    from gradwire.collectives.op import Collective
+
+
+def apart(op: Collective, rank: int) -> Collective:
+    """`op` with copies of the inputs that writing its outputs would overwrite; `op` itself when there are none.
+
+    >>> from gradwire.collectives import all_to_all_single
+    >>> t = torch.arange(4.0)
+    >>> apart(all_to_all_single(t, t), rank=0).inputs[0] is t
+    False
+    """
+    inputs, outputs = op.inputs, op.outputs
+    if outputs is inputs or not outputs or not inputs:
+        return op
+    spans = sorted(span(t) for t in outputs)
+    starts = [start for start, _ in spans]
+    reaches = list(accumulate((end for _, end in spans), max))
+    copied: list[Tensor] | None = None
+    for i, t in enumerate(inputs):
+        start, end = span(t)
+        before = bisect_left(starts, end)  # outputs that begin before the input ends
+        if not before or reaches[before - 1] <= start:
+            continue
+        if all(_in_place(op, i, j, rank) for j in _meeting(outputs, start, end)):
+            continue
+        copied = copied or list(inputs)
+        copied[i] = t.detach().clone()
+    return op if copied is None else replace(op, inputs=tuple(copied))
+
+
+def _meeting(outputs: Sequence[Tensor], start: int, end: int) -> list[int]:
+    return [j for j, (low, high) in enumerate(map(span, outputs)) if low < end and start < high]
+
+
+def _in_place(op: Collective, i: int, j: int, rank: int) -> bool:
+    """Whether input `i` and output `j` overlap in this rank's own part only: see Note [In place]."""
+    kind, source, target = op.kind, op.inputs[i], op.outputs[j]
+    if kind is Kind.ALL_GATHER_INTO_TENSOR:
+        return i == j and _is_part(source, target, rank)
+    if kind is Kind.REDUCE_SCATTER_TENSOR:
+        return i == j and _is_part(target, source, rank)
+    own = {
+        Kind.ALL_GATHER: (0, rank), Kind.GATHER: (0, rank), Kind.ALL_TO_ALL: (rank, rank),
+        Kind.REDUCE_SCATTER: (rank, 0), Kind.SCATTER: (rank, 0),
+        Kind.ALL_REDUCE: (i, i), Kind.BROADCAST: (i, i), Kind.REDUCE: (i, i),
+    }.get(kind)  # fmt: skip
+    same = source.data_ptr() == target.data_ptr() and source.shape == target.shape
+    return own == (i, j) and same and source.stride() == target.stride()
+
+
+def _is_part(part: Tensor, whole: Tensor, rank: int) -> bool:
+    plain = part.is_contiguous() and whole.is_contiguous()
+    return plain and part.data_ptr() == whole.data_ptr() + rank * part.nbytes
+
+
+def span(t: Tensor) -> tuple[int, int]:
+    """The addresses between which a tensor lies, from and to; an empty or sparse one lies nowhere."""
+    if t.layout is not torch.strided or not t.numel():
+        return 0, 0
+    start = t.data_ptr()
+    if t.is_contiguous():
+        return start, start + t.nbytes
+    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return start, start + (last + 1) * t.element_size()
+
+
+# -- outputs -------------------------------------------------------------------------------------------------------------
+
+
+def overlapping(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Two of the tensors, each of which may be written, that share memory; a tensor that overlaps itself comes twice."""
+    for t in tensors:
+        if not t.is_sparse and not t.is_contiguous() and _overlaps_itself(t):
+            return t, t
+    if len(tensors) < 2:
+        return None
+    open_: list[tuple[int, Tensor]] = []  # those that reach beyond the start of the one that is looked at
+    for start, end, t in sorted(((*span(t), t) for t in tensors), key=lambda entry: entry[0]):
+        if start == end:
+            continue
+        open_ = [(reach, other) for reach, other in open_ if reach > start]
+        for _, other in open_:
+            if _share(other, t):
+                return other, t
+        open_.append((end, t))
+    return None
+
+
+def _overlaps_itself(t: Tensor) -> bool:
+    """Whether two elements of `t` are in one place."""
+    dims = sorted((stride, n) for n, stride in zip(t.shape, t.stride(), strict=True) if n > 1)
+    reach = 1
+    for stride, n in dims:
+        if stride < reach:
+            break
+        reach = (n - 1) * stride + reach
+    else:
+        return False
+    if not t.numel():
+        return False
+    if dims[0][0] == 0:
+        return True
+    (start, end), width = span(t), t.element_size()
+    return int(_footprint(t, start, end, width).sum()) < t.numel()
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors whose spans overlap have an element in common."""
+    if a.is_contiguous() and b.is_contiguous():
+        return True
+    (low, high), (start, end) = span(a), span(b)
+    low, high = min(low, start), max(high, end)
+    unit = math.gcd(a.element_size(), b.element_size(), abs(a.data_ptr() - b.data_ptr()))
+    return bool((_footprint(a, low, high, unit) & _footprint(b, low, high, unit)).any())
+
+
+def _footprint(t: Tensor, low: int, high: int, unit: int) -> Tensor:
+    """Which units of memory, of those from `low` to `high`, belong to elements of `t`."""
+    places = torch.zeros((high - low) // unit, dtype=torch.bool, device="cpu")
+    per = t.element_size() // unit
+    strides = [stride * per for stride in t.stride()]
+    places.as_strided((*t.shape, per), (*strides, 1), (t.data_ptr() - low) // unit).fill_(True)
+    return places
