@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.nn.parameter import UninitializedParameter
 
 from gradwire.autograd.graph import reachable_parameters
 from gradwire.collectives import broadcast
@@ -37,6 +36,7 @@ from gradwire.parallel.attach import attach_ready, hear_backward
 from gradwire.parallel.broadcast import broadcast_coalesced
 from gradwire.parallel.scale import ScaleChecked
 from gradwire.parallel.sink import through_sink
+from gradwire.parallel.trainable import check_engine_thread, trainable_parameters
 from gradwire.policies import BucketMemory, Buckets, Buffers, Gradients, Graph, ScaleCheck
 from gradwire.reducer import BucketLayout, ParameterSpec, Reducer
 from gradwire.reducer.agreement import compare_parameters
@@ -89,8 +89,8 @@ class Replica:
         self.sync_buffers_next = True
         self._skip_unused = skip_unused
         self._has_buffers = any(n not in self.ignore for n, _ in module.named_buffers())
-        self.names, self.parameters, specs = _parameters(module, self.ignore)
-        _check_engine_thread(group, self.parameters)
+        self.names, self.parameters, specs = trainable_parameters(module, self.ignore)
+        check_engine_thread(group, self.parameters)
         if sync_at_start:
             compare_parameters(group, specs, device=self._device())
             self.broadcast_state()
@@ -499,43 +499,3 @@ def _weak_relayout(replica: Replica) -> Callable[[BucketLayout], None]:
             owner.move_states()
 
     return relayout
-
-
-def _check_engine_thread(group: Group, parameters: list[nn.Parameter]) -> None:
-    """Refuse what would hang: a backward that waits in the engine's thread for another rank that needs the same thread."""
-    if group.in_one_process and group.size > 1 and any(p.device.type == "cuda" for p in parameters):
-        raise UsageError(
-            f"replicating a model on {parameters[0].device} over {group}: its ranks are threads of one process, whose autograd "
-            "engine has one thread per CUDA device, so they would wait for each other for ever. Use ranks in processes."
-        )
-
-
-def _parameters(
-    module: nn.Module, ignore: Collection[str]
-) -> tuple[list[str], list[nn.Parameter], list[ParameterSpec]]:
-    names, parameters, specs = [], [], []
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, UninitializedParameter):
-            raise UninitializedError(
-                "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a dummy forward "
-                f"pass to correctly initialize the modules. Uninitialized: {name}."
-            )
-        if parameter.requires_grad and name not in ignore:
-            owner = module.get_submodule(name.rpartition(".")[0])
-            sparse = isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse
-            names.append(name)
-            parameters.append(parameter)
-            specs.append(ParameterSpec.of(name, parameter, sparse=sparse))
-    if not parameters:
-        raise NothingToDo(
-            "DistributedDataParallel is not needed when a module doesn't have any parameters that require a gradient."
-        )
-    return names, parameters, specs
-
-
-class UninitializedError(UsageError, RuntimeError):
-    """A lazy module has not seen an input yet."""
-
-
-class NothingToDo(UsageError, RuntimeError):
-    """The module has nothing to average."""

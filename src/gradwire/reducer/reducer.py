@@ -464,10 +464,14 @@ class Reducer:
         else:
             if self._watching:  # a sparse gradient is reduced where it is, and alone in its bucket, so always heard
                 self._watch.launched(launch.bucket, members, gradients)
-            if self._silent and not self.keep_views:  # they are new, and nobody else has seen this buffer
-                storage.copy_in(gradients)
-            else:
-                storage.take_in(gradients)
+            try:
+                if self._silent and not self.keep_views:  # they are new, and nobody else has seen this buffer
+                    storage.copy_in(gradients)
+                else:
+                    storage.take_in(gradients)
+            except RuntimeError as error:
+                storage.explain(gradients, error)
+                raise
             buffer = storage.buffer
         spec = storage.spec
         if self.events:

@@ -10,12 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.errors import UsageError
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import BucketSpec
 
 # Copies record no graph whatever the gradients carry, and cost a fifth less than under no_grad, which asks autograd.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 _address: Callable[[Any], int] = Tensor.data_ptr
+
+
+class UnexpectedLayout(UsageError, RuntimeError):
+    """A sparse gradient where a dense one was expected."""
 
 
 class Storage:
@@ -68,6 +73,16 @@ class Storage:
                     values.append(grad.clone())  # it lies where it is to be written, in another order
             if places:
                 torch._foreach_copy_(places, values)
+
+    def explain(self, gradients: Sequence[Tensor | None], error: RuntimeError) -> None:
+        """If gradients could not be copied because one is sparse, raise an error that names its parameter."""
+        for name, grad in zip(self.spec.names, gradients, strict=True):
+            if grad is not None and grad.layout != torch.strided:
+                raise UnexpectedLayout(
+                    f"filling {self.spec}: the gradient of {name} has layout {grad.layout}, and its bucket is dense. Only the "
+                    "weights of nn.Embedding and nn.EmbeddingBag with sparse=True get sparse buckets: use one of these modules, or "
+                    "sparse=False in torch.nn.functional.embedding."
+                ) from error
 
     def put(self, result: Tensor) -> None:
         """Make the reduced bucket the buffer's contents."""

@@ -1,0 +1,75 @@
+"""Which parameters of a module are averaged, and which modules cannot be replicated."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from gradwire.errors import UsageError
+from gradwire.groups.base import Group
+from gradwire.reducer import ParameterSpec
+
+
+def check_engine_thread(group: Group, parameters: list[nn.Parameter]) -> None:
+    """Refuse what would hang: a backward that waits in the engine's thread for another rank that needs the same thread."""
+    if group.in_one_process and group.size > 1 and any(p.device.type == "cuda" for p in parameters):
+        raise UsageError(
+            f"replicating a model on {parameters[0].device} over {group}: its ranks are threads of one process, whose autograd "
+            "engine has one thread per CUDA device, so they would wait for each other for ever. Use ranks in processes."
+        )
+
+
+def trainable_parameters(
+    module: nn.Module, ignore: Collection[str]
+) -> tuple[list[str], list[nn.Parameter], list[ParameterSpec]]:
+    """Names, tensors and specs of the parameters that get a gradient. Raises for a module that cannot be replicated."""
+    _refuse_dtensors(module, ignore)
+    names, parameters, specs = [], [], []
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise UninitializedError(
+                "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a dummy forward "
+                f"pass to correctly initialize the modules. Uninitialized: {name}."
+            )
+        if parameter.requires_grad and name not in ignore:
+            owner = module.get_submodule(name.rpartition(".")[0])
+            sparse = isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse
+            names.append(name)
+            parameters.append(parameter)
+            specs.append(ParameterSpec.of(name, parameter, sparse=sparse))
+    if not parameters:
+        raise NothingToDo(
+            "DistributedDataParallel is not needed when a module doesn't have any parameters that require a gradient."
+        )
+    return names, parameters, specs
+
+
+def _refuse_dtensors(module: nn.Module, ignore: Collection[str]) -> None:
+    tensors = sys.modules.get("torch.distributed.tensor")  # not imported: then nobody has made one
+    if tensors is None:
+        return
+    named = [*module.named_parameters(), *module.named_buffers()]
+    found = [name for name, tensor in named if isinstance(tensor, tensors.DTensor) and name not in ignore]
+    if found:
+        names = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+        raise ShardedParameter(
+            f"replicating {type(module).__name__}: {names} are DTensors, of a module under fully_shard or parallelize_module, and "
+            "buckets hold plain tensors. To average over replicas of a sharded model, call fully_shard with a 2-D device mesh; "
+            "interop.as_fsdp_hook uses a gradwire hook there. Parameters in `ignore` (DDP: "
+            "_set_params_and_buffers_to_ignore_for_model) are left alone."
+        )
+
+
+class ShardedParameter(UsageError, TypeError):
+    """The module has DTensors."""
+
+
+class UninitializedError(UsageError, RuntimeError):
+    """A lazy module has not seen an input yet."""
+
+
+class NothingToDo(UsageError, RuntimeError):
+    """The module has nothing to average."""
