@@ -53,7 +53,7 @@ ENDS: dict[str, Callable[[], CommHook]] = {
 STAGES: dict[str, Callable[[], Stage]] = {
     "cast to bfloat16": lambda: hooks.cast(BFLOAT16),
     "cast to float16": lambda: hooks.cast(torch.float16),
-    "clip": lambda: hooks.clip(norm=1.0, per_parameter=True),
+    "clip": lambda: hooks.clip(norm=1.0),
     "noise": lambda: hooks.add_noise(std=0.1),
     "random_k": lambda: hooks.random_k(ratio=0.5),
 }

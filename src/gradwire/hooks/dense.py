@@ -163,8 +163,8 @@ def cast(dtype: torch.dtype) -> Stage:
     """Reduce in `dtype`, such as torch.bfloat16, and convert back. On the wire: itemsize(dtype) / itemsize(grad) of it.
 
     What is larger than the largest number of `dtype` becomes infinite, as in torch's fp16_compress_hook: for torch.float16 that
-    is 65504 for the sum over all ranks, and what is below 6e-8 becomes zero. `scaled_cast` moves gradients into that range
-    first, for one more, tiny, collective. Complex gradients are left as they are.
+    is 65504 (for the sum over all ranks too, where the engine adds in float16), and what is below 6e-8 becomes zero.
+    `scaled_cast` moves gradients into that range first, for one more, tiny, collective. Complex gradients are left as they are.
     """
     if not dtype.is_floating_point:
         raise UsageError(f"cast({dtype}): not a floating-point dtype. Use torch.bfloat16 or torch.float16.")

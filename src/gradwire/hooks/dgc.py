@@ -13,7 +13,7 @@ from torch import Tensor
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.elements import count, drop_nonfinite_, length, real, refuse_sparse, wide
+from gradwire.hooks.elements import clip_norms_, count, drop_nonfinite_, real, refuse_sparse, wide
 from gradwire.hooks.pairs import Format, Pairs
 from gradwire.hooks.select import largest
 from gradwire.hooks.sparse import ALONE, check_ratio, check_values, exchange, share_of, value_dtype
@@ -62,8 +62,8 @@ class DGC(CommHook):
         g = real(grad).to(u.dtype)
         if self.clip is not None:
             # The sum over n ranks of gradients of norm c / sqrt(n) has norm c, if they point in different directions.
-            bound = self.clip / math.sqrt(turn.world_size)
-            g = g * (bound / length(g)).clamp(max=1)
+            g = g.clone()
+            clip_norms_(g, turn.spec, self.clip / math.sqrt(turn.world_size))
         u.mul_(self.momentum).add_(g)
         v.add_(u)
         form = Format(value_dtype(turn.spec, self.values))
@@ -118,8 +118,8 @@ def dgc(
     The momentum is applied here, to this rank's gradients before they accumulate (momentum correction), and stopped for
     elements that were just sent (factor masking). So take SGD without momentum as the optimizer, at the learning rate you would
     use with it. During `warmup_steps` the part sent falls from a quarter to `ratio`, each step by the same factor. `clip`
-    bounds the norm of a bucket's gradient over all ranks: each rank clips its own to clip / sqrt(n). What is not finite is sent
-    once and not kept.
+    bounds the norm of each parameter's gradient over all ranks: each rank clips its own to clip / sqrt(n). The paper clips that
+    of the whole model, which is not known while buckets are on their way. What is not finite is sent once and not kept.
 
     On the wire: (n - 1) k (4 + itemsize(values)) bytes, n being the ranks and k = ratio * numel, rounded up. Memory: two
     tensors of the bucket's size, in float32 for 16-bit gradients.

@@ -35,6 +35,16 @@ def length(flat: Tensor) -> Tensor:
     return torch.where(norm.isfinite(), norm, torch.nan)
 
 
+def clip_norms_(flat: Tensor, spec: BucketSpec, bound: float) -> None:
+    """Scale each parameter's part of `flat`, the real numbers of a bucket, to a norm of at most `bound`, in place.
+
+    By parameter, because buckets differ from step to step: the first step has one. A part that is not finite becomes NaN.
+    """
+    pair = 2 if spec.dtype.is_complex else 1
+    for part in flat.split([pair * numel for numel in spec.numels]):
+        part.mul_((bound / length(part)).clamp(max=1))
+
+
 def drop_nonfinite_(kept: Tensor) -> Tensor:
     """Zeros in place of NaN and infinity, in place, for state: a step with a NaN shows it once, and does not keep it for ever."""
     return kept.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -14,6 +14,7 @@ from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.chance import key, noise
 from gradwire.hooks.elements import refuse_sparse
+from gradwire.hooks.shaping import Clip
 from gradwire.hooks.sparse import check_ratio, share_of
 
 
@@ -34,6 +35,15 @@ class RandomK(Wrapped):
                 "bucket holds other elements in every step. Put error_feedback() to the left of random_k, and a hook without "
                 "state, such as mean(), inside."
             )
+
+        part: CommHook = self.inner
+        while isinstance(part, Wrapped):
+            if isinstance(part, Clip) and part.norm is not None:
+                raise UsageError(
+                    f"random_k(ratio={self.ratio}) around {self.inner!r}: clip(norm=...) bounds the norm of each parameter, and "
+                    "the random elements belong to no parameter. Put clip() to the left of random_k()."
+                )
+            part = part.inner
 
     def inside(self, spec: BucketSpec) -> BucketSpec:
         """A bucket of k elements that belong to no parameter."""

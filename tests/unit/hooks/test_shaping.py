@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from gradwire.errors import UsageError
-from gradwire.hooks import BucketSpec, CommHook, Trait, add_noise, chain, clip, dgc, error_feedback, mean, top_k
-from gradwire.testing import check_hook, simulate
+from gradwire.groups import Group
+from gradwire.hooks import (
+    BucketSpec,
+    CommHook,
+    Trait,
+    add_noise,
+    cast,
+    chain,
+    clip,
+    dgc,
+    error_feedback,
+    mean,
+    random_k,
+    top_k,
+)
+from gradwire.parallel import DistributedDataParallel
+from gradwire.testing import check_hook, run_ranks, simulate
 
 SPEC = BucketSpec(0, ("a", "b"), ((2,), (2,)), ((1,), (1,)), torch.float32, torch.device("cpu"))
 HOOKS = [
     chain(clip(norm=1.0), mean()),
-    chain(clip(norm=1.0, per_parameter=True), mean()),
+    chain(clip(norm=1.0), cast(torch.bfloat16), mean()),
     chain(clip(value=0.5), error_feedback(), top_k(ratio=0.1)),
     chain(clip(value=0.5), add_noise(std=0.1, seed=3), mean()),
 ]
@@ -27,17 +44,47 @@ def test_laws(hook: CommHook, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("donated", [False, True])
-def test_clip_by_the_norm_of_the_bucket(donated: bool) -> None:
-    brought = [torch.tensor([3.0, 0.0, 0.0, 4.0]), torch.tensor([0.0, 0.5, 0.0, 0.0])]
-    done = simulate(chain(clip(norm=1.0), mean()), brought, spec=SPEC, donated=donated)
-    torch.testing.assert_close(done.reduced[0].value, torch.tensor([0.3, 0.25, 0.0, 0.4]))
-
-
-def test_clip_by_the_norm_of_each_parameter() -> None:
+def test_clip_by_the_norm_of_each_parameter(donated: bool) -> None:
     brought = [torch.tensor([3.0, 4.0, 0.3, 0.4])]
-    done = simulate(chain(clip(norm=1.0, per_parameter=True), mean()), brought, spec=SPEC)
+    done = simulate(chain(clip(norm=1.0), mean()), brought, spec=SPEC, donated=donated)
     torch.testing.assert_close(done.reduced[0].value, torch.tensor([0.6, 0.8, 0.3, 0.4]))
-    torch.testing.assert_close(done.reduced[0].sent, torch.tensor([0.6, 0.8, 0.3, 0.4]))
+
+
+def test_clip_by_the_norm_of_complex_parameters() -> None:
+    spec = replace(SPEC, dtype=torch.complex64)
+    done = simulate(chain(clip(norm=1.0), mean()), [torch.tensor([3.0, 4j, 0.3, 0.4j])], spec=spec)
+    torch.testing.assert_close(done.reduced[0].value, torch.tensor([0.6, 0.8j, 0.3, 0.4j]))
+
+
+@pytest.mark.parametrize("hook", [chain(clip(norm=1.0), mean()), dgc(1.0, momentum=0.0, clip=1.0)], ids=repr)
+def test_clipping_does_not_depend_on_buckets(hook: CommHook) -> None:
+    """The first step has one bucket, later ones have several."""
+
+    def rank_main(group: Group) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+        ddp = DistributedDataParallel(net, process_group=group, bucket_cap_mb=0.0002)
+        ddp.set_hook(hook)
+        averages = []
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(torch.ones(2, 8)).pow(2).sum().mul(100).backward()
+            averages.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
+        assert len(ddp.replica.reducer.layout.buckets) > 1
+        ddp.replica.detach()
+        return averages
+
+    for first, *later in run_ranks(rank_main, 1, kind="threads"):
+        for average in later:
+            torch.testing.assert_close(average, first)
+
+
+def test_noise_after_noise_is_other_noise() -> None:
+    brought = [torch.zeros(4000)]
+    once = simulate(chain(add_noise(std=1.0), mean()), brought).reduced[0].value
+    twice = simulate(chain(add_noise(std=1.0), add_noise(std=1.0), mean()), brought).reduced[0].value
+    assert abs(float((twice - once).std()) - 1.0) < 0.1
+    assert abs(float(torch.corrcoef(torch.stack([once, twice - once]))[0, 1])) < 0.1
 
 
 def test_clip_by_value() -> None:
@@ -49,7 +96,7 @@ def test_clip_by_value() -> None:
 
 def test_a_clip_hides_nothing_that_is_not_finite() -> None:
     for bad in (float("nan"), float("inf"), float("-inf")):
-        for stage in (clip(norm=1.0), clip(value=1.0), clip(norm=1.0, per_parameter=True)):
+        for stage in (clip(norm=1.0), clip(value=1.0)):
             brought = [torch.tensor([1.0, bad, 0.0, 0.0])]
             assert not torch.isfinite(simulate(chain(stage, mean()), brought, spec=SPEC).reduced[0].value[1])
 
@@ -85,7 +132,7 @@ def test_noise_is_other_noise_on_every_rank_and_step(dtype: torch.dtype) -> None
         (lambda: clip(norm=1.0, value=1.0), "Pass one of norm and value"),
         (lambda: clip(norm=0.0), "finite and above 0"),
         (lambda: clip(value=float("nan")), "finite and above 0"),
-        (lambda: clip(value=1.0, per_parameter=True), "elements have none"),
+        (lambda: chain(random_k(0.5), cast(torch.bfloat16), clip(norm=1.0), mean()), "to the left of random_k"),
         (lambda: add_noise(std=0.0), "finite and above 0"),
         (lambda: add_noise(std=float("inf")), "finite and above 0"),
         (lambda: chain(error_feedback(), clip(norm=1.0), mean()), "changes gradients on purpose"),
@@ -104,8 +151,8 @@ def test_sparse_gradients_are_refused(stage: Any) -> None:
 
 
 def test_repr_and_what_they_say_of_themselves() -> None:
-    hook = chain(clip(norm=1.0, per_parameter=True), add_noise(std=0.5, seed=4), mean())
-    assert repr(hook) == "clip(norm=1.0, per_parameter=True) > add_noise(std=0.5, seed=4) > mean()"
+    hook = chain(clip(norm=1.0), add_noise(std=0.5, seed=4), mean())
+    assert repr(hook) == "clip(norm=1.0) > add_noise(std=0.5, seed=4) > mean()"
     assert repr(chain(clip(value=1.0), mean())) == "clip(value=1.0) > mean()"
     assert Trait.DISTORTS in hook.traits
     assert Trait.DISTORTS not in mean().traits
