@@ -6,8 +6,8 @@ stream, a gloo operation) is a subclass in that engine's module.
 
 Note [Settled by one step]
 `abort()` may be called in a signal handler, which interrupts the main thread between any two instructions, also inside `finish` of
-the same Work. A lock would then never be released. So who settles is decided by one atomic step, the removal of the only element
-of a list, and nothing on the way of `fail` takes a lock that the interrupted code may hold.
+the same Work. A lock would then never be released. So who settles, and how, is decided by one atomic step: whoever appends to an
+empty list has settled it. Nothing on the way of `fail` takes a lock that the interrupted code may hold.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Work:
         self._source: int | None = op.peer if op.kind is Kind.RECV else None
         self._error: BaseException | None = None
         self._settled = False
-        self._claim = [None]  # see Note [Settled by one step]
+        self._outcomes: list[tuple[BaseException | None]] = []  # see Note [Settled by one step]
         self._latch = threading.Lock()
         self._latch.acquire()
         self._future: torch.futures.Future[Any] | None = None
@@ -99,7 +99,7 @@ class Work:
         """An operation that was carried out before anybody could ask for its Work: no deadline, hook or listener has missed it."""
         work = cls(op, ledger, seq=ledger.next_seq(), timeout=timeout)
         work.started, work.finished = started, time.perf_counter()
-        work._claim.pop()
+        work._outcomes.append((None,))
         work._settled = True
         work._latch.release()
         return work
@@ -115,9 +115,9 @@ class Work:
         return self._settle(error, None)
 
     def _settle(self, error: BaseException | None, source_rank: int | None) -> bool:
-        try:
-            self._claim.pop()
-        except IndexError:
+        mine = (error,)
+        self._outcomes.append(mine)
+        if self._outcomes[0] is not mine:
             return False
         self._error = error
         if source_rank is not None:
@@ -186,8 +186,9 @@ class Work:
                 self.ledger.expire(self)
         elif not self._block(limit):
             raise self.ledger.timed_out(self, limit)
-        if self._error is not None:
-            raise self._error
+        error = self._outcomes[0][0]  # and not _error, which whoever settles it just now may not have written yet
+        if error is not None:
+            raise error
         return True
 
     def _block(self, limit: float) -> bool:

@@ -59,7 +59,7 @@ class RollCall:
         self._here = host_identity()
         self._published: tuple[int, str] | None = None
         self._failures = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # abort() in a signal handler may interrupt a call of this thread's
         self._connection = connection
         self._store = bounded(connection, _STORE_PATIENCE.total_seconds(), f"the roll call of rank {rank} of {size}")
         # Groups over one store are made in the same order on every rank, so they have the same number.

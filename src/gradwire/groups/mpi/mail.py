@@ -49,8 +49,9 @@ class Mailbox:
             source = self._status.Get_source()
             self._post()
             yield source, json.loads(letter)
-        if self._sends:
-            self._sends = [(request, letter) for request, letter in self._sends if not request.Test()]
+        for sending in list(self._sends):  # in place: a signal handler may send in between
+            if sending[0].Test():
+                self._sends.remove(sending)
 
     @property
     def sent(self) -> bool:
