@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,64 @@ SCRIPTS = {
         for group in groups.values():
             group.on_completion(lambda info: None)
             for _ in range(5): group.all_reduce(torch.ones(100_000), async_op=True)
+    """,
+    "gloo, its thread is the last to drop a tensor": """
+        import sys, torch, torch.distributed as dist, threading
+        from gradwire.groups import C10dGroup
+        store, groups = dist.HashStore(), {}
+        def make(rank, number):
+            groups[rank, number] = C10dGroup.gloo(dist.PrefixStore(f"{number}", store), rank, 2)
+        makers = [threading.Thread(target=make, args=(rank, number)) for rank in range(2) for number in range(8)]
+        for maker in makers: maker.start()
+        for maker in makers: maker.join()
+        sys.setswitchinterval(1000)  # the main thread keeps the interpreter lock to the end, unless it waits
+        def owned_by_python(): return torch.frombuffer(bytearray(4_000_000), dtype=torch.float32)
+        for number in range(8):
+            groups[1, number].all_reduce(owned_by_python(), async_op=True)
+        for number in range(8):
+            groups[0, number].all_reduce(owned_by_python())
+    """,
+    "gloo, closed after a time-out": """
+        import os, tempfile, time, torch, torch.distributed as dist
+        from gradwire.errors import CollectiveTimeout, PeerLost
+        from gradwire.groups import C10dGroup
+        file, path = tempfile.mkstemp()
+        child = os.fork()  # nothing has started a thread
+        rank = 0 if child else 1
+        group = C10dGroup.gloo(dist.FileStore(path, 2), rank, 2, timeout=30 if rank else 1.5)
+        group.barrier()
+        if rank == 1:
+            time.sleep(4)
+            began = time.perf_counter()
+            try:
+                group.all_reduce(torch.ones(3))
+            except PeerLost as error:
+                assert error.rank == 0 and time.perf_counter() - began < 20, error
+        else:
+            message = group.recv(torch.ones(3), src=1, async_op=True)
+            try:
+                group.all_reduce(torch.ones(3))
+            except CollectiveTimeout:
+                pass
+            else:
+                raise AssertionError
+        group.close()
+        if rank == 0:
+            assert os.waitpid(child, 0)[1] == 0
+            os.remove(path)
+    """,
+    "gloo, a receive in flight when both end": """
+        import os, tempfile, torch, torch.distributed as dist
+        from gradwire.groups import C10dGroup
+        file, path = tempfile.mkstemp()
+        child = os.fork()  # nothing has started a thread
+        rank = 0 if child else 1
+        group = C10dGroup.gloo(dist.FileStore(path, 2), rank, 2, timeout=30)
+        group.barrier()
+        works = [group.recv(torch.ones(3), src=1 - rank, tag=tag, async_op=True) for tag in range(50)]
+        group.barrier()
+        if rank == 0:
+            os.remove(path)
     """,
     "shared memory, nobody comes": """
         import torch, torch.distributed as dist, threading
@@ -130,3 +189,23 @@ def test_exit_is_clean(name: str) -> None:
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert time.perf_counter() - began < 40
+
+
+def test_an_uncaught_time_out_under_gradwire_run(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+        import time, torch
+        import gradwire as gw
+        group = gw.init(kind="gloo", timeout=2)
+        group.barrier()
+        if group.rank == 1:
+            time.sleep(60)
+        group.all_reduce(torch.ones(3))
+    """)
+    )
+    command = [sys.executable, "-m", "gradwire", "run", "-n", "2", "--timeout", "5", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "CollectiveTimeout" in done.stderr
+    assert "terminate called" not in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -25,6 +26,7 @@ from gradwire.groups import C10dGroup, Group, ThreadGroup
 from gradwire.groups.c10d.abilities import find_engine
 from gradwire.groups.c10d.engine import GLOO, NCCL
 from gradwire.groups.c10d.failures import translate
+from gradwire.groups.c10d.messages import LIMIT
 from gradwire.groups.c10d.rollcall import RollCall, host_identity, process_start
 from gradwire.groups.ledger import Ledger
 from gradwire.groups.work import Work
@@ -250,3 +252,25 @@ def _lost_is_lost(group: Group) -> str:
 
 def test_a_lost_peer_cannot_be_recovered():
     assert run_ranks(_lost_is_lost, 2, kind="gloo") == ["rank 9 is lost"] * 2
+
+
+def _many_messages(group: Group) -> int:
+    other, before = 1 - group.rank, threading.active_count()
+    places = [torch.zeros(1) for _ in range(200)]
+    receives = [group.recv(t, src=other, tag=tag, async_op=True) for tag, t in enumerate(places)]
+    threads = threading.active_count() - before
+    group.send(torch.ones(1), dst=other, tag=199)
+    receives[199].wait(60)  # for which no thread was waiting
+    assert places[199].item() == 1
+    assert not receives[0].is_completed()
+    group.barrier()
+    for tag in range(199):
+        group.send(torch.ones(1), dst=other, tag=tag)
+    for receive in receives:
+        receive.wait(60)
+    assert all(place.item() == 1 for place in places)
+    return threads
+
+
+def test_messages_share_a_few_threads() -> None:
+    assert all(threads <= LIMIT + 1 for threads in run_ranks(_many_messages, 2, kind="gloo"))  # and the watchdog's

@@ -139,8 +139,8 @@ def _set(options: Any, op: Collective, timeout: timedelta) -> Any:
 def call(pg: Any, op: Collective, timeout: float) -> Any:
     """Hand `op` to the process group or back end `pg`; returns c10d's Work."""
     # A sparse tensor is written by giving it new indices and values, which a detached twin would keep for itself.
-    ins = [t if t.is_sparse else t.detach() for t in op.inputs]
-    outs = [t if t.is_sparse else t.detach() for t in op.outputs]
+    ins = [t if t.is_sparse or not t.requires_grad else t.detach() for t in op.inputs]
+    outs = [t if t.is_sparse or not t.requires_grad else t.detach() for t in op.outputs]
     return _CALLS[op.kind](pg, op, ins, outs, timedelta(seconds=timeout))
 
 

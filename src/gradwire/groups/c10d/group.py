@@ -27,16 +27,20 @@ from gradwire.groups.c10d.abilities import can_split, find_engine, name_of, stor
 from gradwire.groups.c10d.aside import Aside, mark
 from gradwire.groups.c10d.engine import Engine
 from gradwire.groups.c10d.failures import translate
+from gradwire.groups.c10d.messages import Message, MessageThreads
 from gradwire.groups.c10d.rollcall import RollCall
+from gradwire.groups.c10d.teardown import destroy, quiesce
 from gradwire.groups.c10d.work import C10dWork, Reaper, wait_slice
 from gradwire.groups.lane import Lane
-from gradwire.groups.ledger import Attendance
+from gradwire.groups.ledger import Attendance, Ledger
 from gradwire.groups.work import Work
 
 # How long after our own deadline the engine gives an operation up. Ours comes first, because it can name who is missing.
 _ENGINE_MARGIN = 1.0
 # An operation this old is looked into: are the peers alive, where are they?
 _SUSPICIOUS_AGE = 0.3
+# Seconds that operations in the engine get to finish when the group ends.
+_MOMENT = 0.5
 
 
 class C10dGroup(Group):
@@ -57,7 +61,7 @@ class C10dGroup(Group):
                 f"C10dGroup({pg!r}): not a torch.distributed process group. Pass dist.group.WORLD or one like it."
             )
         super().__init__(pg.rank(), pg.size(), name=name or f"c10d-{name_of(pg)}", timeout=timeout or DEFAULT_TIMEOUT)
-        self.pg: Any = pg
+        self._given: Any = pg
         self._backends: dict[str, tuple[Any, Engine]] = {}
         self._store = store_of(pg) if store is None else store
         if roll is None and self._store is not None:
@@ -65,6 +69,7 @@ class C10dGroup(Group):
         self._roll = roll
         self._lane = Lane(f"{self.name}-{self.rank}")
         self._reaper = Reaper(f"{self.name}-{self.rank}")
+        self._messages = MessageThreads(f"{self.name}-{self.rank}")
         self._aside = Aside()
         self._order = threading.Lock()
         self._joined = 0
@@ -72,7 +77,9 @@ class C10dGroup(Group):
         self._unfinished: list[Work] = []
         self._watchdog.on_tick.append(_weak_tick(self))
         # After the base class's finalizer was made, so that at exit these threads end first.
-        self._threads_finalizer = weakref.finalize(self, _stop_threads, self._reaper, self._lane)
+        self._engine_finalizer = weakref.finalize(
+            self, _leave_engine, self._reaper, self._lane, self._messages, self.ledger, self._backends, self._owned
+        )
 
     @classmethod
     def gloo(
@@ -92,7 +99,7 @@ class C10dGroup(Group):
         except BaseException:
             del engine
             raise
-        group._owned.append(engine)
+        group._own(engine)
         return group
 
     @classmethod
@@ -110,8 +117,18 @@ class C10dGroup(Group):
         except BaseException:
             del engine
             raise
-        group._owned.append(engine)
+        group._own(engine)
         return group
+
+    def _own(self, engine: Any) -> None:
+        """From now on the engine ends with the group: nothing else may keep a reference to it."""
+        self._owned.append(engine)
+        self._given = None
+
+    @property
+    def pg(self) -> Any:
+        """The process group or engine that carries the bytes; None once closed."""
+        return self._owned[-1] if self._owned else self._given
 
     # -- the one verb --------------------------------------------------------------------------------------------------
 
@@ -160,6 +177,7 @@ class C10dGroup(Group):
                     native = engine.call(backend, step, work.timeout + _ENGINE_MARGIN)
                     while not wait_slice(native):
                         if work.is_completed() or self._lane.stopping.is_set():
+                            self._reaper.abandon(native)
                             return
             work.finish()
         except Exception as error:
@@ -183,10 +201,7 @@ class C10dGroup(Group):
         return lower(op, rank=self.rank, size=self.size, takes=engine.takes)
 
     def _start_p2p(self, work: C10dWork, backend: Any, engine: Engine) -> None:
-        """Sends and receives do not queue behind anything; a thread each waits for them.
-
-        Gloo gives up the whole connection when a wait on a receive times out, so it is waited on once, to the deadline.
-        """
+        """Sends and receives do not queue behind anything: see Note [Threads for messages]."""
         work.ledger.started(work, time.perf_counter())
         program = self._program(work.op, engine)
         try:
@@ -203,9 +218,10 @@ class C10dGroup(Group):
         ready = mark(work.op.device)
 
         def finish() -> None:
+            left = work.deadline + _ENGINE_MARGIN - time.perf_counter()
             try:
                 with self._aside(work.op.device, ready):
-                    native.wait(timedelta(seconds=work.timeout + _ENGINE_MARGIN))
+                    native.wait(timedelta(seconds=max(0.002, left)))
                     source = native._source_rank() if work.op.peer is None else work.op.peer
                     next(program, None)
                 work.finish(source_rank=source)
@@ -213,7 +229,9 @@ class C10dGroup(Group):
                 if not work.is_completed():
                     self._broken(work, error, engine)
 
-        threading.Thread(target=finish, name=f"gradwire-p2p-{self.name}-{self.rank}", daemon=True).start()
+        message = Message(native, finish)
+        work.on_block = lambda: self._messages.hurry(message)
+        self._messages.put(message)
 
     def orders_streams(self, device: torch.device) -> bool:
         """As the engine for that device does."""
@@ -321,13 +339,12 @@ class C10dGroup(Group):
             raise UsageError(
                 f"{self}: its {engine.name} engine is out of step and cannot be made anew. Make a new group."
             )
-        old, self._owned = self._owned, []
+        # All ranks have given up what is in the old engine, so it is aborted.
+        idle = quiesce([backend for backend, _ in self._backends.values()], self._reaper.take_abandoned, 0.0)
         self._backends.clear()
+        destroy(self._owned, leak=[] if idle else self._reaper.take_abandoned())
         store = PrefixStore(f"gradwire/recovered/{self.name}/{epoch}", self._store)
-        self.pg = _make_gloo(store, self.rank, self.size, self.timeout)
-        self._owned = [self.pg]
-        # Last of all, so that the thread holds the last reference: whoever drops it waits for the operation that hangs.
-        threading.Thread(target=_end, args=(old,), name=f"gradwire-end-{self.name}", daemon=True).start()
+        self._own(_make_gloo(store, self.rank, self.size, self.timeout))
 
     def attendance(self, work: Work) -> Attendance | None:
         """Who has joined, as of the last roll call."""
@@ -367,35 +384,15 @@ class C10dGroup(Group):
             name=name,
             timeout=self.timeout,
         )
-        part._owned.append(part.pg)
+        part._own(part.pg)
         return part
 
     def _release(self) -> None:
         if self._roll is not None:
             self._roll.joined = self._joined
             self._roll.leave("closed" if self.failure is None else f"failed: {type(self.failure).__name__}")
-        self._threads_finalizer()
-        self._backends.clear()
-        self.pg = None  # a closed group must not keep somebody else's engine alive
-        if self._owned:
-            self._end_engine()
-
-    def _end_engine(self) -> None:
-        """Let go of the engine; its destructor waits for its threads, so it runs in a thread that may be left behind."""
-        engines, self._owned = self._owned, []
-        undertaker = threading.Thread(target=_end, args=(engines,), name=f"gradwire-end-{self.name}", daemon=True)
-        undertaker.start()
-        undertaker.join(
-            timeout=1
-        )  # milliseconds, unless an operation hangs in the engine: then it takes until peers leave
-
-
-def _end(engines: list[Any]) -> None:
-    while engines:
-        engine = engines.pop()
-        if isinstance(engine, dist.ProcessGroup):
-            engine.shutdown()
-        del engine
+        self._engine_finalizer()
+        self._given = None  # a closed group must not keep somebody else's engine alive
 
 
 def _weak_tick(group: C10dGroup) -> Any:
@@ -409,9 +406,26 @@ def _weak_tick(group: C10dGroup) -> Any:
     return tick
 
 
-def _stop_threads(reaper: Reaper, lane: Lane) -> None:
+def _leave_engine(
+    reaper: Reaper,
+    lane: Lane,
+    messages: MessageThreads,
+    ledger: Ledger,
+    backends: dict[str, tuple[Any, Engine]],
+    owned: list[Any],
+) -> None:
+    """The end of a group, or of the interpreter: see Note [The engine's threads and the interpreter's end]."""
     lane.stop(timeout=2.0)
     reaper.stop(timeout=2.0)
+
+    def in_engine() -> list[Any]:
+        pending = [work.native for work in list(ledger.pending.values()) if isinstance(work, C10dWork)]
+        return [native for native in (*pending, *reaper.take_abandoned(), *messages.natives()) if native is not None]
+
+    idle = quiesce([backend for backend, _ in backends.values()], in_engine, _MOMENT)
+    idle &= messages.stop(timeout=5.0)
+    backends.clear()
+    destroy(owned, leak=[] if idle else in_engine())
 
 
 def _make_gloo(store: Any, rank: int, size: int, timeout: float) -> Any:

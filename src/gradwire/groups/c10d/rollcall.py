@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -199,9 +200,11 @@ class RollCall:
                 return dead, f"rank {dead} (process {self.members[dead].pid}) has died"
             if self.obituary is not None:
                 return self.obituary
-            gone = self.left_before(joined)
+            over = time.monotonic() >= deadline or self.store_lost
+            # A rank that gave this operation up has joined it; but one that finished it may leave too, and others are to blame.
+            gone = self.left_before(sys.maxsize if over else joined)
             if gone is not None:
                 return gone, f"rank {gone} has left ({self.members[gone].left})"
-            if time.monotonic() >= deadline or self.store_lost:
+            if over:
                 return None, "a peer has died or closed its connections; which one is not known"
             time.sleep(0.02)

@@ -53,7 +53,10 @@ class C10dWork(Work):
         super().__init__(op, ledger, seq=seq, timeout=timeout)
         self.place = 0
         self.left_in_engine = False  # whether the engine was still busy with it when it failed here
-        self._native: Any = None
+        self.native: Any = None
+        """c10d's Work, while the engine is busy with this one."""
+        self.on_block: Callable[[], None] | None = None
+        """Called before a caller waits."""
         self._event: torch.cuda.Event | None = None
         self._on_error: Callable[[BaseException], None] = _ignore
         self._reaper: Reaper | None = None
@@ -63,7 +66,7 @@ class C10dWork(Work):
         """From now on `native` tells how it goes."""
         self._on_error = on_error
         self._reaper = reaper
-        self._native = native
+        self.native = native
         self._attend_if_wanted()
 
     def watch_stream(self, reaper: Reaper) -> None:
@@ -80,8 +83,11 @@ class C10dWork(Work):
 
     def _settle(self, error: BaseException | None, source_rank: int | None) -> bool:
         settled = super()._settle(error, source_rank)
-        native, self._native = self._native, None  # whoever keeps this Work must not keep the engine's sockets open
-        self.left_in_engine |= native is not None and not native.is_completed()
+        native, self.native = self.native, None  # whoever keeps this Work must not keep the engine's sockets open
+        if native is not None and not native.is_completed() and self._reaper is not None:
+            self.left_in_engine = True
+            self._reaper.abandon(native)
+        self.on_block = None
         self._on_error = _ignore  # it knows the group and this Work: a cycle that would keep the tensors alive
         return settled
 
@@ -106,14 +112,14 @@ class C10dWork(Work):
 
     def look(self) -> bool:
         """Settle if the engine is done, without waiting. True once settled."""
-        native = self._native
+        native = self.native
         if self._event is not None or (native is not None and native.is_completed()):
             return self.poll(_SLICE)
         return self._settled
 
     def poll(self, limit: float) -> bool:
         """Wait a moment; settle if the engine is done. True once settled."""
-        native, event = self._native, self._event
+        native, event = self.native, self._event
         if self._settled:
             return True
         try:
@@ -123,10 +129,10 @@ class C10dWork(Work):
             elif native is None or self._reaper is None or not self._reaper.wait(native, limit, self.op.device):
                 return self._settled
         except Exception as error:
-            self._native = None
+            self.native = None
             self._on_error(error)
             return True
-        self._native = None
+        self.native = None
         self.finish()
         return True
 
@@ -135,7 +141,9 @@ class C10dWork(Work):
             torch.cuda.current_stream(self.op.device).wait_event(self._event)
             return True
         deadline = time.perf_counter() + limit
-        while self._native is not None and not self.stopping and (left := deadline - time.perf_counter()) > 0:
+        if (before := self.on_block) is not None:
+            before()
+        while self.native is not None and not self.stopping and (left := deadline - time.perf_counter()) > 0:
             if self.poll(min(left, _SLICE)):
                 break
         return super()._block(max(0.0, deadline - time.perf_counter()))
@@ -161,6 +169,8 @@ class Reaper:
         self._aside = Aside()
         self._inside = 0
         self.stopping = False
+        self.abandoned: list[Any] = []
+        """c10d's Works that the engine was still busy with when ours failed."""
 
     def put(self, work: C10dWork) -> None:
         """See to it that `work` is settled when its engine is done. Called in submission order."""
@@ -168,6 +178,17 @@ class Reaper:
             self._thread = threading.Thread(target=self._run, name=f"gradwire-reaper-{self._name}", daemon=True)
             self._thread.start()
         self._queue.put(work)
+
+    def abandon(self, native: Any) -> None:
+        """Keep a Work that nobody waits for any more until the engine is done with it."""
+        with self._lock:
+            self.abandoned = [other for other in self.abandoned if not other.is_completed()] + [native]
+
+    def take_abandoned(self) -> list[Any]:
+        """Those that the engine is still busy with."""
+        with self._lock:
+            self.abandoned = [native for native in self.abandoned if not native.is_completed()]
+            return list(self.abandoned)
 
     def wait(self, native: Any, limit: float, device: torch.device) -> bool:
         """`wait_slice`, counted, so that `stop` knows when no thread is inside the engine any more."""

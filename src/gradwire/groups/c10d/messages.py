@@ -1,0 +1,89 @@
+"""The threads that wait for sends and receives.
+
+Note [Threads for messages]
+Messages of different peers and tags finish in any order, gloo's Work of a message can only be waited on, and a wait that times out
+closes the whole engine's connections. So each message is waited for once, to its deadline, by a thread. There are at most
+`LIMIT` of them, plus one for each message that a caller waits for: so a caller never waits behind somebody else's message. What
+nobody waits for is noticed when a thread is free.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+LIMIT = 16
+
+
+class Message:
+    """A send or receive that was handed to the engine, and what to do about its end."""
+
+    __slots__ = ("finish", "native")
+
+    def __init__(self, native: Any, finish: Callable[[], None]) -> None:
+        self.native = native
+        self.finish = finish
+
+
+class MessageThreads:
+    """At most `LIMIT` threads, and those asked for by `hurry`. They end when there is nothing to wait for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._queue: deque[Message] = deque()
+        self._running: dict[threading.Thread, Message] = {}
+
+    def put(self, message: Message) -> None:
+        """Wait for `message` as soon as a thread is free."""
+        with self._lock:
+            if len(self._running) < LIMIT:
+                self._start(message)
+            else:
+                self._queue.append(message)
+
+    def hurry(self, message: Message) -> None:
+        """Wait for `message` now: a caller does."""
+        with self._lock:
+            try:
+                self._queue.remove(message)
+            except ValueError:
+                return
+            self._start(message)
+
+    def _start(self, message: Message) -> None:
+        thread = threading.Thread(
+            target=self._run, args=(message,), name=f"gradwire-messages-{self._name}", daemon=True
+        )
+        self._running[thread] = message
+        thread.start()
+
+    def _run(self, message: Message | None) -> None:
+        me = threading.current_thread()
+        while message is not None:
+            message.finish()
+            with self._lock:
+                message = self._queue.popleft() if self._queue and len(self._running) <= LIMIT else None
+                if message is None:
+                    del self._running[me]
+                else:
+                    self._running[me] = message
+
+    def natives(self) -> list[Any]:
+        """What threads are waiting for in the engine."""
+        with self._lock:
+            return [message.native for message in self._running.values()]
+
+    def stop(self, timeout: float) -> bool:
+        """Forget what is queued and wait until the threads have left the engine. Whether they have."""
+        with self._lock:
+            self._queue.clear()
+            threads = list(self._running)
+        deadline = time.monotonic() + timeout
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() and thread is not threading.current_thread() for thread in threads)

@@ -1,0 +1,80 @@
+"""Ends engines of torch.distributed without leaving a thread inside them.
+
+Note [The engine's threads and the interpreter's end]
+A C++ thread that waits for the interpreter lock when the interpreter ends is unwound by force, which C++ answers with
+"terminate called without an active exception": the program aborts although all is well. Two kinds of thread wait for it. A Python
+thread inside a call of the engine, such as its destructor, which waits for the operations in it. And a worker thread of gloo's own:
+it drops an operation's tensors after the operation counts as completed, and takes the lock if theirs was the last reference.
+
+So when a group ends, and at interpreter exit, operations get a moment to finish. If some do not, gloo's connections are aborted,
+which fails everything in them at once. Then no Python thread is inside, and the destructor, which joins gloo's threads, takes
+milliseconds. An engine that is busy in spite of all that is not destroyed: a reference to it is leaked.
+
+Note [Aborting gloo]
+`ProcessGroupGloo.abort()` leaves operations where they are. But a receive that times out closes all connections of its engine, and
+every operation fails with "Application timeout caused pair closure"; a receive with a tag that nobody uses always times out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo
+
+_UNUSED_TAG = 2**31 - 1
+_PAUSE = 0.005
+_ABORTED_WITHIN = 5.0
+"""Seconds within which operations of aborted connections have failed: milliseconds, on a machine that is not overloaded."""
+
+
+def abort_gloo(engine: Any) -> None:
+    """Close all connections of a gloo engine; what is in flight in it fails at once. See Note [Aborting gloo]."""
+    if engine.size() == 1:
+        return
+    try:
+        engine.recv([torch.empty(1, device="cpu")], (engine.rank() + 1) % engine.size(), _UNUSED_TAG).wait(
+            timedelta(milliseconds=1)
+        )
+    except RuntimeError:
+        pass  # the time-out that was asked for, or a connection that is closed already
+
+
+def is_idle(natives: Sequence[Any], within: float) -> bool:
+    """Whether the engine is done with all of `natives`, waiting for it at most so many seconds."""
+    deadline = time.monotonic() + within
+    while any(not native.is_completed() for native in natives):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_PAUSE)
+    return True
+
+
+def quiesce(engines: Sequence[Any], natives: Callable[[], Sequence[Any]], patience: float) -> bool:
+    """Let `natives` finish, at most `patience` seconds, then abort their engines. Whether no operation is in them any more."""
+    if is_idle(natives(), patience):
+        return True
+    for engine in engines:
+        if isinstance(engine, ProcessGroupGloo):
+            abort_gloo(engine)
+    return is_idle(natives(), _ABORTED_WITHIN)
+
+
+def destroy(owned: list[Any], *, leak: Sequence[Any]) -> None:
+    """Drop the references to the engines in `owned`, the last ones.
+
+    With operations in them that cannot be stopped, `leak`, engines and operations live on for ever: a destructor would wait.
+    """
+    if leak:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object([*leak, *owned]))
+        owned.clear()
+    while owned:
+        engine = owned.pop()
+        if isinstance(engine, dist.ProcessGroup):
+            engine.shutdown()
+        del engine
