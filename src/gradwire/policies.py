@@ -41,6 +41,15 @@ class Buffers(Enum):
     """They stay each rank's own."""
 
 
+class NonFinite(Enum):
+    """What happens when a gradient holds NaN or infinity."""
+
+    PASS = "pass"
+    """It is averaged like any other, as in torch; GradScaler needs this."""
+    RAISE = "raise"
+    """Every rank raises NonFiniteGradient, with the rank and the parameter, before an average is written to `.grad`."""
+
+
 class BucketMemory(Enum):
     """How long the memory of a bucket is allocated."""
 

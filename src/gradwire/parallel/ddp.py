@@ -38,7 +38,7 @@ from gradwire.parallel.manual import ManualFinalization
 from gradwire.parallel.mixed import MixedPrecision
 from gradwire.parallel.replica import Replica
 from gradwire.parallel.uneven import Uneven
-from gradwire.policies import Buffers
+from gradwire.policies import Buffers, NonFinite
 
 
 class OnlyOnce(HookError):
@@ -50,8 +50,9 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
 
     `process_group` is a torch process group or a gradwire Group; None is that of `gw.init()`, else torch's default one. All
     other arguments are torch's.
-    Beyond torch: `set_hook` swaps the communication hook between steps, `set_weight` weighs ranks by their batch, and
-    `register_comm_hook` also takes partials, callable objects and gradwire's own hooks.
+    Beyond torch: `set_hook` swaps the communication hook between steps, `set_weight` weighs ranks by their batch,
+    `nonfinite=NonFinite.RAISE` names NaN and infinity in gradients by rank and parameter, and `register_comm_hook` also takes
+    partials, callable objects and gradwire's own hooks.
     """
 
     def __init__(
@@ -77,6 +78,8 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
+        *,
+        nonfinite: NonFinite = NonFinite.PASS,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -107,6 +110,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
         self.lazy_bucket_allocation = lazy_bucket_allocation
+        self.nonfinite = nonfinite
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.mixed_precision = mixed_precision
         self.forward_sync_buffers = flags.buffers is Buffers.EVERY_FORWARD
@@ -150,6 +154,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
             ignore=self.parameters_to_ignore,
             skip_unused=self._flags.skip_unused,
             sync_at_start=init_sync,
+            nonfinite=self.nonfinite,
             hook=None if self._mixed is None else self._mixed.hook(),
         )
         self._apply_manual()

@@ -34,10 +34,11 @@ from gradwire.interop.torch_hooks import TorchHook, TorchHookRun
 from gradwire.interop.untraced import untraced_call
 from gradwire.parallel.attach import attach_ready, hear_backward
 from gradwire.parallel.broadcast import broadcast_coalesced
+from gradwire.parallel.nonfinite import NonFiniteCheck
 from gradwire.parallel.scale import ScaleChecked
 from gradwire.parallel.sink import through_sink
 from gradwire.parallel.trainable import check_engine_thread, trainable_parameters
-from gradwire.policies import BucketMemory, Buckets, Buffers, Gradients, Graph, ScaleCheck
+from gradwire.policies import BucketMemory, Buckets, Buffers, Gradients, Graph, NonFinite, ScaleCheck
 from gradwire.reducer import BucketLayout, ParameterSpec, Reducer
 from gradwire.reducer.agreement import compare_parameters
 from gradwire.reducer.assign import by_size
@@ -63,6 +64,7 @@ class Replica:
         buffers: Buffers = Buffers.EVERY_FORWARD,
         ignore: Collection[str] = (),
         scale_check: ScaleCheck | None = None,
+        nonfinite: NonFinite = NonFinite.PASS,
         skip_unused: bool = False,
         sync_at_start: bool = True,
     ) -> None:
@@ -90,6 +92,7 @@ class Replica:
         self._skip_unused = skip_unused
         self._has_buffers = any(n not in self.ignore for n, _ in module.named_buffers())
         self.names, self.parameters, specs = trainable_parameters(module, self.ignore)
+        self._nonfinite = NonFiniteCheck(self.names) if nonfinite is NonFinite.RAISE else None
         check_engine_thread(group, self.parameters)
         if sync_at_start:
             compare_parameters(group, specs, device=self._device())
@@ -285,6 +288,11 @@ class Replica:
 
     def start(self, bucket: GradBucket) -> Pending:
         """Begin the reduction of one bucket."""
+        if self._nonfinite is None:
+            return self._start_hook(bucket)
+        return self._nonfinite.around(bucket, self._start_hook, self.reducer)
+
+    def _start_hook(self, bucket: GradBucket) -> Pending:
         number = bucket.index()
         step = self._steps.get(number, self._states.step)
         self._steps[number] = step + 1

@@ -13,7 +13,7 @@ from gradwire.events import Handle
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
 from gradwire.parallel.replica import Replica
-from gradwire.policies import Buckets, Buffers, Gradients, Graph, ScaleCheck
+from gradwire.policies import Buckets, Buffers, Gradients, Graph, NonFinite, ScaleCheck
 
 _MARK = "_gradwire_replica"
 
@@ -29,6 +29,7 @@ def replicate(
     buffers: Buffers = Buffers.EVERY_FORWARD,
     ignore: Collection[str] = (),
     scale_check: ScaleCheck | None = None,
+    nonfinite: NonFinite = NonFinite.PASS,
 ) -> Replica:
     """Average the gradients of `module` over `group` in every backward from now on.
 
@@ -57,6 +58,7 @@ def replicate(
         buffers=buffers,
         ignore=ignore,
         scale_check=scale_check,
+        nonfinite=nonfinite,
     )
     around = _Around(replica)
     removers = [module.register_forward_pre_hook(around.before), module.register_forward_hook(around.after)]

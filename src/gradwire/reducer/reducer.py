@@ -49,6 +49,14 @@ Launcher = Callable[[GradBucket], Pending]
 """Starts the reduction of a bucket."""
 
 
+class StepRejected(Exception):
+    """Raised by a check in `before_put_back`, on every rank alike: the step is dropped, and the group stays as it is."""
+
+    def __init__(self, error: GradwireError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class Ears(Protocol):
     """The hooks on the parameters. All of them call `Reducer.on_ready` until something else is said."""
 
@@ -514,6 +522,9 @@ class Reducer:
                 self.wait_at_end.clear()
                 for do in self.after_backward:
                     do()
+            except StepRejected as rejected:
+                self._drop_step(rejected.error)
+                raise rejected.error from None
             except BaseException as error:
                 self.fail(error)
                 raise
@@ -618,15 +629,20 @@ class Reducer:
 
         The group is aborted, so nobody hangs; before the next step all ranks recover it together.
         """
+        self._drop_step(error)
+        if self.group.failure is None:
+            self.group.abort(f"step {self.steps} failed on rank {self.group.rank} with {self.last_error}")
+        self.reported = self.group.failure
+
+    def _drop_step(self, error: BaseException) -> None:
+        """Forget the step on this rank."""
         self.arrived.clear()
         self._watch.forget()
         self._silent = False
         self.last_error = f"{type(error).__name__}: {error}"
         self.machine.abandon(self.last_error)
         self._drop_pending()
-        if self.group.failure is None:
-            self.group.abort(f"step {self.steps} failed on rank {self.group.rank} with {self.last_error}")
-        self.reported = self.group.failure
+        self._seen = [False] * len(self.parameters)
 
     def _fail_with(self, error: GradwireError) -> NoReturn:
         self.fail(error)

@@ -1,0 +1,122 @@
+"""Whether the gradients of a step, and their averages, are finite (see `policies.NonFinite`).
+
+A healthy step costs one sum over each bucket before its reduction and one after it, and, when all reductions are over, one
+all-gather of 8 bytes a rank. Ranks decide together, because a hook may give each of them another result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import all_gather_into_tensor
+from gradwire.errors import NonFiniteGradient
+from gradwire.hooks.bucket import BucketSpec, GradBucket
+from gradwire.hooks.drive import Pending
+from gradwire.reducer.reducer import Reducer, StepRejected
+
+Names = Callable[[], list[str]]
+"""Returns the parameters with a value that is not finite; waits for the device."""
+
+
+class NonFiniteCheck:
+    """Looks at every bucket of a step, and rejects the step on all ranks if one of them has found something."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = list(names)
+        self._gradients: list[Names] = []
+        self._averages: list[Names] = []
+
+    def around(self, bucket: GradBucket, start: Callable[[GradBucket], Pending], reducer: Reducer) -> Pending:
+        """Start the reduction of `bucket`, looking at what goes in and at what comes out."""
+        if self.verify not in reducer.before_put_back:  # the first bucket of a step
+            self._gradients, self._averages = [], []
+            self._group, self._step, self._device = reducer.group, reducer.steps, bucket.spec.device
+            reducer.before_put_back.append(self.verify)
+        self._gradients.append(look(bucket.spec, bucket.buffer()))
+        return _Looked(start(bucket), bucket.spec, self._averages)
+
+    def verify(self) -> None:
+        """Exchange what ranks have found. What is sent: 0, or the parameter's number from 1 on, negative for an average."""
+        gradients, averages = _first(self._gradients), _first(self._averages)
+        found = 0
+        if gradients is not None:
+            found = self._names.index(gradients) + 1
+        elif averages is not None:
+            found = -(self._names.index(averages) + 1)
+        mine = torch.tensor([found], device=self._device)
+        everybody = mine.new_empty(self._group.size)
+        self._group.submit(all_gather_into_tensor(everybody, mine, label="finite?")).wait()
+        answers = everybody.tolist()
+        if any(answers):
+            raise StepRejected(self._error(answers))
+
+    def _error(self, answers: list[int]) -> NonFiniteGradient:
+        doing = f"averaging gradients in step {self._step}"
+        after = "No average was written and the model can be used again: call zero_grad() before the next backward."
+        ranks = [rank for rank, answer in enumerate(answers) if answer > 0]
+        if ranks:
+            name = self._names[answers[ranks[0]] - 1]
+            others = f" Ranks {ranks[1:]} have some too." if len(ranks) > 1 else ""
+            return NonFiniteGradient(
+                f"{doing}: on rank {ranks[0]} the gradient of {name} holds NaN or infinity.{others} Look at that rank's batch, "
+                f"loss and learning rate. {after}",
+                rank=ranks[0],
+                parameter=name,
+            )
+        name = self._names[-min(answers) - 1]
+        return NonFiniteGradient(
+            f"{doing}: the gradients of {name} were finite on every rank, and their average is not. Reduce in a wider dtype, or "
+            f"scale the loss down. {after}",
+            parameter=name,
+        )
+
+
+class _Looked:
+    """A reduction whose result is looked at."""
+
+    def __init__(self, pending: Pending, spec: BucketSpec, averages: list[Names]) -> None:
+        self._pending = pending
+        self._spec = spec
+        self._averages = averages
+
+    def wait(self) -> Tensor:
+        """The result."""
+        result = self._pending.wait()
+        self._averages.append(look(self._spec, result))
+        return result
+
+
+def look(spec: BucketSpec, buffer: Tensor) -> Names:
+    """Find the parameters whose part of `buffer` is not finite; on a GPU, without waiting for it.
+
+    >>> spec = BucketSpec(0, ("a", "b"), ((2,), (1,)), ((1,), (1,)), torch.float32, torch.device("cpu"))
+    >>> look(spec, torch.tensor([1.0, 2.0, float("nan")]))()
+    ['b']
+    """
+    buffer = buffer.detach()
+    if buffer.is_sparse:
+        parts = [buffer._values()]
+    elif buffer.device.type == "cpu" and math.isfinite(abs(buffer.sum().item())):
+        return list  # the usual case, in one pass; a sum that is not finite may also have overflowed
+    else:
+        parts = spec.views(buffer.reshape(-1))
+    named = [(name, part) for name, part in zip(spec.names, parts, strict=True) if part.numel()]
+    if not named:
+        return list
+    peaks = torch.stack([torch.linalg.vector_norm(part, torch.inf) for _, part in named])
+    if buffer.device.type == "cpu":
+        names = _not_finite(named, peaks)
+        return lambda: names
+    return lambda: _not_finite(named, peaks)
+
+
+def _not_finite(named: list[tuple[str, Tensor]], peaks: Tensor) -> list[str]:
+    return [name for (name, _), finite in zip(named, torch.isfinite(peaks).tolist(), strict=True) if not finite]
+
+
+def _first(buckets: list[Names]) -> str | None:
+    return next((name for names in buckets for name in names()), None)
