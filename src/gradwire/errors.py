@@ -85,6 +85,10 @@ class PeerLost(GroupError):
         self.op = op
 
 
+UNEVEN = "If it had fewer batches than this rank, train inside `with model.join():`"
+"""What errors advise when a rank has closed its group while another waits for it."""
+
+
 class CollectiveTimeout(GroupError):
     """A deadline passed. `joined` and `missing` are None where the group cannot know who took part."""
 

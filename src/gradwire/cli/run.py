@@ -72,7 +72,16 @@ def run(args: argparse.Namespace) -> int:
         for rank in range(size)
     ]
     command = [sys.executable, *(["-m"] if args.module else []), args.script, *args.arguments]
-    return supervise(Run(command, environments, grace=args.timeout, prefix=not args.no_prefix, log_dir=args.log_dir))
+    return supervise(
+        Run(
+            command,
+            environments,
+            grace=args.timeout,
+            prefix=not args.no_prefix,
+            log_dir=args.log_dir,
+            all_tracebacks=args.debug,
+        )
+    )
 
 
 def _assignment(text: str) -> tuple[str, str]:

@@ -17,7 +17,15 @@ import torch
 from gradwire.collectives import Collective, Kind
 from gradwire.collectives.agree import mismatch
 from gradwire.collectives.reference import perform, store
-from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
+from gradwire.errors import (
+    UNEVEN,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupAborted,
+    GroupError,
+    PeerLost,
+    UsageError,
+)
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.ledger import Attendance
 from gradwire.groups.watchdog import Watchdog
@@ -236,7 +244,7 @@ class _Table:
 def _left(work: Work, rank: int) -> PeerLost:
     return PeerLost(
         f"{work.op} (operation #{work.seq} of {work.ledger.name}) on rank {work.ledger.rank}: rank {rank} has closed its "
-        "group and will not join. All ranks must submit the same operations before any of them closes.",
+        f"group and will not join. All ranks must submit the same operations before any of them closes. {UNEVEN}.",
         rank=rank,
         op=work.op.signature,
     )

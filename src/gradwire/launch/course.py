@@ -7,8 +7,9 @@ SIGTERM would take the words out of its mouth.
 
 A signal that the launcher gets is passed on at once (by the handler, not here). SIGTERM and SIGHUP mean "end soon": SIGKILL
 follows after `grace`. SIGINT and SIGQUIT leave ranks the time they want, for a checkpoint perhaps; but once one of them has ended
-badly, the others wait for it in vain and get `grace` seconds. A rank that ends well after a signal has dealt with it. Others
-(SIGUSR1, ...) are between the user and the ranks.
+badly, the others wait for it in vain and get `grace` seconds. If that rank was still starting, there is nothing to save yet, and
+the others get SIGTERM `NEAR` seconds later: C code drops an interrupt that arrives in the middle of importing torch. A rank that
+ends well after a signal has dealt with it. Others (SIGUSR1, ...) are between the user and the ranks.
 """
 
 from __future__ import annotations
@@ -50,10 +51,12 @@ class Course:
         ending = replace(ending, stopped=self._told or (self.stopped_by is not None and ending.status != 0))
         self.endings.append(ending)
         if ending.failed:
-            at = ending.after + (NEAR if ending.is_consequence else 0.0)
+            at = ending.after + (NEAR if ending.guilt else 0.0)
             self._stop_at = _earlier(self._stop_at, at)
         elif ending.status != 0 and not self._told:
             self._kill_at = _earlier(self._kill_at, ending.after + self._grace)
+            if ending.while_starting:
+                self._stop_at = _earlier(self._stop_at, ending.after + NEAR)
 
     def signalled(self, number: signal.Signals, now: float) -> None:
         """The launcher has got a signal, which was passed on."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import select
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
 from gradwire.launch.lines import LineBuffer, Piece
+from gradwire.launch.tracebacks import TracebackHold
 
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # readable on dark and on light; red is left to errors
 _RESET = b"\x1b[0m"
@@ -65,31 +66,57 @@ class Tail:
 
 
 class RankStream:
-    """Standard output or standard error of one rank, on its way to the screen."""
+    """Standard output or standard error of one rank, on its way to the screen. `hold` keeps tracebacks back for the time being."""
 
-    def __init__(self, screen: Screen, prefix: bytes, *, log: BinaryIO | None = None) -> None:
+    def __init__(
+        self, screen: Screen, prefix: bytes, *, log: BinaryIO | None = None, hold: TracebackHold | None = None
+    ) -> None:
         self.tail = Tail()
         self._screen = screen
         self._prefix = prefix
         self._log = log
+        self._hold = hold
         self._buffer = LineBuffer()
 
     def feed(self, data: bytes, *, now: float) -> None:
         """The rank has written `data`."""
-        self._show(self._buffer.feed(data, now=now))
+        self._take(self._buffer.feed(data, now=now), now)
 
-    def end(self) -> None:
+    def end(self, *, now: float) -> None:
         """The rank will write no more."""
-        self._show(self._buffer.end())
+        self._take(self._buffer.end(), now)
 
-    def _show(self, piece: Piece) -> None:
+    @property
+    def due(self) -> float | None:
+        """When `release` is to be called, if the rank still runs then."""
+        return None if self._hold is None else self._hold.until
+
+    def go_on(self, *, now: float) -> None:
+        """The rank has written something elsewhere."""
+        if self._hold is not None:
+            self._show(self._hold.go_on(now=now))
+
+    def release(self) -> None:
+        """Show what is held back."""
+        self._show(self.take_held())
+
+    def take_held(self) -> list[bytes]:
+        """What is held back, which then is not shown."""
+        return [] if self._hold is None else self._hold.release()
+
+    def _take(self, piece: Piece, now: float) -> None:
         if self._log is not None and piece.raw:
             self._log.write(piece.raw)
         if piece.lines:
             self.tail.add(piece.lines)
-            self._screen.write(b"".join(map(self._line, piece.lines)))
+            self._show(piece.lines if self._hold is None else self._hold.feed(piece.lines, now=now))
 
-    def _line(self, line: bytes) -> bytes:
+    def _show(self, lines: Sequence[bytes]) -> None:
+        if lines:
+            self._screen.write(b"".join(map(self.line, lines)))
+
+    def line(self, line: bytes) -> bytes:
+        """A line as it is shown."""
         # A rank that leaves a colour switched on must not paint the next rank's lines.
         end = _RESET if self._screen.colour and b"\x1b" in line else b""
         return self._prefix + line + end + b"\n"

@@ -31,7 +31,8 @@ from gradwire.errors import UsageError
 from gradwire.launch.course import Course
 from gradwire.launch.process import RankProcess
 from gradwire.launch.screen import RankStream, Screen
-from gradwire.launch.verdict import Ending, last_words, summary
+from gradwire.launch.tracebacks import TracebackHold
+from gradwire.launch.verdict import Ending, brief, last_words, summary
 
 COMPANIONS = 1.0
 _CHUNK = 1 << 16
@@ -54,6 +55,8 @@ class Run:
     """Whether each line is preceded by its rank."""
     log_dir: Path | None = None
     """Where each rank's output is written to a file of its own as well."""
+    all_tracebacks: bool = False
+    """Whether the tracebacks of all ranks are shown, when they are written, and not only that of the first failure at the end."""
 
 
 def supervise(run: Run) -> int:
@@ -97,13 +100,14 @@ class _Supervisor:
                 log = self._stack.enter_context(_log(self._run.log_dir, rank))
             process = RankProcess(rank, self._run.command, environ, stdin=_stdin(rank))
             self._ranks.append(process)
-            self._streams[rank] = self._stream(self._out, rank, log), self._stream(self._err, rank, log)
+            hold = None if self._run.all_tracebacks or len(self._run.environments) == 1 else TracebackHold()
+            self._streams[rank] = self._stream(self._out, rank, log), self._stream(self._err, rank, log, hold)
             for pipe, stream in zip((process.stdout, process.stderr), self._streams[rank]):
-                self._watch(pipe.fileno(), self._reader(pipe.fileno(), stream))
+                self._watch(pipe.fileno(), self._reader(pipe.fileno(), stream, rank))
             self._watch(process.ended, self._ender(process))
 
-    def _stream(self, screen: Screen, rank: int, log: BinaryIO | None) -> RankStream:
-        return RankStream(screen, screen.prefix(rank) if self._run.prefix else b"", log=log)
+    def _stream(self, screen: Screen, rank: int, log: BinaryIO | None, hold: TracebackHold | None = None) -> RankStream:
+        return RankStream(screen, screen.prefix(rank) if self._run.prefix else b"", log=log, hold=hold)
 
     def _watch(self, fd: int, action: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, action)
@@ -118,7 +122,7 @@ class _Supervisor:
     def run(self) -> int:
         course = self._course
         while not course.is_over(self._now):
-            at = course.next_time
+            at = self._next_time
             for key, _ in self._selector.select(None if at is None else max(0.0, at - self._now)):
                 key.data()
             self._take_signals()
@@ -129,14 +133,29 @@ class _Supervisor:
             for number, ranks in course.due(self._now):
                 for rank in ranks:
                     self._ranks[rank].send(number)
+            self._release_held()
         self._end_companions()
         self._report()
         return course.exit_code
 
-    def _reader(self, fd: int, stream: RankStream) -> Callable[[], None]:
+    @property
+    def _next_time(self) -> float | None:
+        """When to go on if nothing happens before."""
+        held = [self._streams[rank][1].due for rank in self._course.running]
+        return min((time for time in (self._course.next_time, *held) if time is not None), default=None)
+
+    def _release_held(self) -> None:
+        """A rank that goes on after a traceback has not ended by it: show it."""
+        for rank in self._course.running:
+            stream = self._streams[rank][1]
+            if stream.due is not None and self._now >= stream.due:
+                stream.release()
+
+    def _reader(self, fd: int, stream: RankStream, rank: int) -> Callable[[], None]:
         def read() -> None:
             data = _read(fd)
             if data:
+                self._streams[rank][1].go_on(now=self._now)
                 stream.feed(data, now=self._now)
             elif data is not None:
                 self._selector.unregister(fd)
@@ -152,6 +171,8 @@ class _Supervisor:
             self._take_signals()  # first of all: perhaps it was one of them that the rank died of
             self._selector.unregister(process.ended)
             self._drain(process)
+            if status == 0:
+                self._streams[process.rank][1].release()
             words = tuple(self._streams[process.rank][1].tail.lines)
             self._course.ended(Ending(process.rank, status, after, words=words))
 
@@ -200,22 +221,37 @@ class _Supervisor:
             process.send(signal.SIGKILL)
             self._drain(process)
             for stream in self._streams[process.rank]:
-                stream.end()
+                stream.end(now=self._now)
 
     def _report(self) -> None:
         course, first = self._course, self._course.first
-        lines: list[bytes] = []
         if first is not None:
-            words = last_words(first.words) if len(self._ranks) > 1 else ()
-            if words:
-                lines += [b"", f"gradwire run: rank {first.rank} said last:".encode(), *words, b""]
-            lines.append(f"gradwire run: {summary(first, course.endings)}".encode())
+            left_out = self._summarize([ending.rank for ending in course.endings if ending.rank != first.rank])
+            if left_out:
+                where = f"in full in {self._run.log_dir}" if self._run.log_dir is not None else "--debug shows all"
+                self._say(f"gradwire run: {left_out} traceback{'s' if left_out > 1 else ''} cut to a line: {where}")
+            if len(self._ranks) > 1 and (words := last_words(first.words)):
+                self._say("", f"gradwire run: rank {first.rank} said last:", *words, "")
+            self._say(f"gradwire run: {summary(first, course.endings)}")
         elif course.stopped_by is not None and course.exit_code:
-            lines.append(f"gradwire run: stopped by {course.stopped_by.name} after {self._now:.1f} s".encode())
+            self._summarize([ending.rank for ending in course.endings])
+            self._say(f"gradwire run: stopped by {course.stopped_by.name} after {self._now:.1f} s")
         for rank in sorted(course.running):
             pid = self._ranks[rank].pid
-            lines.append(f"gradwire run: rank {rank} (process {pid}) does not end, even after SIGKILL".encode())
-        self._err.write(b"".join(line + b"\n" for line in lines))
+            self._say(f"gradwire run: rank {rank} (process {pid}) does not end, even after SIGKILL")
+
+    def _summarize(self, ranks: Sequence[int]) -> int:
+        """Show a line in place of each traceback that is held back, and return how many there were."""
+        count = 0
+        for rank in sorted(ranks):
+            stream = self._streams[rank][1]
+            if held := stream.take_held():
+                count += 1
+                self._err.write(b"".join(map(stream.line, brief(held))))
+        return count
+
+    def _say(self, *lines: str | bytes) -> None:
+        self._err.write(b"".join((line.encode() if isinstance(line, str) else line) + b"\n" for line in lines))
 
     def _release(self) -> None:
         for process in self._ranks:

@@ -4,7 +4,12 @@ Note [Which failure is shown]
 When a rank fails the others usually fail after it, because their peer is lost or the group was aborted under them. So the
 earliest failure is the one to show. But a rank that raises aborts its group before it has printed its traceback and ended, and
 a peer may come to its own end before it. So among failures within `NEAR` seconds of the earliest, one that does not look like
-a consequence goes first. What looks like one is told by the exception's name at the end of the rank's last traceback.
+a consequence goes first. What looks like one is told by the exception's name at the end of the rank's last traceback. A time-out
+is half of one: it is raised by the ranks that waited, so an error that is neither goes before it.
+
+Note [Who is named]
+Some errors are raised by ranks that did nothing wrong: a time-out by all but the rank that is missing, a disagreement by all. Their
+text says which ranks it is about; the last line of a run repeats that, and does not call the rank that raised it the culprit.
 """
 
 from __future__ import annotations
@@ -14,11 +19,26 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from gradwire.launch.tracebacks import HEAD
+
 NEAR = 1.0
 """Seconds within which failures count as simultaneous."""
 
 _CONSEQUENCES = frozenset({"PeerLost", "GroupAborted", "DistBackendError", "DistNetworkError"})
-_HEAD = b"Traceback (most recent call last):"
+_TIMEOUT, _INTERRUPT = "CollectiveTimeout", "KeyboardInterrupt"
+_STARTING = (b"<frozen importlib._bootstrap", b"gradwire/launch/")
+_MODULE = b", in <module>"
+_MISSING = (
+    re.compile(rb"missing: ranks \[([\d, ]+)\]"),
+    re.compile(rb"ranks \[([\d, ]+)\] (?:have|had|did) not"),
+)
+_DIFFERENT = {
+    "LayoutError": re.compile(rb"rank \d+ and rank \d+ disagree"),
+    "CollectiveMismatch": re.compile(
+        rb"ranks differ in \w+: (?:rank \d+ has|ranks \[[\d, ]+\] have) .*?, the others have [^.]*"
+    ),
+}
+"""How errors name the ranks that they are about. See Note [Who is named]."""
 _LINKS = (
     b"During handling of the above exception, another exception occurred:",
     b"The above exception was the direct cause of the following exception:",
@@ -53,6 +73,24 @@ class Ending:
         return self.status > 0 and raised(self.words) in _CONSEQUENCES
 
     @property
+    def guilt(self) -> int:
+        """0 for a failure of the rank's own, 1 for a time-out, 2 for a consequence."""
+        if self.is_consequence:
+            return 2
+        return int(self.status > 0 and raised(self.words) == _TIMEOUT)
+
+    @property
+    def while_starting(self) -> bool:
+        """Whether the rank was interrupted as it imported modules or met the others."""
+        if raised(self.words) != _INTERRUPT:
+            return False
+        frames = last_words(self.words)
+        # The script is the first module; Python leaves the import system's own frames out where there are others.
+        return sum(line.endswith(_MODULE) for line in frames) > 1 or any(
+            m in line for line in frames for m in _STARTING
+        )
+
+    @property
     def exit_code(self) -> int:
         """As shells count."""
         return self.status if self.status >= 0 else 128 - self.status
@@ -75,7 +113,7 @@ def first_failure(endings: Iterable[Ending]) -> Ending | None:
     limit = min((ending.after for ending in failures), default=0.0) + NEAR
     return min(
         (ending for ending in failures if ending.after <= limit),
-        key=lambda ending: (ending.is_consequence, ending.after, ending.rank),
+        key=lambda ending: (ending.guilt, ending.after, ending.rank),
         default=None,
     )
 
@@ -87,7 +125,11 @@ def summary(first: Ending, endings: Iterable[Ending]) -> str:
     'rank 2 failed first (exit code 1, after 3.2 s); ranks 0, 1, 3 were stopped'
     """
     others = [ending for ending in endings if ending.rank != first.rank]
-    parts = [f"rank {first.rank} failed {'first ' if others else ''}({first})"]
+    about = subject(first.words)
+    if about is None:
+        parts = [f"rank {first.rank} failed {'first ' if others else ''}({first})"]
+    else:
+        parts = [f"{about} ({raised(first.words)} on rank {first.rank}, {first})"]
     for words, ranks in (
         (("was stopped", "were stopped"), [e.rank for e in others if e.stopped]),
         (("failed too", "failed too"), [e.rank for e in others if e.failed]),
@@ -102,9 +144,42 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
+def subject(lines: Sequence[bytes]) -> str | None:
+    """Whom the last exception is about, where that is not the rank that raised it. See Note [Who is named].
+
+    >>> head = [b"Traceback (most recent call last):"]
+    >>> subject(
+    ...     [*head, b"gradwire.errors.CollectiveTimeout: all_reduce. Joined: ranks [0]; missing: ranks [1, 2]. Look"]
+    ... )
+    'ranks 1, 2 were missing'
+    """
+    name, line = raised(lines), _final(lines) or b""
+    if name == _TIMEOUT:
+        for pattern in _MISSING:
+            if match := pattern.search(line):
+                ranks = [int(rank) for rank in match[1].split(b",")]
+                return f"{_ranks(ranks)} {'were' if len(ranks) > 1 else 'was'} missing"
+    elif name in _DIFFERENT and (match := _DIFFERENT[name].search(line)):
+        return match[0].decode()
+    return None
+
+
+def brief(lines: Sequence[bytes]) -> list[bytes]:
+    """What is shown of a traceback that is not: the exception and the first line of its message.
+
+    Of a KeyboardInterrupt, which has no message, what was written after it.
+    """
+    line = _final(lines)
+    if line is None:
+        return list(lines)
+    if raised(lines) == _INTERRUPT:
+        return list(lines[max(i for i, other in enumerate(lines) if other == line) + 1 :])
+    return [line]
+
+
 def last_words(lines: Sequence[bytes]) -> Sequence[bytes]:
     """The last traceback, with those it was chained to and what was written after it; without one, the last few lines."""
-    heads = [i for i, line in enumerate(lines) if _HEAD in line]
+    heads = [i for i, line in enumerate(lines) if HEAD in line]
     if not heads:
         return lines[-_WITHOUT_TRACEBACK:]
     start = heads.pop()
@@ -125,11 +200,15 @@ def raised(lines: Sequence[bytes]) -> str | None:
     ... )
     'PeerLost'
     """
-    heads = [
-        i for i, line in enumerate(lines) if line.endswith(_HEAD)
-    ]  # something without a line feed may stand before it
-    for line in lines[heads[-1] + 1 :] if heads else ():
-        if line and not line.startswith(b" "):
-            match = _RAISED.match(line)
-            return None if match is None else match[1].decode()
-    return None
+    line = _final(lines)
+    match = None if line is None else _RAISED.match(line)
+    return None if match is None else match[1].decode()
+
+
+def _final(lines: Sequence[bytes]) -> bytes | None:
+    """The line of the last traceback that names the exception."""
+    # Something without a line feed may stand before the head.
+    heads = [i for i, line in enumerate(lines) if line.endswith(HEAD)]
+    return (
+        next((line for line in lines[heads[-1] + 1 :] if line and not line.startswith(b" ")), None) if heads else None
+    )

@@ -130,8 +130,8 @@ def test_ctrl_z_stops_ranks_too_and_ctrl_c_ends_them_once(script):
         finally:
             launcher.kill()
     assert launcher.returncode == 130
-    assert err.count("KeyboardInterrupt") == 2
-    assert err.splitlines()[-1].startswith("gradwire run: stopped by SIGINT after ")
+    (line,) = err.splitlines()
+    assert line.startswith("gradwire run: stopped by SIGINT after ")
     assert all(map(gone, pids))
 
 

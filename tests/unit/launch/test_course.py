@@ -93,6 +93,18 @@ def test_an_interrupt_leaves_time_until_a_rank_has_ended_badly():
     assert (course.exit_code, course.stopped_by) == (130, SIGINT)
 
 
+def test_an_interrupt_of_a_rank_that_was_starting_stops_the_others():
+    course = Course(2, grace=10)
+    course.signalled(SIGINT, 1.0)
+    modules = (b'  File "train.py", line 1, in <module>', b'  File "torch/__init__.py", line 9, in <module>')
+    words = (LOST[0], *modules, b"KeyboardInterrupt")
+    course.ended(Ending(0, -SIGINT, 1.2, words=words))
+    assert due(course, 1.2) == []
+    assert due(course, 1.2 + NEAR) == [(SIGTERM, (1,))]
+    course.ended(Ending(1, -SIGTERM, 2.3))
+    assert (course.exit_code, course.first) == (130, None)
+
+
 def test_ranks_that_deal_with_a_signal_end_well():
     course = Course(2, grace=10)
     course.signalled(SIGINT, 1.0)

@@ -33,7 +33,7 @@ def test_lines_are_preceded_by_their_rank(pipe):
     screen, log = Screen(pipe[1], {}), io.BytesIO()
     stream = RankStream(screen, screen.prefix(3), log=log)
     stream.feed(b"one\ntwo\nthr\xff", now=0)
-    stream.end()
+    stream.end(now=0.0)
     assert os.read(pipe[0], 1000) == b"[3] one\n[3] two\n[3] thr\xff\n"
     assert log.getvalue() == b"one\ntwo\nthr\xff"
     assert stream.tail.lines == [b"one", b"two", b"thr\xff"]

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from gradwire.collectives import Collective
 from gradwire.collectives.aliasing import apart
 from gradwire.collectives.lower import Program, is_identity, lower
-from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
+from gradwire.errors import UNEVEN, CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.c10d.abilities import can_split, find_engine, name_of, store_of
 from gradwire.groups.c10d.aside import Aside, mark
@@ -294,7 +294,7 @@ class C10dGroup(Group):
         place = max((work.place for work in old if isinstance(work, C10dWork)), default=0)
         if rank is None:
             rank = roll.left_before(place)
-            why = "it has left the group"
+            why = f"it has left the group. {UNEVEN}"
         if rank is None:
             return None
         message = f"{where}: rank {rank} is lost: {why}. Look at its output for the cause; make a new group to go on."

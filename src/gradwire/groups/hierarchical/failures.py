@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from gradwire.collectives import Signature
-from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost
+from gradwire.errors import UNEVEN, CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost
 from gradwire.groups.c10d.rollcall import RollCall
 
 G = TypeVar("G", bound=GroupError)
@@ -52,7 +52,7 @@ def bad_news(roll: RollCall, where: str, place: int, op: Signature | None) -> Gr
         if rank is None:
             return GroupAborted(f"{where}: the group was aborted: {why}", reason=why)
     if rank is None:
-        rank, why = roll.left_before(place), "it has left the group"
+        rank, why = roll.left_before(place), f"it has left the group. {UNEVEN}"
     return None if rank is None else lost(where, rank, why, op)
 
 

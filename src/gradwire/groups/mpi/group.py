@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Store
 
 from gradwire.collectives import Collective, Kind
 from gradwire.collectives.lower import Program, lower
-from gradwire.errors import CollectiveMismatch, GroupAborted, GroupError, PeerLost, UsageError, UsageTypeError
+from gradwire.errors import UNEVEN, CollectiveMismatch, GroupAborted, GroupError, PeerLost, UsageError, UsageTypeError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.lane import Lane
 from gradwire.groups.ledger import Attendance
@@ -225,7 +225,7 @@ class MPIGroup(Group):
                     self._fail_here(
                         PeerLost(
                             f"{work.op} (operation #{work.seq} of {self.name}) {where}: rank {rank} has left the group and "
-                            "will not join. Look at its output for the cause; make a new group to go on.",
+                            f"will not join. {UNEVEN}. Look at its output for the cause; make a new group to go on.",
                             rank=rank,
                             op=work.op.signature,
                         )

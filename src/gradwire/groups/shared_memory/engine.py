@@ -37,7 +37,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from gradwire.collectives import Collective
-from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost
+from gradwire.errors import UNEVEN, CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost
 from gradwire.groups.ledger import Attendance
 from gradwire.groups.shared_memory.board import FAILED, HERE, LEFT, Board
 from gradwire.groups.shared_memory.heap import Heap
@@ -375,7 +375,7 @@ class Engine:
 
     def _strand(self, rank: int) -> None:
         """A rank has closed its group: what waits for it fails, and so does every later collective."""
-        error = self._lost(rank, "it has closed its group and will not join")
+        error = self._lost(rank, f"it has closed its group and will not join. {UNEVEN}")
         for letter in self._letters:
             if letter.peer == rank:
                 letter.work.fail(error)
