@@ -412,6 +412,34 @@ def test_a_vote_is_one_bit_each_way() -> None:
     assert ratio == pytest.approx(1 / 32, rel=1e-3)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("hook", [sign("mean"), sign("majority"), sign("mean", per="bucket"), quantize(1)], ids=repr)
+def test_what_is_zero_on_all_ranks_does_not_drift(hook: CommHook, ranks: int, way: str) -> None:
+    """Unused rows of an embedding, dead units: of 1000 elements 900, whole blocks of them."""
+    brought = [torch.cat([normal(100, seed=r), torch.zeros(450), -torch.zeros(450)]) for r in range(ranks)]
+    total, moved = torch.zeros(1000), torch.zeros(1000)
+    for step in range(10):
+        value = simulate(hook, brought, step=step).reduced[0].value
+        total += value
+        moved += value.abs()
+    assert total[100:].abs().max() <= 1e-5 * moved.max()
+    assert total[:100].abs().max() >= 0.99 * moved.max()  # the others go their way
+
+
+@pytest.mark.parametrize("key", [None, 0, 1, 7])
+def test_zeros_of_one_bit_alternate_in_every_way(key: int | None) -> None:
+    if not loops.available():
+        pytest.skip("needs numba")
+    x = normal(1000)
+    x[::3], x[500:] = 0.0, -0.0
+    part = part_of(1000, 1, block=32, rows=3)
+    messages = [encoded(module, x, part, 3, key) for module in (eager, loops)]
+    assert torch.equal(*messages)
+    part = part_of(64, 1, block=64)
+    codes = encoded(eager, torch.zeros(64), part, 1, key)[0, :8]
+    assert codes.tolist() == [255 if (j + (key or 0)) % 2 == 0 else 0 for j in range(8)]
+
+
 # -- refusals and reprs --------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,9 @@ Every way computes in float32 and in the same steps, each rounded once:
 - 8, 4 and 2 bits: scale = peak * (1 / top), inverse = top / peak, y = x * inverse, code = y rounded half to even;
 - stochastic: y is held between -top and top, code = floor(y) + 1 where y - floor(y) > u, else floor(y). So what lies on a level,
   zero above all, is kept. u = a hash of the element's number and a key, in 24 bits, over 2 ** 24;
-- 1 bit: code = x >= 0. The scale is the mean absolute value. A sum of floats depends on its order, so |x| * (2 ** f / peak) is
+- 1 bit: code = x > 0, and of zeros 1 where the sum of the element's number and the key is even: a zero has no sign, and always
+  the same one would add up over steps;
+- the scale of 1 bit is the mean absolute value. A sum of floats depends on its order, so |x| * (2 ** f / peak) is
   rounded and added up in integers, and the scale is (sum * (peak * 2 ** -f)) / count of the block's elements;
 - a block that is too small gets the scale zero, one that is not finite the scale NaN. Both get the codes of zeros;
 - decoding is code * scale. Sums run in the order of ranks, and are multiplied by a factor at the end.
@@ -29,7 +31,10 @@ LEAST = 2.0**-100
 
 
 def quantise(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
-    """Codes and scales of `x` into its part of `message`, one row after another. With a key: stochastic rounding."""
+    """Codes and scales of `x` into its part of `message`, one row after another.
+
+    With a key: stochastic rounding. Of one bit the key says which zeros are positive.
+    """
     rows = message.shape[0]
     values = _padded(x, rows * part.row).view(rows, part.blocks, part.block)
     magnitudes = values.abs()
@@ -39,7 +44,9 @@ def quantise(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
     sure = torch.where(live, peak, 1.0)
     if part.bits == 1:
         scale = _mean_magnitude(magnitudes, live, sure, part, rows)
-        code = torch.where(live.unsqueeze(-1), values, 0.0) >= 0
+        sure_values = torch.where(live.unsqueeze(-1), values, 0.0)
+        even = (torch.arange(part.block, device=x.device) + (key or 0)) % 2 == 0
+        code = (sure_values > 0) | ((sure_values == 0) & even)
     else:
         scale = peak * _float32(1 / part.top)
         inverse = torch.full_like(sure, part.top).div_(sure).unsqueeze(-1)

@@ -38,7 +38,7 @@ def quantise(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
             x, message, message.view(torch.int32), part.numel, part.blocks, *_words(part),
             key or 0, 1 / unit if part.bits == 1 else _float32(1 / part.top),
             TOP=unit if part.bits == 1 else float(part.top), BITS=part.bits, BLOCK=part.block, TILE=tile,
-            STOCHASTIC=key is not None, num_warps=WARPS, enable_fp_fusion=False,
+            STOCHASTIC=key is not None and part.bits > 1, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -129,7 +129,9 @@ def _quantise_tile(
     for plane in tl.static_range(PLANES):
         v = _read(x + first, local + plane * BYTES, left, here, rows, FULL)
         if BITS == 1:
-            code = (tl.where(live[:, None], v, 0.0) >= 0.0).to(tl.int32)
+            sure_v = tl.where(live[:, None], v, 0.0)
+            even = ((local + plane * BYTES + key) & 1) == 0
+            code = ((sure_v > 0.0) | ((sure_v == 0.0) & even)).to(tl.int32)
         else:
             y = tl.where(live[:, None], v * inverse[:, None], 0.0)
             if STOCHASTIC:

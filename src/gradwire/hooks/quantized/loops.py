@@ -87,7 +87,10 @@ def _quantise(
     nbytes = np.uint64(block * bits // 8)
     top = np.float32((1 << (bits - 1)) - 1) if bits > 1 else np.float32(1 << fraction)
     down = np.float32(1.0 / top)
-    nothing = np.int8(1 if bits == 1 else 0)
+    nothing = np.zeros(block, np.int8)  # codes of zeros
+    if bits == 1:
+        for j in range(block):
+            nothing[j] = np.int8((np.uint32(j) + key + np.uint32(1)) & np.uint32(1))
     for row in range(rows):
         for b in range(blocks):
             first = np.uint64((row * blocks + b) * block)
@@ -110,7 +113,7 @@ def _quantise(
                     summed = np.int32(summed + np.int32((abs(x[first + j]) * inverse + _ROUND) - _ROUND))
                 scales[scale_at] = (np.float32(summed) * (peak * down)) / np.float32(count)
                 for j in range(count):
-                    small[j] = np.int8(x[first + j] >= _ZERO)
+                    small[j] = np.int8(np.int8(x[first + j] > _ZERO) | (np.int8(x[first + j] == _ZERO) & nothing[j]))
             elif stochastic:
                 scales[scale_at] = peak * down
                 for j in range(count):
@@ -128,14 +131,14 @@ def _quantise(
                 for j in range(count):
                     codes[at + j] = np.int8(np.int32((x[first + j] * inverse + _ROUND) - _ROUND))
                 for j in range(count, nbytes):
-                    codes[at + j] = nothing
+                    codes[at + j] = np.int8(0)
                 continue
             else:
                 scales[scale_at] = peak * down
                 for j in range(count):
                     small[j] = np.int8(np.int32((x[first + j] * inverse + _ROUND) - _ROUND))
             for j in range(count, np.uint64(block)):
-                small[j] = nothing
+                small[j] = nothing[j]
 
             if bits == 8:
                 for j in range(nbytes):

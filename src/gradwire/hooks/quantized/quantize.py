@@ -55,7 +55,7 @@ class Quantize(CommHook):
         keys = self._keys(turn)
 
         for section, part in pairs:
-            codec.quantise(section.take(flat), message, part, next(keys))
+            codec.quantise(section.take(flat), message, part, parity(turn) if part.bits == 1 else next(keys))
         received = torch.empty_like(message)
         yield all_to_all_single(received, message, label=label)
 
@@ -64,7 +64,7 @@ class Quantize(CommHook):
             own = _owned(part, turn.rank)
             mean = torch.empty(own.numel, dtype=torch.float32, device=flat.device)
             codec.total(received, mean, own, 1 / count)
-            codec.quantise(mean, answer, own, next(keys))
+            codec.quantise(mean, answer, own, parity(turn) if part.bits == 1 else next(keys))
             if sent is not None:
                 _note_sent(sent, section, part, own, message, answer, mean, turn.rank, count)
         gathered = received  # as large, and no longer needed
@@ -110,8 +110,9 @@ def quantize(
     """The mean of gradients rounded to 8, 4, 2 or 1 bits per element, with one float32 scale per `block` elements.
 
     After QSGD (arXiv 1610.02132) with scales by block: 2, 4 and 8 bits are symmetric levels around zero up to the block's largest
-    absolute value; 1 bit is the sign, times the block's mean absolute value (1-bit SGD, Seide et al. 2014). Each rank owns a slice
-    of the bucket: it receives the others' codes for it, sums what they stand for, and sends the mean, quantised again, to all.
+    absolute value; 1 bit is the sign, of zeros + and - in turns, times the block's mean absolute value (1-bit SGD, Seide et al.
+    2014). Each rank owns a slice of the bucket: it receives the others' codes for it, sums what they stand for, and sends the
+    mean, quantised again, to all.
     `rounding="stochastic"` rounds up or down by chance, so that the expected value is exact; it has no meaning for 1 bit.
     A block that holds NaN or inf comes back as NaN. Error feedback to the left of it pays back both roundings.
 
@@ -144,6 +145,11 @@ def quantize(
     if rounding == "stochastic" and any(width == 1 for _, width in rules):
         raise UsageError(f'{what}: one bit is the sign and is not rounded. Take rounding="nearest", or 2 bits or more.')
     return Quantize(rules, block, rounding, int(seed))
+
+
+def parity(turn: Turn) -> int:
+    """Which zeros are positive where one bit is a sign: others in the next step, and on the next rank."""
+    return (turn.step + turn.rank) % 2
 
 
 def _owned(part: Part, rank: int) -> Part:

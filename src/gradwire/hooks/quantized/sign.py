@@ -15,6 +15,7 @@ from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.elements import as_dtype, check_dense, real, refuse_sparse
 from gradwire.hooks.quantized import codec
 from gradwire.hooks.quantized.layout import Layout, Part, Section
+from gradwire.hooks.quantized.quantize import parity
 
 _SCALES = ("mean", "majority")
 _PER = ("parameter", "bucket")
@@ -82,7 +83,7 @@ class Sign(CommHook):
 
     def _mean(self, flat: Tensor, scales: Tensor, stretches: _Stretches, turn: Turn) -> Reduction:
         part = _part(stretches.numel, 1)
-        message = torch.cat([_signs(flat, part, 1), scales.view(1, -1).view(torch.uint8)], 1)
+        message = torch.cat([_signs(flat, part, 1, parity(turn)), scales.view(1, -1).view(torch.uint8)], 1)
         gathered = message.new_empty((turn.world_size, message.shape[1]))
         yield all_gather_into_tensor(gathered, message, label=f"bucket {turn.spec.index}")
         signs, theirs = _apart(gathered, part)
@@ -99,7 +100,7 @@ class Sign(CommHook):
         size, count, label = turn.world_size, _count(turn), f"bucket {turn.spec.index}"
         part = _part(stretches.numel, size)
         ours = scales.view(1, -1).view(torch.uint8)
-        message = torch.cat([_signs(flat, part, size), ours.expand(size, -1)], 1)
+        message = torch.cat([_signs(flat, part, size, parity(turn)), ours.expand(size, -1)], 1)
         received = torch.empty_like(message)
         yield all_to_all_single(received, message, label=label)
 
@@ -118,7 +119,7 @@ class Sign(CommHook):
                 tie = said
         vote = torch.where(votes == 0, tie, votes)
         verdicts = message.new_empty((size, part.blocks * part.block_bytes))
-        yield all_gather_into_tensor(verdicts, _signs(vote, own, 1), label=label)
+        yield all_gather_into_tensor(verdicts, _signs(vote, own, 1, 0), label=label)
 
         mean_scale = theirs[0].clone()
         for rank in range(1, size):
@@ -161,6 +162,7 @@ def sign(scale: Literal["mean", "majority"] = "mean", *, per: Literal["parameter
     On the wire, with n ranks, S scales (parameters, or 1) and blocks of 256 elements:
     mean (n - 1) (32 k + 4 S) bytes, k = ceil(numel / 256): everybody's signs go to everybody, which pays for few ranks only;
     majority (n - 1) (64 k + 4 S) bytes, k = ceil(ceil(numel / 256) / n).
+    A zero is sent as +1 or -1 in turns, by element, step and rank, so that elements without a gradient stay where they are.
     NaN or inf in a parameter makes all of it NaN or inf. Memory: during a step a few tensors of the bucket's size.
 
     >>> sign()
@@ -187,10 +189,10 @@ def _part(numel: int, rows: int) -> Part:
     return Layout((Section(1, ((0, numel),)),), _BLOCK).parts(rows)[0]
 
 
-def _signs(flat: Tensor, part: Part, rows: int) -> Tensor:
+def _signs(flat: Tensor, part: Part, rows: int, key: int) -> Tensor:
     """The signs alone, packed: of the codec's message, whose scales by block nobody asked for, the codes."""
     message = torch.empty((rows, part.stride), dtype=torch.uint8, device=flat.device)
-    codec.quantise(flat, message, part, None)
+    codec.quantise(flat, message, part, key)
     return message[:, : part.blocks * part.block_bytes].contiguous()
 
 
