@@ -33,6 +33,15 @@ class OuterHook(CommHook):
     delay: int = 0
     """How many of the optimizer's steps after `after_step` comes `settle`."""
 
+    @property
+    def equalizes(self) -> bool:
+        """Whether all ranks hold the same parameters after an outer step of all fragments at once."""
+        return False
+
+    def averages_gradients(self, step: int) -> bool:
+        """Whether the gradients of this step, counted from 0, are averaged, so that equal replicas stay equal."""
+        return False
+
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """The gradient stays as it is. `turn.step` counts the optimizer's steps here; there is no state."""
         return Reduced(grad, grad)

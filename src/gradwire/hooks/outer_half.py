@@ -71,6 +71,8 @@ class OuterHalf:
         """How many steps the optimizer has made."""
         self.attended = False
         """Whether somebody tells of the optimizer's steps."""
+        self.differ = saved is not None and self._differ_after(self.step)
+        """Whether ranks may hold different parameters now."""
         self._states = states or States(hook)
         self._backwards = 0
         self._owed = False
@@ -126,6 +128,13 @@ class OuterHalf:
         for piece in self._pieces:
             if piece.fragment in due:
                 self._send(piece)
+        if not self.hook.averages_gradients(self.step - 1) or due:
+            self.differ = self._differ_after(self.step)
+
+    def _differ_after(self, step: int) -> bool:
+        """Whether ranks may differ after the optimizer's step of this number and its outer step."""
+        united = self.hook.equalizes and len(self.hook.due(step)) == self.hook.fragments
+        return not united and not self.hook.averages_gradients(step - 1) and self.group.size > 1
 
     def _send(self, piece: _Piece) -> None:
         turn = self._turn(piece)
@@ -155,6 +164,7 @@ class OuterHalf:
             row = piece.flat()
             self.group.submit(all_reduce(row, op=ReduceOp.AVG, label="average of parameters")).wait()
             piece.put(row)
+        self.differ = False
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

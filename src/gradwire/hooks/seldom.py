@@ -35,6 +35,11 @@ class LocalSGD(OuterHook):
     every: int
     outer_collectives = 1
 
+    @property
+    def equalizes(self) -> bool:
+        """The mean is everybody's."""
+        return True
+
     def due(self, step: int) -> tuple[int, ...]:
         """After every `every`-th step."""
         return () if step % self.every else (0,)
@@ -68,6 +73,10 @@ class PostLocalSGD(LocalSGD):
 
     start: int
     collectives = None
+
+    def averages_gradients(self, step: int) -> bool:
+        """In the first `start` steps."""
+        return step < self.start
 
     def due(self, step: int) -> tuple[int, ...]:
         """After every `every`-th step from `start` on."""
@@ -122,6 +131,11 @@ class DiLoCo(OuterHook):
     def outer_collectives(self) -> int | None:  # type: ignore[override]
         """As many as the hook inside."""
         return self.hook.collectives
+
+    @property
+    def equalizes(self) -> bool:
+        """The anchor moves in the same way on every rank."""
+        return True
 
     def due(self, step: int) -> tuple[int, ...]:
         """After every `every`-th step."""
@@ -232,6 +246,11 @@ class StreamingDiLoCo(DiLoCo):
     fragments: int = 1
     delay: int = 0
     alpha: float = 0.0
+
+    @property
+    def equalizes(self) -> bool:
+        """Where nothing of a rank's own remains."""
+        return self.delay == 0 and self.alpha == 0
 
     def due(self, step: int) -> tuple[int, ...]:
         """Each fragment after every `every`-th step, evenly spread."""

@@ -38,6 +38,7 @@ from gradwire.parallel.nonfinite import NonFiniteCheck
 from gradwire.parallel.scale import ScaleChecked
 from gradwire.parallel.sink import through_sink
 from gradwire.parallel.trainable import check_engine_thread, trainable_parameters
+from gradwire.parallel.unequal import warn_when_saved
 from gradwire.policies import BucketMemory, Buckets, Buffers, Gradients, Graph, NonFinite, ScaleCheck
 from gradwire.reducer import BucketLayout, ParameterSpec, Reducer
 from gradwire.reducer.agreement import compare_parameters
@@ -88,6 +89,7 @@ class Replica:
         self._outer: OuterHalf | None = None
         self._attended = False
         self._optimizer_handles: list[Handle] = []
+        self._state_dict_handles: list[Handle] = []
         self.sync_buffers_next = True
         self._skip_unused = skip_unused
         self._has_buffers = any(n not in self.ignore for n, _ in module.named_buffers())
@@ -189,6 +191,7 @@ class Replica:
         return OuterHalf(self.hook, self.group, named, states=states, saved=saved)
 
     def _use(self, states: States, outer: OuterHalf | None) -> None:
+        replace_handles(self._state_dict_handles, [] if outer is None else [warn_when_saved(self.module, outer)])
         self._states, self._outer = states, outer
         self._steps.clear()
         if outer is not None:
@@ -479,9 +482,9 @@ class Replica:
 
     def detach(self) -> None:
         """Take our hooks off the parameters: the module is an ordinary one again."""
-        for handle in [*self.handles, *self._optimizer_handles]:
+        for handle in [*self.handles, *self._optimizer_handles, *self._state_dict_handles]:
             handle.remove()
-        self.handles, self._optimizer_handles = [], []
+        self.handles, self._optimizer_handles, self._state_dict_handles = [], [], []
         self._driver.close()
 
 

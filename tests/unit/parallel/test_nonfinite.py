@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -203,3 +205,11 @@ def test_it_costs_one_collective_and_nothing_unless_asked_for() -> None:
             replica.detach()
 
     run_ranks(rank_main, 2)
+
+
+def test_the_page_tells_the_truth() -> None:
+    page = Path(__file__).parents[3] / "docs" / "ddp.md"
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
+    assert blocks
+    for block in blocks:
+        exec(block, {})
