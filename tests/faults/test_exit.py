@@ -209,3 +209,56 @@ def test_an_uncaught_time_out_under_gradwire_run(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert "CollectiveTimeout" in done.stderr
     assert "terminate called" not in done.stderr
+
+
+FORKING = """
+    import multiprocessing, os, sys, tempfile, warnings, torch, torch.distributed as dist
+    warnings.simplefilter("ignore")  # newer Pythons warn of fork in a process with threads
+    from gradwire.errors import UsageError
+    from gradwire.groups import C10dGroup, HierarchicalGroup, SharedMemoryGroup, Verified
+    make = {make}
+    file, path = tempfile.mkstemp()
+    peer = os.fork()  # nothing has started a thread
+    rank = 0 if peer else 1
+    groups = [make(dist.FileStore(path, 2), rank, 2)]
+    t = torch.ones(3)
+    groups[0].all_reduce(t)
+    if rank == 1:
+        child = os.fork()
+        if child == 0:
+            try:
+                groups[0].all_reduce(t)
+            except UsageError as error:
+                assert "forked" in str(error), error
+                sys.exit(0)
+            sys.exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        process = multiprocessing.get_context("fork").Process(target=groups.clear)
+        process.start()
+        process.join(30)
+        assert process.exitcode == 0, process.exitcode
+    for _ in range(3):
+        t.fill_(1)
+        groups[0].all_reduce(t)
+        assert t.eq(2).all()
+    groups[0].barrier()
+    groups.pop().close()
+    if rank == 0:
+        assert os.waitpid(peer, 0)[1] == 0
+    if os.path.exists(path):  # the store may have removed it
+        os.remove(path)
+"""
+
+MAKERS = {
+    "shared memory": "SharedMemoryGroup",
+    "gloo": "C10dGroup.gloo",
+    "two-level": "lambda store, rank, size: HierarchicalGroup.discover(store, rank, size, host=f'host {rank}')",
+    "wrapped": "lambda store, rank, size: Verified(SharedMemoryGroup(store, rank, size))",
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_children_that_a_rank_forks_do_not_take_it_along(name: str) -> None:
+    script = textwrap.dedent(FORKING).replace("{make}", MAKERS[name])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

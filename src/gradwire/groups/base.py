@@ -7,6 +7,7 @@ Deadlines, completion hooks, events, `abort`, `close` and torch.distributed's me
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -21,6 +22,7 @@ from gradwire.collectives import Collective, Layout, Scope, build
 from gradwire.errors import ClosedError, GroupAborted, HookError, UsageError
 from gradwire.events import Emitter, Handle
 from gradwire.groups.completion import CompletionHook
+from gradwire.groups.forked import finalize_here, refusal
 from gradwire.groups.ledger import Attendance, Ledger
 from gradwire.groups.verbs import Verbs
 from gradwire.groups.watchdog import Watchdog
@@ -71,7 +73,7 @@ class Group(Verbs, ABC):
         self._watchdog = watchdog or Watchdog(f"{self.name}-{rank}")
         self._watchdog.watch(self.ledger)
         # Runs at interpreter exit too: daemon threads must not be left running into the interpreter's end.
-        self._finalizer = weakref.finalize(self, _stop, self._watchdog, self.ledger)
+        self._finalizer = finalize_here(self, _stop, self._watchdog, self.ledger)
 
     # -- the one verb --------------------------------------------------------------------------------------------------
 
@@ -97,15 +99,27 @@ class Group(Verbs, ABC):
         return work
 
     def check_usable(self, op: Collective) -> None:
-        """Raise if the group was closed or has failed.
+        """Raise if the group was closed, has failed or belongs to another process.
 
         What a completion hook raised is no reason to refuse an operation: the other ranks do submit theirs, and from then on
         operations of different steps would meet. It is raised by the next wait.
         """
+        if self.forked:
+            self.refuse_in_child(str(op))
         if self.closed:
             raise ClosedError(f"{op} on {self}: the group is closed. Submit before close().")
         if self.failure is not None:
             raise self.failure
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child, by os.fork, of the process that made the group."""
+        return os.getpid() != self.ledger.pid
+
+    def refuse_in_child(self, what: str) -> None:
+        """Raise UsageError in a forked child."""
+        if self.forked:
+            raise UsageError(refusal(f"{what} on {self}", self.ledger.pid))
 
     def standing(self, op: Collective) -> tuple[int, int]:
         """This rank's number among those that take part in `op`, whose scope is not all ranks, and how many those are."""
@@ -179,6 +193,7 @@ class Group(Verbs, ABC):
 
     def check_peers(self) -> None:
         """Look now whether the group has failed, here or on another rank, and raise what it failed with."""
+        self.refuse_in_child("check_peers()")
         if self.failure is not None:
             raise self.failure
 
@@ -187,11 +202,14 @@ class Group(Verbs, ABC):
 
         Raises what the group failed with where that cannot be mended: a lost peer stays lost.
         """
+        self.refuse_in_child("recover()")
         if self.failure is not None:
             raise self.failure
 
     def fail(self, error: BaseException) -> None:
         """As `abort`, with an error of your choice. The first failure is the one that stays."""
+        if self.forked:
+            return
         if self.failure is None:
             self.failure = error
         self.ledger.fail_all(self.failure)
@@ -200,9 +218,9 @@ class Group(Verbs, ABC):
         """Leave politely: let what is in flight finish, at most `timeout` seconds, tell the hooks, end the threads.
 
         What has not finished by then fails with ClosedError. Closing twice is a no-op. An error that a completion hook
-        raised and nobody has seen yet comes out here.
+        raised and nobody has seen yet comes out here. In a forked child nothing happens: the group is its parent's.
         """
-        if self.closed:
+        if self.closed or self.forked:
             return
         self.closed = True
         deadline = time.perf_counter() + timeout

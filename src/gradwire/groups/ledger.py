@@ -7,6 +7,7 @@ wrappers it passes.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,6 +33,8 @@ class Ledger:
         self.name = name
         self.rank = rank
         self.size = size
+        self.pid = os.getpid()
+        """The process whose group it is: see forked.py."""
         self.events = Emitter()
         self.hooks = CompletionHooks(f"{name}, rank {rank}")
         self.hook_errors = self.hooks.errors

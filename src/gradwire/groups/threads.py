@@ -87,6 +87,8 @@ class ThreadGroup(Group):
 
     def fail(self, error: BaseException) -> None:
         """Fail every rank's group: threads of one process share their fate."""
+        if self.forked:
+            return
         for group in self._table.groups:
             Group.fail(group, error)
 
@@ -96,6 +98,7 @@ class ThreadGroup(Group):
 
     def recover(self, timeout: float | None = None) -> None:
         """Start counting afresh, together."""
+        self.refuse_in_child("recover()")
         self._table.start_over(self.rank, self.timeout if timeout is None else timeout)
 
     def start_over(self) -> None:

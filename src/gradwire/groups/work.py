@@ -12,6 +12,7 @@ empty list has settled it. Nothing on the way of `fail` takes a lock that the in
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, Kind, Signature
 from gradwire.errors import UsageError
+from gradwire.groups.forked import refusal
 from gradwire.groups.futures import FutureQueue
 
 if TYPE_CHECKING:
@@ -179,6 +181,8 @@ class Work:
 
     def wait_done(self, timeout: float | timedelta | None = None) -> bool:
         """As `wait`, without the errors of completion hooks: for a group that takes several steps and must not stop halfway."""
+        if not self._settled and os.getpid() != self.ledger.pid:
+            raise UsageError(refusal(f"wait for {self.op}", self.ledger.pid))
         limit = seconds(timeout)
         remaining = max(0.0, self.deadline - time.perf_counter())
         if limit is None or limit >= remaining:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from abc import abstractmethod
 
 import torch
@@ -18,6 +17,7 @@ from gradwire.collectives import Collective, Layout
 from gradwire.collectives.lower import Program
 from gradwire.errors import CollectiveTimeout, UsageError
 from gradwire.groups.base import Group
+from gradwire.groups.forked import finalize_here
 from gradwire.groups.lane import Lane
 from gradwire.groups.ledger import Attendance
 from gradwire.groups.work import Work
@@ -189,7 +189,7 @@ class ProgramWrapper(BookedWrapper):
         super().__init__(inner)
         self._lane = Lane(f"{self.name}-{self.rank}")
         self._order = threading.Lock()
-        self._lane_finalizer = weakref.finalize(self, self._lane.stop, 2.0)
+        self._lane_finalizer = finalize_here(self, self._lane.stop, 2.0)
 
     @abstractmethod
     def program(self, op: Collective) -> Program:

@@ -27,13 +27,13 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from dataclasses import dataclass
 
 from gradwire.collectives import Collective, Kind
 from gradwire.collectives.traffic import sent_bytes
 from gradwire.errors import CollectiveTimeout, UsageError
 from gradwire.groups.base import Group
+from gradwire.groups.forked import finalize_here
 from gradwire.groups.work import Work
 from gradwire.groups.wrapper import BookedWrapper
 
@@ -98,7 +98,7 @@ class Throttled(BookedWrapper):
         self.link = Link(mbit=mbit, latency_ms=latency_ms)
         self._order = threading.Lock()
         self._couriers = _Couriers(f"gradwire-link-{self.name}-{self.rank}")
-        self._couriers_finalizer = weakref.finalize(self, self._couriers.join, 2.0)
+        self._couriers_finalizer = finalize_here(self, self._couriers.join, 2.0)
 
     @property
     def sent_bytes(self) -> float:

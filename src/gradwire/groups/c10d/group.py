@@ -31,6 +31,7 @@ from gradwire.groups.c10d.messages import Message, MessageThreads
 from gradwire.groups.c10d.rollcall import RollCall
 from gradwire.groups.c10d.teardown import destroy, quiesce
 from gradwire.groups.c10d.work import C10dWork, Reaper, wait_slice
+from gradwire.groups.forked import finalize_here, leak_in_child
 from gradwire.groups.lane import Lane
 from gradwire.groups.ledger import Attendance, Ledger
 from gradwire.groups.work import Work
@@ -77,9 +78,10 @@ class C10dGroup(Group):
         self._unfinished: list[Work] = []
         self._watchdog.on_tick.append(_weak_tick(self))
         # After the base class's finalizer was made, so that at exit these threads end first.
-        self._engine_finalizer = weakref.finalize(
+        self._engine_finalizer = finalize_here(
             self, _leave_engine, self._reaper, self._lane, self._messages, self.ledger, self._backends, self._owned
         )
+        leak_in_child(self, self._owned)
 
     @classmethod
     def gloo(
@@ -254,6 +256,8 @@ class C10dGroup(Group):
 
     def fail(self, error: BaseException) -> None:
         """Fail here, and tell the other ranks."""
+        if self.forked:
+            return
         self._unfinished += list(self.ledger.pending.values())
         super().fail(error)
         if self._roll is not None and isinstance(error, PeerLost):
@@ -303,7 +307,7 @@ class C10dGroup(Group):
     def check_peers(self) -> None:
         """Read the roll call now; raise if a peer is lost or has aborted."""
         roll = self._roll
-        if self.failure is None and roll is not None and not self.closed:
+        if self.failure is None and roll is not None and not self.closed and not self.forked:
             roll.refresh()
             error = self._bad_news(roll, [])
             if error is not None:
@@ -316,6 +320,7 @@ class C10dGroup(Group):
         An engine cannot be told to forget an operation that some ranks have begun, so it is left to its own time-out and a
         new one is made on the same store. The process group this was made from is then no longer used.
         """
+        self.refuse_in_child("recover()")
         roll, failure = self._roll, self.failure
         if roll is None or isinstance(failure, PeerLost):
             super().recover(timeout)

@@ -41,6 +41,7 @@ from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLos
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.c10d import C10dGroup
 from gradwire.groups.c10d.rollcall import RollCall
+from gradwire.groups.forked import finalize_here
 from gradwire.groups.hierarchical.failures import bad_news, chained, for_part, told_by
 from gradwire.groups.hierarchical.meeting import Build, ask_around, find_hosts
 from gradwire.groups.hierarchical.programs import TwoLevel
@@ -119,7 +120,7 @@ class HierarchicalGroup(Group):
         self._driving = threading.Lock()
         self._watchdog.on_tick.append(_weak_tick(self))
         # After the base class's finalizer was made, so that at exit this thread ends first.
-        self._lane_finalizer = weakref.finalize(self, self._lane.stop, 2.0)
+        self._lane_finalizer = finalize_here(self, self._lane.stop, 2.0)
         try:
             self._meet()
         except BaseException:
@@ -408,7 +409,7 @@ class HierarchicalGroup(Group):
         """Fail here, and tell the other ranks: through the roll call, then through all parts."""
         first = self.failure is None
         super().fail(error)
-        if not first or self.closed:
+        if not first or self.closed or self.forked:
             return
         if self._roll is not None and isinstance(error, PeerLost):
             why = f"rank {self.rank} has lost it" if error.rank is None else f"rank {error.rank} is lost"
@@ -441,7 +442,7 @@ class HierarchicalGroup(Group):
 
     def check_peers(self) -> None:
         """Read the roll call and ask the parts now; raise if a peer is lost or has aborted."""
-        if self.failure is None and not self.closed:
+        if self.failure is None and not self.closed and not self.forked:
             if self._roll is not None:
                 self._look(self._roll, [])
             for part, members in self._members.items():
@@ -455,6 +456,7 @@ class HierarchicalGroup(Group):
 
     def recover(self, timeout: float | None = None) -> None:
         """Meet all ranks, then recover the parts. A lost peer stays lost."""
+        self.refuse_in_child("recover()")
         if isinstance(self.failure, PeerLost):
             raise self.failure
         limit = self.timeout if timeout is None else timeout

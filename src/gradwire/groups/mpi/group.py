@@ -24,6 +24,7 @@ from gradwire.collectives import Collective, Kind
 from gradwire.collectives.lower import Program, lower
 from gradwire.errors import UNEVEN, CollectiveMismatch, GroupAborted, GroupError, PeerLost, UsageError, UsageTypeError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
+from gradwire.groups.forked import finalize_here
 from gradwire.groups.lane import Lane
 from gradwire.groups.ledger import Attendance
 from gradwire.groups.mpi.engine import Engine, tag_of
@@ -62,7 +63,7 @@ class MPIGroup(Group):
         spare = parent if isinstance(comm, _Owned) else self._runtime.duplicate(parent, timeout, what)
         self._engines = [self._engine_on(self._runtime.duplicate(spare, timeout, what), spare)]
         # After the base class's finalizer was made, so that at exit these threads end first.
-        self._threads_finalizer = weakref.finalize(self, _leave, self._lane, self._engines)
+        self._threads_finalizer = finalize_here(self, _leave, self._lane, self._engines)
 
     @classmethod
     def over_store(
@@ -194,6 +195,8 @@ class MPIGroup(Group):
 
     def fail(self, error: BaseException) -> None:
         """Fail here, and tell the other ranks."""
+        if self.forked:
+            return
         first = self.failure is None
         self._fail_here(error)
         if first:
@@ -234,7 +237,7 @@ class MPIGroup(Group):
 
     def check_peers(self) -> None:
         """Read the mail now; raise if a rank has aborted."""
-        if self.failure is None and not self.closed:
+        if self.failure is None and not self.closed and not self.forked:
             self._engine.turn()
         super().check_peers()
 
@@ -243,6 +246,7 @@ class MPIGroup(Group):
 
         What was in flight is lost. A rank that has left stays lost.
         """
+        self.refuse_in_child("recover()")
         if self.closed or isinstance(self.failure, PeerLost):
             super().recover(timeout)
             return

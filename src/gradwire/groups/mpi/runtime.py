@@ -28,12 +28,12 @@ import signal
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
+from gradwire.groups.forked import finalize_here
 
 if TYPE_CHECKING:
     from gradwire.groups.mpi.engine import Engine
@@ -73,7 +73,7 @@ class Runtime:
         self.remains = Remains()
         started_here = _start(mpi)
         # Finalizers run in reverse order at exit: those of the groups, which are made later, come first.
-        self._finalizer = weakref.finalize(self, _at_exit, mpi, self.remains, started_here)
+        self._finalizer = finalize_here(self, _at_exit, mpi, self.remains, started_here)
 
     def sweep(self) -> None:
         """Free the communicators that every rank has left."""

@@ -29,6 +29,7 @@ from gradwire.collectives.lower import is_identity
 from gradwire.errors import ClosedError, CollectiveTimeout, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.file_store import bounded
+from gradwire.groups.forked import finalize_here
 from gradwire.groups.host import host_identity
 from gradwire.groups.ledger import Attendance
 from gradwire.groups.shared_memory.board import HERE, Board, Plan
@@ -99,7 +100,7 @@ class SharedMemoryGroup(Group):
         self._segment = segment
         self._engine = Engine(self.name, self._board, self._heap, programs, post, pulse, _weak_fail(self))
         # After the base class's finalizer was made, so that at exit this one runs first.
-        self._engine_finalizer = weakref.finalize(self, _stop, self._engine, segment)
+        self._engine_finalizer = finalize_here(self, _stop, self._engine, segment)
 
     # -- the one verb --------------------------------------------------------------------------------------------------
 
@@ -143,6 +144,7 @@ class SharedMemoryGroup(Group):
         """A flat tensor in this rank's heap, which grows as needed; other devices' memory is ordinary."""
         if torch.device(device).type != "cpu":
             return super().allocate(numel, dtype=dtype, device=device)
+        self.refuse_in_child(f"allocate({numel}, dtype={dtype})")
         if self.closed:
             raise ClosedError(
                 f"allocate({numel}, dtype={dtype}) on {self}: the group is closed. Allocate before close()."
@@ -178,12 +180,12 @@ class SharedMemoryGroup(Group):
         """Fail here, and tell the other ranks."""
         first = self.failure is None
         super().fail(error)
-        if first and not self.closed:
+        if first and not self.closed and not self.forked:
             self._engine.tell_failure(error)
 
     def check_peers(self) -> None:
         """Look at the board and at the processes now."""
-        if self.failure is None and not self.closed:
+        if self.failure is None and not self.closed and not self.forked:
             error = self._engine.trouble()
             if error is not None:
                 self.fail(error)
@@ -191,6 +193,7 @@ class SharedMemoryGroup(Group):
 
     def recover(self, timeout: float | None = None) -> None:
         """Meet the other ranks and start counting afresh."""
+        self.refuse_in_child("recover()")
         if isinstance(self.failure, PeerLost):
             raise self.failure
         self._engine.recover(self.timeout if timeout is None else timeout)

@@ -1,0 +1,43 @@
+"""Groups and `os.fork`: a group belongs to the process that made it.
+
+A forked child has a copy of every group and none of their threads. At its end it would mark the rank as left, in memory or a store
+that the other ranks read, although its parent has not left. So finalizers and `close()` do nothing in a child, and every other use
+of the group raises UsageError. A child that is to communicate makes its own group, best in a fresh process (multiprocessing's
+"spawn").
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+def finalize_here(owner: object, fn: Callable[..., object], *args: Any) -> weakref.finalize[..., Any]:
+    """As `weakref.finalize(owner, fn, *args)`, but nothing happens in processes forked from this one."""
+    return weakref.finalize(owner, _if_in, os.getpid(), fn, *args)
+
+
+def _if_in(pid: int, fn: Callable[..., object], *args: Any) -> None:
+    if os.getpid() == pid:
+        fn(*args)
+
+
+def leak_in_child(owner: object, engines: list[Any]) -> None:
+    """In forked children never destroy what is in `engines`: a destructor in C++ joins threads that a child does not have."""
+    weakref.finalize(owner, _leak_outside, os.getpid(), engines)
+
+
+def _leak_outside(pid: int, engines: list[Any]) -> None:
+    if os.getpid() != pid:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(list(engines)))
+
+
+def refusal(what: str, pid: int) -> str:
+    """What to tell who does `what` in a child of the process `pid`, which made the group."""
+    return (
+        f"{what}: process {os.getpid()} was forked from process {pid}, which made the group. A group cannot be used in a "
+        'forked child. Make a new group there, or start the child with multiprocessing\'s "spawn".'
+    )

@@ -1,0 +1,83 @@
+"""Check of `os.fork`: a child of a rank that ends, or uses the group, does not make the others lose the rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from gradwire.collectives import build
+from gradwire.errors import UsageError
+from gradwire.groups.base import Group
+from gradwire.testing.conformance.compare import Problems, holds, unlike
+from gradwire.testing.conformance.side import PATIENCE
+
+
+def _misuse(group: Group) -> str:
+    """In the child: everything that touches the group. What was not refused."""
+    wrong = []
+    uses: dict[str, Callable[[], object]] = {
+        "submit": lambda: group.submit(build.barrier(label="of a child").within(1.0)),
+        "run": lambda: group.run(build.all_reduce(torch.ones(3), label="of a child").within(1.0)),
+        "recover": lambda: group.recover(1.0),
+        "check_peers": group.check_peers,
+    }
+    for name, use in uses.items():
+        try:
+            use()
+        except UsageError as error:
+            if "forked" not in str(error):
+                wrong.append(f"{name} raised {error}")
+        except BaseException as error:
+            wrong.append(f"{name} raised {type(error).__name__}: {error}")
+        else:
+            wrong.append(f"{name} was accepted")
+    group.abort("of a child")
+    group.close()
+    weakref.finalize._exitfunc()  # type: ignore[attr-defined]  # what Python does when a child ends with sys.exit()
+    return "; ".join(wrong)
+
+
+def _in_child(fn: Callable[[], str]) -> str:
+    """What `fn` returns in a forked child, or how the child ended."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        answer = "it raised"
+        with contextlib.suppress(BaseException):
+            answer = fn()
+        os.write(writer, answer.encode()[:4000])
+        os._exit(0)
+    os.close(writer)
+    until = time.monotonic() + PATIENCE
+    status = 1
+    while os.waitpid(child, os.WNOHANG)[0] == 0:
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            status = 0
+            break
+        time.sleep(0.005)
+    with os.fdopen(reader, "rb") as pipe:
+        said = pipe.read().decode()
+    return said if status else f"the child did not end within {PATIENCE} s"
+
+
+def check_forked_child(group: Group) -> Problems:
+    """A forked child is told that the group is not its own, and its end is not the rank's."""
+    if group.in_one_process:
+        return
+    group.barrier()
+    if group.rank == group.size - 1:
+        said = _in_child(lambda: _misuse(group))
+        yield from holds(not said, f"in a forked child: {said}")
+    for _ in range(2):
+        t = torch.ones(3)
+        group.all_reduce(t, label="after a child has ended")
+        yield from unlike("all_reduce after a child of a rank has ended", t, torch.full((3,), float(group.size)))
+    group.check_peers()
