@@ -127,6 +127,14 @@ def trains_rightly(ddp: DDP, group: Group) -> None:
         assert ddp.module.bias.grad.tolist() == [3.0, 3.0]
 
 
+def wait_for_failure(group: Group) -> None:
+    """Return when this rank has been told that another rank's step has failed."""
+    with pytest.raises(GroupError):
+        while True:
+            group.check_peers()
+            time.sleep(0.01)
+
+
 @dataclass(frozen=True)
 class Heard:
     """What one rank heard of a violation."""
@@ -244,8 +252,12 @@ def test_every_kind_of_graph_recovers_from_every_violation(flags: dict[str, Any]
             assert "rank 2" in heard[rank][name].text
 
 
-def test_a_rank_that_finished_the_step_hears_of_it_before_its_next() -> None:
-    """The culprit reduces, and only then hands back what it must not: the other's step is done by then."""
+@pytest.mark.filterwarnings("ignore:rank 0 had finished step 0")
+def test_a_rank_that_finished_the_step_goes_on_with_the_others() -> None:
+    """The culprit reduces, and only then hands back what it must not: the other's step is done by then.
+
+    To raise in its next step would leave the ranks a step apart; it is warned, and both make the next step together.
+    """
     late = Violation(lambda b: None, HookError, "a Future of builtins.list")
 
     def rank_main(group: Group) -> str:
@@ -258,15 +270,15 @@ def test_a_rank_that_finished_the_step_hears_of_it_before_its_next() -> None:
 
         ddp.register_comm_hook(None, hook)
         if group.rank == 1:
-            with pytest.raises(HookError, match=late.words) as caught:
+            with pytest.raises(HookError, match=late.words):
                 ddp(batch(group)).sum().backward()
         else:
             ddp(batch(group)).sum().backward()
-            with pytest.raises(GroupError) as caught:
-                ddp(batch(group)).sum().backward()
+            wait_for_failure(group)
         bad[0] = False
         trains_rightly(ddp, group)
-        return str(caught.value)
+        assert ddp.replica.reducer.iteration == 3
+        return str(ddp.replica.reducer.last_error)
 
     for kind in KINDS:
         said = run_ranks(rank_main, 2, kind=kind)
@@ -328,16 +340,21 @@ def generated_story(group: Group, collectives: int | None) -> dict[str, tuple[bo
             continue
         group.barrier()
         fault[0] = violation if group.rank == 1 else None
-        with pytest.raises((GradwireError, OwnError)) as caught:
-            for _ in range(2):  # where the fault came after the collective, the other rank's first step was done
-                ddp(batch(group)).sum().backward()
+        try:
+            ddp(batch(group)).sum().backward()
+        except (GradwireError, OwnError) as error:
+            said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+            heard[name] = isinstance(error, GroupError), said
+        else:
+            wait_for_failure(group)
         fault[0] = None
-        said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
-        heard[name] = isinstance(caught.value, GroupError), said
         trains_rightly(ddp, group)
+        # Where the fault came after the collective, the other rank's step was done: it was warned before its next.
+        heard.setdefault(name, (True, str(ddp.replica.reducer.last_error)))
     return heard
 
 
+@pytest.mark.filterwarnings("ignore:rank 0 had finished step")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("collectives", [1, None], ids=["at once", "on the lane"])
 def test_our_own_hooks_are_held_to_theirs(kind: str, collectives: int | None) -> None:

@@ -20,7 +20,6 @@ Note [One late]
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -90,8 +89,8 @@ class BriefHooks:
         self.settle()
 
     def _lost(self) -> None:
-        with contextlib.suppress(Exception):  # the caller hears of what failed first: the backward
-            self._ended()
+        self._end_is_queued = False
+        self._due = None
 
     def settle(self) -> None:
         """Between two gradients: the one that was about to be accumulated has been by now. See [One late]."""

@@ -201,6 +201,10 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
         self.replica.set_hook(hook)
         self._comm_hooks[:] = [(hook, None)]  # the same list: the logger reads it
 
+    def step_failed(self, error: BaseException) -> None:
+        """Fail the step on all ranks because of an exception between forward and backward: see `Replica.step_failed`."""
+        self.replica.step_failed(error)
+
     def hook_state_dict(self) -> dict[str, Any]:
         """The gradwire hook's state on this rank, by parameter name. Each rank saves its own: see `Replica.hook_state_dict`."""
         return self.replica.hook_state_dict()
@@ -240,11 +244,20 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
         """The module's forward, between what the replica does before and after."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             if self._delayed is not None and self.logger is None:
-                return self._delayed.after_forward(self._run_module(inputs, kwargs))
+                return self._delayed.after_forward(self._compute(inputs, kwargs))
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             return self._post_forward(self._run_module(inputs, kwargs))
 
     def _run_module(self, inputs: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # Dynamo does not resume inside of `try`
+            return self._compute(inputs, kwargs)
+        try:
+            return self._compute(inputs, kwargs)
+        except BaseException as error:
+            self.replica.forward_failed(error)
+            raise
+
+    def _compute(self, inputs: Any, kwargs: Any) -> Any:
         if self._mixed is None:
             return self.module(*inputs, **kwargs)
         return self._mixed.forward(self.module, inputs, kwargs)

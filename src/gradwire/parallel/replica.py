@@ -8,6 +8,7 @@ It knows modules and policies. It does not know torch's flags (`ddp.py` turns th
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from gradwire.autograd.graph import reachable_parameters
-from gradwire.collectives import broadcast
-from gradwire.errors import HookError, UsageError
+from gradwire.collectives import ReduceOp, all_reduce, broadcast
+from gradwire.errors import GroupAborted, HookError, UsageError
 from gradwire.events import Handle
 from gradwire.groups.base import Group
 from gradwire.groups.completion import name_of
@@ -43,6 +44,7 @@ from gradwire.policies import BucketMemory, Buckets, Buffers, Gradients, Graph, 
 from gradwire.reducer import BucketLayout, ParameterSpec, Reducer
 from gradwire.reducer.agreement import compare_parameters
 from gradwire.reducer.assign import by_size
+from gradwire.reducer.failed_step import failed_iteration
 from gradwire.reducer.machine import State
 
 _BROADCAST_BYTES = 250 * 2**20
@@ -90,6 +92,7 @@ class Replica:
         self._attended = False
         self._optimizer_handles: list[Handle] = []
         self._state_dict_handles: list[Handle] = []
+        self._iterations_behind = 0
         self.sync_buffers_next = True
         self._skip_unused = skip_unused
         self._has_buffers = any(n not in self.ignore for n, _ in module.named_buffers())
@@ -148,6 +151,8 @@ class Replica:
             raise HookError(f"set_hook({hook!r}): not a CommHook. register_comm_hook takes functions in torch's form.")
         check_outer(hook, "set_hook")
         self._check_between_steps(f"set_hook({hook!r})")
+        with self.hears_of_failures():
+            self.mend()
         self._check(hook)
         said = f"{hook!r} at step {self.reducer.steps}"
         odd = odd_ones_out(self.group, said, device=self._device(), label="set_hook")
@@ -217,6 +222,8 @@ class Replica:
         A rank takes its own state whole; of another rank's, only what all ranks share, so a new rank loads that of rank 0.
         """
         self._check_own_hook("load_hook_state_dict")
+        with self.hears_of_failures():
+            self.mend()
 
         def build(states: States) -> tuple[States, OuterHalf | None]:
             if not isinstance(self.hook, OuterHook):
@@ -286,6 +293,7 @@ class Replica:
     def average_parameters(self) -> None:
         """Make the parameters their mean over all ranks: at the end of training with a hook that leaves them different."""
         with self.hears_of_failures():
+            self.mend()
             if self._outer is not None:
                 self._outer.average()
 
@@ -360,24 +368,69 @@ class Replica:
         """What fails in here reaches this rank's caller, who need not be told of it again."""
         try:
             yield
-        except BaseException:
-            self.reducer.reported = self.group.failure
+        except BaseException as error:
+            if self.group.failure is not None:
+                self.reducer.fail_forward(error)
             raise
+
+    def mend(self) -> None:
+        """Recover from a step that failed, or raise its failure where this rank's caller has not heard of it.
+
+        See [Iterations] in `reducer/failed_step.py`.
+        """
+        failure, reducer = self.group.failure, self.reducer
+        if failure is None:
+            self._raise_behind()
+            return
+        iteration = failed_iteration(failure)
+        if reducer.begins_iteration <= iteration if iteration is not None else reducer.reported is not failure:
+            raise failure
+        if reducer.reported is not failure:
+            reducer.last_error = str(failure)
+            warnings.warn(
+                f"rank {self.group.rank} had finished step {iteration} when it failed on another rank, so it goes on, and "
+                f"parameters are taken from rank 0 ({failure}).",
+                stacklevel=2,
+            )
+        self.recover()
+        self._raise_behind()
+
+    def _raise_behind(self) -> None:
+        """Raise if this rank is to lose this iteration because others have: see [Iterations] in `reducer/failed_step.py`."""
+        if self._iterations_behind:
+            self._iterations_behind -= 1
+            self.reducer.iteration += 1
+            raise GroupAborted(
+                f"step {self.reducer.iteration - 1} of {self.group}: other ranks have lost it, as they were in it when an "
+                f"earlier one failed here ({self.reducer.last_error}). Nothing was averaged; the next step is in step with theirs.",
+                reason="a step that other ranks have lost",
+            )
 
     def rebuild(self) -> None:
         """Deal the parameters to buckets anew, once the first step has shown their order; first mend what a step broke."""
-        failure = self.group.failure
-        if failure is not None and self.reducer.reported is not failure:
-            raise failure  # another rank's step failed; this rank's caller must hear of it, or the two go on a step apart
-        if failure is not None:
-            self.recover()
+        self.mend()
         self.reducer.forget_strays()
         if torch.is_grad_enabled():
             self.reducer.rebuild()
 
+    def forward_failed(self, error: BaseException) -> None:
+        """The module's forward has raised: where a backward was to follow, the other ranks are not to wait for it."""
+        if torch.is_grad_enabled():
+            self.reducer.fail_forward(error)
+
+    def step_failed(self, error: BaseException) -> None:
+        """Fail the step on all ranks, because of an exception between forward and backward, which nobody else sees.
+
+        To be called where that exception is caught; where the step has failed or ended already, it does nothing.
+        """
+        if self.reducer.expects_backward:
+            self.reducer.fail(error)
+
     @untraced_call
     def after_forward(self, output: Any) -> Any:
         """Expect the backward of this forward. Returns the output, which may have to pass through a sink."""
+        if torch.is_grad_enabled():
+            self.reducer.forward_ended()
         if not (torch.is_grad_enabled() and self.sync):
             self.sync_buffers_next = False
             return output
@@ -406,7 +459,11 @@ class Replica:
         stopped halfway through writing one. What is lost with a residual is what was not sent yet, about one gradient.
         """
         self._driver.drain(self.group.timeout)
+        iteration = torch.tensor([self.reducer.begins_iteration], device=self._device())
         self.group.recover()
+        self.reducer.iteration = int(iteration.item())
+        self.group.submit(all_reduce(iteration, op=ReduceOp.MAX, label="recovery")).wait()
+        self._iterations_behind = int(iteration.item()) - self.reducer.iteration
         step = self._step() if self._outer is None else self._outer.step
         self.reducer.start_over()
         self.broadcast_state()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Collection
 from typing import Any
@@ -61,7 +62,11 @@ def replicate(
         nonfinite=nonfinite,
     )
     around = _Around(replica)
-    removers = [module.register_forward_pre_hook(around.before), module.register_forward_hook(around.after)]
+    removers = [
+        module.register_forward_pre_hook(around.before),
+        module.register_forward_hook(around.after),
+        module.register_forward_hook(around.at_exit, always_call=True),
+    ]
     object.__setattr__(module, _MARK, replica)
     replica.handles += [Handle(r.remove) for r in removers]
     weak = weakref.ref(module)
@@ -74,13 +79,23 @@ class _Around:
 
     def __init__(self, replica: Replica | None = None) -> None:
         self._replica = replica
+        self._running = False
 
     def before(self, _: nn.Module, inputs: Any) -> None:
         if self._replica is not None:
             self._replica.before_forward()
+            self._running = True
 
     def after(self, _: nn.Module, inputs: Any, output: Any) -> Any:
+        self._running = False
         return output if self._replica is None else self._replica.after_forward(output)
+
+    def at_exit(self, _: nn.Module, inputs: Any, output: Any) -> None:
+        """Called last, also when forward has raised an Exception; of others torch tells its hooks nothing."""
+        error = sys.exc_info()[1]
+        if self._running and self._replica is not None and error is not None:
+            self._replica.forward_failed(error)
+        self._running = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Around, ()

@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 
 from gradwire.autograd.ending import at_the_end
+from gradwire.autograd.failed import on_failed_backward
+from gradwire.autograd.graph import reachable_parameters
 from gradwire.collectives import all_reduce, broadcast
 from gradwire.errors import GradwireError
 from gradwire.events import BackwardEnded, BucketFull, BucketLaunched, BucketReduced, Emitter, GradientReady, StepEnded
@@ -35,6 +37,7 @@ from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.drive import Pending
 from gradwire.reducer.assign import by_size
+from gradwire.reducer.failed_step import reason
 from gradwire.reducer.layout import BucketLayout, ParameterSpec
 from gradwire.reducer.machine import Launch, Machine, ReadyTwice, State
 from gradwire.reducer.storage import Storage, below_autograd
@@ -109,6 +112,10 @@ class Reducer:
         self.leave_gradients = False
         self.rebuilt = False
         self.steps = 0
+        self.iteration = 0
+        """How many iterations have ended for the caller, averaged or failed: see [Iterations] in `failed_step.py`."""
+        self.expects_backward = False
+        """Whether there was a forward, synchronized or not, since the last step ended."""
         self.layout = BucketLayout.make(specs, members)
         self._first_layout = self.layout
         self.machine = Machine(members, [s.name for s in specs], rank=group.rank)
@@ -122,11 +129,13 @@ class Reducer:
         self._used = torch.zeros(len(self.parameters), dtype=torch.int32, device="cpu")
         self._seen: list[bool] = [False] * len(self.parameters)
         self._pending: list[tuple[Launch, Pending]] = []
+        self._held: Launch | None = None
         self._first_uses: dict[int, int] | None = None
         self._static_unused: frozenset[int] | None = frozenset()
         self._declared_unused: frozenset[int] = frozenset()
         self.last_error: str | None = None
         self.reported: BaseException | None = None
+        self._failed: BaseException | None = None
         self._callback_queued = False
         self._arrival: list[int] | None = None
         self.arrived: list[Tensor] = []
@@ -145,6 +154,7 @@ class Reducer:
         self._found: dict[int, list[Tensor | None]] = {}
         # What is still in it when a model is dropped would keep the parameters alive: their hooks know this list.
         weakref.finalize(self, self.arrived.clear).atexit = False
+        on_failed_backward(self.backward_failed)
         self._allocate()
 
     def _allocate(self) -> None:
@@ -202,10 +212,11 @@ class Reducer:
         try:
             self.machine.prepare(unused)
         except GradwireError as error:
-            self.fail(error)
+            self.fail_forward(error)
             raise
         self._declared_unused = frozenset(unused)
         self._drop_pending()
+        self.forward_ended()
         if self._first_uses is not None:
             self._first_uses = {}  # a backward that failed may have counted some
         self._launched_by = {}
@@ -265,6 +276,7 @@ class Reducer:
     def _drop_pending(self) -> None:
         self._found.clear()
         self._pending.clear()
+        self._held = None
         self.before_put_back.clear()
         self._callback_queued = False
 
@@ -277,6 +289,7 @@ class Reducer:
         """
         self.machine.abandon("the group was recovered")
         self._drop_pending()
+        self.reported = self._failed = None
         self.wait_at_end.clear()
         steps = torch.tensor([self.steps], device=self.parameters[0].device)
         self.group.submit(broadcast(steps, src=0, label="recovery")).wait()
@@ -315,6 +328,8 @@ class Reducer:
         if self.exchanges_used_map and self.parameters[index].grad is not None:
             self._seen[index] = True  # under no_sync too: what has accumulated there is reduced later
         if machine.state is _RESTING:
+            if self._failed is not None:
+                raise self._failed
             return
         if self.events:
             self.events.emit(GradientReady(time.perf_counter(), self.group.rank, machine.names[index], index))
@@ -416,11 +431,29 @@ class Reducer:
             self.speak_up()
 
     def _interrupted(self) -> None:
-        """A backward has failed: what has come is known, but nothing is launched any more."""
+        """A backward has failed: `backward_failed` is called next."""
         self._end_is_awaited = False
-        if self._silent and self.machine.state in (State.RUNNING, _ARMED):
-            self.machine.all_told(self._came_unheard())
-            self._silent = self.machine.state is _ARMED  # then nothing has come, and the backward may be tried again
+
+    def forward_ended(self) -> None:
+        """A forward with a graph has ended: the step fails if its backward does."""
+        self.expects_backward = True
+        self._failed = None
+
+    @property
+    def begins_iteration(self) -> int:
+        """Asked at the beginning of a forward: the number of its iteration."""
+        unfinished = self.machine.state in (State.RUNNING, State.LAUNCHED)  # the last one ended without an error
+        return self.iteration + unfinished
+
+    def fail_forward(self, error: BaseException) -> None:
+        """As `fail`, before or after a forward, whose iteration it is."""
+        self.iteration = self.begins_iteration
+        self.fail(error)
+
+    def backward_failed(self, tensors: Any, error: BaseException) -> None:
+        """A backward has raised `error`, in this model or in another: if it was of this one, the step has failed."""
+        if self.expects_backward and reachable_parameters(tensors, self.parameters):
+            self.fail(error)
 
     def backward_begins(self) -> None:
         """A backward has begun. If it is the first one of a static graph, reduce at its end; in silence, look then."""
@@ -444,12 +477,27 @@ class Reducer:
             launch for i in uses for launch in self.machine.grad_ready(i)
         ]  # in the order in which they came first
         self.machine.static_uses = [uses.get(i, 0) for i in range(len(self.parameters))]
-        self._start(launches, queue=False)
+        self._launch_all(launches)
         self.machine.arrival = []  # as in torch, the order is taken from the second step of a static graph
         if self.machine.complete and not self.manual:
             self.finish()
 
-    def _start(self, launches: Sequence[Launch], *, queue: bool = True) -> None:
+    def _start(self, launches: Sequence[Launch]) -> None:
+        """Launch these buckets, but the last one of a step when backward has ended.
+
+        Until then this rank's backward may still fail, after its last gradient too. As no other rank can finish the step
+        without the last bucket, all of them fail it together: see [Iterations] in `failed_step.py`.
+        """
+        if self.manual or not launches[-1].last:
+            self._launch_all(launches)
+            return
+        self._held = launches[-1]
+        self._found.pop(self._held.bucket, None)  # it is looked at again when it is launched
+        self._launch_all(launches[:-1])
+        if not self._callback_queued:
+            self._at_the_end(weakref.WeakMethod(self.finish))
+
+    def _launch_all(self, launches: Sequence[Launch]) -> None:
         with torch.no_grad():
             try:
                 for launch in launches:
@@ -459,8 +507,6 @@ class Reducer:
             except BaseException as error:
                 self.fail(error)
                 raise
-        if queue and self.machine.complete and not self._callback_queued and not self.manual:
-            self._at_the_end(weakref.WeakMethod(self.finish))
 
     def _launch(self, launch: Launch) -> Pending:
         storage, members = self.storages[launch.bucket], self._members[launch.bucket]
@@ -498,6 +544,9 @@ class Reducer:
         """Wait for the reductions and put the averages back into `.grad`."""
         if self.arrived:
             self.catch_up()
+        if self._held is not None:
+            self._launch_all([self._held])
+            self._held = None
         if self.events:
             self.events.emit(BackwardEnded(time.perf_counter(), self.group.rank))
         with torch.no_grad():
@@ -534,6 +583,8 @@ class Reducer:
             self._watch.ended()
         self.machine.finished()
         self.steps += 1
+        self.iteration += 1
+        self.expects_backward = False
         if self.events:
             self.events.emit(StepEnded(time.perf_counter(), self.group.rank, self.steps))
 
@@ -573,6 +624,7 @@ class Reducer:
         if self._arrival is None and not self.rebuilt and not first_of_static:
             self._arrival = list(range(len(self.parameters)))  # any order will do, since rank 0's is taken
         self.steps += 1
+        self.iteration += 1
 
     def unused_numel(self) -> int:
         """Bytes of parameters that got no gradient in the last step."""
@@ -629,10 +681,11 @@ class Reducer:
 
         The group is aborted, so nobody hangs; before the next step all ranks recover it together.
         """
+        iteration = self.iteration
         self._drop_step(error)
         if self.group.failure is None:
-            self.group.abort(f"step {self.steps} failed on rank {self.group.rank} with {self.last_error}")
-        self.reported = self.group.failure
+            self.group.abort(reason(iteration, self.group.rank, error))
+        self.reported = self._failed = self.group.failure
 
     def _drop_step(self, error: BaseException) -> None:
         """Forget the step on this rank."""
@@ -643,6 +696,8 @@ class Reducer:
         self.machine.abandon(self.last_error)
         self._drop_pending()
         self._seen = [False] * len(self.parameters)
+        self.iteration += 1
+        self.expects_backward = False
 
     def _fail_with(self, error: GradwireError) -> NoReturn:
         self.fail(error)

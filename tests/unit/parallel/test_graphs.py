@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gradwire.errors import GroupAborted
 from gradwire.groups import Group
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.reducer.machine import GraphChanged, ReadyTwice, Unfinished
@@ -342,7 +343,7 @@ def test_forward_without_backward_any_number_of_times(same_as_alone: Callable[..
 
 
 @pytest.mark.parametrize("good_steps", [0, 4])
-def test_a_backward_that_was_interrupted_is_an_error_of_the_next_forward_and_then_over(
+def test_a_backward_that_was_interrupted_on_all_ranks_is_over(
     local_means: Callable[..., Any], assert_gradients: Callable[..., None], good_steps: int
 ) -> None:
     model = mlp()
@@ -355,12 +356,9 @@ def test_a_backward_that_was_interrupted_is_an_error_of_the_next_forward_and_the
         for _ in range(good_steps):
             ddp(inputs(group.rank)).sum().backward()
         handle = ddp.module[0].weight.register_hook(explode)
-        with pytest.raises(KeyError, match="in the middle"):
+        with pytest.raises((KeyError, GroupAborted), match="in the middle"):  # whichever fails first tells the others
             ddp(inputs(group.rank)).sum().backward()
         handle.remove()
-        group.barrier()
-        with pytest.raises(RuntimeError, match=r"(?s)Expected to have finished reduction.*0\.weight"):
-            ddp(inputs(group.rank))
         expected = local_means_after_recovery(group, ddp)
         ddp.zero_grad()
         ddp(inputs(group.rank)).sum().backward()
