@@ -193,7 +193,7 @@ class _Table:
             self._p2p = [(other, r) for other, r in self._p2p if not other.is_completed()]
             match = next((entry for entry in self._p2p if _fits(work, rank, *entry)), None)
             if match is None:
-                lost = work.op.peer if work.op.peer in self._left else None
+                lost = self._lost_to(work, rank)
                 if lost is None:
                     self._p2p.append((work, rank))
             else:
@@ -206,6 +206,12 @@ class _Table:
                 _deliver(other, other_rank, work)
         elif lost is not None:
             work.fail(_left(work, lost))
+
+    def _lost_to(self, work: Work, rank: int) -> int | None:
+        """A rank that has left, if a message of `rank` can go to or come from no rank that has not."""
+        peer = work.op.peer
+        peers = [r for r in range(self.size) if r != rank] if peer is None else [peer]
+        return peers[-1] if all(r in self._left for r in peers) else None
 
     # -- who is here ---------------------------------------------------------------------------------------------------
 
@@ -239,7 +245,7 @@ class _Table:
         with self._lock:
             self._left[rank] = None
             stranded = [work for slot in self._slots.values() if rank not in slot for work in slot.values()]
-            stranded += [work for work, _ in self._p2p if work.op.peer == rank]
+            stranded += [work for work, r in self._p2p if self._lost_to(work, r) is not None]
         for work in stranded:
             work.fail(_left(work, rank))
 

@@ -127,6 +127,17 @@ def test_pages_are_read_by_the_others():
     assert a.left_before(3) is None
 
 
+def test_the_roll_tells_a_rank_that_it_is_left_alone() -> None:
+    store = dist.HashStore()
+    rolls = [RollCall(store, rank, 3) for rank in range(3)]
+    rolls[1].leave("closed")
+    rolls[0].refresh()
+    assert rolls[0].left_alone() is None
+    rolls[2].leave("closed")
+    rolls[0].refresh()
+    assert rolls[0].left_alone() == 2
+
+
 def test_an_obituary_reaches_everybody_and_the_first_stays():
     store = dist.HashStore()
     a, b = RollCall(store, 0, 2), RollCall(store, 1, 2)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from gradwire.collectives import Collective
+from gradwire.collectives import Collective, Kind
 from gradwire.collectives.aliasing import apart
 from gradwire.collectives.lower import Program, is_identity, lower
 from gradwire.errors import UNEVEN, CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
@@ -299,6 +299,8 @@ class C10dGroup(Group):
         if rank is None:
             rank = roll.left_before(place)
             why = f"it has left the group. {UNEVEN}"
+        if rank is None and any(work.op.kind is Kind.RECV and work.op.peer is None for work in old):
+            rank, why = roll.left_alone(), "it has left the group, as all the others have"
         if rank is None:
             return None
         message = f"{where}: rank {rank} is lost: {why}. Look at its output for the cause; make a new group to go on."

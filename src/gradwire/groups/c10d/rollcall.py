@@ -190,6 +190,11 @@ class RollCall:
                 return rank
         return None
 
+    def left_alone(self) -> int | None:
+        """One of the other ranks, if all of them have left."""
+        others = [rank for rank in self.members if rank != self.rank]
+        return others[-1] if others and all(self.members[rank].left for rank in others) else None
+
     def find_culprit(self, joined: int, patience: float = 1.0) -> tuple[int | None, str]:
         """Who is to blame for a broken connection: looks for at most `patience` seconds."""
         deadline = time.monotonic() + patience

@@ -219,11 +219,13 @@ class MPIGroup(Group):
             self._fail_here(GroupAborted(f"{what} {where}: the group was aborted: {reason}", reason=reason))
             return
         now = time.perf_counter()
+        gone = {rank for rank, peer in engine.peers.items() if peer.left is not None and now - peer.left > _LAST_WORDS}
         for rank, peer in engine.peers.items():
             for work in pending:
                 if peer.left is None or not isinstance(work, MPIWork):
                     continue
-                unsent = work.op.peer == rank and now - peer.left > _LAST_WORDS
+                awaited = set(engine.peers) if work.op.peer is None else {work.op.peer}
+                unsent = work.op.kind.is_p2p and rank in awaited <= gone
                 if work.place > peer.joined or unsent:
                     self._fail_here(
                         PeerLost(

@@ -344,9 +344,14 @@ class Engine:
             if word & 0xFF == LEFT and rank != self.rank:
                 if current is not None and posts[rank] < current.target:
                     return _Left(rank)
-                if any(letter.peer == rank and not letter.step() for letter in self._letters):
+                if any(self._stranded(letter, rank) and not letter.step() for letter in self._letters):
                     return _Left(rank)
         return None
+
+    def _stranded(self, letter: Letter, rank: int) -> bool:
+        """Whether `rank`, which has left, was the last one that the letter could go to or come from."""
+        states = self.board.states
+        return rank in letter.peers and all(states[peer] & 0xFF == LEFT for peer in letter.peers)
 
     def _told(self, rank: int) -> GroupError:
         """Another rank has failed, and said why."""
@@ -377,7 +382,7 @@ class Engine:
         """A rank has closed its group: what waits for it fails, and so does every later collective."""
         error = self._lost(rank, f"it has closed its group and will not join. {UNEVEN}")
         for letter in self._letters:
-            if letter.peer == rank:
+            if self._stranded(letter, rank):
                 letter.work.fail(error)
         current = self._current
         if current is not None and self.board.posts[rank] < current.target:

@@ -42,9 +42,10 @@ def _code(dtype: torch.dtype) -> int:
 class Letter(ABC):
     """A send or receive on its way."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, peers: list[int]) -> None:
+        """`peers` are the ranks that it may go to or come from."""
         self.work = work
-        self.peer = work.op.peer
+        self.peers = peers
         self.over = False
 
     def step(self) -> bool:
@@ -208,14 +209,14 @@ class Sending(Letter):
     """A send."""
 
     def __init__(self, work: Work, post: Post) -> None:
-        super().__init__(work)
+        assert work.op.peer is not None
+        super().__init__(work, [work.op.peer])
         self._post = post
         self._put: tuple[int, int, Tensor] | None = None
 
     def _step(self) -> bool:
         """Put the letter into a slot, then look for the answer."""
-        work, post, peer = self.work, self._post, self.work.op.peer
-        assert peer is not None
+        work, post, (peer,) = self.work, self._post, self.peers
         if self._put is None:
             if work.is_completed():
                 self.over = True
@@ -249,10 +250,9 @@ class Receiving(Letter):
     """A receive, from one rank or from anybody."""
 
     def __init__(self, work: Work, post: Post) -> None:
-        super().__init__(work)
+        peer = work.op.peer
+        super().__init__(work, [r for r in range(post.size) if r != post.rank] if peer is None else [peer])
         self._post = post
-        everybody = [r for r in range(post.size) if r != post.rank]
-        self.peers = everybody if work.op.peer is None else [work.op.peer]
 
     def _step(self) -> bool:
         """Look for a letter that fits."""

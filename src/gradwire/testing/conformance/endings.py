@@ -174,6 +174,23 @@ def check_peer_leaves(group: Group) -> Problems:
     part(side)
 
 
+def check_recv_any_alone(group: Group) -> Problems:
+    """A receive from any rank fails when all the others have closed their groups, by its deadline at the latest."""
+    side = beside(group)
+    if group.rank == 0:
+        waiting = group.submit(build.recv(torch.zeros(1), label="from anyone").within(SOON))
+        meet(side)
+        meet(side)
+        later = build.recv(torch.zeros(1), tag=3, label="from no one").within(SHORT)
+        yield from raises(GroupError, "a receive from any rank, when all others have closed", waiting.wait)
+        yield from raises(GroupError, "a receive from any rank after all others have closed", lambda: group.run(later))
+    else:
+        meet(side)
+        group.close()
+        meet(side)
+    part(side)
+
+
 def check_mismatch(group: Group) -> Problems:
     """Different collectives on different ranks, on a group that looks: no rank hangs, and all are told who submitted what."""
     if not group.tells_mismatch:

@@ -108,6 +108,7 @@ CHECKS: tuple[Check, ...] = (
         endings.check_abort_wakes,
         endings.check_close_in_flight,
         endings.check_peer_leaves,
+        endings.check_recv_any_alone,
         endings.check_mismatch,
         forks.check_forked_child,
         ranks=2,
