@@ -7,10 +7,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers tests format clean
+.PHONY: help setup demo test test-torch lint types layers tests format clean
 
 help: ## say what can be made
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 18
 
 setup: $(READY) ## make .venv with pinned requirements and gradwire in it
 demo: $(READY) ## train a small transformer data-parallel on this machine
@@ -31,12 +31,26 @@ layers: $(READY) ## import-linter: imports point down the layers
 tests: $(READY) ## pytest: tests, and the examples in docstrings and documents
 	$(BIN)/python -m pytest
 
+# Everything but torch is pinned as in .venv. One virtual environment per version: some gigabytes where torch comes with CUDA.
+TORCH_VENV = .venv-torch-$(VERSION)
+TORCH_BIN = $(TORCH_VENV)/bin
+
+test-torch: ## the tests on another torch: make test-torch VERSION=2.15.0 [TESTS=tests/unit/interop]
+	@test -n "$(VERSION)" || { echo "Which torch? make test-torch VERSION=2.15.0" >&2; exit 2; }
+	@test -x $(TORCH_BIN)/python || $(PYTHON) -m venv $(TORCH_VENV)
+	@sed 's/^torch==.*/torch==$(VERSION)/' requirements.txt > $(TORCH_VENV)/requirements.txt
+	@cmp -s $(TORCH_VENV)/requirements.txt $(TORCH_VENV)/installed.txt || { \
+		echo "setting up $(TORCH_VENV)"; \
+		$(TORCH_BIN)/python -m pip install --quiet --disable-pip-version-check -r $(TORCH_VENV)/requirements.txt --editable . && \
+		cp $(TORCH_VENV)/requirements.txt $(TORCH_VENV)/installed.txt; }
+	$(TORCH_BIN)/python -m pytest $(TESTS)
+
 format: $(READY) ## rewrite the code as ruff likes it
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 clean: ## remove .venv and everything that was built or cached
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests -name __pycache__ -type d -exec rm -rf {} +
 
 # The stamp is newer than what it was made from, so a second run starts at once.

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d as c10d
 
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups.base import Group
@@ -85,6 +86,9 @@ def register_backend(name: str = "gradwire", *, wrap: Wrap | None = None, engine
     known = _known(engine)
     devices = ["cpu", "cuda"] if known.on_cuda and torch.cuda.is_available() else ["cpu"]
     creator = _Creator(name.lower(), known.make, wrap, tuple(devices))
+    # torch 2.15 attaches a recorder to the C++ part of every group but those of these back ends. Ours has none.
+    recorded: set[str] = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recorded.add(name.lower())
     dist.Backend.register_backend(name, creator, extended_api=True, devices=devices)
 
 

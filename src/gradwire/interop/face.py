@@ -29,6 +29,7 @@ from gradwire.groups.base import Group
 from gradwire.groups.work import Work
 from gradwire.interop.completion import C10dWorkInfo, translate_hook
 from gradwire.interop.members import layers, subgroup
+from gradwire.interop.operation_hooks import OperationHooks
 from gradwire.interop.options import Settings
 from gradwire.interop.untraced import untraced
 from gradwire.interop.work import TorchWork
@@ -39,17 +40,21 @@ class NoBackendError(UsageError, RuntimeError):
 
 
 @untraced
-class Face(dist.ProcessGroup):
+class Face(OperationHooks, dist.ProcessGroup):
     """A gradwire group's names and life as torch sees them."""
 
     supports_splitting = False
     supports_coalescing = False
-    supports_time_estimate = False
+    supports_time_estimate = _supports_time_estimate = False
     supports_shrinking = False
+    supports_reconfigure = False
+    supports_window = False
+    supports_completion_hooks = False  # those in C++ alone; see _register_on_completion_hook
 
     def __init__(self, group: Group, *, devices: Sequence[str], backend_name: str, store: Store | None) -> None:
         # torch's other constructor, with a store, cannot make an object that Python has derived from.
-        super().__init__(group.rank, group.size)  # type: ignore[call-arg]
+        dist.ProcessGroup.__init__(self, group.rank, group.size)  # type: ignore[call-arg]
+        OperationHooks.__init__(self)
         self._store = store
         self.group = group
         self._devices = [torch.device(device) for device in devices]
@@ -62,10 +67,14 @@ class Face(dist.ProcessGroup):
 
     def submit(self, settings: Settings, *ops: Collective) -> TorchWork:
         """Hand collectives to the group: every method of c10d ends here."""
+        op_id = self._fire_pre_hooks(ops, settings.async_op) if self._pre_hooks or self._post_hooks else 0
         works = [self._submit_one(settings, op) for op in ops]
         if self._coalescing is not None:
             self._coalescing += works
-        return TorchWork(*works)
+        work = TorchWork(*works)
+        if self._post_hooks:
+            self._fire_post_hooks(ops, settings.async_op, op_id, work)
+        return work
 
     def _submit_one(self, settings: Settings, op: Collective) -> Work:
         work: object = self.group.submit(op if settings.timeout is None else op.within(settings.timeout))
@@ -118,6 +127,8 @@ class Face(dist.ProcessGroup):
             )
         return self
 
+    get_backend = _get_backend
+
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Yes for the devices it serves: FSDP2 can then take its buffers from the group."""
         return any(device.type == own.type for own in self._devices)
@@ -130,6 +141,7 @@ class Face(dist.ProcessGroup):
 
     def abort(self) -> None:
         """Fail everything in flight, now."""
+        self._fire_abort_hooks()
         self.group.abort("torch aborted the process group")
 
     def shutdown(self) -> None:
@@ -146,6 +158,9 @@ class Face(dist.ProcessGroup):
             group.timeout = value
 
     _set_default_timeout = set_timeout
+
+    def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
+        """Nothing: `set_timeout` changes the deadline of operations. torch lets a group ignore it."""
 
     def split_group(
         self,
@@ -183,6 +198,20 @@ class Face(dist.ProcessGroup):
     def merge_remote_group(self, *args: object, **named: object) -> Any:
         """Not possible: a gradwire group has the members it was made with."""
         raise UsageError(f"merge_remote_group on {self.group}: its members are fixed. Make a new group over a store.")
+
+    def get_reconfigure_handle(self) -> str:
+        """Not possible, see `reconfigure`."""
+        raise UsageError(
+            f"get_reconfigure_handle of {self.group}: its members are fixed. Make a new group over a store."
+        )
+
+    def reconfigure(self, opts: object) -> Any:
+        """Not possible: a gradwire group has the members it was made with."""
+        raise UsageError(f"reconfigure of {self.group}: its members are fixed. Make a new group over a store.")
+
+    def new_window(self, tensor: Tensor | None = None) -> Any:
+        """Not possible: there are no one-sided operations."""
+        raise UsageError(f"new_window of {self.group}: it has no one-sided operations. Use send and recv.")
 
     # -- coalescing: operations start at once, and the end of the block gives one Work for all of them --------------------
 

@@ -33,6 +33,8 @@ class Settings:
     """Seconds for this operation alone; None where the caller gave none."""
     label: str = ""
     """What `dist.record_comm` calls it."""
+    async_op: bool = True
+    """Whether the caller goes on before the operation is over."""
 
 
 def read_settings(method: str, args: Sequence[Any] = (), named: Mapping[str, Any] | None = None) -> Settings:
@@ -40,9 +42,9 @@ def read_settings(method: str, args: Sequence[Any] = (), named: Mapping[str, Any
 
     >>> from datetime import timedelta
     >>> read_settings("broadcast", (1, timedelta(seconds=5)))
-    Settings(reduce_op=<ReduceOp.SUM: 'sum'>, factor=None, root=1, timeout=5.0, label='')
+    Settings(reduce_op=<ReduceOp.SUM: 'sum'>, factor=None, root=1, timeout=5.0, label='', async_op=True)
     """
-    reduce_op, factor, root, timeout = ReduceOp.SUM, None, 0, None
+    reduce_op, factor, root, timeout, async_op = ReduceOp.SUM, None, 0, None, True
     for value in (*args, *(named or {}).values()):
         if value is None:
             continue
@@ -59,11 +61,12 @@ def read_settings(method: str, args: Sequence[Any] = (), named: Mapping[str, Any
                 reduce_op, factor = translate_reduce_op(value.reduceOp)
             root = getattr(value, "rootRank", 0)
             timeout = _seconds(value.timeout)
+            async_op = getattr(value, "asyncOp", True)
         else:
             raise UsageTypeError(
                 f"{method}: {value!r} is neither one of c10d's option objects nor a ReduceOp, root rank or timedelta."
             )
-    return Settings(reduce_op, factor, root, timeout, _comm_name())
+    return Settings(reduce_op, factor, root, timeout, _comm_name(), async_op)
 
 
 def _seconds(timeout: timedelta) -> float | None:

@@ -135,6 +135,14 @@ class GradwireProcessGroup(Face):
             outputs, inputs = self._only("gather", outputs) if outputs else (), self._only("gather", inputs)
         return self.submit(s, build.gather(inputs, outputs, dst=s.root, label=s.label))
 
+    def gather_single(self, output: Tensor, input: Tensor, *args: Any, **named: Any) -> TorchWork:
+        """Concatenate all ranks' inputs in the root's output; the others' outputs are not used."""
+        s = read_settings("gather_single", args, named)
+        parts = torch.atleast_1d(output).tensor_split(self.group.size) if self.group.rank == s.root else ()
+        return self.submit(s, build.gather(input, parts, dst=s.root, label=s.label))
+
+    gather_into_tensor = gather_single
+
     def scatter(self, outputs: OneTensor, inputs: OneList, *args: Any, **named: Any) -> TorchWork:
         """Hand each rank one of the root's inputs."""
         s = read_settings("scatter", args, named)

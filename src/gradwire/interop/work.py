@@ -121,6 +121,15 @@ class TorchWork(dist.Work):
             raise UsageError(f"duration of {self!r}: it is still running. Wait for it first.")
         return 1000.0 * max((duration or 0.0 for duration in durations), default=0.0)
 
+    def _get_sequence_number(self) -> int:
+        """The number of the operation in its group."""
+        return self.works[0].seq if self.works else 0
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long it may take."""
+        return timedelta(seconds=max((work.timeout for work in self.works), default=0.0))
+
     def _get_op_type(self) -> int:
         kinds = {work.op.kind for work in self.works}
         return int(op_type(kinds.pop()) if len(self.works) == 1 else OpType.COALESCED)

@@ -214,11 +214,11 @@ def test_a_hook_that_raises_is_named(alone: GradwireProcessGroup) -> None:
     def broken(info: Any) -> None:
         raise LookupError("no such thing")
 
-    alone._register_on_completion_hook(broken)
-    alone.barrier().wait()
-    alone._wait_for_pending_works()
+    with alone._register_on_completion_hook(broken):
+        alone.barrier().wait()
+        alone._wait_for_pending_works()
     with pytest.raises(HookError, match=r"broken.*LookupError: no such thing") as caught:
-        alone.barrier()
+        alone.barrier().wait()
     assert caught.value.hook.endswith("broken")
 
 

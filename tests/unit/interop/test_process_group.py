@@ -178,15 +178,6 @@ def test_method(method: Callable[..., Any]) -> None:
         assert [t.tolist() for t in got] == expected
 
 
-def test_every_collective_of_torchs_process_group_is_ours() -> None:
-    """A method that torch adds shows here first."""
-    not_collectives = {"boxed", "name", "rank", "size", "unbox", "bound_device_id", "use_pg_for_symm_mem_rendezvous"}
-    not_collectives |= {"group_desc", "group_name"}  # C++ asks getGroupDesc and getGroupName
-    theirs = {name for name in vars(dist.ProcessGroup) if name[0].islower() and name not in not_collectives}
-    ours = {name for cls in GradwireProcessGroup.__mro__[:2] for name in vars(cls)}
-    assert theirs - ours == set()
-
-
 # -- mistakes ------------------------------------------------------------------------------------------------------------
 
 

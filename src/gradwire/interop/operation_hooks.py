@@ -1,0 +1,155 @@
+"""Pre-, post- and abort hooks of torch 2.15's ProcessGroup, on every version of torch.
+
+torch fires its own in the C++ that dispatches operations, which a process group written in Python does not pass through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from gradwire.collectives import Collective, Kind
+from gradwire.errors import UsageTypeError
+from gradwire.events import CollectiveFailed, Event, Handle
+from gradwire.groups.base import Group
+from gradwire.interop.untraced import untraced
+
+_NAMES: Mapping[Kind, str] = MappingProxyType(
+    {
+        Kind.ALL_REDUCE: "ALLREDUCE",
+        Kind.BROADCAST: "BROADCAST",
+        Kind.REDUCE: "REDUCE",
+        Kind.ALL_GATHER: "ALLGATHER",
+        Kind.ALL_GATHER_INTO_TENSOR: "ALLGATHER_BASE",
+        Kind.REDUCE_SCATTER: "REDUCE_SCATTER",
+        Kind.REDUCE_SCATTER_TENSOR: "REDUCE_SCATTER_BASE",
+        Kind.ALL_TO_ALL: "ALLTOALL",
+        Kind.ALL_TO_ALL_SINGLE: "ALLTOALL_BASE",
+        Kind.GATHER: "GATHER",
+        Kind.SCATTER: "SCATTER",
+        Kind.SEND: "SEND",
+        Kind.RECV: "RECV",
+        Kind.BARRIER: "BARRIER",
+    }
+)
+_SEVERAL: Mapping[Kind, str] = MappingProxyType(
+    {
+        Kind.ALL_REDUCE: "ALLREDUCE_COALESCED",
+        Kind.ALL_GATHER: "ALLGATHER_COALESCED",
+        Kind.ALL_GATHER_INTO_TENSOR: "ALLGATHER_INTO_TENSOR_COALESCED",
+        Kind.REDUCE_SCATTER_TENSOR: "REDUCE_SCATTER_TENSOR_COALESCED",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PreHookArgs:
+    """An operation that is about to be submitted, under the names of c10d's PreHookArgs."""
+
+    name: Any
+    """c10d's HookOpName; before torch 2.15 its name as a string."""
+    async_op: bool
+    input_tensors: list[Tensor]
+    output_tensors: list[Tensor]
+    root: int
+    op_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class PostHookArgs:
+    """An operation that has been submitted, under the names of c10d's PostHookArgs."""
+
+    name: Any
+    async_op: bool
+    work: Any
+    op_id: int
+
+
+@untraced
+class OperationHooks:
+    """The registers of hooks by their numbers, in which order they are called."""
+
+    supports_abort_hooks = True
+    group: Group
+
+    def __init__(self) -> None:
+        self._pre_hooks: dict[int, Callable[[PreHookArgs], None]] = {}
+        self._post_hooks: dict[int, Callable[[PostHookArgs], None]] = {}
+        self._abort_hooks: dict[int, Callable[[], None]] = {}
+        self._operations = 0
+        self._failures: Handle | None = None
+
+    def register_pre_hook(self, hook_id: int, hook: Callable[[PreHookArgs], None]) -> None:
+        """Call `hook(args)` before each operation is submitted. What it raises, the caller of the operation gets."""
+        self._register(self._pre_hooks, hook_id, hook)
+
+    def unregister_pre_hook(self, hook_id: int) -> None:
+        """Call it no more."""
+        self._pre_hooks.pop(hook_id, None)
+
+    def register_post_hook(self, hook_id: int, hook: Callable[[PostHookArgs], None]) -> None:
+        """Call `hook(args)` after each operation was submitted; `args.work` is its Work."""
+        self._register(self._post_hooks, hook_id, hook)
+
+    def unregister_post_hook(self, hook_id: int) -> None:
+        """Call it no more."""
+        self._post_hooks.pop(hook_id, None)
+
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
+        """Call `hook()` when an operation has failed and before the group is aborted: possibly more than once per failure."""
+        self._register(self._abort_hooks, hook_id, hook)
+        if self._failures is None:
+            self._failures = self.group.events.listen(self._on_event)
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        """Call it no more."""
+        self._abort_hooks.pop(hook_id, None)
+        if not self._abort_hooks and self._failures is not None:
+            self._failures.remove()
+            self._failures = None
+
+    def _register(self, hooks: dict[int, Any], hook_id: int, hook: object) -> None:
+        if not callable(hook):
+            raise UsageTypeError(f"hook {hook_id} of {self.group}: {hook!r} is not callable. Pass a function.")
+        hooks[hook_id] = hook
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, CollectiveFailed):
+            self._fire_abort_hooks()
+
+    def _fire_abort_hooks(self) -> None:
+        for _, hook in sorted(self._abort_hooks.items()):
+            hook()
+
+    def _fire_pre_hooks(self, ops: Sequence[Collective], async_op: bool) -> int:
+        """The number of the operation."""
+        self._operations += 1
+        args = PreHookArgs(
+            name=_name(ops),
+            async_op=async_op,
+            input_tensors=[t for op in ops for t in op.inputs],
+            output_tensors=[t for op in ops for t in op.outputs],
+            root=-1 if ops[0].root is None else ops[0].root,
+            op_id=self._operations - 1,
+        )
+        for _, hook in sorted(self._pre_hooks.items()):
+            hook(args)
+        return args.op_id
+
+    def _fire_post_hooks(self, ops: Sequence[Collective], async_op: bool, op_id: int, work: Any) -> None:
+        args = PostHookArgs(_name(ops), async_op, work, op_id)
+        for _, hook in sorted(self._post_hooks.items()):
+            hook(args)
+
+
+def _name(ops: Sequence[Collective]) -> Any:
+    kind = ops[0].kind
+    several = len(ops) > 1 or (len(ops[0].inputs) > 1 and kind is not Kind.ALL_GATHER)
+    name = _SEVERAL.get(kind, _NAMES[kind]) if several else _NAMES[kind]
+    names = getattr(c10d, "HookOpName", None)
+    return name if names is None else getattr(names, name)
