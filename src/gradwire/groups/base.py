@@ -91,6 +91,7 @@ class Group(Verbs, ABC):
         op.check(*((self.rank, self.size) if op.scope is Scope.WORLD else self.standing(op)))
         timeout = self.timeout if op.timeout is None else min(self.timeout, op.timeout)
         work = work_type(op, self.ledger, seq=self.ledger.next_seq(), timeout=timeout)
+        work.group = self
         self.ledger.submitted(work)
         if self.failure is not None:  # aborted since the check above, perhaps before the operation was in the books
             work.fail(self.failure)

@@ -124,7 +124,9 @@ class _Table:
         self._p2p: list[tuple[Work, int]] = []
         self._left: dict[int, None] = {}
         self._subtables: dict[str, _Table] = {}
-        self._recovery = threading.Barrier(size, action=self._reset)
+        self._recovering: set[int] = set()
+        self._recoveries = 0
+        self._all_recovering = threading.Condition(self._lock)
 
     def subtable(self, name: str, size: int) -> _Table:
         with self._lock:
@@ -225,21 +227,30 @@ class _Table:
         return Attendance(tuple(joined), tuple(r for r in range(self.size) if r not in joined))
 
     def start_over(self, rank: int, timeout: float) -> None:
-        try:
-            self._recovery.wait(timeout)
-        except threading.BrokenBarrierError:
-            raise CollectiveTimeout(
-                f"recovery of {self.name} on rank {rank}: not all of {self.size} ranks came within {timeout:.3g} s. "
-                "Every rank must call recover() after a failure."
-            ) from None
-
-    def _reset(self) -> None:
-        """All ranks are at the barrier: nobody submits."""
+        """Wait for all ranks; the last one resets the world. A rank that gives up takes its name off, so all can try again."""
         with self._lock:
-            self._slots.clear()
-            self._p2p.clear()
-        for group in self.groups:
-            group.start_over()
+            self._recovering.add(rank)
+            if len(self._recovering) == self.size:
+                self._recovering.clear()
+                self._recoveries += 1
+                self._slots.clear()
+                self._p2p.clear()
+                for group in self.groups:  # nobody submits: all ranks are here
+                    group.start_over()
+                self._all_recovering.notify_all()
+                return
+            before = self._recoveries
+            if self._all_recovering.wait_for(lambda: self._recoveries > before, timeout):
+                return
+            missing = [r for r in range(self.size) if r not in self._recovering]
+            joined = sorted(self._recovering)
+            self._recovering.discard(rank)
+        raise CollectiveTimeout(
+            f"recovery of {self.name} on rank {rank}: ranks {missing} have not called recover() within {timeout:.3g} s. "
+            "Every rank must call it after a failure.",
+            joined=joined,
+            missing=missing,
+        )
 
     def leave(self, rank: int) -> None:
         with self._lock:

@@ -91,6 +91,8 @@ class Work:
         self._outcomes: list[tuple[BaseException | None]] = []  # see Note [Settled by one step]
         self._latch = threading.Lock()
         self._latch.acquire()
+        self.group: object = None
+        """The group, as long as the operation is in flight: whoever keeps the Work alone can wait for it."""
         self._future: torch.futures.Future[Any] | None = None
         self._future_claim = [None]
         self._future_queue: FutureQueue | None = None
@@ -128,6 +130,7 @@ class Work:
         self._settled = True
         # Listeners and hooks are told before any waiter wakes, so that "after wait() returned, the event is there" holds.
         self.ledger.settled(self)
+        group, self.group = self.group, None
         self._latch.release()
         if self._future is not None:
             if self._future_queue is None:
@@ -135,6 +138,7 @@ class Work:
             else:
                 self._future_queue.put(self._fulfil)
         self._call_back()
+        del group  # perhaps the last reference: last of all, for it ends the group's threads
         return True
 
     def _call_back(self) -> None:

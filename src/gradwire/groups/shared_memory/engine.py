@@ -21,6 +21,10 @@ at a point where nobody can say whether it has posted. The others would wait for
 and now, and they hear why. The one error that leaves ranks in step is CollectiveMismatch, which a program raises after its last
 post.
 
+Note [The last reference]
+Operations in flight keep their group, so the last reference to it may go when one of them is settled: here, in the thread that
+drives. The group's finalizer unmaps the segment. So whoever takes up an operation keeps the group until it has stopped driving.
+
 Note [Rounds of recovery]
 Ranks meet twice in a recovery, so the word that counts a rank's meetings is even outside of one. A rank that gives a recovery
 up goes back to the even number it came from: the next one then begins at the same place on all ranks, whoever had come how
@@ -91,6 +95,7 @@ class Engine:
         self._arrived: deque[Work] = deque()
         self._letters: list[Letter] = []
         self._current: _Current | None = None
+        self._keep: object = None
         self._all_here = [HERE] * self.size
         self._stopping = False
         self._something = threading.Semaphore(0)
@@ -136,6 +141,7 @@ class Engine:
             self._broken_off(error)
             raise
         finally:
+            self._keep = None  # the caller has the group
             self._driving.release()
         self._hand_over()
         return True
@@ -175,6 +181,7 @@ class Engine:
             self._broken_off(error)
             raise
         finally:
+            self._keep = None  # the caller has the group
             self._driving.release()
         self._hand_over()
         return work
@@ -205,6 +212,8 @@ class Engine:
                     self._drive(None, self._aside_looks)
                 except Exception as error:  # whoever waits must hear of it, and the thread is needed again
                     self._broken_off(error)
+                keep, self._keep = self._keep, None
+            del keep  # see Note [The last reference]
 
     def _drive(self, until: Work | None, patience: int) -> None:
         looks = 0
@@ -261,7 +270,9 @@ class Engine:
             self._go_on(current.work, current.steps)
             moved = True
         if self._arrived:
-            self._letters.append(self.post.letter(self._arrived.popleft()))
+            work = self._arrived.popleft()
+            self._keep = work.group
+            self._letters.append(self.post.letter(work))
             moved = True
         if self._letters:
             for letter in self._letters:
@@ -270,6 +281,7 @@ class Engine:
         return moved
 
     def _begin(self, work: Work) -> None:
+        self._keep = work.group
         steps = self.programs.carry_out(work.op)
         self._current = _Current(work, steps, self.board.posted)
         if work._settled:  # given up before it began: the others may be waiting for it

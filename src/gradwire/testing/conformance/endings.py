@@ -132,6 +132,40 @@ def check_abort_wakes(group: Group) -> Problems:
     part(side)
 
 
+def check_recover_again(group: Group) -> Problems:
+    """A recovery to which a rank does not come times out, and the next one, to which all come, succeeds."""
+    side = beside(group)
+    last = group.size - 1
+
+    def abort() -> None:
+        if group.rank == 0:
+            group.abort("to recover from")
+        meet(side)
+        if group.rank > 0:
+            group.abort("to recover from")  # at the latest now
+        meet(side)
+
+    abort()
+    try:
+        group.recover(PATIENCE)
+    except GroupError:  # a group need not be able to
+        part(side)
+        return
+    abort()
+    if group.rank < last:
+        began = time.perf_counter()
+        yield from raises(CollectiveTimeout, "recover() with a rank missing", lambda: group.recover(SHORT))
+        took = time.perf_counter() - began
+        yield from holds(took >= SHORT, f"recover({SHORT}) with a rank missing gave up after {took:.3f} s")
+    meet(side)
+    for _ in range(2):
+        group.recover(PATIENCE)
+        t = torch.ones(3)
+        group.all_reduce(t)
+        yield from same("all_reduce after a recovery", t.tolist(), [float(group.size)] * 3)
+    part(side)
+
+
 def check_close(group: Group) -> Problems:
     """`close` lets the operation in flight finish; closing twice is a no-op; later submits raise ClosedError."""
     t = torch.ones(2)

@@ -191,6 +191,24 @@ def check_many_in_flight(group: Group) -> Problems:
         yield from unlike(f"{name} #{work.seq}, one of 40 in flight", got, want)
 
 
+def check_dropped_group(group: Group) -> Problems:
+    """An operation whose group nobody keeps is carried out all the same, for who keeps its Work."""
+    part = beside(group)
+    t = draw((6,), torch.int64, 70, group.rank)
+    if group.rank == group.size - 1:
+        group.barrier()  # the others have dropped theirs by now
+    work = part.all_reduce(t, async_op=True, label="without a group")
+    del part
+    gc.collect()
+    if group.rank < group.size - 1:
+        group.barrier()
+    yield from same("wait() for an operation whose group was dropped", work.wait(), True)
+    yield from unlike("all_reduce whose group was dropped", t, _sum(group, 70))
+    del work
+    group.barrier()
+    gc.collect()
+
+
 def check_dropped_work(group: Group) -> Problems:
     """An operation whose Work nobody keeps is carried out all the same."""
     told = threading.Event()
