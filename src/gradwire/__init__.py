@@ -17,72 +17,71 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# The layers as modules, so that `gw.collectives.all_reduce(t)` and `gw.groups.Deadline` need no second import.
-from gradwire import autograd, collectives, errors, events, groups, hooks, interop, policies
-
-# collectives: operations as values
-from gradwire.collectives import Collective, Kind, ReduceOp, Signature
-
-# errors
-from gradwire.errors import (
-    ClosedError,
-    CollectiveMismatch,
-    CollectiveTimeout,
-    GradwireError,
-    GroupAborted,
-    GroupError,
-    HookError,
-    InternalError,
-    LayoutError,
-    NonFiniteGradient,
-    PeerLost,
-    UsageError,
-)
-
-# groups: who takes part and how bytes move
-from gradwire.groups import (
-    C10dGroup,
-    Deadline,
-    Group,
-    GroupWrapper,
-    HierarchicalGroup,
-    Latched,
-    MPIGroup,
-    NanCheck,
-    Recording,
-    SharedMemoryGroup,
-    ThreadGroup,
-    Verified,
-    Work,
-    WorkInfo,
-)
-
-# interop: torch's process groups in ours, ours in torch
-from gradwire.interop import as_process_group, from_process_group, register_backend
-
-# parallel: models whose gradients are averaged
-from gradwire.parallel import DistributedDataParallel, Replica, broadcast_coalesced, replicate
-
-if TYPE_CHECKING:
-    from gradwire import lab, launch, testing
+if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports what is named, from `_HOME`
+    from gradwire import autograd, collectives, errors, events, groups, hooks, interop, lab, launch, policies, testing
+    from gradwire.collectives import Collective, Kind, ReduceOp, Signature
+    from gradwire.errors import (
+        ClosedError,
+        CollectiveMismatch,
+        CollectiveTimeout,
+        GradwireError,
+        GroupAborted,
+        GroupError,
+        HookError,
+        InternalError,
+        LayoutError,
+        NonFiniteGradient,
+        PeerLost,
+        UsageError,
+    )
+    from gradwire.groups import (
+        C10dGroup,
+        Deadline,
+        Group,
+        GroupWrapper,
+        HierarchicalGroup,
+        Latched,
+        MPIGroup,
+        NanCheck,
+        Recording,
+        SharedMemoryGroup,
+        ThreadGroup,
+        Verified,
+        Work,
+        WorkInfo,
+    )
+    from gradwire.interop import as_process_group, from_process_group, register_backend
     from gradwire.launch import init
+    from gradwire.parallel import DistributedDataParallel, Replica, broadcast_coalesced, replicate
 
 __version__ = "0.1.0"
 
-# Training does not need the machinery of tests, nor a rank of torch's the launcher's: imported by the first who names them.
-_LAZY = frozenset({"lab", "launch", "testing"})
+# Nothing is imported before it is named: the command `gradwire` and the launcher need no torch, training no tools for tests.
+_LAYERS = "autograd collectives errors events groups hooks interop lab launch policies testing"
+_NAMES = {
+    "collectives": "Collective Kind ReduceOp Signature",
+    "errors": "ClosedError CollectiveMismatch CollectiveTimeout GradwireError GroupAborted GroupError HookError InternalError "
+    "LayoutError NonFiniteGradient PeerLost UsageError",
+    "groups": "C10dGroup Deadline Group GroupWrapper HierarchicalGroup Latched MPIGroup NanCheck Recording SharedMemoryGroup "
+    "ThreadGroup Verified Work WorkInfo",
+    "interop": "as_process_group from_process_group register_backend",
+    "launch": "init",
+    "parallel": "DistributedDataParallel Replica broadcast_coalesced replicate",
+}
+_HOME = {name: layer for layer, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
+    if name in _LAYERS.split():
         return importlib.import_module(f"gradwire.{name}")
-    if name == "init":  # launch: find the world that a launcher started
-        return importlib.import_module("gradwire.launch").init
-    raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"gradwire.{_HOME[name]}"), name)
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, "init"})
+    return sorted({*globals(), *__all__})
 
 
 __all__ = [

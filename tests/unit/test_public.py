@@ -35,6 +35,23 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
         _ = gradwire.warp
 
 
+def test_the_names_are_there_by_every_way_to_ask_for_them():
+    code = (
+        "import sys, gradwire\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert set(gradwire.__all__) <= set(dir(gradwire))\n"
+        "from gradwire import *\n"
+        "assert set(gradwire.__all__) - {'__version__'} <= set(globals())\n"
+        "assert gradwire.DistributedDataParallel is DistributedDataParallel is gradwire.parallel.DistributedDataParallel\n"
+        "assert gradwire.init is init is gradwire.launch.init and callable(init)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+def test_every_name_has_a_home():
+    assert {*gradwire._HOME, *gradwire._LAYERS.split(), "__version__"} == set(gradwire.__all__)
+
+
 def test_training_does_not_import_the_machinery_of_tests():
     code = "import sys, gradwire; assert 'gradwire.testing' not in sys.modules; assert gradwire.testing.run_ranks"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,20 +1,20 @@
 """The `gradwire` command: one module a subcommand, each with `add_parser(subparsers)` and `run(args) -> exit code`.
 
-This layer is where text meets people: it parses arguments, prints, and, beside `launch`, alone may read environment variables.
+This layer is where text meets people: it parses arguments, prints, and, beside `launch`, alone may read environment variables. Only
+the module of the subcommand that was asked for is imported: most of them import torch, which takes seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from rich.console import Console
-
 import gradwire
-from gradwire.cli import bench, demo, lab, run
-from gradwire.errors import GradwireError
+from gradwire.cli.arguments import add_debug, parse
+from gradwire.errors import GradwireError, UsageError
 
 
 class Command(Protocol):
@@ -27,34 +27,53 @@ class Command(Protocol):
         """Do it, and return the exit code."""
 
 
-_COMMANDS: Mapping[str, Command] = {"bench": bench, "demo": demo, "lab": lab, "run": run}
+_COMMANDS: Mapping[str, str] = {
+    "bench": "measure gradwire beside its peers on this machine",
+    "demo": "train a small transformer data-parallel on this machine",
+    "lab": "train over slow links, and see what compression costs",
+    "run": "start a script on several ranks of this machine",
+}
+"""The modules of this package that are subcommands, and what each does."""
+_USAGE = 2  # as argparse has it
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return its exit code."""
-    args = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = argparse.Namespace(debug=False)
     try:
-        return _COMMANDS[args.command].run(args)
+        parser, command = _parser(words)
+        args = parse(parser, words)
+        assert command is not None  # argparse has refused the rest
+        return command.run(args)
     except KeyboardInterrupt:
-        # Rank 0 may have been stopped in the middle of drawing, with the cursor hidden.
-        Console().show_cursor(True)
+        _show_cursor()
         print("\ngradwire: interrupted", file=sys.stderr)
         return _INTERRUPTED
     except GradwireError as error:
-        Console().show_cursor(True)
+        _show_cursor()
         if args.debug:
             raise
         print("\n".join([f"gradwire: {type(error).__name__}: {error}", *_notes(error)]), file=sys.stderr)
+        if isinstance(error, UsageError):
+            return _USAGE
         print("(gradwire --debug shows where it came from)", file=sys.stderr)
         return 1
+
+
+def _show_cursor() -> None:
+    """Rank 0 may have been stopped in the middle of drawing, with the cursor hidden."""
+    if "rich" in sys.modules:
+        importlib.import_module("rich.console").Console().show_cursor(True)
 
 
 def _notes(error: BaseException) -> list[str]:
     return [f"  {note}" for note in getattr(error, "__notes__", ())]
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Command | None]:
+    """The parser of the whole command, complete for the subcommand in `words`, and that subcommand."""
     parser = argparse.ArgumentParser(
         prog="gradwire",
         description="Data-parallel training for PyTorch in which everything between autograd and the wire is plain Python.",
@@ -63,9 +82,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"gradwire {gradwire.__version__}")
     parser.add_argument("--debug", action="store_true", help="show a traceback when a command fails")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
-    for command in _COMMANDS.values():
-        # Also after the command, where people write it; without a default there, which would undo the one before.
-        command.add_parser(subparsers).add_argument(
-            "--debug", action="store_true", default=argparse.SUPPRESS, help="show a traceback when it fails"
-        )
-    return parser
+    named = next((word for word in words if not word.startswith("-")), None)
+    command: Any = None
+    for name, purpose in _COMMANDS.items():
+        if name == named:
+            command = importlib.import_module(f"gradwire.cli.{name}")
+            add_debug(command.add_parser(subparsers))
+        else:
+            subparsers.add_parser(name, help=purpose)
+    return parser, command

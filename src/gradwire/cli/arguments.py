@@ -1,9 +1,30 @@
-"""Types of command-line arguments: what argparse shows when one is wrong."""
+"""Types of command-line arguments, and what is shown when one is wrong."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+
+def add_debug(parser: argparse.ArgumentParser) -> None:
+    """Take --debug after a subcommand too, where people write it; without a default there, which would undo the one before."""
+    parser.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show a traceback when it fails"
+    )
+    parser.set_defaults(parser=parser)
+
+
+def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """As `parse_args`, but what is not understood is an error of the subcommand, with its usage. `hints` is that subcommand's."""
+    args, extra = parser.parse_known_args(words)
+    if extra:
+        hints: dict[str, str] = getattr(args, "hints", {})
+        names = [word.partition("=")[0].replace("_", "-") for word in extra]
+        told = next((f". {hints[name]}" for name in names if name in hints), "")
+        args.parser.error(f"unrecognized arguments: {' '.join(extra)}{told}")
+    for name in ("parser", "hints"):
+        vars(args).pop(name, None)
+    return args
 
 
 def at_least(least: int) -> Callable[[str], int]:

@@ -8,14 +8,36 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gradwire.cli.arguments import at_least
 from gradwire.errors import UsageError
-from gradwire.groups.tcp_store import LOOPBACK, host_store
 from gradwire.launch.environment import rank_environment
+from gradwire.launch.store_host import LOOPBACK, StoreHost
 from gradwire.launch.supervise import Run, supervise
 from gradwire.launch.world import Address
+
+_SEVERAL_HOSTS = (
+    "gradwire run starts ranks on this machine only. For several use torchrun, mpirun or srun: gw.init() works there"
+)
+_HINTS = {
+    **dict.fromkeys(
+        [
+            "--node-rank",
+            "--master-addr",
+            "--master-port",
+            "--rdzv-endpoint",
+            "--rdzv-backend",
+            "--rdzv-id",
+            "--rdzv-conf",
+        ],
+        _SEVERAL_HOSTS,
+    ),
+    "--max-restarts": "gradwire run does not start ranks again. Use torchrun: gw.init() works under it",
+    "--no-python": "gradwire run starts Python scripts, and modules with -m. Use torchrun: gw.init() works under it",
+    **dict.fromkeys(
+        ["--redirects", "--tee", "-r", "-t"], "All output is shown; --log-dir DIR writes it to files as well"
+    ),
+}
+"""What to do instead of options that torchrun has."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
@@ -23,15 +45,24 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "run",
         usage="gradwire run [options] [-m] SCRIPT [arguments of the script]",
-        help="start a script on several ranks of this machine",
         description="Start N processes of a script on this machine; gw.init() makes them ranks of one world. Each line of "
         "their output is shown with its rank. When one fails the others are stopped, its traceback is shown last, and its "
         "exit code is returned. Signals are passed on to all ranks; a second Ctrl-C kills them. Rank 0 reads what is piped "
         "in; nobody reads the terminal.",
         epilog="For several hosts use torchrun, mpirun or srun: gw.init() works under each.",
     )
+    parser.set_defaults(hints=_HINTS)
     add = parser.add_argument
-    add("-n", "--nproc", type=at_least(1), metavar="N", help="how many ranks (default: one per GPU, else one per core)")
+    add(
+        "-n",
+        "--nproc",
+        "--nproc-per-node",
+        "--nproc_per_node",
+        type=_count,
+        default="auto",
+        metavar="N",
+        help="how many ranks, or gpu, cpu or auto (default: one per GPU, else one per core)",
+    )
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as after python -m")
     add(
         "--env",
@@ -42,7 +73,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         help="set a variable for the ranks; may be given again",
     )
     add("--no-prefix", action="store_true", help="show lines as they are, without the rank")
-    add("--log-dir", type=Path, metavar="DIR", help="also write each rank's output to DIR/rank-N.log")
+    add(
+        "--log-dir",
+        "--log_dir",
+        type=Path,
+        metavar="DIR",
+        help="also write each rank's output to DIR/rank-N.log",
+    )
     add(
         "--timeout",
         type=_seconds,
@@ -50,6 +87,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         metavar="SECONDS",
         help="how long ranks may take to end after SIGTERM before they are killed (default: %(default)g)",
     )
+    add("--standalone", action="store_true", help="as for torchrun; ranks are on this machine only in any case")
+    add("--nnodes", type=_one_host, metavar="1", help="as for torchrun; nothing but 1")
     add("script", metavar="SCRIPT", help="a Python file, or with -m a module")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="passed to the script as they are")
     return parser
@@ -63,25 +102,58 @@ def run(args: argparse.Namespace) -> int:
             "-m runs a module by its name."
         )
     cpus = len(os.sched_getaffinity(0))
-    size = args.nproc or torch.cuda.device_count() or cpus
-    store = host_store()
-    environments = [
-        rank_environment(
-            os.environ, dict(args.env), rank=rank, size=size, store=Address(LOOPBACK, store.port), cpus=cpus
+    size = args.nproc if isinstance(args.nproc, int) else _ranks(args.nproc, cpus)
+    store = StoreHost()
+    try:
+        environments = [
+            rank_environment(
+                os.environ, dict(args.env), rank=rank, size=size, store=Address(LOOPBACK, store.port), cpus=cpus
+            )
+            for rank in range(size)
+        ]
+        command = [sys.executable, *(["-m"] if args.module else []), args.script, *args.arguments]
+        return supervise(
+            Run(
+                command,
+                environments,
+                grace=args.timeout,
+                prefix=not args.no_prefix,
+                log_dir=args.log_dir,
+                store=store,
+                all_tracebacks=args.debug,
+            )
         )
-        for rank in range(size)
-    ]
-    command = [sys.executable, *(["-m"] if args.module else []), args.script, *args.arguments]
-    return supervise(
-        Run(
-            command,
-            environments,
-            grace=args.timeout,
-            prefix=not args.no_prefix,
-            log_dir=args.log_dir,
-            all_tracebacks=args.debug,
-        )
-    )
+    finally:
+        store.close()
+
+
+def _ranks(word: str, cpus: int) -> int:
+    """How many ranks "gpu", "cpu" and "auto" are."""
+    if word == "cpu":
+        return cpus
+    gpus = count_gpus()
+    if word == "gpu" and not gpus:
+        raise UsageError("gradwire run --nproc gpu: there is no GPU that torch can use. Give a number, or cpu.")
+    return gpus or cpus
+
+
+def count_gpus() -> int:
+    """How many GPUs torch sees. torch is imported only where the machine has a driver for one."""
+    if not any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _count(text: str) -> int | str:
+    return text if text in ("auto", "cpu", "gpu") else at_least(1)(text)
+
+
+def _one_host(text: str) -> int:
+    if text not in ("1", "1:1"):
+        raise argparse.ArgumentTypeError(f"{text!r} hosts: {_SEVERAL_HOSTS[0].lower()}{_SEVERAL_HOSTS[1:]}")
+    return 1
 
 
 def _assignment(text: str) -> tuple[str, str]:

@@ -1,9 +1,24 @@
 """Find or start a world: `init` joins the one that a launcher started, `supervise` is gradwire's own launcher for one host.
 
-This layer and the command line are the only readers of environment variables, and it alone knows launchers by name.
+This layer and the command line are the only readers of environment variables, and it alone knows launchers by name. The launcher
+does not import torch: `init` and `leave`, which do, are imported by the first who names them.
 """
 
-from gradwire.launch.init import init, leave
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from gradwire.launch.world import Address, Launcher, World, find_world
 
+if TYPE_CHECKING:
+    from gradwire.launch.entry import init, leave
+
 __all__ = ["Address", "Launcher", "World", "find_world", "init", "leave"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("init", "leave"):
+        value = globals()[name] = getattr(importlib.import_module("gradwire.launch.entry"), name)
+        return value
+    raise AttributeError(f"module 'gradwire.launch' has no attribute {name!r}")

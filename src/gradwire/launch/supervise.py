@@ -31,6 +31,7 @@ from gradwire.errors import UsageError
 from gradwire.launch.course import Course
 from gradwire.launch.process import RankProcess
 from gradwire.launch.screen import RankStream, Screen
+from gradwire.launch.store_host import StoreHost
 from gradwire.launch.tracebacks import TracebackHold
 from gradwire.launch.verdict import Ending, brief, last_words, summary
 
@@ -55,6 +56,8 @@ class Run:
     """Whether each line is preceded by its rank."""
     log_dir: Path | None = None
     """Where each rank's output is written to a file of its own as well."""
+    store: StoreHost | None = None
+    """The store that the ranks meet in: without it they cannot go on."""
     all_tracebacks: bool = False
     """Whether the tracebacks of all ranks are shown, when they are written, and not only that of the first failure at the end."""
 
@@ -83,6 +86,8 @@ class _Supervisor:
             if threading.current_thread() is threading.main_thread():
                 woken = self._stack.enter_context(_passing_on(self._got_signal))
                 self._watch(woken, lambda: _drop(_read(woken)))
+            if self._run.store is not None:
+                self._watch(self._run.store.ended, self._store_ended)
             self._stack.callback(self._release)
             self._start()
             self._stack = self._stack.pop_all()
@@ -177,6 +182,14 @@ class _Supervisor:
             self._course.ended(Ending(process.rank, status, after, words=words))
 
         return end
+
+    def _store_ended(self) -> None:
+        assert self._run.store is not None
+        self._selector.unregister(self._run.store.ended)
+        self._say(
+            "gradwire run: the process that hosts the store has ended; ranks cannot meet without it. See its output above."
+        )
+        self._course.abandon(signal.SIGTERM, self._now)
 
     def _drain(self, process: RankProcess) -> None:
         """See Note [When everything has been read]."""

@@ -9,7 +9,7 @@ import pytest
 
 import gradwire
 from gradwire.cli import demo, main
-from gradwire.errors import UsageError
+from gradwire.errors import GroupError, UsageError
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["demo", "--help"], ["run", "--help"]])
@@ -55,9 +55,36 @@ def _fail(args):
     raise error
 
 
-def test_an_error_of_gradwire_is_one_message_and_exit_code_1(capsys, monkeypatch):
-    monkeypatch.setattr(demo, "run", _fail)
+def test_an_error_of_the_world_is_exit_code_1(capsys, monkeypatch):
+    def fail(args):
+        raise GroupError("the network is down. Wait.")
+
+    monkeypatch.setattr(demo, "run", fail)
     assert main(["demo"]) == 1
+    assert capsys.readouterr().err.startswith("gradwire: GroupError: the network is down. Wait.\n(gradwire --debug")
+
+
+@pytest.mark.parametrize(
+    ("argv", "usage"),
+    [
+        (["--fast"], "usage: gradwire "),
+        (["demo", "--fast"], "usage: gradwire demo "),
+        (["bench", "collectives", "--fast"], "usage: gradwire bench collectives "),
+        (["lab", "parity", "--fast"], "usage: gradwire lab parity "),
+    ],
+)
+def test_an_unknown_option_shows_the_usage_of_its_command(argv, usage, capsys):
+    with pytest.raises(SystemExit) as ending:
+        main(argv)
+    assert ending.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith(usage)
+    assert argv == ["--fast"] or err.endswith("error: unrecognized arguments: --fast\n")
+
+
+def test_a_wrong_use_is_one_message_and_exit_code_2(capsys, monkeypatch):
+    monkeypatch.setattr(demo, "run", _fail)
+    assert main(["demo"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "gradwire: UsageError: reading the text: there is none. Write some."
     assert lines[1] == "  raised on rank 1 of 2"

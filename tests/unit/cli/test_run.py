@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.cli import main, run
+from gradwire.launch import store_host
 
 COMMAND = [sys.executable, "-m", "gradwire", "run"]
 
@@ -71,7 +72,7 @@ def test_a_module(script, capfd, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("gpus", "expected"), [(3, 3), (0, len(os.sched_getaffinity(0)))])
 def test_by_default_there_is_a_rank_per_device_or_per_core(gpus, expected, script, monkeypatch):
     started = []
-    monkeypatch.setattr(run.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(run, "count_gpus", lambda: gpus)
     monkeypatch.setattr(run, "supervise", lambda plan: started.append(plan) or 0)
     assert main(["run", "--timeout", "2.5", script("")]) == 0
     (plan,) = started
@@ -79,7 +80,7 @@ def test_by_default_there_is_a_rank_per_device_or_per_core(gpus, expected, scrip
 
 
 def test_a_script_that_is_not_there(capsys, tmp_path):
-    assert main(["run", str(tmp_path / "none.py")]) == 1
+    assert main(["run", str(tmp_path / "none.py")]) == 2
     assert "none.py: there is no such file. Options of gradwire run go before the script" in capsys.readouterr().err
 
 
@@ -88,6 +89,17 @@ def test_a_script_that_is_not_there(capsys, tmp_path):
     [
         ([], "the following arguments are required: SCRIPT"),
         (["--nproc", "0", "x"], "'0' is not a whole number of 1 or more"),
+        (["--nproc", "many", "x"], "'many' is not a whole number of 1 or more"),
+        (["--nnodes", "2", "x"], "'2' hosts: gradwire run starts ranks on this machine only. For several use torchrun"),
+        (
+            ["--max_restarts=3", "x"],
+            "unrecognized arguments: --max_restarts=3. gradwire run does not start ranks again",
+        ),
+        (
+            ["--rdzv-backend", "c10d", "x"],
+            "unrecognized arguments: --rdzv-backend. gradwire run starts ranks on this machine",
+        ),
+        (["--fast", "x"], "error: unrecognized arguments: --fast\n"),
         (["--env", "A", "x"], "argument --env: 'A' is not NAME=VALUE"),
         (["--env", "=A", "x"], "argument --env: '=A' is not NAME=VALUE"),
         (["--timeout", "soon", "x"], "argument --timeout: 'soon' is not a number of seconds"),
@@ -99,7 +111,63 @@ def test_a_wrong_option_is_named(argv, message, capsys):
     with pytest.raises(SystemExit) as ending:
         main(["run", *argv])
     assert ending.value.code == 2
-    assert message in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.startswith("usage: gradwire run [options]")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--nproc-per-node", "2"],
+        ["--nproc_per_node=2"],
+        ["--standalone", "--nnodes", "1", "--nproc-per-node=2"],
+        ["--nnodes=1:1", "-n", "2"],
+    ],
+)
+def test_options_as_torchrun_spells_them(words, script, monkeypatch):
+    started = []
+    monkeypatch.setattr(run, "supervise", lambda plan: started.append(plan) or 0)
+    assert main(["run", *words, script(""), "--nproc-per-node", "7"]) == 0
+    (plan,) = started
+    assert len(plan.environments) == 2
+    assert plan.command[-2:] == ["--nproc-per-node", "7"]
+
+
+@pytest.mark.parametrize(
+    ("word", "gpus", "expected"),
+    [("cpu", 3, len(os.sched_getaffinity(0))), ("gpu", 3, 3), ("auto", 3, 3), ("gpu", 0, None)],
+)
+def test_words_in_place_of_a_number(word, gpus, expected, script, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(run, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(run, "supervise", lambda plan: started.append(plan) or 0)
+    code = main(["run", "--nproc-per-node", word, script("")])
+    if expected is None:
+        assert (code, started) == (2, [])
+        assert "there is no GPU" in capsys.readouterr().err
+    else:
+        assert (code, len(started[0].environments)) == (0, expected)
+
+
+@pytest.mark.parametrize("argv", [["--version"], ["--help"], ["run", "--help"], ["run", "SCRIPT"], ["run", "none.py"]])
+def test_the_launcher_does_not_import_torch(argv, script):
+    argv = [script("") if word == "SCRIPT" else word for word in argv]
+    code = (
+        "import sys\nfrom gradwire.cli import main\n"
+        f"try: main({['run', '-n', '2', *argv[1:]] if argv[0] == 'run' else argv})\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+
+
+def test_a_store_that_ends_ends_the_run(script, capfd, monkeypatch):
+    monkeypatch.setattr(store_host, "_PROGRAM", "raise SystemExit('no torch here')")
+    assert main(["run", "-n", "2", script(SLEEP)]) == 128 + signal.SIGTERM
+    err = capfd.readouterr().err
+    assert "no torch here" in err
+    assert "gradwire run: the process that hosts the store has ended" in err
 
 
 SLEEP = "import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(100)\n"

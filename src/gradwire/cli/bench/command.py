@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from gradwire.cli.arguments import add_debug
 from gradwire.cli.bench import collectives, hooks, overhead, overlap, training
 
 
@@ -32,7 +33,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     """Declare `gradwire bench` and the benchmarks."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "bench",
-        help="measure gradwire beside its peers on this machine",
         description="Measure gradwire beside its peers, interleaved in one run, so that what else the machine does hits all "
         "alike. Every figure comes as a median with its quartiles; ratios are taken of medians and, round by round, before "
         "the median. The two agree unless the machine was too busy to tell.",
@@ -40,9 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )
     benchmarks = parser.add_subparsers(dest="benchmark", metavar="WHAT", required=True, title="benchmarks")
     for benchmark in _BENCHMARKS.values():
-        benchmark.add_parser(benchmarks).add_argument(
-            "--debug", action="store_true", default=argparse.SUPPRESS, help="show a traceback when it fails"
-        )
+        add_debug(benchmark.add_parser(benchmarks))
     return parser
 
 

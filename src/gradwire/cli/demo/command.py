@@ -28,7 +28,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     """Declare `gradwire demo` and its options."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "demo",
-        help="train a small transformer data-parallel on this machine",
         description="Train a small character-level transformer data-parallel on the source code of the Python standard "
         "library. Every rank reads its own part of the text and gradients are averaged each step. At the end all "
         "ranks compare their parameters bit for bit; the exit code is 1 if they differ.",

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from gradwire.cli.arguments import add_debug
 from gradwire.cli.lab import parity, slowlink
 
 
@@ -26,16 +27,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     """Declare `gradwire lab` and the experiments."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "lab",
-        help="train over slow links, and see what compression costs",
         description="Training experiments on this machine: what communication hooks save over a slow link, and whether a model "
         "trained with them ends where a model trained without them does.",
         epilog="gradwire lab WHAT --help tells the options of an experiment.",
     )
     experiments = parser.add_subparsers(dest="experiment", metavar="WHAT", required=True, title="experiments")
     for experiment in _EXPERIMENTS.values():
-        experiment.add_parser(experiments).add_argument(
-            "--debug", action="store_true", default=argparse.SUPPRESS, help="show a traceback when it fails"
-        )
+        add_debug(experiment.add_parser(experiments))
     return parser
 
 

@@ -1,0 +1,54 @@
+"""The process that hosts the store of a run, so that the launcher itself need not import torch.
+
+The launcher binds the port, so it is known and taken before any rank starts; what connects before this process listens to it waits
+in the socket's queue. The process ends with the launcher, or when told to: its standard input is a pipe from there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+
+LOOPBACK = "127.0.0.1"
+_PROGRAM = "import sys; from gradwire.launch.store_host import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
+
+
+class StoreHost:
+    """A running store, on a free port of the loopback address."""
+
+    def __init__(self) -> None:
+        with socket.create_server((LOOPBACK, 0), backlog=2048) as listener:
+            self.port: int = listener.getsockname()[1]
+            fd = listener.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _PROGRAM, str(fd), str(self.port)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[fd],
+                process_group=0,  # Ctrl-C goes to the whole terminal; the launcher decides what it means
+            )
+        self.ended = os.pidfd_open(self._process.pid)
+        """A descriptor that can be read from once the process has ended."""
+
+    def close(self) -> None:
+        """End it; nobody needs the store any more."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGKILL)  # it may still be importing torch
+        self._process.wait()
+        os.close(self.ended)
+
+
+def serve(fd: int, port: int) -> None:
+    """The life of the process: host the store on the listening socket `fd` until standard input ends."""
+    from torch._C._distributed_c10d import TCPStore
+
+    store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+    os.read(0, 1)
+    del store
+    os._exit(0)
