@@ -6,7 +6,7 @@ Adding a hook adds one line here, and no test.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from gradwire import hooks
 from gradwire.errors import UsageError
 from gradwire.groups import Group
-from gradwire.hooks import CommHook, Stage, Trait, as_torch_hook
+from gradwire.hooks import BucketSpec, CommHook, Stage, Trait, as_torch_hook
 from gradwire.hooks.drive import Driver
 from gradwire.parallel import DistributedDataParallel
 from gradwire.testing import check_hook, laws, run_ranks, simulate
@@ -89,6 +89,50 @@ def test_every_hook_keeps_the_laws_under_error_feedback(name: str) -> None:
 def test_every_hook_keeps_the_laws_on_cuda(name: str) -> None:
     hook = ALL[name] if name in ALL else hooks.chain(STAGES[name](), hooks.mean())
     check_hook(hook, device="cuda", world_sizes=(2,))
+
+
+KINDS: dict[str, tuple[torch.dtype, bool]] = {
+    "sparse": (torch.float32, True),
+    "complex": (torch.complex64, False),
+    "float64": (torch.float64, False),
+    "float16": (torch.float16, False),
+    "bfloat16": (torch.bfloat16, False),
+}
+AROUND = {
+    "nothing": lambda hook: hook,
+    "feedback": with_feedback,
+    "partition": lambda hook: hooks.partition({"*": hook}),
+    "after": lambda hook: hooks.after(0, hook),
+    "every": lambda hook: hooks.every(1, hook),
+    **{name: (lambda stage: lambda hook: hooks.chain(stage(), hook))(stage) for name, stage in STAGES.items()},
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_hook_cannot_reduce_it_refuses_when_it_is_set(kind: str, around: str) -> None:
+    """`check` is asked by set_hook. What it lets pass does not fail in the first backward, which would abort the group."""
+    dtype, sparse = KINDS[kind]
+    brought = [torch.eye(4, dtype=dtype).to_sparse(1) if sparse else torch.randn(16, dtype=dtype) for _ in range(2)]
+    spec = replace(one_parameter(torch.empty(16, dtype=dtype)), names=("layer0.weight",), sparse=sparse)
+    for name, make in ENDS.items():
+        try:
+            hook = AROUND[around](make())
+        except UsageError:
+            continue  # said why when it was built
+        refusal = _refusal(hook, spec)
+        if refusal is None:
+            simulate(hook, brought, spec=spec)
+        else:
+            assert "layer0.weight" in refusal, name
+
+
+def _refusal(hook: CommHook, spec: BucketSpec) -> str | None:
+    try:
+        hook.check(spec)
+    except UsageError as error:
+        return str(error)
+    return None
 
 
 # -- random chains -----------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from gradwire.collectives import all_gather_into_tensor
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.elements import drop_nonfinite_, refuse_sparse, wide
+from gradwire.hooks.elements import check_dense, drop_nonfinite_, refuse_sparse, wide
 from gradwire.hooks.pairs import Format, Pairs
 from gradwire.hooks.sparse import ALONE, check_values, value_dtype
 from gradwire.hooks.state import join_flat, split_flat
@@ -139,18 +139,23 @@ class DecoupledMomentum(CommHook):
     traits = Trait.REMEMBERS
     alone = ALONE
 
+    def check(self, spec: BucketSpec) -> None:
+        """Dense and real."""
+        check_dense(self, spec)
+        if spec.dtype.is_complex:
+            raise UsageError(
+                f"{self!r} on {spec}: its gradients are complex, and their momentum's sign, which the optimizer goes by, is not "
+                'defined. Give such parameters mean(), by partition({"name.*": mean(), "*": ...}).'
+            )
+
     def init(self, spec: BucketSpec) -> Any:
         """No momentum yet."""
         return self.load({}, spec)
 
     def reduce(self, grad: Tensor, state: _Momentum, turn: Turn) -> Reduction:
         """Accumulate, take out the fast frequencies, gather them, turn their mean back."""
+        self.check(turn.spec)
         refuse_sparse(grad, self, turn.spec)
-        if grad.is_complex():
-            raise UsageError(
-                f"{self!r} on {turn.spec}: its gradients are complex, and their momentum's sign, which the optimizer goes by, is "
-                'not defined. Give such parameters mean(), by partition({"name.*": mean(), "*": ...}).'
-            )
         tilings, form = self._tilings(turn.spec), self._format(turn.spec)
         state.flat.mul_(self.decay).add_(grad)
         chosen = [self._fastest(m, t, state, form) for m, t in self._matrices(state.flat, turn.spec, tilings)]

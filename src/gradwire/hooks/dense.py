@@ -13,7 +13,7 @@ from gradwire.collectives import ReduceOp, all_gather_into_tensor, all_reduce, r
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.elements import padded, refuse_sparse
+from gradwire.hooks.elements import check_dense, padded, refuse_sparse, wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,10 @@ class ReduceScatterMean(CommHook):
 
     collectives = 2
 
+    def check(self, spec: BucketSpec) -> None:
+        """Dense."""
+        check_dense(self, spec)
+
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Average a slice each, then gather the slices."""
         refuse_sparse(grad, self, turn.spec)
@@ -88,15 +92,19 @@ class WeightedMean(CommHook):
     collectives = 1
     traits = Trait.WEIGHS
 
+    def check(self, spec: BucketSpec) -> None:
+        """Dense."""
+        check_dense(self, spec)
+
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """One all-reduce of the weighted gradient with the weight behind it."""
         if not (turn.weight >= 0 and math.isfinite(turn.weight)):
             raise UsageError(
                 f"weighted_mean on rank {turn.rank}: weight {turn.weight} is negative or not finite. Pass a count of samples."
             )
-        if grad.is_sparse:
-            raise UsageError("weighted_mean: sparse gradients cannot be weighted. Use mean() for their parameters.")
-        weight = grad.new_full((1,), turn.weight, dtype=_summed_in(grad.dtype))
+        refuse_sparse(grad, self, turn.spec)
+        # Counts of samples above 256 are rounded in bfloat16, and soon are more than the largest float16.
+        weight = grad.new_full((1,), turn.weight, dtype=wide(grad.dtype))
         value = torch.cat([grad * weight, weight])
         yield all_reduce(value, op=ReduceOp.SUM, label=f"bucket {turn.spec.index}")
         # A step in which nobody has a sample gives zeros: all that was summed is zero then.
@@ -107,23 +115,18 @@ class WeightedMean(CommHook):
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         """2 (n - 1) / n of the bucket and one element."""
-        return 2 * (world_size - 1) / world_size * (spec.numel + 1) * _summed_in(spec.dtype).itemsize
+        return 2 * (world_size - 1) / world_size * (spec.numel + 1) * wide(spec.dtype).itemsize
 
     def __repr__(self) -> str:
         return "weighted_mean()"
-
-
-def _summed_in(dtype: torch.dtype) -> torch.dtype:
-    """Gradients times counts of samples, and the counts, soon are more than the largest float16; any other dtype holds them."""
-    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def weighted_mean() -> CommHook:
     """The average in which each rank counts by its weight, for ranks with batches of different size.
 
     Set the weight before backward: `model.set_weight(len(batch))`. With a loss averaged over the batch, the result is the
-    gradient of the loss averaged over all samples of all ranks. On the wire: as `mean` for the bucket and one element; float16
-    gradients travel as float32, since their sum over samples may be more than float16 holds.
+    gradient of the loss averaged over all samples of all ranks. On the wire: as `mean` for the bucket and one element; 16-bit
+    gradients travel as float32, since their sum over samples may be more than float16 holds, and bfloat16 rounds counts above 256.
     """
     return WeightedMean()
 

@@ -16,7 +16,7 @@ from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.elements import clip_norms_, count, drop_nonfinite_, real, refuse_sparse, wide
 from gradwire.hooks.pairs import Format, Pairs
 from gradwire.hooks.select import largest
-from gradwire.hooks.sparse import ALONE, check_ratio, check_values, exchange, share_of, value_dtype
+from gradwire.hooks.sparse import ALONE, check_bucket, check_ratio, check_values, exchange, share_of, value_dtype
 from gradwire.hooks.state import bundle, join_flat, pick, split_flat
 
 START = 0.25
@@ -44,6 +44,10 @@ class DGC(CommHook):
     collectives = 1
     traits = Trait.REMEMBERS
     alone = ALONE
+
+    def check(self, spec: BucketSpec) -> None:
+        """Dense, and not longer than places can tell."""
+        check_bucket(self, spec, self.values)
 
     def init(self, spec: BucketSpec) -> Any:
         """Nothing has been seen."""

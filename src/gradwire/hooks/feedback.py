@@ -16,7 +16,7 @@ from torch import Tensor
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.elements import drop_nonfinite_, wide
+from gradwire.hooks.elements import check_dense, drop_nonfinite_, refuse_sparse, wide
 from gradwire.hooks.state import bundle, join_flat, pick, split_flat
 from gradwire.jit import loop
 
@@ -63,17 +63,18 @@ class ErrorFeedback(Wrapped):
                 "added would be made up for in the next step. Put clip() and add_noise() to the left of error_feedback()."
             )
 
+    def check(self, spec: BucketSpec) -> None:
+        """Dense, and what the hook inside asks for."""
+        check_dense("error_feedback()", spec)
+        self.inner.check(self.inside(spec))
+
     def init(self, spec: BucketSpec) -> Any:
         """Nothing is owed yet."""
         return _Memory(torch.zeros(spec.numel, dtype=wide(spec.dtype), device=spec.device), self.inner.init(spec))
 
     def reduce(self, grad: Tensor, state: _Memory, turn: Turn) -> Reduction:
         """Reduce the gradient with what is owed; keep what of it was not sent."""
-        if grad.is_sparse:
-            raise UsageError(
-                f"error_feedback() on {turn.spec}: sparse gradients cannot be fed back. Give their parameters mean(), "
-                'by partition({"embedding.*": mean(), "*": ...}).'
-            )
+        refuse_sparse(grad, "error_feedback()", turn.spec)
         # What is wanted takes the place of what is owed, and what is owed the place of what is wanted: no memory comes and goes.
         wanted = state.residual.add_(grad)
         # Of 16-bit gradients what rounding takes is owed too, and kept in float32; of others `rounded` is `wanted` itself.

@@ -35,6 +35,7 @@ from gradwire.errors import HookError, UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn, check_hooks
 from gradwire.hooks.bucket import BucketSpec, is_dense
 from gradwire.hooks.dense import Mean
+from gradwire.hooks.elements import check_dense, refuse_sparse
 from gradwire.hooks.pieces import Pieces
 from gradwire.hooks.state import bundle, pick
 
@@ -108,7 +109,8 @@ class Hierarchical(CommHook):
         return Trait.of(self.inside, self.across)
 
     def check(self, spec: BucketSpec) -> None:
-        """Both hooks'."""
+        """Dense, and what both hooks ask for."""
+        check_dense("hierarchical()", spec)
         self.inside.check(spec)
         self.across.check(spec)
 
@@ -118,11 +120,7 @@ class Hierarchical(CommHook):
 
     def reduce(self, grad: Tensor, state: _Levels, turn: Turn) -> Reduction:
         """See Note [Two levels of a reduction]."""
-        if grad.is_sparse:
-            raise UsageError(
-                f"hierarchical() on {turn.spec}: sparse gradients cannot be cut into slices. Give their parameters mean(), "
-                'by partition({"embedding.*": mean(), "*": ...}).'
-            )
+        refuse_sparse(grad, "hierarchical()", turn.spec)
         layout = turn.hosts
         if layout is None or len(layout.hosts) == 1:
             return (yield from self.inside.reduce(grad, state.inside, replace(turn, hosts=None)))

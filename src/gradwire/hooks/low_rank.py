@@ -32,6 +32,7 @@ from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, is_dense
 from gradwire.hooks.chance import key, named_generator, noise
 from gradwire.hooks.dense import Mean
+from gradwire.hooks.elements import check_dense, refuse_sparse
 from gradwire.hooks.orthogonal import FACTOR_KERNELS, keep_directions, multiply, orthonormal
 from gradwire.hooks.pieces import Pieces
 from gradwire.jit import kernels
@@ -178,6 +179,10 @@ class PowerSGD(CommHook):
         """It averages; with a warm start it goes on from its last step."""
         return Trait.AVERAGES | Trait.CONTINUES if self.warm_start else Trait.AVERAGES
 
+    def check(self, spec: BucketSpec) -> None:
+        """Dense."""
+        check_dense(self, spec)
+
     def plan(self, spec: BucketSpec) -> _Plan:
         """Which parameters are sent as factors."""
         return (_as_square if self.batched else _by_layer)(spec, self.rank, self.min_compression)
@@ -194,11 +199,7 @@ class PowerSGD(CommHook):
 
     def reduce(self, grad: Tensor, state: _Factors, turn: Turn) -> Reduction:
         """See Note [One step of power iteration]."""
-        if grad.is_sparse:
-            raise UsageError(
-                f"power_sgd() on {turn.spec}: sparse gradients are no matrices of low rank. Give their parameters mean(), "
-                'by partition({"embedding.*": mean(), "*": ...}).'
-            )
+        refuse_sparse(grad, self, turn.spec)
         plan = state.plan
         if not plan.by_rows:
             return (yield from _MEAN.reduce(grad, None, turn))

@@ -14,6 +14,7 @@ from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn, check_hooks
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.dense import Mean
+from gradwire.hooks.elements import check_dense, refuse_sparse
 from gradwire.hooks.state import add_owed, bundle, join_flat, pick, split_flat
 
 _MEAN = Mean()
@@ -153,7 +154,8 @@ class Every(CommHook):
         return Trait.of(self.hook) | Trait.REMEMBERS
 
     def check(self, spec: BucketSpec) -> None:
-        """The hook's."""
+        """Dense, and what the hook asks for."""
+        check_dense(f"every({self.n}, ...)", spec)
         self.hook.check(spec)
 
     def init(self, spec: BucketSpec) -> _Kept:
@@ -162,11 +164,7 @@ class Every(CommHook):
 
     def reduce(self, grad: Tensor, state: _Kept, turn: Turn) -> Reduction:
         """Keep the gradient, or reduce it with all that was kept."""
-        if grad.is_sparse:
-            raise UsageError(
-                f"every({self.n}, ...) on {turn.spec}: sparse gradients cannot be kept. Give their parameters mean(), "
-                'by partition({"embedding.*": mean(), "*": ...}).'
-            )
+        refuse_sparse(grad, f"every({self.n}, ...)", turn.spec)
         # Ranks that have run out of inputs may be more in a later step; so each step's gradient is kept as its own mean counts it.
         share = turn.share
         if (turn.step + 1) % self.n:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduction, Stage, Trait, Turn, Wrapped
+from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.chance import generator
-from gradwire.hooks.elements import clip_norms_, real, refuse_sparse, wide
+from gradwire.hooks.elements import check_dense, clip_norms_, real, refuse_sparse, wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,11 @@ class Clip(Wrapped):
     def traits(self) -> Trait:  # type: ignore[override]
         """It changes gradients on purpose; and those of the hook inside."""
         return self.inner.traits | Trait.DISTORTS
+
+    def check(self, spec: BucketSpec) -> None:
+        """Dense, and what the hook inside asks for."""
+        check_dense(self._own(), spec)
+        self.inner.check(self.inside(spec))
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Clip, then as the hook inside."""
@@ -89,6 +95,11 @@ class AddNoise(Wrapped):
     def traits(self) -> Trait:  # type: ignore[override]
         """It changes gradients on purpose; and those of the hook inside."""
         return self.inner.traits | Trait.DISTORTS
+
+    def check(self, spec: BucketSpec) -> None:
+        """Dense, and what the hook inside asks for."""
+        check_dense(f"add_noise(std={self.std})", spec)
+        self.inner.check(self.inside(spec))
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Add noise, then as the hook inside."""

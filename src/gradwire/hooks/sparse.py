@@ -75,7 +75,8 @@ def value_dtype(spec: BucketSpec, values: torch.dtype | None) -> torch.dtype:
     return values if values is not None and values.itemsize < own.itemsize else own
 
 
-def _check_bucket(hook: CommHook, spec: BucketSpec, values: torch.dtype | None) -> None:
+def check_bucket(hook: CommHook, spec: BucketSpec, values: torch.dtype | None) -> None:
+    """Raise unless the bucket is dense, and not longer than places can tell: for `check`."""
     check_dense(hook, spec)
     Format(value_dtype(spec, values)).check(count(spec), hook)
 
@@ -93,7 +94,7 @@ class TopK(CommHook):
 
     def check(self, spec: BucketSpec) -> None:
         """Dense, and not longer than places can tell."""
-        _check_bucket(self, spec, self.values)
+        check_bucket(self, spec, self.values)
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Choose, gather, add."""
@@ -154,7 +155,7 @@ class Threshold(CommHook):
 
     def check(self, spec: BucketSpec) -> None:
         """Dense, and not longer than places can tell."""
-        _check_bucket(self, spec, self.values)
+        check_bucket(self, spec, self.values)
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Choose, gather how many were chosen, gather them, add."""

@@ -13,7 +13,7 @@ from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.chance import key, noise
-from gradwire.hooks.elements import refuse_sparse
+from gradwire.hooks.elements import check_dense, refuse_sparse
 from gradwire.hooks.shaping import Clip
 from gradwire.hooks.sparse import check_ratio, share_of
 
@@ -44,6 +44,11 @@ class RandomK(Wrapped):
                     "the random elements belong to no parameter. Put clip() to the left of random_k()."
                 )
             part = part.inner
+
+    def check(self, spec: BucketSpec) -> None:
+        """Dense, and what the hook inside asks for."""
+        check_dense(f"random_k(ratio={self.ratio})", spec)
+        self.inner.check(self.inside(spec))
 
     def inside(self, spec: BucketSpec) -> BucketSpec:
         """A bucket of k elements that belong to no parameter."""

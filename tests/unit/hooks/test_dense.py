@@ -135,7 +135,7 @@ def test_weighted_mean_refuses_what_it_cannot_weigh() -> None:
         simulate(weighted_mean(), [torch.ones(1)], weights=[-1.0])
     with pytest.raises(UsageError, match=r"rank 0: weight nan"):
         simulate(weighted_mean(), [torch.ones(1)], weights=[float("nan")])
-    with pytest.raises(UsageError, match="sparse gradients cannot be weighted"):
+    with pytest.raises(UsageError, match="its gradients are sparse"):
         simulate(weighted_mean(), [torch.eye(2).to_sparse(1)])
 
 
@@ -245,3 +245,14 @@ def test_chain_refuses_at_once(parts: tuple[Any, ...], error: type[Exception], w
 def test_cast_refuses_what_is_not_floating_point(dtype: torch.dtype) -> None:
     with pytest.raises(UsageError, match="not a floating-point dtype"):
         cast(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_counts_of_samples_are_not_rounded(dtype: torch.dtype) -> None:
+    """257 is 256 in bfloat16, and the sum of two such counts more than float16's neighbours are apart."""
+    done = simulate(
+        weighted_mean(), [torch.full((1,), 1.0, dtype=dtype), torch.zeros(1, dtype=dtype)], weights=[1.0, 257.0]
+    )
+    assert done.reduced[0].value == torch.tensor([1 / 258]).to(dtype)
+    done = simulate(weighted_mean(), [torch.full((3,), 2.0, dtype=dtype)] * 3, weights=[259.0, 261.0, 40000.0])
+    assert done.reduced[0].value.tolist() == [2.0] * 3

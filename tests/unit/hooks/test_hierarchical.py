@@ -205,7 +205,7 @@ def test_state_of_other_rows_is_dropped_though_they_are_as_many() -> None:
 
 
 def test_sparse_gradients_are_refused() -> None:
-    with pytest.raises(UsageError, match="sparse gradients cannot be cut into slices"):
+    with pytest.raises(UsageError, match="its gradients are sparse"):
         simulate(hierarchical(across=mean()), [torch.eye(2).to_sparse(1)] * 2, hosts=[[0], [1]])
 
 

@@ -234,7 +234,7 @@ def test_tiny_gradients_of_a_narrow_dtype_do_not_vanish() -> None:
 
 
 def test_sparse_gradients_and_bad_settings_are_refused() -> None:
-    with pytest.raises(UsageError, match="sparse gradients are no matrices of low rank"):
+    with pytest.raises(UsageError, match="its gradients are sparse"):
         simulate(power_sgd(1), [torch.eye(2).to_sparse(1)])
     with pytest.raises(UsageError, match="matrices of no columns"):
         power_sgd(0)
