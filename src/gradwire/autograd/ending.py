@@ -37,6 +37,7 @@ class _Ending:
             ended()
 
     def __del__(self) -> None:
-        lost = None if self._lost is None else self._lost()
+        weak = getattr(self, "_lost", None)  # compiled autograd makes such objects without calling __init__
+        lost = None if weak is None else weak()
         if lost is not None:
             lost()

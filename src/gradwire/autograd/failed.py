@@ -1,4 +1,4 @@
-"""Calls back when a `backward()` has raised, with the exception.
+"""Calls back when a `backward()` has raised, with the exception, and before one that compiled autograd is to run.
 
 Knows `torch.autograd.backward`. It must not know what is done about a failure.
 
@@ -14,6 +14,7 @@ Note [Why torch.autograd.backward is wrapped]
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -26,7 +27,8 @@ from gradwire.events import Callbacks, Handle
 FailedBackward = Callable[[Any, BaseException], object]
 """Called with what `backward` was called on and with what it raised."""
 
-_listeners: Callbacks[Callable[[Any, BaseException], None]] = Callbacks()
+_listeners: Callbacks[Callable[..., None]] = Callbacks()
+_guards: Callbacks[Callable[..., None]] = Callbacks()
 _installing = threading.Lock()
 
 
@@ -47,17 +49,29 @@ def on_failed_backward(fn: FailedBackward) -> Handle:
     failed with RuntimeError
     >>> handle.remove()
     """
+    return _register(_listeners, fn)
+
+
+def before_compiled_backward(fn: Callable[[Any], object]) -> Handle:
+    """Call the bound method `fn(tensors)` before an outermost `backward()` that compiled autograd is to run; it may raise.
+
+    The object of `fn` is held weakly.
+    """
+    return _register(_guards, fn)
+
+
+def _register(callbacks: Callbacks[Callable[..., None]], fn: Callable[..., object]) -> Handle:
     weak = weakref.WeakMethod(fn)
 
-    def call(tensors: Any, error: BaseException) -> None:
+    def call(*args: Any) -> None:
         method = weak()
         if method is not None:
-            method(tensors, error)
+            method(*args)
 
     with _installing:
         if not hasattr(torch.autograd.backward, "_gradwire_original"):
             torch.autograd.backward = _around(torch.autograd.backward)
-    handle = _listeners.add(call)
+    handle = callbacks.add(call)
     weakref.finalize(fn.__self__, handle.remove).atexit = False  # type: ignore[attr-defined]
     return handle
 
@@ -66,6 +80,9 @@ def _around(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         try:
+            if _compiled_autograd_is_on():
+                for guard in _guards:
+                    guard(tensors)
             original(tensors, *args, **kwargs)
         except BaseException as error:
             # Inside another backward, as in a re-entrant checkpoint, the outer one decides whether it fails.
@@ -75,6 +92,13 @@ def _around(original: Callable[..., None]) -> Callable[..., None]:
 
     backward._gradwire_original = original  # type: ignore[attr-defined]
     return backward
+
+
+def _compiled_autograd_is_on() -> bool:
+    module = sys.modules.get(
+        "torch._dynamo.compiled_autograd"
+    )  # importing it takes seconds; unless it is, nothing is compiled
+    return module is not None and bool(getattr(module, "compiled_autograd_enabled", False))
 
 
 def _report(tensors: Any, error: BaseException) -> None:

@@ -50,6 +50,8 @@ def hear_backward(output: Any, reducer: Reducer) -> bool:
             reducer.backward_begins()
 
     outputs = [t for t in tensors_in(output) if t.requires_grad]
+    if any(t.grad_fn is None for t in outputs):
+        return False  # a hook on a leaf, such as a parameter that the model returns, would stay, one more in each step
     for tensor in outputs:
         tensor.register_hook(begun)
     return bool(outputs)

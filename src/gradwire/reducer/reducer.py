@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from gradwire.autograd.ending import at_the_end
-from gradwire.autograd.failed import on_failed_backward
+from gradwire.autograd.failed import before_compiled_backward, on_failed_backward
 from gradwire.autograd.graph import reachable_parameters
 from gradwire.collectives import all_reduce, broadcast
-from gradwire.errors import GradwireError
+from gradwire.errors import GradwireError, UsageError
 from gradwire.events import BackwardEnded, BucketFull, BucketLaunched, BucketReduced, Emitter, GradientReady, StepEnded
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
@@ -58,6 +58,10 @@ class StepRejected(Exception):
     def __init__(self, error: GradwireError) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+class CompiledAutograd(UsageError, RuntimeError):
+    """A backward that is to be averaged runs under compiled autograd."""
 
 
 class Ears(Protocol):
@@ -155,6 +159,7 @@ class Reducer:
         # What is still in it when a model is dropped would keep the parameters alive: their hooks know this list.
         weakref.finalize(self, self.arrived.clear).atexit = False
         on_failed_backward(self.backward_failed)
+        before_compiled_backward(self._refuse_compiled)
         self._allocate()
 
     def _allocate(self) -> None:
@@ -450,6 +455,14 @@ class Reducer:
         self.iteration = self.begins_iteration
         self.fail(error)
 
+    def _refuse_compiled(self, tensors: Any) -> None:
+        if self.expects_backward and reachable_parameters(tensors, self.parameters):
+            raise CompiledAutograd(
+                f"backward of a replicated model on rank {self.group.rank} under compiled autograd: it runs no callbacks at the "
+                "end of a backward, so gradients would never be averaged. Set torch._dynamo.config.compiled_autograd = False; "
+                "torch.compile of the model may stay."
+            )
+
     def backward_failed(self, tensors: Any, error: BaseException) -> None:
         """A backward has raised `error`, in this model or in another: if it was of this one, the step has failed."""
         if self.expects_backward and reachable_parameters(tensors, self.parameters):
@@ -469,9 +482,10 @@ class Reducer:
 
     def finish_first_static_step(self) -> None:
         """At the end of the first backward of a static graph: reduce everything, and remember how often each was used."""
+        self._callback_queued = False
+        if not self._first_uses:
+            return  # this was `torch.autograd.grad`, which accumulates nothing: the backward is still to come
         uses, self._first_uses = self._first_uses, None
-        if uses is None:
-            return
         self.machine.prepare(i for i in range(len(self.parameters)) if i not in uses)
         launches = [
             launch for i in uses for launch in self.machine.grad_ready(i)

@@ -1,0 +1,90 @@
+"""Backwards that are not one `loss.backward()` of all outputs: through autograd.grad, to a leaf, under compiled autograd."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradwire.groups import Group
+from gradwire.parallel import DistributedDataParallel as DDP
+from gradwire.reducer.reducer import CompiledAutograd
+from gradwire.testing import run_ranks
+
+FLAGS: list[dict[str, Any]] = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: " ".join(flags) or "plain")
+def test_a_gradient_penalty(
+    local_means: Callable[..., Any], assert_gradients: Callable[..., None], flags: dict[str, Any]
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+        x = torch.full((2, 3), float(rank + step + 1), requires_grad=True)
+        y = model(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y.sum() + slope.pow(2).sum()
+
+    def rank_main(group: Group) -> None:
+        ddp = DDP(copy.deepcopy(model), process_group=group, **flags)
+        for step in range(5):
+            ddp.zero_grad()
+            expected = local_means(group, ddp.module, lambda m, step=step: loss(m, group.rank, step))
+            loss(ddp, group.rank, step).backward()
+            assert_gradients(ddp.module, expected)
+        assert ddp.replica.reducer.steps == 5
+
+    run_ranks(rank_main, 2)
+
+
+class ReturnsItsScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x) * self.scale, self.scale, x
+
+
+def test_a_model_that_returns_a_parameter_gathers_no_hooks() -> None:
+    def rank_main(group: Group) -> None:
+        ddp = DDP(ReturnsItsScale(), process_group=group)
+        x = torch.ones(1, 2, requires_grad=True)
+        for _ in range(40):
+            ddp.zero_grad()
+            ddp(x)[0].sum().backward()
+        for leaf in (ddp.module.scale, x):
+            assert len(leaf._backward_hooks or ()) <= 1
+
+    run_ranks(rank_main, 1)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("steps_before", [0, 15])
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: " ".join(flags) or "plain")
+def test_compiled_autograd_is_refused_before_it_begins(flags: dict[str, Any], steps_before: int) -> None:
+    from torch._dynamo import compiled_autograd
+
+    def rank_main(group: Group) -> None:
+        ddp = DDP(nn.Linear(2, 2), process_group=group, **flags)
+
+        def loss() -> Tensor:
+            ddp.zero_grad()
+            return ddp(torch.ones(1, 2)).sum()
+
+        for _ in range(steps_before):
+            loss().backward()
+        with (
+            compiled_autograd._enable(torch.compile(backend="eager")),
+            pytest.raises(CompiledAutograd, match="under compiled autograd"),
+        ):
+            loss().backward()
+        loss().backward()
+        assert ddp.replica.reducer.steps == steps_before + 1
+
+    run_ranks(rank_main, 1)
