@@ -147,6 +147,14 @@ class CommHook(ABC):
         """Of what `save` gave on another rank, what holds on every rank: with this a new rank begins. Nothing, if nothing else."""
         return {}
 
+    def __repr__(self) -> str:
+        """The class and its plain settings. Ranks compare hooks by it, so it holds nothing that differs between processes."""
+        plain = (str, int, float, type(None), torch.dtype, CommHook)
+        settings = [
+            f"{k}={v!r}" for k, v in getattr(self, "__dict__", {}).items() if isinstance(v, plain) and k[:1] != "_"
+        ]
+        return f"{type(self).__qualname__}({', '.join(settings)})"
+
     @property
     def structure(self) -> str:
         """What `save` gives, whatever the settings: hooks of one structure can `load` each other's states. "" for no state."""

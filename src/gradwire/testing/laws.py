@@ -61,8 +61,10 @@ class Trial:
 
 Law = Callable[[Trial], None]
 
-_SHORT, _LONG = 24, 120
-"""Steps after which `pays_back` looks at the average over time."""
+_SHORT, _TIMES = 24, 5
+"""Steps after which `pays_back` looks at the average over time, at least, and how many times as many it then waits."""
+_MOST = 1000
+"""Steps, at most, that a hook is given to send every element once. One that sends less than a thousandth may fail."""
 
 _CLEAN = 8
 """Steps after which `recovers` expects finite values: some hooks keep gradients for a few steps before they send them."""
@@ -142,7 +144,9 @@ def mean_of_sent(trial: Trial) -> None:
                 raise trial.broken(
                     "mean_of_sent",
                     f"in step {step}, divided by {divisor or trial.ranks}, `value` is {off:.3g} off the mean of `sent`, whose "
-                    f"largest element is {scale:.3g}; stated is {trial.hook.error(trial.spec):.3g} of it",
+                    f"largest element is {scale:.3g}; {type(trial.hook).__name__}.error(spec) states "
+                    f"{trial.hook.error(trial.spec):.3g} of it. A hook that "
+                    "rounds `value` beyond its `sent` states by how much in its error method",
                 )
 
 
@@ -162,18 +166,24 @@ def pays_back(trial: Trial) -> None:
     states: Any = None
     total = torch.zeros_like(truth)
     off: list[float] = []
-    for step in range(_LONG):
-        done = simulate(hook, brought, spec=trial.spec, states=states, step=step, hosts=trial.hosts)
+    sent, short = 0, _SHORT
+    while len(off) < short * _TIMES:
+        done = simulate(hook, brought, spec=trial.spec, states=states, step=len(off), hosts=trial.hosts)
         states = done.states
         total += _wide(done.reduced[0].value)
-        off.append(float((total / (step + 1) - truth).norm() / truth.norm()))
+        off.append(float((total / (len(off) + 1) - truth).norm() / truth.norm()))
+        if len(off) <= _SHORT:
+            sent += max(int(mine.count_nonzero()) for _, mine in done.reduced)
+        if len(off) == _SHORT and sent:
+            # What a hook owes is bounded once it has sent every element, so one that sends few at a time needs more steps.
+            short = max(_SHORT, min(_MOST, math.ceil(1.5 * _SHORT * trial.spec.numel / sent)))
     # What is owed goes up and down, and may be next to nothing in one step by chance: the worst of twenty steps counts.
-    early, late = max(off[_SHORT - 20 : _SHORT]), max(off[-20:])
+    early, late = max(off[short - 20 : short]), max(off[-20:])
     rounding = 64 * torch.finfo(trial.spec.dtype).eps + hook.error(trial.spec) * trial.ranks
     if not late <= max(0.5 * early, rounding):
         raise trial.broken(
             "pays_back",
-            f"the average over some {_SHORT} steps is up to {early:.3g} off the true mean, over some {_LONG} still {late:.3g}",
+            f"the average over some {short} steps is up to {early:.3g} off the true mean, over some {len(off)} still {late:.3g}",
         )
 
 

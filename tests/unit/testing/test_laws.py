@@ -23,6 +23,8 @@ from gradwire.hooks import (
     chain,
     error_feedback,
     mean,
+    random_k,
+    top_k,
     weighted_mean,
 )
 from gradwire.testing import check_hook, laws
@@ -152,13 +154,22 @@ class NeverForgets(Average):
         return (yield from super().reduce(state, None, turn))
 
 
+class SendsOne(Average):
+    """The first element, always: the others are owed for ever."""
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        first = torch.zeros_like(grad)
+        first[:1] = grad[:1]
+        return (yield from super().reduce(first, state, turn))
+
+
 BROKEN = {
     "agree": [Disagrees()],
     "kept": [Widens()],
     "unwritten": [Writes()],
     "repeatable": [Guesses()],
     "mean_of_sent": [Sums(), ForgetsDivisor(), ForgetsWeights()],
-    "pays_back": [Drops()],
+    "pays_back": [Drops(), SendsOne()],
     "counted": [Miscounts(), MiscountsCollectives()],
     "saved": [Forgets(), SavesNonsense(), Mixes()],
     "from_nothing": [DividesByNothing()],
@@ -178,6 +189,27 @@ BROKEN = {
 )
 def test_good_hooks_keep_the_laws(hook: CommHook) -> None:
     check_hook(hook)
+
+
+@pytest.mark.parametrize(
+    "hook", [chain(error_feedback(), top_k(ratio=0.005)), chain(random_k(0.005), mean())], ids=repr
+)
+def test_hooks_that_send_little_at_a_time_pay_back_in_time(hook: CommHook) -> None:
+    check_hook(hook, world_sizes=(2,), laws=[laws.pays_back])
+
+
+def test_a_rounding_that_is_not_stated_is_told_where_to_state_it() -> None:
+    with pytest.raises(HookError, match=r"Sums\.error\(spec\) states .* states by how much in its error method"):
+        check_hook(Sums(), laws=[laws.mean_of_sent])
+
+
+def test_hooks_look_alike_in_every_process_without_a_repr_of_their_own() -> None:
+    class Scaled(Average):
+        def __init__(self, by: float, dtype: torch.dtype) -> None:
+            self.by, self.dtype, self._cache, self.key = by, dtype, 3, object()
+
+    assert repr(Scaled(0.5, torch.bfloat16)).endswith("Scaled(by=0.5, dtype=torch.bfloat16)")
+    assert repr(Average()) == "Average()"
 
 
 @pytest.mark.parametrize(("law", "hook"), [(law, hook) for law, hooks in BROKEN.items() for hook in hooks])
