@@ -7,8 +7,9 @@ is an instance of that type as well. All errors pickle with their facts: they cr
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from gradwire.collectives.op import Signature
@@ -26,6 +27,25 @@ def _rebuild(cls: type[GradwireError], args: tuple[Any, ...], facts: dict[str, A
     error.args = args
     error.__dict__.update(facts)
     return error
+
+
+E = TypeVar("E", bound=BaseException)
+
+
+def again(error: E) -> E:
+    """A copy of an error that is kept, to be raised in its place: same type, facts, notes and cause.
+
+    To raise one object many times makes its traceback longer each time, and keeps all frames in it, with their tensors, alive.
+    """
+    try:
+        twin = copy.copy(error)
+    except Exception:  # a class of the caller's whose constructor takes other arguments than `args`
+        return error.with_traceback(None)
+    if "__notes__" in twin.__dict__:
+        twin.__dict__["__notes__"] = list(twin.__dict__["__notes__"])
+    twin.__cause__, twin.__context__ = error.__cause__, error.__context__
+    twin.__suppress_context__ = error.__suppress_context__
+    return twin
 
 
 class UsageError(GradwireError, ValueError):

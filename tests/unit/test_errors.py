@@ -107,3 +107,24 @@ def test_your_fault_and_the_worlds_fault_are_apart() -> None:
     for cls in (HookError, LayoutError, ClosedError, UsageTypeError):
         assert issubclass(cls, UsageError)
         assert not issubclass(cls, GroupError)
+
+
+def test_again_copies_type_facts_notes_and_cause_and_no_traceback() -> None:
+    try:
+        try:
+            raise KeyError("why")
+        except KeyError as cause:
+            raise errors.CollectiveTimeout("late", joined=[0], missing=[1]) from cause
+    except errors.CollectiveTimeout as error:
+        error.add_note("a note")
+        kept = error
+    copy = errors.again(kept)
+    assert (type(copy), str(copy), copy.joined, copy.missing) == (errors.CollectiveTimeout, "late", (0,), (1,))
+    assert copy.__cause__ is kept.__cause__
+    assert copy.__suppress_context__
+    assert copy.__traceback__ is None
+    copy.add_note("another")
+    assert kept.__notes__ == ["a note"]
+    assert pickle.loads(pickle.dumps(copy)).missing == (1,)
+    problem = OSError(2, "no such file", "name")
+    assert (errors.again(problem).errno, str(errors.again(problem))) == (2, str(problem))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, Layout, Scope, build
-from gradwire.errors import ClosedError, GroupAborted, HookError, UsageError
+from gradwire.errors import ClosedError, GroupAborted, HookError, UsageError, again
 from gradwire.events import Emitter, Handle
 from gradwire.groups.completion import CompletionHook
 from gradwire.groups.forked import finalize_here, refusal
@@ -110,7 +110,7 @@ class Group(Verbs, ABC):
         if self.closed:
             raise ClosedError(f"{op} on {self}: the group is closed. Submit before close().")
         if self.failure is not None:
-            raise self.failure
+            raise again(self.failure)
 
     @property
     def forked(self) -> bool:
@@ -196,7 +196,7 @@ class Group(Verbs, ABC):
         """Look now whether the group has failed, here or on another rank, and raise what it failed with."""
         self.refuse_in_child("check_peers()")
         if self.failure is not None:
-            raise self.failure
+            raise again(self.failure)
 
     def recover(self, timeout: float | None = None) -> None:
         """Make an aborted group usable again. Every rank calls it; what was in flight is lost.
@@ -205,7 +205,7 @@ class Group(Verbs, ABC):
         """
         self.refuse_in_child("recover()")
         if self.failure is not None:
-            raise self.failure
+            raise again(self.failure)
 
     def fail(self, error: BaseException) -> None:
         """As `abort`, with an error of your choice. The first failure is the one that stays."""

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, Kind, Signature
-from gradwire.errors import UsageError
+from gradwire.errors import UsageError, again
 from gradwire.groups.forked import refusal
 from gradwire.groups.futures import FutureQueue
 
@@ -196,7 +196,7 @@ class Work:
             raise self.ledger.timed_out(self, limit)
         error = self._outcomes[0][0]  # and not _error, which whoever settles it just now may not have written yet
         if error is not None:
-            raise error
+            raise again(error)
         return True
 
     def _block(self, limit: float) -> bool:
@@ -272,7 +272,7 @@ class Work:
         assert future is not None
         try:
             if isinstance(self._error, Exception):
-                future.set_exception(self._error)
+                future.set_exception(again(self._error))
             elif self._error is not None:
                 future.set_exception(RuntimeError(repr(self._error)))
             else:

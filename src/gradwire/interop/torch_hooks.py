@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket as TorchGradBucket
 
-from gradwire.errors import CollectiveTimeout, GroupError, HookError, UsageError, UsageTypeError
+from gradwire.errors import CollectiveTimeout, GroupError, HookError, UsageError, UsageTypeError, again
 from gradwire.groups.base import Group
 from gradwire.groups.completion import name_of
 from gradwire.groups.work import Work
@@ -108,7 +108,7 @@ class TorchHookRun:
         except Exception as error:
             if not isinstance(error, GroupError):  # of which all ranks and operations may share one
                 if self._group.failure is not None:
-                    raise self._group.failure from error
+                    raise again(self._group.failure) from error
                 self._raise_failure_of_work(error)
                 error.add_note(f"raised in the Future of {self._where}")
             raise
@@ -125,7 +125,7 @@ class TorchHookRun:
         failures = list(map(_failure_of, self._works))
         for failure in failures:
             if failure is not None:
-                raise failure from error
+                raise again(failure) from error
 
     def _await(self) -> None:
         """Until the Future is done; its own wait knows no time-out."""

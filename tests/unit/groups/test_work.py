@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 
 from gradwire.collectives import Collective, build
 from gradwire.errors import CollectiveTimeout, GroupAborted, HookError, UsageError
+from gradwire.groups import ThreadGroup
 from gradwire.groups.ledger import Attendance, Ledger
 from gradwire.groups.work import Work, seconds
 
@@ -78,14 +82,44 @@ def test_wait_returns_again_and_again() -> None:
 
 
 def test_wait_raises_the_same_error_again_and_again() -> None:
-    work, error = make(), GroupAborted("the end")
+    work, error = make(), GroupAborted("the end", reason="because")
     work.fail(error)
     for _ in range(2):
         with pytest.raises(GroupAborted) as caught:
             work.wait()
-        assert caught.value is error
+        assert caught.value is not error
+        assert (str(caught.value), caught.value.reason) == ("the end", "because")
     with pytest.raises(GroupAborted):
         work.result()
+    assert work.exception() is error
+    assert error.__traceback__ is None
+
+
+def test_errors_that_are_raised_often_hold_no_frames() -> None:
+    """Neither repeated waits nor refused submits make a traceback longer or keep what the caller had on its stack."""
+
+    class Big:
+        """Stands for a tensor on the caller's stack."""
+
+    (group,) = ThreadGroup.world(1)
+    work = make()
+    work.fail(GroupAborted("the end"))
+    group.abort("no more")
+    alive: weakref.WeakSet[Big] = weakref.WeakSet()
+
+    def try_again(attempt: Callable[[], object]) -> int:
+        big = Big()
+        alive.add(big)
+        with pytest.raises(GroupAborted) as caught:
+            attempt()
+        return len(traceback.extract_tb(caught.value.__traceback__))
+
+    for attempt in (work.wait, group.barrier, group.check_peers, work.result):
+        lengths = {try_again(attempt) for _ in range(300)}
+        assert len(lengths) == 1
+    gc.collect()
+    assert not alive
+    group.close()
 
 
 def test_waiters_in_threads_all_wake() -> None:
@@ -125,7 +159,9 @@ def test_the_deadline_fails_the_operation_itself() -> None:
     work = make(timeout=0.02)
     with pytest.raises(CollectiveTimeout) as caught:
         work.wait()
-    assert work.exception() is caught.value
+    kept = work.exception()
+    assert isinstance(kept, CollectiveTimeout)
+    assert (str(kept), kept.op) == (str(caught.value), caught.value.op)
     assert not work.finish()
 
 

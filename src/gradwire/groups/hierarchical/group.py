@@ -37,7 +37,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.collectives import Collective, Layout, Scope, build
-from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
+from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError, again
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.c10d import C10dGroup
 from gradwire.groups.c10d.rollcall import RollCall
@@ -458,7 +458,7 @@ class HierarchicalGroup(Group):
         """Meet all ranks, then recover the parts. A lost peer stays lost."""
         self.refuse_in_child("recover()")
         if isinstance(self.failure, PeerLost):
-            raise self.failure
+            raise again(self.failure)
         limit = self.timeout if timeout is None else timeout
         deadline = time.perf_counter() + limit
         if not self._driving.acquire(timeout=limit):

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.collectives import Collective, Scope
 from gradwire.collectives.lower import is_identity
-from gradwire.errors import ClosedError, CollectiveTimeout, GroupError, PeerLost, UsageError
+from gradwire.errors import ClosedError, CollectiveTimeout, GroupError, PeerLost, UsageError, again
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.file_store import bounded
 from gradwire.groups.forked import finalize_here
@@ -195,7 +195,7 @@ class SharedMemoryGroup(Group):
         """Meet the other ranks and start counting afresh."""
         self.refuse_in_child("recover()")
         if isinstance(self.failure, PeerLost):
-            raise self.failure
+            raise again(self.failure)
         self._engine.recover(self.timeout if timeout is None else timeout)
         self.failure = None
 
