@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire.testing import Leftovers, default_pool
+from gradwire.testing import LeftBehind, Leftovers, default_pool, ranks
 from gradwire.testing.leftovers import prime
 from gradwire.testing.mpi import default_worlds
 
@@ -32,6 +32,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     ):  # started in the background; tests of Ctrl-C would wait in vain
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    ranks.DEFAULT_LEFTOVERS = LeftBehind.RAISE
     prime()
 
 

@@ -28,8 +28,10 @@ from torch._C._distributed_c10d import Store
 from gradwire.errors import CollectiveTimeout, GroupAborted, PeerLost, UsageError
 from gradwire.groups import Group, ThreadGroup
 from gradwire.testing.mpi import default_worlds
-from gradwire.testing.pool import ABORT_GRACE, GROUP_MARGIN, Build, Fate, Outcome, default_pool
+from gradwire.testing.pool import ABORT_GRACE, GROUP_MARGIN, Build, Fate, LeftBehind, Outcome, default_pool
 
+DEFAULT_LEFTOVERS = LeftBehind.IGNORE
+"""What `run_ranks` makes of leftovers when not told. A test suite sets it to RAISE for all its calls."""
 NEAR = 1.0
 """Seconds within which failures count as simultaneous."""
 
@@ -46,6 +48,7 @@ class Request:
     timeout: float
     lost: frozenset[int]
     wrap: Wrap | None
+    leftovers: LeftBehind = LeftBehind.RAISE
 
     def __str__(self) -> str:
         return f"run_ranks({getattr(self.fn, '__qualname__', repr(self.fn))}, {self.n}, kind={self.kind!r})"
@@ -67,6 +70,7 @@ def run_ranks(
     timeout: float = 60.0,
     lost: Collection[int] = (),
     wrap: Wrap | None = None,
+    leftovers: LeftBehind | None = None,
 ) -> list[Any]:
     """Run `fn(group)` on `n` ranks at once and return what each returned, in rank order.
 
@@ -74,6 +78,7 @@ def run_ranks(
     that returns early has not left. What a rank raises is raised here, with a note that names the rank; the others are
     aborted. A process that dies is PeerLost, except for the ranks in `lost`: they are meant to die, their result is None,
     and it is an error if they do not. After `timeout` seconds CollectiveTimeout tells where each missing rank stood.
+    `leftovers` is what to make of what `fn` leaves behind in a rank's process: with LeftBehind.RAISE it is an error.
 
     >>> import torch
     >>> def total(group):
@@ -83,7 +88,7 @@ def run_ranks(
     >>> run_ranks(total, 4)
     [6, 6, 6, 6]
     """
-    request = Request(fn, n, kind, timeout, frozenset(lost), wrap)
+    request = Request(fn, n, kind, timeout, frozenset(lost), wrap, leftovers or DEFAULT_LEFTOVERS)
     _check(request)
     return _verdict(_KINDS[kind].run(request), request)
 
@@ -264,6 +269,7 @@ def in_processes(build: Build) -> RankKind:
             timeout=request.timeout,
             lost=request.lost,
             wrap=request.wrap,
+            leftovers=request.leftovers,
             name=request.kind,
         )
 
@@ -283,7 +289,9 @@ def _shared_memory(store: Store, rank: int, size: int, *, timeout: float, name: 
 
 
 def _run_mpi(request: Request) -> list[Outcome]:
-    return default_worlds().run(request.fn, request.n, build=_mpi, timeout=request.timeout, wrap=request.wrap)
+    return default_worlds().run(
+        request.fn, request.n, build=_mpi, timeout=request.timeout, wrap=request.wrap, leftovers=request.leftovers
+    )
 
 
 def _mpi(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Group:

@@ -30,7 +30,7 @@ from gradwire.errors import (
     UsageTypeError,
 )
 from gradwire.groups import Group, GroupWrapper
-from gradwire.testing import RankPool, default_pool, kinds, run_ranks
+from gradwire.testing import LeftBehind, RankPool, default_pool, kinds, ranks, run_ranks
 from gradwire.testing.pool import Fate, Outcome, RemoteTraceback
 from gradwire.testing.pool.shipping import ship
 from gradwire.testing.ranks import Request, _gloo, _verdict
@@ -401,6 +401,22 @@ def test_a_leak_on_a_rank_is_a_failure_and_its_process_is_replaced() -> None:
     after = run_ranks(my_pid, 2, kind="gloo")
     assert before[1] not in after
     assert before[0] in after
+
+
+def test_what_a_users_function_leaves_is_no_error_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but its process ends with it: torch's process group, say."""
+
+    def leave_a_process_group(group: Group) -> int:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return os.getpid()
+
+    monkeypatch.setattr(ranks, "DEFAULT_LEFTOVERS", LeftBehind.IGNORE)
+    first = run_ranks(leave_a_process_group, 1, kind="gloo")
+    assert run_ranks(leave_a_process_group, 1, kind="gloo") != first  # in a process that knows nothing of the first
+    with pytest.raises(InternalError, match="rank 0 left behind"):
+        run_ranks(leave_a_process_group, 1, kind="gloo", leftovers=LeftBehind.RAISE)
 
 
 def test_a_leak_after_a_failure_is_a_note() -> None:

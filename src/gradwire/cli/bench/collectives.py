@@ -19,7 +19,7 @@ from rich.console import Console
 
 from gradwire.cli.arguments import at_least, byte_size, list_of
 from gradwire.cli.bench import contenders, mpi, plot
-from gradwire.cli.bench.bar import bar
+from gradwire.cli.bench.bar import bar, warn_if_crowded
 from gradwire.cli.bench.machine import describe
 from gradwire.cli.bench.race import Race, run_race
 from gradwire.cli.bench.report import add_json_option, present
@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         plot.check(args.plot)
     sizes = _sizes(args.sizes, args.op, args.ranks)
+    warn_if_crowded(max(args.ranks))
     machine, console = describe(), Console(highlight=False)
     launcher = mpi.find() if args.mpi == "auto" else "left out by --mpi none"
     names = [name for name in contenders.CONTENDERS if name != contenders.MPI or isinstance(launcher, mpi.Launcher)]

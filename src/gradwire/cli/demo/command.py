@@ -37,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     add(
         "--kind",
         choices=kinds(),
-        default="gloo",
+        default="shared_memory",
         metavar="KIND",
         help="what carries the bytes: %(choices)s (default: %(default)s)",
     )

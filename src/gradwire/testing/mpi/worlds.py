@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from gradwire.errors import UsageError
 from gradwire.groups import Group
 from gradwire.testing.mpi.launch import Launch, find_mpirun
-from gradwire.testing.pool import Build, Outcome, RankPool
+from gradwire.testing.pool import Build, LeftBehind, Outcome, RankPool
 from gradwire.testing.pool.process import Hold
 
 
@@ -63,11 +63,12 @@ class MPIWorlds:
         build: Build,
         timeout: float = 60.0,
         wrap: Callable[[Group], Group] | None = None,
+        leftovers: LeftBehind = LeftBehind.RAISE,
     ) -> list[Outcome]:
         """Do `fn(wrap(build(...)))` on `n` ranks and say what became of each."""
         if n not in self._worlds:
             self._worlds[n] = _World()
-        return self._worlds[n].run(fn, n, build=build, timeout=timeout, wrap=wrap, name="mpi")
+        return self._worlds[n].run(fn, n, build=build, timeout=timeout, wrap=wrap, leftovers=leftovers, name="mpi")
 
     def close(self) -> None:
         """End all worlds and wait for them. Raises GroupError if a rank did not end well."""

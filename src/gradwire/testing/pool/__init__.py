@@ -6,8 +6,18 @@ no rank's death takes it along. What a set of outcomes means is decided in `test
 group.
 """
 
-from gradwire.testing.pool.outcome import ABORT_GRACE, GROUP_MARGIN, Fate, Outcome, RemoteTraceback
+from gradwire.testing.pool.outcome import ABORT_GRACE, GROUP_MARGIN, Fate, LeftBehind, Outcome, RemoteTraceback
 from gradwire.testing.pool.pool import RankPool, default_pool
 from gradwire.testing.pool.worker import Build
 
-__all__ = ["ABORT_GRACE", "GROUP_MARGIN", "Build", "Fate", "Outcome", "RankPool", "RemoteTraceback", "default_pool"]
+__all__ = [
+    "ABORT_GRACE",
+    "GROUP_MARGIN",
+    "Build",
+    "Fate",
+    "LeftBehind",
+    "Outcome",
+    "RankPool",
+    "RemoteTraceback",
+    "default_pool",
+]

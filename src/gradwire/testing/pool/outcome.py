@@ -34,6 +34,18 @@ class Fate(Enum):
     STUCK = "it had not come to an end when its time was up"
 
 
+class LeftBehind(Enum):
+    """What to make of threads, processes, sockets and descriptors that a rank's function leaves behind.
+
+    In either case the rank's process is not used again.
+    """
+
+    IGNORE = "ignore"
+    """Nothing: a function may leave what ends with its process."""
+    RAISE = "raise"
+    """InternalError, which names each: for tests of what must clean up after itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What became of one rank, and when (on `time.monotonic`'s clock, which the processes of a host share).

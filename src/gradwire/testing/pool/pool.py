@@ -21,7 +21,7 @@ from gradwire.groups import Group
 from gradwire.groups.tcp_store import host_store
 from gradwire.testing.leftovers import open_descriptors, tcp_ports
 from gradwire.testing.pool.messages import Job, Ready, receive
-from gradwire.testing.pool.outcome import ABORT_GRACE, GROUP_MARGIN, HOST, START_LIMIT, TURN_LIMIT, Outcome
+from gradwire.testing.pool.outcome import ABORT_GRACE, GROUP_MARGIN, HOST, START_LIMIT, TURN_LIMIT, LeftBehind, Outcome
 from gradwire.testing.pool.process import Hold, Process, ending
 from gradwire.testing.pool.run import Run
 from gradwire.testing.pool.shipping import ship
@@ -57,6 +57,7 @@ class RankPool:
         timeout: float = 60.0,
         lost: Collection[int] = (),
         wrap: Callable[[Group], Group] | None = None,
+        leftovers: LeftBehind = LeftBehind.RAISE,
         name: str = "ranks",
     ) -> list[Outcome]:
         """Do `fn(wrap(build(...)))` on `n` ranks and say what became of each. Raises only for its own troubles."""
@@ -67,7 +68,7 @@ class RankPool:
             workers = self._workers[:n]
             try:
                 jobs = [Job(rank, n, name, timeout + GROUP_MARGIN, blob) for rank in range(n)]
-                return Run(workers, lost, timeout).finish(jobs)
+                return Run(workers, lost, timeout, leftovers).finish(jobs)
             except BaseException:  # Ctrl-C, a test's own time-out: nobody knows any more what the workers are doing
                 for worker in workers:
                     worker.spoilt = True

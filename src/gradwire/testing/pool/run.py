@@ -17,7 +17,15 @@ from contextlib import suppress
 
 from gradwire.errors import InternalError
 from gradwire.testing.pool.messages import Abort, Close, Ended, Job, Raised, Returned, receive, send
-from gradwire.testing.pool.outcome import ABORT_GRACE, CLOSE_LIMIT, LEFTOVER_GRACE, MESSAGE_LIMIT, Fate, Outcome
+from gradwire.testing.pool.outcome import (
+    ABORT_GRACE,
+    CLOSE_LIMIT,
+    LEFTOVER_GRACE,
+    MESSAGE_LIMIT,
+    Fate,
+    LeftBehind,
+    Outcome,
+)
 from gradwire.testing.pool.process import Hold, ending
 from gradwire.testing.pool.shipping import load_result, unpack
 
@@ -25,7 +33,8 @@ from gradwire.testing.pool.shipping import load_result, unpack
 class Run:
     """Tells the workers, hears from them, stops the others when one fails."""
 
-    def __init__(self, workers: Sequence[Hold], lost: Collection[int], timeout: float) -> None:
+    def __init__(self, workers: Sequence[Hold], lost: Collection[int], timeout: float, leftovers: LeftBehind) -> None:
+        self._leftovers = leftovers
         self._workers = workers
         self._ranks = range(len(workers))
         self._lost = lost
@@ -88,7 +97,7 @@ class Run:
         outcome = self._outcomes[rank]
         if ended.raised is not None:
             outcome = _also(outcome, unpack(rank, ended.raised))
-        if ended.left:
+        if ended.left and self._leftovers is LeftBehind.RAISE:
             problem = InternalError(
                 f"rank {rank} left behind, {LEFTOVER_GRACE:.0f} s after its group was closed: {'; '.join(ended.left)}. "
                 "End and close what the rank's function, or the group under test, has started and opened.",

@@ -238,3 +238,20 @@ def test_with_more_ranks_than_cores_it_is_said_that_open_mpi_yields(monkeypatch)
 
 def _race() -> collectives.Race:
     return collectives.Race("all_reduce", (4, BUCKET), 3, 0.015, tuple(CONTENDERS))
+
+
+def test_more_ranks_than_cores_is_said_at_once_and_progress_is_seen_without_a_terminal(monkeypatch, capsys):
+    told = []
+
+    def run_world(*args, heard, **options):
+        told.append(capsys.readouterr().err)
+        for done in range(1, 21):
+            heard(done)
+        raise InternalError("far enough")
+
+    monkeypatch.setattr(collectives, "run_world", run_world)
+    assert main(["bench", "collectives", "--ranks", "9999", "--mpi", "none"]) == 1
+    assert re.match(r"gradwire bench: 9999 ranks on \d+ cores? ?.*take turns", told[0])
+    assert told[0].endswith("9999 ranks: starting\n")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:10] == [f"9999 ranks: {done} of 20 rounds" for done in range(2, 21, 2)]
