@@ -133,13 +133,13 @@ def test_help_fits_a_terminal_of_80_columns(capsys):
     ],
 )
 def test_what_cannot_be_done_is_said_before_anything_is_measured(argv, message, capsys):
-    assert main([*COMMAND, *argv]) == 1
+    assert main([*COMMAND, *argv]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_without_matplotlib_a_plot_is_refused_at_once(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main([*COMMAND, "--plot", str(tmp_path / "times.png")]) == 1
+    assert main([*COMMAND, "--plot", str(tmp_path / "times.png")]) == 2
     assert "matplotlib is not installed. pip install gradwire[plot], or leave --plot out." in capsys.readouterr().err
 
 

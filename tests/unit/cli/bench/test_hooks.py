@@ -154,7 +154,7 @@ def test_a_wrong_argument_is_named(argv, message, capsys):
     ],
 )
 def test_what_cannot_be_measured_is_refused(argv, message, capsys):
-    assert main(["bench", "hooks", *argv]) == 1
+    assert main(["bench", "hooks", *argv]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -177,5 +177,5 @@ def test_a_small_run(tmp_path, capsys):
 
 
 def test_hooks_that_need_nccl_are_refused_on_the_cpu(capsys):
-    assert main(["bench", "hooks", "--hooks", "quantize8,torch-quantize"]) == 1
+    assert main(["bench", "hooks", "--hooks", "quantize8,torch-quantize"]) == 2
     assert "on CUDA only" in capsys.readouterr().err

@@ -81,13 +81,13 @@ def test_the_model_for_cuda_runs_the_same_way_on_the_cpu(capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_no_cuda_device_is_one_clear_error(capsys):
-    assert main([*SMALL, "--device", "cuda"]) == 1
+    assert main([*SMALL, "--device", "cuda"]) == 2
     assert "torch sees no CUDA device" in capsys.readouterr().err
 
 
 def test_a_process_that_has_a_group_is_refused(capsys):
     with peers.world_of_one(torch.device("cpu")):
-        assert main(SMALL) == 1
+        assert main(SMALL) == 2
     assert "this process has one already" in capsys.readouterr().err
 
 

@@ -55,8 +55,8 @@ def test_overlap_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str], t
     with pytest.raises(SystemExit):
         main(["bench", "overlap", "--hooks", "mean,nothing"])
     assert "there is no 'nothing'" in capsys.readouterr().err
-    assert main(["bench", "overlap", "--plot", str(tmp_path / "x.doc")]) == 1
+    assert main(["bench", "overlap", "--plot", str(tmp_path / "x.doc")]) == 2
     assert "cannot tell the kind of file" in capsys.readouterr().err
     if not torch.cuda.is_available():
-        assert main(["bench", "overlap"]) == 1
+        assert main(["bench", "overlap"]) == 2
         assert "sees no CUDA device" in capsys.readouterr().err

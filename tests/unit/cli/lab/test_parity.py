@@ -32,7 +32,7 @@ def test_a_run_that_diverged_is_worse():
 def test_where_dense_averaging_diverged_nothing_can_be_said(monkeypatch, capsys):
     scores = {name: [Score(float("nan"), 0.0)] * 2 for name in ("mean", "bf16")}
     monkeypatch.setattr(parity, "run_world", lambda *args, **settings: [scores])
-    assert main(["lab", "parity", "--task", "text", "--hooks", "bf16", "--seeds", "2"]) == 1
+    assert main(["lab", "parity", "--task", "text", "--hooks", "bf16", "--seeds", "2"]) == 2
     assert "dense averaging itself has diverged" in capsys.readouterr().err
 
 
@@ -96,13 +96,13 @@ def test_a_wrong_argument_is_named(argv, message, capsys):
 
 
 def test_replicas_must_not_be_apart_at_the_end(capsys):
-    assert main(["lab", "parity", "--steps", "70", "--hooks", "diloco"]) == 1
+    assert main(["lab", "parity", "--steps", "70", "--hooks", "diloco"]) == 2
     assert "replicas would be apart at the end, since they meet with diloco every 50 steps" in capsys.readouterr().err
 
 
 def test_without_scikit_learn_there_are_no_digits(monkeypatch, capsys):
     monkeypatch.setattr(parity.importlib.util, "find_spec", lambda name: None)
-    assert main(["lab", "parity"]) == 1
+    assert main(["lab", "parity"]) == 2
     assert "scikit-learn is not installed. pip install gradwire[lab], or --task text." in capsys.readouterr().err
 
 

@@ -143,19 +143,19 @@ def test_a_wrong_argument_is_named(argv, message, capsys):
     ],
 )
 def test_what_cannot_be_drawn_is_said_before_anything_is_trained(argv, message, capsys):
-    assert main(["lab", "slowlink", *argv]) == 1
+    assert main(["lab", "slowlink", *argv]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_without_matplotlib_there_are_no_charts(monkeypatch, capsys):
     monkeypatch.setattr(charts.importlib.util, "find_spec", lambda name: None)
-    assert main(["lab", "slowlink", "--plot", "ways.png"]) == 1
+    assert main(["lab", "slowlink", "--plot", "ways.png"]) == 2
     assert "matplotlib is not installed. pip install gradwire[lab]" in capsys.readouterr().err
 
 
 def test_where_hosts_are_not_permitted_the_simulated_link_is_offered(monkeypatch, capsys):
     monkeypatch.setattr(slowlink, "why_not", lambda mbit: "making network namespaces needs root")
-    assert main(["lab", "slowlink"]) == 1
+    assert main(["lab", "slowlink"]) == 2
     said = capsys.readouterr().err
     assert "there can be no hosts here: making network namespaces needs root" in said
     assert "--throttled simulates the link instead." in said
