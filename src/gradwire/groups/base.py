@@ -179,7 +179,11 @@ class Group(Verbs, ABC):
         return self.ledger.events
 
     def on_completion(self, fn: CompletionHook) -> Handle:
-        """Call `fn(info)` once per finished operation, in completion order, on a thread of its own."""
+        """Call `fn(info)` once per finished operation, in completion order, on a thread of its own.
+
+        Operations never wait for hooks, so what a slow hook has not been called for yet is queued, without a limit: some hundred
+        bytes for each operation.
+        """
         return self.ledger.hooks.add(fn)
 
     def flush_completions(self, timeout: float = 10.0) -> bool:

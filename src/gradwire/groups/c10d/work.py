@@ -165,7 +165,7 @@ class Reaper:
         self._name = name
         self._queue: queue.SimpleQueue[C10dWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # abort() in a signal handler may interrupt this thread under it
         self._aside = Aside()
         self._inside = 0
         self.stopping = False
@@ -175,8 +175,10 @@ class Reaper:
     def put(self, work: C10dWork) -> None:
         """See to it that `work` is settled when its engine is done. Called in submission order."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"gradwire-reaper-{self._name}", daemon=True)
-            self._thread.start()
+            with self._lock:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name=f"gradwire-reaper-{self._name}", daemon=True)
+                    self._thread.start()
         self._queue.put(work)
 
     def abandon(self, native: Any) -> None:
