@@ -7,6 +7,7 @@ it only ever takes what is in the table.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
@@ -14,19 +15,25 @@ from torch._C._distributed_c10d import Store
 
 from gradwire.errors import UsageError
 from gradwire.groups import C10dGroup, Group, HierarchicalGroup, MPIGroup, SharedMemoryGroup, ThreadGroup
+from gradwire.launch.memory import SharedMemory
 from gradwire.launch.world import World
 
 AUTO = "auto"
+SHARES_MEMORY = frozenset({"shared_memory", "hierarchical"})
+"""Kinds that take the options of shared memory."""
+DEFAULTS = SharedMemory()
 
 
 class Builder(Protocol):
     """Makes one rank's group; all ranks meet in `store`, which is theirs alone."""
 
-    def __call__(self, store: Store, world: World, *, timeout: float, name: str) -> Group:
+    def __call__(
+        self, store: Store, world: World, *, timeout: float, name: str, memory: SharedMemory = DEFAULTS
+    ) -> Group:
         """The group of this process."""
 
 
-def _threads(store: Store, world: World, *, timeout: float, name: str) -> Group:
+def _threads(store: Store, world: World, *, timeout: float, name: str, memory: SharedMemory = DEFAULTS) -> Group:
     if world.size > 1:
         raise UsageError(
             f"gw.init(kind='threads') on {world}: ranks that are processes cannot be threads of one. Choose another kind: "
@@ -35,23 +42,24 @@ def _threads(store: Store, world: World, *, timeout: float, name: str) -> Group:
     return ThreadGroup.world(1, timeout=timeout, name=name)[0]
 
 
-def _gloo(store: Store, world: World, *, timeout: float, name: str) -> Group:
+def _gloo(store: Store, world: World, *, timeout: float, name: str, memory: SharedMemory = DEFAULTS) -> Group:
     return C10dGroup.gloo(store, world.rank, world.size, timeout=timeout, name=name)
 
 
-def _nccl(store: Store, world: World, *, timeout: float, name: str) -> Group:
+def _nccl(store: Store, world: World, *, timeout: float, name: str, memory: SharedMemory = DEFAULTS) -> Group:
     return C10dGroup.nccl(store, world.rank, world.size, timeout=timeout, name=name)
 
 
-def _shared_memory(store: Store, world: World, *, timeout: float, name: str) -> Group:
-    return SharedMemoryGroup(store, world.rank, world.size, timeout=timeout, name=name)
+def _shared_memory(store: Store, world: World, *, timeout: float, name: str, memory: SharedMemory = DEFAULTS) -> Group:
+    return SharedMemoryGroup(store, world.rank, world.size, timeout=timeout, name=name, **memory.options)
 
 
-def _hierarchical(store: Store, world: World, *, timeout: float, name: str) -> Group:
-    return HierarchicalGroup.discover(store, world.rank, world.size, timeout=timeout, name=name)
+def _hierarchical(store: Store, world: World, *, timeout: float, name: str, memory: SharedMemory = DEFAULTS) -> Group:
+    inside = partial(SharedMemoryGroup, **memory.options)
+    return HierarchicalGroup.discover(store, world.rank, world.size, timeout=timeout, name=name, inside=inside)
 
 
-def _mpi(store: Store, world: World, *, timeout: float, name: str) -> Group:
+def _mpi(store: Store, world: World, *, timeout: float, name: str, memory: SharedMemory = DEFAULTS) -> Group:
     return MPIGroup.over_store(store, world.rank, world.size, timeout=timeout, name=name)
 
 

@@ -20,7 +20,8 @@ from gradwire.errors import UsageError
 from gradwire.groups import Group
 from gradwire.groups.base import DEFAULT_TIMEOUT
 from gradwire.interop.defaults import WORLD
-from gradwire.launch.engines import AUTO, BUILDERS, choose
+from gradwire.launch.engines import AUTO, BUILDERS, SHARES_MEMORY, choose
+from gradwire.launch.memory import SharedMemory
 from gradwire.launch.store import arrive, open_store, say_goodbye
 from gradwire.launch.world import World, find_world
 
@@ -28,12 +29,22 @@ _PATIENCE = 5.0
 """Seconds that the host of the store waits for the others at its own end."""
 
 
-def init(*, kind: str = AUTO, timeout: float = DEFAULT_TIMEOUT, name: str = "world") -> Group:
+def init(
+    *,
+    kind: str = AUTO,
+    timeout: float = DEFAULT_TIMEOUT,
+    name: str = "world",
+    directory: str | None = None,
+    room: int | None = None,
+) -> Group:
     """The group of all ranks of this process's world, under `gradwire run`, torchrun, mpirun, SLURM, or alone.
 
     Every rank calls it. `kind` is what carries the bytes, `timeout` how many seconds ranks may take to come and, later, an
     operation may take. Called again it returns the same group, until that is closed; then it makes another, on all ranks.
     Models that are built without a group use this one. It is closed when the program ends.
+
+    `directory` is the tmpfs for shared memory, /dev/shm unless given, and `room` how many bytes the segment of a host may become;
+    GRADWIRE_SHM_DIRECTORY and GRADWIRE_SHM_ROOM say the same in the environment. Those of the lowest rank of a host count.
 
     >>> import gradwire as gw
     >>> group = gw.init()
@@ -43,6 +54,12 @@ def init(*, kind: str = AUTO, timeout: float = DEFAULT_TIMEOUT, name: str = "wor
     """
     if timeout <= 0:
         raise UsageError(f"gw.init(timeout={timeout}): ranks need some time to meet. Give it more than 0 seconds.")
+    if (directory is not None or room is not None) and kind not in (AUTO, *SHARES_MEMORY):
+        raise UsageError(
+            f"gw.init(kind={kind!r}, directory={directory!r}, room={room!r}): this kind shares no memory. Leave directory and room "
+            f"out, or choose {' or '.join(sorted(SHARES_MEMORY))}."
+        )
+    memory = SharedMemory.read(os.environ, directory=directory, room=room)
     with WORLD.lock:
         known = WORLD.get()
         if known is not None:
@@ -53,7 +70,7 @@ def init(*, kind: str = AUTO, timeout: float = DEFAULT_TIMEOUT, name: str = "wor
         store = open_store(world, timeout=timeout)
         ours = PrefixStore(f"gradwire/world/{WORLD.made}", store)
         agreed = _agree(ours, world, kind, timeout)
-        group = BUILDERS[agreed](PrefixStore(agreed, ours), world, timeout=timeout, name=name)
+        group = BUILDERS[agreed](PrefixStore(agreed, ours), world, timeout=timeout, name=name, memory=memory)
         if WORLD.made == 0:
             atexit.register(leave)  # after the group has made its finalizers, so that it runs before them
         # An earlier group was closed on all ranks, or they would not have come; its store is let go only now, because rank 0

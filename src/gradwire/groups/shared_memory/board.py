@@ -29,7 +29,10 @@ SMALL = 32 << 10
 """Bytes up to which a contribution travels together with the announcement of the collective."""
 
 CHUNK = 1 << 20
-"""Bytes of one staging buffer."""
+"""Bytes of one staging buffer, where there is room for it."""
+
+SMALLEST_CHUNK = 32 << 10
+"""Bytes of one staging buffer where shared memory is short."""
 
 BUFFERS = 3
 """Staging buffers per rank: see Note [Three buffers] in programs.py."""
@@ -47,11 +50,12 @@ def _pages(nbytes: int) -> int:
 
 
 class Plan:
-    """Where everything lies in a segment of `nbytes` for `size` ranks."""
+    """Where everything lies in a segment of `nbytes` for `size` ranks, whose staging buffers have `chunk` bytes each."""
 
-    def __init__(self, size: int, nbytes: int) -> None:
+    def __init__(self, size: int, nbytes: int, chunk: int = CHUNK) -> None:
         self.size = size
         self.nbytes = nbytes
+        self.chunk = chunk
         # Four rows of one u64 per rank, side by side, so that one call reads a row.
         self.posts = PAGE
         self.states = self.posts + size * 8
@@ -66,9 +70,17 @@ class Plan:
         # For each pair of sender and receiver; those from rank 0 come first.
         self.mailboxes = _pages(self.tables + 2 * size * self.table_stride)
         self.staging = _pages(self.mailboxes + size * size * SLOTS * SLOT)
-        self.staging_stride = 2 * SMALL + BUFFERS * CHUNK
+        self.staging_stride = 2 * SMALL + BUFFERS * chunk
         self.heaps = _pages(self.staging + size * self.staging_stride)
         self.heap_stride = max(0, (nbytes - self.heaps) // size // PAGE * PAGE)
+
+    @classmethod
+    def fitting(cls, size: int, free: int) -> Plan:
+        """The one with the largest staging buffers of which all ranks' take up at most half of `free` bytes."""
+        smallest, chunk = max(SMALLEST_CHUNK, 1 << (64 * size - 1).bit_length()), CHUNK
+        while chunk > smallest and cls(size, 0, chunk).heaps > free // 2:
+            chunk //= 2
+        return cls(size, 0, chunk)
 
     def small(self, rank: int, turn: int) -> int:
         """The small slot that `rank` uses in collective number `turn`."""
@@ -76,7 +88,7 @@ class Plan:
 
     def buffer(self, rank: int, number: int) -> int:
         """Staging buffer `number` of `rank`, counted round and round."""
-        return self.staging + rank * self.staging_stride + 2 * SMALL + number % BUFFERS * CHUNK
+        return self.staging + rank * self.staging_stride + 2 * SMALL + number % BUFFERS * self.chunk
 
     def table(self, rank: int, turn: int) -> int:
         """The table that `rank` uses in collective number `turn`."""

@@ -38,12 +38,13 @@ from gradwire.groups.shared_memory.heap import Heap
 from gradwire.groups.shared_memory.liveness import Pulse
 from gradwire.groups.shared_memory.mail import Post
 from gradwire.groups.shared_memory.programs import Programs
-from gradwire.groups.shared_memory.segment import Segment, Ticket, default_directory
+from gradwire.groups.shared_memory.segment import NoRoom, Segment, Ticket, default_directory, warn_once
 from gradwire.groups.shared_memory.sync import Futex, Polling, Sleep
 from gradwire.groups.work import Work
 
-ROOM = 64 << 30
-"""Address space of a segment, in bytes, when the group was not told otherwise. Memory is taken only as the heaps grow."""
+ROOM, ROOM_PER_RANK = 64 << 30, 16 << 30
+"""Address space of a segment, in bytes, when the group was not told otherwise: the larger of the two, the second for each rank.
+Memory is taken only as the heaps grow."""
 
 _SMALLEST_HEAP = 1 << 20
 _WORLD = Scope.WORLD
@@ -63,15 +64,17 @@ class SharedMemoryGroup(Group):
         timeout: float = DEFAULT_TIMEOUT,
         name: str | None = None,
         directory: str | None = None,
-        room: int = ROOM,
+        room: int | None = None,
         waiting: Literal["auto", "futex", "polling"] = "auto",
     ) -> None:
-        """`directory` is where the segment lies (a tmpfs; /dev/shm), `room` how large it can become. `waiting` names how ranks
+        """`directory` is where the segment lies (a tmpfs; /dev/shm), `room` how many bytes it can
+        become, for all ranks together. `waiting` names how ranks
         sleep, where the best way is not wanted; it must be the same on all ranks."""
         super().__init__(rank, size, name=name or "shared-memory", timeout=timeout)
         self._store = store
         self._meeting = ""
         self._options: dict[str, Any] = {"directory": directory, "room": room, "waiting": waiting}
+        room = max(ROOM, size * ROOM_PER_RANK) if room is None else room
         if room < Plan(size, 0).heaps + size * _SMALLEST_HEAP:
             raise UsageError(
                 f"{self}: room={room} is not enough for {size} ranks. Leave it out, or give at least "
@@ -80,9 +83,9 @@ class SharedMemoryGroup(Group):
         if waiting not in ("auto", "futex", "polling"):
             raise UsageError(f"{self}: waiting={waiting!r} is unknown. Choose auto, futex or polling.")
         meeting = bounded(store, timeout, self)
-        segment = _meet(self, meeting, directory or default_directory(), room)
+        segment, chunk = _meet(self, meeting, directory or default_directory(), room)
         try:
-            plan = Plan(size, segment.nbytes)
+            plan = Plan(size, segment.nbytes, chunk)
             self._board = Board(segment, plan, rank, _sleep(waiting, segment))
             self._heap = Heap(
                 segment.memory, plan.heap(rank), plan.heap(rank) + plan.heap_stride, _reserve(segment, rank)
@@ -149,7 +152,11 @@ class SharedMemoryGroup(Group):
             raise ClosedError(
                 f"allocate({numel}, dtype={dtype}) on {self}: the group is closed. Allocate before close()."
             )
-        t = self._heap.tensor(numel, dtype)
+        try:
+            t = self._heap.tensor(numel, dtype)
+        except NoRoom as error:  # every collective takes memory of either sort, on each rank
+            warn_once(error)
+            return super().allocate(numel, dtype=dtype, device=device)
         self._engine.programs.prepare(dtype, t.nbytes)
         return t
 
@@ -232,10 +239,9 @@ def _sleep(waiting: str, segment: Segment) -> Sleep:
 # -- how the ranks find each other -------------------------------------------------------------------------------------------
 
 
-def _meet(group: SharedMemoryGroup, store: Any, directory: str, room: int) -> Segment:
-    """Rank 0 makes the segment, the others find it through the store."""
+def _meet(group: SharedMemoryGroup, store: Any, directory: str, room: int) -> tuple[Segment, int]:
+    """Rank 0 makes the segment, the others find it through the store: the segment, and the size of its staging buffers."""
     rank, size = group.rank, group.size
-    plan = Plan(size, 0)
     # Groups over one store are made in the same order on every rank, so they have the same number.
     base = f"gradwire/shared-memory/{store.add(f'gradwire/shared-memory/{rank}/groups', 1)}"
     group._meeting = base
@@ -243,6 +249,7 @@ def _meet(group: SharedMemoryGroup, store: Any, directory: str, room: int) -> Se
         try:
             segment, ticket = Segment.create(ranks=size, nbytes=room, directory=directory, host=host_identity())
             try:
+                plan = Plan.fitting(size, segment.free)
                 segment.reserve(0, plan.heaps, what="board and staging buffers")
             except BaseException:
                 segment.close()
@@ -250,8 +257,8 @@ def _meet(group: SharedMemoryGroup, store: Any, directory: str, room: int) -> Se
         except Exception as error:
             store.set(f"{base}/ticket", json.dumps({"refused": str(error)}))
             raise
-        store.set(f"{base}/ticket", json.dumps(asdict(ticket)))
-        return segment
+        store.set(f"{base}/ticket", json.dumps({**asdict(ticket), "chunk": plan.chunk}))
+        return segment, plan.chunk
     try:
         store.wait([f"{base}/ticket"], timedelta(seconds=group.timeout))
     except RuntimeError as error:
@@ -264,7 +271,8 @@ def _meet(group: SharedMemoryGroup, store: Any, directory: str, room: int) -> Se
     if "refused" in told:
         raise GroupError(f"{group}: rank 0 could not make the segment: {told['refused']}")
     try:
-        return _join(group, Ticket(**told))
+        chunk: int = told.pop("chunk")
+        return _join(group, Ticket(**told)), chunk
     except Exception as error:
         store.set(f"{base}/refused", f"rank {rank}: {error}")
         raise

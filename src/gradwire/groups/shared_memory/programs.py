@@ -58,7 +58,7 @@ from gradwire.collectives.encode import decode, encode
 from gradwire.collectives.lower import as_bytes, flat, is_plain, lower
 from gradwire.collectives.reference import cut, store
 from gradwire.errors import CollectiveMismatch, GroupError, InternalError
-from gradwire.groups.shared_memory.board import BUFFERS, CHUNK, DIGEST, SMALL, Board, Table
+from gradwire.groups.shared_memory.board import BUFFERS, DIGEST, SMALL, Board, Table
 from gradwire.groups.shared_memory.fold import SUMMED, CompiledFold, Fold, Piece, combine, divide, quiet
 from gradwire.groups.shared_memory.segment import Segment
 
@@ -216,7 +216,7 @@ class Programs:
 
     def _compare(self, op: Collective) -> Steps:
         """Ranks have announced different collectives: tell each other which, and raise."""
-        described = encode(op.signature, limit=CHUNK - 8)
+        described = encode(op.signature, limit=self._plan.chunk - 8)
         described = len(described).to_bytes(8, "little") + described
         offset = self._plan.buffer(self.rank, 0)
         self._memory[offset : offset + len(described)] = described
@@ -380,16 +380,17 @@ class Programs:
         source = t.data_ptr()
         whole: Piece = t if fold.array is None else t.numpy()
         places = [[self._plan.buffer(r, number) for number in range(BUFFERS)] for r in range(size)]
-        count = -(-nbytes // CHUNK)
-        full = [_share(CHUNK, r, size, item) for r in range(size)]
-        last = [_share(nbytes - (count - 1) * CHUNK, r, size, item) for r in range(size)]
+        chunk = self._plan.chunk
+        count = -(-nbytes // chunk)
+        full = [_share(chunk, r, size, item) for r in range(size)]
+        last = [_share(nbytes - (count - 1) * chunk, r, size, item) for r in range(size)]
 
         def copy_in(number: int) -> int:
             """All but this rank's own share."""
-            start, own = number * CHUNK, self._address + places[rank][number % BUFFERS]
+            start, own = number * chunk, self._address + places[rank][number % BUFFERS]
             low, high = (full if number < count - 1 else last)[rank]
             ctypes.memmove(own, source + start, low)
-            ctypes.memmove(own + high, source + start + high, min(CHUNK, nbytes - start) - high)
+            ctypes.memmove(own + high, source + start + high, min(chunk, nbytes - start) - high)
             return self._post()
 
         ready = copy_in(0)
@@ -398,7 +399,7 @@ class Programs:
             if number + 1 < count:
                 ready = copy_in(number + 1)
             yield wanted
-            start, shares = number * CHUNK, full if number < count - 1 else last
+            start, shares = number * chunk, full if number < count - 1 else last
             low, high = shares[rank]
             buffers = [places[r][number % BUFFERS] for r in range(size)]
             if low < high:
@@ -441,7 +442,8 @@ class Programs:
         if wrong:
             wanted = {}
         own = brought[0] if len(brought) == 1 else brought[self.rank] if brought else None
-        capacity = CHUNK if max(len(table.flat) for table in tables) <= 2 else CHUNK // self.size // 64 * 64
+        chunk = self._plan.chunk
+        capacity = chunk if max(len(table.flat) for table in tables) <= 2 else chunk // self.size // 64 * 64
         staged = max(table.staged for table in tables)
         low = 0
         for number in range(-(-staged // capacity)):

@@ -25,6 +25,7 @@ import os
 import secrets
 import struct
 import tempfile
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -51,6 +52,10 @@ class Ticket:
     nbytes: int
     ranks: int
     host: str
+
+
+class NoRoom(GroupError):
+    """There is not as much shared memory as was asked for."""
 
 
 class Segment:
@@ -82,7 +87,7 @@ class Segment:
             if name is not None:
                 os.unlink(name)
             raise GroupError(
-                f"shared memory for {ranks} ranks: cannot map {_size(nbytes)} of {directory}: {error.strerror}. "
+                f"shared memory for {ranks} ranks: cannot map {size_text(nbytes)} of {directory}: {error.strerror}. "
                 "Raise the limits on address space and file size (ulimit -v, ulimit -f), or use another group."
             ) from error
         finally:
@@ -103,11 +108,11 @@ class Segment:
     @classmethod
     def _map_new(cls, fd: int, nbytes: int) -> Segment:
         while True:
-            os.ftruncate(fd, nbytes)
             try:
+                os.ftruncate(fd, nbytes)
                 return cls(os.dup(fd), nbytes)
             except OSError as error:
-                if error.errno != errno.ENOMEM or nbytes // 2 < _SMALLEST_ROOM:
+                if error.errno not in (errno.ENOMEM, errno.EFBIG) or nbytes // 2 < _SMALLEST_ROOM:
                     raise
                 nbytes //= 2
 
@@ -160,13 +165,17 @@ class Segment:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT):
                 raise
-            free = os.fstatvfs(self.fd)
-            raise GroupError(
-                f"shared memory: no room for {_size(nbytes)} ({what}): {error.strerror}; "
-                f"{_size(free.f_bavail * free.f_frsize)} are free where the segment lies. Make /dev/shm larger (docker run "
-                "--shm-size=...; mount -o remount,size=... /dev/shm), give a directory= on a larger tmpfs, or use fewer or "
-                "smaller buckets."
+            raise NoRoom(
+                f"shared memory: no room for {size_text(nbytes)} ({what}): {error.strerror}; {size_text(self.free)} are free where "
+                "the segment lies. Make /dev/shm larger (docker run --shm-size=...; mount -o remount,size=... /dev/shm), or give "
+                "directory= on a larger tmpfs to gw.init() or SharedMemoryGroup, or GRADWIRE_SHM_DIRECTORY in the environment."
             ) from error
+
+    @property
+    def free(self) -> int:
+        """Bytes that the file system has left."""
+        status = os.fstatvfs(self.fd)
+        return status.f_bavail * status.f_frsize
 
     def unlink(self) -> None:
         """Take its name away, if it has one: all ranks have it mapped."""
@@ -181,6 +190,7 @@ class Segment:
             self._closed = True
             self.unlink()
             os.close(self.fd)
+            self.fd = -1  # the number may be another file's from now on
 
 
 def _open_new(directory: str) -> tuple[int, str | None]:
@@ -205,6 +215,17 @@ def _no_directory(directory: str, error: OSError) -> UsageError:
     )
 
 
+_WARNED: list[str] = []
+
+
+def warn_once(error: NoRoom) -> None:
+    """One warning for each process: ordinary memory is used instead."""
+    if not _WARNED:
+        _WARNED.append(str(error))
+        text = f"{error} Until then, tensors that do not fit are in ordinary memory, and are copied on their way."
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
 def default_directory() -> str:
     """Where shared memory lies: /dev/shm where there is one."""
     return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
@@ -224,7 +245,7 @@ def _check_header(segment: Segment, ticket: Ticket, what: str) -> None:
         )
 
 
-def _size(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
     value, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:

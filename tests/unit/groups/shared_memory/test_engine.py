@@ -21,7 +21,7 @@ from gradwire.errors import (
     GroupError,
     PeerLost,
 )
-from gradwire.groups.shared_memory import programs
+from gradwire.groups.shared_memory import board, programs
 from gradwire.groups.shared_memory.board import LEFT
 from gradwire.groups.shared_memory.engine import _Current
 
@@ -579,4 +579,4 @@ def test_a_dropped_group_ends_its_threads(world: Any) -> None:
 def test_programs_are_where_the_tests_think(world: Any) -> None:
     """The sizes above straddle the ways a sum can take."""
     assert programs.SMALL < 20_000 * 4
-    assert LARGE * 4 > programs.CHUNK
+    assert LARGE * 4 > board.CHUNK

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradwire.errors import GroupError
 from gradwire.groups.shared_memory.heap import ALIGNMENT, Heap
+from gradwire.groups.shared_memory.segment import NoRoom
 
 START, ROOM = 8192, 64 << 20
 DTYPES = [torch.uint8, torch.float16, torch.float32, torch.float64, torch.complex128, torch.bool]
@@ -30,7 +31,7 @@ class Reserved:
     def __call__(self, offset: int, nbytes: int) -> None:
         if sum(n for _, n in self.ranges) + nbytes > self.limit:
             self.refused.append(nbytes)
-            raise GroupError(f"no room for {nbytes}")
+            raise NoRoom(f"no room for {nbytes}")
         self.ranges.append((offset, nbytes))
 
 

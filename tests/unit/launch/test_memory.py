@@ -1,0 +1,46 @@
+"""Options of shared memory: arguments of `gw.init`, or variables of the environment."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed import HashStore
+
+import gradwire as gw
+from gradwire.errors import UsageError
+from gradwire.launch.engines import BUILDERS
+from gradwire.launch.memory import SharedMemory
+from gradwire.launch.world import Launcher, World
+
+
+@pytest.mark.parametrize(
+    ("text", "room"), [("1048576", 1 << 20), ("3K", 3 << 10), ("2G", 2 << 30), ("1 TiB", 1 << 40), ("5mb", 5 << 20)]
+)
+def test_room_in_the_environment(text: str, room: int) -> None:
+    assert SharedMemory.read({"GRADWIRE_SHM_ROOM": text}).room == room
+
+
+def test_arguments_come_before_the_environment() -> None:
+    environ = {"GRADWIRE_SHM_ROOM": "2G", "GRADWIRE_SHM_DIRECTORY": "/a"}
+    assert SharedMemory.read(environ) == SharedMemory("/a", 2 << 30)
+    assert SharedMemory.read(environ, directory="/b", room=7) == SharedMemory("/b", 7)
+    assert SharedMemory.read({}) == SharedMemory(None, None)
+
+
+def test_a_room_that_is_no_number() -> None:
+    with pytest.raises(UsageError, match="GRADWIRE_SHM_ROOM is 'much'"):
+        SharedMemory.read({"GRADWIRE_SHM_ROOM": "much"})
+
+
+@pytest.mark.parametrize("kind", ["shared_memory", "hierarchical"])
+def test_both_kinds_take_them(kind: str, tmp_path: object) -> None:
+    memory = SharedMemory(str(tmp_path), 3 << 30)
+    world = World(0, 1, Launcher.NONE, local_size=1)
+    with BUILDERS[kind](HashStore(), world, timeout=10, name="x", memory=memory) as group:
+        inner = getattr(group, "inside", group)
+        assert inner._segment.nbytes == 3 << 30
+        assert inner._options["directory"] == str(tmp_path)
+
+
+def test_kinds_that_share_no_memory_refuse_them() -> None:
+    with pytest.raises(UsageError, match="shares no memory"):
+        gw.init(kind="gloo", room=1 << 30)
