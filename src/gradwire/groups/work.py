@@ -194,7 +194,8 @@ class Work:
                 self.ledger.expire(self)
         elif not self._block(limit):
             raise self.ledger.timed_out(self, limit)
-        error = self._outcomes[0][0]  # and not _error, which whoever settles it just now may not have written yet
+        # Not _error, which the settling thread may not have written yet. A stream-ordered wait returns before anything is settled.
+        error = self._outcomes[0][0] if self._outcomes else None
         if error is not None:
             raise again(error)
         return True

@@ -11,19 +11,19 @@ from collections.abc import Callable
 
 import torch
 
-from gradwire.collectives import build
+from gradwire.collectives import Collective, build
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
 from gradwire.testing.conformance.compare import Problems, holds, unlike
 from gradwire.testing.conformance.side import PATIENCE
 
 
-def _misuse(group: Group) -> str:
-    """In the child: everything that touches the group. What was not refused."""
+def _misuse(group: Group, op: Collective) -> str:
+    """In the child: everything that touches the group. What was not refused. `op` was made before: a child cannot use CUDA."""
     wrong = []
     uses: dict[str, Callable[[], object]] = {
         "submit": lambda: group.submit(build.barrier(label="of a child").within(1.0)),
-        "run": lambda: group.run(build.all_reduce(torch.ones(3), label="of a child").within(1.0)),
+        "run": lambda: group.run(op),
         "recover": lambda: group.recover(1.0),
         "check_peers": group.check_peers,
     }
@@ -74,7 +74,8 @@ def check_forked_child(group: Group) -> Problems:
         return
     group.barrier()
     if group.rank == group.size - 1:
-        said = _in_child(lambda: _misuse(group))
+        op = build.all_reduce(torch.ones(3), label="of a child").within(1.0)
+        said = _in_child(lambda: _misuse(group, op))
         yield from holds(not said, f"in a forked child: {said}")
     for _ in range(2):
         t = torch.ones(3)

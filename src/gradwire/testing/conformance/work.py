@@ -159,13 +159,15 @@ def check_future_waits(group: Group) -> Problems:
 
     def total(key: int, depth: int) -> Tensor:
         """An all-reduce, plus one made in a callback of its future, and so on, `depth` deep."""
-        t = draw((6,), torch.int64, 69, key, group.rank)
+        t = drawn[key].clone()
         if depth == 0:
             group.all_reduce(t, label="in a callback")
             return t
         future = group.all_reduce(t, async_op=True, label="in a callback").get_future()
         return torch.as_tensor(future.then(lambda done: done.value()[0] + total(key + 1, depth - 1)).wait())
 
+    # Drawn here: torch's default device is per thread, and callbacks run in others.
+    drawn = [draw((6,), torch.int64, 69, key, group.rank) for key in range(4)]
     for depth in (0, 1, 2, 1, 3):
         want = torch.as_tensor(sum(_sum(group, 69, key) for key in range(depth + 1)))
         yield from unlike(f"sums in callbacks {depth} deep", total(0, depth), want)
