@@ -58,13 +58,13 @@ from datetime import timedelta
 from torch.distributed import FileStore, PrefixStore
 from gradwire.errors import CollectiveTimeout
 from gradwire.groups import SharedMemoryGroup
-from gradwire.groups.c10d import rollcall
+from gradwire.groups.c10d import membership
 
 path, wrapped = sys.argv[1], sys.argv[2] == "wrapped"
 store = FileStore(path, 2)
 store.set("whole", "record")
-rollcall._STORE_PATIENCE = timedelta(seconds=0.3)
-roll = rollcall.RollCall.over(store, 0, 2)
+membership._STORE_PATIENCE = timedelta(seconds=0.3)
+roll = membership.Membership.over(store, 0, 2)
 with open(path, "ab") as file:
     file.write(struct.pack("Q", 100) + b"died here")
 began = time.perf_counter()
@@ -89,4 +89,4 @@ def test_a_rank_that_dies_while_it_writes_to_the_store_hangs_nobody(tmp_path: Pa
         timeout=60,
         check=True,
     )
-    assert "has not come back from the file through which ranks meet within 0.3 s" in done.stdout
+    assert "has not come back from the store through which ranks meet within 0.3 s" in done.stdout

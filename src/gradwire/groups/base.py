@@ -28,8 +28,10 @@ from gradwire.groups.verbs import Verbs
 from gradwire.groups.watchdog import Watchdog
 from gradwire.groups.work import Work
 
-DEFAULT_TIMEOUT = 300.0
-"""Seconds until an operation fails when the group was not told otherwise."""
+DEFAULT_TIMEOUT = 1800.0
+"""Seconds until an operation fails when the group was not told otherwise: torch.distributed's own, for engines on the CPU."""
+MEETING_TIMEOUT = 300.0
+"""Seconds within which all ranks must have called `gw.init()`: the default of torch's stores."""
 
 W = TypeVar("W", bound=Work)
 G = TypeVar("G", bound="Group")
@@ -128,6 +130,10 @@ class Group(Verbs, ABC):
             f"{op} on {self}: the group does not know which ranks share a host. Submit it to a HierarchicalGroup, or "
             "without a scope."
         )
+
+    def set_timeout(self, timeout: float) -> None:
+        """Give operations that are submitted from now on so many seconds."""
+        self.timeout = timeout
 
     def orders_streams(self, device: torch.device) -> bool:
         """Whether `wait` on tensors of `device` only orders its current stream and does not block the host, as NCCL's."""

@@ -52,6 +52,11 @@ class _Around(Group):
         part = self.inner.split(color, key)
         return None if part is None else self.rewrap(part)
 
+    def set_timeout(self, timeout: float) -> None:
+        """Of the inner group, too."""
+        super().set_timeout(timeout)
+        self.inner.set_timeout(timeout)
+
     def rewrap(self, inner: Group) -> Group:
         """The same wrapper around another group: what `split` returns. Override when the constructor takes more."""
         return type(self)(inner)  # type: ignore[call-arg, arg-type]

@@ -18,7 +18,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from gradwire.errors import UsageError
 from gradwire.groups import Group
-from gradwire.groups.base import DEFAULT_TIMEOUT
+from gradwire.groups.base import DEFAULT_TIMEOUT, MEETING_TIMEOUT
+from gradwire.groups.bounded_store import bounded
 from gradwire.interop.defaults import WORLD
 from gradwire.launch.engines import AUTO, BUILDERS, SHARES_MEMORY, choose
 from gradwire.launch.memory import SharedMemory
@@ -33,14 +34,16 @@ def init(
     *,
     kind: str = AUTO,
     timeout: float = DEFAULT_TIMEOUT,
+    meeting_timeout: float | None = None,
     name: str = "world",
     directory: str | None = None,
     room: int | None = None,
 ) -> Group:
     """The group of all ranks of this process's world, under `gradwire run`, torchrun, mpirun, SLURM, or alone.
 
-    Every rank calls it. `kind` is what carries the bytes, `timeout` how many seconds ranks may take to come and, later, an
-    operation may take. Called again it returns the same group, until that is closed; then it makes another, on all ranks.
+    Every rank calls it. `kind` is what carries the bytes, `timeout` how many seconds an operation may take, half an hour by default
+    as in torch.distributed. `meeting_timeout` is how many ranks may take to come: 300, as torch's stores give them, or `timeout` if
+    that is less. Called again it returns the same group, until that is closed; then it makes another, on all ranks.
     Models that are built without a group use this one. It is closed when the program ends.
 
     `directory` is the tmpfs for shared memory, /dev/shm unless given, and `room` how many bytes the segment of a host may become;
@@ -52,8 +55,12 @@ def init(
     (0, 1, True)
     >>> gw.launch.leave()
     """
-    if timeout <= 0:
-        raise UsageError(f"gw.init(timeout={timeout}): ranks need some time to meet. Give it more than 0 seconds.")
+    meeting = min(MEETING_TIMEOUT, timeout) if meeting_timeout is None else meeting_timeout
+    if timeout <= 0 or meeting <= 0:
+        raise UsageError(
+            f"gw.init(timeout={timeout}, meeting_timeout={meeting_timeout}): ranks need some time to meet. "
+            "Give it more than 0 seconds."
+        )
     if (directory is not None or room is not None) and kind not in (AUTO, *SHARES_MEMORY):
         raise UsageError(
             f"gw.init(kind={kind!r}, directory={directory!r}, room={room!r}): this kind shares no memory. Leave directory and room "
@@ -67,10 +74,11 @@ def init(
             return known
         world = find_world(os.environ)
         choose(kind, world)  # a wrong kind is found before anybody is waited for
-        store = open_store(world, timeout=timeout)
+        store = open_store(world, timeout=meeting)
         ours = PrefixStore(f"gradwire/world/{WORLD.made}", store)
-        agreed = _agree(ours, world, kind, timeout)
-        group = BUILDERS[agreed](PrefixStore(agreed, ours), world, timeout=timeout, name=name, memory=memory)
+        agreed = _agree(ours, world, kind, meeting)
+        group = BUILDERS[agreed](PrefixStore(agreed, ours), world, timeout=meeting, name=name, memory=memory)
+        group.set_timeout(timeout)
         if WORLD.made == 0:
             atexit.register(leave)  # after the group has made its finalizers, so that it runs before them
         # An earlier group was closed on all ranks, or they would not have come; its store is let go only now, because rank 0
@@ -101,7 +109,7 @@ def _agree(store: Store, world: World, kind: str, timeout: float) -> str:
     if world.rank == 0:
         store.set("kind", mine)
     arrive(store, world, timeout=timeout)
-    agreed = store.get("kind").decode()
+    agreed: str = bounded(store, timeout, f"gw.init() on {world}").get("kind").decode()
     if kind not in (AUTO, agreed):
         raise UsageError(
             f"gw.init(kind={kind!r}) on {world}: rank 0 has {agreed!r}. Every rank must ask for the same kind, or for none."

@@ -13,6 +13,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
+from gradwire.groups.bounded_store import bounded
 from gradwire.groups.tcp_store import LOOPBACK, host_store
 from gradwire.launch.mpi import tell_all
 from gradwire.launch.world import Address, World
@@ -29,10 +30,12 @@ def open_store(world: World, *, timeout: float) -> Store:
     address = world.store
     if address.port == 0:
         return _open_by_mpi(world, address.host, timeout)
+    store: Store
     if world.rank == 0 and not world.hosted:
-        return _host_at(address, world, timeout)
-    _reach(address, world, deadline, timeout)
-    store = TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=timeout))
+        store = _host_at(address, world, timeout)
+    else:
+        _reach(address, world, deadline, timeout)
+        store = TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=timeout))
     return PrefixStore(f"attempt/{world.attempt}", store) if world.attempt else store
 
 
@@ -91,6 +94,7 @@ def _reach(address: Address, world: World, deadline: float, timeout: float) -> N
 
 def arrive(store: Store, world: World, *, timeout: float) -> None:
     """Wait until every rank has come. Who has not is named when the time is up; a rank that comes twice is refused."""
+    store = bounded(store, timeout, f"gw.init() on {world}")
     if store.add(f"came/{world.rank}", 1) > 1:
         raise UsageError(
             f"gw.init() on {world}: another process has come as rank {world.rank}. Ranks that start processes of their own "
@@ -117,11 +121,12 @@ def say_goodbye(store: Store, world: World, *, patience: float) -> None:
     """Say that this rank needs the store no more; whoever hosts it stays until all have said so, or patience ends."""
     if world.size == 1 or world.hosted:
         return
+    store = bounded(store, patience, f"leaving on {world}")
     try:
         left = store.add("left", 1)
         deadline = time.monotonic() + patience
         while world.rank == 0 and left < world.size and time.monotonic() < deadline:
             time.sleep(_FIRST_PAUSE)
             left = store.add("left", 0)
-    except RuntimeError:
+    except (RuntimeError, CollectiveTimeout):
         return  # the host is gone, and with it the reason to tell

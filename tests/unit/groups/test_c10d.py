@@ -1,4 +1,4 @@
-"""The parts of C10dGroup: what engines take, how their errors read, what the roll call knows; recovery."""
+"""The parts of C10dGroup: what engines take, how their errors read, what the membership knows; recovery."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -26,8 +27,9 @@ from gradwire.groups import C10dGroup, Group, ThreadGroup
 from gradwire.groups.c10d.abilities import find_engine
 from gradwire.groups.c10d.engine import GLOO, NCCL
 from gradwire.groups.c10d.failures import translate
+from gradwire.groups.c10d.membership import Membership
 from gradwire.groups.c10d.messages import LIMIT
-from gradwire.groups.c10d.rollcall import RollCall, host_identity, process_start
+from gradwire.groups.host import host_identity, process_start
 from gradwire.groups.ledger import Ledger
 from gradwire.groups.work import Work
 from gradwire.testing import run_ranks
@@ -98,7 +100,7 @@ def test_our_own_errors_pass_untouched():
     assert translate(error, work_of(), "gloo", None) is error
 
 
-# -- the roll call -------------------------------------------------------------------------------------------------------
+# -- membership ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_process_is_alive_until_it_is_a_zombie():
@@ -115,7 +117,7 @@ def test_a_process_is_alive_until_it_is_a_zombie():
 
 def test_pages_are_read_by_the_others():
     store = dist.HashStore()
-    a, b = RollCall(store, 0, 2), RollCall(store, 1, 2)
+    a, b = Membership(store, 0, 2), Membership(store, 1, 2)
     b.joined = 3
     b.publish()
     a.refresh()
@@ -129,7 +131,7 @@ def test_pages_are_read_by_the_others():
 
 def test_the_roll_tells_a_rank_that_it_is_left_alone() -> None:
     store = dist.HashStore()
-    rolls = [RollCall(store, rank, 3) for rank in range(3)]
+    rolls = [Membership(store, rank, 3) for rank in range(3)]
     rolls[1].leave("closed")
     rolls[0].refresh()
     assert rolls[0].left_alone() is None
@@ -138,27 +140,27 @@ def test_the_roll_tells_a_rank_that_it_is_left_alone() -> None:
     assert rolls[0].left_alone() == 2
 
 
-def test_an_obituary_reaches_everybody_and_the_first_stays():
+def test_a_lost_rank_is_reported_to_everybody_and_the_first_stays():
     store = dist.HashStore()
-    a, b = RollCall(store, 0, 2), RollCall(store, 1, 2)
-    a.bury(1, "gone")
-    a.bury(None, "later")
+    a, b = Membership(store, 0, 2), Membership(store, 1, 2)
+    a.report_lost(1, "gone")
+    a.report_lost(None, "later")
     b.refresh()
-    assert b.obituary == (1, "gone")
+    assert b.lost_report == (1, "gone")
     assert b.find_culprit(1) == (1, "gone")
 
 
 def test_two_groups_on_one_store_do_not_mix():
     store = dist.HashStore()
-    first, second = RollCall(store, 0, 1), RollCall(store, 0, 1)
-    first.bury(0, "gone")
+    first, second = Membership(store, 0, 1), Membership(store, 0, 1)
+    first.report_lost(0, "gone")
     second.refresh()
-    assert second.obituary is None
+    assert second.lost_report is None
 
 
 def test_a_part_shares_the_connection_and_not_the_pages():
     store = dist.HashStore()
-    whole = [RollCall(store, rank, 2) for rank in range(2)]
+    whole = [Membership(store, rank, 2) for rank in range(2)]
     parts = [roll.within("part", rank, 2) for rank, roll in enumerate(whole)]
     parts[1].joined = 5
     parts[1].publish()
@@ -183,7 +185,7 @@ def test_a_store_that_fails_is_given_up():
             Broken.calls += 1
             raise RuntimeError("gone")
 
-    roll = RollCall(Broken(), 0, 1)
+    roll = Membership(Broken(), 0, 1)
     for joined in range(1, 10):
         roll.joined = joined
         roll.publish()
@@ -285,3 +287,16 @@ def _many_messages(group: Group) -> int:
 
 def test_messages_share_a_few_threads() -> None:
     assert all(threads <= LIMIT + 1 for threads in run_ranks(_many_messages, 2, kind="gloo"))  # and the watchdog's
+
+
+def test_a_process_groups_own_time_out_is_kept() -> None:
+    limit = timedelta(hours=2)
+    engine = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, limit)
+    pg = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    pg._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    pg._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, engine)
+    for given in (engine, pg):
+        with C10dGroup(given) as group:
+            assert group.timeout == 7200
+        with C10dGroup(given, timeout=5) as group:
+            assert group.timeout == 5

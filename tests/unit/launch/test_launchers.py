@@ -113,6 +113,14 @@ def test_torchrun(script):
     assert sorted(done.stdout.splitlines()) == lines("torchrun")
 
 
+def test_torchrun_without_the_agents_store(script):
+    """Rank 0 then hosts the store itself, as under an etcd rendezvous."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    done = run(*command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == lines("torchrun")
+
+
 def test_mpirun(script):
     pytest.importorskip("mpi4py", reason="mpi4py is not installed")
     found = shutil.which("mpirun", path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")

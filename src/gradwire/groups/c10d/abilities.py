@@ -95,6 +95,16 @@ def store_of(pg: Any) -> Any:
     return None if abstract else store
 
 
+def timeout_of(pg: Any) -> float | None:
+    """Seconds that the process group gives its operations; the longest, if it has several back ends. None if it has none in C++."""
+    backends = [pg]
+    if isinstance(pg, dist.ProcessGroup):
+        backends = [pg._get_backend(device) for device in _devices_in_cpp(pg)]
+    options: list[Any] = [getattr(backend, "options", None) for backend in backends]
+    limits = [each._timeout.total_seconds() for each in options if hasattr(each, "_timeout")]
+    return max(limits, default=None)
+
+
 def can_split(pg: Any) -> bool:
     """Whether it has a `split_group` that can work: in a group written in Python, one of its own."""
     method = getattr(pg, "split_group", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from gradwire.errors import CollectiveTimeout, GradwireError, GroupError, PeerLost
-from gradwire.groups.c10d.rollcall import RollCall
+from gradwire.groups.c10d.membership import Membership
 from gradwire.groups.work import Work
 
 _TIMED_OUT = re.compile(r"timed? ?out waiting|operation timed out|watchdog.*timeout|connect timeout", re.IGNORECASE)
@@ -16,7 +16,7 @@ _PEER_GONE = re.compile(
 )
 
 
-def translate(error: BaseException, work: Work, engine: str, roll: RollCall | None) -> BaseException:
+def translate(error: BaseException, work: Work, engine: str, roll: Membership | None) -> BaseException:
     """The gradwire error for what `engine` raised during `work`, with the original as its cause."""
     if isinstance(error, GradwireError) and not isinstance(error, CollectiveTimeout):
         return error

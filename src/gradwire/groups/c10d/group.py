@@ -2,7 +2,7 @@
 
 What the engine takes is handed to it in the caller's thread, in order; what it lacks is lowered to what it takes and runs as
 a program on the group's lane, or straight through where the engine only orders CUDA streams. Liveness and "who is missing"
-come from the roll call over the rendezvous store; without a store they are unknown.
+come from the membership in the rendezvous store; without a store they are unknown.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from gradwire.collectives.aliasing import apart
 from gradwire.collectives.lower import Program, is_identity, lower
 from gradwire.errors import UNEVEN, CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
-from gradwire.groups.c10d.abilities import can_split, find_engine, name_of, store_of
+from gradwire.groups.c10d.abilities import can_split, find_engine, name_of, store_of, timeout_of
 from gradwire.groups.c10d.aside import Aside, mark
 from gradwire.groups.c10d.engine import Engine
 from gradwire.groups.c10d.failures import translate
+from gradwire.groups.c10d.membership import Membership
 from gradwire.groups.c10d.messages import Message, MessageThreads
-from gradwire.groups.c10d.rollcall import RollCall
 from gradwire.groups.c10d.teardown import destroy, quiesce
 from gradwire.groups.c10d.work import C10dWork, Reaper, wait_slice
 from gradwire.groups.forked import finalize_here, leak_in_child
@@ -44,6 +44,12 @@ _SUSPICIOUS_AGE = 0.3
 _MOMENT = 0.5
 
 
+class _Progress:
+    """How many collectives this rank has joined, where there is no membership to count them."""
+
+    joined = 0
+
+
 class C10dGroup(Group):
     """A torch.distributed process group as a Group. Closing it leaves `pg` alone; `C10dGroup.gloo` owns its engine."""
 
@@ -54,26 +60,33 @@ class C10dGroup(Group):
         name: str | None = None,
         timeout: float | None = None,
         store: Any = None,
-        roll: RollCall | None = None,
+        roll: Membership | None = None,
     ) -> None:
-        """`roll` is the roll call to take part in; unless given, one is made over a new connection to the store."""
+        """`roll` is the membership to take part in; unless given, one is made over a new connection to the store."""
         if not hasattr(pg, "allreduce"):
             raise UsageError(
                 f"C10dGroup({pg!r}): not a torch.distributed process group. Pass dist.group.WORLD or one like it."
             )
-        super().__init__(pg.rank(), pg.size(), name=name or f"c10d-{name_of(pg)}", timeout=timeout or DEFAULT_TIMEOUT)
+        super().__init__(
+            pg.rank(),
+            pg.size(),
+            name=name or f"c10d-{name_of(pg)}",
+            timeout=timeout or timeout_of(pg) or DEFAULT_TIMEOUT,
+        )
         self._given: Any = pg
         self._backends: dict[str, tuple[Any, Engine]] = {}
         self._store = store_of(pg) if store is None else store
-        if roll is None and self._store is not None:
-            roll = RollCall.over(self._store, self.rank, self.size)
+        if roll is None and store is not None:
+            roll = Membership.over(store, self.rank, self.size)
+        elif roll is None and self._store is not None:
+            roll = Membership.of(pg, self._store, self.rank, self.size)
         self._roll = roll
+        self._progress: Membership | _Progress = _Progress() if roll is None else roll
         self._lane = Lane(f"{self.name}-{self.rank}")
         self._reaper = Reaper(f"{self.name}-{self.rank}")
         self._messages = MessageThreads(f"{self.name}-{self.rank}")
         self._aside = Aside()
         self._order = threading.Lock()
-        self._joined = 0
         self._owned: list[Any] = []
         self._unfinished: list[Work] = []
         self._watchdog.on_tick.append(_weak_tick(self))
@@ -92,7 +105,7 @@ class C10dGroup(Group):
         *,
         timeout: float = DEFAULT_TIMEOUT,
         name: str | None = None,
-        roll: RollCall | None = None,
+        roll: Membership | None = None,
     ) -> C10dGroup:
         """A group over a gloo engine of its own, built on `store`; closing the group ends the engine."""
         engine = _make_gloo(store, rank, size, timeout)
@@ -143,8 +156,8 @@ class C10dGroup(Group):
             return work
         with self._order:
             work = self.begin(op, C10dWork)
-            self._joined += 1
-            work.place = self._joined
+            self._progress.joined += 1
+            work.place = self._progress.joined
             if self.size == 1 and is_identity(op):
                 work.finish()  # an engine would be asked to do nothing, some at the price of a pass over the data
                 return work
@@ -261,11 +274,11 @@ class C10dGroup(Group):
         self._unfinished += list(self.ledger.pending.values())
         super().fail(error)
         if self._roll is not None and isinstance(error, PeerLost):
-            self._roll.bury(
+            self._roll.report_lost(
                 error.rank, f"rank {self.rank} has lost it" if error.rank is None else f"rank {error.rank} is lost"
             )
         elif self._roll is not None and isinstance(error, GroupAborted):
-            self._roll.bury(None, f"rank {self.rank} aborted: {error.reason}")
+            self._roll.report_lost(None, f"rank {self.rank} aborted: {error.reason}")
 
     def _tick(self) -> None:
         """In the watchdog's thread: publish this rank's progress, and look into what has been in flight for long."""
@@ -275,24 +288,23 @@ class C10dGroup(Group):
         roll = self._roll
         if roll is None or self.closed:
             return
-        roll.joined = self._joined
-        roll.publish()
         now = time.perf_counter()
         old = [work for work in list(self.ledger.pending.values()) if now - work.started > _SUSPICIOUS_AGE]
-        if not old or self.failure is not None:
+        slow = bool(old) and self.failure is None
+        roll.tick(slow=slow)
+        if not slow:
             return
-        roll.refresh()
         error = self._bad_news(roll, old)
         if error is not None:
             self.fail(error)
 
-    def _bad_news(self, roll: RollCall, old: Sequence[Work]) -> GroupError | None:
+    def _bad_news(self, roll: Membership, old: Sequence[Work]) -> GroupError | None:
         first = next(iter(old), None)
         what = self.name if first is None else f"{first.op} (operation #{first.seq} of {self.name})"
         where = f"{what} on rank {self.rank} of {self.size}"
         rank, why = roll.dead(), "its process has died"
-        if rank is None and roll.obituary is not None:
-            rank, why = roll.obituary
+        if rank is None and roll.lost_report is not None:
+            rank, why = roll.lost_report
             if rank is None:
                 return GroupAborted(f"{where}: the group was aborted: {why}", reason=why)
         place = max((work.place for work in old if isinstance(work, C10dWork)), default=0)
@@ -307,7 +319,7 @@ class C10dGroup(Group):
         return PeerLost(message, rank=rank, op=None if first is None else first.op.signature)
 
     def check_peers(self) -> None:
-        """Read the roll call now; raise if a peer is lost or has aborted."""
+        """Read the membership now; raise if a peer is lost or has aborted."""
         roll = self._roll
         if self.failure is None and roll is not None and not self.closed and not self.forked:
             roll.refresh()
@@ -328,7 +340,6 @@ class C10dGroup(Group):
             super().recover(timeout)
             return
         limit = self.timeout if timeout is None else timeout
-        roll.joined = self._joined
         stuck = sum(isinstance(work, C10dWork) and work.left_in_engine for work in self._unfinished)
         try:
             epoch, in_step = roll.start_over(stuck, limit)
@@ -337,7 +348,6 @@ class C10dGroup(Group):
         if not in_step:
             self._replace_engine(epoch)
         self._unfinished.clear()
-        self._joined = 0
         self.failure = None
 
     def _replace_engine(self, epoch: int) -> None:
@@ -354,13 +364,13 @@ class C10dGroup(Group):
         self._own(_make_gloo(store, self.rank, self.size, self.timeout))
 
     def attendance(self, work: Work) -> Attendance | None:
-        """Who has joined, as of the last roll call."""
+        """Who has joined, as far as the store knows."""
         if self._roll is None:
             return None
         if work.op.kind.is_p2p:
             return None if work.op.peer is None else Attendance((self.rank,), (work.op.peer,))
         place = work.place if isinstance(work, C10dWork) else 0
-        joined = tuple(r for r, m in self._roll.members.items() if r == self.rank or m.joined >= place)
+        joined = self._roll.have_joined(place)
         return Attendance(joined, tuple(r for r in range(self.size) if r not in joined))
 
     # -- members and life ----------------------------------------------------------------------------------------------
@@ -396,7 +406,6 @@ class C10dGroup(Group):
 
     def _release(self) -> None:
         if self._roll is not None:
-            self._roll.joined = self._joined
             self._roll.leave("closed" if self.failure is None else f"failed: {type(self.failure).__name__}")
         self._engine_finalizer()
         self._given = None  # a closed group must not keep somebody else's engine alive

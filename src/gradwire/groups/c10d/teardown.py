@@ -35,14 +35,13 @@ _ABORTED_WITHIN = 5.0
 
 def abort_gloo(engine: Any) -> None:
     """Close all connections of a gloo engine; what is in flight in it fails at once. See Note [Aborting gloo]."""
-    if engine.size() == 1:
-        return
-    try:
-        engine.recv([torch.empty(1, device="cpu")], (engine.rank() + 1) % engine.size(), _UNUSED_TAG).wait(
-            timedelta(milliseconds=1)
-        )
-    except RuntimeError:
-        pass  # the time-out that was asked for, or a connection that is closed already
+    for peer in range(engine.size()):
+        if peer == engine.rank():
+            continue
+        try:
+            engine.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            pass  # the time-out that was asked for, which closes all others; or this one is closed already, and others may not be
 
 
 def is_idle(natives: Sequence[Any], within: float) -> bool:

@@ -7,15 +7,15 @@ from typing import TypeVar
 
 from gradwire.collectives import Signature
 from gradwire.errors import UNEVEN, CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost
-from gradwire.groups.c10d.rollcall import RollCall
+from gradwire.groups.c10d.membership import Membership
 
 G = TypeVar("G", bound=GroupError)
 
 
-def told_by(error: Exception, members: Sequence[int], where: str, roll: RollCall | None, place: int) -> Exception:
+def told_by(error: Exception, members: Sequence[int], where: str, roll: Membership | None, place: int) -> Exception:
     """The error for what was done at `where`, when a group of `members` has failed with `error` in it.
 
-    Whoever fails first writes into the roll call which rank is lost before it takes its parts down. So a rank that hears "aborted"
+    Whoever fails first writes into the membership which rank is lost before it takes its parts down. So a rank that hears "aborted"
     from a part looks there, and all ranks name the same one.
     """
     if isinstance(error, CollectiveMismatch):
@@ -44,11 +44,11 @@ def lost(where: str, rank: int, why: str, op: Signature | None) -> PeerLost:
     )
 
 
-def bad_news(roll: RollCall, where: str, place: int, op: Signature | None) -> GroupError | None:
-    """What the roll call, as it was last read, knows to be wrong."""
+def bad_news(roll: Membership, where: str, place: int, op: Signature | None) -> GroupError | None:
+    """What the membership, as it was last read, knows to be wrong."""
     rank, why = roll.dead(), "its process has died"
-    if rank is None and roll.obituary is not None:
-        rank, why = roll.obituary
+    if rank is None and roll.lost_report is not None:
+        rank, why = roll.lost_report
         if rank is None:
             return GroupAborted(f"{where}: the group was aborted: {why}", reason=why)
     if rank is None:

@@ -16,8 +16,8 @@ are in it, and a receive from anybody is refused. A sub-group's `across` is made
 
 Note [One failure]
 A part that fails leaves ranks out of step, so the whole fails: here at once, in the other parts of this rank, and through them
-on every rank that shares one, until all have heard. What failed first is written into the roll call before that, so that all
-ranks name the same lost rank, also those that share no part with it. Without a store there is no roll call; then a rank that
+on every rank that shares one, until all have heard. What failed first is written into the membership before that, so that all
+ranks name the same lost rank, also those that share no part with it. Without a store there is no membership; then a rank that
 shares no part with the lost one is told GroupAborted, and by whom. The whole also fails when one of its collectives has run out of
 time: some of its steps may have been taken on some ranks.
 """
@@ -40,7 +40,7 @@ from gradwire.collectives import Collective, Layout, Scope, build
 from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError, again
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.c10d import C10dGroup
-from gradwire.groups.c10d.rollcall import RollCall
+from gradwire.groups.c10d.membership import Membership
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.hierarchical.failures import bad_news, chained, for_part, told_by
 from gradwire.groups.hierarchical.meeting import Build, ask_around, find_hosts
@@ -77,7 +77,7 @@ class HierarchicalGroup(Group):
         rank: int | None = None,
         layout: Layout | None = None,
         store: Any = None,
-        roll: RollCall | None = None,
+        roll: Membership | None = None,
         name: str | None = None,
         timeout: float | None = None,
     ) -> None:
@@ -87,7 +87,7 @@ class HierarchicalGroup(Group):
 
         `rank` is this rank's number in the whole, where ranks are not to be numbered host by host. All that is asked of the
         other ranks and checked, unless `layout` says it. `store` is where all ranks can be told of a failure, in the
-        roll call `roll` if there is one already.
+        membership `roll` if there is one already.
         """
         if layout is None:
             layout, rank = ask_around(inside, across, rank)
@@ -112,7 +112,7 @@ class HierarchicalGroup(Group):
         for part in self._members:
             self.ledger.collect_hook_errors_of(part.ledger)
         if roll is None and store is not None:
-            roll = RollCall.over(store, self.rank, self.size)
+            roll = Membership.over(store, self.rank, self.size)
         self._roll = roll
         self._joined = 0
         self._lane = Lane(f"{self.name}-{self.rank}")
@@ -321,8 +321,14 @@ class HierarchicalGroup(Group):
         """Memory of the host's own group: slices of it are reduced where they lie."""
         return self.inside.allocate(numel, dtype=dtype, device=device)
 
+    def set_timeout(self, timeout: float) -> None:
+        """Of the parts, too."""
+        super().set_timeout(timeout)
+        for part in self._members:
+            part.set_timeout(timeout)
+
     def attendance(self, work: Work) -> Attendance | None:
-        """Who has joined, as of the last roll call: a wait must not hang on a slow store. The parts know only who is at a step."""
+        """Who has joined, as of the last membership: a wait must not hang on a slow store. The parts know only who is at a step."""
         if work.op.kind.is_p2p:
             return None if work.op.peer is None else Attendance((self.rank,), (work.op.peer,))
         if work.op.scope is not Scope.WORLD and isinstance(work, HierarchicalWork):
@@ -330,7 +336,7 @@ class HierarchicalGroup(Group):
         roll = self._roll
         if roll is None or not isinstance(work, HierarchicalWork):
             return None
-        joined = tuple(r for r, m in roll.members.items() if r == self.rank or m.joined >= work.place)
+        joined = roll.have_joined(work.place)
         return Attendance(joined, tuple(r for r in range(self.size) if r not in joined))
 
     def _attendance_in_part(self, scope: Scope) -> Attendance | None:
@@ -406,17 +412,17 @@ class HierarchicalGroup(Group):
             self.fail(GroupAborted(f"{self._where(work)}: {why}", reason=why))
 
     def fail(self, error: BaseException) -> None:
-        """Fail here, and tell the other ranks: through the roll call, then through all parts."""
+        """Fail here, and tell the other ranks: through the membership, then through all parts."""
         first = self.failure is None
         super().fail(error)
         if not first or self.closed or self.forked:
             return
         if self._roll is not None and isinstance(error, PeerLost):
             why = f"rank {self.rank} has lost it" if error.rank is None else f"rank {error.rank} is lost"
-            self._roll.bury(error.rank, why)
+            self._roll.report_lost(error.rank, why)
         elif self._roll is not None and not isinstance(error, CollectiveTimeout):
             reason = error.reason if isinstance(error, GroupAborted) else str(error)
-            self._roll.bury(None, f"rank {self.rank} aborted: {reason}")
+            self._roll.report_lost(None, f"rank {self.rank} aborted: {reason}")
         for part, members in self._members.items():
             part.fail(for_part(error, members, self.name))
 
@@ -426,14 +432,14 @@ class HierarchicalGroup(Group):
         if roll is None or self.closed:
             return
         roll.joined = self._joined
-        roll.publish()
         now = time.perf_counter()
         old = [work for work in list(self.ledger.pending.values()) if now - work.started > _SUSPICIOUS_AGE]
-        if old and self.failure is None:
+        slow = bool(old) and self.failure is None
+        roll.tick(slow=slow)
+        if slow:
             self._look(roll, old)
 
-    def _look(self, roll: RollCall, old: list[Work]) -> None:
-        roll.refresh()
+    def _look(self, roll: Membership, old: list[Work]) -> None:
         first = old[0] if old else None
         place = max((work.place for work in old if isinstance(work, HierarchicalWork)), default=0)
         error = bad_news(roll, self._where(first), place, None if first is None else first.op.signature)
@@ -441,9 +447,10 @@ class HierarchicalGroup(Group):
             self.fail(error)
 
     def check_peers(self) -> None:
-        """Read the roll call and ask the parts now; raise if a peer is lost or has aborted."""
+        """Read the membership and ask the parts now; raise if a peer is lost or has aborted."""
         if self.failure is None and not self.closed and not self.forked:
             if self._roll is not None:
+                self._roll.refresh()
                 self._look(self._roll, [])
             for part, members in self._members.items():
                 try:

@@ -28,7 +28,7 @@ from gradwire.collectives import Collective, Scope
 from gradwire.collectives.lower import is_identity
 from gradwire.errors import ClosedError, CollectiveTimeout, GroupError, PeerLost, UsageError, again
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
-from gradwire.groups.file_store import bounded
+from gradwire.groups.bounded_store import bounded
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.host import host_identity
 from gradwire.groups.ledger import Attendance

@@ -11,7 +11,7 @@ import select
 import threading
 from collections.abc import Mapping
 
-from gradwire.groups.host import process_start
+from gradwire.groups.host import is_dead, process_start
 
 
 class Pulse:
@@ -44,7 +44,7 @@ class Pulse:
             if self._ranks:
                 self._dead.update(self._ranks[fd] for fd, _ in self._poll.poll(0) if fd in self._ranks)
             for rank, (pid, start) in self._starts.items():
-                if start is None or process_start(pid) != start:
+                if start is None or is_dead(pid, start):
                     self._dead.add(rank)
             return sorted(self._dead)
 

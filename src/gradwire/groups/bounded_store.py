@@ -1,0 +1,145 @@
+"""Calls of a rendezvous store that come back in time.
+
+Note [Store calls without a deadline]
+A store's own time-out covers waiting for a key, not waiting for an answer: every call of a TCPStore blocks for as long as the
+process that hosts it is stopped, or the host has lost its power. torch's FileStore appends records to a file, and reads one to its
+end; if a process is killed while it writes, the record has no end, and every call of the others reads for ever. So calls are made
+on a thread, and given up when the time is over. That thread cannot be ended; it is left behind, and the store is not called again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+from gradwire.errors import CollectiveTimeout
+
+_GRACE = 0.5
+"""Seconds more than the time-out, so that a store that can tell more does so first."""
+
+
+def innermost(store: Any) -> Any:
+    """What is under all prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+class _Call:
+    """One job on a thread of its own."""
+
+    def __init__(self, job: Callable[[], Any]) -> None:
+        self._job = job
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self.began = time.monotonic()
+        self.thread = threading.Thread(target=self._run, name="gradwire-store-call", daemon=True)
+        try:
+            self.thread.start()
+        except RuntimeError:  # the interpreter is ending, and starts no more threads
+            self._run()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._job()
+        except BaseException as error:
+            self._error = error
+
+    def wait(self, timeout: float) -> bool:
+        """Whether it is over within `timeout` seconds."""
+        if self.thread.ident is not None:
+            self.thread.join(max(0.0, timeout))
+        return not self.thread.is_alive()
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+def bounded(store: Any, timeout: float, who: object) -> Any:
+    """`store` with calls that take at most `timeout`; itself if it is in this process. `who` waits, for the error."""
+    return store if isinstance(innermost(store), HashStore) else _Bounded(store, timeout, who)
+
+
+class _Bounded:
+    def __init__(self, store: Any, timeout: float, who: object) -> None:
+        self._store, self._timeout, self._who = store, timeout, who
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._store, name)
+
+        def call(*args: Any) -> Any:
+            made = _Call(lambda: method(*args))
+            if not made.wait(self._timeout + _GRACE):
+                raise CollectiveTimeout(
+                    f"{self._who}: {name}{args} has not come back from the store through which ranks meet within "
+                    f"{self._timeout:.3g} s. The process that hosts it is stopped or its host cannot be reached; where it is a "
+                    "file, a rank has probably died while it wrote. Look at the others' output, and meet through another store."
+                )
+            return made.result()
+
+        return call
+
+
+class StoreCalls:
+    """Exchanges with one store, one at a time, that a caller waits for only as long as it wants."""
+
+    def __init__(self, store: Any, *, patience: float, attempts: int = 3) -> None:
+        """After `attempts` failures in a row, or one exchange that takes more than `patience` seconds, the store is lost."""
+        self._direct = isinstance(innermost(store), HashStore)
+        self._patience = patience
+        self._attempts = attempts
+        self._failures = 0
+        self._lock = threading.RLock()  # abort() in a signal handler may interrupt a call of this thread's
+        self._call: _Call | None = None
+        self._closed = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether the store has stopped answering, or is no longer used."""
+        call = self._call
+        stuck = call is not None and call.thread.is_alive() and time.monotonic() - call.began > self._patience
+        return self._closed or stuck or self._failures >= self._attempts
+
+    @property
+    def busy(self) -> bool:
+        """Whether an exchange is under way."""
+        call = self._call
+        return call is not None and call.thread.is_alive()
+
+    def run(self, exchange: Callable[[], Any], *, within: float) -> bool:
+        """Carry out `exchange` on a thread; whether it went well within so many seconds. It may go well later."""
+        deadline = time.monotonic() + within
+        if not self._lock.acquire(timeout=max(0.0, within)):
+            return False
+        try:
+            call = self._call
+            if self.lost or (call is not None and not call.wait(deadline - time.monotonic())) or self.lost:
+                return False
+            done: list[bool] = []
+            if self._direct:
+                self._attempt(exchange, done)
+                return bool(done)
+            call = self._call = _Call(lambda: self._attempt(exchange, done))
+            call.wait(deadline - time.monotonic())
+            return bool(done)
+        finally:
+            self._lock.release()
+
+    def _attempt(self, exchange: Callable[[], Any], done: list[bool]) -> None:
+        try:
+            exchange()
+        except (RuntimeError, ValueError):  # c10d's store errors are RuntimeErrors; a torn page is a ValueError
+            self._failures += 1
+        else:
+            self._failures = 0
+            done.append(True)
+
+    def close(self) -> None:
+        """Call the store no more."""
+        self._closed = True

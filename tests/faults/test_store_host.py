@@ -1,0 +1,66 @@
+"""The process that hosts the store stops answering: the others' deadlines hold, and they close and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from gradwire.groups.tcp_store import host_store
+
+SCRIPT = """
+    import os, sys, time, torch
+    import gradwire as gw
+    from gradwire.collectives import build
+    from gradwire.errors import CollectiveTimeout
+    group = gw.init(kind=sys.argv[1], timeout=4)
+    group.barrier()
+    if group.rank == 0:
+        os.kill(os.getpid(), 19)
+        os._exit(0)
+    time.sleep(0.5)
+    began = time.perf_counter()
+    forgotten = group.all_reduce(torch.ones(3), async_op=True)
+    while not forgotten.is_completed():  # nobody waits for it
+        assert time.perf_counter() - began < 30
+        time.sleep(0.05)
+    assert isinstance(forgotten.exception(), CollectiveTimeout), forgotten.exception()
+    began = time.perf_counter()
+    group.close()
+    gw.launch.leave()
+    assert time.perf_counter() - began < 30
+    print("closed")
+"""
+
+
+@pytest.mark.parametrize("kind", ["gloo", "hierarchical"])
+def test_a_stopped_store_host_holds_nobody(kind: str, tmp_path: Path) -> None:
+    free = host_store()  # only to find a port
+    port = free.port
+    del free
+    script = tmp_path / "rank.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    base = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), kind],
+            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        out, err = ranks[1].communicate(timeout=120)
+        state = Path(f"/proc/{ranks[0].pid}/stat").read_text().rpartition(")")[2].split()[0]
+        assert state == "T", "the fault did not fire"
+        assert (ranks[1].returncode, out) == (0, "closed\n"), err
+    finally:
+        ranks[0].send_signal(signal.SIGKILL)
+        ranks[0].communicate()
