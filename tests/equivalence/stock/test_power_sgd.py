@@ -79,6 +79,8 @@ def over(backend: str, engine: Any, group: Group, wrap: Callable[..., nn.Module]
 
 @pytest.fixture(scope="module")
 def expected() -> list[torch.Tensor]:
+    if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 15):
+        pytest.skip("torch 2.15's own gloo ends the process: a callback of the hook holds the last reference to it")
     return run_ranks(lambda group: over("gloo", None, group, TorchDDP), RANKS, kind="gloo", timeout=100)
 
 
