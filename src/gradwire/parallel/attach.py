@@ -7,6 +7,11 @@ all, but on a few, while it is silent: see [Silent gradients] in `reducer/watch.
 `autograd/brief.py`. Once the reducer wants to hear of all gradients quietly, every parameter gets torch's own hook, for good.
 On CUDA it has that from the start. There a gradient is there when its stream says so, and one thread per device runs a
 backward, so neither looking at `.grad` nor being told one late is enough; and the host's costs hide behind kernels anyway.
+
+Note [After the hooks of others]
+Hooks that others put on a parameter to be called after accumulation (`Tensor.register_post_accumulate_grad_hook`), before or after
+it was replicated, may still write to `.grad`: they clamp it, or count it. So a gradient that may launch its bucket is heard of
+by a hook on its accumulator node, which runs after all hooks on the tensor, as in torch's DDP.
 """
 
 from __future__ import annotations
@@ -35,7 +40,9 @@ def attach_ready(parameters: Sequence[Tensor], reducer: Reducer, *, undefined_to
         weak = weakref.ref(reducer)
         return [_on_node(parameter, weak, i) for i, parameter in enumerate(parameters)]
     plain = all(p.device.type == "cpu" and type(p) in (Tensor, nn.Parameter) for p in parameters)
-    ears = _RemovableHooks(parameters, reducer) if plain else _TensorHooks(parameters, reducer)
+    # A parameter knows its accumulator only weakly; as long as somebody holds it, no forward has to make a new one.
+    nodes = [_accumulator(p) for p in parameters]
+    ears = (_RemovableHooks if plain else _TensorHooks)(parameters, nodes, reducer)
     reducer.ears = ears
     return [Handle(ears.close)]
 
@@ -58,26 +65,40 @@ def hear_backward(output: Any, reducer: Reducer) -> bool:
 
 
 class _TensorHooks:
-    """One hook a parameter, that calls the reducer or, quietly, appends to `reducer.arrived`: see [Quiet gradients]."""
+    """A hook on every parameter, that calls the reducer or, quietly, appends to `reducer.arrived`: see [Quiet gradients].
+
+    Those that call are on the accumulator nodes: see [After the hooks of others]. Those that append are on the tensors, for
+    nothing is launched by them, and there the list's own method will do, which the engine calls without a Python frame.
+    """
 
     may_be_silent = False
 
-    def __init__(self, parameters: Sequence[Tensor], reducer: Reducer) -> None:
-        weak = weakref.ref(reducer)
-        self._loud = [_loud(weak, i) for i in range(len(parameters))]
-        self._quiet = reducer.arrived.append  # the list's own method: the engine calls it without a Python frame
-        self._handles = [p.register_post_accumulate_grad_hook(fn) for p, fn in zip(parameters, self._loud, strict=True)]
+    def __init__(self, parameters: Sequence[Tensor], nodes: Sequence[Any], reducer: Reducer) -> None:
+        self._parameters = list(parameters)
+        self._nodes = list(nodes)
+        self._reducer = weakref.ref(reducer)
+        self._arrived = reducer.arrived
+        self._calling: dict[int, Any] = {}
+        self._appending: dict[int, Any] = {}
+        self.listen_to_all()
 
     def listen_to_all(self) -> None:
         """Let the hooks of all parameters call."""
-        self.listen_to(range(len(self._handles)))
+        self.listen_to(range(len(self._parameters)))
 
     def listen_to(self, few: Collection[int]) -> None:
         """Let the hooks of these parameters call, those of all others be quiet."""
-        for i, (handle, loud) in enumerate(zip(self._handles, self._loud, strict=True)):
-            table = handle.hooks_dict_ref()
-            if table is not None and handle.id in table:
-                table[handle.id] = loud if i in few else self._quiet
+        for i, parameter in enumerate(self._parameters):
+            loud = i in few
+            old, new = (self._appending, self._calling) if loud else (self._calling, self._appending)
+            if i in old:
+                old.pop(i).remove()
+            if i in new:
+                continue
+            if loud:
+                new[i] = _call_after_node(self._nodes[i], self._reducer, i)
+            elif parameter.requires_grad:
+                new[i] = parameter.register_post_accumulate_grad_hook(self._arrived.append)
 
     def listen_only_to(self, few: Collection[int]) -> None:
         """As these hooks leave a trace, nothing is gained by taking any of them off."""
@@ -88,22 +109,23 @@ class _TensorHooks:
 
     def close(self) -> None:
         """Take the hooks off."""
-        for handle in self._handles:
+        for handle in [*self._calling.values(), *self._appending.values()]:
             handle.remove()
+        self._calling, self._appending = {}, {}
+        self._nodes.clear()
 
 
 class _RemovableHooks:
     """Hooks on all parameters or on a few, with nothing left on the others: see [Which hooks]."""
 
-    def __init__(self, parameters: Sequence[Tensor], reducer: Reducer) -> None:
+    def __init__(self, parameters: Sequence[Tensor], nodes: Sequence[Any], reducer: Reducer) -> None:
         self._parameters = list(parameters)
+        self._nodes = list(nodes)
         self._reducer = weakref.ref(reducer)
         self._brief = BriefHooks(parameters, reducer.on_ready)
         self._brief.put_on()
         self._few: dict[int, Any] = {}
         self._for_good: _TensorHooks | None = None
-        # A parameter knows its accumulator only weakly; as long as somebody holds it, no forward has to make a new one.
-        self._nodes = [_accumulator(p) for p in parameters]
 
     @property
     def may_be_silent(self) -> bool:
@@ -125,7 +147,7 @@ class _RemovableHooks:
         weak = self._reducer
         for i in few:
             if i not in self._few:
-                self._few[i] = self._parameters[i].register_post_accumulate_grad_hook(_loud(weak, i))
+                self._few[i] = _call_after_node(self._nodes[i], weak, i)
 
     def listen_to(self, few: Collection[int]) -> None:
         """Let these call, and the others append to a list: from now on every parameter has a hook."""
@@ -133,7 +155,7 @@ class _RemovableHooks:
         if self._for_good is None and reducer is not None:
             self._brief.take_off()
             self._keep(())
-            self._for_good = _TensorHooks(self._parameters, reducer)
+            self._for_good = _TensorHooks(self._parameters, self._nodes, reducer)
         if self._for_good is not None:
             self._for_good.listen_to(few)
 
@@ -154,13 +176,13 @@ class _RemovableHooks:
             self._for_good.close()
 
 
-def _loud(weak: weakref.ref[Reducer], index: int) -> Callable[[Tensor], None]:
-    def ready(_: Tensor) -> None:
+def _call_after_node(node: Any, weak: weakref.ref[Reducer], index: int) -> Any:
+    def ready(_: Any, incoming: tuple[Tensor | None, ...]) -> None:
         reducer = weak()
-        if reducer is not None:
+        if reducer is not None and incoming[0] is not None:
             reducer.on_ready(index)
 
-    return ready
+    return node.register_hook(ready)
 
 
 def _accumulator(parameter: Tensor) -> Any:

@@ -236,7 +236,9 @@ class Reducer:
             self._listen_to(closers)
         elif closers is None:
             self._listen_to(None)
-        elif watch.plain and self._can_be_heard(closers) and not watch.anything_left_over():
+        elif (
+            watch.plain and self._can_be_heard(closers) and not watch.anything_left_over() and not watch.others_listen()
+        ):
             self._silent = True
             self._listen_only_to(closers)
         else:

@@ -82,8 +82,13 @@ def step(module: nn.Module, order: str = "abc") -> None:
 
 
 def hooked(module: nn.Module) -> set[int]:
-    """The parameters that carry anything of ours."""
-    return {i for i, p in enumerate(module.parameters()) if p._backward_hooks or p._post_accumulate_grad_hooks}
+    """The parameters that carry anything of ours, or whose accumulator nodes do."""
+    replica: Replica | None = module._gradwire_replica  # type: ignore[assignment]
+    ears: Any = None if replica is None else replica.reducer.ears
+    on_nodes = set() if ears is None else set(ears._few) | set(ears._for_good._calling if ears._for_good else ())
+    return on_nodes | {
+        i for i, p in enumerate(module.parameters()) if p._backward_hooks or p._post_accumulate_grad_hooks
+    }
 
 
 def gradients(module: nn.Module) -> list[Tensor]:
