@@ -16,7 +16,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -99,7 +99,8 @@ def overlapping(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
     for t in tensors:
         if not t.is_sparse and not t.is_contiguous() and _overlaps_itself(t):
             return t, t
-    if len(tensors) < 2:
+    spans = sorted(map(span, tensors))
+    if all(end <= start for (_, end), (start, _) in pairwise(spans)):
         return None
     open_: list[tuple[int, Tensor]] = []  # those that reach beyond the start of the one that is looked at
     for start, end, t in sorted(((*span(t), t) for t in tensors), key=lambda entry: entry[0]):

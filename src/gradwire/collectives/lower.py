@@ -10,7 +10,7 @@ No group, no engine, no thread in here, so it is tested with simulated ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -62,7 +62,9 @@ class _Lowering:
     def __call__(self, op: Collective) -> Program:
         if self.takes(op):
             yield op
-        elif all(t.is_sparse or is_plain(t) for t in op.inputs + op.outputs):
+        elif all(
+            t.is_sparse or is_plain(t) for t in (op.inputs if op.outputs is op.inputs else op.inputs + op.outputs)
+        ):
             yield from _RULES[op.kind](op, self)
         else:
             yield from self._staged(op)
@@ -152,16 +154,22 @@ def _all_reduce_packed(op: Collective, low: _Lowering) -> Program:
         else:
             by_dtype.setdefault(t.dtype, []).append(i)
     for indices in by_dtype.values():
-        buffer = torch.cat([flat(op.inputs[i]) for i in indices])
+        buffer = _pack([op.inputs[i] for i in indices])
         yield from low(build.all_reduce(buffer, op=op.reduce_op or ReduceOp.SUM, factor=op.factor, label=op.label))
         _unpack(buffer, [op.outputs[i] for i in indices])
 
 
-def _unpack(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
-    offset = 0
-    for t in tensors:
-        store(t, buffer[offset : offset + t.numel()])
-        offset += t.numel()
+@torch.no_grad()
+def _pack(tensors: list[Tensor]) -> Tensor:
+    if len(tensors) == 1:  # of which torch's function makes no copy
+        return flat(tensors[0]).clone()
+    packed: Tensor = torch._C._nn.flatten_dense_tensors(tensors)
+    return packed
+
+
+@torch.no_grad()
+def _unpack(buffer: Tensor, tensors: list[Tensor]) -> None:
+    torch._foreach_copy_(tensors, torch._C._nn.unflatten_dense_tensors(buffer, tensors))
 
 
 def _all_reduce_by_exchange(op: Collective, low: _Lowering) -> Program:

@@ -16,6 +16,9 @@ whatever their addresses; everything before the release stays before it, everyth
 `release` *followed by* `acquire`, on a lock that only this thread uses, is a full fence. The other way round (`with lock:
 pass`) is not: what is before an acquire may sink below it, what is after a release may rise above it. On x86 both are
 locked instructions and fence by themselves. Measured: 0.1 to 0.3 us.
+This covers x86-64 and ARMv8, on which it was measured. On POWER and RISC-V a release followed by an acquire need not keep a store
+before a later load: data and counters are still in order there, but a sleeper and a writer can miss each other, and the wake-up is
+then late by `SLICE`, never lost.
 
     writer: bytes; fence; counter += 1; fence; look whether the reader sleeps
     reader: look at the counter; fence; bytes
@@ -49,6 +52,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import os
 import platform
 import sys
@@ -208,9 +212,27 @@ def looks_before_sleep(size: int, *, cores: int) -> int:
     return 300 if size <= cores else 40
 
 
-def usable_cores() -> int:
-    """How many cores this process may run on."""
+def usable_cores(cgroups: str = "/sys/fs/cgroup") -> int:
+    """How many cores this process may run on: its affinity, or its container's CPU quota where that is less."""
     try:
-        return len(os.sched_getaffinity(0))
+        cores = len(os.sched_getaffinity(0))
     except AttributeError:
-        return os.cpu_count() or 1
+        cores = os.cpu_count() or 1
+    quota = _cpu_quota(cgroups)
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+def _cpu_quota(cgroups: str) -> float | None:
+    """Cores' worth of time that the container's cgroup grants, version 2 or 1; None without a limit, or where none is seen."""
+
+    def read(name: str) -> list[str]:
+        try:
+            with open(os.path.join(cgroups, name), encoding="ascii") as file:
+                return file.read().split()
+        except (OSError, UnicodeDecodeError):
+            return []
+
+    limit = read("cpu.max") or read("cpu/cpu.cfs_quota_us") + read("cpu/cpu.cfs_period_us")
+    if len(limit) != 2 or not all(word.isdigit() for word in limit) or not int(limit[1]):
+        return None  # "max", or -1: no limit
+    return int(limit[0]) / int(limit[1])

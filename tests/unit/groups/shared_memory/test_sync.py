@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -253,7 +254,7 @@ def test_no_wake_up_is_lost_between_processes(make: Make, memory: mmap.mmap) -> 
 
 def test_ranks_without_a_core_look_less_often() -> None:
     assert looks_before_sleep(2, cores=2) > looks_before_sleep(3, cores=2) > 0
-    assert usable_cores() == len(os.sched_getaffinity(0))
+    assert usable_cores("/nowhere") == len(os.sched_getaffinity(0))
 
 
 def test_cores_where_affinity_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,3 +284,24 @@ def test_polling_passes_the_suite() -> None:
     """A part of it: what waits, wakes and goes wrong."""
     only = ["all_reduce_sizes", "all_to_all", "barrier", "send_recv", "many_in_flight", "deadline", "abort_wakes"]
     assert set(check_group(_polling_ranks, only=only).ran) == set(only)
+
+
+@pytest.mark.parametrize(
+    ("files", "most"),
+    [
+        ({"cpu.max": "100000 100000"}, 1),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu.max": "150000 100000"}, 2),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({"cpu.max": "garbage"}, None),
+        ({}, None),
+    ],
+)
+def test_cores_are_limited_by_the_containers_quota(tmp_path: Path, files: dict[str, str], most: int | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    all_cores = len(os.sched_getaffinity(0))
+    assert usable_cores(str(tmp_path)) == (all_cores if most is None else min(all_cores, most))
