@@ -119,9 +119,13 @@ def attack(pids: list[int], bomb: bytes) -> list[str]:
             entered.append(f"socket {name}")
         except OSError:
             pass
-    for folder in ("/dev/shm", tempfile.gettempdir()):
+    for folder, prefix in (
+        ("/dev/shm", "gradwire"),
+        (tempfile.gettempdir(), "gradwire-mpi-"),
+        (tempfile.gettempdir(), "gradwire-bench-"),
+    ):
         for name in os.listdir(folder):
-            if "gradwire" not in name:
+            if not name.startswith(prefix):
                 continue
             path = os.path.join(folder, name)
             try:
