@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.collectives import Collective, Kind
 from gradwire.collectives.aliasing import apart
@@ -27,6 +27,7 @@ from gradwire.groups.c10d.abilities import can_split, find_engine, name_of, stor
 from gradwire.groups.c10d.aside import Aside, mark
 from gradwire.groups.c10d.engine import Engine
 from gradwire.groups.c10d.failures import translate
+from gradwire.groups.c10d.gloo import ENGINE_MARGIN, make_gloo
 from gradwire.groups.c10d.membership import Membership
 from gradwire.groups.c10d.messages import Message, MessageThreads
 from gradwire.groups.c10d.teardown import destroy, quiesce
@@ -36,8 +37,6 @@ from gradwire.groups.lane import Lane
 from gradwire.groups.ledger import Attendance, Ledger
 from gradwire.groups.work import Work
 
-# How long after our own deadline the engine gives an operation up. Ours comes first, because it can name who is missing.
-_ENGINE_MARGIN = 1.0
 # An operation this old is looked into: are the peers alive, where are they?
 _SUSPICIOUS_AGE = 0.3
 # Seconds that operations in the engine get to finish when the group ends.
@@ -108,7 +107,7 @@ class C10dGroup(Group):
         roll: Membership | None = None,
     ) -> C10dGroup:
         """A group over a gloo engine of its own, built on `store`; closing the group ends the engine."""
-        engine = _make_gloo(store, rank, size, timeout)
+        engine = make_gloo(store, rank, size, timeout)
         try:
             group = cls(engine, name=name or "gloo", timeout=timeout, store=store, roll=roll)
         except BaseException:
@@ -174,7 +173,7 @@ class C10dGroup(Group):
         """One call of the engine is the whole operation."""
         work.ledger.started(work, time.perf_counter())
         try:
-            native = engine.call(backend, apart(op, self.rank), work.timeout + _ENGINE_MARGIN)
+            native = engine.call(backend, apart(op, self.rank), work.timeout + ENGINE_MARGIN)
         except Exception as error:
             self._broken(work, error, engine)
             return
@@ -189,7 +188,7 @@ class C10dGroup(Group):
                 for step in program:
                     if work.is_completed():
                         return
-                    native = engine.call(backend, step, work.timeout + _ENGINE_MARGIN)
+                    native = engine.call(backend, step, work.timeout + ENGINE_MARGIN)
                     while not wait_slice(native):
                         if work.is_completed() or self._lane.stopping.is_set():
                             self._reaper.abandon(native)
@@ -205,7 +204,7 @@ class C10dGroup(Group):
         work.ledger.started(work, time.perf_counter())
         try:
             for step in self._program(work.op, engine):
-                native = engine.call(backend, step, work.timeout + _ENGINE_MARGIN)
+                native = engine.call(backend, step, work.timeout + ENGINE_MARGIN)
                 native.wait()
         except Exception as error:
             self._broken(work, error, engine)
@@ -233,7 +232,7 @@ class C10dGroup(Group):
         ready = mark(work.op.device)
 
         def finish() -> None:
-            left = work.deadline + _ENGINE_MARGIN - time.perf_counter()
+            left = work.deadline + ENGINE_MARGIN - time.perf_counter()
             try:
                 with self._aside(work.op.device, ready):
                     native.wait(timedelta(seconds=max(0.002, left)))
@@ -361,7 +360,7 @@ class C10dGroup(Group):
         self._backends.clear()
         destroy(self._owned, leak=[] if idle else self._reaper.take_abandoned())
         store = PrefixStore(f"gradwire/recovered/{self.name}/{epoch}", self._store)
-        self._own(_make_gloo(store, self.rank, self.size, self.timeout))
+        self._own(make_gloo(store, self.rank, self.size, self.timeout))
 
     def attendance(self, work: Work) -> Attendance | None:
         """Who has joined, as far as the store knows."""
@@ -444,17 +443,13 @@ def _leave_engine(
     destroy(owned, leak=[] if idle else in_engine())
 
 
-def _make_gloo(store: Any, rank: int, size: int, timeout: float) -> Any:
-    return ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout + _ENGINE_MARGIN))
-
-
 def _make_nccl(store: Any, rank: int, size: int, timeout: float) -> Any:
     pg = dist.ProcessGroup(PrefixStore("c10d", store), rank, size)
-    nccl, limit = dist.ProcessGroupNCCL, timedelta(seconds=timeout + _ENGINE_MARGIN)
+    nccl, limit = dist.ProcessGroupNCCL, timedelta(seconds=timeout + ENGINE_MARGIN)
     kinds = dist.ProcessGroup.BackendType
     options = nccl.Options()
     options._timeout = limit
     pg._set_default_backend(kinds.NCCL)
     pg._register_backend(torch.device("cuda"), kinds.NCCL, nccl(PrefixStore("nccl", store), rank, size, options))
-    pg._register_backend(torch.device("cpu"), kinds.GLOO, _make_gloo(store, rank, size, timeout))
+    pg._register_backend(torch.device("cpu"), kinds.GLOO, make_gloo(store, rank, size, timeout))
     return pg

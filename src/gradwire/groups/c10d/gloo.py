@@ -1,0 +1,100 @@
+"""Makes gloo engines: at which address this host listens for the others, and what is wrong when they do not meet.
+
+Note [Gloo's address]
+Left to itself gloo listens at what this host's name resolves to: on Debian 127.0.1.1, elsewhere perhaps nothing at all, and ranks
+on other hosts try to connect to themselves. Ranks that meet over TCP have a better one: that with which this host reaches the
+store leads to the others. On the store's own host that may be a loopback address as well, since its name resolves to one there;
+then it is the address at which ranks on other hosts have found the store. `GLOO_SOCKET_IFNAME`, which gloo reads itself, overrules.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+
+from gradwire.errors import CollectiveTimeout, GroupError
+from gradwire.groups.bounded_store import bounded, innermost
+
+ENGINE_MARGIN = 1.0
+"""Seconds after our own deadline at which the engine gives an operation up. Ours is first, because it can name who is missing."""
+
+
+def make_gloo(store: Any, rank: int, size: int, timeout: float) -> Any:
+    """A gloo engine of all ranks that have met in `store`."""
+    what = f"gloo group on rank {rank} of {size}"
+    mine = _ways(store)
+    known = [mine] if size == 1 else _exchange(PrefixStore("gloo-addresses", store), rank, size, mine, timeout, what)
+    address = _choose(rank, known)
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=timeout + ENGINE_MARGIN)
+    options._threads = 2
+    try:
+        options._devices = [ProcessGroupGloo.create_device(hostname=address) if address else _default_device()]
+        return ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)
+    except RuntimeError as error:
+        listen = {r: _choose(r, known) or "what its host's name resolves to" for r in range(size)}
+        raise GroupError(
+            f"{what}: all ranks have come, but gloo could not connect them: {str(error).splitlines()[0]} "
+            f"Addresses, by rank: {listen}. See whether each can be reached from the other hosts, or name the network: "
+            "GLOO_SOCKET_IFNAME=eth0 on every rank."
+        ) from error
+
+
+def _default_device() -> Any:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if interface:
+        return ProcessGroupGloo.create_device(interface=interface)
+    return ProcessGroupGloo.create_default_device()
+
+
+Ways = tuple[str, str]
+"""The address with which a rank reaches the store, and that of the store as it sees it; empty where neither can be told."""
+
+
+def _ways(store: Any) -> Ways:
+    tcp = innermost(store)
+    if not isinstance(tcp, TCPStore) or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return "", ""
+    try:
+        family, kind, protocol, _, there = socket.getaddrinfo(tcp.host, tcp.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(there)  # of a datagram socket: nothing is sent
+            return str(probe.getsockname()[0]), str(there[0])
+    except OSError:
+        return "", ""
+
+
+def _exchange(store: Any, rank: int, size: int, mine: Ways, timeout: float, what: str) -> list[Ways]:
+    """Every rank's ways; raises CollectiveTimeout that names who has not come."""
+    calls = bounded(store, timeout, what)
+    keys = [f"{r}" for r in range(size)]
+    calls.set(keys[rank], json.dumps(mine))
+    try:
+        calls.wait(keys, timedelta(seconds=timeout))
+    except RuntimeError as error:
+        missing = [r for r, key in enumerate(keys) if not calls.check([key])]
+        raise CollectiveTimeout(
+            f"{what}: ranks {missing} have not come within {timeout:.3g} s. See whether they have started, and what their "
+            "output says.",
+            joined=[r for r in range(size) if r not in missing],
+            missing=missing,
+        ) from error
+    return [tuple(json.loads(calls.get(key))) for key in keys]
+
+
+def _choose(rank: int, known: list[Ways]) -> str:
+    """Where `rank` listens, by Note [Gloo's address]; empty for gloo's own choice."""
+    address, _ = known[rank]
+    if not address or not _is_loopback(address):
+        return address
+    return next((store for own, store in known if own and not _is_loopback(own)), address)
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -1,0 +1,48 @@
+"""Where gloo listens, and what a meeting that fails tells."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from gradwire.errors import CollectiveTimeout
+from gradwire.groups import C10dGroup
+from gradwire.groups.c10d.gloo import _choose, _ways
+from gradwire.groups.tcp_store import host_store
+
+
+def test_on_one_host_ranks_stay_on_the_loopback_address() -> None:
+    known = [("127.0.0.1", "127.0.0.1")] * 2
+    assert [_choose(rank, known) for rank in range(2)] == ["127.0.0.1"] * 2
+
+
+def test_the_stores_host_listens_where_others_have_found_the_store() -> None:
+    """Its own name resolves to 127.0.1.1 there."""
+    known = [("127.0.0.1", "127.0.1.1"), ("10.0.0.2", "10.0.0.1"), ("127.0.0.1", "127.0.1.1")]
+    assert [_choose(rank, known) for rank in range(3)] == ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
+
+
+def test_without_tcp_gloo_chooses() -> None:
+    assert _ways(dist.HashStore()) == ("", "")
+    assert _choose(0, [("", "")]) == ""
+
+
+def test_the_way_to_a_store_on_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    store = host_store()
+    assert _ways(dist.PrefixStore("p", store)) == ("127.0.0.1", "127.0.0.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert _ways(store) == ("", "")
+
+
+def test_who_has_not_come_is_named() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    dist.PrefixStore("gloo-addresses", store).set("2", '["", ""]')
+    with pytest.raises(
+        CollectiveTimeout, match=r"gloo group on rank 0 of 3: ranks \[1\] have not come within 0.5 s"
+    ) as caught:
+        C10dGroup.gloo(store, 0, 3, timeout=0.5)
+    assert caught.value.missing == (1,)
