@@ -297,12 +297,23 @@ def test_what_is_no_process_group(value: Any) -> None:
 SURVIVES_C10D = [name for name in check_names() if name not in ("mismatch", "all_reduce_sparse")]
 
 
-def there_and_back(group: Group) -> Group:
-    return C10dGroup(as_process_group(group), timeout=group.timeout)
+class ThereAndBack(GroupWrapper):
+    """A C10dGroup over a torch process group over the group, which it closes too: operations in flight in it keep it alive."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(C10dGroup(as_process_group(group), timeout=group.timeout))
+        self.far = group
+
+    def split(self, color: int | None, key: int | None = None) -> Group | None:
+        return self.inner.split(color, key)
+
+    def close(self, timeout: float = 5.0) -> None:
+        super().close(timeout)
+        self.far.close(timeout=0)
 
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_there_and_back_conforms(n: int) -> None:
     """The whole suite through both adapters: whatever one drops on the way, the other misses. 3 ranks: the conformance tests."""
 
-    check_group(lambda fn: run_ranks(fn, n, timeout=10, wrap=there_and_back), only=SURVIVES_C10D)
+    check_group(lambda fn: run_ranks(fn, n, timeout=10, wrap=ThereAndBack), only=SURVIVES_C10D)
