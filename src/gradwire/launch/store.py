@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import time
 from datetime import timedelta
+from ipaddress import ip_address
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
@@ -55,6 +56,18 @@ def _open_by_mpi(world: World, host: str, timeout: float) -> Store:
     return TCPStore(told.host, told.port, is_master=False, timeout=timedelta(seconds=timeout))
 
 
+def _listen_here(address: Address) -> int | None:
+    """A listening socket that only this host can reach, where `address` is such a one. A TCPStore listens everywhere by itself."""
+    try:
+        if not ip_address(socket.gethostbyname(address.host)).is_loopback:
+            return None
+        return socket.create_server((address.host, address.port), backlog=2048).detach()
+    except (
+        OSError
+    ):  # perhaps a store of this process has the port, which the new one then shares; otherwise it fails itself
+        return None
+
+
 def _host_at(address: Address, world: World, timeout: float) -> Store:
     try:
         # Several tenants: torch.distributed may want a store at this address in the same process.
@@ -65,6 +78,7 @@ def _host_at(address: Address, world: World, timeout: float) -> Store:
             wait_for_workers=False,
             multi_tenant=True,
             timeout=timedelta(seconds=timeout),
+            master_listen_fd=_listen_here(address) if world.on_one_host else None,
         )
     except RuntimeError as error:
         raise GroupError(

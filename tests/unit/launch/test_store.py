@@ -45,6 +45,31 @@ def test_ranks_of_a_hosted_world_meet_and_attempts_are_kept_apart():
     assert not b.check(["key"])
 
 
+def listening(port: int) -> list[str]:
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()
+    ]
+    return [line[1] for line in lines if line[3] == "0A" and line[1].endswith(f":{port:04X}")]
+
+
+def test_on_one_host_rank_0_hosts_on_the_loopback_alone():
+    port = free_port()
+    host = open_store(world(0, port=port, local_rank=0, local_size=2), timeout=5)
+    assert listening(port) == [f"0100007F:{port:04X}"]
+    again = open_store(world(0, port=port, local_rank=0, local_size=2), timeout=5)  # as gw.init() after close() does
+    again.set("key", "value")
+    assert host.get("key") == b"value"
+    guest = open_store(world(1, port=port, local_rank=1, local_size=2), timeout=5)
+    assert guest.get("key") == b"value"
+
+
+def test_a_port_that_somebody_else_has_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as squatter:
+        port = squatter.getsockname()[1]
+        with pytest.raises(GroupError, match="rank 0 cannot host the store"):
+            open_store(world(0, port=port, local_rank=0, local_size=2), timeout=5)
+
+
 def test_rank_0_hosts_where_nobody_else_does():
     port = free_port()
     host = open_store(world(0, port=port), timeout=5)
