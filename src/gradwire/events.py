@@ -2,13 +2,14 @@
 
 Every layer that communicates holds an `Emitter` and tells it what happens. Nothing is built, formatted or timed when nobody
 listens, because an emitter is tested for truth first: `if events: events.emit(...)`. Listeners run in the thread in which
-the thing happened and must be quick; what one raises is kept in `Emitter.errors` and never thrown into the layer that
-emitted. This module knows no other layer.
+the thing happened and must be quick; what one raises is warned about once, kept in `Emitter.errors` and never thrown into the
+layer that emitted. This module knows no other layer.
 """
 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -93,7 +94,7 @@ class BucketLaunched(RankEvent):
 
 @dataclass(frozen=True, slots=True)
 class BucketReduced(RankEvent):
-    """The averages of a bucket are back in `.grad`."""
+    """The averages of a bucket are back in `.grad`. On CUDA they are once its stream has come that far."""
 
     bucket: int
 
@@ -181,11 +182,13 @@ class Emitter:
     False
     """
 
-    __slots__ = ("_listeners", "errors")
+    __slots__ = ("_listeners", "_warned", "errors")
 
     def __init__(self) -> None:
         self._listeners: Callbacks[Listener] = Callbacks()
+        self._warned = False
         self.errors: deque[Exception] = deque(maxlen=16)
+        """The last exceptions that listeners have raised."""
 
     def __bool__(self) -> bool:
         return bool(self._listeners._entries)
@@ -201,3 +204,10 @@ class Emitter:
                 listener(event)
             except Exception as error:
                 self.errors.append(error)
+                if not self._warned:
+                    self._warned = True
+                    warnings.warn(
+                        f"the listener {listener!r} raised {type(error).__name__}: {error}, on {event}. Such errors are kept in "
+                        "the emitter's `errors`; there will be no further warning.",
+                        stacklevel=2,
+                    )

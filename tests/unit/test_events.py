@@ -75,6 +75,7 @@ def test_an_emitter_is_false_until_somebody_listens() -> None:
     assert not emitter
 
 
+@pytest.mark.filterwarnings("ignore:the listener")
 def test_a_listener_that_raises_disturbs_nobody() -> None:
     emitter, seen = Emitter(), []
     problem = ValueError("bad listener")
@@ -89,6 +90,7 @@ def test_a_listener_that_raises_disturbs_nobody() -> None:
     assert list(emitter.errors) == [problem]
 
 
+@pytest.mark.filterwarnings("ignore:the listener")
 def test_only_the_last_errors_are_kept() -> None:
     emitter = Emitter()
 

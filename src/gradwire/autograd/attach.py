@@ -109,9 +109,7 @@ def attach(module: torch.nn.Module, pattern: str, kind: Kind | str, fn: Hook) ->
             if kind is Kind.ON_GRAD or kind is Kind.AFTER_ACCUMULATE:
                 handles.append(_on_tensor(parameter, kind, fn, target))
             else:
-                node = get_gradient_edge(parameter).node
-                handles.append(_keep(node, module))
-                handles.append(_on_node(node, kind, fn, f"the gradient accumulator of {target}"))
+                handles.append(_on_accumulator(module, name, kind, fn, f"the gradient accumulator of {target}"))
     except BaseException:
         together.remove()
         raise
@@ -130,19 +128,64 @@ def _remove_all(handles: list[Handle]) -> None:
         handle.remove()
 
 
-def _keep(node: Node, module: torch.nn.Module) -> Handle:
-    """Let `node`, the accumulator of a parameter, live as long as `module`.
+def _on_accumulator(module: torch.nn.Module, name: str, kind: Kind, fn: Hook, target: str) -> Handle:
+    """Register `fn` on the gradient accumulator of a parameter, and again before a forward that finds another accumulator."""
+    accumulator = _Accumulator(name, kind, fn, target)
+    accumulator.renew(module)
+    before_forward = module.register_forward_pre_hook(accumulator)
+    weak = weakref.ref(accumulator)  # a handle keeps no tensor alive; the module owns the accumulator
+
+    def remove() -> None:
+        accumulator = weak()  # before the module lets go of it
+        before_forward.remove()
+        if accumulator is not None:
+            accumulator.release()
+
+    return Handle(remove)
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Accumulator:
+    """A hook on the accumulator of the parameter `name` of a module, which owns this as a forward pre-hook.
 
     The tensor knows its accumulator weakly, and the accumulator holds its tensor: tied to the tensor, neither would ever be
-    freed; tied to nothing, the hook would be gone before the first backward.
+    freed; tied to nothing, the hook would be gone before the first backward. So it is kept here, as long as the module lives. torch
+    makes another accumulator when the dtype or the device of a parameter changes, as `module.double()` and `module.to()` do.
     """
-    keeper = weakref.finalize(module, id, node)  # `id` stands for doing nothing: it is the argument that matters
-    keeper.atexit = False
-    return Handle(functools.partial(_let_go, keeper))
 
+    def __init__(self, name: str = "", kind: Kind = Kind.AFTER_NODE, fn: Hook | None = None, target: str = "") -> None:
+        self._name, self._kind, self._fn, self._target = name, kind, fn, target
+        self._node: Node | None = None
+        self._parameter: Callable[[], torch.Tensor | None] = _nothing
+        self._on: tuple[torch.dtype, torch.device] | None = None
+        self._handle: Handle | None = None
 
-def _let_go(keeper: weakref.finalize[..., Any]) -> None:
-    keeper.detach()
+    def __call__(self, module: torch.nn.Module, inputs: object) -> None:
+        if self._fn is not None:
+            self.renew(module)
+
+    def renew(self, module: torch.nn.Module) -> None:
+        parameter = module.get_parameter(self._name)
+        on = parameter.dtype, parameter.device
+        same = self._parameter() is parameter and on == self._on
+        if self._fn is None or same or not parameter.requires_grad:
+            return
+        self.release()
+        self._parameter, self._on = weakref.ref(parameter), on
+        self._node = get_gradient_edge(parameter).node
+        self._handle = _on_node(self._node, self._kind, self._fn, self._target)
+
+    def release(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+        self._node = self._on = self._handle = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy or a pickle of the module has no hooks."""
+        return _Accumulator, ()
 
 
 def _matching(module: torch.nn.Module, pattern: str) -> dict[str, torch.nn.Parameter]:

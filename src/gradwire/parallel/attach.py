@@ -142,6 +142,9 @@ class _RemovableHooks:
 
     def listen_only_to(self, few: Collection[int]) -> None:
         """Hear of these alone."""
+        if self._for_good is not None:
+            self._for_good.listen_only_to(few)
+            return
         self._brief.take_off()
         self._keep(few)
         weak = self._reducer
@@ -166,6 +169,11 @@ class _RemovableHooks:
     def _keep(self, few: Collection[int]) -> None:
         for i in [i for i in self._few if i not in few]:
             self._few.pop(i).remove()
+            if self._parameters[
+                i
+            ].requires_grad:  # a new node has no trace of the hook, unless a graph holds the old one
+                self._nodes[i] = None
+                self._nodes[i] = _accumulator(self._parameters[i])
 
     def close(self) -> None:
         """Take the hooks off."""

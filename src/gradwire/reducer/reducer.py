@@ -72,13 +72,13 @@ class Ears(Protocol):
         """Whether `listen_only_to` makes the others cost nothing."""
 
     def listen_to_all(self) -> None:
-        """Call for every gradient, also for those still to come in a backward that is running."""
+        """Call for every gradient, perhaps one late, also for those still to come in a backward that is running."""
 
     def listen_to(self, few: Collection[int], /) -> None:
         """Call for these, and append the other parameters to `Reducer.arrived`: see [Quiet gradients]."""
 
     def listen_only_to(self, few: Collection[int], /) -> None:
-        """Call for these, and for no others: see [Silent gradients] in `watch.py`."""
+        """Call for these, at once, and for no others: see [Silent gradients] in `watch.py`."""
 
     def settle(self) -> None:
         """Between two gradients: call now for those that have come and would be told of later."""
@@ -267,7 +267,9 @@ class Reducer:
         """Be called for the gradients of these alone (for all: None) and find the rest in `arrived`."""
         if self.ears is None:
             return
-        if closers is None:
+        if closers is None and self.events:
+            self.ears.listen_only_to(range(len(self.parameters)))  # somebody wants to know when each comes
+        elif closers is None:
             self.ears.listen_to_all()
         elif closers != self._closers:
             self.ears.listen_to(closers)
@@ -570,8 +572,6 @@ class Reducer:
                 results = []
                 for launch, pending in self._pending:
                     results.append((launch, pending.wait()))
-                    if self.events:
-                        self.events.emit(BucketReduced(time.perf_counter(), self.group.rank, launch.bucket))
                 self.buckets_reduced = len(self._pending)
                 if self._watching:
                     self._check_unchanged()
@@ -580,6 +580,8 @@ class Reducer:
                 self._drop_pending()
                 for launch, result in results:
                     self._put_back(launch, result, unused)
+                    if self.events:
+                        self.events.emit(BucketReduced(time.perf_counter(), self.group.rank, launch.bucket))
                     if self.lazy_buckets:
                         self.storages[launch.bucket].release()
                 for future in self.wait_at_end:

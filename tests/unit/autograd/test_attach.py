@@ -409,3 +409,23 @@ def test_saving_a_hooked_tensor_warns_unless_the_hook_is_marked(api: Any, marked
     about_hooks = [str(w.message) for w in caught if "will not be serialized" in str(w.message)]
     assert len(about_hooks) == (0 if marked else 1)
     assert marked or "hook" in about_hooks[0]
+
+
+@pytest.mark.parametrize("kind", ["on_grad", "before_node", "after_node", "after_accumulate"])
+def test_attached_hooks_follow_their_parameters_to_another_dtype(kind: str) -> None:
+    model, calls = torch.nn.Linear(2, 1), []
+    handle = attach(model, "*", kind, lambda *_: calls.append(1))
+    for dtype in (torch.float32, torch.float64, torch.float64, torch.float32):
+        model.to(dtype)
+        for _ in range(2):
+            model.zero_grad()
+            calls.clear()
+            model(torch.ones(1, 2, dtype=dtype)).sum().backward()
+            assert len(calls) == 2
+    twin = copy.deepcopy(model)
+    calls.clear()
+    twin(torch.ones(1, 2)).sum().backward()
+    assert calls == []
+    handle.remove()
+    model(torch.ones(1, 2)).sum().backward()
+    assert calls == []
