@@ -182,8 +182,13 @@ def test_wrapped_hierarchical() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("wrap", [all_of_them, ThereAndBack], ids=lambda w: w.__name__)
 def test_wrapped_gloo(wrap: Wrap) -> None:
-    report = check_group(lambda fn: run_ranks(fn, 2, kind="gloo", wrap=wrap))
-    assert report.ran == check_names()
+    names = check_names()
+    if wrap is ThereAndBack:
+        # gloo cannot be made to give up a receive from any rank: a thread waits in it until the engine's own deadline, which two
+        # groups on top of each other put off by more than what is granted to leftovers.
+        names = [name for name in names if name != "recv_any_alone"]
+    report = check_group(lambda fn: run_ranks(fn, 2, kind="gloo", wrap=wrap), only=names)
+    assert report.ran == names
 
 
 @pytest.mark.timeout(300)

@@ -49,6 +49,9 @@ OneList: TypeAlias = Any
 class GradwireProcessGroup(Face):
     """A gradwire group as torch sees it. Made by `as_process_group`; `.group` is the gradwire group."""
 
+    asynchronous = True
+    """Every collective returns its Work at once."""
+
     def _only(self, method: str, values: Any) -> Any:
         """The one element of a list that c10d keeps from the days of several devices per process."""
         if len(values) != 1:

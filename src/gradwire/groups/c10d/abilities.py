@@ -11,6 +11,9 @@ plain tensors of the usual dtypes, one at a time, and of the reductions only SUM
 the option, and would return the sum where the maximum was asked for.) `reduce` is not used: some engines write into the tensors of
 ranks that are not the root.
 
+Its methods may block until the peers have called too, unless the class declares `asynchronous = True`, as our own adapter does:
+then they are called by the submitting thread, and a stuck operation occupies no thread of ours.
+
 A subclass may have a back end in C++ all the same, for the methods it does not override. Then what that one takes counts too.
 """
 
@@ -169,7 +172,8 @@ def _python_engine(pg: Any, own: Mapping[str, Callable[..., Any]], beneath: Engi
         return adapt(call(spelled, op, timeout), op, f"{type(pg).__name__}.{method}", timeout)
 
     ordered = beneath is not None and beneath.stream_ordered
-    return Engine(name_of(pg), takes, submit, stream_ordered=ordered, may_block=True)
+    may_block = not getattr(pg, "asynchronous", False)
+    return Engine(name_of(pg), takes, submit, stream_ordered=ordered, may_block=may_block)
 
 
 class _Spelling:

@@ -47,5 +47,7 @@ def translate(error: BaseException, work: Work, engine: str, roll: Membership | 
         )
     else:
         translated = GroupError(f"{where}: {engine} failed. It said: {said}")
-    translated.__cause__ = error
+    # Frames of a traceback hold the engine's Work, and with it the engine's connections.
+    error.__context__ = None
+    translated.__cause__ = error.with_traceback(None)
     return translated

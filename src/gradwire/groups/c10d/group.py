@@ -30,6 +30,7 @@ from gradwire.groups.c10d.failures import translate
 from gradwire.groups.c10d.gloo import ENGINE_MARGIN, make_gloo
 from gradwire.groups.c10d.membership import Membership
 from gradwire.groups.c10d.messages import Message, MessageThreads
+from gradwire.groups.c10d.python_work import PythonOutcome
 from gradwire.groups.c10d.teardown import destroy, quiesce
 from gradwire.groups.c10d.work import C10dWork, Reaper, wait_slice
 from gradwire.groups.forked import finalize_here, leak_in_child
@@ -440,7 +441,9 @@ def _leave_engine(
     idle = quiesce([backend for backend, _ in backends.values()], in_engine, _MOMENT)
     idle &= messages.stop(timeout=5.0)
     backends.clear()
-    destroy(owned, leak=[] if idle else in_engine())
+    leak = [] if idle else [native for native in in_engine() if not isinstance(native, PythonOutcome)]
+    reaper.abandoned.clear()  # a Work of ours that somebody keeps knows the reaper, and must not keep the engine
+    destroy(owned, leak=leak)
 
 
 def _make_nccl(store: Any, rank: int, size: int, timeout: float) -> Any:

@@ -89,8 +89,8 @@ class _TorchWork:
         return int(self._work._source_rank())
 
 
-class _Outcome:
-    """Over when its event is set; what happens then happens once, in the thread that comes first."""
+class PythonOutcome:
+    """Over when its event is set; what happens then happens once, in the thread that comes first. No engine in C++ waits for it."""
 
     def __init__(self, op: Collective) -> None:
         self._op = op
@@ -110,6 +110,8 @@ class _Outcome:
                     self._finish()
                 except Exception as error:
                     self._error = error
+                # An error's traceback holds this object, which holds the error: the circle must not keep the group's engine.
+                self._release()
         if self._error is not None:
             raise self._error
         return True
@@ -121,8 +123,11 @@ class _Outcome:
     def _finish(self) -> None:
         """Put the result into place, or raise what went wrong."""
 
+    def _release(self) -> None:
+        """Drop what is no longer needed."""
 
-class _PythonWork(_Outcome):
+
+class _PythonWork(PythonOutcome):
     """Over when its future is."""
 
     def __init__(self, op: Collective, future: Any, work: Any, timeout: float) -> None:
@@ -130,6 +135,7 @@ class _PythonWork(_Outcome):
         self._future = future
         self._work = work
         self._timeout = timedelta(seconds=timeout)
+        self._source = -1
         over = self._over
         future.add_done_callback(lambda _: over.set())
 
@@ -141,9 +147,14 @@ class _PythonWork(_Outcome):
             raise value
         if self._op.kind is Kind.ALL_REDUCE:
             _take(value, self._op.outputs)
+        if self._op.kind is Kind.RECV and self._op.peer is None:
+            self._source = int(self._work._source_rank())
+
+    def _release(self) -> None:
+        self._work = self._future = None
 
     def _source_rank(self) -> int:
-        return int(self._work._source_rank())
+        return self._source
 
 
 def _take(value: Any, outputs: tuple[Tensor, ...]) -> None:
@@ -156,7 +167,7 @@ def _take(value: Any, outputs: tuple[Tensor, ...]) -> None:
             output.detach().copy_(result.view_as(output))
 
 
-class _WaitedWork(_Outcome):
+class _WaitedWork(PythonOutcome):
     """Over when its `wait` returns, in a thread of its own."""
 
     def __init__(self, op: Collective, work: Any, timeout: float) -> None:
