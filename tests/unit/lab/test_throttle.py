@@ -181,7 +181,7 @@ def test_a_link_needs_a_rate(bad):
 
 def test_who_only_receives_waits_for_what_he_receives():
     ten = torch.zeros(10)
-    assert crossing_bytes(build.gather(ten, [torch.zeros(10)] * 4, dst=0), rank=0, size=4) == 120
+    assert crossing_bytes(build.gather(ten, [torch.zeros(10) for _ in range(4)], dst=0), rank=0, size=4) == 120
     assert crossing_bytes(build.gather(ten, dst=0), rank=1, size=4) == 40
     assert crossing_bytes(build.scatter(ten, src=0), rank=1, size=4) == 40
     assert crossing_bytes(build.recv(ten, src=1), rank=0, size=2) == 40
