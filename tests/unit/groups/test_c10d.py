@@ -300,3 +300,23 @@ def test_a_process_groups_own_time_out_is_kept() -> None:
             assert group.timeout == 7200
         with C10dGroup(given, timeout=5) as group:
             assert group.timeout == 5
+
+
+def test_closing_leaves_somebody_elses_engine_alone() -> None:
+    store, engines = dist.HashStore(), {}
+
+    def make(rank: int) -> None:
+        engines[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
+
+    makers = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for maker in makers:
+        maker.start()
+    for maker in makers:
+        maker.join()
+    group = C10dGroup(engines[0])
+    given_up = group.all_reduce(torch.ones(3), async_op=True)
+    group.close(timeout=0)
+    assert isinstance(given_up.exception(), ClosedError)
+    engines[1].allreduce([torch.ones(3)]).wait(timedelta(seconds=20))
+    works = [engine.allreduce([torch.ones(3)]) for engine in engines.values()]
+    assert all(work.wait(timedelta(seconds=20)) for work in works)

@@ -7,6 +7,7 @@ come from the membership in the rendezvous store; without a store they are unkno
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
@@ -91,9 +92,11 @@ class C10dGroup(Group):
         self._unfinished: list[Work] = []
         self._watchdog.on_tick.append(_weak_tick(self))
         # After the base class's finalizer was made, so that at exit these threads end first.
-        self._engine_finalizer = finalize_here(
-            self, _leave_engine, self._reaper, self._lane, self._messages, self.ledger, self._backends, self._owned
+        leave = functools.partial(
+            _leave_engine, self._reaper, self._lane, self._messages, self.ledger, self._backends, self._owned
         )
+        self._leave_engine = leave
+        self._engine_finalizer = finalize_here(self, leave, True)
         leak_in_child(self, self._owned)
 
     @classmethod
@@ -407,7 +410,8 @@ class C10dGroup(Group):
     def _release(self) -> None:
         if self._roll is not None:
             self._roll.leave("closed" if self.failure is None else f"failed: {type(self.failure).__name__}")
-        self._engine_finalizer()
+        if self._engine_finalizer.detach() is not None:
+            self._leave_engine(bool(self._owned))
         self._given = None  # a closed group must not keep somebody else's engine alive
 
 
@@ -429,8 +433,12 @@ def _leave_engine(
     ledger: Ledger,
     backends: dict[str, tuple[Any, Engine]],
     owned: list[Any],
+    abort: bool,
 ) -> None:
-    """The end of a group, or of the interpreter: see Note [The engine's threads and the interpreter's end]."""
+    """The end of a group, or of the interpreter: only then is a process group aborted that is not ours.
+
+    See Note [The engine's threads and the interpreter's end].
+    """
     lane.stop(timeout=2.0)
     reaper.stop(timeout=2.0)
 
@@ -438,8 +446,10 @@ def _leave_engine(
         pending = [work.native for work in list(ledger.pending.values()) if isinstance(work, C10dWork)]
         return [native for native in (*pending, *reaper.take_abandoned(), *messages.natives()) if native is not None]
 
-    idle = quiesce([backend for backend, _ in backends.values()], in_engine, _MOMENT)
-    idle &= messages.stop(timeout=5.0)
+    idle = True
+    if abort:
+        idle = quiesce([backend for backend, _ in backends.values()], in_engine, _MOMENT)
+        idle &= messages.stop(timeout=5.0)
     backends.clear()
     leak = [] if idle else [native for native in in_engine() if not isinstance(native, PythonOutcome)]
     reaper.abandoned.clear()  # a Work of ours that somebody keeps knows the reaper, and must not keep the engine

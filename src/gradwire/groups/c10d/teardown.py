@@ -58,10 +58,10 @@ def quiesce(engines: Sequence[Any], natives: Callable[[], Sequence[Any]], patien
     """Let `natives` finish, at most `patience` seconds, then abort their engines. Whether no operation is in them any more."""
     if is_idle(natives(), patience):
         return True
-    for engine in engines:
-        if isinstance(engine, ProcessGroupGloo):
-            abort_gloo(engine)
-    return is_idle(natives(), _ABORTED_WITHIN)
+    abortable = [engine for engine in engines if isinstance(engine, ProcessGroupGloo)]
+    for engine in abortable:
+        abort_gloo(engine)
+    return bool(abortable) and is_idle(natives(), _ABORTED_WITHIN)
 
 
 def destroy(owned: list[Any], *, leak: Sequence[Any]) -> None:
@@ -69,7 +69,7 @@ def destroy(owned: list[Any], *, leak: Sequence[Any]) -> None:
 
     With operations in them that cannot be stopped, `leak`, engines and operations live on for ever: a destructor would wait.
     """
-    if leak:
+    if leak and owned:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object([*leak, *owned]))
         owned.clear()
     while owned:
