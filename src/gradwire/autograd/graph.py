@@ -9,15 +9,22 @@ Note [What the walk cannot see]
     also return None for an edge, so a parameter can be reached and still get no gradient. Non-reentrant checkpoints,
     views, in-place changes, custom functions and compiled regions have all of their edges. `backward(inputs=...)` runs
     less than the walk finds.
+
+Note [Marks]
+    So where a backward has to be told whose it is, the nodes of a model's outputs are marked as well: a dict that torch keeps
+    for every node, and frees with it, holds a weak reference to the owner.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+
+_MARK = "gradwire"
 
 
 def reachable_parameters(outputs: Any, params: Sequence[torch.Tensor]) -> frozenset[int]:
@@ -31,27 +38,58 @@ def reachable_parameters(outputs: Any, params: Sequence[torch.Tensor]) -> frozen
     [0, 1]
     """
     wanted = {id(param): index for index, param in enumerate(params) if param.requires_grad}
-    found: set[int] = set()
-    seen: set[Any] = set()  # of nodes, not of their ids: a node that nobody holds is freed, and its id used again
+    found = {wanted[id(tensor)] for tensor in tensors_in(outputs) if id(tensor) in wanted}
+    if len(found) < len(wanted):
+        for node, edges in _nodes(outputs):
+            if edges:
+                continue
+            index = wanted.get(id(getattr(node, "variable", None)))  # only gradient accumulators have a variable
+            if index is not None:
+                found.add(index)
+                if len(found) == len(wanted):
+                    break
+    return frozenset(found)
+
+
+def mark_outputs(outputs: Any, owner: object) -> None:
+    """Have `reaches_mark` find `owner` behind these outputs of its model. See [Marks]."""
     for tensor in tensors_in(outputs):
         if tensor.grad_fn is not None:
-            seen.add(tensor.grad_fn)
-        elif id(tensor) in wanted:
-            found.add(wanted[id(tensor)])
+            tensor.grad_fn.metadata[_MARK, id(owner)] = weakref.ref(owner)  # type: ignore[index]
+
+
+def reaches_mark(outputs: Any, owner: object) -> bool:
+    """Whether a backward from `outputs` comes to what `mark_outputs` has marked for `owner`.
+
+    >>> class Owner:
+    ...     pass
+    >>> owner, w = Owner(), torch.ones(2, requires_grad=True)
+    >>> output = w * 2
+    >>> mark_outputs(output, owner)
+    >>> reaches_mark(output.sum(), owner), reaches_mark(output.sum(), Owner())
+    (True, False)
+    """
+    marks = (node.metadata.get((_MARK, id(owner))) for node, _ in _nodes(outputs))
+    return any(mark is not None and mark() is owner for mark in marks)
+
+
+def _nodes(outputs: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """The nodes, with their edges, that a backward from these tensors or gradient edges may run, in no particular order."""
+    seen: set[Any] = set()  # of nodes, not of their ids: a node that nobody holds is freed, and its id used again
+    for value in _leaves(outputs):
+        node = value.grad_fn if isinstance(value, torch.Tensor) else value
+        if isinstance(node, torch.autograd.graph.Node):
+            seen.add(node)
     stack = list(seen)
-    while stack and len(found) < len(wanted):
+    while stack:
         node = stack.pop()
         edges = node.next_functions
+        yield node, edges
         for edge in edges:
             successor = edge[0]
             if successor is not None and successor not in seen:
                 seen.add(successor)
                 stack.append(successor)
-        if not edges:
-            index = wanted.get(id(getattr(node, "variable", None)))  # only gradient accumulators have a variable
-            if index is not None:
-                found.add(index)
-    return frozenset(found)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -60,6 +98,10 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     >>> [tuple(t.shape) for t in tensors_in({"a": [torch.zeros(1), None], "b": (torch.zeros(2), "text")})]
     [(2,), (1,)]
     """
+    return (leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
     seen: set[int] = set()
     stack = [value]
     while stack:
@@ -71,6 +113,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             if children:
                 seen.add(id(item))
                 stack.extend(children)
+            else:
+                yield item
 
 
 def _children(item: Any) -> list[Any]:

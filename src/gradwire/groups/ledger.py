@@ -42,6 +42,10 @@ class Ledger:
         self.pending: dict[int, Work] = {}
         self.attendance: Callable[[Work], Attendance | None] = lambda work: None
         self._numbers = itertools.count()
+        self.reported: BaseException | None = None
+        """The failure of the group that its caller on this rank has heard of."""
+        self.recoveries = 0
+        """How often replicated models have met again on this group after a failed step: equal on all ranks."""
 
     def next_seq(self) -> int:
         """The number of the next operation; they count from 0."""

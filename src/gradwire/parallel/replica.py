@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from gradwire.autograd.graph import reachable_parameters
+from gradwire.autograd.graph import mark_outputs, reachable_parameters
 from gradwire.collectives import ReduceOp, all_reduce, broadcast
 from gradwire.errors import GroupAborted, HookError, UsageError
 from gradwire.events import Handle
@@ -93,6 +93,7 @@ class Replica:
         self._optimizer_handles: list[Handle] = []
         self._state_dict_handles: list[Handle] = []
         self._iterations_behind = 0
+        self._recoveries = group.ledger.recoveries
         self.sync_buffers_next = True
         self._skip_unused = skip_unused
         self._has_buffers = any(n not in self.ignore for n, _ in module.named_buffers())
@@ -376,16 +377,20 @@ class Replica:
     def mend(self) -> None:
         """Recover from a step that failed, or raise its failure where this rank's caller has not heard of it.
 
-        See [Iterations] in `reducer/failed_step.py`.
+        See [Iterations] in `reducer/failed_step.py`. The step may have been another model's on this group: whichever comes first
+        recovers the group, and the others start over when they come.
         """
-        failure, reducer = self.group.failure, self.reducer
+        failure, reducer, ledger = self.group.failure, self.reducer, self.group.ledger
         if failure is None:
+            if self._recoveries != ledger.recoveries:
+                self._start_over(reducer.begins_iteration)
+                self._iterations_behind = 0  # whoever has recovered the group has made up for these
             self._raise_behind()
             return
         iteration = failed_iteration(failure)
-        if reducer.begins_iteration <= iteration if iteration is not None else reducer.reported is not failure:
-            raise failure
-        if reducer.reported is not failure:
+        if ledger.reported is not failure:
+            if iteration is None or reducer.begins_iteration <= iteration:
+                raise failure
             reducer.last_error = str(failure)
             warnings.warn(
                 f"rank {self.group.rank} had finished step {iteration} when it failed on another rank, so it goes on, and "
@@ -431,6 +436,7 @@ class Replica:
         """Expect the backward of this forward. Returns the output, which may have to pass through a sink."""
         if torch.is_grad_enabled():
             self.reducer.forward_ended()
+            mark_outputs(output, self.reducer)
         if not (torch.is_grad_enabled() and self.sync):
             self.sync_buffers_next = False
             return output
@@ -458,10 +464,18 @@ class Replica:
         start afresh, at rank 0's step: some ranks' states have seen the failed step and some not, and a hook may have been
         stopped halfway through writing one. What is lost with a residual is what was not sent yet, about one gradient.
         """
+        begins = self.reducer.begins_iteration
         self._driver.drain(self.group.timeout)
-        iteration = torch.tensor([self.reducer.begins_iteration], device=self._device())
         self.group.recover()
-        self.reducer.iteration = int(iteration.item())
+        self.group.ledger.recoveries += 1
+        self._start_over(begins)
+
+    def _start_over(self, begins: int) -> None:
+        """The other half of `recover`, on a group that works again, in the iteration of the number `begins`."""
+        self._recoveries = self.group.ledger.recoveries
+        self._driver.drain(self.group.timeout)
+        iteration = torch.tensor([begins], device=self._device())
+        self.reducer.iteration = begins
         self.group.submit(all_reduce(iteration, op=ReduceOp.MAX, label="recovery")).wait()
         self._iterations_behind = int(iteration.item()) - self.reducer.iteration
         step = self._step() if self._outer is None else self._outer.step
@@ -525,6 +539,7 @@ class Replica:
     def move_to_group(self, group: Group) -> None:
         """Go on with other ranks. Every rank of the new group calls it, between steps."""
         self.group = group
+        self._recoveries = group.ledger.recoveries
         self._driver.close()
         self._driver = Driver(group)
         self.reducer.move_to_group(group)

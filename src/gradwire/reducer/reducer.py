@@ -29,7 +29,7 @@ from torch import Tensor
 
 from gradwire.autograd.ending import at_the_end
 from gradwire.autograd.failed import before_compiled_backward, on_failed_backward
-from gradwire.autograd.graph import reachable_parameters
+from gradwire.autograd.graph import reachable_parameters, reaches_mark
 from gradwire.collectives import all_reduce, broadcast
 from gradwire.errors import GradwireError, UsageError
 from gradwire.events import BackwardEnded, BucketFull, BucketLaunched, BucketReduced, Emitter, GradientReady, StepEnded
@@ -138,7 +138,6 @@ class Reducer:
         self._static_unused: frozenset[int] | None = frozenset()
         self._declared_unused: frozenset[int] = frozenset()
         self.last_error: str | None = None
-        self.reported: BaseException | None = None
         self._failed: BaseException | None = None
         self._callback_queued = False
         self._arrival: list[int] | None = None
@@ -298,7 +297,7 @@ class Reducer:
         """
         self.machine.abandon("the group was recovered")
         self._drop_pending()
-        self.reported = self._failed = None
+        self._failed = None
         self.wait_at_end.clear()
         steps = torch.tensor([self.steps], device=self.parameters[0].device)
         self.group.submit(broadcast(steps, src=0, label="recovery")).wait()
@@ -460,7 +459,7 @@ class Reducer:
         self.fail(error)
 
     def _refuse_compiled(self, tensors: Any) -> None:
-        if self.expects_backward and reachable_parameters(tensors, self.parameters):
+        if self._is_of_this_model(tensors):
             raise CompiledAutograd(
                 f"backward of a replicated model on rank {self.group.rank} under compiled autograd: it runs no callbacks at the "
                 "end of a backward, so gradients would never be averaged. Set torch._dynamo.config.compiled_autograd = False; "
@@ -469,8 +468,14 @@ class Reducer:
 
     def backward_failed(self, tensors: Any, error: BaseException) -> None:
         """A backward has raised `error`, in this model or in another: if it was of this one, the step has failed."""
-        if self.expects_backward and reachable_parameters(tensors, self.parameters):
+        if self._is_of_this_model(tensors):
             self.fail(error)
+
+    def _is_of_this_model(self, tensors: Any) -> bool:
+        """Whether a backward from `tensors` is one that is expected."""
+        return self.expects_backward and (
+            bool(reachable_parameters(tensors, self.parameters)) or reaches_mark(tensors, self)
+        )
 
     def backward_begins(self) -> None:
         """A backward has begun. If it is the first one of a static graph, reduce at its end; in silence, look then."""
@@ -703,7 +708,7 @@ class Reducer:
         self._drop_step(error)
         if self.group.failure is None:
             self.group.abort(reason(iteration, self.group.rank, error))
-        self.reported = self._failed = self.group.failure
+        self.group.ledger.reported = self._failed = self.group.failure
 
     def _drop_step(self, error: BaseException) -> None:
         """Forget the step on this rank."""

@@ -1,0 +1,99 @@
+"""Several models on one group: the one that comes first recovers from a failed step of another, and one iteration is lost."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradwire.errors import GroupAborted
+from gradwire.groups import Group
+from gradwire.hooks import chain, mean, random_k
+from gradwire.parallel import DistributedDataParallel as DDP
+from gradwire.testing import run_ranks
+
+FAILING = 3
+
+
+class Then(torch.autograd.Function):
+    """An identity whose backward calls a function first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, do: Any) -> Tensor:
+        ctx.do = do
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        if ctx.do is not None:
+            ctx.do()
+        return grad, None
+
+
+def fail() -> None:
+    raise ValueError("of the user's own")
+
+
+@pytest.mark.filterwarnings("ignore:rank . had finished step")
+@pytest.mark.parametrize("often", ["generator", "discriminator"])
+def test_a_failure_costs_one_iteration_when_models_make_different_numbers_of_steps(often: str) -> None:
+    def train(group: Group) -> list[str]:
+        generator, discriminator = (DDP(nn.Linear(2, 2), process_group=group) for _ in range(2))
+        more = {"generator": generator, "discriminator": discriminator}[often]
+        log = []
+        for iteration in range(FAILING + 4):
+            armed = fail if iteration == FAILING and group.rank == 0 else None
+            try:
+                fake = generator(torch.ones(1, 2))
+                fake.sum().backward()
+                for _ in range(3):
+                    Then.apply(more(torch.ones(1, 2)), armed).sum().backward()
+                discriminator(fake.detach()).sum().backward()
+                log.append("ok")
+            except (ValueError, GroupAborted) as error:
+                log.append(type(error).__name__)
+        return log
+
+    for rank, log in enumerate(run_ranks(train, 2)):
+        lost = "ValueError" if rank == 0 else "GroupAborted"
+        assert log == ["ok"] * FAILING + [lost] + ["ok"] * 3
+
+
+@pytest.mark.filterwarnings("ignore:rank . had finished step")
+def test_a_model_whose_group_another_one_recovered_starts_over_too() -> None:
+    launched = threading.Event()
+
+    def wait_and_fail() -> None:
+        assert launched.wait(30)
+        fail()
+
+    def train(group: Group) -> list[Tensor]:
+        torch.manual_seed(0)
+        first = DDP(nn.Linear(2, 2), process_group=group)
+        layers = [nn.Linear(16, 16) for _ in range(2)]
+        second = DDP(nn.Sequential(*layers), process_group=group, bucket_cap_mb=0.0001)
+        second.set_hook(chain(random_k(ratio=0.25), mean()))  # its choice depends on the number of the step
+        middle: list[Any] = [None]
+        layers[0].register_forward_hook(lambda module, inputs, output: Then.apply(output, middle[0]))
+        for iteration in range(FAILING + 2):
+            failing = iteration == FAILING
+            middle[0] = launched.set if failing and group.rank == 1 else None
+            armed = wait_and_fail if failing and group.rank == 0 else None
+            first.zero_grad()
+            second.zero_grad()
+            x = torch.rand(2, 16, generator=torch.Generator().manual_seed(10 * iteration + group.rank))
+            try:
+                first(x[:, :2]).sum().backward()
+                Then.apply(second(x), armed).pow(2).sum().backward()
+                assert not failing
+            except (ValueError, GroupAborted):
+                assert failing
+        return [p.grad for p in second.parameters() if p.grad is not None]
+
+    mine, others = run_ranks(train, 2)
+    assert len(mine) == 4
+    for a, b in zip(mine, others, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
