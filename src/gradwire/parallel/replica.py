@@ -197,7 +197,10 @@ class Replica:
         return OuterHalf(self.hook, self.group, named, states=states, saved=saved)
 
     def _use(self, states: States, outer: OuterHalf | None) -> None:
-        replace_handles(self._state_dict_handles, [] if outer is None else [warn_when_saved(self.module, outer)])
+        handles = []
+        if outer is not None and (module := self._module()) is not None:
+            handles = [warn_when_saved(module, outer)]
+        replace_handles(self._state_dict_handles, handles)
         self._states, self._outer = states, outer
         self._steps.clear()
         if outer is not None:

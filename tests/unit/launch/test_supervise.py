@@ -373,7 +373,7 @@ def test_what_ranks_started_ends_with_a_launcher_that_is_killed(tmp_path, thread
         "time.sleep(100)\n"
     )
     code = f"""
-import os, signal, sys, threading
+import os, signal, sys, threading, time
 from gradwire.launch.process import RankProcess
 def main():
     ranks = [RankProcess(r, [sys.executable, '-S', {str(script)!r}], {{}}, stdin=-3) for r in (0, 1)]
@@ -384,6 +384,9 @@ def main():
             rank.send(number)
         if {stopped}:
             rank.send(signal.SIGSTOP)
+            # Linux continues stopped processes whose launcher ends, not those that are about to stop.
+            while open(f'/proc/{{rank.pid}}/stat').read().rpartition(')')[2].split()[0] != 'T':
+                time.sleep(0.01)
     os.kill(os.getpid(), 9)
 thread = threading.Thread(target=main)
 thread.start() if {thread} else main()
