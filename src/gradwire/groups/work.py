@@ -185,8 +185,8 @@ class Work:
 
     def wait_done(self, timeout: float | timedelta | None = None) -> bool:
         """As `wait`, without the errors of completion hooks: for a group that takes several steps and must not stop halfway."""
-        if not self._settled and os.getpid() != self.ledger.pid:
-            raise UsageError(refusal(f"wait for {self.op}", self.ledger.pid))
+        if not self._settled:
+            self._refuse_in_child("wait for")
         limit = seconds(timeout)
         remaining = max(0.0, self.deadline - time.perf_counter())
         if limit is None or limit >= remaining:
@@ -199,6 +199,11 @@ class Work:
         if error is not None:
             raise again(error)
         return True
+
+    def _refuse_in_child(self, what: str) -> None:
+        """Raise UsageError in a forked child, where the operation is never settled."""
+        if os.getpid() != self.ledger.pid:
+            raise UsageError(refusal(f"{what} {self.op}", self.ledger.pid))
 
     def _block(self, limit: float) -> bool:
         """Wait at most `limit` seconds until settled."""
@@ -253,6 +258,8 @@ class Work:
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A torch Future of the list of outputs; on CUDA it carries the streams' order along."""
+        if not self._settled:
+            self._refuse_in_child("get_future of")
         with self.ledger.futures.lock:
             if self._future is None:
                 device = self.op.device

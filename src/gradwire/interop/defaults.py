@@ -30,8 +30,8 @@ class WorldGroup:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.made = 0
-        """How many worlds this process has joined one after another, which every rank counts alike."""
+        self.met = 0
+        """How often this process has met the other ranks, whether a group came of it or not: every rank counts alike."""
         self.kind = ""
         """What carries the bytes of the last of them."""
         self._group: Group | None = None
@@ -41,7 +41,6 @@ class WorldGroup:
     def put(self, group: Group, *, kind: str, leave: Callable[[], None]) -> None:
         """From now on `group` is the world's, until `leave` is called, which closes it and gives back what goes with it."""
         self._group, self._process, self.kind, self._leave = group, os.getpid(), kind, leave
-        self.made += 1
 
     def get(self) -> Group | None:
         """The world's group, if there is one, it is open and it is this process's."""

@@ -75,12 +75,12 @@ def init(
         world = find_world(os.environ)
         choose(kind, world)  # a wrong kind is found before anybody is waited for
         store = open_store(world, timeout=meeting)
-        ours = PrefixStore(f"gradwire/world/{WORLD.made}", store)
+        ours = PrefixStore(f"gradwire/world/{WORLD.met}", store)
         agreed = _agree(ours, world, kind, meeting)
         group = BUILDERS[agreed](PrefixStore(agreed, ours), world, timeout=meeting, name=name, memory=memory)
         group.set_timeout(timeout)
-        if WORLD.made == 0:
-            atexit.register(leave)  # after the group has made its finalizers, so that it runs before them
+        atexit.unregister(leave)
+        atexit.register(leave)  # after the group has made its finalizers, so that it runs before them
         # An earlier group was closed on all ranks, or they would not have come; its store is let go only now, because rank 0
         # may host both at one address.
         WORLD.put(group, kind=agreed, leave=functools.partial(_leave, group, world, store))
@@ -109,6 +109,7 @@ def _agree(store: Store, world: World, kind: str, timeout: float) -> str:
     if world.rank == 0:
         store.set("kind", mine)
     arrive(store, world, timeout=timeout)
+    WORLD.met += 1  # before anything can fail: every rank counts this meeting, and the next attempt has keys of its own
     agreed: str = bounded(store, timeout, f"gw.init() on {world}").get("kind").decode()
     if kind not in (AUTO, agreed):
         raise UsageError(

@@ -6,6 +6,8 @@ interrupted.
 
 from __future__ import annotations
 
+import os
+import secrets
 import socket
 import time
 from datetime import timedelta
@@ -19,6 +21,8 @@ from gradwire.groups.tcp_store import LOOPBACK, host_store
 from gradwire.launch.mpi import tell_all
 from gradwire.launch.world import Address, World
 
+_TOKEN = secrets.token_hex(8)
+"""Tells this process from others, on whatever host."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
 """Seconds between two looks at a store or a port; neither can be waited on with a deadline and without noise."""
 
@@ -107,14 +111,19 @@ def _reach(address: Address, world: World, deadline: float, timeout: float) -> N
 
 
 def arrive(store: Store, world: World, *, timeout: float) -> None:
-    """Wait until every rank has come. Who has not is named when the time is up; a rank that comes twice is refused."""
+    """Wait until every rank has come. Who has not is named when the time is up; a second process as the same rank is refused."""
     store = bounded(store, timeout, f"gw.init() on {world}")
-    if store.add(f"came/{world.rank}", 1) > 1:
+    me = f"{_TOKEN}-{os.getpid()}"  # a forked child has the same token
+    times = store.add(f"came/{world.rank}", 1)
+    if times == 1:
+        store.set(f"process/{world.rank}", me)
+    elif not store.check([f"process/{world.rank}"]) or store.get(f"process/{world.rank}").decode() != me:
         raise UsageError(
             f"gw.init() on {world}: another process has come as rank {world.rank}. Ranks that start processes of their own "
             "pass their variables on: unset them there, or let only the ranks call gw.init()."
         )
-    if store.add("came", 1) == world.size:
+    # After a time-out a process may come again: it has been counted.
+    if times == 1 and store.add("came", 1) == world.size:
         store.set("complete", "")
     deadline = time.monotonic() + timeout
     pause = _FIRST_PAUSE

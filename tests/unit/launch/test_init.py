@@ -133,6 +133,21 @@ def test_ranks_meet_train_part_and_meet_again():
     assert run_ranks(rank_main, 2, kind="gloo") == [("SharedMemoryGroup", True, [[0.5, 0.5]], False, 3.0)] * 2
 
 
+def test_after_a_group_that_could_not_be_made_there_may_be_another():
+    store = host_store()
+
+    def rank_main(outer):
+        with launched(outer.rank, outer.size, store_port):
+            with pytest.raises(gw.GradwireError, match="'/nowhere'.*No such file"):
+                gw.init(timeout=30, directory="/nowhere")
+            t = torch.ones(1)
+            gw.init(timeout=30).all_reduce(t)
+            return t.item()
+
+    store_port = store.port
+    assert run_ranks(rank_main, 2, kind="gloo") == [2.0, 2.0]
+
+
 def test_ranks_that_ask_for_different_kinds_are_told():
     store = host_store()
 

@@ -122,10 +122,20 @@ def test_all_have_come():
     assert store.get("complete") == b""
 
 
-def test_two_processes_as_one_rank_are_refused():
+def test_a_rank_that_timed_out_may_come_again():
+    store = PrefixStore("x", HashStore())
+    for _ in range(2):
+        with pytest.raises(CollectiveTimeout, match=r"ranks \[0\] have not called it"):
+            arrive(store, world(1), timeout=0.05)
+    arrive(store, world(0), timeout=10)
+    arrive(store, world(1), timeout=10)
+
+
+def test_two_processes_as_one_rank_are_refused(monkeypatch):
     store = PrefixStore("x", HashStore())
     with pytest.raises(CollectiveTimeout):
         arrive(store, world(1), timeout=0.05)
+    monkeypatch.setattr("os.getpid", lambda: -1)
     with pytest.raises(UsageError, match="another process has come as rank 1.*unset them"):
         arrive(store, world(1), timeout=0.05)
 

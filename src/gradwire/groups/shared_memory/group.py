@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -75,6 +76,10 @@ class SharedMemoryGroup(Group):
         self._meeting = ""
         self._options: dict[str, Any] = {"directory": directory, "room": room, "waiting": waiting}
         room = max(ROOM, size * ROOM_PER_RANK) if room is None else room
+        if not isinstance(room, int) or room > sys.maxsize:
+            raise UsageError(
+                f"{self}: room={room!r} is not a number of bytes that a file can have. Leave it out, or pass an int."
+            )
         if room < Plan(size, 0).heaps + size * _SMALLEST_HEAP:
             raise UsageError(
                 f"{self}: room={room} is not enough for {size} ranks. Leave it out, or give at least "

@@ -14,11 +14,12 @@ import torch
 from gradwire.collectives import Collective, build
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
+from gradwire.groups.work import Work
 from gradwire.testing.conformance.compare import Problems, holds, unlike
 from gradwire.testing.conformance.side import PATIENCE
 
 
-def _misuse(group: Group, op: Collective) -> str:
+def _misuse(group: Group, op: Collective, pending: Work | None) -> str:
     """In the child: everything that touches the group. What was not refused. `op` was made before: a child cannot use CUDA."""
     wrong = []
     uses: dict[str, Callable[[], object]] = {
@@ -27,6 +28,8 @@ def _misuse(group: Group, op: Collective) -> str:
         "recover": lambda: group.recover(1.0),
         "check_peers": group.check_peers,
     }
+    if pending is not None:
+        uses |= {"wait": lambda: pending.wait(1.0), "get_future": pending.get_future}
     for name, use in uses.items():
         try:
             use()
@@ -73,12 +76,21 @@ def check_forked_child(group: Group) -> Problems:
     if group.in_one_process:
         return
     group.barrier()
-    if group.rank == group.size - 1:
+    last, pending, message = group.size - 1, None, torch.ones(1)
+    # On CUDA a receive that nobody sends to yet would hold up its stream.
+    has_pending = last > 0 and message.device.type == "cpu"
+    if group.rank == last:
+        if has_pending:
+            pending = group.submit(build.recv(message, src=0, label="in flight during a fork"))
         op = build.all_reduce(torch.ones(3), label="of a child").within(1.0)
-        said = _in_child(lambda: _misuse(group, op))
+        said = _in_child(lambda: _misuse(group, op, pending))
         yield from holds(not said, f"in a forked child: {said}")
     for _ in range(2):
         t = torch.ones(3)
         group.all_reduce(t, label="after a child has ended")
         yield from unlike("all_reduce after a child of a rank has ended", t, torch.full((3,), float(group.size)))
+    if has_pending and group.rank == 0:
+        group.send(message, dst=last)
+    if pending is not None:
+        pending.wait(PATIENCE)
     group.check_peers()

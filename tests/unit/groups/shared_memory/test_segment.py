@@ -220,6 +220,9 @@ def test_room_that_is_not_enough(world: Any) -> None:
     least = Plan(2, 0).heaps + 2 * (1 << 20)
     with pytest.raises(UsageError, match=f"room={least - 1} is not enough for 2 ranks.*at least {least} bytes"):
         SharedMemoryGroup(HashStore(), 0, 2, room=least - 1)
+    for wrong in ("2G", 1e10, 1 << 70):
+        with pytest.raises(UsageError, match="is not a number of bytes that a file can have"):
+            SharedMemoryGroup(HashStore(), 0, 2, room=wrong)
     groups = world(2, room=least)
     with pytest.raises(GroupError, match=r"address space for \d+ bytes only.*more room="):
         groups[0]._heap.tensor(10_000_000, torch.float32)
