@@ -34,7 +34,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore
 
-from gradwire.errors import ClosedError
+from gradwire.errors import UNEVEN, ClosedError
 from gradwire.groups.bounded_store import StoreCalls, bounded, innermost
 from gradwire.groups.host import host_identity, is_dead, process_start
 
@@ -274,7 +274,8 @@ class Membership:
             # A rank that gave this operation up has joined it; but one that finished it may leave too, and others are to blame.
             gone = self.left_before(sys.maxsize if over else joined)
             if gone is not None:
-                return gone, f"rank {gone} has left ({self.members[gone].left})"
+                how = self.members[gone].left
+                return gone, f"rank {gone} has left ({how})" + (f". {UNEVEN}" if how == "closed" else "")
             if over:
                 return None, "a peer has died or closed its connections; which one is not known"
             time.sleep(0.02)
