@@ -291,6 +291,15 @@ class FailedFuture(dist.Work):
         return future
 
 
+class ExitsWaiting(dist.Work):
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        raise SystemExit("the wire is wet")
+
+
+def exits() -> dist.Work:
+    raise KeyboardInterrupt("the wire is wet")
+
+
 def failed_future() -> dist.Work:
     return _create_work_from_future(FailedFuture().get_future())
 
@@ -315,7 +324,9 @@ def submit_to(group: Group, *, result: Callable[[], Any]) -> tuple[type[BaseExce
     raise AssertionError("no error")
 
 
-@pytest.mark.parametrize("result", [FailsWaiting, FailedFuture, failed_future], ids=lambda r: r.__name__)
+@pytest.mark.parametrize(
+    "result", [FailsWaiting, FailedFuture, failed_future, ExitsWaiting, exits], ids=lambda r: r.__name__
+)
 def test_a_work_that_failed_raises(result: Callable[[], Any]) -> None:
     for kind, text in run_ranks(partial(submit_to, result=result), 2):
         assert kind is GroupError

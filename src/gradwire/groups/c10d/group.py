@@ -198,7 +198,9 @@ class C10dGroup(Group):
                             self._reaper.abandon(native)
                             return
             work.finish()
-        except Exception as error:
+        except (
+            BaseException
+        ) as error:  # an engine in Python may raise SystemExit too, and later operations need the lane
             self._broken(work, error, engine)
         finally:
             program.close()

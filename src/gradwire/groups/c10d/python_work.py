@@ -108,7 +108,7 @@ class PythonOutcome:
                 self._finished = True
                 try:
                     self._finish()
-                except Exception as error:
+                except BaseException as error:
                     self._error = error
                 # An error's traceback holds this object, which holds the error: the circle must not keep the group's engine.
                 self._release()
@@ -181,7 +181,7 @@ class _WaitedWork(PythonOutcome):
             _wait(self._work, self._timeout)
             if self._op.device.type == "cuda":
                 torch.cuda.current_stream(self._op.device).synchronize()
-        except Exception as error:
+        except BaseException as error:  # a thread that ends by SystemExit ends in silence
             self._error = error
         self._over.set()
 
