@@ -11,6 +11,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
+import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from gradwire.errors import UsageError
@@ -75,9 +77,14 @@ BUILDERS: Mapping[str, Builder] = MappingProxyType(
 )
 
 
+def has_own_gpu(world: World) -> bool:
+    """Whether this rank's host has a CUDA device for each of its ranks, and NCCL. Which one a rank uses is the program's choice."""
+    available = dist.is_nccl_available() and torch.cuda.is_available()
+    return available and world.local_size is not None and torch.cuda.device_count() >= world.local_size
+
+
 def choose(kind: str, world: World, known: Collection[str] = tuple(BUILDERS)) -> str:
-    """The kind to build. "auto" is the fastest that is sure to work: a GPU engine is taken only when asked for, since the
-    tensors of a program may be on the CPU.
+    """The kind to build. "auto" is the fastest for tensors on the CPU; `gw.init` takes "nccl" if every rank `has_own_gpu`.
 
     >>> from gradwire.launch.world import Launcher
     >>> choose("auto", World(0, 1, Launcher.NONE))

@@ -21,7 +21,7 @@ from gradwire.groups import Group
 from gradwire.groups.base import DEFAULT_TIMEOUT, MEETING_TIMEOUT
 from gradwire.groups.bounded_store import bounded
 from gradwire.interop.defaults import WORLD
-from gradwire.launch.engines import AUTO, BUILDERS, SHARES_MEMORY, choose
+from gradwire.launch.engines import AUTO, BUILDERS, SHARES_MEMORY, choose, has_own_gpu
 from gradwire.launch.memory import SharedMemory
 from gradwire.launch.store import arrive, open_store, say_goodbye
 from gradwire.launch.world import World, find_world
@@ -102,15 +102,19 @@ def _check_same(kind: str) -> None:
 
 
 def _agree(store: Store, world: World, kind: str, timeout: float) -> str:
-    """Rank 0's choice: hosts may have different numbers of ranks, and so ranks choose differently."""
+    """Rank 0's choice: hosts may have different numbers of ranks, and so ranks choose differently. NCCL if every rank has a GPU."""
     mine = choose(kind, world)
     if world.size == 1:
         return mine
+    calls = bounded(store, timeout, f"gw.init() on {world}")
     if world.rank == 0:
-        store.set("kind", mine)
+        calls.set("kind", mine)
+    calls.add("ranks with a GPU", int(kind == AUTO and has_own_gpu(world)))
     arrive(store, world, timeout=timeout)
     WORLD.met += 1  # before anything can fail: every rank counts this meeting, and the next attempt has keys of its own
-    agreed: str = bounded(store, timeout, f"gw.init() on {world}").get("kind").decode()
+    agreed: str = calls.get("kind").decode()
+    if calls.add("ranks with a GPU", 0) == world.size:
+        agreed = "nccl"
     if kind not in (AUTO, agreed):
         raise UsageError(
             f"gw.init(kind={kind!r}) on {world}: rank 0 has {agreed!r}. Every rank must ask for the same kind, or for none."

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from gradwire.errors import UsageError
 from gradwire.launch import Launcher, World
 from gradwire.launch.engines import BUILDERS, choose
+from gradwire.launch.entry import _agree
 
 ALL = ("threads", "gloo", "nccl", "shared_memory", "hierarchical")
 
@@ -50,6 +55,31 @@ def test_processes_are_no_threads():
         UsageError, match="cannot be threads of one. Choose another kind: shared_memory, hierarchical, gloo, nccl, mpi"
     ):
         BUILDERS["threads"](HashStore(), world(2, 2), timeout=1, name="x")
+
+
+@pytest.mark.parametrize(
+    ("devices", "asked", "kind"),
+    [
+        ([2, 2], "auto", "nccl"),
+        ([4, 4], "auto", "nccl"),
+        ([2, 1], "auto", "shared_memory"),  # decided by all ranks together
+        ([0, 0], "auto", "shared_memory"),
+        ([2, 2], "gloo", "gloo"),
+    ],
+)
+def test_nccl_is_chosen_where_every_rank_has_a_gpu(monkeypatch, devices, asked, kind):
+    store = HashStore()
+    visible = threading.local()
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: visible.devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible.devices)
+
+    def rank_main(rank: int) -> str:
+        visible.devices = devices[rank]
+        return _agree(store, World(rank, 2, Launcher.TORCHRUN, local_size=2), asked, 60.0)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(rank_main, range(2))) == [kind, kind]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
