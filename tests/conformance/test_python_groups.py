@@ -198,8 +198,9 @@ class OverPython(GroupWrapper):
         self.far.close(timeout=0)
 
 
-LACKING = frozenset(name for name in check_names() if name.startswith(("send", "recv", "split")))
-"""A message between two ranks cannot be made of collectives of all, and only an engine can be split."""
+LACKING = frozenset(name for name in check_names() if name.startswith(("send", "recv", "split", "forked")))
+"""A message between two ranks, of which a forked child is told too, cannot be made of collectives of all; and only an engine can be
+split."""
 
 
 def over(cls: type[Base]) -> type[OverPython]:
