@@ -26,7 +26,7 @@ from gradwire.hooks.dense import cast, mean
 from gradwire.interop import as_process_group, from_process_group
 from gradwire.interop.defaults import default_process_group, is_default, mesh_group
 from gradwire.interop.in_backward import optimizer_in_backward_hook
-from gradwire.interop.join import Joinable, notify
+from gradwire.interop.join import Joinable
 from gradwire.interop.torch_hooks import check_torch_hook
 from gradwire.interop.untraced import untraced_call
 from gradwire.parallel.bufferhook import BufferHook
@@ -273,7 +273,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
         if torch.is_grad_enabled() and replica.sync and self.logger is not None:
             self.logger.forward_begins()
         with replica.hears_of_failures():
-            self._uneven.before_forward(notify(self))
+            self._uneven.before_forward(self)
             replica.rebuild()
             self._sync_buffers(BufferHook.BEFORE)
             if self._join_config.enable:

@@ -93,6 +93,7 @@ class Replica:
         self._optimizer_handles: list[Handle] = []
         self._state_dict_handles: list[Handle] = []
         self._iterations_behind = 0
+        self._loop_left = False
         self._recoveries = group.ledger.recoveries
         self.sync_buffers_next = True
         self._skip_unused = skip_unused
@@ -434,6 +435,12 @@ class Replica:
         if self.reducer.expects_backward:
             self.reducer.fail(error)
 
+    def loop_failed(self, error: BaseException) -> None:
+        """A training loop that all ranks leave together has ended with `error` on this rank: end it on the others too."""
+        if not self.group.closed:
+            (self.reducer.fail if self.reducer.expects_backward else self.reducer.fail_forward)(error)
+            self._loop_left = True
+
     @untraced_call
     def after_forward(self, output: Any) -> Any:
         """Expect the backward of this forward. Returns the output, which may have to pass through a sink."""
@@ -480,7 +487,10 @@ class Replica:
         iteration = torch.tensor([begins], device=self._device())
         self.reducer.iteration = begins
         self.group.submit(all_reduce(iteration, op=ReduceOp.MAX, label="recovery")).wait()
-        self._iterations_behind = int(iteration.item()) - self.reducer.iteration
+        latest = int(iteration.item())
+        if self._loop_left:  # all ranks begin a new loop, wherever they were in the old one
+            self.reducer.iteration, self._loop_left = latest, False
+        self._iterations_behind = latest - self.reducer.iteration
         step = self._step() if self._outer is None else self._outer.step
         self.reducer.start_over()
         self.broadcast_state()

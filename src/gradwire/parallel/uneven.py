@@ -1,18 +1,33 @@
-"""Uneven inputs: what a rank does before a forward under `join()`, and after it has run out of inputs."""
+"""Uneven inputs: what a rank does before a forward under `join()`, and after it has run out of inputs.
+
+Note [Join over the model's group]
+torch's Join counts the ranks that still have inputs over the process group. Under `model.join()` the count goes over the model's
+group instead, so that a rank that waits for it learns of an abort, with the rank and the reason, whatever the engine. An exception
+that leaves the context on one rank aborts the group, since the other ranks would wait for this rank's next step. Where torch's own
+Join is used, as for several joinables, torch's protocol is kept, and an exception outside forward and backward is not reported.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from types import TracebackType
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from gradwire.collectives import ReduceOp, all_reduce
-from gradwire.errors import UsageError
+from gradwire.errors import GradwireError, UsageError
+from gradwire.groups.work import Work
 from gradwire.hooks.bucket import GradBucket
-from gradwire.interop.join import Join, JoinHook, ShadowHook
+from gradwire.interop.join import Join, Joinable, JoinHook, ShadowHook, notify
 from gradwire.parallel.replica import Replica
+
+
+class EarlyTermination(GradwireError, RuntimeError):
+    """A rank has run out of inputs under `join(throw_on_early_termination=True)`: raised on all ranks."""
 
 
 class Uneven:
@@ -22,6 +37,8 @@ class Uneven:
         self._replica = replica
         self._ddp = ddp
         self._divide_by_all = True
+        self._own_join = False
+        self._counted: Work | None = None
         self.authoritative_rank = 0
 
     def context(self, model: Any, divide: bool, enable: bool, throw: bool) -> AbstractContextManager[Any]:
@@ -32,32 +49,83 @@ class Uneven:
                 f"join() with {hook!r}: a rank that has run out of inputs makes no steps, so it would miss the outer steps of the "
                 "others. Give every rank the same number of batches."
             )
-        context: AbstractContextManager[Any] = _Join([model], enable, throw, divide_by_initial_world_size=divide)
+        context: AbstractContextManager[Any] = _Join(self, model, enable, throw, divide)
+        self._own_join = True
         return context
 
     def hook(self, *, divide: bool) -> JoinHook:
         """What Join runs once this rank has joined."""
         self._divide_by_all = divide
+        self._own_join = False
         ddp = self._ddp()
         if ddp is not None and ddp.logger is not None:
             ddp.logger.joins_uneven_inputs()
         return ShadowHook(self)
 
-    def before_forward(self, work: Any) -> None:
-        """This rank still has inputs; `work` counts how many do."""
-        self._replica.divisor = None
-        if work is not None and not self._divide_by_all:
-            work.wait()
-            self._replica.divisor = int(work.result()[0].item())
+    def before_forward(self, model: Joinable) -> None:
+        """Take part in the count of ranks that still have inputs."""
+        replica, config = self._replica, model._join_config
+        replica.divisor = None
+        if not config.enable:
+            return
+        replica.mend()
+        if not self._own_join:
+            work: Any = notify(model)
+            if work is not None and not self._divide_by_all:
+                work.wait()
+                replica.divisor = int(work.result()[0].item())
+            return
+        count, self._counted = self._submit(1.0)
+        if config.throw_on_early_termination:
+            self._counted.wait()
+            if self._ask(0.0):
+                raise EarlyTermination(
+                    "Detected at least one rank that exhausted inputs. Throwing across all ranks, because of "
+                    "throw_on_early_termination=True."
+                )
+        if not self._divide_by_all:
+            self._counted.wait()
+            replica.divisor = int(count.item())
 
-    def _ask(self, value: float, op: ReduceOp) -> float:
+    def count_training(self) -> int:
+        """How many ranks still have inputs; this one has none."""
+        return int(self._ask(0.0))
+
+    def terminate_early(self) -> NoReturn:
+        """Fail on all ranks because this one has run out of inputs."""
+        self._ask(1.0)
+        raise EarlyTermination(f"Rank {self._replica.group.rank} exhausted all inputs.")
+
+    def exit(self, error: BaseException | None, shadow: Callable[[], None]) -> None:
+        """Leave the context: with `error`, on all ranks; without one, once `shadow` has matched the steps of all other ranks."""
+        if error is not None:
+            if not isinstance(error, EarlyTermination):
+                self._replica.loop_failed(error)
+            return
+        try:
+            self._replica.mend()
+            shadow()
+        except EarlyTermination:
+            raise
+        except BaseException as failure:
+            self._replica.loop_failed(failure)
+            raise
+
+    def _submit(self, value: float, op: ReduceOp = ReduceOp.SUM) -> tuple[Tensor, Work]:
         answer = torch.tensor([value], device=self._replica.parameters[0].device)
-        self._replica.group.submit(all_reduce(answer, op=op, label="uneven inputs")).wait()
+        return answer, self._replica.group.submit(all_reduce(answer, op=op, label="uneven inputs"))
+
+    def _ask(self, value: float, op: ReduceOp = ReduceOp.SUM) -> float:
+        answer, work = self._submit(value, op)
+        work.wait()
         return answer.item()
 
     def announce_sync(self, sync: bool) -> None:
         """Tell the ranks that have joined whether this step's backward synchronises, and so how many ranks still train."""
-        self._ask(float(sync), ReduceOp.SUM)
+        self._ask(float(sync))
+        if self._counted is not None:
+            self._counted.wait()  # it is over, as the operation after it is
+            self._counted = None
 
     def common_rank(self, candidate: bool) -> int:
         """The highest rank that is a candidate; all ranks ask together."""
@@ -70,7 +138,7 @@ class Uneven:
         ddp = self._ddp()
         if ddp is not None and ddp.will_sync_module_buffers():
             replica.sync_buffers(self.common_rank(False))
-        training = int(self._ask(0.0, ReduceOp.SUM))
+        training = int(self._ask(0.0))
         replica.sync_buffers_next = training > 0
         if not replica.sync_buffers_next:
             return
@@ -92,13 +160,30 @@ class Uneven:
 
 
 class _Join(Join):
-    """torch's Join, which asks `dist` for the rank, and so knows only groups that were made there."""
+    """torch's Join over the model's group: see Note [Join over the model's group]."""
+
+    def __init__(self, uneven: Uneven, model: Joinable, enable: bool, throw: bool, divide: bool) -> None:
+        self._uneven = uneven
+        super().__init__([model], enable, throw, divide_by_initial_world_size=divide)
 
     def _extract_dist_info(self) -> None:
+        """Without `dist`, which knows only groups that were made there."""
         (joinable,) = self._joinables
         self._process_group = joinable.join_process_group
         self._device = joinable.join_device
         self._rank = self._process_group.rank()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._enable:
+            self._uneven.exit(error, lambda: super(_Join, self).__exit__(None, None, None))
+
+    def _get_num_nonjoined_procs(self) -> int:
+        return self._uneven.count_training()
+
+    def _notify_procs_to_terminate(self) -> None:
+        self._uneven.terminate_early()
 
 
 def _zeros(replica: Replica) -> list[GradBucket]:
