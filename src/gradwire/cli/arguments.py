@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 def add_debug(parser: argparse.ArgumentParser) -> None:
     """Take --debug after a subcommand too, where people write it; without a default there, which would undo the one before."""
     parser.add_argument(
-        "--debug", action="store_true", default=argparse.SUPPRESS, help="show a traceback when it fails"
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show full tracebacks when it fails"
     )
     parser.set_defaults(parser=parser)
 

@@ -90,7 +90,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     add("--standalone", action="store_true", help="as for torchrun; ranks are on this machine only in any case")
     add("--nnodes", type=_one_host, metavar="1", help="as for torchrun; nothing but 1")
     add("script", metavar="SCRIPT", help="a Python file, or with -m a module")
-    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="passed to the script as they are")
+    rest = add("arguments", nargs=argparse.REMAINDER, metavar="...", help="passed to the script as they are")
+    rest.required = False  # so that an error does not ask for "SCRIPT, ..."
     return parser
 
 
@@ -147,7 +148,12 @@ def count_gpus() -> int:
 
 
 def _count(text: str) -> int | str:
-    return text if text in ("auto", "cpu", "gpu") else at_least(1)(text)
+    if text in ("auto", "cpu", "gpu"):
+        return text
+    try:
+        return at_least(1)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, nor gpu, cpu or auto") from None
 
 
 def _one_host(text: str) -> int:

@@ -244,7 +244,7 @@ class _Supervisor:
                 where = f"in full in {self._run.log_dir}" if self._run.log_dir is not None else "--debug shows all"
                 self._say(f"gradwire run: {left_out} traceback{'s' if left_out > 1 else ''} cut to a line: {where}")
             if len(self._ranks) > 1 and (words := last_words(first.words)):
-                self._say("", f"gradwire run: rank {first.rank} said last:", *words, "")
+                self._say("", f"gradwire run: last output of rank {first.rank}:", *words, "")
             self._say(f"gradwire run: {summary(first, course.endings)}")
         elif course.stopped_by is not None and course.exit_code:
             self._summarize([ending.rank for ending in course.endings])

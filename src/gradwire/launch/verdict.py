@@ -8,8 +8,8 @@ a consequence goes first. What looks like one is told by the exception's name at
 is half of one: it is raised by the ranks that waited, so an error that is neither goes before it.
 
 Note [Who is named]
-Some errors are raised by ranks that did nothing wrong: a time-out by all but the rank that is missing, a disagreement by all. Their
-text says which ranks it is about; the last line of a run repeats that, and does not call the rank that raised it the culprit.
+Some errors are raised by ranks that did nothing wrong: a time-out by all but the rank that is missing, a PeerLost by those that wait
+for a rank which has ended, a disagreement by all. Their text says which ranks it is about; the last line of a run repeats that, and does not call the rank that raised it the culprit.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ NEAR = 1.0
 """Seconds within which failures count as simultaneous."""
 
 _CONSEQUENCES = frozenset({"PeerLost", "GroupAborted", "DistBackendError", "DistNetworkError"})
-_TIMEOUT, _INTERRUPT = "CollectiveTimeout", "KeyboardInterrupt"
+_TIMEOUT, _LOST, _INTERRUPT = "CollectiveTimeout", "PeerLost", "KeyboardInterrupt"
 _STARTING = (b"<frozen importlib._bootstrap", b"gradwire/launch/")
 _MODULE = b", in <module>"
 _MISSING = (
     re.compile(rb"missing: ranks \[([\d, ]+)\]"),
     re.compile(rb"ranks \[([\d, ]+)\] (?:have|had|did) not"),
 )
+_LOST_RANK = re.compile(rb"rank \d+(?= is lost)")
 _DIFFERENT = {
     "LayoutError": re.compile(rb"rank \d+ and rank \d+ disagree"),
     "CollectiveMismatch": re.compile(
@@ -159,6 +160,8 @@ def subject(lines: Sequence[bytes]) -> str | None:
             if match := pattern.search(line):
                 ranks = [int(rank) for rank in match[1].split(b",")]
                 return f"{_ranks(ranks)} {'were' if len(ranks) > 1 else 'was'} missing"
+    elif name == _LOST and (match := _LOST_RANK.search(line)):
+        return f"{match[0].decode()} was lost"
     elif name in _DIFFERENT and (match := _DIFFERENT[name].search(line)):
         return match[0].decode()
     return None

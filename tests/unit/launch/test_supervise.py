@@ -157,7 +157,7 @@ def test_a_failing_rank_stops_the_others_and_its_traceback_is_last(launch):
     assert code == 1
     assert lines[-1].startswith("gradwire run: rank 1 failed first (exit code 1, after ")
     assert lines[-1].endswith("; ranks 0, 2 were stopped")
-    start = lines.index("gradwire run: rank 1 said last:")
+    start = lines.index("gradwire run: last output of rank 1:")
     assert lines[start + 1] == "Traceback (most recent call last):"
     assert lines[-3:-1] == ["ValueError: the loss is a teapot", ""]
     assert lines.count("ValueError: the loss is a teapot") == 1  # and nowhere else

@@ -34,6 +34,7 @@ far. A rank that was let through in the meantime hears that this one has failed,
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -51,6 +52,8 @@ from gradwire.groups.shared_memory.programs import Programs, Steps
 from gradwire.groups.shared_memory.sync import SLICE, Fence, looks_before_sleep, pause, usable_cores
 from gradwire.groups.work import Work
 
+_CLOSED = f"it has closed its group and will not join. {UNEVEN}"
+_TOLD = re.compile(r"rank \d+ failed: ")
 _ASIDE_LOOKS = 30
 """How often the group's own thread looks, with the interpreter lock in its hands, before it lingers."""
 
@@ -350,7 +353,8 @@ class Engine:
             if state == FAILED and rank != self.rank:
                 if lost == rank or lost < 0:
                     return self._told(rank)
-                return self._lost(lost, f"rank {rank} has lost it")
+                left = self.board.states[lost] & 0xFF == LEFT
+                return self._lost(lost, _CLOSED if left else f"rank {rank} has lost it")
         current, posts = self._current, self.board.posts
         for rank, word in enumerate(self.board.states.tolist()):
             if word & 0xFF == LEFT and rank != self.rank:
@@ -374,7 +378,7 @@ class Engine:
             late = current.work.ledger.timed_out(current.work, time.perf_counter() - current.work.started)
             late.add_note(f"rank {rank} gave up first: {reason}")
             return late
-        why = f"rank {rank} failed: {reason}"
+        why = reason if _TOLD.match(reason) else f"rank {rank} failed: {reason}"  # it may have been told itself
         return GroupAborted(f"{self.name} on rank {self.rank} of {self.size}: the group was aborted: {why}", reason=why)
 
     def _lost(self, rank: int, why: str) -> PeerLost:
@@ -392,7 +396,7 @@ class Engine:
 
     def _strand(self, rank: int) -> None:
         """A rank has closed its group: what waits for it fails, and so does every later collective."""
-        error = self._lost(rank, f"it has closed its group and will not join. {UNEVEN}")
+        error = self._lost(rank, _CLOSED)
         for letter in self._letters:
             if self._stranded(letter, rank):
                 letter.work.fail(error)

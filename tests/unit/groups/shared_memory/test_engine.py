@@ -552,6 +552,26 @@ def test_a_rank_that_left_is_missed_only_by_who_waits_for_it(world: Any, monkeyp
         groups[0].barrier()
 
 
+def test_the_reason_reaches_ranks_that_hear_of_it_second_hand(world: Any) -> None:
+    """Rank 1 looks when rank 0 has already failed because rank 2 left: it gets rank 2's reason, and the advice."""
+    groups = world(3)
+    groups[2].close()
+    with pytest.raises(PeerLost, match="it has closed its group"):
+        groups[0].barrier()
+    groups[0].fail(PeerLost("rank 2 is lost", rank=2))
+    with pytest.raises(PeerLost, match=r"rank 2 is lost: it has closed its group and will not join. .*model.join\(\)"):
+        groups[1].barrier()
+
+
+def test_a_failure_that_is_passed_on_names_one_rank(world: Any) -> None:
+    groups = world(3)
+    groups[2].abort("the loss is wrong")
+    for group in groups[:2]:  # the second may look at the first, which failed because of the third
+        with pytest.raises(GroupAborted) as caught:
+            group.barrier()
+        assert caught.value.reason == "rank 2 failed: the loss is wrong"
+
+
 def test_a_dropped_group_ends_its_threads(world: Any) -> None:
     del world
     from concurrent.futures import ThreadPoolExecutor
