@@ -8,8 +8,9 @@ a consequence goes first. What looks like one is told by the exception's name at
 is half of one: it is raised by the ranks that waited, so an error that is neither goes before it.
 
 Note [Who is named]
-Some errors are raised by ranks that did nothing wrong: a time-out by all but the rank that is missing, a PeerLost by those that wait
-for a rank which has ended, a disagreement by all. Their text says which ranks it is about; the last line of a run repeats that, and does not call the rank that raised it the culprit.
+Some errors are raised by ranks that did nothing wrong: a time-out by all but the rank that is missing, a PeerLost by those that
+wait for a rank which has ended, a disagreement by all. Their text says which ranks it is about; the last line of a run repeats
+that, and does not call the rank that raised it the culprit.
 """
 
 from __future__ import annotations

@@ -53,7 +53,12 @@ def test_the_first_failure_is_the_earliest_that_is_no_consequence(endings, rank)
         ),
         (Ending(0, -63, 0.0), [], "rank 0 failed (killed by signal 63, after 0.0 s)"),
         (
-            Ending(1, 1, 2.0, words=(TRACE, b"gradwire.errors.PeerLost: barrier on rank 1 of 2: rank 0 is lost: it has ...")),
+            Ending(
+                1,
+                1,
+                2.0,
+                words=(TRACE, b"gradwire.errors.PeerLost: barrier on rank 1 of 2: rank 0 is lost: it has ..."),
+            ),
             [Ending(0, 0, 1.0)],
             "rank 0 was lost (PeerLost on rank 1, exit code 1, after 2.0 s); rank 0 had finished",
         ),
