@@ -236,6 +236,14 @@ class Detaches(Faulty):
         return super().submit(op)
 
 
+class WritesInItsOwnMode(Faulty):
+    def submit(self, op: Collective) -> Work:
+        with torch.inference_mode(False):
+            for t in op.outputs:
+                t.detach().view(-1)[:0].zero_()
+        return super().submit(op)
+
+
 FAULTS: list[tuple[type[Faulty], str]] = [
     (OffByOne, "all_reduce_ops"),
     (RanksDiffer, "all_reduce_same_bits"),
@@ -269,6 +277,7 @@ FAULTS: list[tuple[type[Faulty], str]] = [
     (ChecksNothing, "usage_errors"),
     (RaisesItsOwn, "mismatch"),
     (Detaches, "leaves"),
+    (WritesInItsOwnMode, "inference_tensors"),
 ]
 
 

@@ -20,6 +20,7 @@ from gradwire.collectives import build
 from gradwire.collectives.aliasing import apart
 from gradwire.collectives.compose import Program as Program
 from gradwire.collectives.compose import compose, exchanges_bytes
+from gradwire.collectives.inference import writes
 from gradwire.collectives.kinds import Kind, ReduceOp
 from gradwire.collectives.op import Collective
 from gradwire.collectives.reference import reduce_tensors, store, working_dtype
@@ -88,7 +89,7 @@ def lower(op: Collective, *, rank: int, size: int, takes: Callable[[Collective],
     >>> list(ops)
     [all_reduce(uint8[1], SUM, label='start')]
     """
-    for step in _Lowering(rank, size, takes)(apart(op, rank)):
+    for step in writes(op.outputs, _Lowering(rank, size, takes)(apart(op, rank))):
         yield step if op.timeout is None else step.within(op.timeout)
 
 

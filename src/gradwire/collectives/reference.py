@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from gradwire.collectives.inference import writing
 from gradwire.collectives.kinds import Kind, ReduceOp
 from gradwire.collectives.op import Collective
 
@@ -86,7 +87,8 @@ def store(output: Tensor, value: Tensor) -> None:
 
 
 def _write(output: Tensor, value: Tensor) -> None:
-    output.copy_(value if value.is_sparse or value.shape == output.shape else value.reshape(output.shape))
+    with writing((output,)):
+        output.copy_(value if value.is_sparse or value.shape == output.shape else value.reshape(output.shape))
 
 
 @torch.no_grad()

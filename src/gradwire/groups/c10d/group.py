@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.collectives import Collective, Kind
 from gradwire.collectives.aliasing import apart
+from gradwire.collectives.inference import writing
 from gradwire.collectives.lower import Program, is_identity, lower
 from gradwire.errors import UNEVEN, CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
@@ -177,7 +178,8 @@ class C10dGroup(Group):
         """One call of the engine is the whole operation."""
         work.ledger.started(work, time.perf_counter())
         try:
-            native = engine.call(backend, apart(op, self.rank), work.timeout + ENGINE_MARGIN)
+            with writing(op.outputs):  # gloo's threads take the caller's mode over
+                native = engine.call(backend, apart(op, self.rank), work.timeout + ENGINE_MARGIN)
         except Exception as error:
             self._broken(work, error, engine)
             return
@@ -188,7 +190,7 @@ class C10dGroup(Group):
         work.ledger.started(work, time.perf_counter())
         program = self._program(work.op, engine)
         try:
-            with self._aside(work.op.device, ready):
+            with self._aside(work.op.device, ready), writing(work.op.outputs):
                 for step in program:
                     if work.is_completed():
                         return
@@ -225,7 +227,8 @@ class C10dGroup(Group):
         work.ledger.started(work, time.perf_counter())
         program = self._program(work.op, engine)
         try:
-            native = engine.call(backend, next(program), work.timeout)
+            with writing(work.op.outputs):
+                native = engine.call(backend, next(program), work.timeout)
         except Exception as error:
             self._broken(work, error, engine)
             return

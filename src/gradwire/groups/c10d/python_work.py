@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.collectives import Collective, Kind
+from gradwire.collectives.reference import store
 from gradwire.errors import UsageTypeError
 
 
@@ -164,7 +165,7 @@ def _take(value: Any, outputs: tuple[Tensor, ...]) -> None:
         return
     for result, output in zip(results, outputs, strict=True):
         if isinstance(result, Tensor) and result.numel() == output.numel() and result.data_ptr() != output.data_ptr():
-            output.detach().copy_(result.view_as(output))
+            store(output.detach(), result)
 
 
 class _WaitedWork(PythonOutcome):

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, Kind, Layout, ReduceOp, Scope, build
+from gradwire.collectives.inference import writes
 from gradwire.collectives.lower import flat, is_plain, lower
 from gradwire.collectives.reference import cut, perform, store, working_dtype
 from gradwire.errors import CollectiveMismatch, InternalError
@@ -86,6 +87,9 @@ class TwoLevel:
 
     def carry_out(self, op: Collective) -> Steps:
         """The steps that make up `op`; when they are done its outputs hold the result."""
+        return writes(op.outputs, self._steps(op))
+
+    def _steps(self, op: Collective) -> Steps:
         if op.scope is not Scope.WORLD:
             yield from self._in_part(op.scope, op.among(Scope.WORLD))
             return

@@ -55,6 +55,7 @@ from gradwire.collectives import Collective, Kind, ReduceOp
 from gradwire.collectives.agree import comparable, mismatch
 from gradwire.collectives.aliasing import apart
 from gradwire.collectives.encode import decode, encode
+from gradwire.collectives.inference import writes
 from gradwire.collectives.lower import as_bytes, flat, is_plain, lower
 from gradwire.collectives.reference import cut, store
 from gradwire.errors import CollectiveMismatch, GroupError, InternalError
@@ -105,7 +106,8 @@ class Programs:
         self._plan = board.plan
         self._address = segment.address
         self._memory = segment.memory
-        self._whole = torch.frombuffer(segment.memory, dtype=torch.uint8)
+        with torch.inference_mode(False):
+            self._whole = torch.frombuffer(segment.memory, dtype=torch.uint8)
         self._heap = range(self._plan.heap(self.rank), self._plan.heap(self.rank) + self._plan.heap_stride)
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._blocks: dict[tuple[object, ...], list[list[Piece]]] = {}
@@ -128,7 +130,9 @@ class Programs:
             yield from plain
             return
         digest = self._digest(op)
-        op = apart(op, self.rank)
+        yield from writes(op.outputs, self._by_parts(apart(op, self.rank), digest))
+
+    def _by_parts(self, op: Collective, digest: bytes) -> Steps:
         if takes(op):
             yield from self._native(op, op, digest)
             return
@@ -176,7 +180,8 @@ class Programs:
         if known is None:
             if len(self._views) >= _CACHED_VIEWS:
                 self._views.clear()
-            known = self._views[key] = self._whole[offset : offset + nbytes].view(dtype)
+            with torch.inference_mode(False):  # it is kept for others, who may not be in the mode of this caller
+                known = self._views[key] = self._whole[offset : offset + nbytes].view(dtype)
         return known
 
     def offset_in_heap(self, t: Tensor) -> int:

@@ -161,6 +161,33 @@ def check_leaves(group: Group) -> Problems:
     )
 
 
+def check_inference_tensors(group: Group) -> Problems:
+    """Tensors made in `torch.inference_mode()`, as an evaluation has them, are written in whichever thread does it."""
+
+    def made_there(t: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return t.clone()
+
+    for shape in ((3,), (4, 6), (SIZEABLE,)):
+        yield from against_reference(group, _every_kind(group.size, shape, made_there, made_there))
+    plain = _every_kind(group.size, (5,), lambda t: t, lambda t: t)
+    for dtype in (torch.bfloat16, torch.complex64, torch.bool):
+
+        def reduced(rank: int, dtype: torch.dtype = dtype) -> Collective:
+            return build.all_reduce(made_there(draw((7,), dtype, 49, rank)))
+
+        plain.append(Case("all_reduce", reduced))
+    with torch.inference_mode():
+        yield from against_reference(group, plain)
+    yield from against_reference(group, plain)  # what the group keeps of an evaluation must not hold up training
+    # Ordinary tensors that were reduced during an evaluation are ordinary tensors still.
+    weight = torch.nn.Parameter(draw((3,), torch.float32, 50, group.rank))
+    with torch.inference_mode():
+        group.all_reduce([weight, weight.detach().clone()])
+    (gradient,) = torch.autograd.grad((weight * weight).sum(), [weight])
+    yield from unlike("the gradient of a parameter reduced in inference mode", gradient, 2 * weight.detach())
+
+
 def check_allocate(group: Group) -> Problems:
     """Memory from the group has the dtype, size and device asked for, and can be communicated."""
     device = torch.get_default_device()

@@ -67,6 +67,7 @@ CHECKS: tuple[Check, ...] = (
         memory.check_channels_last,
         memory.check_gaps,
         memory.check_leaves,
+        memory.check_inference_tensors,
         memory.check_allocate,
         aliasing.check_overlapping_outputs,
         dtypes.check_dtypes_without_arithmetic,
