@@ -12,6 +12,7 @@ from torch import Tensor
 from gradwire.errors import HookError, UsageError, UsageTypeError
 from gradwire.events import Handle
 from gradwire.groups.base import Group
+from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.drive import Driver, Landed, carry_out
@@ -62,8 +63,7 @@ def as_torch_hook(
     which need the names, and parameters that are the same on all ranks, `attach_optimizer(optimizer)`, `outer_step()` and
     `average_parameters()`.
     """
-    if not isinstance(hook, CommHook):
-        raise UsageTypeError(f"as_torch_hook({hook!r}): not a CommHook. Pass e.g. chain(cast(torch.bfloat16), mean()).")
+    check_hooks("as_torch_hook", hook=hook)
     if group is not None and not isinstance(group, Group):
         raise UsageTypeError(
             f"as_torch_hook({hook!r}, {group!r}): not a gradwire Group. Pass gw.from_process_group(pg), or no group for WORLD's."

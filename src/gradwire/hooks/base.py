@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, Layout
-from gradwire.errors import GroupError, HookError, UsageTypeError
+from gradwire.errors import GroupError, HookError
 from gradwire.hooks.bucket import BucketSpec
 
 
@@ -229,16 +229,6 @@ class Wrapped(CommHook):
 
 Stage = Callable[[CommHook], CommHook]
 """A hook around a hook. `chain` composes them."""
-
-
-def check_hooks(where: str, **hooks: CommHook) -> None:
-    """Raise unless each of these arguments of `where` is a hook."""
-    for name, hook in hooks.items():
-        if not isinstance(hook, CommHook):
-            raise UsageTypeError(
-                f"{where}(...): {name} is {hook!r}, which is no hook. Pass one that communicates, such as mean(), and close stages "
-                "with chain(stage, mean())."
-            )
 
 
 def begin(hook: CommHook, grad: Tensor, state: Any, turn: Turn, *, method: str = "reduce") -> Reduction:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradwire.collectives import ReduceOp, all_gather_into_tensor, all_reduce, reduce_scatter_tensor
 from gradwire.errors import UsageError
+from gradwire.hooks.arguments import NamedStage
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.elements import check_dense, padded, refuse_sparse, wide
@@ -176,4 +177,4 @@ def cast(dtype: torch.dtype) -> Stage:
             f"cast({dtype}): 8 bits hold too small a range of numbers for gradients as they come, and no engine adds them up well. "
             f"Use scaled_cast({dtype})."
         )
-    return lambda inner: Cast(inner, dtype)
+    return NamedStage(f"cast({dtype})", lambda inner: Cast(inner, dtype))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import UsageError
+from gradwire.hooks.arguments import NamedStage
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.elements import check_dense, drop_nonfinite_, refuse_sparse, wide
@@ -142,4 +143,4 @@ def error_feedback() -> Stage:
     def stage(inner: CommHook) -> CommHook:
         return ErrorFeedback(inner)
 
-    return stage
+    return NamedStage("error_feedback()", stage)

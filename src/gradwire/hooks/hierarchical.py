@@ -32,7 +32,8 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, Layout, Scope, all_gather, broadcast
 from gradwire.errors import HookError, UsageError
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn, check_hooks
+from gradwire.hooks.arguments import check_hooks
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, is_dense
 from gradwire.hooks.dense import Mean
 from gradwire.hooks.elements import check_dense, refuse_sparse

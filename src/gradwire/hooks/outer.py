@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from gradwire.errors import UsageError
+from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 
@@ -79,6 +80,7 @@ class OuterHook(CommHook):
 
 def check_outer(hook: CommHook, doing: str) -> None:
     """Refuse a hook that leaves gradients on their rank and has no outer half that anybody would run."""
+    check_hooks(doing, hook=hook)
     if hook.local and not isinstance(hook, OuterHook):
         raise UsageError(
             f"{doing}({hook!r}): gradients stay on their rank there and nothing would ever average the parameters. A hook such as "

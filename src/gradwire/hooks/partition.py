@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import UsageError, UsageTypeError
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn, check_hooks
+from gradwire.hooks.arguments import check_hooks
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.dense import Mean
 from gradwire.hooks.pieces import Pieces

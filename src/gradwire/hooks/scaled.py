@@ -26,6 +26,7 @@ from torch import Tensor
 from gradwire.collectives import ReduceOp, all_gather_into_tensor, all_reduce, all_to_all_single
 from gradwire.collectives.lower import as_bytes
 from gradwire.errors import UsageError
+from gradwire.hooks.arguments import NamedStage
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.dense import Mean, ReduceScatterMean
@@ -211,4 +212,4 @@ def scaled_cast(dtype: torch.dtype) -> Stage:
             )
         return Float8Mean(dtype)
 
-    return stage
+    return NamedStage(f"scaled_cast({dtype})", stage)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from gradwire.collectives.reference import working_dtype
 from gradwire.errors import UsageError
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn, check_hooks
+from gradwire.hooks.arguments import check_hooks
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.dense import Mean
 from gradwire.hooks.elements import check_dense, refuse_sparse

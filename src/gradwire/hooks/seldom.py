@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import ReduceOp, all_reduce
-from gradwire.errors import UsageError, UsageTypeError
+from gradwire.errors import UsageError
+from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn, begin
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.dense import Mean, mean
@@ -315,8 +316,8 @@ def _check_diloco(name: str, every: int, lr: float, momentum: float, hook: CommH
         )
     if not 0 <= momentum < 1:
         raise UsageError(f"{name}(outer_momentum={momentum}): not in [0, 1). The paper has 0.9; 0 leaves it out.")
-    if hook is not None and not isinstance(hook, CommHook):
-        raise UsageTypeError(f"{name}(hook={hook!r}): not a CommHook. Pass e.g. chain(cast(torch.bfloat16), mean()).")
+    if hook is not None:
+        check_hooks(name, hook=hook)
     if hook is not None and hook.local:
         raise UsageError(f"{name}(hook={hook!r}): it communicates nothing. Pass a hook that averages, such as mean().")
 

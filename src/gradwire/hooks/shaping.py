@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import UsageError
+from gradwire.hooks.arguments import NamedStage
 from gradwire.hooks.base import CommHook, Reduction, Stage, Trait, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.chance import generator
@@ -81,7 +82,7 @@ def clip(*, norm: float | None = None, value: float | None = None) -> Stage:
     def stage(inner: CommHook) -> CommHook:
         return Clip(inner, norm, value)
 
-    return stage
+    return NamedStage(f"clip(norm={norm})" if value is None else f"clip(value={value})", stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,4 +134,4 @@ def add_noise(*, std: float, seed: int = 0) -> Stage:
     def stage(inner: CommHook) -> CommHook:
         return AddNoise(inner, std, seed)
 
-    return stage
+    return NamedStage(f"add_noise(std={std})", stage)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import UsageError
+from gradwire.hooks.arguments import NamedStage
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.chance import key, noise
@@ -118,4 +119,4 @@ def random_k(ratio: float, *, seed: int = 0) -> Stage:
     def stage(inner: CommHook) -> CommHook:
         return RandomK(inner, ratio, seed)
 
-    return stage
+    return NamedStage(f"random_k({ratio})", stage)

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from gradwire.errors import UsageError, UsageTypeError
+from gradwire.errors import UsageError
 from gradwire.groups.base import Group
+from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.drive import carry_out
@@ -44,8 +45,7 @@ class FsdpHook:
         dtype: torch.dtype,
         doing: str,
     ) -> None:
-        if not isinstance(hook, CommHook):
-            raise UsageTypeError(f"{doing}({hook!r}): not a CommHook. Pass e.g. chain(cast(torch.bfloat16), mean()).")
+        check_hooks(doing, hook=hook)
         if hook.local:
             raise UsageError(
                 f"{doing}({hook!r}): its outer steps move whole parameters, and here each rank has a shard. Use "

@@ -20,6 +20,7 @@ from gradwire.errors import CollectiveTimeout, GroupError, HookError, UsageError
 from gradwire.groups.base import Group
 from gradwire.groups.completion import name_of
 from gradwire.groups.work import Work
+from gradwire.hooks.arguments import refuse_stage
 from gradwire.hooks.bucket import GradBucket
 
 _LOOK_EVERY = 0.5
@@ -32,6 +33,7 @@ class HookAnnotationError(UsageError):
 
 def check_torch_hook(hook: Any) -> None:
     """Raise unless `hook` can be called with a state and a bucket. Any callable will do, with any parameter names."""
+    refuse_stage("register_comm_hook", hook)
     if not callable(hook):
         raise UsageTypeError(
             f"Communication hook must be callable. Got {type(hook).__name__}: {hook!r}. "

@@ -149,8 +149,6 @@ class Replica:
         Nothing that the hook before has not sent is lost: see Note [Another hook] in `hooks/states.py`. After a
         hook that leaves gradients on their rank the parameters are averaged first.
         """
-        if not isinstance(hook, CommHook):
-            raise HookError(f"set_hook({hook!r}): not a CommHook. register_comm_hook takes functions in torch's form.")
         check_outer(hook, "set_hook")
         self._check_between_steps(f"set_hook({hook!r})")
         with self.hears_of_failures():

@@ -20,6 +20,7 @@ from gradwire.collectives import Layout
 from gradwire.collectives.lower import as_bytes
 from gradwire.errors import GradwireError, HookError
 from gradwire.hooks import BucketSpec, CommHook, Reduced, chain, error_feedback
+from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import Trait
 from gradwire.testing.simulate import Simulation, simulate
 
@@ -286,6 +287,7 @@ def check_hook(
     >>> from gradwire.hooks import cast, mean
     >>> check_hook(chain(cast(torch.bfloat16), mean()))
     """
+    check_hooks("check_hook", hook=hook)
     names = tuple(f"layer{i}.weight" for i in range(len(shapes)))
     strides = tuple(tuple(torch.empty(shape, device="meta").stride()) for shape in shapes)
     spec = BucketSpec(0, names, tuple(map(tuple, shapes)), strides, dtype, torch.device(device))

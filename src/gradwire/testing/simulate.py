@@ -21,6 +21,7 @@ from gradwire.collectives.reference import perform
 from gradwire.collectives.traffic import sent_bytes
 from gradwire.errors import CollectiveMismatch, UsageError
 from gradwire.hooks import BucketSpec, CommHook, OuterHook, Reduced, Turn
+from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import Reduction, begin
 
 
@@ -84,6 +85,7 @@ def simulate(
     >>> [(e.op.kind.value, e.nbytes) for e in done.exchanges], done.nbytes
     ([('all_reduce', (4, 4))], 4)
     """
+    check_hooks("simulate", hook=hook)
     if not gradients or len({(g.numel(), g.dtype) for g in gradients}) > 1:
         raise UsageError(
             f"simulate({hook!r}) on gradients {[(tuple(g.shape), g.dtype) for g in gradients]}: pass one or more, one per "

@@ -145,7 +145,7 @@ def test_the_function_passes_torchs_check_of_hooks(group: Group) -> None:
 
 
 def test_only_our_own_hooks_are_taken(group: Group) -> None:
-    with pytest.raises(UsageTypeError, match="not a CommHook"):
+    with pytest.raises(UsageTypeError, match="is a stage"):
         as_torch_hook(cast(torch.bfloat16), group)  # type: ignore[arg-type]
 
 

@@ -215,7 +215,7 @@ def test_they_keep_the_laws(dtype: torch.dtype) -> None:
         (lambda: partition({}), UsageError, "no pattern at all"),
         (lambda: partition({"*": mean(), "a": mean()}), UsageError, "never reached. Put it last"),
         (lambda: partition({3: mean()}), UsageTypeError, "3 is no pattern"),  # type: ignore[dict-item]
-        (lambda: partition({"*": cast(torch.bfloat16)}), UsageTypeError, "which is no hook"),  # type: ignore[dict-item]
+        (lambda: partition({"*": cast(torch.bfloat16)}), UsageTypeError, "is a stage"),  # type: ignore[dict-item]
         (lambda: masked([], mean()), UsageTypeError, "neither a pattern"),
         (lambda: masked([3], mean()), UsageTypeError, "neither a pattern"),  # type: ignore[list-item]
         (lambda: masked(None, mean()), UsageTypeError, "neither a pattern"),  # type: ignore[arg-type]

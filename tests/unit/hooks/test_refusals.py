@@ -90,11 +90,11 @@ REFUSED: dict[str, tuple[Callable[[], CommHook], str]] = {
     "weights between hosts": (lambda: hierarchical(across=after(3, weighted_mean())), "not the weighted mean"),
     "before the first step": (lambda: after(-1, mean()), "a negative step"),
     "a step that never comes": (lambda: every(0, mean()), "never comes"),
-    "a stage for a hook, after": (lambda: after(1, cast(torch.bfloat16)), "which is no hook"),  # type: ignore[arg-type]
-    "a stage for a hook, every": (lambda: every(2, mean(), otherwise=3), "otherwise is 3"),  # type: ignore[arg-type]
-    "a stage for a hook, hierarchical": (lambda: hierarchical(across=None), "across is None"),  # type: ignore[arg-type]
-    "a stage for a hook, masked": (lambda: masked("a", error_feedback()), "hook is "),  # type: ignore[arg-type]
-    "a stage for a hook, by_size": (lambda: by_size(numel=1, large=3), "large is 3"),  # type: ignore[arg-type]
+    "a stage for a hook, after": (lambda: after(1, cast(torch.bfloat16)), "is a stage"),  # type: ignore[arg-type]
+    "a stage for a hook, every": (lambda: every(2, mean(), otherwise=3), "`otherwise` must be a CommHook, got 3"),  # type: ignore[arg-type]
+    "a stage for a hook, hierarchical": (lambda: hierarchical(across=None), "`across` must be a CommHook, got None"),  # type: ignore[arg-type]
+    "a stage for a hook, masked": (lambda: masked("a", error_feedback()), "is a stage"),  # type: ignore[arg-type]
+    "a stage for a hook, by_size": (lambda: by_size(numel=1, large=3), "`large` must be a CommHook, got 3"),  # type: ignore[arg-type]
 }
 
 

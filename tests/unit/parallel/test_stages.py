@@ -1,0 +1,83 @@
+"""A stage where a hook is wanted: every door says how to make a hook of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradwire as gw
+from gradwire.groups import Group, ThreadGroup
+from gradwire.hooks import (
+    add_noise,
+    after,
+    as_torch_hook,
+    cast,
+    chain,
+    clip,
+    diloco,
+    error_feedback,
+    hierarchical,
+    mean,
+    partition,
+    random_k,
+    scaled_cast,
+)
+from gradwire.interop import as_fsdp_hook
+from gradwire.testing import check_hook, simulate
+
+STAGES: dict[str, Any] = {
+    "random_k(0.5)": random_k(0.5),
+    "cast(torch.bfloat16)": cast(torch.bfloat16),
+    "scaled_cast(torch.float16)": scaled_cast(torch.float16),
+    "clip(norm=1.0)": clip(norm=1.0),
+    "clip(value=2.0)": clip(value=2.0),
+    "add_noise(std=0.1)": add_noise(std=0.1),
+    "error_feedback()": error_feedback(),
+}
+
+DOORS: dict[str, Callable[[Group, Any], Any]] = {
+    "set_hook": lambda group, stage: gw.DistributedDataParallel(nn.Linear(1, 1), process_group=group).set_hook(stage),
+    "register_comm_hook": lambda group, stage: gw.DistributedDataParallel(
+        nn.Linear(1, 1), process_group=group
+    ).register_comm_hook(None, stage),
+    "replicate": lambda group, stage: gw.replicate(nn.Linear(1, 1), group=group, hook=stage),
+    "as_torch_hook": lambda group, stage: as_torch_hook(stage, group),
+    "as_fsdp_hook": lambda group, stage: as_fsdp_hook(stage, group),
+    "diloco": lambda group, stage: diloco(every=2, hook=stage),
+    "after": lambda group, stage: after(1, stage),
+    "partition": lambda group, stage: partition({"*": stage}),
+    "hierarchical": lambda group, stage: hierarchical(inside=mean(), across=stage),
+    "simulate": lambda group, stage: simulate(stage, [torch.ones(1)]),
+    "check_hook": lambda group, stage: check_hook(stage),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_the_error_shows_the_chain(door: str) -> None:
+    (group,) = ThreadGroup.world(1)
+    for written, stage in STAGES.items():
+        with pytest.raises((gw.HookError, TypeError), match=re.escape(f"chain({written}, mean())")) as caught:
+            DOORS[door](group, stage)
+        assert door in str(caught.value)
+    group.close()
+
+
+@pytest.mark.parametrize("written", STAGES)
+def test_the_chain_it_shows_can_be_set(written: str) -> None:
+    assert repr(STAGES[written]) == written
+    (group,) = ThreadGroup.world(1)
+    DOORS["set_hook"](group, chain(STAGES[written], mean()))
+    group.close()
+
+
+@pytest.mark.parametrize("wrong", ["mean", print, 3])
+def test_anything_else_is_named(wrong: Any) -> None:
+    (group,) = ThreadGroup.world(1)
+    with pytest.raises(gw.HookError, match=rf"`hook` must be a CommHook, got {re.escape(repr(wrong))}"):
+        DOORS["set_hook"](group, wrong)
+    group.close()
