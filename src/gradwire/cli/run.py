@@ -89,17 +89,17 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )
     add("--standalone", action="store_true", help="as for torchrun; ranks are on this machine only in any case")
     add("--nnodes", type=_one_host, metavar="1", help="as for torchrun; nothing but 1")
-    add("script", metavar="SCRIPT", help="a Python file, or with -m a module")
-    rest = add("arguments", nargs=argparse.REMAINDER, metavar="...", help="passed to the script as they are")
-    rest.required = False  # so that an error does not ask for "SCRIPT, ..."
+    # One argument for both, and not REMAINDER, from which argparse drops a first "--".
+    add("script", nargs=argparse.PARSER, metavar="SCRIPT", help="a Python file, or with -m a module, and its arguments")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Start the ranks, wait for them, and return the exit code."""
-    if not args.module and not Path(args.script).is_file():
+    script, *arguments = args.script[1:] if args.script[0] == "--" else args.script
+    if not args.module and not Path(script).is_file():
         raise UsageError(
-            f"gradwire run {args.script}: there is no such file. Options of gradwire run go before the script; "
+            f"gradwire run {script}: there is no such file. Options of gradwire run go before the script; "
             "-m runs a module by its name."
         )
     cpus = len(os.sched_getaffinity(0))
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
             )
             for rank in range(size)
         ]
-        command = [sys.executable, *(["-m"] if args.module else []), args.script, *args.arguments]
+        command = [sys.executable, *(["-m"] if args.module else []), script, *arguments]
         return supervise(
             Run(
                 command,

@@ -62,6 +62,20 @@ def test_options_reach_the_ranks_and_arguments_the_script(script, capfd, tmp_pat
     assert [(tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)] == [line] * 2
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["--", "x"], ["x", "--", "y"], ["--"], ["--", "--", "x"], ["-n", "--", "3"], ["--", "-n", "3"], ["", "-"]],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("options", [["-n", "1"], ["-n", "1", "--"], ["--nproc=1", "--debug"]], ids=" ".join)
+def test_the_script_gets_the_arguments_that_python_would_pass(words, options, script, monkeypatch):
+    started = []
+    monkeypatch.setattr(run, "supervise", lambda plan: started.append(plan) or 0)
+    path = script("import sys; print(sys.argv)")
+    assert main(["run", *options, path, *words]) == 0
+    assert started[0].command == [sys.executable, path, *words]
+
+
 def test_a_module(script, capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script("import sys; print(__name__, sys.argv[1:]); sys.exit(5)")
