@@ -37,6 +37,8 @@ class Course:
         self.endings: list[Ending] = []
         self.stopped_by: signal.Signals | None = None
         """The signal that told the launcher to end, if no rank had failed before."""
+        self.lost: str | None = None
+        """What the ranks need and have lost, if none had failed by itself before."""
         self._grace = grace
         self._stop_at: float | None = None
         self._kill_at: float | None = None
@@ -48,7 +50,7 @@ class Course:
     def ended(self, ending: Ending) -> None:
         """A rank has ended."""
         self.running.discard(ending.rank)
-        ending = replace(ending, stopped=self._told or (self.stopped_by is not None and ending.status != 0))
+        ending = replace(ending, stopped=self._told or (self._is_ending and ending.status != 0))
         self.endings.append(ending)
         if ending.failed:
             at = ending.after + (NEAR if ending.guilt else 0.0)
@@ -64,6 +66,17 @@ class Course:
             self.stopped_by = self.stopped_by or number
         if number in _ENDING_SOON:
             self._kill_at = _earlier(self._kill_at, now + self._grace)
+
+    def lose(self, what: str, now: float) -> None:
+        """Something that the ranks need has ended: stop them as after a failure."""
+        if self.first is None or self.first.guilt:
+            self.lost = self.lost or what
+        self._stop_at = _earlier(self._stop_at, now)
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether a rank that fails from now on does so because of what happened before."""
+        return self.stopped_by is not None or self.lost is not None
 
     def kill(self, now: float) -> None:
         """There is no more patience."""

@@ -33,7 +33,7 @@ from gradwire.launch.process import RankProcess
 from gradwire.launch.screen import RankStream, Screen
 from gradwire.launch.store_host import StoreHost
 from gradwire.launch.tracebacks import TracebackHold
-from gradwire.launch.verdict import Ending, brief, last_words, summary
+from gradwire.launch.verdict import Ending, brief, described, last_words, summary
 
 COMPANIONS = 1.0
 _CHUNK = 1 << 16
@@ -87,7 +87,7 @@ class _Supervisor:
                 woken = self._stack.enter_context(_passing_on(self._got_signal))
                 self._watch(woken, lambda: _drop(_read(woken)))
             if self._run.store is not None:
-                self._watch(self._run.store.ended, self._store_ended)
+                self._watch(self._run.store.ended, self._check_store)
             self._stack.callback(self._release)
             self._start()
             self._stack = self._stack.pop_all()
@@ -173,6 +173,7 @@ class _Supervisor:
             if status is None:
                 return
             after = self._now
+            self._check_store()  # it may be why the rank has failed
             self._take_signals()  # first of all: perhaps it was one of them that the rank died of
             self._selector.unregister(process.ended)
             self._drain(process)
@@ -183,13 +184,16 @@ class _Supervisor:
 
         return end
 
-    def _store_ended(self) -> None:
-        assert self._run.store is not None
-        self._selector.unregister(self._run.store.ended)
-        self._say(
-            "gradwire run: the process that hosts the store has ended; ranks cannot meet without it. See its output above."
-        )
-        self._course.abandon(signal.SIGTERM, self._now)
+    def _check_store(self) -> None:
+        """Stop the ranks if the store has ended."""
+        store = self._run.store
+        if store is None or store.ended not in self._selector.get_map():
+            return
+        ended = os.waitid(os.P_PIDFD, store.ended, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None:
+            self._selector.unregister(store.ended)
+            status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            self._course.lose(f"the process that hosts the store has ended ({described(status, self._now)})", self._now)
 
     def _drain(self, process: RankProcess) -> None:
         """See Note [When everything has been read]."""
@@ -246,9 +250,13 @@ class _Supervisor:
             if len(self._ranks) > 1 and (words := last_words(first.words)):
                 self._say("", f"gradwire run: last output of rank {first.rank}:", *words, "")
             self._say(f"gradwire run: {summary(first, course.endings)}")
+        elif course.lost is not None:
+            self._summarize([ending.rank for ending in course.endings])
         elif course.stopped_by is not None and course.exit_code:
             self._summarize([ending.rank for ending in course.endings])
             self._say(f"gradwire run: stopped by {course.stopped_by.name} after {self._now:.1f} s")
+        if course.lost is not None and course.exit_code:
+            self._say(f"gradwire run: {course.lost}; ranks cannot go on without it. Its own output, if any, is above.")
         for rank in sorted(course.running):
             pid = self._ranks[rank].pid
             self._say(f"gradwire run: rank {rank} (process {pid}) does not end, even after SIGKILL")

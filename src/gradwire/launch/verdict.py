@@ -98,8 +98,17 @@ class Ending:
         return self.status if self.status >= 0 else 128 - self.status
 
     def __str__(self) -> str:
-        how = f"exit code {self.status}" if self.status >= 0 else f"killed by {_name(-self.status)}"
-        return f"{how}, after {self.after:.1f} s"
+        return described(self.status, self.after)
+
+
+def described(status: int, after: float) -> str:
+    """How a process ended, in words: `status` is its exit code, or the negative number of a signal.
+
+    >>> described(-9, 3.21)
+    'killed by SIGKILL, after 3.2 s'
+    """
+    how = f"exit code {status}" if status >= 0 else f"killed by {_name(-status)}"
+    return f"{how}, after {after:.1f} s"
 
 
 def _name(number: int) -> str:

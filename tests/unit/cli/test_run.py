@@ -178,10 +178,35 @@ def test_the_launcher_does_not_import_torch(argv, script):
 
 def test_a_store_that_ends_ends_the_run(script, capfd, monkeypatch):
     monkeypatch.setattr(store_host, "_PROGRAM", "raise SystemExit('no torch here')")
-    assert main(["run", "-n", "2", script(SLEEP)]) == 128 + signal.SIGTERM
+    assert main(["run", "-n", "2", script(SLEEP)]) == 1
     err = capfd.readouterr().err
     assert "no torch here" in err
-    assert "gradwire run: the process that hosts the store has ended" in err
+    assert err.splitlines()[-1].startswith(
+        "gradwire run: the process that hosts the store has ended (exit code 1, after "
+    )
+    assert "SIGTERM" not in err
+
+
+@pytest.mark.parametrize(
+    "then", ["time.sleep(100)", "raise DistNetworkError('Connection reset by peer')"], ids=["ranks wait", "ranks fail"]
+)
+def test_the_last_line_names_a_store_that_was_killed(then, script, capfd, monkeypatch, tmp_path):
+    pid = tmp_path / "pid"
+    monkeypatch.setattr(
+        store_host, "_PROGRAM", f"import os, time; open({str(pid)!r}, 'w').write(f'{{os.getpid()}} '); time.sleep(100)"
+    )
+    path = script(
+        "import os, signal, time\n"
+        "class DistNetworkError(Exception): pass\n"
+        f"while not (os.path.exists({str(pid)!r}) and (text := open({str(pid)!r}).read()).endswith(' ')): time.sleep(0.01)\n"
+        f"os.kill(int(text), signal.SIGKILL)\n{then}\n"
+    )
+    assert main(["run", "-n", "2", path]) == 1
+    assert (
+        capfd.readouterr()
+        .err.splitlines()[-1]
+        .startswith("gradwire run: the process that hosts the store has ended (killed by SIGKILL, after ")
+    )
 
 
 SLEEP = "import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(100)\n"

@@ -148,3 +148,37 @@ def test_nobody_reads():
         course.ended(Ending(rank, 0, 1.2))
     assert due(course, 1.3) == []
     assert course.exit_code == 128 + SIGPIPE
+
+
+def test_a_store_that_is_lost_is_why_ranks_fail_after_it():
+    course = Course(3, grace=10)
+    course.lose("the store has ended", 5.0)
+    course.ended(Ending(1, 1, 5.1, words=LOST))
+    assert due(course, 5.1) == [(SIGTERM, (0, 2))]
+    for rank in (0, 2):
+        course.ended(Ending(rank, -SIGTERM, 5.2))
+    assert (course.first, course.lost, course.exit_code) == (None, "the store has ended", 1)
+
+
+def test_a_store_that_is_lost_after_a_consequence_is_its_cause():
+    course = Course(2, grace=10)
+    course.ended(Ending(1, 1, 5.0, words=LOST))
+    course.lose("the store has ended", 5.1)
+    assert due(course, 5.1) == [(SIGTERM, (0,))]
+    course.ended(Ending(0, -SIGTERM, 5.2))
+    assert (course.lost, course.exit_code) == ("the store has ended", 1)
+
+
+def test_a_rank_that_failed_before_the_store_was_lost_stays_the_cause():
+    course = Course(2, grace=10)
+    course.ended(Ending(1, 3, 5.0))
+    course.lose("the store has ended", 5.1)
+    course.ended(Ending(0, -SIGTERM, 5.2))
+    assert (course.lost, course.exit_code) == (None, 3)
+
+
+def test_ranks_that_end_well_without_the_store():
+    course = Course(1, grace=10)
+    course.lose("the store has ended", 5.0)
+    course.ended(Ending(0, 0, 5.2))
+    assert course.exit_code == 0
