@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
-from gradwire.errors import UsageError
+from gradwire.errors import UsageError, UsageTypeError
 
 MiB = 2**20
 
@@ -88,3 +89,19 @@ class ScaleCheck:
     def __post_init__(self) -> None:
         if self.every < 1 or not 0 < self.tolerance < 1:
             raise UsageError(f"{self}: every must be at least 1 and tolerance between 0 and 1.")
+
+
+def check_policies(**given: tuple[object, Any]) -> None:
+    """Raise unless every value is of its policy's type: what is not would be the default, silently.
+
+    >>> check_policies(nonfinite=(True, NonFinite))
+    Traceback (most recent call last):
+    gradwire.errors.UsageTypeError: nonfinite=True: not a gradwire.policies.NonFinite. Pass NonFinite.PASS or NonFinite.RAISE.
+    """
+    for argument, (value, kind) in given.items():
+        if not isinstance(value, kind):
+            policy = getattr(kind, "__args__", (kind,))[0]  # `Buckets | None` has args
+            values = [str(member) for member in policy] if issubclass(policy, Enum) else [f"{policy.__name__}(...)"]
+            raise UsageTypeError(
+                f"{argument}={value!r}: not a gradwire.policies.{policy.__name__}. Pass {' or '.join(values)}."
+            )

@@ -16,7 +16,7 @@ import sys
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from gradwire.errors import UsageError
+from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups import Group
 from gradwire.groups.base import DEFAULT_TIMEOUT, MEETING_TIMEOUT
 from gradwire.groups.bounded_store import bounded
@@ -31,8 +31,8 @@ _PATIENCE = 5.0
 
 
 def init(
-    *,
     kind: str = AUTO,
+    *,
     timeout: float = DEFAULT_TIMEOUT,
     meeting_timeout: float | None = None,
     name: str = "world",
@@ -55,6 +55,12 @@ def init(
     (0, 1, True)
     >>> gw.launch.leave()
     """
+    for argument, seconds in (("timeout", timeout), ("meeting_timeout", meeting_timeout)):
+        if seconds is not None and not isinstance(seconds, (int, float)):
+            raise UsageTypeError(
+                f"gw.init({argument}={seconds!r}): a number of seconds is needed. Pass {argument}=30.0, or the total_seconds() of a "
+                "timedelta."
+            )
     meeting = min(MEETING_TIMEOUT, timeout) if meeting_timeout is None else meeting_timeout
     if timeout <= 0 or meeting <= 0:
         raise UsageError(

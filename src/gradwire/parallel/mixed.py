@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 
 from gradwire.autograd.ending import at_the_end
 from gradwire.autograd.graph import tensors_in
-from gradwire.errors import UsageError
+from gradwire.errors import UsageError, UsageTypeError
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.combine import chain
 from gradwire.hooks.dense import cast, mean
@@ -35,6 +35,11 @@ class MixedPrecision:
     """What a mixed-precision configuration asks for: `param_dtype`, `reduce_dtype` and `buffer_dtype`, each may be None."""
 
     def __init__(self, module: nn.Module, config: Any, ignore: Collection[str]) -> None:
+        if not any(hasattr(config, field) for field in ("param_dtype", "reduce_dtype", "buffer_dtype")):
+            raise UsageTypeError(
+                f"mixed_precision={config!r}: it has none of param_dtype, reduce_dtype and buffer_dtype. Pass torch's "
+                "_MixedPrecision(param_dtype=torch.bfloat16), or any object with such attributes."
+            )
         self.param_dtype: torch.dtype | None = _dtype(config, "param_dtype")
         self.reduce_dtype: torch.dtype | None = _dtype(config, "reduce_dtype")
         self.buffer_dtype: torch.dtype | None = _dtype(config, "buffer_dtype")

@@ -38,9 +38,9 @@ from gradwire.parallel.broadcast import broadcast_coalesced
 from gradwire.parallel.nonfinite import NonFiniteCheck
 from gradwire.parallel.scale import ScaleChecked
 from gradwire.parallel.sink import through_sink
-from gradwire.parallel.trainable import check_engine_thread, trainable_parameters
+from gradwire.parallel.trainable import check_engine_thread, check_not_aborted, trainable_parameters
 from gradwire.parallel.unequal import warn_when_saved
-from gradwire.policies import BucketMemory, Buckets, Buffers, Gradients, Graph, NonFinite, ScaleCheck
+from gradwire.policies import BucketMemory, Buckets, Buffers, Gradients, Graph, NonFinite, ScaleCheck, check_policies
 from gradwire.reducer import BucketLayout, ParameterSpec, Reducer
 from gradwire.reducer.agreement import compare_parameters
 from gradwire.reducer.assign import by_size
@@ -71,6 +71,14 @@ class Replica:
         skip_unused: bool = False,
         sync_at_start: bool = True,
     ) -> None:
+        check_policies(
+            buckets=(buckets, Buckets | None),
+            graph=(graph, Graph),
+            gradients=(gradients, Gradients),
+            buffers=(buffers, Buffers),
+            scale_check=(scale_check, ScaleCheck | None),
+            nonfinite=(nonfinite, NonFinite),
+        )
         self._module = weakref.ref(module)
         self.group = group
         self.graph = graph
@@ -102,6 +110,7 @@ class Replica:
         self._nonfinite = NonFiniteCheck(self.names) if nonfinite is NonFinite.RAISE else None
         check_engine_thread(group, self.parameters)
         if sync_at_start:
+            check_not_aborted(group)
             compare_parameters(group, specs, device=self._device())
             self.broadcast_state()
         self.reducer = Reducer(

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from gradwire.errors import UsageError
+from gradwire.errors import GroupAborted, UsageError, again
 from gradwire.groups.base import Group
 from gradwire.reducer import ParameterSpec
 
@@ -20,6 +20,17 @@ def check_engine_thread(group: Group, parameters: list[nn.Parameter]) -> None:
             f"replicating a model on {parameters[0].device} over {group}: its ranks are threads of one process, whose autograd "
             "engine has one thread per CUDA device, so they would wait for each other for ever. Use ranks in processes."
         )
+
+
+def check_not_aborted(group: Group) -> None:
+    """Raise what the group was aborted with, and what to do: a new model does not recover a group, as a forward does."""
+    if isinstance(group.failure, GroupAborted):
+        error = again(group.failure)
+        error.add_note(
+            "The group was aborted before this model was built on it. Call group.recover() on every rank first; the next forward of "
+            "a model whose step failed does it too."
+        )
+        raise error
 
 
 def trainable_parameters(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import pickle
 from contextlib import contextmanager
@@ -33,9 +34,18 @@ def test_alone_it_is_a_world_of_one_and_always_the_same():
     assert isinstance(group, gw.ThreadGroup)
     assert gw.init() is group
     assert gw.init(kind="threads") is group
+    assert gw.init("threads") is group
     t = torch.ones(2)
     group.all_reduce(t)
     assert t.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("argument", ["timeout", "meeting_timeout"])
+def test_a_timedelta_is_refused_with_what_to_pass(argument):
+    with pytest.raises(
+        TypeError, match=rf"gw.init\({argument}=datetime.timedelta\(seconds=30\)\): a number of seconds"
+    ):
+        gw.init(**{argument: datetime.timedelta(seconds=30)})
 
 
 def test_another_kind_than_before_is_refused():

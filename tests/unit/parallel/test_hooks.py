@@ -484,3 +484,16 @@ def test_a_weighted_mean_is_measured_by_its_weights() -> None:
             ddp(inputs(group.rank, step)).pow(2).sum().backward()
 
     run_ranks(rank_main, 2)
+
+
+def test_a_hook_of_torch_without_a_process_group_says_which_to_pass() -> None:
+    """torch's hooks take None for the default process group, which there is not under gw.init()."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    (group,) = ThreadGroup.world(1)
+    model = DDP(mlp(), process_group=group)
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    with pytest.raises(AttributeError) as caught:
+        model(inputs(0)).sum().backward()
+    assert "register_comm_hook(gw.as_process_group(group), hook)" in caught.value.__notes__[-1]
+    group.close()

@@ -6,8 +6,13 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from gradwire.errors import UsageError
+from gradwire.errors import UsageError, UsageTypeError
+from gradwire.groups import ThreadGroup
+from gradwire.parallel import DistributedDataParallel as DDP
+from gradwire.parallel import replicate
 from gradwire.parallel.flags import Flags
 from gradwire.policies import Buckets, Buffers, Gradients, Graph, MiB, ScaleCheck
 
@@ -75,3 +80,36 @@ def test_every_member_says_what_it_means() -> None:
     for policy in (Graph, Gradients, Buffers):
         assert policy.__doc__
         assert len({member.value for member in policy}) == len(policy)
+
+
+@pytest.mark.parametrize(
+    ("values", "advice"),
+    [
+        (
+            {"nonfinite": True},
+            "nonfinite=True: not a gradwire.policies.NonFinite. Pass NonFinite.PASS or NonFinite.RAISE.",
+        ),
+        ({"nonfinite": "raise"}, "nonfinite='raise': not a gradwire.policies.NonFinite"),
+        ({"graph": "static"}, "Pass Graph.ALL_USED or Graph.FIND_UNUSED or Graph.STATIC."),
+        ({"gradients": "views"}, "not a gradwire.policies.Gradients"),
+        ({"buffers": False}, "not a gradwire.policies.Buffers"),
+        ({"buckets": 25}, r"buckets=25: not a gradwire.policies.Buckets. Pass Buckets\(...\)."),
+        ({"scale_check": True}, r"Pass ScaleCheck\(...\)."),
+    ],
+)
+def test_a_value_that_is_no_policy_is_refused(values: dict[str, Any], advice: str) -> None:
+    (group,) = ThreadGroup.world(1)
+    with pytest.raises(UsageTypeError, match=advice):
+        replicate(nn.Linear(1, 1), group=group, **values)
+    if "nonfinite" in values:
+        with pytest.raises(UsageTypeError, match=advice):
+            DDP(nn.Linear(1, 1), process_group=group, **values)
+    group.close()
+
+
+@pytest.mark.parametrize("config", [torch.bfloat16, True, {"param_dtype": torch.bfloat16}])
+def test_mixed_precision_without_a_dtype_is_refused(config: Any) -> None:
+    (group,) = ThreadGroup.world(1)
+    with pytest.raises(UsageTypeError, match="has none of param_dtype, reduce_dtype and buffer_dtype"):
+        DDP(nn.Linear(1, 1), process_group=group, mixed_precision=config)
+    group.close()

@@ -90,3 +90,16 @@ def test_a_sparse_gradient_in_a_dense_bucket_is_an_error_with_its_name(since: in
         assert model.table.grad.abs().sum() > 0
 
     run_ranks(rank_main, 2)
+
+
+def test_a_model_on_an_aborted_group_is_refused_with_what_to_do() -> None:
+    def rank_main(group: Group) -> None:
+        group.barrier()
+        group.abort("a step failed")
+        with pytest.raises(GroupAborted, match="a step failed") as caught:
+            DDP(nn.Linear(2, 2), process_group=group)
+        assert "Call group.recover() on every rank first" in caught.value.__notes__[-1]
+        group.recover()
+        DDP(nn.Linear(2, 2), process_group=group)
+
+    run_ranks(rank_main, 2)
