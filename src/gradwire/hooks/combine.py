@@ -22,7 +22,8 @@ def chain(*parts: Stage | CommHook) -> CommHook:
     *stages, hook = parts
     if not isinstance(hook, CommHook):
         raise UsageTypeError(
-            f"chain(...): the last part, {hook!r}, is a stage. End the chain with a hook that communicates, such as mean()."
+            f"chain(...): the last part, {hook!r}, is a stage, or a hook that was not called. End the chain with a hook that "
+            "communicates, such as mean()."
         )
     for stage in reversed(stages):
         if isinstance(stage, CommHook):

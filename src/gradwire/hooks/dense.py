@@ -170,8 +170,8 @@ def cast(dtype: torch.dtype) -> Stage:
     is 65504 (for the sum over all ranks too, where the engine adds in float16), and what is below 6e-8 becomes zero.
     `scaled_cast` moves gradients into that range first, for one more, tiny, collective. Complex gradients are left as they are.
     """
-    if not dtype.is_floating_point:
-        raise UsageError(f"cast({dtype}): not a floating-point dtype. Use torch.bfloat16 or torch.float16.")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UsageError(f"cast({dtype!r}): not a floating-point dtype. Use torch.bfloat16 or torch.float16.")
     if dtype.itemsize == 1:
         raise UsageError(
             f"cast({dtype}): 8 bits hold too small a range of numbers for gradients as they come, and no engine adds them up well. "

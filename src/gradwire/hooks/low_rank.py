@@ -342,8 +342,10 @@ def power_sgd(
     On the wire: 2 (N - 1) / N of r (n + m) numbers for each matrix and of all that is sent as it is, N being the ranks; two
     all-reduces a bucket, one where nothing in it is a matrix.
     """
-    if rank < 1:
-        raise UsageError(f"power_sgd(rank={rank}): matrices of no columns. Choose 1 or more; 1 to 4 is usual.")
+    if not isinstance(rank, int) or rank < 1:
+        raise UsageError(
+            f"power_sgd(rank={rank}): the factors have that many columns, a whole number. Choose 1 or more; 1 to 4 is usual."
+        )
     if not min_compression >= 1:
         raise UsageError(
             f"power_sgd(rank={rank}, min_compression={min_compression}): factors would be sent that are larger than their matrix. "

@@ -93,8 +93,8 @@ class TorchHookRun:
                 error.add_note(f"raised by {self._where}")
                 if state is None and not torch.distributed.is_initialized():
                     error.add_note(
-                        "Hooks of torch communicate over the process group that is their state, or torch.distributed's default one, "
-                        "which does not exist here: register_comm_hook(gw.as_process_group(group), hook) passes the model's."
+                        "Hooks of torch communicate over the process group that is their state, or torch.distributed's default "
+                        "one, which does not exist here: register_comm_hook(gw.as_process_group(group), hook) passes the model's."
                     )
             raise
         if not isinstance(future, torch._C.Future):  # torch.futures.Future, and what c10d's Works hand out

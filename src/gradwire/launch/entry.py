@@ -58,8 +58,8 @@ def init(
     for argument, seconds in (("timeout", timeout), ("meeting_timeout", meeting_timeout)):
         if seconds is not None and not isinstance(seconds, (int, float)):
             raise UsageTypeError(
-                f"gw.init({argument}={seconds!r}): a number of seconds is needed. Pass {argument}=30.0, or the total_seconds() of a "
-                "timedelta."
+                f"gw.init({argument}={seconds!r}): a number of seconds is needed. Pass {argument}=30.0, or the total_seconds() of "
+                "a timedelta."
             )
     meeting = min(MEETING_TIMEOUT, timeout) if meeting_timeout is None else meeting_timeout
     if timeout <= 0 or meeting <= 0:

@@ -27,8 +27,8 @@ def check_not_aborted(group: Group) -> None:
     if isinstance(group.failure, GroupAborted):
         error = again(group.failure)
         error.add_note(
-            "The group was aborted before this model was built on it. Call group.recover() on every rank first; the next forward of "
-            "a model whose step failed does it too."
+            "The group was aborted before this model was built on it. Call group.recover() on every rank first; the next forward "
+            "of a model whose step failed does it too."
         )
         raise error
 

@@ -231,6 +231,7 @@ def test_hooks_are_values() -> None:
         ((), UsageError, "chain.. of nothing"),
         ((cast(torch.bfloat16),), UsageTypeError, "the last part.* is a stage"),
         ((mean(), cast(torch.bfloat16)), UsageTypeError, "is a stage"),
+        ((mean,), UsageTypeError, "a hook that was not called"),
         ((mean(), mean()), UsageTypeError, r"mean\(\) communicates by itself"),
         ((3, mean()), UsageTypeError, "3 is not a stage"),
         ((lambda hook: None, mean()), UsageTypeError, "returned None, not a CommHook"),
@@ -241,8 +242,8 @@ def test_chain_refuses_at_once(parts: tuple[Any, ...], error: type[Exception], w
         chain(*parts)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.bool])
-def test_cast_refuses_what_is_not_floating_point(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.bool, "bfloat16"])
+def test_cast_refuses_what_is_not_floating_point(dtype: Any) -> None:
     with pytest.raises(UsageError, match="not a floating-point dtype"):
         cast(dtype)
 
