@@ -195,6 +195,6 @@ def _written_back(full: Tensor, now: Tensor | None) -> Tensor | None:
 
 def _dtype(config: Any, field: str) -> torch.dtype | None:
     dtype = getattr(config, field, None)
-    if dtype is not None and not dtype.is_floating_point:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise UsageError(f"mixed_precision={config}: {field} must be a floating-point dtype, got {dtype}.")
     return dtype
