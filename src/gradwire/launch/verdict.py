@@ -45,6 +45,8 @@ _LINKS = (
     b"During handling of the above exception, another exception occurred:",
     b"The above exception was the direct cause of the following exception:",
 )
+_RANK = re.compile(rb"\[rank\d+\]: ?")
+"""What torch writes before each line of an uncaught exception, once a script has called init_process_group."""
 _RAISED = re.compile(rb"(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*)(?::|$)")
 _WITHOUT_TRACEBACK = 20
 """Lines that are shown of a rank which left no traceback."""
@@ -185,6 +187,7 @@ def brief(lines: Sequence[bytes]) -> list[bytes]:
     line = _final(lines)
     if line is None:
         return list(lines)
+    lines = _plain(lines)
     if raised(lines) == _INTERRUPT:
         return list(lines[max(i for i, other in enumerate(lines) if other == line) + 1 :])
     return [line]
@@ -196,7 +199,8 @@ def last_words(lines: Sequence[bytes]) -> Sequence[bytes]:
     if not heads:
         return lines[-_WITHOUT_TRACEBACK:]
     start = heads.pop()
-    while heads and any(link in lines[start - 2 : start] for link in _LINKS):
+    plain = _plain(lines)
+    while heads and any(link in plain[start - 2 : start] for link in _LINKS):
         start = heads.pop()
     return lines[start:]
 
@@ -220,8 +224,14 @@ def raised(lines: Sequence[bytes]) -> str | None:
 
 def _final(lines: Sequence[bytes]) -> bytes | None:
     """The line of the last traceback that names the exception."""
+    lines = _plain(lines)
     # Something without a line feed may stand before the head.
     heads = [i for i, line in enumerate(lines) if line.endswith(HEAD)]
     return (
         next((line for line in lines[heads[-1] + 1 :] if line and not line.startswith(b" ")), None) if heads else None
     )
+
+
+def _plain(lines: Sequence[bytes]) -> list[bytes]:
+    """Lines without torch's `[rank0]: `."""
+    return [line[match.end() :] if (match := _RANK.match(line)) else line for line in lines]

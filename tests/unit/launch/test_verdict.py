@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.launch.verdict import Ending, first_failure, last_words, raised, summary
+from gradwire.launch.verdict import Ending, brief, first_failure, last_words, raised, summary
 
 TRACE = b"Traceback (most recent call last):"
 
@@ -112,3 +112,20 @@ def test_without_a_traceback_the_last_lines_are_shown():
 )
 def test_the_name_of_what_was_raised(lines, name):
     assert raised(lines) == name
+
+
+def by_torch(lines):
+    """As torch writes a traceback after init_process_group."""
+    return [b"[rank0]: " + line for line in lines]
+
+
+def test_the_prefix_of_torchs_tracebacks_is_seen_through():
+    first = (TRACE, b'  File "x.py", line 1, in <module>', b"ValueError: one", b"more of it")
+    assert raised(by_torch(first)) == "ValueError"
+    assert brief(by_torch(first)) == [b"ValueError: one"]
+    assert brief(by_torch((TRACE, b"KeyboardInterrupt", b"bye"))) == [b"bye"]
+    link = b"During handling of the above exception, another exception occurred:"
+    chained = by_torch([*first, b"", link, b"", TRACE, b"KeyError: two"])
+    assert last_words(chained) == chained
+    lost = Ending(0, 1, 1.0, words=tuple(by_torch(LOST[1:])))
+    assert lost.is_consequence
