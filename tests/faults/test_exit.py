@@ -94,17 +94,44 @@ SCRIPTS = {
             os.remove(path)
     """,
     "gloo, a receive in flight when both end": """
-        import os, tempfile, torch, torch.distributed as dist
+        import os, sys, torch, torch.distributed as dist
         from gradwire.groups import C10dGroup
-        file, path = tempfile.mkstemp()
         child = os.fork()  # nothing has started a thread
         rank = 0 if child else 1
-        group = C10dGroup.gloo(dist.FileStore(path, 2), rank, 2, timeout=30)
+        # Neither rank may remove the file: a FileStore whose file has become shorter reads for ever.
+        group = C10dGroup.gloo(dist.FileStore(sys.argv[1], 2), rank, 2, timeout=30)
         group.barrier()
         works = [group.recv(torch.ones(3), src=1 - rank, tag=tag, async_op=True) for tag in range(50)]
         group.barrier()
-        if rank == 0:
-            os.remove(path)
+    """,
+    "gloo, inside a store that answers late": """
+        import fcntl, os, tempfile, threading, time
+        file, path = tempfile.mkstemp()
+        (asked, ask), (locked, lock) = os.pipe(), os.pipe()
+        child = os.fork()  # nothing has started a thread
+        if child == 0:  # a rank that is stopped for two seconds while it has the store's lock
+            os.read(asked, 1)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            os.write(lock, b"x")
+            time.sleep(2)
+            os._exit(0)
+        os.close(file)
+        import torch, torch.distributed as dist
+        from gradwire.groups import C10dGroup
+        class Last:  # goes when modules do: the interpreter takes two seconds more to end
+            def __del__(self, sleep=time.sleep): sleep(2)
+        last, groups = Last(), {}
+        def make(rank): groups[rank] = C10dGroup.gloo(dist.FileStore(path, 2), rank, 2)
+        ranks = [threading.Thread(target=make, args=(r,)) for r in range(2)]
+        for r in ranks: r.start()
+        for r in ranks: r.join()
+        os.write(ask, b"x"), os.read(locked, 1)
+        work = groups[0].all_reduce(torch.ones(3), async_op=True)
+        deadline = time.monotonic() + 30
+        while not any(thread.name == "gradwire-store-call" for thread in threading.enumerate()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.remove(path)
     """,
     "shared memory, nobody comes": """
         import torch, torch.distributed as dist, threading
@@ -182,11 +209,10 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_exit_is_clean(name: str) -> None:
+def test_exit_is_clean(name: str, tmp_path: Path) -> None:
     began = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SCRIPTS[name])], capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPTS[name]), str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert time.perf_counter() - began < 40
 

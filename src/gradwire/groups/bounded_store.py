@@ -5,12 +5,16 @@ A store's own time-out covers waiting for a key, not waiting for an answer: ever
 process that hosts it is stopped, or the host has lost its power. torch's FileStore appends records to a file, and reads one to its
 end; if a process is killed while it writes, the record has no end, and every call of the others reads for ever. So calls are made
 on a thread, and given up when the time is over. That thread cannot be ended; it is left behind, and the store is not called again.
+
+At interpreter exit such threads get a moment to come back, after the last group has ended: a thread that comes back from C++ later
+takes the process down with it. See Note [The engine's threads and the interpreter's end].
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +24,8 @@ from gradwire.errors import CollectiveTimeout
 
 _GRACE = 0.5
 """Seconds more than the time-out, so that a store that can tell more does so first."""
+_EXIT_GRACE = 5.0
+"""Seconds that calls under way get at interpreter exit."""
 
 
 def innermost(store: Any) -> Any:
@@ -27,6 +33,10 @@ def innermost(store: Any) -> Any:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
+
+
+class _CallThread(threading.Thread):
+    """Told from other threads by its class."""
 
 
 class _Call:
@@ -37,7 +47,7 @@ class _Call:
         self._result: Any = None
         self._error: BaseException | None = None
         self.began = time.monotonic()
-        self.thread = threading.Thread(target=self._run, name="gradwire-store-call", daemon=True)
+        self.thread = _CallThread(target=self._run, name="gradwire-store-call", daemon=True)
         try:
             self.thread.start()
         except RuntimeError:  # the interpreter is ending, and starts no more threads
@@ -59,6 +69,18 @@ class _Call:
         if self._error is not None:
             raise self._error
         return self._result
+
+
+def _await_calls() -> None:
+    """At interpreter exit: wait until no thread is inside a store, for a moment."""
+    deadline = time.monotonic() + _EXIT_GRACE
+    for thread in threading.enumerate():
+        if isinstance(thread, _CallThread):
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+# Finalizers run in the reverse order of their making: this one after those of all groups, which may still call the store.
+weakref.finalize(_Call, _await_calls)
 
 
 def bounded(store: Any, timeout: float, who: object) -> Any:
