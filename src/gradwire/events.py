@@ -4,6 +4,11 @@ Every layer that communicates holds an `Emitter` and tells it what happens. Noth
 listens, because an emitter is tested for truth first: `if events: events.emit(...)`. Listeners run in the thread in which
 the thing happened and must be quick; what one raises is warned about once, kept in `Emitter.errors` and never thrown into the
 layer that emitted. This module knows no other layer.
+
+Note [SystemExit in callbacks]
+A callback of a user's may raise SystemExit or KeyboardInterrupt. In the main thread they must end the program, so there they are
+raised. In any other thread they would end that thread only, in silence, and it may be the one that all later operations of a group
+need. There they are kept like every other exception.
 """
 
 from __future__ import annotations
@@ -165,6 +170,11 @@ class Callbacks(Generic[F]):
         return iter([fn for _, fn in self._entries])
 
 
+def is_kept(error: BaseException) -> bool:
+    """Whether what a callback has raised in this thread is kept, and not raised: see Note [SystemExit in callbacks]."""
+    return isinstance(error, Exception) or threading.current_thread() is not threading.main_thread()
+
+
 Listener = Callable[[Any], None]
 
 
@@ -187,7 +197,7 @@ class Emitter:
     def __init__(self) -> None:
         self._listeners: Callbacks[Listener] = Callbacks()
         self._warned = False
-        self.errors: deque[Exception] = deque(maxlen=16)
+        self.errors: deque[BaseException] = deque(maxlen=16)
         """The last exceptions that listeners have raised."""
 
     def __bool__(self) -> bool:
@@ -202,7 +212,9 @@ class Emitter:
         for listener in self._listeners:
             try:
                 listener(event)
-            except Exception as error:
+            except BaseException as error:
+                if not is_kept(error):
+                    raise
                 self.errors.append(error)
                 if not self._warned:
                     self._warned = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from gradwire.errors import GroupAborted, GroupError
-from gradwire.groups import Group, NanCheck, ThreadGroup
+from gradwire.groups import Group, HierarchicalGroup, NanCheck, ThreadGroup
 from gradwire.testing import run_ranks
 from gradwire.testing.mpi import missing
 
@@ -126,3 +127,40 @@ def test_abort_at_every_line_of_an_operation(wrap: Any) -> None:
             break
         fired += 1
     assert fired > 50
+
+
+def rank_interrupted(group: Group) -> tuple[bool, list[float]]:
+    """Rank 0 is interrupted while it waits for the others. Whether it was, and a sum after all have recovered."""
+    interrupted, side = False, group.split(0)
+    assert side is not None
+    if group.rank == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            group.all_reduce(torch.ones(5000), label="interrupted")
+        except KeyboardInterrupt:
+            interrupted = True
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        side.barrier()
+        # What is in flight still is settled by the others; what this rank has broken off is not in flight any more.
+        until = time.monotonic() + 30
+        joined = threading.Event()
+        for work in list(group.ledger.pending.values()):
+            assert not isinstance(group, HierarchicalGroup), f"{work} is in flight, and nobody takes its steps"
+            work.add_done_callback(lambda _: joined.set())
+            assert joined.wait(until - time.monotonic())
+    else:
+        side.barrier()  # until rank 0 has been interrupted: it waits for this rank
+        with contextlib.suppress(GroupError):
+            group.all_reduce(torch.ones(5000), label="interrupted")
+    group.recover(30)
+    t = torch.ones(3)
+    group.all_reduce(t)
+    return interrupted, t.tolist()
+
+
+@pytest.mark.parametrize("kind", ["shared_memory", "gloo", "hierarchical"])
+def test_an_operation_that_is_interrupted_is_not_left_in_flight(kind: str) -> None:
+    answers = run_ranks(rank_interrupted, 4, kind=kind, timeout=60)
+    assert [interrupted for interrupted, _ in answers] == [True, False, False, False]
+    assert [total for _, total in answers] == [[4.0] * 3] * 4

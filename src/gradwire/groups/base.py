@@ -94,7 +94,11 @@ class Group(Verbs, ABC):
         timeout = self.timeout if op.timeout is None else min(self.timeout, op.timeout)
         work = work_type(op, self.ledger, seq=self.ledger.next_seq(), timeout=timeout)
         work.group = self
-        self.ledger.submitted(work)
+        try:
+            self.ledger.submitted(work)
+        except BaseException as error:  # of a listener, in the main thread: the operation will never be carried out
+            work.fail(error)
+            raise
         if self.failure is not None:  # aborted since the check above, perhaps before the operation was in the books
             work.fail(self.failure)
         if not self._watchdog.running:

@@ -65,14 +65,14 @@ class Ledger:
     def settled(self, work: Work) -> None:
         """An operation is over."""
         self.pending.pop(work.seq, None)
+        if self.hooks:
+            self.hooks.put(work.info)
         if self.events:
             error, finished, duration = work.exception(), work.finished or 0.0, work.duration or 0.0
             if error is None:
                 self.events.emit(CollectiveFinished(finished, *self._facts(work), duration))
             else:
                 self.events.emit(CollectiveFailed(finished, *self._facts(work), duration, error))
-        if self.hooks:
-            self.hooks.put(work.info)
 
     def _facts(self, work: Work) -> tuple[str, int, int, str, str, int]:
         return self.name, self.rank, work.seq, work.op.kind.value, work.op.label, work.op.nbytes

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, Kind, Signature
 from gradwire.errors import UsageError, again
+from gradwire.events import is_kept
 from gradwire.groups.forked import refusal
 from gradwire.groups.futures import FutureQueue
 
@@ -129,15 +130,17 @@ class Work:
         self.finished = time.perf_counter()
         self._settled = True
         # Listeners and hooks are told before any waiter wakes, so that "after wait() returned, the event is there" holds.
-        self.ledger.settled(self)
-        group, self.group = self.group, None
-        self._latch.release()
-        if self._future is not None:
-            if self._future_queue is None:
-                self._fulfil()
-            else:
-                self._future_queue.put(self._fulfil)
-        self._call_back()
+        try:
+            self.ledger.settled(self)
+        finally:  # Ctrl-C may hit a listener
+            group, self.group = self.group, None
+            self._latch.release()
+            if self._future is not None:
+                if self._future_queue is None:
+                    self._fulfil()
+                else:
+                    self._future_queue.put(self._fulfil)
+            self._call_back()
         del group  # perhaps the last reference: last of all, for it ends the group's threads
         return True
 
@@ -150,7 +153,10 @@ class Work:
             # Whoever settles may have other ranks' operations to settle next: a callback must not stop it.
             try:
                 callback(self)
-            except Exception as problem:
+            except BaseException as problem:
+                if not is_kept(problem):
+                    self._call_back()
+                    raise
                 self.ledger.events.errors.append(problem)
 
     def limit(self, timeout: float) -> None:

@@ -240,7 +240,7 @@ class ProgramWrapper(BookedWrapper):
             work.finish()
         except CollectiveTimeout as error:
             work.fail(self.late(work, error))
-        except Exception as error:
+        except BaseException as error:  # also SystemExit: the lane is needed again
             work.fail(error)
         finally:
             program.close()

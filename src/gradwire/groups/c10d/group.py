@@ -248,7 +248,7 @@ class C10dGroup(Group):
                     source = native._source_rank() if work.op.peer is None else work.op.peer
                     next(program, None)
                 work.finish(source_rank=source)
-            except Exception as error:
+            except BaseException as error:  # of an engine in Python: this thread is needed for other messages
                 if not work.is_completed():
                     self._broken(work, error, engine)
 

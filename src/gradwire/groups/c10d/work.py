@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from gradwire.collectives import Collective
+from gradwire.events import is_kept
 from gradwire.groups.c10d.aside import Aside
 from gradwire.groups.ledger import Ledger
 from gradwire.groups.work import Work
@@ -128,7 +129,9 @@ class C10dWork(Work):
                     return False
             elif native is None or self._reaper is None or not self._reaper.wait(native, limit, self.op.device):
                 return self._settled
-        except Exception as error:
+        except BaseException as error:
+            if not is_kept(error):
+                raise
             self.native = None
             self._on_error(error)
             return True

@@ -38,6 +38,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.collectives import Collective, Layout, Scope, build
 from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError, again
+from gradwire.events import is_kept
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.c10d import C10dGroup
 from gradwire.groups.c10d.membership import Membership
@@ -263,8 +264,16 @@ class HierarchicalGroup(Group):
             work.fail(chained(late, error))
         except Exception as error:
             work.fail(told_by(error, self._members[part], self._where(work), self._roll, work.place))
+        except BaseException as error:  # Ctrl-C, in the caller's thread: the others take steps that this rank will not
+            work.fail(self._broken_off(work, error))
+            if not is_kept(error):
+                raise
         finally:
             program.close()
+
+    def _broken_off(self, work: Work, error: BaseException) -> GroupAborted:
+        why = f"rank {self.rank} broke {work.op} off: {type(error).__name__}{f': {error}' if str(error) else ''}"
+        return GroupAborted(f"{self._where(work)}: {why}. Every rank can call recover() to go on.", reason=why)
 
     def _lane_group(self) -> Group:
         assert self.across is not None

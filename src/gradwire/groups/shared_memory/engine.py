@@ -213,7 +213,7 @@ class Engine:
             with self._driving:
                 try:
                     self._drive(None, self._aside_looks)
-                except Exception as error:  # whoever waits must hear of it, and the thread is needed again
+                except BaseException as error:  # whoever waits must hear of it, and the thread is needed again
                     self._broken_off(error)
                 keep, self._keep = self._keep, None
             del keep  # see Note [The last reference]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from gradwire.groups.base import Group
 from gradwire.testing.conformance import (
     aliasing,
+    callbacks,
     completion,
     dtypes,
     endings,
@@ -101,6 +102,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     *_checks(
         usage.check_usage_errors,
+        callbacks.check_callbacks_raising,
         dtypes.check_refused_dtypes,
         completion.check_hook_raising,
         endings.check_deadline,
