@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 import pytest
 from torch.distributed import PrefixStore
 
-from gradwire.groups import C10dGroup, Group, GroupWrapper, HierarchicalGroup
+from gradwire.groups import C10dGroup, Group, GroupWrapper, HierarchicalGroup, Recording, Verified
 from gradwire.groups.hierarchical import Layout
 from gradwire.testing import check_group, check_names, run_ranks
 
 
-def by(layout: Layout) -> Callable[[Group], Group]:
+def by(layout: Layout, wrap: Callable[[Group], Group] = lambda group: group) -> Callable[[Group], Group]:
+    """Makes a two-level group of parts that `wrap` has wrapped."""
+
     def make(world: Group) -> Group:
         host, index = layout.place(world.rank)
         inside = world.split(host, index)
@@ -25,7 +27,8 @@ def by(layout: Layout) -> Callable[[Group], Group]:
         if len(layout.hosts) == 1 and across is not None:
             across.close()
             across = None
-        return HierarchicalGroup(inside, across, messages=world, rank=world.rank)
+        lane = None if across is None else wrap(across)
+        return HierarchicalGroup(wrap(inside), lane, messages=wrap(world), rank=world.rank)
 
     return make
 
@@ -89,3 +92,13 @@ class Discovered(GroupWrapper):
 def test_shared_memory_and_gloo(hosts: str) -> None:
     report = check_group(lambda fn: run_ranks(fn, 4, kind="gloo", wrap=lambda g: Discovered(g, hosts)), only=DATA)
     assert report.ran == DATA
+
+
+SUBGROUPS = tuple(name for name in check_names() if name.startswith("split"))
+
+
+@pytest.mark.parametrize("wrap", [Recording, Verified], ids=lambda wrap: wrap.__name__)
+def test_sub_groups_of_wrapped_parts(wrap: Callable[[Group], Group]) -> None:
+    layout = LAYOUTS["3 + 1"]
+    report = check_group(lambda fn: run_ranks(fn, layout.size, kind="threads", wrap=by(layout, wrap)), only=SUBGROUPS)
+    assert report.ran == SUBGROUPS

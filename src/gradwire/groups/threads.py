@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -123,7 +124,7 @@ class _Table:
         self._slots: dict[int, dict[int, Work]] = {}
         self._p2p: list[tuple[Work, int]] = []
         self._left: dict[int, None] = {}
-        self._subtables: dict[str, _Table] = {}
+        self._subtables: WeakValueDictionary[str, _Table] = WeakValueDictionary()  # their groups keep them
         self._recovering: set[int] = set()
         self._recoveries = 0
         self._all_recovering = threading.Condition(self._lock)
@@ -131,7 +132,7 @@ class _Table:
     def subtable(self, name: str, size: int) -> _Table:
         with self._lock:
             table = self._subtables.get(name)
-            if table is None:
+            if table is None or len(table._left) == table.size:  # all ranks have closed theirs
                 table = self._subtables[name] = _Table(size, name, self.timeout)
                 ThreadGroup._seat(table)
             return table

@@ -52,6 +52,10 @@ class _Around(Group):
         part = self.inner.split(color, key)
         return None if part is None else self.rewrap(part)
 
+    def subgroup(self, ranks: list[int], *, name: str) -> Group:
+        """A sub-group of the inner group, wrapped in the same way."""
+        return self.rewrap(self.inner.subgroup(ranks, name=name))
+
     def set_timeout(self, timeout: float) -> None:
         """Of the inner group, too."""
         super().set_timeout(timeout)

@@ -28,7 +28,7 @@ from gradwire.events import Handle
 from gradwire.groups.base import Group
 from gradwire.groups.work import Work
 from gradwire.interop.completion import C10dWorkInfo, translate_hook
-from gradwire.interop.members import layers, subgroup
+from gradwire.interop.members import layers
 from gradwire.interop.operation_hooks import OperationHooks
 from gradwire.interop.options import Settings
 from gradwire.interop.untraced import untraced
@@ -141,8 +141,10 @@ class Face(OperationHooks, dist.ProcessGroup):
 
     def abort(self) -> None:
         """Fail everything in flight, now."""
-        self._fire_abort_hooks()
-        self.group.abort("torch aborted the process group")
+        try:
+            self._fire_abort_hooks()
+        finally:
+            self.group.abort("torch aborted the process group")
 
     def shutdown(self) -> None:
         """Close the group and let go of the store: what `dist.destroy_process_group` does last."""
@@ -184,7 +186,7 @@ class Face(OperationHooks, dist.ProcessGroup):
         name = group_name or f"{self._name}/{'.'.join(map(str, ranks))}.{self._parts[key]}"
         devices = self._devices if device_types is None else device_types
         part = type(self)(
-            subgroup(self.group, ranks, name=name),
+            self.group.subgroup(ranks, name=name),
             devices=[device.type for device in devices],
             backend_name=self._backend_name,
             store=None if self._store is None else PrefixStore(f"{name}/", self._store),

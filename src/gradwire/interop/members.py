@@ -1,4 +1,4 @@
-"""Two questions about a group that may stand in wrappers: which groups it is made of, and what a part of it looks like."""
+"""The groups that a group in wrappers is made of."""
 
 from __future__ import annotations
 
@@ -14,10 +14,3 @@ def layers(group: Group) -> Iterator[Group]:
     while isinstance(group, (GroupWrapper, BookedWrapper)):
         group = group.inner
         yield group
-
-
-def subgroup(group: Group, ranks: list[int], *, name: str) -> Group:
-    """The group of `ranks` of this one, in the same wrappers. Only its members call it, as with `Group.subgroup`."""
-    if isinstance(group, (GroupWrapper, BookedWrapper)):
-        return group.rewrap(subgroup(group.inner, ranks, name=name))
-    return group.subgroup(ranks, name=name)

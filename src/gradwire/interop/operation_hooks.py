@@ -6,6 +6,7 @@ torch fires its own in the C++ that dispatches operations, which a process group
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -123,8 +124,10 @@ class OperationHooks:
             self._fire_abort_hooks()
 
     def _fire_abort_hooks(self) -> None:
-        for _, hook in sorted(self._abort_hooks.items()):
-            hook()
+        """Call all of them, whatever one raises, and raise that afterwards."""
+        with ExitStack() as calls:
+            for _, hook in sorted(self._abort_hooks.items(), reverse=True):  # the stack calls the last one first
+                calls.callback(hook)
 
     def _fire_pre_hooks(self, ops: Sequence[Collective], async_op: bool) -> int:
         """The number of the operation."""

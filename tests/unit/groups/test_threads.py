@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +23,7 @@ from gradwire.errors import (
     PeerLost,
     UsageError,
 )
-from gradwire.groups import ThreadGroup
+from gradwire.groups import Group, ThreadGroup
 from gradwire.testing import run_ranks
 
 
@@ -357,3 +359,29 @@ def test_sub_groups_of_different_splits_do_not_meet() -> None:
         return int(a), int(b)
 
     assert run_ranks(ranks, 4) == [(2, 20)] * 4
+
+
+@pytest.mark.parametrize("end", [Group.close, lambda group: None], ids=["closed", "dropped"])
+def test_sub_groups_are_not_kept(end: Callable[[Group], None]) -> None:
+    """A program that splits in every step does not grow."""
+    kept: list[weakref.ref[Group]] = []
+
+    def rank(group: Group) -> None:
+        for _ in range(3):
+            part = group.split(0)
+            assert part is not None
+            part.barrier()
+            kept.append(weakref.ref(part))
+            group.barrier()
+            end(part)
+
+    world = ThreadGroup.world(2)
+    threads = [threading.Thread(target=rank, args=(group,)) for group in world]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 6
+    for group in world:
+        group.close()

@@ -140,6 +140,20 @@ def test_abort_hooks(alone: GradwireProcessGroup) -> None:
     alone.unregister_abort_hook(2)
 
 
+def test_an_abort_hook_that_raises_prevents_nothing(alone: GradwireProcessGroup) -> None:
+    calls: list[int] = []
+
+    def fails() -> None:
+        raise ValueError("not now")
+
+    alone.register_abort_hook(1, fails)
+    alone.register_abort_hook(2, lambda: calls.append(2))
+    with pytest.raises(ValueError, match="not now"):
+        alone.abort()
+    assert calls == [2]
+    assert isinstance(alone.group.failure, gw.errors.GroupAborted)
+
+
 def fail_alone(group: gw.Group) -> int:
     pg, calls = as_process_group(group), []
     pg.register_abort_hook(1, lambda: calls.append(group.rank))
