@@ -116,6 +116,8 @@ class HierarchicalGroup(Group):
             roll = Membership.over(store, self.rank, self.size)
         self._roll = roll
         self._joined = 0
+        self._meetings: list[Callable[[float], None]] = []
+        """Of a recovery that was not finished, those that are left."""
         self._lane = Lane(f"{self.name}-{self.rank}")
         self._order = threading.Lock()
         self._driving = threading.Lock()
@@ -480,20 +482,27 @@ class HierarchicalGroup(Group):
         if not self._driving.acquire(timeout=limit):
             raise CollectiveTimeout(f"recovery of {self}: an operation is still under way after {limit:.3g} s.")
         try:
-            if self._roll is not None:
-                self._roll.joined = self._joined
-                try:
-                    self._roll.start_over(0, limit)
-                except TimeoutError as error:
-                    raise CollectiveTimeout(f"recovery of {self}: {error} within {limit:.3g} s.") from None
-            for part in self._members:
-                part.recover(max(0.1, deadline - time.perf_counter()))
-            self._joined = 0
+            # Whoever gives up goes on where it was: the others may have that meeting behind them.
+            self._meetings = self._meetings or [self._meet_again, *(part.recover for part in self._members)]
+            while self._meetings:
+                self._meetings[0](max(0.1, deadline - time.perf_counter()))
+                del self._meetings[0]
             self.failure = None
         finally:
             self._driving.release()
 
+    def _meet_again(self, timeout: float) -> None:
+        """The meeting of all ranks, in the store."""
+        if self._roll is not None:
+            self._roll.joined = self._joined
+            try:
+                self._roll.start_over(0, timeout)
+            except TimeoutError as error:
+                raise CollectiveTimeout(f"recovery of {self}: {error} within {timeout:.3g} s.") from None
+        self._joined = 0
+
     def _release(self) -> None:
+        self._meetings.clear()
         if self._roll is not None:
             self._roll.joined = self._joined
             self._roll.leave("closed" if self.failure is None else f"failed: {type(self.failure).__name__}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import torch
 
@@ -122,16 +123,23 @@ def check_hook_raising(group: Group) -> Problems:
         group.barrier(label=f"watched {moment}")
         t = torch.full((3,), 10.0**step)
         op = build.all_reduce(t, label="the next step")
-        # Rank 0 before the others, so that a wait that does not wait finds it in flight.
         works = [group.submit(op)] if moment == "in flight" and group.rank == 0 else []
         hook.gate.set()
         group.flush_completions()
-        meet(side)
+        # The others submit when rank 0 waits, so that a wait that does not wait finds it in flight.
+        helper = threading.Thread(target=meet, args=(side,), daemon=True)
+        helper.start()
+        if not works:
+            helper.join(PATIENCE)
         part = group.split(0) if moment == "before split" else None
         work = works[0] if works else group.submit(op)
         if group.rank == 0:
             error = yield from raises(HookError, f"wait after a hook raised {moment}", work.wait)
             yield from _about_the_hook(error, cause)
+            yield from holds(
+                work.is_completed(), f"wait after a hook raised {moment}: the operation is in flight still"
+            )
+        helper.join(PATIENCE)
         yield from same(f"a second wait, after a hook raised {moment}", work.wait(), True)
         yield from same(f"all_reduce after a hook raised {moment}", t.tolist(), [10.0**step * group.size] * 3)
         if part is not None:
@@ -166,6 +174,8 @@ def check_events(group: Group) -> Problems:
 
     def listen(event: CollectiveEvent) -> None:
         if isinstance(event, CollectiveEvent) and event.label.startswith("told"):
+            if isinstance(event, CollectiveFinished):
+                time.sleep(0.02)  # who waits is woken after the listeners were told, however slow they are
             events.append(event)
 
     t = torch.ones(4)
@@ -174,6 +184,8 @@ def check_events(group: Group) -> Problems:
         works = [group.all_reduce(t, async_op=True, label=f"told {i}") for i in range(3)]
         for work in works:
             work.wait()
+            told = [event.seq for event in events if isinstance(event, CollectiveFinished)]
+            yield from holds(work.seq in told, f"wait() returned before listeners were told that {work} has finished")
     yield from same("bool(events) after the listener was removed", bool(group.events), False)
     group.barrier(label="told nobody")
     for i, work in enumerate(works):

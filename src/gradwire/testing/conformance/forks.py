@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 
 from gradwire.collectives import Collective, build
-from gradwire.errors import UsageError
+from gradwire.errors import CollectiveTimeout, UsageError
 from gradwire.groups.base import Group
 from gradwire.groups.work import Work
-from gradwire.testing.conformance.compare import Problems, holds, unlike
-from gradwire.testing.conformance.side import PATIENCE
+from gradwire.testing.conformance.compare import Problems, holds, raises, unlike
+from gradwire.testing.conformance.side import PATIENCE, SHORT, beside, meet
 
 
 def _misuse(group: Group, op: Collective, pending: Work | None) -> str:
@@ -75,7 +75,7 @@ def check_forked_child(group: Group) -> Problems:
     """A forked child is told that the group is not its own, and its end is not the rank's."""
     if group.in_one_process:
         return
-    group.barrier()
+    side = beside(group)
     last, pending, message = group.size - 1, None, torch.ones(1)
     # On CUDA a receive that nobody sends to yet would hold up its stream.
     has_pending = last > 0 and message.device.type == "cpu"
@@ -85,10 +85,18 @@ def check_forked_child(group: Group) -> Problems:
         op = build.all_reduce(torch.ones(3), label="of a child").within(1.0)
         said = _in_child(lambda: _misuse(group, op, pending))
         yield from holds(not said, f"in a forked child: {said}")
-    for _ in range(2):
-        t = torch.ones(3)
-        group.all_reduce(t, label="after a child has ended")
-        yield from unlike("all_reduce after a child of a rank has ended", t, torch.full((3,), float(group.size)))
+    t = torch.ones(3)
+    op = build.all_reduce(t, label="after a child has ended")
+    # The rank comes late, so that the others look what has become of it.
+    if group.rank == last:
+        meet(side)
+    work = group.submit(op)
+    if group.rank < last:
+        yield from raises(CollectiveTimeout, "a wait for a rank whose child has ended", lambda: work.wait(3 * SHORT))
+        meet(side)
+    work.wait()
+    side.close()
+    yield from unlike("all_reduce after a child of a rank has ended", t, torch.full((3,), float(group.size)))
     if has_pending and group.rank == 0:
         group.send(message, dst=last)
     if pending is not None:
