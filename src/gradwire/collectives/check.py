@@ -16,6 +16,7 @@ from torch import Tensor
 from gradwire.collectives.aliasing import overlapping
 from gradwire.collectives.dtypes import MOVES, ONLY_BITS, REDUCES, SPARSE, SPARSE_OPS
 from gradwire.collectives.kinds import Kind, ReduceOp, Scope
+from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.errors import UsageError, UsageTypeError
 
 if TYPE_CHECKING:
@@ -126,8 +127,8 @@ def _check_numbers(op: Collective) -> None:
             raise UsageTypeError(f"{op.kind.value}: {name} is {value!r}, not an int. Pass a rank of this group.")
         if value < 0:
             _refuse(op, f"{name} is {value}, which is negative", "Ranks and tags count from 0.")
-    if op.timeout is not None and op.timeout <= 0:
-        _refuse(op, f"timeout is {op.timeout}", "Pass more than 0 seconds, or None for the group's own.")
+    if op.timeout is not None:
+        timeout_seconds(op.kind.value, op.timeout)
     if op.kind is Kind.SEND and op.peer is None:
         _refuse(op, "no destination was given", "Say dst=.")
 

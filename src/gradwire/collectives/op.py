@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradwire.collectives.check import check_alone, check_in_world
 from gradwire.collectives.kinds import Kind, ReduceOp, Scope
+from gradwire.collectives.timeouts import timeout_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,9 @@ class Collective:
 
     def within(self, seconds: float) -> Collective:
         """The same collective, to be over in at most `seconds`."""
-        return replace(self, timeout=seconds if self.timeout is None else min(seconds, self.timeout))
+        if self.timeout is not None:
+            seconds = min(timeout_seconds(self.kind.value, seconds), self.timeout)
+        return replace(self, timeout=seconds)
 
     def among(self, scope: Scope) -> Collective:
         """The same collective of other ranks."""

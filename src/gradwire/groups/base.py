@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, Layout, Scope, build
+from gradwire.collectives.timeouts import timeout_seconds, wait_seconds
 from gradwire.errors import ClosedError, GroupAborted, HookError, UsageError, again
 from gradwire.events import Emitter, Handle
 from gradwire.groups.completion import CompletionHook
@@ -61,12 +62,10 @@ class Group(Verbs, ABC):
     ) -> None:
         if not 0 <= rank < size:
             raise UsageError(f"{type(self).__name__}: rank {rank} of size {size}. Ranks count from 0 to size - 1.")
-        if timeout <= 0:
-            raise UsageError(f"{type(self).__name__}: timeout {timeout}. It must be more than 0 seconds.")
         self.rank = rank
         self.size = size
         self.name = name or type(self).__name__
-        self.timeout = timeout
+        self.timeout = timeout_seconds(type(self).__name__, timeout)
         self.ledger = Ledger(name=self.name, rank=rank, size=size)
         self.ledger.attendance = _attendance_of(self)
         self.failure: BaseException | None = None
@@ -137,7 +136,7 @@ class Group(Verbs, ABC):
 
     def set_timeout(self, timeout: float) -> None:
         """Give operations that are submitted from now on so many seconds."""
-        self.timeout = timeout
+        self.timeout = timeout_seconds(f"set_timeout of {self}", timeout)
 
     def orders_streams(self, device: torch.device) -> bool:
         """Whether `wait` on tensors of `device` only orders its current stream and does not block the host, as NCCL's."""
@@ -198,7 +197,7 @@ class Group(Verbs, ABC):
 
     def flush_completions(self, timeout: float = 10.0) -> bool:
         """Wait until completion hooks were told of everything that has finished. True if they were."""
-        return self.ledger.hooks.flush(timeout)
+        return self.ledger.hooks.flush(wait_seconds(f"flush_completions of {self}", timeout))
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -218,8 +217,13 @@ class Group(Verbs, ABC):
         Raises what the group failed with where that cannot be mended: a lost peer stays lost.
         """
         self.refuse_in_child("recover()")
+        self._recovery_limit(timeout)
         if self.failure is not None:
             raise again(self.failure)
+
+    def _recovery_limit(self, timeout: float | None) -> float:
+        """How many seconds a recovery may take."""
+        return self.timeout if timeout is None else timeout_seconds(f"recover of {self}", timeout)
 
     def fail(self, error: BaseException) -> None:
         """As `abort`, with an error of your choice. The first failure is the one that stays."""
@@ -235,6 +239,7 @@ class Group(Verbs, ABC):
         What has not finished by then fails with ClosedError. Closing twice is a no-op. An error that a completion hook
         raised and nobody has seen yet comes out here. In a forked child nothing happens: the group is its parent's.
         """
+        timeout = wait_seconds(f"close of {self}", timeout)
         if self.closed or self.forked:
             return
         self.closed = True

@@ -100,7 +100,7 @@ class ThreadGroup(Group):
     def recover(self, timeout: float | None = None) -> None:
         """Start counting afresh, together."""
         self.refuse_in_child("recover()")
-        self._table.start_over(self.rank, self.timeout if timeout is None else timeout)
+        self._table.start_over(self.rank, self._recovery_limit(timeout))
 
     def start_over(self) -> None:
         """This rank's part of a recovery: forget the failure and what was joined."""

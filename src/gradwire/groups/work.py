@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, Kind, Signature
+from gradwire.collectives.timeouts import wait_seconds
 from gradwire.errors import UsageError, again
 from gradwire.events import is_kept
 from gradwire.groups.forked import refusal
@@ -67,8 +68,10 @@ def seconds(timeout: float | timedelta | None) -> float | None:
     """A time-out as torch's users write it (seconds, timedelta, or zero for "none given") in seconds."""
     if timeout is None:
         return None
-    value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    return None if isinstance(timeout, timedelta) and value <= 0 else value
+    if isinstance(timeout, timedelta):
+        value = timeout.total_seconds()
+        return None if value <= 0 else value
+    return wait_seconds("wait", timeout)
 
 
 class Work:

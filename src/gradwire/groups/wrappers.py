@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 
 from gradwire.collectives import Collective, Signature
-from gradwire.errors import GroupAborted, UsageError
+from gradwire.collectives.timeouts import timeout_seconds
+from gradwire.errors import GroupAborted
 from gradwire.groups.base import Group
 from gradwire.groups.work import Work, WorkInfo
 from gradwire.groups.wrapper import GroupWrapper
@@ -57,11 +58,9 @@ class Deadline(GroupWrapper):
     """Gives every operation at most `seconds`, then fails it with CollectiveTimeout, which names who is missing."""
 
     def __init__(self, inner: Group, *, seconds: float) -> None:
-        if seconds <= 0:
-            raise UsageError(f"Deadline of {seconds} s around {inner}. It must be more than 0.")
         super().__init__(inner)
-        self.seconds = seconds
-        self.timeout = min(seconds, inner.timeout)
+        self.seconds = timeout_seconds(f"Deadline around {inner}", seconds)
+        self.timeout = min(self.seconds, inner.timeout)
 
     def submit(self, op: Collective) -> Work:
         """Hand it on with its time cut."""

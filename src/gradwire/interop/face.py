@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives import Collective
+from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.events import Handle
 from gradwire.groups.base import Group
@@ -153,9 +154,7 @@ class Face(OperationHooks, dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """The deadline of operations submitted from now on."""
-        value = timeout.total_seconds()
-        if value <= 0:
-            raise UsageError(f"set_timeout of {self.group}: {timeout} is not more than zero.")
+        value = timeout_seconds(f"set_timeout of {self.group}", timeout.total_seconds())
         for group in layers(self.group):
             group.timeout = value
 

@@ -16,7 +16,8 @@ import sys
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from gradwire.errors import UsageError, UsageTypeError
+from gradwire.collectives.timeouts import timeout_seconds
+from gradwire.errors import UsageError
 from gradwire.groups import Group
 from gradwire.groups.base import DEFAULT_TIMEOUT, MEETING_TIMEOUT
 from gradwire.groups.bounded_store import bounded
@@ -55,18 +56,10 @@ def init(
     (0, 1, True)
     >>> gw.launch.leave()
     """
-    for argument, seconds in (("timeout", timeout), ("meeting_timeout", meeting_timeout)):
-        if seconds is not None and not isinstance(seconds, (int, float)):
-            raise UsageTypeError(
-                f"gw.init({argument}={seconds!r}): a number of seconds is needed. Pass {argument}=30.0, or the total_seconds() of "
-                "a timedelta."
-            )
-    meeting = min(MEETING_TIMEOUT, timeout) if meeting_timeout is None else meeting_timeout
-    if timeout <= 0 or meeting <= 0:
-        raise UsageError(
-            f"gw.init(timeout={timeout}, meeting_timeout={meeting_timeout}): ranks need some time to meet. "
-            "Give it more than 0 seconds."
-        )
+    timeout = timeout_seconds(f"gw.init(timeout={timeout!r})", timeout)
+    meeting = min(MEETING_TIMEOUT, timeout)
+    if meeting_timeout is not None:
+        meeting = timeout_seconds(f"gw.init(meeting_timeout={meeting_timeout!r})", meeting_timeout)
     if (directory is not None or room is not None) and kind not in (AUTO, *SHARES_MEMORY):
         raise UsageError(
             f"gw.init(kind={kind!r}, directory={directory!r}, room={room!r}): this kind shares no memory. Leave directory and room "

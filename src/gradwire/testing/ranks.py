@@ -25,6 +25,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.errors import CollectiveTimeout, GroupAborted, PeerLost, UsageError
 from gradwire.groups import Group, ThreadGroup
 from gradwire.testing.mpi import default_worlds
@@ -101,10 +102,9 @@ def kinds() -> tuple[str, ...]:
 def _check(request: Request) -> None:
     if request.kind not in _KINDS:
         raise UsageError(f"{request}: there is no such kind. Known kinds: {', '.join(kinds())}.")
-    if request.n < 1 or request.timeout <= 0:
-        raise UsageError(
-            f"{request}: {request.n} ranks, timeout {request.timeout} s. A world has at least one rank, and some time."
-        )
+    if request.n < 1:
+        raise UsageError(f"{request}: {request.n} ranks. A world has at least one.")
+    timeout_seconds(str(request), request.timeout)
     if not all(0 <= rank < request.n for rank in request.lost):
         raise UsageError(f"{request}: lost={sorted(request.lost)}, but ranks count from 0 to {request.n - 1}.")
     if request.lost and not _KINDS[request.kind].mortal:

@@ -108,7 +108,7 @@ def test_a_deadline_that_passes_between_two_steps_ends_the_operation():
 
 def test_a_deadline_is_more_than_nothing():
     (group,) = ThreadGroup.world(1)
-    with pytest.raises(UsageError, match="must be more than 0"):
+    with pytest.raises(UsageError, match="timeout is 0. Pass a number of seconds above 0"):
         Deadline(group, seconds=0)
     group.close()
 

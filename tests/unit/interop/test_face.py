@@ -102,7 +102,7 @@ def test_set_timeout_reaches_the_group_inside_wrappers() -> None:
     pg = as_process_group(wrapped)
     pg.set_timeout(timedelta(seconds=7))
     assert wrapped.timeout == group.timeout == 7.0
-    with pytest.raises(UsageError, match="not more than zero"):
+    with pytest.raises(UsageError, match="timeout is 0.0. Pass a number of seconds above 0"):
         pg.set_timeout(timedelta(0))
     pg.shutdown()
 

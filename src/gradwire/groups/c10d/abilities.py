@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives import Collective, Kind, ReduceOp
+from gradwire.collectives.timeouts import LONGEST
 from gradwire.groups.c10d.engine import GLOO, KNOWN, Engine, call, is_usual, one_size
 from gradwire.groups.c10d.python_work import adapt
 
@@ -105,7 +106,7 @@ def timeout_of(pg: Any) -> float | None:
         backends = [pg._get_backend(device) for device in _devices_in_cpp(pg)]
     options: list[Any] = [getattr(backend, "options", None) for backend in backends]
     limits = [each._timeout.total_seconds() for each in options if hasattr(each, "_timeout")]
-    return max(limits, default=None)
+    return min(max(limits), LONGEST) if limits else None
 
 
 def can_split(pg: Any) -> bool:

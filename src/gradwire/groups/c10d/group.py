@@ -23,6 +23,7 @@ from gradwire.collectives import Collective, Kind
 from gradwire.collectives.aliasing import apart
 from gradwire.collectives.inference import writing
 from gradwire.collectives.lower import Program, is_identity, lower
+from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.errors import UNEVEN, CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.c10d.abilities import can_split, find_engine, name_of, store_of, timeout_of
@@ -73,7 +74,7 @@ class C10dGroup(Group):
             pg.rank(),
             pg.size(),
             name=name or f"c10d-{name_of(pg)}",
-            timeout=timeout or timeout_of(pg) or DEFAULT_TIMEOUT,
+            timeout=(timeout_of(pg) or DEFAULT_TIMEOUT) if timeout is None else timeout,
         )
         self._given: Any = pg
         self._backends: dict[str, tuple[Any, Engine]] = {}
@@ -112,7 +113,7 @@ class C10dGroup(Group):
         roll: Membership | None = None,
     ) -> C10dGroup:
         """A group over a gloo engine of its own, built on `store`; closing the group ends the engine."""
-        engine = make_gloo(store, rank, size, timeout)
+        engine = make_gloo(store, rank, size, timeout_seconds("C10dGroup.gloo", timeout))
         try:
             group = cls(engine, name=name or "gloo", timeout=timeout, store=store, roll=roll)
         except BaseException:
@@ -130,7 +131,7 @@ class C10dGroup(Group):
             raise UsageError(
                 "C10dGroup.nccl: there is no CUDA device here, or this torch was built without NCCL. Use C10dGroup.gloo."
             )
-        engine = _make_nccl(store, rank, size, timeout)
+        engine = _make_nccl(store, rank, size, timeout_seconds("C10dGroup.nccl", timeout))
         try:
             group = cls(engine, name=name or "nccl", timeout=timeout, store=store)
         except BaseException:
@@ -347,7 +348,7 @@ class C10dGroup(Group):
         if roll is None or isinstance(failure, PeerLost):
             super().recover(timeout)
             return
-        limit = self.timeout if timeout is None else timeout
+        limit = self._recovery_limit(timeout)
         stuck = sum(isinstance(work, C10dWork) and work.left_in_engine for work in self._unfinished)
         try:
             epoch, in_step = roll.start_over(stuck, limit)

@@ -37,6 +37,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.collectives import Collective, Layout, Scope, build
+from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError, again
 from gradwire.events import is_kept
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
@@ -95,7 +96,9 @@ class HierarchicalGroup(Group):
         elif rank is None:
             raise UsageError(f"{type(self).__name__}: a layout was given, and no rank. Say also which of them this is.")
         mates = layout.hosts[layout.place(rank)[0]]
-        super().__init__(rank, layout.size, name=name or "hierarchical", timeout=timeout or inside.timeout)
+        super().__init__(
+            rank, layout.size, name=name or "hierarchical", timeout=inside.timeout if timeout is None else timeout
+        )
         self.layout = layout
         self.inside = inside
         self.across = across
@@ -150,6 +153,7 @@ class HierarchicalGroup(Group):
         for this rank's lane and for `messages`. `host` is what tells hosts apart, this machine's identity unless you say otherwise.
         """
         name = name or "hierarchical"
+        timeout_seconds(f"HierarchicalGroup.discover of {name!r}", timeout)  # before anybody is waited for
         # Groups over one store are made in the same order on every rank, so they have the same number.
         base = f"gradwire/hierarchical/{store.add(f'gradwire/hierarchical/{rank}/groups', 1)}"
         layout = find_hosts(store, base, rank, size, host_identity() if host is None else host, timeout)
@@ -477,7 +481,7 @@ class HierarchicalGroup(Group):
         self.refuse_in_child("recover()")
         if isinstance(self.failure, PeerLost):
             raise again(self.failure)
-        limit = self.timeout if timeout is None else timeout
+        limit = self._recovery_limit(timeout)
         deadline = time.perf_counter() + limit
         if not self._driving.acquire(timeout=limit):
             raise CollectiveTimeout(f"recovery of {self}: an operation is still under way after {limit:.3g} s.")

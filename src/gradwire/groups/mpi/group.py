@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import Store
 
 from gradwire.collectives import Collective, Kind
 from gradwire.collectives.lower import Program, lower
+from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.errors import UNEVEN, CollectiveMismatch, GroupAborted, GroupError, PeerLost, UsageError, UsageTypeError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.forked import finalize_here
@@ -70,6 +71,7 @@ class MPIGroup(Group):
         cls, store: Store, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT, name: str | None = None
     ) -> MPIGroup:
         """The group of `size` processes of one mpirun that meet in `store`, in the order of the ranks they claim there."""
+        timeout_seconds("MPIGroup.over_store", timeout)  # before anybody is waited for
         here = runtime()
         world = here.mpi.COMM_WORLD
         what = f"making MPIGroup {name or 'mpi'!r} on rank {rank} of {size}"
@@ -252,7 +254,7 @@ class MPIGroup(Group):
         if self.closed or isinstance(self.failure, PeerLost):
             super().recover(timeout)
             return
-        limit = self.timeout if timeout is None else timeout
+        limit = self._recovery_limit(timeout)
         old = self._engine
         old.over = True
         self.ledger.fail_all(

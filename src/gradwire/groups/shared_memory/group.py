@@ -208,7 +208,7 @@ class SharedMemoryGroup(Group):
         self.refuse_in_child("recover()")
         if isinstance(self.failure, PeerLost):
             raise again(self.failure)
-        self._engine.recover(self.timeout if timeout is None else timeout)
+        self._engine.recover(self._recovery_limit(timeout))
         self.failure = None
 
     def _release(self) -> None:

@@ -103,6 +103,7 @@ CHECKS: tuple[Check, ...] = (
     *_checks(
         usage.check_usage_errors,
         callbacks.check_callbacks_raising,
+        usage.check_wrong_timeouts,
         dtypes.check_refused_dtypes,
         completion.check_hook_raising,
         endings.check_deadline,

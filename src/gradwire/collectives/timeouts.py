@@ -1,0 +1,49 @@
+"""What a time-out may be: one check for every place that takes one."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+
+from gradwire.errors import UsageError, UsageTypeError
+
+LONGEST = 1e9
+"""Seconds: about 30 years, which every engine can still count in nanoseconds."""
+
+
+def timeout_seconds(what: str, value: object) -> float:
+    """`value` as the seconds that something may take, or UsageError: a number above 0 that is finite.
+
+    >>> timeout_seconds("set_timeout", 5)
+    5.0
+    >>> timeout_seconds("set_timeout", float("nan"))
+    Traceback (most recent call last):
+    gradwire.errors.UsageError: set_timeout: timeout is nan. Pass a number of seconds above 0 and at most 1e+09.
+    """
+    seconds = _number(what, value)
+    if not 0 < seconds <= LONGEST:
+        raise UsageError(f"{what}: timeout is {value!r}. Pass a number of seconds above 0 and at most {LONGEST:g}.")
+    return seconds
+
+
+def wait_seconds(what: str, value: object) -> float:
+    """`value` as the seconds that a caller waits for something with a deadline of its own, or UsageError: any number but NaN.
+
+    Below 0, as the rest of a time that has passed may be, it counts as 0. Infinity sets no limit but that deadline.
+
+    >>> wait_seconds("close", -0.1)
+    0.0
+    """
+    seconds = _number(what, value)
+    if math.isnan(seconds):
+        raise UsageError(f"{what}: timeout is {value!r}. Pass a number of seconds.")
+    return max(0.0, seconds)
+
+
+def _number(what: str, value: object) -> float:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise UsageTypeError(
+            f"{what}: timeout is {value!r}, of type {type(value).__name__}. Pass a number of seconds, such as 30.0, or the "
+            "total_seconds() of a timedelta."
+        )
+    return float(value)
