@@ -137,7 +137,7 @@ class Handle:
         self.remove()
 
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F")
 
 
 class Callbacks(Generic[F]):
@@ -176,6 +176,7 @@ def is_kept(error: BaseException) -> bool:
 
 
 Listener = Callable[[Any], None]
+Kinds = type["Event"] | tuple[type["Event"], ...]
 
 
 class Emitter:
@@ -195,7 +196,7 @@ class Emitter:
     __slots__ = ("_listeners", "_warned", "errors")
 
     def __init__(self) -> None:
-        self._listeners: Callbacks[Listener] = Callbacks()
+        self._listeners: Callbacks[tuple[Listener, Kinds]] = Callbacks()
         self._warned = False
         self.errors: deque[BaseException] = deque(maxlen=16)
         """The last exceptions that listeners have raised."""
@@ -203,13 +204,19 @@ class Emitter:
     def __bool__(self) -> bool:
         return bool(self._listeners._entries)
 
-    def listen(self, fn: Listener) -> Handle:
-        """Call `fn(event)` for every event from now on."""
-        return self._listeners.add(fn)
+    def listen(self, fn: Listener, *, only: Kinds = Event) -> Handle:
+        """Call `fn(event)` for every event from now on, or for those of the classes in `only`."""
+        return self._listeners.add((fn, only))
+
+    def wants(self, kind: type[Event]) -> bool:
+        """Whether somebody listens to events of this class."""
+        return any(issubclass(kind, only) for _, only in self._listeners)
 
     def emit(self, event: Event) -> None:
         """Tell every listener; one that raises does not disturb the others or the caller."""
-        for listener in self._listeners:
+        for listener, only in self._listeners:
+            if not isinstance(event, only):
+                continue
             try:
                 listener(event)
             except BaseException as error:

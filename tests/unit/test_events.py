@@ -6,7 +6,16 @@ import threading
 
 import pytest
 
-from gradwire.events import Callbacks, CollectiveFinished, Emitter, Event, Handle
+from gradwire.events import (
+    BucketReduced,
+    Callbacks,
+    CollectiveFinished,
+    Emitter,
+    Event,
+    GradientReady,
+    Handle,
+    StepEnded,
+)
 
 
 def test_a_handle_removes_once() -> None:
@@ -27,7 +36,7 @@ def test_a_handle_is_a_context_manager_and_lets_errors_through() -> None:
 
 
 def test_callbacks_keep_registration_order_and_duplicates() -> None:
-    callbacks: Callbacks[object] = Callbacks()  # type: ignore[type-var]
+    callbacks: Callbacks[object] = Callbacks()
 
     def a() -> None: ...
     def b() -> None: ...
@@ -41,7 +50,7 @@ def test_callbacks_keep_registration_order_and_duplicates() -> None:
 
 
 def test_no_callbacks_are_false() -> None:
-    callbacks: Callbacks[object] = Callbacks()  # type: ignore[type-var]
+    callbacks: Callbacks[object] = Callbacks()
     assert not callbacks
     callbacks.add(print).remove()
     assert not callbacks
@@ -112,8 +121,22 @@ def test_events_are_values() -> None:
         event.seq = 8  # type: ignore[misc]
 
 
+def test_a_listener_to_some_classes_hears_of_no_others() -> None:
+    events, seen = Emitter(), []
+    assert not events.wants(GradientReady)
+    with events.listen(seen.append, only=(StepEnded, BucketReduced)):
+        assert events.wants(StepEnded)
+        assert not events.wants(GradientReady)
+        events.emit(StepEnded(1.0, 0, 1))
+        events.emit(GradientReady(1.0, 0, "a", 0))
+        with events.listen(print):
+            assert events.wants(GradientReady)
+    assert seen == [StepEnded(1.0, 0, 1)]
+    assert not events.wants(StepEnded)
+
+
 def test_adding_and_removing_from_many_threads_loses_nothing() -> None:
-    callbacks: Callbacks[object] = Callbacks()  # type: ignore[type-var]
+    callbacks: Callbacks[object] = Callbacks()
     start = threading.Barrier(8)
     kept: list[Handle] = []
 

@@ -91,7 +91,7 @@ class Logger:
         """Listen to the reducer during sampled steps only."""
         sampled = self.stats.forward_begins()
         if sampled and self._listening is None:
-            self._listening = self._replica.reducer.events.listen(self.stats.listen)
+            self._listening = self._replica.reducer.events.listen(self.stats.listen, only=StepStats.LISTENS_TO)
         elif not sampled and self._listening is not None:
             self._listening.remove()
             self._listening = None

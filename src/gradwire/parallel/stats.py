@@ -9,13 +9,16 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from gradwire.events import BackwardEnded, BucketLaunched, BucketReduced, Event, GradientReady, StepEnded
+from gradwire.events import BackwardEnded, BucketLaunched, BucketReduced, Event, StepEnded
 
 _FIRST_STEPS = 10
 
 
 class StepStats:
     """Times of the current step and averages over the sampled ones, in nanoseconds."""
+
+    LISTENS_TO = (BackwardEnded, BucketLaunched, BucketReduced, StepEnded)
+    """And not to GradientReady, for which every gradient would have to be heard of when it comes."""
 
     def __init__(self) -> None:
         self.sample_rate = 100
@@ -39,9 +42,7 @@ class StepStats:
     def listen(self, event: Event) -> None:
         """An event of the reducer."""
         now = self._now
-        if isinstance(event, GradientReady):
-            now.setdefault("first ready", event.time)
-        elif isinstance(event, BackwardEnded):
+        if isinstance(event, BackwardEnded):
             now["computed"] = event.time
         elif isinstance(event, BucketLaunched):
             now.setdefault("first launch", event.time)
@@ -52,7 +53,7 @@ class StepStats:
 
     def _close(self) -> None:
         now = self._now
-        begin = now.get("backward", now.get("first ready", now["forward"]))
+        begin = now.get("backward", now["forward"])
         computed, launched = now.get("computed", begin), now.get("first launch", begin)
         reduced = now.get("reduced", computed)
         times = {

@@ -235,9 +235,7 @@ class Reducer:
             self._listen_to(closers)
         elif closers is None:
             self._listen_to(None)
-        elif (
-            watch.plain and self._can_be_heard(closers) and not watch.anything_left_over() and not watch.others_listen()
-        ):
+        elif watch.plain and self._can_be_heard(closers) and watch.untouched():
             self._silent = True
             self._listen_only_to(closers)
         else:
@@ -266,7 +264,7 @@ class Reducer:
         """Be called for the gradients of these alone (for all: None) and find the rest in `arrived`."""
         if self.ears is None:
             return
-        if closers is None and self.events:
+        if closers is None and self.events.wants(GradientReady):
             self.ears.listen_only_to(range(len(self.parameters)))  # somebody wants to know when each comes
         elif closers is None:
             self.ears.listen_to_all()
@@ -540,7 +538,10 @@ class Reducer:
             buffer = _sparse(gradients[0], members[0])
         else:
             if self._watching:  # a sparse gradient is reduced where it is, and alone in its bucket, so always heard
-                self._watch.launched(launch.bucket, members, gradients)
+                if launch is not self._held:
+                    self._watch.launched(launch.bucket, members, gradients)
+                elif not all_there(gradients):  # backward has ended: there is nothing left that could change them
+                    self._watch.odd = True
             try:
                 if self._silent and not self.keep_views:  # they are new, and nobody else has seen this buffer
                     storage.copy_in(gradients)

@@ -45,7 +45,6 @@ from operator import attrgetter, is_, is_not
 from torch import Tensor
 
 _PATIENCE = 3
-_hooks_after_accumulation: Callable[[Tensor], object] = attrgetter("_post_accumulate_grad_hooks")
 _version: Callable[[Tensor | None], int] = attrgetter("_version")
 
 
@@ -80,13 +79,10 @@ class Watch:
 
     # -- a step, in this order -------------------------------------------------------------------------------------------
 
-    def anything_left_over(self) -> bool:
-        """Asked at the end of forward: whether there are gradients from before."""
-        return not all(map(is_, [p.grad for p in self._parameters], repeat(None)))
-
-    def others_listen(self) -> bool:
-        """Asked at the end of forward: whether somebody has hooks that run after accumulation, and may take `.grad` away."""
-        return any(map(_hooks_after_accumulation, self._parameters))
+    def untouched(self) -> bool:
+        """Asked at the end of forward: whether there are no gradients from before, and no hooks of others that run after
+        accumulation, which may take `.grad` away."""
+        return all(p.grad is None and not p._post_accumulate_grad_hooks for p in self._parameters)
 
     def opened(self, index: int, *, look: bool) -> None:
         """The first gradient has come, that of `index`. If told to `look`, see whether others are there already."""

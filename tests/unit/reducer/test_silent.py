@@ -141,6 +141,17 @@ def test_no_trace_is_left_on_the_others(group: Group) -> None:
     assert all(p._backward_hooks is None and p._post_accumulate_grad_hooks is None for p in others)
 
 
+def test_sampling_step_times_puts_no_hooks_on_accumulators(group: Group) -> None:
+    ddp = DistributedDataParallel(Stages(), process_group=group)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(X).sum().backward()
+    assert ddp.replica.reducer.events  # one of the first ten steps, whose times are all taken
+    assert not ddp.replica.reducer.ears._few  # type: ignore[union-attr]
+    assert ddp._get_ddp_logging_data()["avg_backward_compute_time"] > 0
+    ddp.replica.detach()
+
+
 def test_the_order_last_seen_is_kept(model: Stages) -> None:
     reducer = replica_of(model).reducer
     before = list(reducer.last_arrival)
