@@ -34,6 +34,7 @@ from gradwire.groups.forked import finalize_here
 from gradwire.groups.host import host_identity
 from gradwire.groups.ledger import Attendance
 from gradwire.groups.shared_memory.board import HERE, Board, Plan
+from gradwire.groups.shared_memory.devices import warn_of_copies
 from gradwire.groups.shared_memory.engine import Engine
 from gradwire.groups.shared_memory.heap import Heap
 from gradwire.groups.shared_memory.liveness import Pulse
@@ -150,7 +151,8 @@ class SharedMemoryGroup(Group):
 
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
         """A flat tensor in this rank's heap, which grows as needed; other devices' memory is ordinary."""
-        if torch.device(device).type != "cpu":
+        if (device := torch.device(device)).type != "cpu":
+            warn_of_copies(device, self.size)
             return super().allocate(numel, dtype=dtype, device=device)
         self.refuse_in_child(f"allocate({numel}, dtype={dtype})")
         if self.closed:

@@ -1,0 +1,56 @@
+"""A rank is told once that its gradients on a GPU go by way of the host."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from gradwire.groups import Group, SharedMemoryGroup
+from gradwire.groups.shared_memory import devices
+from gradwire.testing import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _not_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_WARNED", [])
+
+
+def test_one_warning_says_what_to_do() -> None:
+    with pytest.warns(RuntimeWarning, match=r"cuda:1 are copied to the host.*the 2 ranks.*GPU of its own.*NCCL"):
+        devices.warn_of_copies(torch.device("cuda:1"), 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        devices.warn_of_copies(torch.device("cuda:1"), 2)
+
+
+@pytest.mark.parametrize(("device", "size"), [("cpu", 2), ("meta", 2), ("cuda", 1)])
+def test_no_warning_where_nothing_is_copied(device: str, size: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        devices.warn_of_copies(torch.device(device), size)
+
+
+def test_asked_when_a_bucket_is_allocated() -> None:
+    """Without a GPU: what would allocate on it is replaced."""
+
+    def rank_main(group: Group) -> list[str]:
+        assert isinstance(group, SharedMemoryGroup)
+        ordinary, warned = Group.allocate, list(devices._WARNED)
+        Group.allocate = lambda self, numel, **_: torch.empty(numel)  # type: ignore[method-assign, assignment, misc]
+        devices._WARNED.clear()
+        try:
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                group.allocate(4)
+                group.allocate(4, device="cuda")
+                group.allocate(4, device=torch.device("cuda"))
+        finally:
+            Group.allocate = ordinary  # type: ignore[method-assign]
+            devices._WARNED[:] = warned
+        return [str(warning.message) for warning in told]
+
+    for told in run_ranks(rank_main, 2, kind="shared_memory"):
+        assert len(told) == 1
+        assert "are copied to the host" in told[0]
