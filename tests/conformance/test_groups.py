@@ -5,11 +5,11 @@ Adding a group or a wrapper adds one line here, and no test.
 
 from __future__ import annotations
 
-import os
+import functools
 import secrets
-import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,12 +59,12 @@ class ThroughTorch(GroupWrapper):
 
     engine: str | Engine = "mpi"
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, folder: Path) -> None:
         self.far = group
         # A file, which all leave when they close: a TCPStore asks for the names of its peers, in every world that a check makes.
         number = torch.tensor([secrets.randbits(62)])
         group.broadcast(number, src=0)
-        store = dist.FileStore(os.path.join(tempfile.gettempdir(), f"gradwire-{int(number)}"), group.size)
+        store = dist.FileStore(str(folder / f"{int(number)}"), group.size)
         name = type(self).__name__.lower()
         register_backend(name, engine=self.engine)
         seconds = timedelta(seconds=group.timeout)
@@ -126,6 +126,13 @@ def all_of_them(group: Group) -> Group:
     return Recording(Latched(Verified(NanCheck(Deadline(group, seconds=50)))))
 
 
+def with_files_in(folder: Path, wrap: Wrap | type[ThroughTorch]) -> Wrap:
+    """`wrap`, with the stores of worlds that torch makes in `folder`."""
+    if isinstance(wrap, type) and issubclass(wrap, ThroughTorch):
+        return functools.partial(wrap, folder=folder)
+    return wrap
+
+
 WITHOUT_RECV_ANY_ALONE = tuple(name for name in check_names() if name != "recv_any_alone")
 """For gloo under two groups. It cannot be made to give up a receive from any rank: a thread waits in it until the engine's own
 deadline, and the second group puts that off by more than the time that is granted to leftovers."""
@@ -165,7 +172,8 @@ def test_shared_memory(size: int) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("wrap", [all_of_them, ThereAndBack, ThroughTorchShared], ids=lambda w: w.__name__)
-def test_wrapped_shared_memory(wrap: Wrap) -> None:
+def test_wrapped_shared_memory(wrap: Wrap, tmp_path: Path) -> None:
+    wrap = with_files_in(tmp_path, wrap)
     report = check_group(lambda fn: run_ranks(fn, 2, kind="shared_memory", wrap=wrap))
     assert report.ran == check_names()
 
@@ -177,10 +185,10 @@ def test_hierarchical() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_wrapped_hierarchical() -> None:
+def test_wrapped_hierarchical(tmp_path: Path) -> None:
     """There and back too: the same adapters, and the world that torch makes around them."""
-    names = WITHOUT_RECV_ANY_ALONE
-    report = check_group(lambda fn: run_ranks(fn, 4, kind="hierarchical", wrap=ThroughTorchHierarchical), only=names)
+    names, wrap = WITHOUT_RECV_ANY_ALONE, with_files_in(tmp_path, ThroughTorchHierarchical)
+    report = check_group(lambda fn: run_ranks(fn, 4, kind="hierarchical", wrap=wrap), only=names)
     assert report.ran == names
 
 
@@ -203,6 +211,7 @@ def test_mpi(size: int) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @pytest.mark.parametrize("wrap", [ThereAndBack, ThroughTorch], ids=lambda w: w.__name__)
-def test_wrapped_mpi(wrap: Wrap) -> None:
+def test_wrapped_mpi(wrap: Wrap, tmp_path: Path) -> None:
+    wrap = with_files_in(tmp_path, wrap)
     report = check_group(lambda fn: run_ranks(fn, 2, kind="mpi", wrap=wrap))
     assert report.ran == check_names()

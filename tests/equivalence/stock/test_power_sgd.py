@@ -5,12 +5,11 @@ from __future__ import annotations
 import builtins
 import importlib
 import logging
-import os
 import secrets
-import tempfile
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,13 +63,13 @@ def make_model() -> nn.Module:
 
 
 def over(
-    backend: str, engine: Any, group: Group, wrap: Callable[..., nn.Module], kept: list[Any] | None = None
+    backend: str, engine: Any, group: Group, wrap: Callable[..., nn.Module], folder: Path, kept: list[Any] | None = None
 ) -> torch.Tensor:
     """Train in the world that `dist.init_process_group` makes of the ranks of `group`; its process group is put into `kept`."""
     importlib.import_module("torch.distributed.nn.functional")  # its defaults keep the WORLD of the first import alive
     number = torch.tensor([secrets.randbits(60)])
     group.broadcast(number, src=0)
-    store = dist.FileStore(os.path.join(tempfile.gettempdir(), f"gradwire-{int(number)}"), group.size)
+    store = dist.FileStore(str(folder / f"{int(number)}"), group.size)
     if engine is not None:
         register_backend(backend, engine=engine)
     dist.init_process_group(backend, store=store, rank=group.rank, world_size=group.size, timeout=PATIENCE)
@@ -83,15 +82,17 @@ def over(
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[torch.Tensor]:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
     """Over torch's own gloo. Its last reference may be dropped by a callback of the hook, in gloo's own thread, which then joins
     itself and ends the process; so these ranks keep one to their end.
     """
 
+    folder = tmp_path_factory.mktemp("stores")
+
     def rank(group: Group) -> torch.Tensor:
         kept: list[Any] = []
         builtins.kept_by_power_sgd = kept  # type: ignore[attr-defined]
-        return over("gloo", None, group, TorchDDP, kept)
+        return over("gloo", None, group, TorchDDP, folder, kept)
 
     return run_ranks(rank, RANKS, kind="gloo", timeout=100, leftovers=LeftBehind.IGNORE)
 
@@ -109,9 +110,11 @@ def check(results: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_same_parameters_as_over_torchs_gloo(engine: str, model: str, expected: list[torch.Tensor]) -> None:
+def test_same_parameters_as_over_torchs_gloo(
+    engine: str, model: str, expected: list[torch.Tensor], tmp_path: Path
+) -> None:
     def rank(group: gw.Group) -> torch.Tensor:
-        return over(f"power_{engine}", ENGINES[engine], group, MODELS[model])
+        return over(f"power_{engine}", ENGINES[engine], group, MODELS[model], tmp_path)
 
     check(run_ranks(rank, RANKS, kind="gloo", timeout=100), expected)
 
@@ -119,9 +122,11 @@ def test_same_parameters_as_over_torchs_gloo(engine: str, model: str, expected: 
 @pytest.mark.timeout(200)
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @pytest.mark.parametrize("model", MODELS)
-def test_over_mpi(model: str, expected: list[torch.Tensor]) -> None:
+def test_over_mpi(model: str, expected: list[torch.Tensor], tmp_path: Path) -> None:
     check(
-        run_ranks(lambda group: over("power_mpi", "mpi", group, MODELS[model]), RANKS, kind="mpi", timeout=100),
+        run_ranks(
+            lambda group: over("power_mpi", "mpi", group, MODELS[model], tmp_path), RANKS, kind="mpi", timeout=100
+        ),
         expected,
     )
 
