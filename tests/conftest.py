@@ -24,6 +24,9 @@ from gradwire.testing.mpi import default_worlds
 # Processes that tests start inherit it.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")
 
+# Where Triton is installed, the first torch.compile of any kind starts a process that compiles for the rest, and stays.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 STOCK = Path(__file__).parent / "equivalence" / "stock" / "conftest.py"
 
 
