@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+LIMIT = 240
+"""Seconds for a whole script: nothing here is about how long torch takes to import on a busy machine."""
+pytestmark = pytest.mark.timeout(LIMIT + 60)
+
 SCRIPTS = {
     "threads": """
         import torch
@@ -184,7 +188,7 @@ SCRIPTS = {
         else:
             raise AssertionError
         assert os.waitpid(child, 0)[1] == 0
-        assert time.perf_counter() - began < 10
+        assert time.perf_counter() - began < 60
         os.remove(path)
     """,
     "torch's face": """
@@ -207,14 +211,19 @@ SCRIPTS = {
     """,
 }
 
+END = """
+import pathlib, sys, time
+pathlib.Path(sys.argv[2]).write_text(str(time.monotonic()))
+"""
+
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_exit_is_clean(name: str, tmp_path: Path) -> None:
-    began = time.perf_counter()
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPTS[name]), str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    script = textwrap.dedent(SCRIPTS[name]) + END
+    command = [sys.executable, "-c", script, str(tmp_path / "store"), str(tmp_path / "end")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert time.perf_counter() - began < 40
+    assert time.monotonic() - float((tmp_path / "end").read_text()) < 40
 
 
 def test_an_uncaught_time_out_under_gradwire_run(tmp_path: Path) -> None:
@@ -231,7 +240,7 @@ def test_an_uncaught_time_out_under_gradwire_run(tmp_path: Path) -> None:
     """)
     )
     command = [sys.executable, "-m", "gradwire", "run", "-n", "2", "--timeout", "5", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 1, done.stderr
     assert "CollectiveTimeout" in done.stderr
     assert "terminate called" not in done.stderr
@@ -286,5 +295,5 @@ MAKERS = {
 @pytest.mark.parametrize("name", MAKERS)
 def test_children_that_a_rank_forks_do_not_take_it_along(name: str) -> None:
     script = textwrap.dedent(FORKING).replace("{make}", MAKERS[name])
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
