@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -13,15 +15,18 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from gradwire.cli.bench.seat import Seat
 from gradwire.cli.bench.world import run_world
 from gradwire.errors import GroupError
 from gradwire.groups import Group
+from gradwire.groups.tcp_store import host_store
 from gradwire.testing import run_ranks
 from gradwire.testing.mpi import MPIWorlds, missing
 from gradwire.testing.mpi.launch import Launch
@@ -51,7 +56,7 @@ def as_nobody(attempt: Callable[[], Any]) -> Any:
             os._exit(0)
     os.close(write)
     with open(read, "rb") as file:
-        answer = json.loads(file.read())
+        answer = json.loads(file.read() or "[]")
     os.waitpid(pid, 0)
     return answer
 
@@ -314,3 +319,115 @@ def test_ranks_of_the_launcher_let_nobody_in(tmp_path: Path) -> None:
         finally:
             launcher.terminate()
     assert entered == []
+
+
+# -- stores --------------------------------------------------------------------------------------------------------------------
+
+
+def family(pid: int) -> list[int]:
+    """A process and all its descendants."""
+    found = [pid]
+    for task in os.listdir(f"/proc/{pid}/task"):
+        for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
+            found += family(int(child))
+    return found
+
+
+def listening_ports(pids: list[int]) -> list[int]:
+    ports = set()
+    for pid in pids:
+        inodes = {target[8:-1] for target in descriptors(pid).values() if target.startswith("socket:[")}
+        lines = [
+            line.split()
+            for table in ("tcp", "tcp6")
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()
+        ]
+        for fields in lines:
+            if fields[3] == "0A" and fields[9] in inodes:
+                ports.add(int(fields[1].rpartition(":")[2], 16))
+    return sorted(ports)
+
+
+def falsify(port: int) -> list[str]:
+    """As another user: report a rank as lost to every group that has keys in the store at `port`; all keys that are there."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, 3)  # where gloo listens, and no store, nothing answers
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1))
+    keys = store.list_keys()
+    for key in keys:
+        if key.endswith("/changes"):
+            store.set(key.removesuffix("changes") + "lost", json.dumps([1, "killed by a stranger"]))
+            store.add(key, 1)
+    return keys
+
+
+STORE_SCRIPT = """
+    import os, sys, time
+    import torch.distributed as dist
+    import gradwire as gw
+
+    folder, way = sys.argv[1:]
+    if way == "back end":
+        gw.register_backend()
+        dist.init_process_group("gradwire")
+        group = gw.from_process_group()
+    else:
+        group = gw.init(kind="gloo", timeout=60)
+    group.barrier()
+    open(f"{folder}/ready-{group.rank}", "w").close()
+    while not os.path.exists(f"{folder}/go-on"):
+        time.sleep(0.01)
+    if group.rank == 1:
+        time.sleep(2)  # the other looks into the membership meanwhile
+    group.barrier()
+    print("well", flush=True)
+    group.close()
+"""
+
+
+def start_ranks(way: str, folder: Path) -> list[subprocess.Popen[str]]:
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(STORE_SCRIPT))
+    command = [sys.executable, str(script), str(folder), way]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("GLOO")}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    if way == "gradwire run":
+        run = [sys.executable, "-m", "gradwire", "run", "-n", "2", "--no-prefix", *command[1:]]
+        return [subprocess.Popen(run, env=environ, **pipes)]
+    if way == "torchrun":
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command[1:]]
+        return [subprocess.Popen(run, env=environ, **pipes)]
+    free = host_store()  # only to find a port
+    port = free.port
+    del free
+    environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if way == "by hand, with LOCAL_WORLD_SIZE":
+        environ |= {"LOCAL_WORLD_SIZE": "2"}
+    return [subprocess.Popen(command, env=environ | {"RANK": str(rank)}, **pipes) for rank in range(2)]
+
+
+@needs_root
+@pytest.mark.parametrize("way", ["gradwire run", "torchrun", "by hand", "by hand, with LOCAL_WORLD_SIZE", "back end"])
+def test_another_user_cannot_end_a_job_through_a_store(way: str, tmp_path: Path) -> None:
+    started = start_ranks(way, tmp_path)
+    try:
+        deadline = time.monotonic() + 100
+        while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
+            assert all(process.poll() in (None, 0) for process in started), started[0].communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        pids = [pid for process in started for pid in family(process.pid)]
+        ports = listening_ports(pids)
+        entered = assault(pids, tmp_path)
+        keys = [key for port in ports for key in as_nobody(functools.partial(falsify, port))]
+        (tmp_path / "go-on").touch()
+        said = [process.communicate(timeout=100) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    assert ports  # gloo's, at least: there was something to try
+    assert entered == []
+    assert [process.returncode for process in started] == [0] * len(started), said
+    assert "".join(out for out, _ in said) == "well\n" * 2
+    assert not [key for key in keys if key.endswith(("/changes", "/lost", "/ticket")) or "gloo" in key], keys

@@ -14,6 +14,7 @@ from gradwire.launch.environment import rank_environment
 from gradwire.launch.store_host import LOOPBACK, StoreHost
 from gradwire.launch.supervise import Run, supervise
 from gradwire.launch.world import Address
+from gradwire.private_file import create, name_of
 
 _SEVERAL_HOSTS = (
     "gradwire run starts ranks on this machine only. For several use torchrun, mpirun or srun: gw.init() works there"
@@ -104,11 +105,18 @@ def run(args: argparse.Namespace) -> int:
         )
     cpus = len(os.sched_getaffinity(0))
     size = args.nproc if isinstance(args.nproc, int) else _ranks(args.nproc, cpus)
+    private = create()
     store = StoreHost()
     try:
         environments = [
             rank_environment(
-                os.environ, dict(args.env), rank=rank, size=size, store=Address(LOOPBACK, store.port), cpus=cpus
+                os.environ,
+                dict(args.env),
+                rank=rank,
+                size=size,
+                private=name_of(private),
+                store=Address(LOOPBACK, store.port),
+                cpus=cpus,
             )
             for rank in range(size)
         ]
@@ -126,6 +134,7 @@ def run(args: argparse.Namespace) -> int:
         )
     finally:
         store.close()
+        os.close(private)
 
 
 def _ranks(word: str, cpus: int) -> int:

@@ -24,6 +24,7 @@ from gradwire.groups.base import Group
 from gradwire.groups.c10d import C10dGroup
 from gradwire.groups.hierarchical import HierarchicalGroup
 from gradwire.groups.mpi import MPIGroup
+from gradwire.groups.private_meeting import move_if_together, release
 from gradwire.groups.shared_memory import SharedMemoryGroup
 from gradwire.interop.process_group import GradwireProcessGroup, as_process_group
 
@@ -120,13 +121,17 @@ class _Creator:
                 f"back end {self.name!r}: pg_options={backend_options!r} is not for it. Leave pg_options out; to wrap the "
                 "group use register_backend(wrap=...)."
             )
-        group = self.engine(
-            options.store,
-            options.group_rank,
-            options.group_size,
-            timeout=options.timeout.total_seconds(),
-            name=f"{self.name}:{options.group_id}",
-        )
+        rank, size, timeout = options.group_rank, options.group_size, options.timeout.total_seconds()
+        name = f"{self.name}:{options.group_id}"
+        who = f"{name} on rank {rank} of {size}"
+        store = move_if_together(options.store, rank, size, purpose=name, timeout=timeout, who=who)
+        try:
+            group = self.engine(store, rank, size, timeout=timeout, name=name)
+        except BaseException:
+            release(store)
+            raise
+        # Before the finalizer that closes the group is made, so that at exit it runs after that.
+        weakref.finalize(group, release, store)
         if not isinstance(group, Group):
             raise UsageTypeError(
                 f"back end {self.name!r}: its engine returned {group!r}. It must return a gradwire Group."

@@ -37,10 +37,16 @@ class WorldGroup:
         self._group: Group | None = None
         self._process = 0
         self._leave: Callable[[], None] = _nothing
+        self._release: Callable[[], None] = _nothing
 
-    def put(self, group: Group, *, kind: str, leave: Callable[[], None]) -> None:
-        """From now on `group` is the world's, until `leave` is called, which closes it and gives back what goes with it."""
+    def put(self, group: Group, *, kind: str, leave: Callable[[], None], release: Callable[[], None]) -> None:
+        """From now on `group` is the world's, until `leave` is called, which closes it.
+
+        `release` gives back what goes with the group, after that or when the next one is put here.
+        """
         self._group, self._process, self.kind, self._leave = group, os.getpid(), kind, leave
+        earlier, self._release = self._release, release
+        earlier()
 
     def get(self) -> Group | None:
         """The world's group, if there is one, it is open and it is this process's."""
@@ -50,8 +56,12 @@ class WorldGroup:
     def leave(self) -> None:
         """Leave the world, if there is one and it is this process's. May be called again."""
         leave, self._leave, self._group = self._leave, _nothing, None
+        release, self._release = self._release, _nothing
         if self._process == os.getpid():
-            leave()
+            try:
+                leave()
+            finally:
+                release()
 
 
 def _nothing() -> None:

@@ -21,6 +21,7 @@ from gradwire.errors import UsageError
 from gradwire.groups import Group
 from gradwire.groups.base import DEFAULT_TIMEOUT, MEETING_TIMEOUT
 from gradwire.groups.bounded_store import bounded
+from gradwire.groups.private_meeting import release
 from gradwire.interop.defaults import WORLD
 from gradwire.launch.engines import AUTO, BUILDERS, SHARES_MEMORY, choose, has_own_gpu
 from gradwire.launch.memory import SharedMemory
@@ -73,16 +74,21 @@ def init(
             return known
         world = find_world(os.environ)
         choose(kind, world)  # a wrong kind is found before anybody is waited for
-        store = open_store(world, timeout=meeting)
-        ours = PrefixStore(f"gradwire/world/{WORLD.met}", store)
-        agreed = _agree(ours, world, kind, meeting)
-        group = BUILDERS[agreed](PrefixStore(agreed, ours), world, timeout=meeting, name=name, memory=memory)
+        store = open_store(world, timeout=meeting, meeting=WORLD.met)
+        try:
+            ours = PrefixStore(f"gradwire/world/{WORLD.met}", store)
+            agreed = _agree(ours, world, kind, meeting)
+            group = BUILDERS[agreed](PrefixStore(agreed, ours), world, timeout=meeting, name=name, memory=memory)
+        except BaseException:
+            release(store)
+            raise
         group.set_timeout(timeout)
         atexit.unregister(leave)
         atexit.register(leave)  # after the group has made its finalizers, so that it runs before them
         # An earlier group was closed on all ranks, or they would not have come; its store is let go only now, because rank 0
         # may host both at one address.
-        WORLD.put(group, kind=agreed, leave=functools.partial(_leave, group, world, store))
+        leaving = functools.partial(_leave, group, world, store)
+        WORLD.put(group, kind=agreed, leave=leaving, release=functools.partial(release, store))
         return group
 
 

@@ -18,19 +18,20 @@ _OTHERS = (
 
 
 def rank_environment(
-    base: Mapping[str, str], extra: Mapping[str, str], *, rank: int, size: int, store: Address, cpus: int
+    base: Mapping[str, str], extra: Mapping[str, str], *, rank: int, size: int, private: str, store: Address, cpus: int
 ) -> dict[str, str]:
     """The variables of one rank: `base` is the launcher's own environment, `extra` what the user added for the ranks.
 
-    Beside gradwire's variables a rank gets torch's, so that a script which calls `dist.init_process_group("gloo")` runs too; they
-    say that the store is hosted already. Output is not buffered, so that it is seen when it is written and not lost with a
-    rank that is killed; a crash in C++ prints a Python traceback; ranks share the cores, where torch would give all of them to
-    each; and gloo listens on the loopback interface only, since all ranks are on this host. What the user has set is left alone.
+    Beside gradwire's variables, among them the name of the `private` store, a rank gets torch's, so that a script which calls
+    `dist.init_process_group("gloo")` runs too; they say that `store` is hosted already. Output is not buffered, so that it is seen
+    when it is written and not lost with a rank that is killed; a crash in C++ prints a Python traceback; ranks share the cores,
+    where torch would give all of them to each; and gloo listens on the loopback interface only, since all ranks are on this host.
+    What the user has set is left alone.
     """
     ours = {
         "GRADWIRE_RANK": str(rank),
         "GRADWIRE_SIZE": str(size),
-        "GRADWIRE_STORE": str(store),
+        "GRADWIRE_STORE": private,
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(rank),

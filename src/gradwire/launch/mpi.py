@@ -6,21 +6,21 @@ import time
 from typing import Any
 
 from gradwire.errors import CollectiveTimeout, UsageError
-from gradwire.launch.world import Address, World
+from gradwire.launch.world import World
 
 _LENGTH = 512
 _PAUSE = 0.005
 
 
-def tell_all(address: Address, world: World, *, timeout: float) -> Address:
-    """Rank 0's `address`, on every rank."""
+def tell_all(text: str, world: World, *, timeout: float) -> str:
+    """Rank 0's `text`, on every rank."""
     comm = _comm_world(world)
     if (comm.rank, comm.size) != (world.rank, world.size):
         raise UsageError(
             f"gw.init() on {world}: mpi4py says that this is rank {comm.rank} of {comm.size}. It was built for another MPI "
             "than this mpirun belongs to: use that MPI's mpirun, or set MASTER_ADDR and MASTER_PORT."
         )
-    message = bytearray(f"{address}".encode().ljust(_LENGTH))
+    message = bytearray(text.encode().ljust(_LENGTH))
     request = comm.Ibcast(message, root=0)
     deadline = time.monotonic() + timeout
     while not request.Test():  # not Wait: it has no deadline
@@ -30,8 +30,7 @@ def tell_all(address: Address, world: World, *, timeout: float) -> Address:
                 "See whether every rank calls gw.init()."
             )
         time.sleep(_PAUSE)
-    host, _, port = bytes(message).decode().strip().rpartition(":")
-    return Address(host, int(port))
+    return bytes(message).decode().strip()
 
 
 def _comm_world(world: World) -> Any:

@@ -1,5 +1,8 @@
 """Where the ranks of a world meet: the store that the launcher or rank 0 hosts, and the roll of those who have come.
 
+On one host that is a private store, which no other user can reach. `gradwire run` makes one. Other launchers have an open store at
+most, a TCPStore, so there, or over MPI, rank 0 tells the others the name of a private one, and they move.
+
 torch's TCPStore is only used once it can be reached: its own attempts to connect fill the screen with C++ stacks and cannot be
 interrupted.
 """
@@ -16,10 +19,13 @@ from ipaddress import ip_address
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
-from gradwire.groups.bounded_store import bounded
+from gradwire.groups.bounded_store import bounded, innermost
+from gradwire.groups.private_meeting import move, move_if_together
+from gradwire.groups.private_store import PrivateStore
 from gradwire.groups.tcp_store import LOOPBACK, host_store
 from gradwire.launch.mpi import tell_all
 from gradwire.launch.world import Address, World
+from gradwire.private_file import available
 
 _TOKEN = secrets.token_hex(8)
 """Tells this process from others, on whatever host."""
@@ -27,12 +33,17 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
 """Seconds between two looks at a store or a port; neither can be waited on with a deadline and without noise."""
 
 
-def open_store(world: World, *, timeout: float) -> Store:
-    """This rank's hold on the store of its world."""
+def open_store(world: World, *, timeout: float, meeting: int = 0) -> Store:
+    """This rank's hold on the store of its world. `meeting` is how often the ranks have met before."""
     deadline = time.monotonic() + timeout
-    if world.store is None or world.size == 1:
+    if world.size == 1 or not (world.private or world.store):
         return HashStore()
+    if world.private:
+        private = PrivateStore.open(world.private)
+        private.set_timeout(timedelta(seconds=timeout))
+        return private
     address = world.store
+    assert address is not None
     if address.port == 0:
         return _open_by_mpi(world, address.host, timeout)
     store: Store
@@ -41,31 +52,57 @@ def open_store(world: World, *, timeout: float) -> Store:
     else:
         _reach(address, world, deadline, timeout)
         store = TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=timeout))
-    return PrefixStore(f"attempt/{world.attempt}", store) if world.attempt else store
+    if world.attempt:
+        store = PrefixStore(f"attempt/{world.attempt}", store)
+    purpose, who = f"{address}, attempt {world.attempt or 0}, meeting {meeting}", f"gw.init() on {world}"
+    if world.local_size is None:
+        ours = PrefixStore(f"gradwire/move/{meeting}", store)
+        moved = move_if_together(ours, world.rank, world.size, purpose=purpose, timeout=timeout, who=who)
+        return store if moved is ours else moved
+    if world.on_one_host and available():
+        return move(store, world.rank, key=f"gradwire/private/{meeting}", purpose=purpose, timeout=timeout, who=who)
+    return store
 
 
 def _open_by_mpi(world: World, host: str, timeout: float) -> Store:
-    """Rank 0 chooses a port, and MPI tells the others."""
-    mine = None
+    """Rank 0 makes a private store, or chooses a port, and MPI tells the others."""
+    if world.on_one_host and available():
+        return _private_by_mpi(world, timeout)
+    mine, told = None, ""
     if world.rank == 0:
         mine = host_store(LOOPBACK if world.on_one_host else "", timeout=timeout)
-        here = host or (LOOPBACK if world.on_one_host else socket.gethostname())
-        address = Address(here, mine.port)
-    else:
-        address = Address("", 0)
-    told = tell_all(address, world, timeout=timeout)
+        told = str(Address(host or (LOOPBACK if world.on_one_host else socket.gethostname()), mine.port))
+    told = tell_all(told, world, timeout=timeout)
     if mine is not None:
         return mine
-    _reach(told, world, time.monotonic() + timeout, timeout)
-    return TCPStore(told.host, told.port, is_master=False, timeout=timedelta(seconds=timeout))
+    host, _, port = told.rpartition(":")
+    address = Address(host, int(port))
+    _reach(address, world, time.monotonic() + timeout, timeout)
+    return TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=timeout))
+
+
+def _private_by_mpi(world: World, timeout: float) -> Store:
+    if world.rank == 0:
+        private = PrivateStore.create()
+        try:
+            tell_all(private.name, world, timeout=timeout)
+        except BaseException:
+            private.close()
+            raise
+    else:
+        private = PrivateStore.open(tell_all("", world, timeout=timeout))
+    private.set_timeout(timedelta(seconds=timeout))
+    return private
 
 
 def _listen_here(address: Address) -> int | None:
     """A listening socket that only this host can reach, where `address` is such a one. A TCPStore listens everywhere by itself."""
     try:
-        if not ip_address(socket.gethostbyname(address.host)).is_loopback:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        if not all(ip_address(str(there[0]).partition("%")[0]).is_loopback for *_, there in found):
             return None
-        return socket.create_server((address.host, address.port), backlog=2048).detach()
+        family, _, _, _, there = found[0]
+        return socket.create_server(there[:2], family=family, backlog=2048).detach()
     except (
         OSError
     ):  # perhaps a store of this process has the port, which the new one then shares; otherwise it fails itself
@@ -142,7 +179,7 @@ def arrive(store: Store, world: World, *, timeout: float) -> None:
 
 def say_goodbye(store: Store, world: World, *, patience: float) -> None:
     """Say that this rank needs the store no more; whoever hosts it stays until all have said so, or patience ends."""
-    if world.size == 1 or world.hosted:
+    if world.size == 1 or world.hosted or isinstance(innermost(store), PrivateStore):  # which nobody hosts
         return
     store = bounded(store, patience, f"leaving on {world}")
     try:

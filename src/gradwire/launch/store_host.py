@@ -1,4 +1,6 @@
-"""The process that hosts the store of a run, so that the launcher itself need not import torch.
+"""The process that hosts the store for scripts that call torch's `init_process_group`, so that the launcher need not import torch.
+
+`gw.init()` does not use it: every user of the host can connect to a TCPStore.
 
 The launcher binds the port, so it is known and taken before any rank starts; what connects before this process listens to it waits
 in the socket's queue. The process ends with the launcher, or when told to: its standard input is a pipe from there.

@@ -57,7 +57,7 @@ class Run:
     log_dir: Path | None = None
     """Where each rank's output is written to a file of its own as well."""
     store: StoreHost | None = None
-    """The store that the ranks meet in: without it they cannot go on."""
+    """The store for ranks that call torch's `init_process_group`; the run ends with it."""
     all_tracebacks: bool = False
     """Whether the tracebacks of all ranks are shown, when they are written, and not only that of the first failure at the end."""
 

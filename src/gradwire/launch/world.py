@@ -25,6 +25,7 @@ from enum import Enum
 
 from gradwire.errors import UsageError
 from gradwire.launch.nodelist import hosts
+from gradwire.private_file import is_name
 
 Environment = Mapping[str, str]
 
@@ -39,7 +40,7 @@ class Launcher(Enum):
     """Who started the ranks."""
 
     GRADWIRE = "gradwire run"
-    """Our own, on one host; it hosts the store."""
+    """Our own, on one host; it makes a private store."""
     TORCHRUN = "torchrun"
     """torchrun, or anybody else who sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
     MPIRUN = "mpirun"
@@ -73,7 +74,9 @@ class World:
     local_size: int | None = None
     """How many ranks this host has, where that is known."""
     store: Address | None = None
-    """Where the store is; None for a process alone."""
+    """Where the store is; None for a process alone, and where the launcher has made a private one."""
+    private: str = ""
+    """The name of the private store that the launcher has made; empty where it has made none."""
     hosted: bool = False
     """Whether the launcher hosts the store; otherwise rank 0 does."""
     attempt: str = ""
@@ -164,18 +167,13 @@ class _Reader:
 
 def _gradwire_run(read: _Reader) -> World:
     rank, size = read.number("GRADWIRE_RANK"), read.number("GRADWIRE_SIZE")
-    store = _address(read.text("GRADWIRE_STORE"))
-    return World(rank, size, read.launcher, local_rank=rank, local_size=size, store=store, hosted=True)
-
-
-def _address(text: str) -> Address:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit():
+    store = read.text("GRADWIRE_STORE")
+    if not is_name(store):
         raise UsageError(
-            f"finding the world under gradwire run: GRADWIRE_STORE is {text!r}, not HOST:PORT. gradwire run sets it; "
-            "see who changed it."
+            f"finding the world under gradwire run: GRADWIRE_STORE is {store!r}, not the name of a private store. gradwire run "
+            "sets it; see who changed it."
         )
-    return Address(host, int(port))
+    return World(rank, size, read.launcher, local_rank=rank, local_size=size, private=store)
 
 
 def _torchrun(read: _Reader) -> World:

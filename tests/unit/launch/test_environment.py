@@ -8,15 +8,17 @@ from gradwire.launch import Address, Launcher, find_world
 from gradwire.launch.environment import rank_environment
 
 STORE = Address("127.0.0.1", 4000)
+PRIVATE = "123:4:5:678"
 
 
 def environment(base=None, extra=None, *, rank=1, size=4, cpus=10):
-    return rank_environment(base or {}, extra or {}, rank=rank, size=size, store=STORE, cpus=cpus)
+    return rank_environment(base or {}, extra or {}, rank=rank, size=size, private=PRIVATE, store=STORE, cpus=cpus)
 
 
 def test_a_rank_finds_its_world():
     world = find_world(environment())
-    assert (world.rank, world.size, world.launcher, world.store) == (1, 4, Launcher.GRADWIRE, STORE)
+    assert (world.rank, world.size, world.launcher) == (1, 4, Launcher.GRADWIRE)
+    assert (world.private, world.store) == (PRIVATE, None)
 
 
 def test_scripts_written_for_torchrun_find_theirs():

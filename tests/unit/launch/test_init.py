@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.groups.tcp_store import host_store
+from gradwire.groups.private_store import PrivateStore
 from gradwire.interop.defaults import WORLD, is_default
 from gradwire.testing import run_ranks
 
@@ -115,10 +115,17 @@ def test_an_exception_that_ends_the_program_aborts(monkeypatch):
 # -- on rank processes -----------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def store():
+    """That which `gradwire run` would make."""
+    with PrivateStore.create() as store:
+        yield store
+
+
 @contextmanager
-def launched(rank: int, size: int, port: int):
+def launched(rank: int, size: int, store: str):
     """This process's environment as `gradwire run` would make it."""
-    ours = {"GRADWIRE_RANK": str(rank), "GRADWIRE_SIZE": str(size), "GRADWIRE_STORE": f"127.0.0.1:{port}"}
+    ours = {"GRADWIRE_RANK": str(rank), "GRADWIRE_SIZE": str(size), "GRADWIRE_STORE": store}
     os.environ.update(ours)
     try:
         yield
@@ -128,11 +135,10 @@ def launched(rank: int, size: int, port: int):
         gw.launch.leave()
 
 
-def test_ranks_meet_train_part_and_meet_again():
-    store = host_store()
+def test_ranks_meet_train_part_and_meet_again(store):
 
     def rank_main(outer):
-        with launched(outer.rank, outer.size, store_port):
+        with launched(outer.rank, outer.size, store_name):
             group = gw.init(timeout=30)
             model = torch.nn.Linear(2, 1)
             ddp = gw.DistributedDataParallel(model)
@@ -143,30 +149,28 @@ def test_ranks_meet_train_part_and_meet_again():
             second.all_reduce(t)
             return type(group).__name__, ddp.group is group, model.weight.grad.tolist(), second is group, t.item()
 
-    store_port = store.port
+    store_name = store.name
     assert run_ranks(rank_main, 2, kind="gloo") == [("SharedMemoryGroup", True, [[0.5, 0.5]], False, 3.0)] * 2
 
 
-def test_after_a_group_that_could_not_be_made_there_may_be_another():
-    store = host_store()
+def test_after_a_group_that_could_not_be_made_there_may_be_another(store):
 
     def rank_main(outer):
-        with launched(outer.rank, outer.size, store_port):
+        with launched(outer.rank, outer.size, store_name):
             with pytest.raises(gw.GradwireError, match="'/nowhere'.*No such file"):
                 gw.init(timeout=30, directory="/nowhere")
             t = torch.ones(1)
             gw.init(timeout=30).all_reduce(t)
             return t.item()
 
-    store_port = store.port
+    store_name = store.name
     assert run_ranks(rank_main, 2, kind="gloo") == [2.0, 2.0]
 
 
-def test_ranks_that_ask_for_different_kinds_are_told():
-    store = host_store()
+def test_ranks_that_ask_for_different_kinds_are_told(store):
 
     def rank_main(outer):
-        with launched(outer.rank, outer.size, store_port):
+        with launched(outer.rank, outer.size, store_name):
             if outer.rank == 0:
                 with pytest.raises(gw.UsageError, match="there is no CUDA device"):
                     gw.init(timeout=30, kind="nccl")
@@ -176,19 +180,18 @@ def test_ranks_that_ask_for_different_kinds_are_told():
                 ):
                     gw.init(timeout=30, kind="gloo")
 
-    store_port = store.port
+    store_name = store.name
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     run_ranks(rank_main, 2, kind="gloo")
 
 
-def test_a_rank_that_does_not_come_is_named():
-    store = host_store()
+def test_a_rank_that_does_not_come_is_named(store):
 
     def rank_main(outer):
-        with launched(outer.rank, 3, store_port), pytest.raises(gw.CollectiveTimeout) as caught:
+        with launched(outer.rank, 3, store_name), pytest.raises(gw.CollectiveTimeout) as caught:
             gw.init(timeout=1)
         return caught.value.missing
 
-    store_port = store.port
+    store_name = store.name
     assert run_ranks(rank_main, 2, kind="gloo") == [(2,), (2,)]

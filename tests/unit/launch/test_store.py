@@ -6,6 +6,8 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,14 +15,19 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
+from gradwire.groups.private_meeting import release
+from gradwire.groups.private_store import PrivateStore
 from gradwire.groups.tcp_store import host_store
 from gradwire.launch import Address, Launcher, World
 from gradwire.launch.mpi import tell_all
 from gradwire.launch.store import arrive, open_store, say_goodbye
 
 
-def world(rank: int, size: int = 2, *, port: int = 0, **more) -> World:
-    return World(rank, size, Launcher.TORCHRUN, store=Address("127.0.0.1", port), **more)
+def world(
+    rank: int, size: int = 2, *, port: int = 0, host: str = "127.0.0.1", local_size: int | None = 1, **more
+) -> World:
+    """Two hosts, unless said otherwise."""
+    return World(rank, size, Launcher.TORCHRUN, store=Address(host, port), local_size=local_size, **more)
 
 
 def free_port() -> int:
@@ -52,15 +59,89 @@ def listening(port: int) -> list[str]:
     return [line[1] for line in lines if line[3] == "0A" and line[1].endswith(f":{port:04X}")]
 
 
-def test_on_one_host_rank_0_hosts_on_the_loopback_alone():
+@pytest.fixture
+def opened():
+    """`open_store`, and what it has opened is closed at the end."""
+    stores = []
+
+    def open_one(*args, **named):
+        stores.append(open_store(*args, **named))
+        return stores[-1]
+
+    yield open_one
+    for store in stores:
+        release(store)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", "0100007F"), ("::1", "00000000000000000000000001000000"), ("localhost", None)],
+)
+def test_on_one_host_rank_0_hosts_on_the_loopback_alone(host, expected, opened):
     port = free_port()
-    host = open_store(world(0, port=port, local_rank=0, local_size=2), timeout=5)
-    assert listening(port) == [f"0100007F:{port:04X}"]
-    again = open_store(world(0, port=port, local_rank=0, local_size=2), timeout=5)  # as gw.init() after close() does
-    again.set("key", "value")
-    assert host.get("key") == b"value"
-    guest = open_store(world(1, port=port, local_rank=1, local_size=2), timeout=5)
+    first = world(0, port=port, host=host, local_rank=0, local_size=2)
+    ours = opened(first, timeout=5)
+    assert {address.rpartition(":")[0] for address in listening(port)} <= ({expected} if expected else LOOPBACKS)
+    assert listening(port)
+    again = opened(first, timeout=5, meeting=1)  # as gw.init() after close() does
+    ours.set("key", "value")
+    assert not again.check(["key"])
+    guest = opened(world(1, port=port, host=host, local_rank=1, local_size=2), timeout=5)
     assert guest.get("key") == b"value"
+
+
+LOOPBACKS = {"0100007F", "00000000000000000000000001000000"}
+
+
+@pytest.mark.parametrize("local_size", [2, None])
+def test_on_one_host_ranks_move_to_a_private_store(local_size, opened):
+    hosted = host_store()
+    with ThreadPoolExecutor(2) as threads:
+        worlds = [world(rank, port=hosted.port, hosted=True, local_size=local_size) for rank in range(2)]
+        first, second = threads.map(lambda world: opened(world, timeout=5), worlds)
+    assert isinstance(first, PrivateStore)
+    assert isinstance(second, PrivateStore)
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+    assert not [key for key in hosted.list_keys() if key.endswith("key")]
+
+
+def test_a_private_store_of_another_job_is_refused(opened):
+    hosted, world_0, world_1 = (
+        host_store(),
+        *(world(rank, port=0, hosted=True, local_size=2) for rank in range(2)),
+    )
+    world_0, world_1 = (replace(each, store=Address("127.0.0.1", hosted.port)) for each in (world_0, world_1))
+    other = host_store()
+    stranger = opened(replace(world_0, store=Address("127.0.0.1", other.port)), timeout=5)
+    hosted.set("gradwire/private/0", stranger.name)
+    with pytest.raises(GroupError, match="is not that of 127.0.0.1:.*It is not used"):
+        opened(world_1, timeout=5)
+
+
+def test_a_private_store_that_is_none_is_refused(opened):
+    hosted = host_store()
+    hosted.set("gradwire/private/0", "/etc/passwd")
+    with pytest.raises(GroupError, match="'/etc/passwd': this is not the name of one"):
+        opened(world(1, port=hosted.port, hosted=True, local_size=2), timeout=5)
+
+
+def test_the_name_of_a_failed_attempt_is_passed_over(opened):
+    hosted = host_store()
+    worlds = [world(rank, port=hosted.port, hosted=True, local_size=2) for rank in range(2)]
+    open_store(worlds[0], timeout=5).close()
+    with ThreadPoolExecutor(1) as threads:
+        late = threads.submit(opened, worlds[1], timeout=30)
+        ours = opened(worlds[0], timeout=5)
+        ours.set("key", "value")
+        assert late.result().get("key") == b"value"
+
+
+def test_rank_0_that_does_not_come_is_named(opened):
+    hosted = host_store()
+    with pytest.raises(CollectiveTimeout, match=r"ranks \[0\] have not come within 0.2 s") as caught:
+        opened(world(1, port=hosted.port, hosted=True, local_size=2), timeout=0.2)
+    assert caught.value.missing == (0,)
 
 
 def test_a_port_that_somebody_else_has_is_an_error():
@@ -177,7 +258,7 @@ def fake_mpi(monkeypatch, comm: Comm) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=comm)))
 
 
-MPI = World(1, 2, Launcher.MPIRUN, store=Address("", 0), local_size=2)
+MPI = World(1, 2, Launcher.MPIRUN, store=Address("", 0), local_size=1)
 
 
 def test_mpi_tells_where_the_store_is(monkeypatch):
@@ -185,6 +266,13 @@ def test_mpi_tells_where_the_store_is(monkeypatch):
     fake_mpi(monkeypatch, Comm(1, 2, f"127.0.0.1:{store.port}".encode()))
     open_store(MPI, timeout=5).set("key", "")
     assert store.check(["key"])
+
+
+def test_on_one_host_mpi_tells_the_name_of_a_private_store(monkeypatch, opened):
+    with PrivateStore.create() as store:
+        fake_mpi(monkeypatch, Comm(1, 2, store.name.encode()))
+        opened(replace(MPI, local_size=2), timeout=5).set("key", "")
+        assert store.check(["key"])
 
 
 def test_without_mpi4py_a_meeting_place_is_demanded(monkeypatch):
@@ -196,10 +284,10 @@ def test_without_mpi4py_a_meeting_place_is_demanded(monkeypatch):
 def test_an_mpi4py_of_another_mpi_is_found_out(monkeypatch):
     fake_mpi(monkeypatch, Comm(0, 1))
     with pytest.raises(UsageError, match="mpi4py says that this is rank 0 of 1. It was built for another MPI"):
-        tell_all(Address("", 0), MPI, timeout=5)
+        tell_all("", MPI, timeout=5)
 
 
 def test_a_broadcast_that_never_comes_is_a_timeout(monkeypatch):
     fake_mpi(monkeypatch, Comm(1, 2))
     with pytest.raises(CollectiveTimeout, match="rank 0 has not said over MPI where the store is within 0.05 s"):
-        tell_all(Address("", 0), MPI, timeout=0.05)
+        tell_all("", MPI, timeout=0.05)

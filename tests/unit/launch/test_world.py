@@ -7,7 +7,7 @@ import pytest
 from gradwire.errors import UsageError
 from gradwire.launch import Address, Launcher, World, find_world
 
-GRADWIRE = {"GRADWIRE_RANK": "1", "GRADWIRE_SIZE": "4", "GRADWIRE_STORE": "127.0.0.1:4000"}
+GRADWIRE = {"GRADWIRE_RANK": "1", "GRADWIRE_SIZE": "4", "GRADWIRE_STORE": "123:4:5:678"}
 TORCHRUN = {
     "RANK": "3",
     "WORLD_SIZE": "8",
@@ -49,7 +49,7 @@ def test_alone():
 
 def test_gradwire_run():
     world = find_world(GRADWIRE)
-    expected = World(1, 4, Launcher.GRADWIRE, local_rank=1, local_size=4, store=Address("127.0.0.1", 4000), hosted=True)
+    expected = World(1, 4, Launcher.GRADWIRE, local_rank=1, local_size=4, private="123:4:5:678")
     assert world == expected
     assert world.on_one_host
 
@@ -186,7 +186,9 @@ def test_half_an_environment_is_an_error_that_names_the_other_half(environ, miss
         ({**TORCHRUN, "MASTER_PORT": "0"}, "under torchrun: MASTER_PORT is 0, to which nobody can connect"),
         ({**OPEN_MPI, "MASTER_ADDR": "a", "MASTER_PORT": "70000"}, "under mpirun: MASTER_PORT is 70000"),
         ({**SRUN, "MASTER_PORT": "0"}, "under SLURM: MASTER_PORT is 0"),
-        ({**GRADWIRE, "GRADWIRE_STORE": "4000"}, "GRADWIRE_STORE is '4000', not HOST:PORT"),
+        ({**GRADWIRE, "GRADWIRE_STORE": "4000"}, "GRADWIRE_STORE is '4000', not the name of a private store"),
+        ({**GRADWIRE, "GRADWIRE_STORE": "127.0.0.1:4000"}, "GRADWIRE_STORE is '127.0.0.1:4000', not the name"),
+        ({**GRADWIRE, "GRADWIRE_STORE": "1:2:3:../4"}, "GRADWIRE_STORE is '1:2:3:../4', not the name"),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "many"}, "SLURM_STEP_TASKS_PER_NODE is 'many'"),
         ({**SRUN, "SLURM_NODEID": "9"}, "SLURM_NODEID is 9, but .* has fewer hosts"),
         ({**SRUN, "SLURM_STEP_NODELIST": "gpu["}, "reading the list of hosts 'gpu\\['"),

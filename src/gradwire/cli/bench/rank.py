@@ -22,13 +22,14 @@ from pathlib import Path
 
 import cloudpickle  # type: ignore[import-untyped]
 import torch
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
 from gradwire.cli.bench.meeting import Meeting
 from gradwire.cli.bench.mpi import rank_under_mpirun
 from gradwire.cli.bench.seat import Seat
-from gradwire.cli.bench.world import Done, Failed, Hello, News, Start, Stop
+from gradwire.cli.bench.world import HOSTED_PORT, Done, Failed, Hello, News, Start, Stop
 from gradwire.errors import CollectiveTimeout
+from gradwire.groups.private_store import PrivateStore
 from gradwire.testing.private_socket import connect
 
 _CONNECT = 60.0
@@ -54,8 +55,12 @@ def main(folder: Path, rank: int) -> None:
 def _perform(folder: Path, rank: int, start: Start, starter: Connection) -> object:
     torch.set_num_threads(1)
     limit = timedelta(seconds=start.timeout)
-    master = start.hosted and rank == 0
-    store = TCPStore(start.address, start.port, is_master=master, wait_for_workers=False, timeout=limit)
+    store: Store
+    if start.private:
+        store = PrivateStore.open(start.private)
+        store.set_timeout(limit)
+    else:
+        store = TCPStore(start.address, HOSTED_PORT, is_master=rank == 0, wait_for_workers=False, timeout=limit)
     meeting = Meeting(folder / "meeting", rank=rank, size=start.size, timeout=start.timeout)
     seat = Seat(rank, start.size, store, meeting, start.timeout, lambda news: starter.send(News(news)))
     try:

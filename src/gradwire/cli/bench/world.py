@@ -20,18 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
-from torch._C._distributed_c10d import TCPStore
 
 from gradwire.cli.bench.meeting import Meeting
 from gradwire.cli.bench.mpi import Launcher
 from gradwire.cli.bench.seat import Seat
 from gradwire.errors import CollectiveTimeout, GroupError, PeerLost
-from gradwire.groups.tcp_store import host_store
+from gradwire.groups.private_store import PrivateStore
 from gradwire.lab import Host
 from gradwire.testing.pool.process import WORKER_SETTINGS
 from gradwire.testing.private_socket import PrivateListener
 
-HOST = "127.0.0.1"
 TIMEOUT = 120
 """Seconds without news of any rank after which a benchmark gives up, when not told otherwise."""
 _START = 120.0
@@ -41,7 +39,7 @@ _LEAVE = 20.0
 _STOP = 3.0
 """Seconds that ranks get to end when told to."""
 _LAST_LINES = 60
-_HOSTED_PORT = 29_500
+HOSTED_PORT = 29_500
 """Of the store that rank 0 hosts where ranks are on hosts of their own, which have all ports free."""
 
 
@@ -55,13 +53,12 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Starter: do this. `task` is a pickled function of a `Seat`. The store is at `address`, and `hosted` by rank 0 or by nobody
-    among the ranks."""
+    """Starter: do this. `task` is a pickled function of a `Seat`. The store is the private one of that name; where ranks are on
+    hosts of their own there is none, and rank 0 hosts one at `address`."""
 
     size: int
+    private: str
     address: str
-    port: int
-    hosted: bool
     timeout: float
     task: bytes
 
@@ -158,8 +155,8 @@ class _World:
     strangers: list[Connection] = field(default_factory=list)
     """Connections of ranks that have not said yet who they are."""
     ranks: dict[Connection, _Rank] = field(default_factory=dict)
-    store: TCPStore = field(default_factory=lambda: host_store(HOST, timeout=TIMEOUT))
-    """Where the groups of the ranks meet, unless they are on hosts from which it cannot be reached. This process only hosts it."""
+    store: PrivateStore = field(default_factory=PrivateStore.create)
+    """Where the groups of the ranks meet, unless they are on hosts of their own."""
     server: PrivateListener = field(init=False)
 
     def __post_init__(self) -> None:
@@ -200,8 +197,8 @@ class _World:
 
     def listen(self, task: bytes, heard: Callable[[Any], object]) -> list[Any]:
         """Every rank's result, or the error that stands for what went wrong."""
-        address, port = (self.hosts[0].address, _HOSTED_PORT) if self.hosts else (HOST, self.store.port)
-        start = Start(self.size, address, port, bool(self.hosts), self.timeout, task)
+        private, address = ("", self.hosts[0].address) if self.hosts else (self.store.name, "")
+        start = Start(self.size, private, address, self.timeout, task)
         running = list(self.processes)
         while len(done := [r for r in self.ranks.values() if r.answer is not None]) < self.size:
             open_ends = [c for c, r in self.ranks.items() if r.answer is None]
@@ -315,3 +312,4 @@ class _World:
         for rank in self.ranks.values():
             os.close(rank.pidfd)
         self.server.close()
+        self.store.close()

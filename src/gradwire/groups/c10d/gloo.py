@@ -4,7 +4,8 @@ Note [Gloo's address]
 Left to itself gloo listens at what this host's name resolves to: on Debian 127.0.1.1, elsewhere perhaps nothing at all, and ranks
 on other hosts try to connect to themselves. Ranks that meet over TCP have a better one: that with which this host reaches the
 store leads to the others. On the store's own host that may be a loopback address as well, since its name resolves to one there;
-then it is the address at which ranks on other hosts have found the store. `GLOO_SOCKET_IFNAME`, which gloo reads itself, overrules.
+then it is the address at which ranks on other hosts have found the store. Ranks that meet in a private store are on one host, and
+use its loopback address. `GLOO_SOCKET_IFNAME`, which gloo reads itself, overrules.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from gradwire.errors import CollectiveTimeout, GroupError
 from gradwire.groups.bounded_store import bounded, innermost
+from gradwire.groups.private_store import PrivateStore
+from gradwire.groups.tcp_store import LOOPBACK
 
 ENGINE_MARGIN = 1.0
 """Seconds after our own deadline at which the engine gives an operation up. Ours is first, because it can name who is missing."""
@@ -59,7 +62,11 @@ Ways = tuple[str, str]
 
 def _ways(store: Any) -> Ways:
     tcp = innermost(store)
-    if not isinstance(tcp, TCPStore) or os.environ.get("GLOO_SOCKET_IFNAME"):
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return "", ""
+    if isinstance(tcp, PrivateStore):  # all ranks are on this host
+        return LOOPBACK, LOOPBACK
+    if not isinstance(tcp, TCPStore):
         return "", ""
     try:
         family, kind, protocol, _, there = socket.getaddrinfo(tcp.host, tcp.port, type=socket.SOCK_DGRAM)[0]

@@ -37,6 +37,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore
 from gradwire.errors import UNEVEN, ClosedError
 from gradwire.groups.bounded_store import StoreCalls, bounded, innermost
 from gradwire.groups.host import host_identity, is_dead, process_start
+from gradwire.groups.private_store import PrivateStore
 
 _STORE_PATIENCE = timedelta(seconds=3)
 _REPORTED_WITHIN = 1.0
@@ -92,7 +93,7 @@ class Membership:
     @classmethod
     def over(cls, store: Any, rank: int, size: int) -> Membership:
         """A membership over a connection of its own to `store`: the caller's may be inside a blocking wait."""
-        if not isinstance(innermost(store), HashStore | FileStore):  # which have no connection to share
+        if not isinstance(innermost(store), HashStore | FileStore | PrivateStore):  # which have no connection to share
             try:
                 store = store.clone()
                 store.set_timeout(_STORE_PATIENCE)

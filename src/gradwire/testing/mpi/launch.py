@@ -50,13 +50,13 @@ def find_mpirun() -> str | None:
 class Launch:
     """A running mpirun."""
 
-    def __init__(self, mpirun: str, size: int, port: int) -> None:
+    def __init__(self, mpirun: str, size: int, store: str) -> None:
         self.size = size
         self.doomed = False
         self.ranks: list[MPIRank] = []
         self._folder = tempfile.mkdtemp(prefix="gradwire-mpi-")
         self._door = PrivateListener(self._folder, backlog=size)
-        main = f"{QUICK_START}; from gradwire.testing.mpi.rank import main; main({self._folder!r}, {port})"
+        main = f"{QUICK_START}; from gradwire.testing.mpi.rank import main; main({self._folder!r}, {store!r})"
         self._mpirun = subprocess.Popen(
             [mpirun, "-n", str(size), *OPTIONS, sys.executable, "-P", "-c", main],
             stdin=subprocess.DEVNULL,

@@ -12,7 +12,7 @@ from gradwire.testing.pool.worker import work
 from gradwire.testing.private_socket import connect
 
 
-def main(folder: str, port: int) -> None:
+def main(folder: str, store: str) -> None:
     """The life of a rank. It ends as programs do, for MPI must be finalized."""
     control = connect(folder, timeout=START_LIMIT)
     world = importlib.import_module("mpi4py.MPI").COMM_WORLD
@@ -23,4 +23,4 @@ def main(folder: str, port: int) -> None:
         os.dup2(theirs, ours)
         os.close(theirs)
     control.settimeout(None)
-    work(control.detach(), stack, dumped, port, 0, notice=ABORT_GRACE)
+    work(control.detach(), stack, dumped, store, 0, notice=ABORT_GRACE)

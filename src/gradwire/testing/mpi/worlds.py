@@ -28,12 +28,12 @@ class _World(RankPool):
 
     _launch: Launch | None = None
 
-    def _start(self, count: int, port: int) -> Iterator[Hold]:
+    def _start(self, count: int, store: str) -> Iterator[Hold]:
         if count > 0:
             reason, mpirun = missing(), find_mpirun()
             if reason is not None or mpirun is None:
                 raise UsageError(f"{count} ranks of kind 'mpi': {reason}.")
-            self._launch = Launch(mpirun, count, port)
+            self._launch = Launch(mpirun, count, store)
             yield from self._launch.meet()
 
     def _discharge(self, workers: Sequence[Hold]) -> None:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-HOST = "127.0.0.1"
-"""Where the store listens: ranks of a test never leave the host."""
 START_LIMIT = 120.0
 """Seconds that new workers have to import torch and report."""
 ABORT_GRACE = 5.0

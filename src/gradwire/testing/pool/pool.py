@@ -14,14 +14,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
-
 from gradwire.errors import ClosedError, GroupError, UsageTypeError
 from gradwire.groups import Group
-from gradwire.groups.tcp_store import host_store
-from gradwire.testing.leftovers import open_descriptors, tcp_ports
+from gradwire.groups.private_store import PrivateStore
 from gradwire.testing.pool.messages import Job, Ready, receive
-from gradwire.testing.pool.outcome import ABORT_GRACE, GROUP_MARGIN, HOST, START_LIMIT, TURN_LIMIT, LeftBehind, Outcome
+from gradwire.testing.pool.outcome import ABORT_GRACE, GROUP_MARGIN, START_LIMIT, TURN_LIMIT, LeftBehind, Outcome
 from gradwire.testing.pool.process import Hold, Process, ending
 from gradwire.testing.pool.run import Run
 from gradwire.testing.pool.shipping import ship
@@ -39,9 +36,9 @@ class RankPool:
         self._numbers = itertools.count()
         self._workers: list[Hold] = []
         self._paths: tuple[str, ...] = ()
-        self._store: TCPStore | None = None
-        self._store_descriptors: dict[int, str] = {}
-        self._finalizer = weakref.finalize(self, _dismiss, self._workers, os.getpid())
+        self._stores: list[PrivateStore] = []
+        """The one in which the groups of the workers meet, once there are any."""
+        self._finalizer = weakref.finalize(self, _dismiss, self._workers, self._stores, os.getpid())
 
     @property
     def pids(self) -> list[int]:
@@ -75,6 +72,7 @@ class RankPool:
                 raise
             finally:
                 self._discharge([worker for worker in workers if worker.spoilt or worker.wait(0) is not None])
+                self._forget(name)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -100,14 +98,12 @@ class RankPool:
 
     def _staff(self, n: int) -> None:
         """Have at least `n` workers."""
-        if self._store is None:
-            before = open_descriptors()
-            self._store = host_store(HOST, timeout=START_LIMIT)
-            self._store_descriptors = dict(open_descriptors().items() - before.items())
+        if not self._stores:
+            self._stores.append(PrivateStore.create())
         self._discharge([worker for worker in self._workers if worker.wait(0) is not None])
         fresh: list[Hold] = []
         try:
-            for worker in self._start(n - len(self._workers), self._store.port):
+            for worker in self._start(n - len(self._workers), self._stores[0].name):
                 fresh.append(worker)
                 self._workers.append(worker)
             deadline = time.monotonic() + START_LIMIT
@@ -117,10 +113,10 @@ class RankPool:
             self._discharge(fresh)
             raise
 
-    def _start(self, count: int, port: int) -> Iterator[Hold]:
-        """New workers, one by one; `port` is the store's."""
+    def _start(self, count: int, store: str) -> Iterator[Hold]:
+        """New workers, one by one; `store` is the name of theirs."""
         for _ in range(count):
-            yield Process(port)
+            yield Process(store)
 
     def _discharge(self, workers: Sequence[Hold]) -> None:
         for worker in workers:
@@ -128,13 +124,15 @@ class RankPool:
             worker.kill()
             worker.release()
 
+    def _forget(self, name: str) -> None:
+        """Delete what a call has left in the store."""
+        for store in self._stores:
+            store.delete([key for key in store.list_keys() if key.startswith(f"{name}/")])
+
     def close(self) -> None:
         """End all workers and wait for them. Closing twice is a no-op."""
         with suppress(ClosedError), self._turn():
-            try:
-                self._finalizer()
-            finally:
-                self._store, self._store_descriptors = None, {}
+            self._finalizer()
 
     def __enter__(self) -> RankPool:
         return self
@@ -155,14 +153,8 @@ class RankPool:
         return pid in self.pids
 
     def keeps_descriptor(self, fd: int) -> bool:
-        """Whether `fd` leads to a worker or belongs to the store, which also has one connection from every worker."""
-        if self._store is None:
-            return False
-        return (
-            any(fd in worker.descriptors for worker in self._workers)
-            or (fd in self._store_descriptors and open_descriptors().get(fd) == self._store_descriptors[fd])
-            or self._store.port in tcp_ports(fd)
-        )
+        """Whether `fd` leads to a worker or to the store."""
+        return any(fd in worker.descriptors for worker in self._workers) or any(s.holds(fd) for s in self._stores)
 
 
 def _greet(worker: Hold, deadline: float) -> Ready:
@@ -180,17 +172,21 @@ def _greet(worker: Hold, deadline: float) -> Ready:
     raise GroupError(f"starting rank processes: worker {worker.pid} {what}. Its own words, if any, are on stderr.")
 
 
-def _dismiss(workers: list[Hold], owner: int) -> None:
+def _dismiss(workers: list[Hold], stores: list[PrivateStore], owner: int) -> None:
     if os.getpid() != owner:  # a forked copy of the owner must not end its workers
         return
     for worker in workers:
         worker.control.close()  # all at once, then wait for each
     deadline = time.monotonic() + ABORT_GRACE
-    while workers:
-        worker = workers.pop()
-        if worker.wait(deadline - time.monotonic()) is None:
-            worker.kill()
-        worker.release()
+    try:
+        while workers:
+            worker = workers.pop()
+            if worker.wait(deadline - time.monotonic()) is None:
+                worker.kill()
+            worker.release()
+    finally:
+        while stores:
+            stores.pop().close()
 
 
 @functools.cache

@@ -85,7 +85,7 @@ class Hold(ABC):
 class Process(Hold):
     """A worker that this process started."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, store: str) -> None:
         super().__init__()
         control, theirs = socket.socketpair()
         fds = (theirs.fileno(), self._stack, self._dumped_there)
@@ -97,7 +97,7 @@ class Process(Hold):
                     sys.executable,
                     "-P",
                     "-c",
-                    f"{QUICK_START}; from gradwire.testing.pool.worker import work; work{(*fds, port, parent)}",
+                    f"{QUICK_START}; from gradwire.testing.pool.worker import work; work{(*fds, store, parent)}",
                 ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,

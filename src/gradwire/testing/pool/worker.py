@@ -25,12 +25,13 @@ from typing import Protocol
 
 import cloudpickle  # type: ignore[import-untyped]
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from gradwire.groups import Group
+from gradwire.groups.private_store import PrivateStore
 from gradwire.testing.leftovers import Leftovers, prime
 from gradwire.testing.pool.messages import Abort, Ended, Job, Raised, Ready, Returned, receive, send
-from gradwire.testing.pool.outcome import CLOSE_LIMIT, HOST, LEFTOVER_GRACE, START_LIMIT
+from gradwire.testing.pool.outcome import CLOSE_LIMIT, LEFTOVER_GRACE, START_LIMIT
 from gradwire.testing.pool.shipping import dump_result, pack
 
 
@@ -141,8 +142,9 @@ def _flush() -> None:
             stream.flush()
 
 
-def work(control: int, stack: int, dumped: int, port: int, parent: int, *, notice: float = 0.0) -> None:
-    """The life of a worker process. `parent` is its process id where the worker shall be killed with it, else 0.
+def work(control: int, stack: int, dumped: int, store: str, parent: int, *, notice: float = 0.0) -> None:
+    """The life of a worker process. `store` is the name of the parent's, `parent` its process id where the worker shall be killed
+    with it, else 0.
 
     A worker that must end as programs do, and not at once when its parent is gone, has `notice` seconds for it.
     """
@@ -164,5 +166,6 @@ def work(control: int, stack: int, dumped: int, port: int, parent: int, *, notic
     gc.collect()
     gc.enable()  # QUICK_START had it off
     gc.freeze()  # what is here now stays: a collection before each look for leftovers then costs next to nothing
-    store = TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=START_LIMIT))
-    Worker(socket.socket(fileno=control), store, notice=notice).serve()
+    meeting = PrivateStore.open(store)
+    meeting.set_timeout(timedelta(seconds=START_LIMIT))
+    Worker(socket.socket(fileno=control), meeting, notice=notice).serve()

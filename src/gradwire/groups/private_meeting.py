@@ -1,0 +1,96 @@
+"""How ranks that have met in an open store, which other users of the host can reach too, move to a private one.
+
+Rank 0 makes it and writes its name into the open store; the others open it. From then on nothing is read from the open store.
+Until then another user can write there too: a name of his own leads to a file that is refused (`private_file.py`), and the name of
+another job's to a store of another purpose.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from gradwire.errors import CollectiveTimeout, GroupError
+from gradwire.groups.bounded_store import bounded, innermost
+from gradwire.groups.host import host_identity
+from gradwire.groups.private_store import PrivateStore
+from gradwire.private_file import Gone, available
+
+_PURPOSE = "gradwire/purpose"
+_PAUSE = 0.01
+
+
+def move(store: Any, rank: int, *, key: str, purpose: str, timeout: float, who: object) -> PrivateStore:
+    """The private store of ranks that are all on this host. Rank 0 keeps `store` with it: it may be the host of that."""
+    calls = bounded(store, timeout, who)
+    if rank == 0:
+        private = PrivateStore.create(beside=store)
+        try:
+            private.set(_PURPOSE, purpose)
+            calls.set(key, private.name)
+        except BaseException:
+            private.close()
+            raise
+        return _timed(private, timeout)
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            calls.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except RuntimeError as error:
+            raise CollectiveTimeout(
+                f"{who}: ranks [0] have not come within {timeout:.3g} s. See whether rank 0 has started, and what its output says.",
+                joined=(rank,),
+                missing=(0,),
+            ) from error
+        name = calls.get(key).decode(errors="replace")
+        try:
+            private = PrivateStore.open(name)
+            break
+        except Gone:  # one of an attempt that has failed, after which rank 0 makes another
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_PAUSE)
+    if not private.check([_PURPOSE]) or private.get(_PURPOSE).decode() != purpose:
+        private.close()
+        raise GroupError(
+            f"{who}: the private store {name} that the open store names is not that of {purpose}. It is not used: somebody has "
+            "changed the open store, or two jobs share it."
+        )
+    return _timed(private, timeout)
+
+
+def move_if_together(store: Any, rank: int, size: int, *, purpose: str, timeout: float, who: object) -> Any:
+    """The private store if `store` is an open one and all ranks are on one host, else `store`. Waits for all ranks."""
+    if size == 1 or not isinstance(innermost(store), TCPStore) or not available():
+        return store
+    calls = bounded(store, timeout, who)
+    keys = [f"gradwire/host/{r}" for r in range(size)]
+    calls.set(keys[rank], host_identity())
+    try:
+        calls.wait(keys, timedelta(seconds=timeout))
+    except RuntimeError as error:
+        missing = [r for r, key in enumerate(keys) if not calls.check([key])]
+        raise CollectiveTimeout(
+            f"{who}: ranks {missing} have not come within {timeout:.3g} s. See whether they have started, and what their output "
+            "says.",
+            joined=[r for r in range(size) if r not in missing],
+            missing=missing,
+        ) from error
+    if len({calls.get(key) for key in keys}) > 1:
+        return store
+    return move(store, rank, key="gradwire/private", purpose=purpose, timeout=timeout, who=who)
+
+
+def release(store: Any) -> None:
+    """Close the private store under all prefixes; leave any other alone."""
+    inner = innermost(store)
+    if isinstance(inner, PrivateStore):
+        inner.close()
+
+
+def _timed(private: PrivateStore, timeout: float) -> PrivateStore:
+    private.set_timeout(timedelta(seconds=timeout))
+    return private

@@ -1,0 +1,337 @@
+"""`PrivateStore`: a rendezvous store of the processes of one user on one host, which no other user can read or write.
+
+A TCPStore has no authentication: every user of the host can connect to it, list its keys and change them. This store is a file that
+only this user's processes can open (`private_file.py`), so no process hosts it and none can take it away by its end.
+
+Note [A log that survives its writers]
+The file is a log of records: a key and its value, or that it was deleted. Its first page holds two numbers, the start and the end
+of the log. A writer locks the file, appends its records, and only then moves the end: one that is killed half-way has written
+nothing, its lock is released by the kernel, and the next writer overwrites what it left. torch's FileStore has no such end: a
+record that a killed process left half-written makes all others read without end. A writer that is stopped while it has the lock
+stops other writers only, and these give up after `_LOCK_PATIENCE` seconds.
+
+Note [Readers without a lock]
+What lies before the end does not change, so readers need no lock. The end is written by a call of its own: the kernel's lock on the
+file orders it after the records. A log that is mostly out of date is written anew behind its end; then the start is moved, and the
+memory before it given back. A reader that finds the start behind its place begins again from there.
+
+Note [Kept until closed]
+C++ code (a PrefixStore, an engine) keeps the C++ half of a store alive, but calls methods of the Python half. So an open store is
+referenced here until `close()`, after which every call raises.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
+
+from gradwire.private_file import PAGE, create, name_of, open_private
+
+_RECORD = struct.Struct("<Iq")  # length of the key; of the value, or _DELETED
+_WORD = struct.Struct("=Q")
+_DELETED = -1
+_START, _END = 0, 1
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 100e-6, 5e-3
+"""Seconds between two looks at the file; a look takes microseconds."""
+_LOCK_PATIENCE = 10.0
+_COMPACT_FROM = 1 << 20
+"""Bytes of log below which out-of-date records are left alone."""
+_PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+
+
+class PrivateStore(Store):
+    """A store over a private file. Other processes open it by its `name`.
+
+    >>> with PrivateStore.create() as store, PrivateStore.open(store.name) as other:
+    ...     store.set("key", "value")
+    ...     other.get("key"), other.add("count", 2), store.add("count", 1)
+    (b'value', 2, 3)
+    """
+
+    def __init__(self, fd: int, *, beside: Any = None) -> None:
+        """Owns `fd`. `beside` is kept as long as this store is open."""
+        super().__init__()
+        self._fd = fd
+        self._inode = os.fstat(fd).st_ino
+        self._map = mmap.mmap(fd, PAGE)
+        self._words = memoryview(self._map).cast("Q")
+        self._beside = beside
+        self._pid = os.getpid()
+        self._mutex = threading.Lock()  # flock is the file's, which all threads of a process have together
+        self._values: dict[str, bytes] = {}
+        self._live = 0
+        self._at = PAGE
+        _OPEN.add(self)
+
+    @classmethod
+    def create(cls, *, beside: Any = None) -> PrivateStore:
+        """A new one."""
+        return cls(create(), beside=beside)
+
+    @classmethod
+    def open(cls, name: str) -> PrivateStore:
+        """That of another process of this user."""
+        return cls(open_private(name))
+
+    @property
+    def name(self) -> str:
+        """By which other processes open it, as long as it is open here."""
+        return name_of(self._fd)
+
+    def holds(self, fd: int) -> bool:
+        """Whether `fd` of this process leads to this store's file."""
+        try:
+            return os.fstat(fd).st_ino == self._inode and os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:")
+        except OSError:  # closed meanwhile
+            return False
+
+    def close(self) -> None:
+        """Let go of the file. May be called again; any other call raises from now on."""
+        with self._mutex:
+            fd, self._fd = self._fd, -1
+            self._beside = None
+            _OPEN.discard(self)
+            if fd >= 0:
+                self._words.release()
+                self._map.close()
+                os.close(fd)
+
+    def __enter__(self) -> PrivateStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- torch's Store -------------------------------------------------------------------------------------------------
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write one key."""
+        self.multi_set([key], [value])
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Write several keys at once."""
+        with self._locked():
+            self._append([(key, _bytes(value)) for key, value in zip(keys, values, strict=True)])
+
+    def get(self, key: str) -> bytes:
+        """The value of a key; waits for it if need be."""
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of several keys; waits for them if need be."""
+        self.wait(keys)
+        with self._reading() as values:
+            return [values[key] for key in keys]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which begins at 0, and return the sum."""
+        if amount == 0 and self.check([key]):
+            return int(self.get(key))
+        with self._locked() as values:
+            total = int(values.get(key, b"0")) + amount
+            self._append([(key, b"%d" % total)])
+            return total
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Write behind what the key has."""
+        with self._locked() as values:
+            self._append([(key, values.get(key, b"") + _bytes(value))])
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Write the key if it is as expected, or is expected to be empty and is not there; what it then has."""
+        with self._locked() as values:
+            now = values.get(key)
+            if now == _bytes(expected) or (now is None and not _bytes(expected)):
+                self._append([(key, _bytes(desired))])
+                return _bytes(desired)
+            return _bytes(expected) if now is None else now
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key; whether it was there."""
+        return bool(self.delete([key]))
+
+    def delete(self, keys: Sequence[str]) -> int:
+        """Delete several keys at once; how many were there."""
+        with self._locked() as values:
+            there = [(key, None) for key in keys if key in values]
+            if there:
+                self._append(there)
+            return len(there)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are there."""
+        with self._reading() as values:
+            return all(key in values for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Return when all keys are there; DistStoreError after `timeout`, or else the store's own."""
+        own: timedelta = self.timeout  # type: ignore[attr-defined]
+        limit = (own if timeout is None else timeout).total_seconds()
+        deadline = time.monotonic() + limit
+        pause = _SHORTEST_PAUSE
+        while not self.check(keys):
+            if time.monotonic() >= deadline:
+                missing = [key for key in keys if not self.check([key])]
+                raise DistStoreError(f"wait timeout after {limit * 1e3:.0f}ms, keys: {', '.join(missing)}")
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
+
+    def list_keys(self) -> list[str]:
+        """All keys."""
+        with self._reading() as values:
+            return list(values)
+
+    def num_keys(self) -> int:
+        """How many keys there are."""
+        return len(self.list_keys())
+
+    def has_extended_api(self) -> bool:
+        """append, multi_get and multi_set are there."""
+        return True
+
+    def clone(self) -> PrivateStore:
+        """Itself: there is no connection that somebody could be waiting in."""
+        return self
+
+    deleteKey = delete_key  # C++ calls these two by other names than Python does
+    getNumKeys = num_keys
+
+    # -- the log: see Note [A log that survives its writers] -----------------------------------------------------------
+
+    @contextmanager
+    def _mine(self) -> Iterator[None]:
+        """This thread alone in this process. A forked child has a lock of its own, on a file that it has opened itself."""
+        if os.getpid() != self._pid:
+            self._pid, self._mutex = os.getpid(), threading.Lock()
+            if self._fd >= 0:
+                self._fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+        if not self._mutex.acquire(timeout=_LOCK_PATIENCE):
+            raise DistStoreError(f"the private store: another thread has been in it for {_LOCK_PATIENCE:.0f} s")
+        try:
+            if self._fd < 0:
+                raise DistStoreError("the private store is closed: the group or launcher that it belongs to has ended")
+            yield
+        finally:
+            self._mutex.release()
+
+    @contextmanager
+    def _reading(self) -> Iterator[dict[str, bytes]]:
+        with self._mine():
+            self._refresh()
+            yield self._values
+
+    @contextmanager
+    def _locked(self) -> Iterator[dict[str, bytes]]:
+        with self._mine():
+            if os.fstat(self._fd).st_ino != self._inode:
+                raise DistStoreError(f"the private store: somebody has closed its descriptor, {self._fd}")
+            fd = self._fd
+            self._lock(fd)
+            try:
+                self._refresh()
+                yield self._values
+            finally:
+                fcntl.flock(fd, fcntl.LOCK_UN)
+
+    def _lock(self, fd: int) -> None:
+        deadline = time.monotonic() + _LOCK_PATIENCE
+        pause = _SHORTEST_PAUSE
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            if time.monotonic() >= deadline:
+                raise DistStoreError(
+                    f"the private store: another process has had it locked for {_LOCK_PATIENCE:.0f} s; it is probably stopped"
+                )
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
+
+    def _refresh(self) -> None:
+        """Read what is new. See Note [Readers without a lock]."""
+        while True:
+            end = max(PAGE, self._words[_END])
+            if end == self._at:
+                return
+            data = self._read(self._at, end)
+            start = max(PAGE, self._words[_START])
+            if start > self._at:  # the log has been written anew, perhaps while it was read
+                self._values.clear()
+                self._live, self._at = 0, start
+                continue
+            self._apply(data)
+            self._at = end
+
+    def _read(self, begin: int, end: int) -> bytes:
+        pieces = []
+        while begin < end and (piece := os.pread(self._fd, end - begin, begin)):
+            pieces.append(piece)
+            begin += len(piece)
+        return b"".join(pieces)
+
+    def _apply(self, data: bytes) -> None:
+        at = 0
+        while at < len(data):
+            key_length, length = _RECORD.unpack_from(data, at)
+            at += _RECORD.size
+            key = data[at : at + key_length].decode()
+            at += key_length
+            old = self._values.pop(key, None)
+            if old is not None:
+                self._live -= _RECORD.size + key_length + len(old)
+            if length != _DELETED:
+                self._values[key] = data[at : at + length]
+                at += length
+                self._live += _RECORD.size + key_length + length
+
+    def _append(self, records: Sequence[tuple[str, bytes | None]]) -> None:
+        """With the file locked, and read to its end."""
+        data = b"".join(_record(key, value) for key, value in records)
+        self._write(data, self._at)
+        os.pwrite(self._fd, _WORD.pack(self._at + len(data)), _WORD.size * _END)
+        self._apply(data)
+        self._at += len(data)
+        if self._at - max(PAGE, self._words[_START]) > max(_COMPACT_FROM, 4 * self._live):
+            self._compact()
+
+    def _compact(self) -> None:
+        """Write what is not out of date behind the end, start there, and give the memory before it back."""
+        start = self._at
+        data = b"".join(_record(key, value) for key, value in self._values.items())
+        self._write(data, start)
+        os.pwrite(self._fd, _WORD.pack(start + len(data)), _WORD.size * _END)
+        os.pwrite(self._fd, _WORD.pack(start), _WORD.size * _START)
+        self._at = start + len(data)
+        size = start // PAGE * PAGE - PAGE
+        ctypes.CDLL(None).fallocate(self._fd, _PUNCH_HOLE, ctypes.c_long(PAGE), ctypes.c_long(size))
+
+    def _write(self, data: bytes, at: int) -> None:
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self._fd, view, at)
+            view, at = view[written:], at + written
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _record(key: str, value: bytes | None) -> bytes:
+    name = key.encode()
+    return _RECORD.pack(len(name), _DELETED if value is None else len(value)) + name + (value or b"")
+
+
+_OPEN: set[PrivateStore] = set()
+"""See Note [Kept until closed]."""

@@ -1,0 +1,97 @@
+"""A file that only processes of this user can open, and that leaves nothing behind. Without torch: the launcher makes one.
+
+Note [A file behind a process]
+The file is a memfd, which is in no directory. Others open it as `/proc/<pid>/fd/<number>` of the process that made it, which the
+kernel allows to processes of the same user only. Each then has a descriptor of its own: the file lives until the last of them has
+ended, however it ended, and `/proc/<pid>` is not used again, where some day another process could be found.
+
+The name travels through places that another user may write to. So it consists of numbers only, and what it leads to is checked: a
+memfd of ours, this very inode, of this user, closed to others. A name cannot be made to lead to any other file of this user.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+
+from gradwire.errors import GroupError
+
+PAGE = 4096
+_LABEL = "gradwire-store"
+_NAME = re.compile(r"(\d{1,10}):(\d{1,10}):(\d{1,20}):(\d{1,20})", re.ASCII)
+
+
+def available() -> bool:
+    """Whether this system has such files: Linux has."""
+    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+
+
+def create() -> int:
+    """The descriptor of a new file: one page of zeros."""
+    fd = os.memfd_create(_LABEL, os.MFD_CLOEXEC)
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, PAGE)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def name_of(fd: int) -> str:
+    """By which other processes of this user open the file, while this process has it open."""
+    status = os.fstat(fd)
+    return f"{os.getpid()}:{fd}:{status.st_dev}:{status.st_ino}"
+
+
+def is_name(text: str) -> bool:
+    """Whether `text` has the form of a name."""
+    return _NAME.fullmatch(text) is not None
+
+
+class Gone(GroupError):
+    """Nobody has the file open under this name any more."""
+
+
+def open_private(name: str) -> int:
+    """A descriptor of one's own to the file; refused with the reason if it is not one of ours, or not this user's."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise GroupError(f"opening the private store {name!r}: this is not the name of one. See who has changed it.")
+    pid, number, device, inode = map(int, match.groups())
+    what = f"opening the private store of process {pid} (descriptor {number})"
+    try:
+        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
+    except PermissionError as error:
+        raise GroupError(
+            f"{what}: {error.strerror}. The process is another user's, or cannot be looked into. The store is not used: start all "
+            "ranks as one user."
+        ) from error
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise Gone(
+            f"{what}: there is no such process here, or it has closed the store ({error.strerror}). It has ended, or runs on "
+            "another host or in another container. Look at its output; ranks that are said to be on one host must see each other's "
+            "processes."
+        ) from error
+    try:
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid():
+            raise GroupError(
+                f"{what}: it belongs to user {status.st_uid}, this process runs as {os.geteuid()}. It is not used: somebody else "
+                "has offered it, or ranks run as different users."
+            )
+        ours = os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_LABEL}")
+        if not ours or (status.st_dev, status.st_ino) != (device, inode) or not stat.S_ISREG(status.st_mode):
+            raise Gone(f"{what}: another file has taken its place. It is not used: start all ranks anew.")
+        if status.st_mode & 0o077:
+            raise GroupError(
+                f"{what}: other users can open it (mode {status.st_mode & 0o777:o}). It is not used: see who has changed that."
+            )
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

@@ -1,0 +1,274 @@
+"""The private store: torch's interface, who may open it, and what becomes of it when a process is killed or stopped."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import DistStoreError, PrefixStore
+
+from gradwire.errors import GroupError
+from gradwire.groups import C10dGroup, SharedMemoryGroup, private_store
+from gradwire.groups.bounded_store import innermost
+from gradwire.groups.private_store import PrivateStore
+from gradwire.private_file import Gone, create, name_of, open_private
+
+
+@pytest.fixture
+def store() -> Iterator[PrivateStore]:
+    with PrivateStore.create() as made:
+        yield made
+
+
+@pytest.fixture
+def other(store: PrivateStore) -> Iterator[PrivateStore]:
+    """As another process has it."""
+    with PrivateStore.open(store.name) as opened:
+        yield opened
+
+
+# -- torch's interface -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [lambda store: store, lambda store: PrefixStore("p", PrefixStore("q", store))])
+def test_it_does_what_torchs_stores_do(
+    wrap: Callable[[PrivateStore], PrivateStore], store: PrivateStore, other: PrivateStore
+) -> None:
+    """Directly, and called by C++."""
+    here, there = wrap(store), wrap(other)
+    here.set("key", "value")
+    assert there.get("key") == b"value"
+    there.set("bytes", bytes(range(256)))
+    assert here.get("bytes") == bytes(range(256))
+    here.set("", "")
+    assert there.get("") == b""
+    assert [here.add("count", 2), there.add("count", -5), here.add("count", 0)] == [2, -3, -3]
+    assert there.add("another", 0) == 0
+    assert there.get("another") == b"0"
+    assert here.check(["key", "count"])
+    assert not here.check(["key", "nothing"])
+    here.multi_set(["a", "b"], ["1", "2"])
+    assert there.multi_get(["b", "a"]) == [b"2", b"1"]
+    there.append("a", "x")
+    assert here.get("a") == b"1x"
+    assert here.compare_set("a", "1x", "new") == b"new"
+    assert there.compare_set("a", "old", "newer") == b"new"
+    assert there.compare_set("fresh", "", "made") == b"made"
+    assert there.compare_set("missing", "expected", "made") == b"expected"
+    assert not here.check(["missing"])
+    before = here.num_keys()
+    assert there.delete_key("fresh")
+    assert not there.delete_key("fresh")
+    assert here.num_keys() == before - 1
+    assert here.has_extended_api()
+    assert innermost(here.clone()) is store
+
+
+def test_waiting_ends_with_the_key_or_the_time(store: PrivateStore, other: PrivateStore) -> None:
+    with pytest.raises(DistStoreError, match=r"wait timeout after 20ms, keys: p/nothing"):
+        PrefixStore("p", store).wait(["nothing"], timedelta(milliseconds=20))
+    store.set_timeout(timedelta(milliseconds=30))
+    with pytest.raises(DistStoreError, match="wait timeout after 30ms"):
+        store.get("nothing")
+    store.set_timeout(timedelta(seconds=60))
+    timer = threading.Timer(0.05, other.set, ("late", "value"))
+    timer.start()
+    assert store.get("late") == b"value"
+    timer.join()
+
+
+@pytest.mark.parametrize("make", [C10dGroup.gloo, SharedMemoryGroup])
+def test_groups_meet_in_it(make: Callable[..., C10dGroup], store: PrivateStore) -> None:
+    """Rank 1 in a process of its own."""
+    program = (
+        "import sys, torch; from gradwire.groups import C10dGroup, SharedMemoryGroup;"
+        "from gradwire.groups.private_store import PrivateStore;"
+        f"group = {make.__qualname__}(PrivateStore.open(sys.argv[1]), 1, 2, timeout=60);"
+        "t = torch.ones(2); group.all_reduce(t); part = group.split(0); part.all_reduce(t); print(t.tolist()); group.close()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, store.name], stdout=subprocess.PIPE, text=True) as rank_1:
+        group = make(store, 0, 2, timeout=60)
+        t = torch.ones(2)
+        group.all_reduce(t)
+        part = group.split(0)
+        part.all_reduce(t)
+        out, _ = rank_1.communicate(timeout=60)
+        part.close()
+        group.close()
+    assert (out, t.tolist()) == ("[4.0, 4.0]\n", [4.0, 4.0])
+
+
+# -- who may open it -------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_is_this_users_alone(store: PrivateStore) -> None:
+    status = os.stat(f"/proc/self/fd/{store.name.split(':')[1]}")
+    assert (stat.S_IMODE(status.st_mode), status.st_uid) == (0o600, os.geteuid())
+
+
+@pytest.mark.parametrize("name", ["", "1:2", "../../etc/passwd", "1:2:3:4\n", "-1:2:3:4", "1:2:3:4:5", "\u0661:2:3:4"])
+def test_a_name_is_four_numbers(name: str) -> None:
+    with pytest.raises(GroupError, match="not the name of one"):
+        open_private(name)
+
+
+def test_other_files_of_this_user_are_refused(tmp_path: os.PathLike[str]) -> None:
+    """Where somebody else could say which one to open and write to."""
+    with open(os.path.join(tmp_path, "diary"), "w+") as file:
+        with pytest.raises(Gone, match="another file has taken its place"):
+            open_private(name_of(file.fileno()))
+    fd = os.memfd_create("not-gradwires")
+    with pytest.raises(Gone, match="another file has taken its place"):
+        open_private(name_of(fd))
+    os.close(fd)
+
+
+def test_another_inode_is_refused(store: PrivateStore) -> None:
+    *rest, inode = store.name.split(":")
+    with pytest.raises(Gone, match="another file has taken its place"):
+        open_private(":".join((*rest, str(int(inode) + 1))))
+
+
+def test_a_file_that_others_can_open_is_refused() -> None:
+    fd = create()
+    os.fchmod(fd, 0o644)
+    with pytest.raises(GroupError, match="other users can open it .mode 644"):
+        open_private(name_of(fd))
+    os.close(fd)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_file_of_another_user_is_refused() -> None:
+    fd = create()
+    os.fchown(fd, 65534, -1)
+    with pytest.raises(GroupError, match=r"belongs to user 65534, this process runs as 0. It is not used"):
+        open_private(name_of(fd))
+    os.close(fd)
+
+
+def test_a_process_that_is_gone_is_an_error_that_says_so() -> None:
+    store = PrivateStore.create()
+    name = store.name
+    store.close()
+    with pytest.raises(Gone, match="there is no such process here, or it has closed the store"):
+        PrivateStore.open(name)
+
+
+def test_a_closed_store_raises(store: PrivateStore) -> None:
+    through = PrefixStore("p", store)
+    store.close()
+    for call in (lambda: store.set("a", ""), lambda: through.check(["a"]), lambda: through.add("a", 1)):
+        with pytest.raises(DistStoreError, match="is closed"):
+            call()
+
+
+def test_it_stays_when_only_cpp_has_it() -> None:
+    through = PrefixStore("p", PrivateStore.create())
+    through.set("a", "b")
+    assert through.get("a") == b"b"
+    innermost(through).close()
+
+
+# -- processes that end, stop and fork ---------------------------------------------------------------------------------------
+
+
+def test_the_end_of_its_maker_takes_nothing_away() -> None:
+    program = (
+        "import sys; from gradwire.groups.private_store import PrivateStore; store = PrivateStore.create();"
+        "store.set('key', 'value'); print(store.name, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as maker:
+        assert maker.stdout is not None
+        with PrivateStore.open(maker.stdout.readline().strip()) as store:
+            maker.kill()
+            maker.wait()
+            assert store.get("key") == b"value"
+            assert store.add("count", 1) == 1
+
+
+def test_writers_that_are_killed_leave_the_store_whole(store: PrivateStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any moment: records are whole, counters only grow, and nobody waits for a lock of the dead."""
+    monkeypatch.setattr(private_store, "_COMPACT_FROM", 1 << 14)
+    delays = random.Random(5)
+    for turn in range(30):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                for number in range(1 << 30):
+                    store.multi_set([f"turn {turn}", f"{number % 7}"], ["x" * (number % 5000), f"{number}" * 9])
+                    store.add("count", 1)
+            finally:
+                os._exit(1)
+        time.sleep(delays.uniform(0.0, 0.02))
+        before = store.add("count", 0)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        assert store.add("count", 1) > before
+        if store.check([f"turn {turn}"]):
+            assert set(store.get(f"turn {turn}")) <= {ord("x")}
+        with PrivateStore.open(store.name) as fresh:
+            assert {key: fresh.get(key) for key in fresh.list_keys()} == {
+                key: store.get(key) for key in store.list_keys()
+            }
+
+
+def test_a_writer_that_is_stopped_holds_nobody_for_long(
+    store: PrivateStore, other: PrivateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private_store, "_LOCK_PATIENCE", 0.2)
+    store.set("key", "value")
+    with store._locked():
+        assert other.get("key") == b"value"  # readers need no lock
+        with pytest.raises(DistStoreError, match="another process has had it locked for 0 s; it is probably stopped"):
+            other.set("key", "new")
+    other.set("key", "new")
+    assert store.get("key") == b"new"
+
+
+def test_many_writers_lose_nothing(store: PrivateStore) -> None:
+    """Threads, and forked children, which have a lock of their own."""
+    children = []
+    for _ in range(3):
+        if (pid := os.fork()) == 0:
+            try:
+                for _ in range(200):
+                    store.add("count", 1)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        children.append(pid)
+    threads = [threading.Thread(target=lambda: [store.add("count", 1) for _ in range(200)]) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0, 0]
+    assert store.add("count", 0) == 1200
+
+
+def test_what_is_out_of_date_takes_no_memory(store: PrivateStore, other: PrivateStore) -> None:
+    """A long job writes the same few keys over and over."""
+    other.set("kept", "since the beginning")
+    for number in range(3000):
+        store.set(f"{number % 5}", "x" * 4000 + f"{number}")
+        if number % 1000 == 0:
+            other.check(["0"])
+    fd = int(store.name.split(":")[1])
+    assert os.fstat(fd).st_blocks * 512 < 4 << 20  # of 12 MB written
+    assert other.get("4") == b"x" * 4000 + b"2999"
+    assert other.get("kept") == b"since the beginning"
+    with PrivateStore.open(store.name) as late:
+        assert late.num_keys() == 6
+        assert late.get("kept") == b"since the beginning"
