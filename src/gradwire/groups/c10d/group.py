@@ -33,6 +33,7 @@ from gradwire.groups.c10d.failures import translate
 from gradwire.groups.c10d.gloo import ENGINE_MARGIN, make_gloo
 from gradwire.groups.c10d.membership import Membership
 from gradwire.groups.c10d.messages import Message, MessageThreads
+from gradwire.groups.c10d.nccl import make_nccl
 from gradwire.groups.c10d.python_work import PythonOutcome
 from gradwire.groups.c10d.teardown import destroy, quiesce
 from gradwire.groups.c10d.work import C10dWork, Reaper, wait_slice
@@ -131,7 +132,7 @@ class C10dGroup(Group):
             raise UsageError(
                 "C10dGroup.nccl: there is no CUDA device here, or this torch was built without NCCL. Use C10dGroup.gloo."
             )
-        engine = _make_nccl(store, rank, size, timeout_seconds("C10dGroup.nccl", timeout))
+        engine = make_nccl(store, rank, size, timeout_seconds("C10dGroup.nccl", timeout))
         try:
             group = cls(engine, name=name or "nccl", timeout=timeout, store=store)
         except BaseException:
@@ -460,15 +461,3 @@ def _leave_engine(
     leak = [] if idle else [native for native in in_engine() if not isinstance(native, PythonOutcome)]
     reaper.abandoned.clear()  # a Work of ours that somebody keeps knows the reaper, and must not keep the engine
     destroy(owned, leak=leak)
-
-
-def _make_nccl(store: Any, rank: int, size: int, timeout: float) -> Any:
-    pg = dist.ProcessGroup(PrefixStore("c10d", store), rank, size)
-    nccl, limit = dist.ProcessGroupNCCL, timedelta(seconds=timeout + ENGINE_MARGIN)
-    kinds = dist.ProcessGroup.BackendType
-    options = nccl.Options()
-    options._timeout = limit
-    pg._set_default_backend(kinds.NCCL)
-    pg._register_backend(torch.device("cuda"), kinds.NCCL, nccl(PrefixStore("nccl", store), rank, size, options))
-    pg._register_backend(torch.device("cpu"), kinds.GLOO, make_gloo(store, rank, size, timeout))
-    return pg

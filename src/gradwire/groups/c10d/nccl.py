@@ -1,0 +1,65 @@
+"""Makes NCCL engines.
+
+Note [A store that needs no interpreter]
+Threads of NCCL's engine call the store it was made with for as long as it lives. A private store is written in Python: such a call
+waits for the interpreter lock, perhaps of a thread that is ending the engine and waits for its threads. So the engine gets a store
+of torch's, in C++, over a private file of its own: each rank opens that file by its name, which it finds in the private store.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore
+
+from gradwire.groups.bounded_store import innermost
+from gradwire.groups.c10d.gloo import ENGINE_MARGIN, make_gloo
+from gradwire.groups.private_store import PrivateStore
+from gradwire.private_file import create, name_of, open_private
+
+_NAME = "gradwire/nccl"
+
+
+def make_nccl(store: Any, rank: int, size: int, timeout: float) -> Any:
+    """A process group of all ranks that have met in `store`: NCCL for tensors on CUDA devices, gloo for those on the CPU."""
+    kinds, nccl = dist.ProcessGroup.BackendType, dist.ProcessGroupNCCL
+    cpu = make_gloo(store, rank, size, timeout)
+    store, fd = _without_interpreter(store, rank, timeout)
+    try:
+        pg = dist.ProcessGroup(PrefixStore("c10d", store), rank, size)
+        options = nccl.Options()
+        options._timeout = timedelta(seconds=timeout + ENGINE_MARGIN)
+        pg._set_default_backend(kinds.NCCL)
+        pg._register_backend(torch.device("cuda"), kinds.NCCL, nccl(PrefixStore("nccl", store), rank, size, options))
+        pg._register_backend(torch.device("cpu"), kinds.GLOO, cpu)
+    except BaseException:
+        if fd is not None:
+            os.close(fd)
+        raise
+    if fd is not None:
+        weakref.finalize(pg, os.close, fd).atexit = False  # the engine may still be there then
+    return pg
+
+
+def _without_interpreter(store: Any, rank: int, timeout: float) -> tuple[Any, int | None]:
+    """A store in C++ alone, for the same ranks, and the descriptor that it needs. See Note [A store that needs no interpreter]."""
+    if not isinstance(innermost(store), PrivateStore):
+        return store, None
+    if rank == 0:
+        fd = create()
+        os.ftruncate(fd, 0)
+        store.set(_NAME, name_of(fd))
+    else:
+        fd = open_private(store.get(_NAME).decode())
+    try:
+        native = FileStore(f"/proc/self/fd/{fd}", -1)
+        native.set_timeout(timedelta(seconds=timeout))
+    except BaseException:
+        os.close(fd)
+        raise
+    return native, fd
