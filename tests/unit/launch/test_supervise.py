@@ -36,6 +36,8 @@ def launch(tmp_path, capfdbinary):
     """Run a script on some ranks: (exit code, stdout, stderr)."""
 
     def start(script: str, size: int = 2, **options) -> tuple[int, bytes, bytes]:
+        for mark in tmp_path.glob("*-[0-9]"):  # of an earlier launch
+            mark.unlink()
         file = tmp_path / "script.py"
         file.write_text(HEAD + textwrap.dedent(script))
         environments = [{"RANK": str(rank), "PYTHONUNBUFFERED": "1"} for rank in range(size)]
