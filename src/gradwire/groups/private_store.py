@@ -44,7 +44,7 @@ _WORD = struct.Struct("=Q")
 _DELETED = -1
 _START, _END = 0, 1
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 100e-6, 5e-3
-"""Seconds between two looks at the file; a look takes microseconds."""
+"""Seconds between two looks at the file, a tenth of what has been waited already; a look takes microseconds."""
 _LOCK_PATIENCE = 10.0
 _COMPACT_FROM = 1 << 20
 """Bytes of log below which out-of-date records are left alone."""
@@ -179,14 +179,12 @@ class PrivateStore(Store):
         """Return when all keys are there; DistStoreError after `timeout`, or else the store's own."""
         own: timedelta = self.timeout  # type: ignore[attr-defined]
         limit = (own if timeout is None else timeout).total_seconds()
-        deadline = time.monotonic() + limit
-        pause = _SHORTEST_PAUSE
+        began = time.monotonic()
         while not self.check(keys):
-            if time.monotonic() >= deadline:
+            if time.monotonic() - began >= limit:
                 missing = [key for key in keys if not self.check([key])]
                 raise DistStoreError(f"wait timeout after {limit * 1e3:.0f}ms, keys: {', '.join(missing)}")
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST_PAUSE)
+            _pause(began)
 
     def list_keys(self) -> list[str]:
         """All keys."""
@@ -246,18 +244,16 @@ class PrivateStore(Store):
                 fcntl.flock(fd, fcntl.LOCK_UN)
 
     def _lock(self, fd: int) -> None:
-        deadline = time.monotonic() + _LOCK_PATIENCE
-        pause = _SHORTEST_PAUSE
+        began = time.monotonic()
         while True:
             with suppress(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
-            if time.monotonic() >= deadline:
+            if time.monotonic() - began >= _LOCK_PATIENCE:
                 raise DistStoreError(
                     f"the private store: another process has had it locked for {_LOCK_PATIENCE:.0f} s; it is probably stopped"
                 )
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST_PAUSE)
+            _pause(began)
 
     def _refresh(self) -> None:
         """Read what is new. See Note [Readers without a lock]."""
@@ -322,6 +318,10 @@ class PrivateStore(Store):
         while view:
             written = os.pwrite(self._fd, view, at)
             view, at = view[written:], at + written
+
+
+def _pause(began: float) -> None:
+    time.sleep(min(max(_SHORTEST_PAUSE, (time.monotonic() - began) / 10), _LONGEST_PAUSE))
 
 
 def _bytes(value: str | bytes) -> bytes:
