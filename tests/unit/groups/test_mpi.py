@@ -343,7 +343,7 @@ def test_mistakes() -> None:
             MPIGroup(3)
         with pytest.raises(UsageTypeError, match="not a communicator"):
             MPIGroup(runtime().mpi.COMM_NULL)
-        with pytest.raises(UsageError, match="timeout -1"):
+        with pytest.raises(UsageError, match="timeout is -1"):
             MPIGroup(timeout=-1)
         with pytest.raises(UsageError, match="has no data"):
             group.all_reduce(torch.ones(2, device="meta"))
