@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from gradwire.errors import CollectiveTimeout
+from gradwire.errors import CollectiveTimeout, GroupError
 from gradwire.groups import C10dGroup
 from gradwire.groups.c10d.gloo import _choose, _ways
 from gradwire.groups.tcp_store import host_store
@@ -46,3 +46,14 @@ def test_who_has_not_come_is_named() -> None:
     ) as caught:
         C10dGroup.gloo(store, 0, 3, timeout=0.5)
     assert caught.value.missing == (1,)
+
+
+def test_ranks_that_cannot_be_connected_are_named_with_their_addresses() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    # Rank 1 has come, from an address of another network, and is never heard of by gloo.
+    dist.PrefixStore("gloo-addresses", store).set("1", '["10.255.255.1", "10.255.255.2"]')
+    with pytest.raises(GroupError, match="all ranks have come, but gloo could not connect them") as caught:
+        C10dGroup.gloo(store, 0, 2, timeout=0.5)
+    assert "{0: \"what its host's name resolves to\", 1: '10.255.255.1'}" in str(caught.value)
+    assert "GLOO_SOCKET_IFNAME" in str(caught.value)
