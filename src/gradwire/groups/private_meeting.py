@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from gradwire.errors import CollectiveTimeout, GroupError
 from gradwire.groups.bounded_store import bounded, innermost
+from gradwire.groups.exchange import exchange
 from gradwire.groups.host import host_identity
 from gradwire.groups.private_store import PrivateStore
 from gradwire.private_file import Gone, available
@@ -66,20 +67,8 @@ def move_if_together(store: Any, rank: int, size: int, *, purpose: str, timeout:
     """The private store if `store` is an open one and all ranks are on one host, else `store`. Waits for all ranks."""
     if size == 1 or not isinstance(innermost(store), TCPStore) or not available():
         return store
-    calls = bounded(store, timeout, who)
-    keys = [f"gradwire/host/{r}" for r in range(size)]
-    calls.set(keys[rank], host_identity())
-    try:
-        calls.wait(keys, timedelta(seconds=timeout))
-    except RuntimeError as error:
-        missing = [r for r, key in enumerate(keys) if not calls.check([key])]
-        raise CollectiveTimeout(
-            f"{who}: ranks {missing} have not come within {timeout:.3g} s. See whether they have started, and what their output "
-            "says.",
-            joined=[r for r in range(size) if r not in missing],
-            missing=missing,
-        ) from error
-    if len({calls.get(key) for key in keys}) > 1:
+    hosts = exchange(store, "gradwire/host/", rank, size, host_identity(), timeout=timeout, who=who)
+    if len(set(hosts)) > 1:
         return store
     return move(store, rank, key="gradwire/private", purpose=purpose, timeout=timeout, who=who)
 

@@ -370,6 +370,7 @@ def test_a_hook_registered_after_some_steps_starts_with_states_of_its_own(ddp: D
     ddp.register_comm_hook(None, Remembers())
     for _ in range(2):
         ddp(inputs(0)).sum().backward()
+    assert ddp.replica.reducer.steps == 5
 
 
 # -- scale check -------------------------------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
-from gradwire.errors import CollectiveTimeout, GroupError
-from gradwire.groups.bounded_store import bounded, innermost
+from gradwire.errors import GroupError
+from gradwire.groups.bounded_store import innermost
+from gradwire.groups.exchange import exchange
 from gradwire.groups.private_store import PrivateStore
 from gradwire.groups.tcp_store import LOOPBACK
 
@@ -32,7 +33,8 @@ def make_gloo(store: Any, rank: int, size: int, timeout: float) -> Any:
     """A gloo engine of all ranks that have met in `store`."""
     what = f"gloo group on rank {rank} of {size}"
     mine = _ways(store)
-    known = [mine] if size == 1 else _exchange(PrefixStore("gloo-addresses", store), rank, size, mine, timeout, what)
+    told = exchange(store, "gloo-addresses/", rank, size, json.dumps(mine), timeout=timeout, who=what)
+    known: list[Ways] = [tuple(json.loads(ways)) for ways in told]
     address = _choose(rank, known)
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout + ENGINE_MARGIN)
@@ -75,24 +77,6 @@ def _ways(store: Any) -> Ways:
             return str(probe.getsockname()[0]), str(there[0])
     except OSError:
         return "", ""
-
-
-def _exchange(store: Any, rank: int, size: int, mine: Ways, timeout: float, what: str) -> list[Ways]:
-    """Every rank's ways; raises CollectiveTimeout that names who has not come."""
-    calls = bounded(store, timeout, what)
-    keys = [f"{r}" for r in range(size)]
-    calls.set(keys[rank], json.dumps(mine))
-    try:
-        calls.wait(keys, timedelta(seconds=timeout))
-    except RuntimeError as error:
-        missing = [r for r, key in enumerate(keys) if not calls.check([key])]
-        raise CollectiveTimeout(
-            f"{what}: ranks {missing} have not come within {timeout:.3g} s. See whether they have started, and what their "
-            "output says.",
-            joined=[r for r in range(size) if r not in missing],
-            missing=missing,
-        ) from error
-    return [tuple(json.loads(calls.get(key))) for key in keys]
 
 
 def _choose(rank: int, known: list[Ways]) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from gradwire.collectives import Layout, build
-from gradwire.errors import CollectiveTimeout, GroupError
+from gradwire.errors import GroupError
 from gradwire.groups.base import Group
+from gradwire.groups.exchange import exchange
 from gradwire.groups.hierarchical.layout import Column, Report, from_reports
 
 LIMIT = 1 << 24
@@ -26,21 +26,10 @@ def find_hosts(store: Any, base: str, rank: int, size: int, host: str, timeout: 
 
     Hosts are numbered by their lowest rank, and ranks keep their order within a host.
     """
-    keys = [f"{base}/host/{r}" for r in range(size)]
-    store.set(keys[rank], host)
-    try:
-        store.wait(keys, timedelta(seconds=timeout))
-    except RuntimeError as error:
-        missing = [r for r, key in enumerate(keys) if not store.check([key])]
-        raise CollectiveTimeout(
-            f"HierarchicalGroup on rank {rank} of {size}: ranks {missing} have not said within {timeout:.3g} s on which host "
-            "they are. Look at their output.",
-            joined=[r for r in range(size) if r not in missing],
-            missing=missing,
-        ) from error
-    hosts: dict[str, list[int]] = {}
-    for r, key in enumerate(keys):
-        hosts.setdefault(store.get(key).decode(), []).append(r)
+    who = f"HierarchicalGroup on rank {rank} of {size}"
+    hosts: dict[bytes, list[int]] = {}
+    for r, name in enumerate(exchange(store, f"{base}/host/", rank, size, host, timeout=timeout, who=who)):
+        hosts.setdefault(name, []).append(r)
     return Layout(tuple(map(tuple, hosts.values())))
 
 

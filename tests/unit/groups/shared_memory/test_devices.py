@@ -30,6 +30,7 @@ def test_no_warning_where_nothing_is_copied(device: str, size: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         devices.warn_of_copies(torch.device(device), size)
+    assert not devices._WARNED
 
 
 def test_asked_when_a_bucket_is_allocated() -> None:
