@@ -36,6 +36,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     ):  # started in the background; tests of Ctrl-C would wait in vain
         signal.signal(signal.SIGINT, signal.default_int_handler)
     ranks.DEFAULT_LEFTOVERS = LeftBehind.RAISE
+    ranks.DEFAULT_TIMEOUT = 300.0  # only ends a hang: no busy machine is that slow
     prime()
 
 

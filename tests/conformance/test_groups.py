@@ -156,21 +156,18 @@ def test_wrapped_thread_group(wrap: Wrap) -> None:
     assert report.ran == check_names()
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", [2, 4], ids="{} processes".format)
 def test_gloo(size: int) -> None:
     report = check_group(lambda fn: run_ranks(fn, size, kind="gloo"))
     assert report.ran == check_names()
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", [2, 3, 4, 8], ids="{} processes".format)
 def test_shared_memory(size: int) -> None:
     report = check_group(lambda fn: run_ranks(fn, size, kind="shared_memory"))
     assert report.ran == check_names()
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("wrap", [all_of_them, ThereAndBack, ThroughTorchShared], ids=lambda w: w.__name__)
 def test_wrapped_shared_memory(wrap: Wrap, tmp_path: Path) -> None:
     wrap = with_files_in(tmp_path, wrap)
@@ -178,13 +175,11 @@ def test_wrapped_shared_memory(wrap: Wrap, tmp_path: Path) -> None:
     assert report.ran == check_names()
 
 
-@pytest.mark.timeout(300)
 def test_hierarchical() -> None:
     report = check_group(lambda fn: run_ranks(fn, 4, kind="hierarchical"))
     assert report.ran == check_names()
 
 
-@pytest.mark.timeout(300)
 def test_wrapped_hierarchical(tmp_path: Path) -> None:
     """There and back too: the same adapters, and the world that torch makes around them."""
     names, wrap = WITHOUT_RECV_ANY_ALONE, with_files_in(tmp_path, ThroughTorchHierarchical)
@@ -192,7 +187,6 @@ def test_wrapped_hierarchical(tmp_path: Path) -> None:
     assert report.ran == names
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("wrap", [all_of_them, ThereAndBack], ids=lambda w: w.__name__)
 def test_wrapped_gloo(wrap: Wrap) -> None:
     names = WITHOUT_RECV_ANY_ALONE if wrap is ThereAndBack else check_names()
@@ -200,7 +194,6 @@ def test_wrapped_gloo(wrap: Wrap) -> None:
     assert report.ran == names
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @pytest.mark.parametrize("size", [2, 4], ids="{} processes".format)
 def test_mpi(size: int) -> None:
@@ -208,7 +201,6 @@ def test_mpi(size: int) -> None:
     assert report.ran == check_names()
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @pytest.mark.parametrize("wrap", [ThereAndBack, ThroughTorch], ids=lambda w: w.__name__)
 def test_wrapped_mpi(wrap: Wrap, tmp_path: Path) -> None:

@@ -53,7 +53,6 @@ WHOLE = ("2 + 2", "3 + 2")
 """The layouts on which all checks run, these among them."""
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in WHOLE])
 def test_data_on_every_layout(name: str) -> None:
     layout = LAYOUTS[name]
@@ -61,7 +60,6 @@ def test_data_on_every_layout(name: str) -> None:
     assert report.ran == DATA
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", WHOLE)
 def test_everything_without_a_store(name: str) -> None:
     layout = LAYOUTS[name]
@@ -87,7 +85,6 @@ class Discovered(GroupWrapper):
         self.world.close(timeout=0)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("hosts", ["abbb", "abab"], ids=["1 + 3", "interleaved"])
 def test_shared_memory_and_gloo(hosts: str) -> None:
     report = check_group(lambda fn: run_ranks(fn, 4, kind="gloo", wrap=lambda g: Discovered(g, hosts)), only=DATA)

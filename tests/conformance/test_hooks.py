@@ -210,7 +210,7 @@ def test_every_hook_is_the_same_under_our_ddp_and_under_torchs(torch_world: Call
                 ours.replica.detach()
         return done
 
-    first, second = run_ranks(rank_main, 2, kind="gloo", timeout=100)
+    first, second = run_ranks(rank_main, 2, kind="gloo")
     for name, hook in ALL.items():
         if not hook.local:
             assert torch.equal(first[name][0], second[name][0]), f"{name}: ranks differ under our DDP"
@@ -226,7 +226,7 @@ def test_every_hook_computes_in_a_group_what_it_computes_simulated() -> None:
         return {name: _reduce(hook, gradients[group.rank], group) for name, hook in ALL.items()}
 
     for kind in ("threads", "gloo", "shared_memory"):
-        got = run_ranks(rank_main, 2, kind=kind, timeout=100)
+        got = run_ranks(rank_main, 2, kind=kind)
         for name, hook in ALL.items():
             states: Any = None
             for step in range(2):

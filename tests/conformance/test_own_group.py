@@ -39,7 +39,7 @@ def test_the_example_alone(example: ModuleType) -> None:
 
 
 def test_the_example_runs_as_a_script() -> None:
-    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=90, check=True)
+    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=300, check=True)
     assert "[10.0, 10.0, 10.0, 10.0]" in done.stdout
     assert f"{len(check_names())} checks passed on 3 ranks" in done.stdout
 

@@ -13,7 +13,7 @@ PAGE = (ROOT / "docs" / "hooks.md").read_text()
 
 
 def test_the_example_runs_as_a_script_and_prints_what_the_guide_says() -> None:
-    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=90, check=True)
+    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=300, check=True)
     said = re.findall(r"^    (step .*)$", PAGE, re.MULTILINE)
     assert len(said) == 2
     assert done.stdout.splitlines()[:2] == said

@@ -157,7 +157,7 @@ def trained(torch_world: Callable[..., Any]) -> Callable[[int], list[dict[Any, A
                 done[model, name] = (*results, *map(layout, wrapped))
         return done
 
-    return functools.cache(lambda size: run_ranks(rank_main, size, kind="gloo", timeout=110))
+    return functools.cache(lambda size: run_ranks(rank_main, size, kind="gloo"))
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
@@ -231,7 +231,7 @@ def over_shared_memory() -> list[dict[Any, Any]]:
             done[model, name] = found, [group.in_heap(buffer) for buffer in buffers]
         return done
 
-    return run_ranks(rank_main, 2, kind="shared_memory", timeout=110)
+    return run_ranks(rank_main, 2, kind="shared_memory")
 
 
 @pytest.mark.parametrize(("model", "flags"), ON_SHARED_MEMORY)

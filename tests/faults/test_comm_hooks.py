@@ -203,7 +203,7 @@ def story(request: pytest.FixtureRequest) -> Any:
     """What every rank heard of every violation, in one world; and who the culprits were."""
     kind, who = request.param
     culprits = CULPRITS[who]
-    heard = run_ranks(lambda group: through_all(group, VIOLATIONS, culprits), 2, kind=kind, timeout=100)
+    heard = run_ranks(lambda group: through_all(group, VIOLATIONS, culprits), 2, kind=kind)
     return heard, culprits
 
 
@@ -224,7 +224,7 @@ def test_a_future_that_is_never_completed_is_given_up(kind: str, who: str) -> No
     def rank_main(group: Group) -> Any:
         return through_all(group, {"never": NEVER}, culprits)["never"]
 
-    heard = run_ranks(rank_main, 2, kind=kind, timeout=60, wrap=lambda group: Deadline(group, seconds=SECONDS))
+    heard = run_ranks(rank_main, 2, kind=kind, wrap=lambda group: Deadline(group, seconds=SECONDS))
     # Where both wait for a Future of their own, one gives up first, and the other may hear of that before it does.
     first = next(rank for rank in culprits if heard[rank].expected)
     for rank in range(2):
@@ -358,7 +358,7 @@ def generated_story(group: Group, collectives: int | None) -> dict[str, tuple[bo
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("collectives", [1, None], ids=["at once", "on the lane"])
 def test_our_own_hooks_are_held_to_theirs(kind: str, collectives: int | None) -> None:
-    other, culprit = run_ranks(lambda group: generated_story(group, collectives), 2, kind=kind, timeout=60)
+    other, culprit = run_ranks(lambda group: generated_story(group, collectives), 2, kind=kind)
     for name, (is_group_error, said) in culprit.items():
         assert not is_group_error
         assert OWN[name][3] in said

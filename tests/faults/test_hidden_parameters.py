@@ -73,6 +73,6 @@ def test_the_step_fails_on_all_ranks(hidden: str, form: str) -> None:
                 log.append(type(error).__name__)
         return log
 
-    first, second = run_ranks(train, 2, timeout=30)
+    first, second = run_ranks(train, 2)
     assert first == [1.5, 2.5, "ValueError", 4.5, 5.5]
     assert second == [1.5, 2.5, "GroupAborted", 4.5, 5.5]

@@ -83,7 +83,7 @@ def test_every_place(place: str) -> None:
     def rank_main(group: Group) -> Any:
         return fail_and_go_on(DDP(linear(), process_group=group), group, place)
 
-    check(run_ranks(rank_main, 3, timeout=60))
+    check(run_ranks(rank_main, 3))
 
 
 @pytest.mark.parametrize("kind", kinds())
@@ -94,7 +94,7 @@ def test_every_kind_of_group(kind: str) -> None:
     def rank_main(group: Group) -> Any:
         return fail_and_go_on(DDP(linear(), process_group=group), group, "data loader")
 
-    check(run_ranks(rank_main, 3, kind=kind, timeout=60))
+    check(run_ranks(rank_main, 3, kind=kind))
 
 
 @pytest.mark.parametrize("buffer", [False, True], ids=["", "buffer"])
@@ -106,7 +106,7 @@ def test_torchs_process_group(torch_world: Callable[..., Any], buffer: bool) -> 
                 model.register_buffer("seen", torch.zeros(3))
             return fail_and_go_on(DDP(model), group, "data loader")
 
-    check(run_ranks(rank_main, 3, kind="gloo", timeout=60))
+    check(run_ranks(rank_main, 3, kind="gloo"))
 
 
 def test_a_step_that_failed_and_was_caught_inside_is_recovered_from() -> None:

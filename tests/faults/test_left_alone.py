@@ -14,7 +14,7 @@ from gradwire.testing import run_ranks
 from gradwire.testing.conformance.side import beside, meet, part
 from gradwire.testing.mpi import missing
 
-DEADLINE = 40.0
+DEADLINE = 120.0
 
 
 def receive_alone(group: Group) -> float | None:
@@ -40,14 +40,12 @@ def receive_alone(group: Group) -> float | None:
     return waited
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("kind", ["threads", "shared_memory"])
 def test_a_receive_from_any_rank_that_nobody_can_answer(kind: str) -> None:
-    waited = run_ranks(receive_alone, 3, kind=kind, timeout=60.0)[0]
+    waited = run_ranks(receive_alone, 3, kind=kind)[0]
     assert waited < DEADLINE / 2
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 def test_the_same_over_mpi() -> None:
-    assert run_ranks(receive_alone, 2, kind="mpi", timeout=60.0)[0] < DEADLINE / 2
+    assert run_ranks(receive_alone, 2, kind="mpi")[0] < DEADLINE / 2

@@ -421,7 +421,7 @@ def test_another_user_cannot_end_a_job_through_a_store(way: str, tmp_path: Path)
         entered = assault(pids, tmp_path)
         keys = [key for port in ports for key in as_nobody(functools.partial(falsify, port))]
         (tmp_path / "go-on").touch()
-        said = [process.communicate(timeout=100) for process in started]
+        said = [process.communicate(timeout=300) for process in started]
     finally:
         for process in started:
             process.kill()

@@ -67,7 +67,7 @@ def test_a_model_whose_group_another_one_recovered_starts_over_too() -> None:
     launched = threading.Event()
 
     def wait_and_fail() -> None:
-        assert launched.wait(30)
+        assert launched.wait(100)
         fail()
 
     def train(group: Group) -> list[Tensor]:

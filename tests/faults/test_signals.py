@@ -61,12 +61,11 @@ KIND_OF = {
 }
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("kind", ROUNDS)
 def test_abort_by_a_signal_at_random_moments(kind: str) -> None:
     if kind == "mpi" and missing() is not None:
         pytest.skip(str(missing()))
-    alarmed = run_ranks(rank_with_alarms, 4 if kind == "hierarchical" else 2, kind=kind, timeout=150)
+    alarmed = run_ranks(rank_with_alarms, 4 if kind == "hierarchical" else 2, kind=kind)
     assert alarmed[0] == ROUNDS[kind]
 
 
@@ -96,7 +95,6 @@ class AfterLines:
         return self._trace
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("wrap", [lambda group: group, NanCheck], ids=["bare", "NanCheck"])
 def test_abort_at_every_line_of_an_operation(wrap: Any) -> None:
     """The operation succeeds or fails with the abort, and whoever waits again is told the same."""
@@ -117,7 +115,7 @@ def test_abort_at_every_line_of_an_operation(wrap: Any) -> None:
             pass
         for work in (*mine, *works):
             try:
-                work.wait(20)
+                work.wait(100)
             except GroupAborted:
                 assert isinstance(work.exception(), GroupAborted)
             assert work.is_completed()
@@ -161,6 +159,6 @@ def rank_interrupted(group: Group) -> tuple[bool, list[float]]:
 
 @pytest.mark.parametrize("kind", ["shared_memory", "gloo", "hierarchical"])
 def test_an_operation_that_is_interrupted_is_not_left_in_flight(kind: str) -> None:
-    answers = run_ranks(rank_interrupted, 4, kind=kind, timeout=60)
+    answers = run_ranks(rank_interrupted, 4, kind=kind)
     assert [interrupted for interrupted, _ in answers] == [True, False, False, False]
     assert [total for _, total in answers] == [[4.0] * 3] * 4

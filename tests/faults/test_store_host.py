@@ -57,7 +57,7 @@ def test_a_stopped_store_host_holds_nobody(kind: str, tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        out, err = ranks[1].communicate(timeout=120)
+        out, err = ranks[1].communicate(timeout=300)
         state = Path(f"/proc/{ranks[0].pid}/stat").read_text().rpartition(")")[2].split()[0]
         assert state == "T", "the fault did not fire"
         assert (ranks[1].returncode, out) == (0, "closed\n"), err

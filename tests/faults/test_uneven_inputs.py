@@ -27,6 +27,6 @@ def test_one_step_more_points_to_join(kind: str) -> None:
             model(torch.ones(1, 2)).sum().backward()
         return str(caught.value)
 
-    told = run_ranks(rank_main, 2, kind=kind, timeout=60)[1]
+    told = run_ranks(rank_main, 2, kind=kind)[1]
     assert "fewer batches" in told
     assert "model.join()" in told

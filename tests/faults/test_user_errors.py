@@ -153,7 +153,7 @@ def test_every_place_in_every_kind_of_step(flags: dict[str, Any]) -> None:
     faults = {0: (1, PLACES[2]), 2: (0, PLACES[2])}
     faults |= {15 + 3 * n: (n % 2, place) for n, place in enumerate([*PLACES, "in forward"])}
     faults |= {30: (1, PLACES[0]), 31: (0, PLACES[1]), 32: (1, PLACES[3])}
-    stories = run_ranks(lambda group: train(group, faults=faults, iterations=36, **flags), 2, timeout=120)
+    stories = run_ranks(lambda group: train(group, faults=faults, iterations=36, **flags), 2)
     check(stories, faults)
 
 
@@ -161,16 +161,14 @@ def test_every_place_in_every_kind_of_step(flags: dict[str, Any]) -> None:
 @pytest.mark.parametrize("buffer", [False, True], ids=["", "buffer"])
 def test_every_place_on_every_kind_of_group(kind: str, buffer: bool) -> None:
     faults = {2 + 3 * n: (1, place) for n, place in enumerate([*PLACES, "in forward"])}
-    stories = run_ranks(
-        lambda group: train(group, faults=faults, iterations=18, buffer=buffer), 3, kind=kind, timeout=120
-    )
+    stories = run_ranks(lambda group: train(group, faults=faults, iterations=18, buffer=buffer), 3, kind=kind)
     check(stories, faults)
 
 
 @pytest.mark.parametrize("where", ["", "under no_sync, "])
 def test_while_gradients_accumulate(where: str) -> None:
     faults = {2 + 3 * n: (1, where + place) for n, place in enumerate([*PLACES, "in forward"])}
-    stories = run_ranks(lambda group: train(group, faults=faults, iterations=18, accumulate=True), 2, timeout=120)
+    stories = run_ranks(lambda group: train(group, faults=faults, iterations=18, accumulate=True), 2)
     check(stories, faults)
 
 

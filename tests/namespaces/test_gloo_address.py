@@ -44,5 +44,5 @@ def test_ranks_meet_without_a_name_for_the_network() -> None:
                     [sys.executable, "-c", SCRIPT], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
                 )
             )
-        outputs = [rank.communicate(timeout=110) for rank in ranks]
+        outputs = [rank.communicate(timeout=300) for rank in ranks]
         assert [out for out, _ in outputs] == ["sum 3.0\n"] * 2, outputs

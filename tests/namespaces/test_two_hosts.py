@@ -118,7 +118,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.timeout(300)
 def test_two_hosts_train_as_one_does(folder: Path) -> None:
     there = [torch.load(folder / f"{rank}.trained") for rank in range(SIZE)]
     flat = run_ranks(train, SIZE, kind="gloo")
@@ -131,7 +130,6 @@ def test_two_hosts_train_as_one_does(folder: Path) -> None:
         assert torch.equal(facts["trained"], there[0]["trained"])
 
 
-@pytest.mark.timeout(300)
 def test_a_rank_that_dies_on_one_host_is_named_on_the_other(folder: Path) -> None:
     assert not (folder / f"{SIZE - 1}.pt").exists()
     for rank in range(SIZE - 1):

@@ -141,7 +141,7 @@ def test_adding_and_removing_from_many_threads_loses_nothing() -> None:
     kept: list[Handle] = []
 
     def churn() -> None:
-        start.wait(10)
+        start.wait(100)
         for i in range(200):
             handle = callbacks.add(print)
             if i % 2:
@@ -153,7 +153,7 @@ def test_adding_and_removing_from_many_threads_loses_nothing() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(100)
     assert len(callbacks) == len(kept) == 800
     for handle in kept:
         handle.remove()

@@ -45,7 +45,7 @@ def test_the_names_are_there_by_every_way_to_ask_for_them():
         "assert gradwire.DistributedDataParallel is DistributedDataParallel is gradwire.parallel.DistributedDataParallel\n"
         "assert gradwire.init is init is gradwire.launch.init and callable(init)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_every_name_has_a_home():
@@ -54,14 +54,14 @@ def test_every_name_has_a_home():
 
 def test_training_does_not_import_the_machinery_of_tests():
     code = "import sys, gradwire; assert 'gradwire.testing' not in sys.modules; assert gradwire.testing.run_ranks"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 @pytest.mark.parametrize("code", BLOCKS, ids=lambda code: re.sub(r"\W+", " ", code)[-40:])
 def test_the_readme_tells_the_truth(code, tmp_path):
     page = tmp_path / "page.py"
     page.write_text(code)
-    done = subprocess.run([sys.executable, page], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, page], capture_output=True, text=True, timeout=300)
     assert done.stderr == ""
     assert done.returncode == 0
     assert done.stdout.splitlines() == re.findall(r"# -> (.*)$", code, re.M)

@@ -31,6 +31,8 @@ from gradwire.groups import Group, ThreadGroup
 from gradwire.testing.mpi import default_worlds
 from gradwire.testing.pool import ABORT_GRACE, GROUP_MARGIN, Build, Fate, LeftBehind, Outcome, default_pool
 
+DEFAULT_TIMEOUT = 60.0
+"""Seconds that `run_ranks` gives all ranks together when not told. A test suite for busy machines sets more."""
 DEFAULT_LEFTOVERS = LeftBehind.IGNORE
 """What `run_ranks` makes of leftovers when not told. A test suite sets it to RAISE for all its calls."""
 NEAR = 1.0
@@ -68,7 +70,7 @@ def run_ranks(
     n: int,
     *,
     kind: str = "threads",
-    timeout: float = 60.0,
+    timeout: float | None = None,
     lost: Collection[int] = (),
     wrap: Wrap | None = None,
     leftovers: LeftBehind | None = None,
@@ -78,7 +80,8 @@ def run_ranks(
     `wrap` is applied to each rank's group first. Groups are closed when all ranks have returned, so `fn` need not; a rank
     that returns early has not left. What a rank raises is raised here, with a note that names the rank; the others are
     aborted. A process that dies is PeerLost, except for the ranks in `lost`: they are meant to die, their result is None,
-    and it is an error if they do not. After `timeout` seconds CollectiveTimeout tells where each missing rank stood.
+    and it is an error if they do not. After `timeout` seconds (60 if not
+    given) CollectiveTimeout tells where each missing rank stood.
     `leftovers` is what to make of what `fn` leaves behind in a rank's process: with LeftBehind.RAISE it is an error.
 
     >>> import torch
@@ -89,7 +92,8 @@ def run_ranks(
     >>> run_ranks(total, 4)
     [6, 6, 6, 6]
     """
-    request = Request(fn, n, kind, timeout, frozenset(lost), wrap, leftovers or DEFAULT_LEFTOVERS)
+    seconds = DEFAULT_TIMEOUT if timeout is None else timeout
+    request = Request(fn, n, kind, seconds, frozenset(lost), wrap, leftovers or DEFAULT_LEFTOVERS)
     _check(request)
     return _verdict(_KINDS[kind].run(request), request)
 

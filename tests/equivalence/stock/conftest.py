@@ -25,7 +25,7 @@ from gradwire.testing import run_ranks
 Scenario = Callable[[int, int], Any]
 """What each rank does, given its rank and the size of the world."""
 
-PATIENCE = timedelta(seconds=30)
+PATIENCE = timedelta(seconds=120)
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def stock() -> Callable[..., Any]:
             with torch_world(group, backend):
                 return scenario(group.rank, group.size)
 
-        return run_ranks(rank_main, n, kind="gloo", timeout=90)
+        return run_ranks(rank_main, n, kind="gloo")
 
     return run
 
@@ -88,7 +88,7 @@ def stock_both() -> Callable[..., Any]:
                     results.append(scenario(group.rank, group.size))
             return tuple(results)
 
-        both = run_ranks(rank_main, n, kind="gloo", timeout=90)
+        both = run_ranks(rank_main, n, kind="gloo")
         return [result[0] for result in both], [result[1] for result in both]
 
     return run

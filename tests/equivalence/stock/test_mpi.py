@@ -74,7 +74,7 @@ def on_both(torch_world: Callable[..., Any], scenario: Callable[[int, int], Any]
             assert isinstance(gw.from_process_group(), MPIGroup)
             return over_gloo, scenario(group.rank, group.size)
 
-    return run_ranks(rank_main, n, kind="mpi", timeout=90)
+    return run_ranks(rank_main, n, kind="mpi")
 
 
 @pytest.mark.parametrize("scenario", [ddp, ddp_half], ids=lambda s: s.__name__)

@@ -200,7 +200,7 @@ EXIT = """
 @pytest.mark.parametrize("raising", [False, True])
 def test_exit_with_hooks_registered_is_clean(raising: bool) -> None:
     script = textwrap.dedent(EXIT.format(raising=raising))
-    done = subprocess.run([sys.executable, "-X", "dev", "-c", script], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-X", "dev", "-c", script], capture_output=True, text=True, timeout=300)
     if raising:
         assert done.returncode == 1
         assert done.stderr.rstrip().splitlines()[-1].startswith("raised in on_grad hook __main__.<lambda>")

@@ -108,5 +108,5 @@ def test_an_interrupt_is_exit_code_130(capsys, monkeypatch):
 
 
 def test_it_is_a_module_too():
-    done = subprocess.run([sys.executable, "-m", "gradwire", "--version"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "gradwire", "--version"], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, f"gradwire {gradwire.__version__}\n")

@@ -95,7 +95,7 @@ def test_the_watchdog_runs_when_something_is_in_flight(group: ByHand) -> None:
     told = threading.Event()
     work = group.submit(build.barrier(label="slow").within(0.05))
     work.add_done_callback(lambda work: told.set())
-    assert told.wait(10)
+    assert told.wait(100)
     assert isinstance(work.exception(), CollectiveTimeout)
 
 
@@ -253,7 +253,7 @@ def test_close_waits_for_what_is_in_flight() -> None:
     closing = threading.Thread(target=group.close, args=(20.0,))
     closing.start()
     work.finish()
-    closing.join(20)
+    closing.join(100)
     assert not closing.is_alive()
     assert work.is_success()
     assert work.wait()
@@ -264,7 +264,7 @@ def test_close_gives_up_and_says_so() -> None:
     work = group.submit(build.barrier())
     began = time.perf_counter()
     group.close(timeout=0.05)
-    assert time.perf_counter() - began < 10
+    assert time.perf_counter() - began < 30
     with pytest.raises(ClosedError, match=r"closed with the operation in flight"):
         work.wait()
     with pytest.raises(ClosedError, match="Submit before close"):
@@ -277,7 +277,7 @@ def test_close_does_not_wait_longer_than_an_operations_own_deadline() -> None:
     group.submit(build.barrier().within(0.05))
     began = time.perf_counter()
     group.close(timeout=60.0)
-    assert time.perf_counter() - began < 10
+    assert time.perf_counter() - began < 30
 
 
 def test_close_gives_back_what_the_group_holds_once() -> None:

@@ -114,7 +114,7 @@ def test_each_piece_is_put_once_and_only_when_it_has_come() -> None:
         pieces.wait(timedelta(seconds=0.01))
     natives[1].done.set()
     for thread in waiting:
-        thread.join(10)
+        thread.join(100)
     assert put == [0, 1, 2]
     assert pieces.is_completed()
     assert pieces.wait()

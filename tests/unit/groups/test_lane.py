@@ -24,10 +24,10 @@ def test_idle_means_that_every_job_is_done():
 
     def job() -> None:
         entered.set()
-        gate.wait(10)
+        gate.wait(100)
 
     lane.put(job)
-    assert entered.wait(10)
+    assert entered.wait(100)
     assert not lane.idle
     gate.set()
     assert lane.stop()
@@ -43,6 +43,6 @@ def test_stopping_twice_and_a_lane_that_never_ran():
 
 def test_a_job_that_does_not_end_is_not_waited_for():
     lane, gate = Lane("test"), threading.Event()
-    lane.put(lambda: gate.wait(30))
+    lane.put(lambda: gate.wait(100))
     assert not lane.stop(timeout=0.05)
     gate.set()

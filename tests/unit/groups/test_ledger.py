@@ -31,7 +31,7 @@ def test_numbers_count_from_0_in_every_thread(ledger: Ledger) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(100)
     assert sorted(numbers) == list(range(2000))
 
 

@@ -119,5 +119,5 @@ def test_a_group_that_one_rank_made_more_confuses_nobody(tmp_path: Any) -> None:
         subprocess.Popen([*command, str(rank), str(tmp_path / "meet")], stdout=subprocess.PIPE, text=True)
         for rank in range(3)
     ]
-    outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
+    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert outputs[:2] == ["(0, 1) (2,)\n"] * 2

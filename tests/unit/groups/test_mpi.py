@@ -426,7 +426,7 @@ def test_a_dropped_group_ends_its_threads() -> None:
         name = part.name
         del part
         for thread in [t for t in threading.enumerate() if name in t.name]:
-            thread.join(5)  # the lane may still be letting go of its last job
+            thread.join(100)  # the lane may still be letting go of its last job
         assert not [t for t in threading.enumerate() if name in t.name]
 
     on_ranks(rank_main)
@@ -513,7 +513,7 @@ def test_a_rank_that_leaves_is_named(what: str) -> None:
         with pytest.raises(PeerLost, match="rank 1 has left the group") as caught:
             group.submit(ops[what]).wait()
         assert caught.value.rank == 1
-        assert time.perf_counter() - began < 20
+        assert time.perf_counter() - began < 100
         with pytest.raises(PeerLost):
             group.recover()
 

@@ -46,7 +46,7 @@ def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(100)
     return results
 
 
@@ -107,7 +107,7 @@ def test_one_watchdog_for_all_ranks_ends_with_the_last() -> None:
     close(*world[:2])
     assert watching[0].is_alive()
     close(world[2])
-    watching[0].join(10)
+    watching[0].join(100)
     assert not watching[0].is_alive()
 
 

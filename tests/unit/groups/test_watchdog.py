@@ -24,7 +24,7 @@ def enter(ledger: Ledger, *, timeout: float = 30.0) -> Work:
 def ended(watchdog: Watchdog) -> bool:
     thread = watchdog._thread
     if thread is not None:
-        thread.join(10)
+        thread.join(100)
     return thread is not None and not thread.is_alive()
 
 
@@ -69,7 +69,7 @@ def test_its_thread_expires_what_nobody_waits_for() -> None:
     work = enter(ledger, timeout=0.02)
     work.add_done_callback(lambda work: told.set())
     watchdog.wake()
-    assert told.wait(10)
+    assert told.wait(100)
     watchdog.stop()
     assert ended(watchdog)
 
@@ -136,7 +136,7 @@ def test_an_operation_that_comes_while_the_thread_is_about_to_end_is_watched(mon
     ledger = _BusyAtTheLastMoment(watchdog)
     watchdog.watch(ledger)
     watchdog.wake()
-    assert ledger.stayed.wait(10), "the thread ended although an operation had come"
+    assert ledger.stayed.wait(100), "the thread ended although an operation had come"
     assert ledger.looks_after_ending >= 1
     watchdog.stop()
     assert ended(watchdog)
@@ -152,6 +152,6 @@ def test_operations_submitted_while_threads_come_and_go_are_all_expired(monkeypa
         work.add_done_callback(lambda work, event=event: event.set())  # type: ignore[misc]
         if not watchdog.running:
             watchdog.wake()
-        assert event.wait(10)
+        assert event.wait(100)
     watchdog.stop()
     assert ended(watchdog)

@@ -63,14 +63,14 @@ def test_of_many_settlers_one_wins_and_is_reported_once() -> None:
     won: list[bool] = []
 
     def settle(i: int) -> None:
-        start.wait(10)
+        start.wait(100)
         won.append(work.finish() if i % 2 else work.fail(GroupAborted(str(i))))
 
     threads = [threading.Thread(target=settle, args=(i,)) for i in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(100)
     assert sorted(won) == [False] * 7 + [True]
     assert len(seen) == 1
 
@@ -130,7 +130,7 @@ def test_waiters_in_threads_all_wake() -> None:
         thread.start()
     work.finish()
     for thread in threads:
-        thread.join(10)
+        thread.join(100)
     assert answers == [True] * 4
 
 
@@ -170,7 +170,7 @@ def test_a_wait_longer_than_the_deadline_ends_at_the_deadline() -> None:
     began = time.perf_counter()
     with pytest.raises(CollectiveTimeout):
         work.wait(60.0)
-    assert time.perf_counter() - began < 10
+    assert time.perf_counter() - began < 30
     assert work.is_completed()
 
 

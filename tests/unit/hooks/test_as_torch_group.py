@@ -83,7 +83,7 @@ def test_torchs_map_of_used_parameters_does_not_meet_the_hooks_collectives(
                     done[f"{name}, {way}"] = train(model, group.rank)
         return done
 
-    first, second = run_ranks(rank_main, 2, kind="gloo", timeout=100)
+    first, second = run_ranks(rank_main, 2, kind="gloo")
     for key, value in first.items():
         assert torch.equal(value, second[key]), f"{key}: ranks differ"
         assert torch.equal(value, first[f"{key.rpartition(', ')[0]}, given"]), key

@@ -316,4 +316,4 @@ class ThereAndBack(GroupWrapper):
 def test_there_and_back_conforms(n: int) -> None:
     """The whole suite through both adapters: whatever one drops on the way, the other misses. 3 ranks: the conformance tests."""
 
-    check_group(lambda fn: run_ranks(fn, n, timeout=10, wrap=ThereAndBack), only=SURVIVES_C10D)
+    check_group(lambda fn: run_ranks(fn, n, wrap=ThereAndBack), only=SURVIVES_C10D)

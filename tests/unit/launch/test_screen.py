@@ -69,7 +69,7 @@ def test_a_slow_reader_gets_everything(pipe):
     thread = threading.Thread(target=reader)
     thread.start()
     screen.write(data)
-    thread.join(20)
+    thread.join(100)
     assert b"".join(read) == data
     assert not screen.broken
 

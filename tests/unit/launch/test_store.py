@@ -199,7 +199,7 @@ def test_all_have_come():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(100)
     assert store.get("complete") == b""
 
 

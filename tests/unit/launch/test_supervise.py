@@ -267,7 +267,7 @@ def test_a_rank_that_ignores_sigterm_is_killed(launch):
         grace=0.5,
     )
     assert code == 7
-    assert 0.5 <= time.monotonic() - began < 20
+    assert 0.5 <= time.monotonic() - began < 60
     assert b"rank 1 failed first (exit code 7" in err
     assert b"rank 0 was stopped" in err
 
@@ -319,7 +319,7 @@ def test_what_a_rank_started_neither_holds_the_launcher_up_nor_outlives_it(launc
         """
     )
     assert code == 0
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     children = [int(word) for word in re.findall(rb"child (\d+)", out)]
     assert len(children) == 2
     assert out.count(b"late") == 2
@@ -354,7 +354,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
         "for rank in ranks: os.set_blocking(rank.stdout.fileno(), True); print(rank.stdout.readline().decode(), end='')\n"
         "sys.stdout.flush(); os.kill(os.getpid(), 9)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     pids = list(map(int, done.stdout.split()))
     assert len(pids) == 2
@@ -394,7 +394,7 @@ thread = threading.Thread(target=main)
 thread.start() if {thread} else main()
 thread.join() if {thread} else None
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     pids = list(map(int, done.stdout.split()))
     assert len(pids) == 4
@@ -434,7 +434,7 @@ def send(tmp_path):
 
     yield start
     for thread in threads:
-        thread.join(30)
+        thread.join(100)
 
 
 def test_signals_are_passed_on_and_ranks_that_deal_with_them_end_well(launch, send):
@@ -549,6 +549,6 @@ def test_it_runs_in_a_thread_too(launch):
     answers = []
     thread = threading.Thread(target=lambda: answers.append(launch("print(rank)")))
     thread.start()
-    thread.join(30)
+    thread.join(100)
     ((code, out, _),) = answers
     assert (code, sorted(out.split())) == (0, [b"0", b"1", b"[0]", b"[1]"])

@@ -252,5 +252,5 @@ def test_a_leak_of_one_block_a_step_is_seen() -> None:
 
 
 def test_a_thousand_steps_over_gloo_leave_nothing_behind() -> None:
-    for more in run_ranks(lambda group: grown(lambda: small(group)), 2, kind="gloo", timeout=100):
+    for more in run_ranks(lambda group: grown(lambda: small(group)), 2, kind="gloo"):
         assert_nothing_grew(more)

@@ -185,7 +185,7 @@ def trained(torch_world: Callable[..., Any]) -> list[dict[str, Any]]:
                     done[key] = train(model, group.rank, by_hand=setup is not fused_optimizer)
         return done
 
-    return run_ranks(rank_main, 2, kind="gloo", timeout=100)
+    return run_ranks(rank_main, 2, kind="gloo")
 
 
 @pytest.mark.parametrize("hook", [setup.__name__ for setup in HOOKS])

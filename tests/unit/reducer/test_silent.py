@@ -546,7 +546,7 @@ def _ranks_in_other_orders(group: Group) -> list[list[float]]:
 
 
 def test_ranks_of_which_one_is_surprised_still_meet() -> None:
-    mine, theirs = run_ranks(_ranks_in_other_orders, 2, timeout=60)
+    mine, theirs = run_ranks(_ranks_in_other_orders, 2)
     assert mine == theirs
 
 

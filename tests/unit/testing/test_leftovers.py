@@ -43,8 +43,8 @@ def test_a_thread_that_is_ending_is_waited_for() -> None:
 
     threading.Thread(target=ending).start()
     started = time.monotonic()
-    assert before.compare(grace=30) == []
-    assert time.monotonic() - started < 10
+    assert before.compare(grace=100) == []
+    assert time.monotonic() - started < 50
 
 
 def test_a_process_is_named_until_it_is_waited_for() -> None:
@@ -56,7 +56,7 @@ def test_a_process_is_named_until_it_is_waited_for() -> None:
     os.waitid(os.P_PIDFD, ended, os.WEXITED | os.WNOWAIT)
     os.close(ended)
     assert before.compare(grace=0) == [f"process {process.pid}: ended, but nobody has waited for it"]
-    process.wait(10)
+    process.wait(100)
     assert before.compare(grace=0) == []
 
 
@@ -64,10 +64,10 @@ def test_a_child_of_another_thread_is_seen() -> None:
     before, processes = Leftovers.snapshot(), []
     thread = threading.Thread(target=lambda: processes.append(subprocess.Popen(["sleep", "30"])))
     thread.start()
-    thread.join(10)
+    thread.join(100)
     assert before.compare(grace=0) == [f"process {processes[0].pid}: sleep 30"]
     processes[0].kill()
-    processes[0].wait(10)
+    processes[0].wait(100)
 
 
 def test_sockets_and_descriptors_are_described() -> None:
@@ -179,7 +179,7 @@ def test_a_test_that_leaves_something_fails(tmp_path: Path) -> None:
     )
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert "4 passed, 2 errors" in done.stdout, done.stdout + done.stderr
     assert "the test left behind: thread 'leaky' (daemon)" in done.stdout
     assert "the test left behind: file descriptor" in done.stdout

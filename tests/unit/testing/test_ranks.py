@@ -145,7 +145,7 @@ def test_a_rank_that_raises_stops_the_others_and_is_named(kind: str) -> None:
     started = time.monotonic()
     with pytest.raises(LocalError, match="on purpose") as caught:
         run_ranks(rank_one_fails, 3, kind=kind)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 100
     notes = caught.value.__notes__
     assert notes[0] == "a note of its own"
     assert "raised on rank 1 of 3" in notes[1]
@@ -345,7 +345,7 @@ def test_a_lost_rank_that_lives_fails_the_run() -> None:
     started = time.monotonic()
     with pytest.raises(UsageError, match=r"rank 1 was meant to die \(lost=\[1\]\) but returned 1"):
         run_ranks(nobody_dies, 2, kind="gloo", lost=(1,))
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 100
 
 
 # -- time-outs -----------------------------------------------------------------------------------------------------------
@@ -357,8 +357,8 @@ def test_a_time_out_names_the_ranks_and_shows_their_stacks(kind: str) -> None:
         if group.rank == 1:
             group.barrier()
 
-    with pytest.raises(CollectiveTimeout, match=r"ranks \[1\] had not returned after 1 s") as caught:
-        run_ranks(linger_here, 2, kind=kind, timeout=1.0)
+    with pytest.raises(CollectiveTimeout, match=r"ranks \[1\] had not returned after 4 s") as caught:
+        run_ranks(linger_here, 2, kind=kind, timeout=4.0)
     assert caught.value.joined == (0,)
     assert caught.value.missing == (1,)
     assert "rank 1 stood here" in str(caught.value)
@@ -513,7 +513,7 @@ run_ranks(kill_the_parent if not {polite} else lambda group: tell(), 2, kind="gl
 def test_no_worker_outlives_its_parent(thread: bool, stop: bool, polite: bool, status: int) -> None:
     script = SCRIPT.format(thread=thread, stop=stop, polite=polite)
     # Output ends when the last process that holds the pipe has ended: that is the wait.
-    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=300)
     assert done.returncode == status
     pids = [int(line.split()[1]) for line in done.stdout.splitlines()]
     assert len(pids) == 2

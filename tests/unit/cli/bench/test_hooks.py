@@ -158,7 +158,6 @@ def test_what_cannot_be_measured_is_refused(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.usefixtures("fonts")
 def test_a_small_run(tmp_path, capsys):
     pytest.importorskip("matplotlib")

@@ -106,7 +106,6 @@ def test_without_scikit_learn_there_are_no_digits(monkeypatch, capsys):
     assert "scikit-learn is not installed. pip install gradwire[lab], or --task text." in capsys.readouterr().err
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("task", ["digits", "text", "text-short"])
 def test_a_small_run(task, tmp_path, capsys):
     if task == "digits":

@@ -215,7 +215,7 @@ def test_a_part_that_cannot_be_made_closes_the_others() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(100)
     assert [group.closed for group in made] == [True, True]
 
 
@@ -231,9 +231,9 @@ def test_without_a_store_the_lost_rank_is_named_where_it_is_known() -> None:
             group.barrier()
             if world.rank == 3:
                 group.fail(PeerLost("rank 2 has vanished", rank=2))  # as if a part had found out
-                gone.wait(10)
+                gone.wait(100)
                 return "", None, ""
-            gone.wait(10)
+            gone.wait(100)
             try:
                 group.all_reduce(torch.ones(5000))
             except GroupError as error:

@@ -367,7 +367,7 @@ def test_submits_of_a_second_thread_while_the_first_drives(world: Any, everywher
             t = torch.full((1 if i % 3 else 20_000,), float(i))
             group.all_reduce(t)
             assert t.eq(2 * i).all()
-        thread.join(30)
+        thread.join(100)
         if problems:
             raise problems[0]
         return not thread.is_alive()
@@ -404,7 +404,7 @@ def test_collectives_of_two_threads_in_an_agreed_order(world: Any, everywhere: A
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(100)
         for work, t, value in pending:
             work.wait()
             assert t.eq(2 * value).all()
@@ -469,7 +469,7 @@ def test_a_callback_that_submits(world: Any, everywhere: Any) -> None:
             work.add_done_callback(then)
             if how == "run":
                 work.wait()
-            assert done.wait(10)
+            assert done.wait(100)
             for link in chain:
                 link.wait()
             work.wait()
@@ -591,7 +591,7 @@ def test_a_dropped_group_ends_its_threads(world: Any) -> None:
     gc.collect()
     assert [ref() for ref in weak] == [None, None]
     for thread in threads:
-        thread.join(5)
+        thread.join(100)
         assert not thread.is_alive()
     del open_end
 

@@ -236,6 +236,6 @@ def test_several_threads_at_once() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(100)
     assert problems == []
     assert heap.available == heap.reserved

@@ -70,7 +70,7 @@ def test_who_waits_for_many_letters_sleeps_soon(world: Any, shares: bool) -> Non
 
     engine._advance, engine.board.bell.sleep = counting, sleeping
     works = [group.recv(torch.empty(3), src=1, async_op=True) for _ in range(many)]
-    assert slept.wait(20)
+    assert slept.wait(100)
     group.abort("enough")
     for work in works:
         with pytest.raises(GroupAborted):
