@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from gradwire import hooks
 from gradwire.errors import UsageError
 from gradwire.groups import Group
-from gradwire.hooks import BucketSpec, CommHook, Stage, Trait, as_torch_hook
-from gradwire.hooks.drive import Driver
+from gradwire.hooks import BucketSpec, CommHook, Stage, Trait
+from gradwire.interop import as_torch_hook
 from gradwire.parallel import DistributedDataParallel
+from gradwire.reducer.drive import Driver
 from gradwire.testing import check_hook, laws, run_ranks, simulate
 from gradwire.testing.simulate import one_parameter
 

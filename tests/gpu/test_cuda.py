@@ -15,9 +15,9 @@ from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import UsageError
 from gradwire.groups import C10dGroup, Group
 from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, cast, chain, mean
-from gradwire.hooks.drive import Driver
 from gradwire.parallel import DistributedDataParallel
 from gradwire.policies import Gradients
+from gradwire.reducer.drive import Driver
 from gradwire.testing import check_group, run_ranks
 
 pytestmark = pytest.mark.gpu

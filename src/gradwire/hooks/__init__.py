@@ -1,6 +1,9 @@
 """Communication hooks: what happens to a bucket on its way to the wire."""
 
-from gradwire.hooks.as_torch import as_torch_hook
+import importlib
+import warnings
+from typing import Any
+
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.combine import chain
@@ -36,7 +39,6 @@ __all__ = [
     "Wrapped",
     "add_noise",
     "after",
-    "as_torch_hook",
     "by_size",
     "cast",
     "chain",
@@ -64,3 +66,12 @@ __all__ = [
     "top_k",
     "weighted_mean",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "as_torch_hook":
+        warnings.warn(
+            "gradwire.hooks.as_torch_hook is now gradwire.interop.as_torch_hook.", DeprecationWarning, stacklevel=2
+        )
+        return importlib.import_module("gradwire.interop").as_torch_hook
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,6 @@
-"""Between gradwire and torch.distributed: each other's groups, gradwire as a back end of torch, hooks in FSDP."""
+"""Between gradwire and torch.distributed: each other's groups, gradwire as a back end, our hooks in torch's DDP and FSDP."""
 
+from gradwire.interop.as_torch import as_torch_hook
 from gradwire.interop.backend import register_backend
 from gradwire.interop.fsdp import as_fsdp_hook, as_fsdp_reduce_scatter, fsdp_parameters
 from gradwire.interop.process_group import GradwireProcessGroup, as_process_group, from_process_group
@@ -11,6 +12,7 @@ __all__ = [
     "as_fsdp_hook",
     "as_fsdp_reduce_scatter",
     "as_process_group",
+    "as_torch_hook",
     "from_process_group",
     "fsdp_parameters",
     "register_backend",

@@ -27,9 +27,9 @@ from gradwire.groups.base import Group
 from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.drive import carry_out
-from gradwire.hooks.states import States, to_dict
-from gradwire.hooks.together import load_together
+from gradwire.reducer.drive import carry_out
+from gradwire.reducer.hook_agreement import load_together
+from gradwire.reducer.hook_states import States, to_dict
 
 
 class FsdpHook:

@@ -27,7 +27,6 @@ from gradwire.interop import as_process_group, from_process_group
 from gradwire.interop.defaults import default_process_group, is_default, mesh_group
 from gradwire.interop.in_backward import optimizer_in_backward_hook
 from gradwire.interop.join import Joinable
-from gradwire.interop.torch_hooks import check_torch_hook
 from gradwire.interop.untraced import untraced_call
 from gradwire.parallel.bufferhook import BufferHook
 from gradwire.parallel.delayed import Delayed
@@ -39,6 +38,7 @@ from gradwire.parallel.mixed import MixedPrecision
 from gradwire.parallel.replica import Replica
 from gradwire.parallel.uneven import Uneven
 from gradwire.policies import Buffers, NonFinite
+from gradwire.reducer.torch_hooks import check_torch_hook
 
 
 class OnlyOnce(HookError):

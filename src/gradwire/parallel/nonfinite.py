@@ -15,7 +15,7 @@ from torch import Tensor
 from gradwire.collectives import all_gather_into_tensor
 from gradwire.errors import NonFiniteGradient
 from gradwire.hooks.bucket import BucketSpec, GradBucket
-from gradwire.hooks.drive import Pending
+from gradwire.reducer.drive import Pending
 from gradwire.reducer.reducer import Reducer, StepRejected
 
 Names = Callable[[], list[str]]

@@ -26,12 +26,7 @@ from gradwire.groups.completion import name_of
 from gradwire.hooks.base import CommHook, Turn
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.dense import mean
-from gradwire.hooks.drive import Driver, Pending
 from gradwire.hooks.outer import OuterHook, check_outer
-from gradwire.hooks.outer_half import OuterHalf, after_every_step, replace_handles
-from gradwire.hooks.states import States, from_dict, to_dict
-from gradwire.hooks.together import load_together, odd_ones_out
-from gradwire.interop.torch_hooks import TorchHook, TorchHookRun
 from gradwire.interop.untraced import untraced_call
 from gradwire.parallel.attach import attach_ready, hear_backward
 from gradwire.parallel.broadcast import broadcast_coalesced
@@ -44,8 +39,13 @@ from gradwire.policies import BucketMemory, Buckets, Buffers, Gradients, Graph, 
 from gradwire.reducer import BucketLayout, ParameterSpec, Reducer
 from gradwire.reducer.agreement import compare_parameters
 from gradwire.reducer.assign import by_size
+from gradwire.reducer.drive import Driver, Pending
 from gradwire.reducer.failed_step import failed_iteration
+from gradwire.reducer.hook_agreement import load_together, odd_ones_out
+from gradwire.reducer.hook_states import States, from_dict, to_dict
 from gradwire.reducer.machine import State
+from gradwire.reducer.outer_optimizer import OuterHalf, after_every_step, replace_handles
+from gradwire.reducer.torch_hooks import TorchHook, TorchHookRun
 
 _BROADCAST_BYTES = 250 * 2**20
 _UNLIMITED = 2**62
@@ -155,7 +155,7 @@ class Replica:
     def set_hook(self, hook: CommHook) -> None:
         """Use another hook from the next step on. Every rank must call it, between the same steps, with an equal hook.
 
-        Nothing that the hook before has not sent is lost: see Note [Another hook] in `hooks/states.py`. After a
+        Nothing that the hook before has not sent is lost: see Note [Another hook] in `reducer/hook_states.py`. After a
         hook that leaves gradients on their rank the parameters are averaged first.
         """
         check_outer(hook, "set_hook")
@@ -179,7 +179,7 @@ class Replica:
             hook.check(spec)
 
     def use_hook(self, hook: CommHook | tuple[TorchHook, Any]) -> None:
-        """Use this hook; a function in torch's form comes with its state. See Note [Another hook] in `hooks/states.py`."""
+        """Use this hook; a function in torch's form comes with its state. See Note [Another hook] in `reducer/hook_states.py`."""
         own = hook if isinstance(hook, CommHook) else _NO_STATE
         check_outer(own, "register_comm_hook")
         outer, step = self._outer, self._step() if self._outer is None else self._outer.step
@@ -219,7 +219,7 @@ class Replica:
     def hook_state_dict(self) -> dict[str, Any]:
         """The hook's state on this rank, by parameter name, for `torch.save`: each rank saves its own.
 
-        `load_hook_state_dict` takes it in a world of any size: see Note [Whose state it is] in `hooks/states.py`.
+        `load_hook_state_dict` takes it in a world of any size: see Note [Whose state it is] in `reducer/hook_states.py`.
         """
         self._check_own_hook("hook_state_dict")
         if self._outer is not None:

@@ -9,8 +9,8 @@ from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import HookError
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
-from gradwire.hooks.drive import Pending
 from gradwire.policies import ScaleCheck
+from gradwire.reducer.drive import Pending
 
 
 class ScaleChecked:

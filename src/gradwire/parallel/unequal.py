@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from gradwire.events import Handle
-from gradwire.hooks.outer_half import OuterHalf
+from gradwire.reducer.outer_optimizer import OuterHalf
 
 
 class UnequalReplicas(UserWarning):

@@ -35,8 +35,8 @@ from gradwire.errors import GradwireError, UsageError
 from gradwire.events import BackwardEnded, BucketFull, BucketLaunched, BucketReduced, Emitter, GradientReady, StepEnded
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
-from gradwire.hooks.drive import Pending
 from gradwire.reducer.assign import by_size
+from gradwire.reducer.drive import Pending
 from gradwire.reducer.failed_step import reason
 from gradwire.reducer.layout import BucketLayout, ParameterSpec
 from gradwire.reducer.machine import Launch, Machine, ReadyTwice, State

@@ -18,7 +18,6 @@ from gradwire.hooks import (
     Reduced,
     Reduction,
     Turn,
-    as_torch_hook,
     cast,
     chain,
     error_feedback,
@@ -27,9 +26,10 @@ from gradwire.hooks import (
     mean,
     partition,
 )
-from gradwire.hooks.drive import Driver
 from gradwire.hooks.hierarchical import slices
+from gradwire.interop import as_torch_hook
 from gradwire.parallel import replicate
+from gradwire.reducer.drive import Driver
 from gradwire.testing import check_hook, run_ranks, simulate
 
 HALF = chain(cast(torch.bfloat16), mean())

@@ -25,7 +25,7 @@ from gradwire.hooks import (
     top_k,
 )
 from gradwire.hooks.base import begin
-from gradwire.hooks.drive import run
+from gradwire.reducer.drive import run
 from gradwire.testing import run_ranks, simulate
 
 HOOKS: list[CommHook] = [

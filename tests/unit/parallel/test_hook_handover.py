@@ -40,8 +40,8 @@ from gradwire.hooks import (
     top_k,
 )
 from gradwire.hooks.base import Trait
-from gradwire.hooks.states import States, from_dict, to_dict
 from gradwire.parallel import DistributedDataParallel as DDP
+from gradwire.reducer.hook_states import States, from_dict, to_dict
 from gradwire.testing import run_ranks
 
 NET = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))

@@ -22,7 +22,6 @@ from gradwire.hooks import (
     Reduced,
     Reduction,
     Turn,
-    as_torch_hook,
     cast,
     chain,
     error_feedback,
@@ -31,6 +30,7 @@ from gradwire.hooks import (
     streaming_diloco,
 )
 from gradwire.hooks.chance import generator
+from gradwire.interop import as_torch_hook
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.testing import run_ranks

@@ -19,11 +19,11 @@ from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import HookError, UsageTypeError
 from gradwire.groups import Group, Recording, ThreadGroup
 from gradwire.hooks import BucketSpec, CommHook, GradBucket, Reduced, Reduction, Turn, cast, chain, mean
-from gradwire.interop.torch_hooks import HookAnnotationError
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.parallel.ddp import OnlyOnce
 from gradwire.policies import Buckets, ScaleCheck
+from gradwire.reducer.torch_hooks import HookAnnotationError
 from gradwire.testing import run_ranks
 
 SMALL = 0.0001

@@ -23,7 +23,6 @@ from gradwire.hooks import (
     Reduced,
     Reduction,
     Turn,
-    as_torch_hook,
     cast,
     chain,
     diloco,
@@ -35,6 +34,7 @@ from gradwire.hooks import (
     post_local_sgd,
     streaming_diloco,
 )
+from gradwire.interop import as_torch_hook
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.policies import Buckets, ScaleCheck

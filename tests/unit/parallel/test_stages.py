@@ -15,7 +15,6 @@ from gradwire.groups import Group, ThreadGroup
 from gradwire.hooks import (
     add_noise,
     after,
-    as_torch_hook,
     cast,
     chain,
     clip,
@@ -27,7 +26,7 @@ from gradwire.hooks import (
     random_k,
     scaled_cast,
 )
-from gradwire.interop import as_fsdp_hook
+from gradwire.interop import as_fsdp_hook, as_torch_hook
 from gradwire.testing import check_hook, simulate
 
 STAGES: dict[str, Any] = {

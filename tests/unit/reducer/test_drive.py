@@ -16,7 +16,7 @@ from gradwire.collectives import ReduceOp, all_gather_into_tensor, all_reduce
 from gradwire.errors import CollectiveTimeout, GroupAborted, HookError
 from gradwire.groups import Group, Recording, ThreadGroup
 from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, mean
-from gradwire.hooks.drive import Driver, run
+from gradwire.reducer.drive import Driver, run
 from gradwire.testing import run_ranks
 
 PATIENCE = 120.0

@@ -17,7 +17,6 @@ from gradwire.errors import UsageError
 from gradwire.groups import Group
 from gradwire.hooks import (
     CommHook,
-    as_torch_hook,
     cast,
     chain,
     error_feedback,
@@ -27,6 +26,7 @@ from gradwire.hooks import (
     quantize,
     top_k,
 )
+from gradwire.interop import as_torch_hook
 from gradwire.testing import run_ranks
 
 HOOKS: dict[str, CommHook] = {

@@ -12,7 +12,7 @@ from gradwire.collectives import all_gather_into_tensor
 from gradwire.errors import HookError
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
-from gradwire.hooks.states import States, from_dict
+from gradwire.reducer.hook_states import States, from_dict
 
 T = TypeVar("T")
 

@@ -15,12 +15,12 @@ from gradwire.groups.base import Group
 from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.drive import Driver, Landed, carry_out
 from gradwire.hooks.outer import OuterHook, check_outer
-from gradwire.hooks.outer_half import OuterHalf, after_every_step, cut, replace_handles
-from gradwire.hooks.own_group import OwnGroup
-from gradwire.hooks.states import States, to_dict
-from gradwire.hooks.together import load_together
+from gradwire.interop.own_group import OwnGroup
+from gradwire.reducer.drive import Driver, Landed, carry_out
+from gradwire.reducer.hook_agreement import load_together
+from gradwire.reducer.hook_states import States, to_dict
+from gradwire.reducer.outer_optimizer import OuterHalf, after_every_step, cut, replace_handles
 
 
 class TorchHook(Protocol):

@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from gradwire.collectives import all_reduce
 from gradwire.errors import HookError, UsageError, UsageTypeError
 from gradwire.groups import Group, ThreadGroup
-from gradwire.hooks import BucketSpec, CommHook, Reduction, Turn, as_torch_hook, cast, chain, mean, quantize
+from gradwire.hooks import BucketSpec, CommHook, Reduction, Turn, cast, chain, mean, quantize
+from gradwire.interop import as_torch_hook
 from gradwire.testing import run_ranks
 
 

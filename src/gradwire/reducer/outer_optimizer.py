@@ -20,10 +20,10 @@ from gradwire.events import Handle
 from gradwire.groups.base import Group
 from gradwire.hooks.base import Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.drive import Landed, Pending, carry_out, start_single
 from gradwire.hooks.outer import OuterHook
 from gradwire.hooks.state import join_flat, split_flat
-from gradwire.hooks.states import States, to_dict
+from gradwire.reducer.drive import Landed, Pending, carry_out, start_single
+from gradwire.reducer.hook_states import States, to_dict
 
 PIECE = 64 * 2**20
 """Bytes of parameters that are copied and sent at a time."""
