@@ -161,7 +161,7 @@ class ForgetsDeadlines(Faulty):
 class HidesTheMissing(Faulty):
     def __init__(self, inner: Group) -> None:
         super().__init__(inner)
-        self.ledger.attendance = lambda work: None
+        self.ledger.arrivals = lambda work: None
 
 
 class NewErrorEachTime(Faulty):

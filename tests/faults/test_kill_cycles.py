@@ -58,7 +58,7 @@ from datetime import timedelta
 from torch.distributed import FileStore, PrefixStore
 from gradwire.errors import CollectiveTimeout
 from gradwire.groups import SharedMemoryGroup
-from gradwire.groups.c10d import membership
+from gradwire.groups import membership
 
 path, wrapped = sys.argv[1], sys.argv[2] == "wrapped"
 store = FileStore(path, 2)

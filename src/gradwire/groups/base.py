@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import TracebackType
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from gradwire.errors import ClosedError, GroupAborted, HookError, UsageError, ag
 from gradwire.events import Emitter, Handle
 from gradwire.groups.completion import CompletionHook
 from gradwire.groups.forked import finalize_here, refusal
-from gradwire.groups.ledger import Attendance, Ledger
+from gradwire.groups.ledger import Arrivals, Ledger
 from gradwire.groups.verbs import Verbs
 from gradwire.groups.watchdog import Watchdog
 from gradwire.groups.work import Work
@@ -67,7 +68,7 @@ class Group(Verbs, ABC):
         self.name = name or type(self).__name__
         self.timeout = timeout_seconds(type(self).__name__, timeout)
         self.ledger = Ledger(name=self.name, rank=rank, size=size)
-        self.ledger.attendance = _attendance_of(self)
+        self.ledger.arrivals = _arrivals_of(self)
         self.failure: BaseException | None = None
         self.closed = False
         self._splits = 0
@@ -176,9 +177,22 @@ class Group(Verbs, ABC):
             f"{type(self).__name__} does not make sub-groups. Override subgroup(ranks, name=...) to return one."
         )
 
-    def attendance(self, work: Work) -> Attendance | None:
+    def arrivals(self, work: Work) -> Arrivals | None:
         """Who has joined `work`, where the group can know. Time-outs name the missing."""
         return None
+
+    attendance = arrivals
+    """Deprecated name of `arrivals`."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "attendance" in vars(cls):
+            warnings.warn(
+                f"{cls.__name__}.attendance is deprecated. Rename the method to arrivals.", FutureWarning, stacklevel=2
+            )
+            cls.arrivals = cls.attendance  # type: ignore[method-assign]
+        elif "arrivals" in vars(cls):
+            cls.attendance = cls.arrivals
 
     # -- watching ------------------------------------------------------------------------------------------------------
 
@@ -281,15 +295,15 @@ class Group(Verbs, ABC):
         return f"<{self.name} rank {self.rank} of {self.size}, {state}>"
 
 
-def _attendance_of(group: Group) -> Callable[[Work], Attendance | None]:
-    """The group's `attendance` for its ledger, without a cycle that would keep a dropped group alive."""
-    weak = weakref.WeakMethod(group.attendance)
+def _arrivals_of(group: Group) -> Callable[[Work], Arrivals | None]:
+    """The group's `arrivals` for its ledger, without a cycle that would keep a dropped group alive."""
+    weak = weakref.WeakMethod(group.arrivals)
 
-    def attendance(work: Work) -> Attendance | None:
+    def arrivals(work: Work) -> Arrivals | None:
         method = weak()
         return None if method is None else method(work)
 
-    return attendance
+    return arrivals
 
 
 def _stop(watchdog: Watchdog, ledger: Ledger) -> None:

@@ -19,7 +19,7 @@ from gradwire.groups.work import Work
 
 
 @dataclass(frozen=True, slots=True)
-class Attendance:
+class Arrivals:
     """Who has joined an operation and who has not, as far as this rank can know."""
 
     joined: tuple[int, ...]
@@ -40,7 +40,7 @@ class Ledger:
         self.hook_errors = self.hooks.errors
         self.futures = FutureThreads(f"{name}-{rank}")
         self.pending: dict[int, Work] = {}
-        self.attendance: Callable[[Work], Attendance | None] = lambda work: None
+        self.arrivals: Callable[[Work], Arrivals | None] = lambda work: None
         self._numbers = itertools.count()
         self.reported: BaseException | None = None
         """The failure of the group that its caller on this rank has heard of."""
@@ -89,7 +89,7 @@ class Ledger:
 
     def timed_out(self, work: Work, limit: float) -> CollectiveTimeout:
         """The error for an operation that was not over after `limit` seconds."""
-        known = self.attendance(work)
+        known = self.arrivals(work)
         if known is None:
             who = "This group cannot tell who is missing."
         elif known.missing:

@@ -28,7 +28,7 @@ from gradwire.errors import (
     UsageError,
 )
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
-from gradwire.groups.ledger import Attendance
+from gradwire.groups.ledger import Arrivals
 from gradwire.groups.watchdog import Watchdog
 from gradwire.groups.work import Work
 
@@ -78,9 +78,9 @@ class ThreadGroup(Group):
             self._table.join(work, self.rank, next(self._joined))
         return work
 
-    def attendance(self, work: Work) -> Attendance | None:
+    def arrivals(self, work: Work) -> Arrivals | None:
         """Who has joined: known exactly."""
-        return self._table.attendance(work, self.rank)
+        return self._table.arrivals(work, self.rank)
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
         """A world of threads of its own."""
@@ -218,14 +218,14 @@ class _Table:
 
     # -- who is here ---------------------------------------------------------------------------------------------------
 
-    def attendance(self, work: Work, rank: int) -> Attendance | None:
+    def arrivals(self, work: Work, rank: int) -> Arrivals | None:
         if work.op.kind.is_p2p:
             peers = [work.op.peer] if work.op.peer is not None else [r for r in range(self.size) if r != rank]
-            return Attendance(joined=(rank,), missing=tuple(peers))
+            return Arrivals(joined=(rank,), missing=tuple(peers))
         with self._lock:
             slot = next((s for s in self._slots.values() if s.get(rank) is work), None)
             joined = range(self.size) if slot is None else sorted(slot)
-        return Attendance(tuple(joined), tuple(r for r in range(self.size) if r not in joined))
+        return Arrivals(tuple(joined), tuple(r for r in range(self.size) if r not in joined))
 
     def start_over(self, rank: int, timeout: float) -> None:
         """Wait for all ranks; the last one resets the world. A rank that gives up takes its name off, so all can try again."""

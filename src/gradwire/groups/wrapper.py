@@ -19,7 +19,7 @@ from gradwire.errors import CollectiveTimeout, UsageError
 from gradwire.groups.base import Group
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.lane import Lane
-from gradwire.groups.ledger import Attendance
+from gradwire.groups.ledger import Arrivals
 from gradwire.groups.work import Work
 
 
@@ -91,9 +91,9 @@ class GroupWrapper(_Around):
         """Hand `op` to the inner group."""
         return self.inner.submit(op)
 
-    def attendance(self, work: Work) -> Attendance | None:
+    def arrivals(self, work: Work) -> Arrivals | None:
         """As the inner group knows it."""
-        return self.inner.attendance(work)
+        return self.inner.arrivals(work)
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Abort the inner group, which may know how to tell its peers."""
@@ -144,7 +144,7 @@ class BookedWrapper(_Around):
         super().check_usable(op)
         self.inner.check_usable(op)
 
-    def attendance(self, work: Work) -> Attendance | None:
+    def arrivals(self, work: Work) -> Arrivals | None:
         """Who has joined the step the operation is at."""
         step = self.steps.get(work.seq)
         if step is None:
@@ -152,8 +152,8 @@ class BookedWrapper(_Around):
         # A group may forget who was missing once it has given a step up: what it knew then is in the error.
         late = step.exception()
         if isinstance(late, CollectiveTimeout) and late.joined is not None and late.missing is not None:
-            return Attendance(tuple(late.joined), tuple(late.missing))
-        return self.inner.attendance(step)
+            return Arrivals(tuple(late.joined), tuple(late.missing))
+        return self.inner.arrivals(step)
 
     def late(self, work: Work, error: CollectiveTimeout) -> CollectiveTimeout:
         """The inner group's time-out in the caller's words: the step's name says nothing to him; whom it misses is the same."""

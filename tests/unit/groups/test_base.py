@@ -14,7 +14,7 @@ import torch
 from gradwire.collectives import Collective, build
 from gradwire.errors import ClosedError, CollectiveTimeout, GroupAborted, HookError, UsageError
 from gradwire.groups import Group, Work
-from gradwire.groups.ledger import Attendance
+from gradwire.groups.ledger import Arrivals
 
 
 class ByHand(Group):
@@ -99,14 +99,31 @@ def test_the_watchdog_runs_when_something_is_in_flight(group: ByHand) -> None:
     assert isinstance(work.exception(), CollectiveTimeout)
 
 
-def test_attendance_goes_into_the_timeout() -> None:
+def test_arrivals_goes_into_the_timeout() -> None:
     class Knows(ByHand):
-        def attendance(self, work: Work) -> Attendance | None:
-            return Attendance((0,), (1, 2))
+        def arrivals(self, work: Work) -> Arrivals | None:
+            return Arrivals((0,), (1, 2))
 
     group = Knows(0, 3)
     with pytest.raises(CollectiveTimeout) as caught:
         group.submit(build.barrier()).wait(0.0)
+    assert caught.value.missing == (1, 2)
+    group.close(timeout=0.0)
+
+
+def test_the_old_name_of_arrivals_still_works() -> None:
+    with pytest.warns(FutureWarning, match=r"Old.attendance is deprecated. Rename the method to arrivals"):
+
+        class Old(ByHand):
+            def attendance(self, work: Work) -> Arrivals | None:
+                assert super().attendance(work) is None
+                return Arrivals((0,), (1, 2))
+
+    group = Old(0, 3)
+    work = group.submit(build.barrier())
+    assert group.arrivals(work) == group.attendance(work) == Arrivals((0,), (1, 2))
+    with pytest.raises(CollectiveTimeout) as caught:
+        work.wait(0.0)
     assert caught.value.missing == (1, 2)
     group.close(timeout=0.0)
 

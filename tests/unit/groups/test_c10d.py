@@ -27,10 +27,10 @@ from gradwire.groups import C10dGroup, Group, ThreadGroup
 from gradwire.groups.c10d.abilities import find_engine
 from gradwire.groups.c10d.engine import GLOO, NCCL
 from gradwire.groups.c10d.failures import translate
-from gradwire.groups.c10d.membership import Membership
 from gradwire.groups.c10d.messages import LIMIT
 from gradwire.groups.host import host_identity, process_start
 from gradwire.groups.ledger import Ledger
+from gradwire.groups.membership import Membership
 from gradwire.groups.work import Work
 from gradwire.testing import run_ranks
 
@@ -143,19 +143,19 @@ def test_the_roll_tells_a_rank_that_it_is_left_alone() -> None:
 def test_a_lost_rank_is_reported_to_everybody_and_the_first_stays():
     store = dist.HashStore()
     a, b = Membership(store, 0, 2), Membership(store, 1, 2)
-    a.report_lost(1, "gone")
-    a.report_lost(None, "later")
+    a.record_failure(1, "gone")
+    a.record_failure(None, "later")
     b.refresh()
-    assert b.lost_report == (1, "gone")
+    assert b.failure_record == (1, "gone")
     assert b.find_culprit(1) == (1, "gone")
 
 
 def test_two_groups_on_one_store_do_not_mix():
     store = dist.HashStore()
     first, second = Membership(store, 0, 1), Membership(store, 0, 1)
-    first.report_lost(0, "gone")
+    first.record_failure(0, "gone")
     second.refresh()
-    assert second.lost_report is None
+    assert second.failure_record is None
 
 
 def test_a_part_shares_the_connection_and_not_the_pages():

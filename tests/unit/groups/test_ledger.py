@@ -10,7 +10,7 @@ import torch
 from gradwire.collectives import build
 from gradwire.errors import CollectiveTimeout, GroupAborted, HookError
 from gradwire.events import CollectiveFailed, CollectiveFinished, CollectiveStarted, CollectiveSubmitted
-from gradwire.groups.ledger import Attendance, Ledger
+from gradwire.groups.ledger import Arrivals, Ledger
 from gradwire.groups.work import Work
 
 
@@ -92,12 +92,12 @@ def test_expire_fails_once_and_not_what_is_over(ledger: Ledger) -> None:
     ("known", "words"),
     [
         (None, "cannot tell who is missing"),
-        (Attendance((0, 2), (1, 3)), "Joined: ranks [0, 2]; missing: ranks [1, 3]."),
-        (Attendance((0, 1, 2, 3), ()), "All ranks [0, 1, 2, 3] have joined"),
+        (Arrivals((0, 2), (1, 3)), "Joined: ranks [0, 2]; missing: ranks [1, 3]."),
+        (Arrivals((0, 1, 2, 3), ()), "All ranks [0, 1, 2, 3] have joined"),
     ],
 )
-def test_the_words_of_a_timeout(ledger: Ledger, known: Attendance | None, words: str) -> None:
-    ledger.attendance = lambda work: known
+def test_the_words_of_a_timeout(ledger: Ledger, known: Arrivals | None, words: str) -> None:
+    ledger.arrivals = lambda work: known
     work = enter(ledger, label="loss")
     error = ledger.timed_out(work, 1.5)
     text = str(error)

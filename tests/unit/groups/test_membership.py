@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from gradwire.groups.c10d import membership
-from gradwire.groups.c10d.membership import Membership
+from gradwire.groups import membership
 from gradwire.groups.host import is_dead, process_start
+from gradwire.groups.membership import Membership
 
 
 class Counting:

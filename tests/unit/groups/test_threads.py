@@ -262,18 +262,18 @@ def test_a_receive_that_gave_up_takes_no_message() -> None:
     close(a, b)
 
 
-def test_attendance_is_exact_while_ranks_come() -> None:
+def test_arrivals_is_exact_while_ranks_come() -> None:
     world = ThreadGroup.world(4)
     first = world[2].barrier(async_op=True)
-    known = world[2].attendance(first)
+    known = world[2].arrivals(first)
     assert known is not None
     assert (known.joined, known.missing) == ((2,), (0, 1, 3))
     world[0].barrier(async_op=True)
-    known = world[2].attendance(first)
+    known = world[2].arrivals(first)
     assert known is not None
     assert (known.joined, known.missing) == ((0, 2), (1, 3))
     anybody = world[1].recv(torch.zeros(1), async_op=True)
-    known = world[1].attendance(anybody)
+    known = world[1].arrivals(anybody)
     assert known is not None
     assert (known.joined, known.missing) == ((1,), (0, 2, 3))
     world[0].abort()

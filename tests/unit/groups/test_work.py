@@ -16,7 +16,7 @@ import torch
 from gradwire.collectives import Collective, build
 from gradwire.errors import CollectiveTimeout, GroupAborted, HookError, UsageError
 from gradwire.groups import ThreadGroup
-from gradwire.groups.ledger import Attendance, Ledger
+from gradwire.groups.ledger import Arrivals, Ledger
 from gradwire.groups.work import Work, seconds
 
 
@@ -184,7 +184,7 @@ def test_limit_only_shortens() -> None:
 
 def test_a_timeout_names_the_missing_where_known() -> None:
     ledger = Ledger(name="books", rank=0, size=3)
-    ledger.attendance = lambda work: Attendance(joined=(0, 1), missing=(2,))
+    ledger.arrivals = lambda work: Arrivals(joined=(0, 1), missing=(2,))
     with pytest.raises(CollectiveTimeout, match=r"missing: ranks \[2\]") as caught:
         make(ledger=ledger).wait(0.0)
     assert (caught.value.joined, caught.value.missing) == ((0, 1), (2,))

@@ -80,8 +80,8 @@ def test_a_wrapper_inside_that_has_forgotten_its_step_still_tells_who_was_missin
     """Which of two nested wrappers gives up first is a race; here the inner one has always gone when it is asked."""
 
     class Forgetful(NanCheck):
-        def attendance(self, work):
-            return None if work.is_completed() else super().attendance(work)
+        def arrivals(self, work):
+            return None if work.is_completed() else super().arrivals(work)
 
     a, b = (Verified(Forgetful(g)) for g in ThreadGroup.world(2, timeout=0.3))
     a.timeout = 10.0  # so that it is the inner one which gives up first

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from gradwire.errors import CollectiveTimeout, GradwireError, GroupError, PeerLost
-from gradwire.groups.c10d.membership import Membership
+from gradwire.groups.membership import Membership
 from gradwire.groups.work import Work
 
 _TIMED_OUT = re.compile(r"timed? ?out waiting|operation timed out|watchdog.*timeout|connect timeout", re.IGNORECASE)

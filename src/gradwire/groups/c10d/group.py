@@ -27,19 +27,19 @@ from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.errors import UNEVEN, CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.c10d.abilities import can_split, find_engine, name_of, store_of, timeout_of
-from gradwire.groups.c10d.aside import Aside, mark
 from gradwire.groups.c10d.engine import Engine
 from gradwire.groups.c10d.failures import translate
 from gradwire.groups.c10d.gloo import ENGINE_MARGIN, make_gloo
-from gradwire.groups.c10d.membership import Membership
 from gradwire.groups.c10d.messages import Message, MessageThreads
 from gradwire.groups.c10d.nccl import make_nccl
 from gradwire.groups.c10d.python_work import PythonOutcome
+from gradwire.groups.c10d.streams import SideStreams, mark
 from gradwire.groups.c10d.teardown import destroy, quiesce
-from gradwire.groups.c10d.work import C10dWork, Reaper, wait_slice
+from gradwire.groups.c10d.work import C10dWork, CompletionPoller, wait_slice
 from gradwire.groups.forked import finalize_here, leak_in_child
 from gradwire.groups.lane import Lane
-from gradwire.groups.ledger import Attendance, Ledger
+from gradwire.groups.ledger import Arrivals, Ledger
+from gradwire.groups.membership import Membership
 from gradwire.groups.work import Work
 
 # An operation this old is looked into: are the peers alive, where are they?
@@ -87,16 +87,16 @@ class C10dGroup(Group):
         self._roll = roll
         self._progress: Membership | _Progress = _Progress() if roll is None else roll
         self._lane = Lane(f"{self.name}-{self.rank}")
-        self._reaper = Reaper(f"{self.name}-{self.rank}")
+        self._poller = CompletionPoller(f"{self.name}-{self.rank}")
         self._messages = MessageThreads(f"{self.name}-{self.rank}")
-        self._aside = Aside()
+        self._side_stream = SideStreams()
         self._order = threading.Lock()
         self._owned: list[Any] = []
         self._unfinished: list[Work] = []
         self._watchdog.on_tick.append(_weak_tick(self))
         # After the base class's finalizer was made, so that at exit these threads end first.
         leave = functools.partial(
-            _leave_engine, self._reaper, self._lane, self._messages, self.ledger, self._backends, self._owned
+            _leave_engine, self._poller, self._lane, self._messages, self.ledger, self._backends, self._owned
         )
         self._leave_engine = leave
         self._engine_finalizer = finalize_here(self, leave, True)
@@ -185,21 +185,21 @@ class C10dGroup(Group):
         except Exception as error:
             self._broken(work, error, engine)
             return
-        work.watch(native, lambda error: self._broken(work, error, engine), self._reaper)
+        work.watch(native, lambda error: self._broken(work, error, engine), self._poller)
 
     def _run_program(self, work: C10dWork, backend: Any, engine: Engine, ready: torch.cuda.Event | None) -> None:
         """On the lane: one step after another, each waited for."""
         work.ledger.started(work, time.perf_counter())
         program = self._program(work.op, engine)
         try:
-            with self._aside(work.op.device, ready), writing(work.op.outputs):
+            with self._side_stream(work.op.device, ready), writing(work.op.outputs):
                 for step in program:
                     if work.is_completed():
                         return
                     native = engine.call(backend, step, work.timeout + ENGINE_MARGIN)
                     while not wait_slice(native):
                         if work.is_completed() or self._lane.stopping.is_set():
-                            self._reaper.abandon(native)
+                            self._poller.abandon(native)
                             return
             work.finish()
         except (
@@ -210,7 +210,7 @@ class C10dGroup(Group):
             program.close()
 
     def _run_through(self, work: C10dWork, backend: Any, engine: Engine) -> None:
-        """Stream-ordered engines: enqueue everything now; the reaper notices when the device has done it."""
+        """Stream-ordered engines: enqueue everything now; the poller notices when the device has done it."""
         work.ledger.started(work, time.perf_counter())
         try:
             for step in self._program(work.op, engine):
@@ -219,7 +219,7 @@ class C10dGroup(Group):
         except Exception as error:
             self._broken(work, error, engine)
             return
-        work.watch_stream(self._reaper)
+        work.watch_stream(self._poller)
 
     def _program(self, op: Collective, engine: Engine) -> Program:
         return lower(op, rank=self.rank, size=self.size, takes=engine.takes)
@@ -238,14 +238,14 @@ class C10dGroup(Group):
         if engine.stream_ordered:
             native.wait()
             next(program, None)
-            work.watch_stream(self._reaper)
+            work.watch_stream(self._poller)
             return
         ready = mark(work.op.device)
 
         def finish() -> None:
             left = work.deadline + ENGINE_MARGIN - time.perf_counter()
             try:
-                with self._aside(work.op.device, ready):
+                with self._side_stream(work.op.device, ready):
                     native.wait(timedelta(seconds=max(0.002, left)))
                     source = native._source_rank() if work.op.peer is None else work.op.peer
                     next(program, None)
@@ -284,11 +284,11 @@ class C10dGroup(Group):
         self._unfinished += list(self.ledger.pending.values())
         super().fail(error)
         if self._roll is not None and isinstance(error, PeerLost):
-            self._roll.report_lost(
+            self._roll.record_failure(
                 error.rank, f"rank {self.rank} has lost it" if error.rank is None else f"rank {error.rank} is lost"
             )
         elif self._roll is not None and isinstance(error, GroupAborted):
-            self._roll.report_lost(None, f"rank {self.rank} aborted: {error.reason}")
+            self._roll.record_failure(None, f"rank {self.rank} aborted: {error.reason}")
 
     def _tick(self) -> None:
         """In the watchdog's thread: publish this rank's progress, and look into what has been in flight for long."""
@@ -313,8 +313,8 @@ class C10dGroup(Group):
         what = self.name if first is None else f"{first.op} (operation #{first.seq} of {self.name})"
         where = f"{what} on rank {self.rank} of {self.size}"
         rank, why = roll.dead(), "its process has died"
-        if rank is None and roll.lost_report is not None:
-            rank, why = roll.lost_report
+        if rank is None and roll.failure_record is not None:
+            rank, why = roll.failure_record
             if rank is None:
                 return GroupAborted(f"{where}: the group was aborted: {why}", reason=why)
         place = max((work.place for work in old if isinstance(work, C10dWork)), default=0)
@@ -367,21 +367,21 @@ class C10dGroup(Group):
                 f"{self}: its {engine.name} engine is out of step and cannot be made anew. Make a new group."
             )
         # All ranks have given up what is in the old engine, so it is aborted.
-        idle = quiesce([backend for backend, _ in self._backends.values()], self._reaper.take_abandoned, 0.0)
+        idle = quiesce([backend for backend, _ in self._backends.values()], self._poller.take_abandoned, 0.0)
         self._backends.clear()
-        destroy(self._owned, leak=[] if idle else self._reaper.take_abandoned())
+        destroy(self._owned, leak=[] if idle else self._poller.take_abandoned())
         store = PrefixStore(f"gradwire/recovered/{self.name}/{epoch}", self._store)
         self._own(make_gloo(store, self.rank, self.size, self.timeout))
 
-    def attendance(self, work: Work) -> Attendance | None:
+    def arrivals(self, work: Work) -> Arrivals | None:
         """Who has joined, as far as the store knows."""
         if self._roll is None:
             return None
         if work.op.kind.is_p2p:
-            return None if work.op.peer is None else Attendance((self.rank,), (work.op.peer,))
+            return None if work.op.peer is None else Arrivals((self.rank,), (work.op.peer,))
         place = work.place if isinstance(work, C10dWork) else 0
         joined = self._roll.have_joined(place)
-        return Attendance(joined, tuple(r for r in range(self.size) if r not in joined))
+        return Arrivals(joined, tuple(r for r in range(self.size) if r not in joined))
 
     # -- members and life ----------------------------------------------------------------------------------------------
 
@@ -434,7 +434,7 @@ def _weak_tick(group: C10dGroup) -> Any:
 
 
 def _leave_engine(
-    reaper: Reaper,
+    poller: CompletionPoller,
     lane: Lane,
     messages: MessageThreads,
     ledger: Ledger,
@@ -447,11 +447,11 @@ def _leave_engine(
     See Note [The engine's threads and the interpreter's end].
     """
     lane.stop(timeout=2.0)
-    reaper.stop(timeout=2.0)
+    poller.stop(timeout=2.0)
 
     def in_engine() -> list[Any]:
         pending = [work.native for work in list(ledger.pending.values()) if isinstance(work, C10dWork)]
-        return [native for native in (*pending, *reaper.take_abandoned(), *messages.natives()) if native is not None]
+        return [native for native in (*pending, *poller.take_abandoned(), *messages.natives()) if native is not None]
 
     idle = True
     if abort:
@@ -459,5 +459,5 @@ def _leave_engine(
         idle &= messages.stop(timeout=5.0)
     backends.clear()
     leak = [] if idle else [native for native in in_engine() if not isinstance(native, PythonOutcome)]
-    reaper.abandoned.clear()  # a Work of ours that somebody keeps knows the reaper, and must not keep the engine
+    poller.abandoned.clear()  # a Work of ours that somebody keeps knows the poller, and must not keep the engine
     destroy(owned, leak=leak)

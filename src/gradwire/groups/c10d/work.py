@@ -2,7 +2,7 @@
 
 Note [Who notices that the engine is done]
 The caller, if it waits: it waits inside the engine and settles the Work itself, so a synchronous operation wakes no other
-thread. The reaper's thread, if somebody wants to be told at once: a future, a done-callback, a completion hook, a listener.
+thread. The poller's thread, if somebody wants to be told at once: a future, a done-callback, a completion hook, a listener.
 The watchdog's tick otherwise, which is soon enough for a Work that was dropped.
 """
 
@@ -19,7 +19,7 @@ import torch
 
 from gradwire.collectives import Collective
 from gradwire.events import is_kept
-from gradwire.groups.c10d.aside import Aside
+from gradwire.groups.c10d.streams import SideStreams
 from gradwire.groups.ledger import Ledger
 from gradwire.groups.work import Work
 
@@ -48,7 +48,7 @@ def _ignore(error: BaseException) -> None:
 
 
 class C10dWork(Work):
-    """A Work whose engine can be waited on: by the caller itself, or by the reaper if nobody does."""
+    """A Work whose engine can be waited on: by the caller itself, or by the poller if nobody does."""
 
     def __init__(self, op: Collective, ledger: Ledger, *, seq: int, timeout: float) -> None:
         super().__init__(op, ledger, seq=seq, timeout=timeout)
@@ -60,19 +60,19 @@ class C10dWork(Work):
         """Called before a caller waits."""
         self._event: torch.cuda.Event | None = None
         self._on_error: Callable[[BaseException], None] = _ignore
-        self._reaper: Reaper | None = None
+        self._poller: CompletionPoller | None = None
         self._attended = False
 
-    def watch(self, native: Any, on_error: Callable[[BaseException], None], reaper: Reaper) -> None:
+    def watch(self, native: Any, on_error: Callable[[BaseException], None], poller: CompletionPoller) -> None:
         """From now on `native` tells how it goes."""
         self._on_error = on_error
-        self._reaper = reaper
+        self._poller = poller
         self.native = native
         self._attend_if_wanted()
 
-    def watch_stream(self, reaper: Reaper) -> None:
+    def watch_stream(self, poller: CompletionPoller) -> None:
         """From now on the current CUDA stream tells: the result is there when it has come this far."""
-        self._reaper = reaper
+        self._poller = poller
         self._event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(self.op.device))
         self._attend_if_wanted()
@@ -80,26 +80,26 @@ class C10dWork(Work):
     @property
     def stopping(self) -> bool:
         """Whether the group or the interpreter is ending, so that no thread should be inside the engine."""
-        return self._reaper is not None and self._reaper.stopping
+        return self._poller is not None and self._poller.stopping
 
     def _settle(self, error: BaseException | None, source_rank: int | None) -> bool:
         settled = super()._settle(error, source_rank)
         native, self.native = self.native, None  # whoever keeps this Work must not keep the engine's sockets open
-        if native is not None and not native.is_completed() and self._reaper is not None:
+        if native is not None and not native.is_completed() and self._poller is not None:
             self.left_in_engine = True
-            self._reaper.abandon(native)
+            self._poller.abandon(native)
         self.on_block = None
         self._on_error = _ignore  # it knows the group and this Work: a cycle that would keep the tensors alive
         return settled
 
     def _attend_if_wanted(self) -> None:
         wanted = self._future is not None or self._callbacks or self.ledger.hooks or self.ledger.events
-        if wanted and self._reaper is not None and not self._attended and not self._settled:
+        if wanted and self._poller is not None and not self._attended and not self._settled:
             self._attended = True
-            self._reaper.put(self)
+            self._poller.put(self)
 
     def add_done_callback(self, fn: Callable[[Work], None]) -> None:
-        """As in Work; the reaper sees to it that it is called promptly."""
+        """As in Work; the poller sees to it that it is called promptly."""
         super().add_done_callback(fn)
         self._attend_if_wanted()
 
@@ -127,7 +127,7 @@ class C10dWork(Work):
             if event is not None:
                 if not event.query():
                     return False
-            elif native is None or self._reaper is None or not self._reaper.wait(native, limit, self.op.device):
+            elif native is None or self._poller is None or not self._poller.wait(native, limit, self.op.device):
                 return self._settled
         except BaseException as error:
             if not is_kept(error):
@@ -161,7 +161,7 @@ class C10dWork(Work):
         return future
 
 
-class Reaper:
+class CompletionPoller:
     """The thread that settles Works nobody waits for. Started with the first; holds no reference to the group."""
 
     def __init__(self, name: str) -> None:
@@ -169,7 +169,7 @@ class Reaper:
         self._queue: queue.SimpleQueue[C10dWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.RLock()  # abort() in a signal handler may interrupt this thread under it
-        self._aside = Aside()
+        self._side_stream = SideStreams()
         self._inside = 0
         self.stopping = False
         self.abandoned: list[Any] = []
@@ -180,7 +180,7 @@ class Reaper:
         if self._thread is None:
             with self._lock:
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name=f"gradwire-reaper-{self._name}", daemon=True)
+                    self._thread = threading.Thread(target=self._run, name=f"gradwire-poller-{self._name}", daemon=True)
                     self._thread.start()
         self._queue.put(work)
 
@@ -202,7 +202,7 @@ class Reaper:
         with self._lock:
             self._inside += 1
         try:
-            with self._aside(device):
+            with self._side_stream(device):
                 return wait_slice(native, limit)
         finally:
             with self._lock:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from gradwire.collectives import Signature
 from gradwire.errors import UNEVEN, CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost
-from gradwire.groups.c10d.membership import Membership
+from gradwire.groups.membership import Membership
 
 G = TypeVar("G", bound=GroupError)
 
@@ -47,8 +47,8 @@ def lost(where: str, rank: int, why: str, op: Signature | None) -> PeerLost:
 def bad_news(roll: Membership, where: str, place: int, op: Signature | None) -> GroupError | None:
     """What the membership, as it was last read, knows to be wrong."""
     rank, why = roll.dead(), "its process has died"
-    if rank is None and roll.lost_report is not None:
-        rank, why = roll.lost_report
+    if rank is None and roll.failure_record is not None:
+        rank, why = roll.failure_record
         if rank is None:
             return GroupAborted(f"{where}: the group was aborted: {why}", reason=why)
     if rank is None:

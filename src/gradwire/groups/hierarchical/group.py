@@ -42,14 +42,14 @@ from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLos
 from gradwire.events import is_kept
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.c10d import C10dGroup
-from gradwire.groups.c10d.membership import Membership
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.hierarchical.failures import bad_news, chained, for_part, told_by
 from gradwire.groups.hierarchical.meeting import Build, ask_around, find_hosts
 from gradwire.groups.hierarchical.programs import TwoLevel
 from gradwire.groups.host import host_identity
 from gradwire.groups.lane import Lane
-from gradwire.groups.ledger import Attendance
+from gradwire.groups.ledger import Arrivals
+from gradwire.groups.membership import Membership
 from gradwire.groups.shared_memory import SharedMemoryGroup
 from gradwire.groups.work import Work
 
@@ -61,7 +61,7 @@ class HierarchicalWork(Work):
     """A Work that knows how many collectives its rank had joined with it."""
 
     place = 0
-    known: Attendance | None = None
+    known: Arrivals | None = None
     """Who had joined when a part gave it up."""
 
 
@@ -342,23 +342,23 @@ class HierarchicalGroup(Group):
         for part in self._members:
             part.set_timeout(timeout)
 
-    def attendance(self, work: Work) -> Attendance | None:
+    def arrivals(self, work: Work) -> Arrivals | None:
         """Who has joined, as of the last membership: a wait must not hang on a slow store. The parts know only who is at a step."""
         if work.op.kind.is_p2p:
-            return None if work.op.peer is None else Attendance((self.rank,), (work.op.peer,))
+            return None if work.op.peer is None else Arrivals((self.rank,), (work.op.peer,))
         if work.op.scope is not Scope.WORLD and isinstance(work, HierarchicalWork):
-            return work.known or self._attendance_in_part(work.op.scope)
+            return work.known or self._arrivals_in_part(work.op.scope)
         roll = self._roll
         if roll is None or not isinstance(work, HierarchicalWork):
             return None
         joined = roll.have_joined(work.place)
-        return Attendance(joined, tuple(r for r in range(self.size) if r not in joined))
+        return Arrivals(joined, tuple(r for r in range(self.size) if r not in joined))
 
-    def _attendance_in_part(self, scope: Scope) -> Attendance | None:
+    def _arrivals_in_part(self, scope: Scope) -> Arrivals | None:
         """Who has joined the step that the part is at."""
         part = self.inside if scope is Scope.INSIDE else self.across
         steps = [] if part is None else list(part.ledger.pending.values())
-        known = part.attendance(steps[0]) if part is not None and steps else None
+        known = part.arrivals(steps[0]) if part is not None and steps else None
         return None if part is None or known is None else _in_whole(known.joined, known.missing, self._members[part])
 
     def standing(self, op: Collective) -> tuple[int, int]:
@@ -434,10 +434,10 @@ class HierarchicalGroup(Group):
             return
         if self._roll is not None and isinstance(error, PeerLost):
             why = f"rank {self.rank} has lost it" if error.rank is None else f"rank {error.rank} is lost"
-            self._roll.report_lost(error.rank, why)
+            self._roll.record_failure(error.rank, why)
         elif self._roll is not None and not isinstance(error, CollectiveTimeout):
             reason = error.reason if isinstance(error, GroupAborted) else str(error)
-            self._roll.report_lost(None, f"rank {self.rank} aborted: {reason}")
+            self._roll.record_failure(None, f"rank {self.rank} aborted: {reason}")
         for part, members in self._members.items():
             part.fail(for_part(error, members, self.name))
 
@@ -527,8 +527,8 @@ def _weak_tick(group: HierarchicalGroup) -> Callable[[], None]:
     return tick
 
 
-def _in_whole(joined: Sequence[int] | None, missing: Sequence[int] | None, members: Sequence[int]) -> Attendance | None:
+def _in_whole(joined: Sequence[int] | None, missing: Sequence[int] | None, members: Sequence[int]) -> Arrivals | None:
     """What a part of `members` knows, in ranks of the whole."""
     if joined is None or missing is None:
         return None
-    return Attendance(tuple(members[r] for r in joined), tuple(members[r] for r in missing))
+    return Arrivals(tuple(members[r] for r in joined), tuple(members[r] for r in missing))

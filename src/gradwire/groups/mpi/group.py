@@ -27,7 +27,7 @@ from gradwire.errors import UNEVEN, CollectiveMismatch, GroupAborted, GroupError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.lane import Lane
-from gradwire.groups.ledger import Attendance
+from gradwire.groups.ledger import Arrivals
 from gradwire.groups.mpi.engine import Engine, tag_of
 from gradwire.groups.mpi.flight import Flight
 from gradwire.groups.mpi.meet import members
@@ -36,7 +36,7 @@ from gradwire.groups.mpi.runtime import Comm, runtime
 from gradwire.groups.mpi.work import MPIWork
 from gradwire.groups.work import Work
 
-_LAST_WORDS = 0.3
+_FINAL_MESSAGES = 0.3
 """Seconds in which a message that a leaving rank has sent must have come."""
 
 
@@ -221,7 +221,9 @@ class MPIGroup(Group):
             self._fail_here(GroupAborted(f"{what} {where}: the group was aborted: {reason}", reason=reason))
             return
         now = time.perf_counter()
-        gone = {rank for rank, peer in engine.peers.items() if peer.left is not None and now - peer.left > _LAST_WORDS}
+        gone = {
+            rank for rank, peer in engine.peers.items() if peer.left is not None and now - peer.left > _FINAL_MESSAGES
+        }
         for rank, peer in engine.peers.items():
             for work in pending:
                 if peer.left is None or not isinstance(work, MPIWork):
@@ -270,14 +272,14 @@ class MPIGroup(Group):
             self.failure = None
         old.retire()
 
-    def attendance(self, work: Work) -> Attendance | None:
+    def arrivals(self, work: Work) -> Arrivals | None:
         """Who has joined, as they say themselves."""
         if work.op.kind.is_p2p:
-            return None if work.op.peer is None else Attendance((self.rank,), (work.op.peer,))
+            return None if work.op.peer is None else Arrivals((self.rank,), (work.op.peer,))
         place, engine = work.place if isinstance(work, MPIWork) else 0, self._engine
         engine.ask(place)
         joined = {r for r, peer in engine.peers.items() if peer.joined >= place} | {self.rank}
-        return Attendance(tuple(sorted(joined)), tuple(r for r in range(self.size) if r not in joined))
+        return Arrivals(tuple(sorted(joined)), tuple(r for r in range(self.size) if r not in joined))
 
     # -- members and life ----------------------------------------------------------------------------------------------
 

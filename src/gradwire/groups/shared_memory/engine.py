@@ -43,7 +43,7 @@ from typing import NamedTuple
 
 from gradwire.collectives import Collective
 from gradwire.errors import UNEVEN, CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost
-from gradwire.groups.ledger import Attendance
+from gradwire.groups.ledger import Arrivals
 from gradwire.groups.shared_memory.board import FAILED, HERE, LEFT, Board
 from gradwire.groups.shared_memory.heap import Heap
 from gradwire.groups.shared_memory.liveness import Pulse
@@ -194,11 +194,11 @@ class Engine:
         if self._queue or self._arrived or self._letters or self._current is not None:
             self.wake()
 
-    def attendance(self, work: Work) -> Attendance:
+    def arrivals(self, work: Work) -> Arrivals:
         """Who has come as far as the operation waits for; an operation that is queued waits for the one before it."""
         current = self._current
         missing = [] if current is None or work.is_completed() else self.board.behind(current.target)
-        return Attendance(tuple(r for r in range(self.size) if r not in missing), tuple(missing))
+        return Arrivals(tuple(r for r in range(self.size) if r not in missing), tuple(missing))
 
     # -- driving -------------------------------------------------------------------------------------------------------
 

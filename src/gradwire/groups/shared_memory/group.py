@@ -32,7 +32,7 @@ from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.bounded_store import bounded
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.host import host_identity
-from gradwire.groups.ledger import Attendance
+from gradwire.groups.ledger import Arrivals
 from gradwire.groups.shared_memory.board import HERE, Board, Plan
 from gradwire.groups.shared_memory.devices import warn_of_copies
 from gradwire.groups.shared_memory.engine import Engine
@@ -171,11 +171,11 @@ class SharedMemoryGroup(Group):
         """Whether `t` lies in this rank's heap, so that a collective on it copies nothing."""
         return t.device.type == "cpu" and self._engine.programs.offset_in_heap(t) >= 0
 
-    def attendance(self, work: Work) -> Attendance | None:
+    def arrivals(self, work: Work) -> Arrivals | None:
         """Who has come: read from the board."""
         if work.op.kind.is_p2p:
-            return None if work.op.peer is None else Attendance((self.rank,), (work.op.peer,))
-        return self._engine.attendance(work)
+            return None if work.op.peer is None else Arrivals((self.rank,), (work.op.peer,))
+        return self._engine.arrivals(work)
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
         """A group with a segment of its own."""

@@ -39,7 +39,7 @@ def check_deadline(group: Group) -> Problems:
         work = group.submit(build.all_reduce(torch.ones(3), label="forever").within(SHORT))
         future = work.get_future()
         yield from raises(CollectiveTimeout, "a wait shorter than the deadline", lambda: work.wait(SHORT / 2))
-        known = group.attendance(work) is not None
+        known = group.arrivals(work) is not None
         error = yield from raises(CollectiveTimeout, "wait past the deadline", work.wait)
         if error is not None:
             yield from same("op of the CollectiveTimeout", error.op, work.op.signature)
@@ -79,7 +79,7 @@ def check_deadline_unwatched(group: Group) -> Problems:
 def check_missing_rank(group: Group) -> Problems:
     """A monitored barrier names the rank that does not come."""
     side = beside(group)
-    known = group.attendance(group.barrier()) is not None
+    known = group.arrivals(group.barrier()) is not None
     if group.rank < group.size - 1:
         error = yield from raises(
             CollectiveTimeout, "monitored_barrier with a rank missing", lambda: group.monitored_barrier(SHORT)

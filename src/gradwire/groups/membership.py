@@ -71,7 +71,7 @@ class Membership:
         self.size = size
         self.joined = 0
         self.members = {r: Member() for r in range(size)}
-        self.lost_report: tuple[int | None, str] | None = None
+        self.failure_record: tuple[int | None, str] | None = None
         """The rank that another rank has reported lost, or None for an aborted group, and why."""
         self.users = 1
         self._left = ""
@@ -142,7 +142,7 @@ class Membership:
         self._epoch += 1
         self.joined = 0
         self.members = {r: Member() for r in range(self.size)}
-        self.lost_report = None
+        self.failure_record = None
         self._published, self._seen = None, -1
         self.publish()
         return self._epoch, len({joined for joined, _ in states}) == 1 and not any(pending for _, pending in states)
@@ -179,10 +179,10 @@ class Membership:
         """Read the others' pages, and who was reported lost; waits for the store for a moment."""
         self._calls.run(self._read, within=_STORE_PATIENCE.total_seconds() if within is None else within)
 
-    def report_lost(self, rank: int | None, reason: str) -> None:
+    def record_failure(self, rank: int | None, reason: str) -> None:
         """Tell everybody that `rank` is lost, or, if it is None, that the group is."""
-        if self.lost_report is None:
-            self.lost_report = (rank, reason)
+        if self.failure_record is None:
+            self.failure_record = (rank, reason)
             self._calls.run(lambda: self._put("lost", [rank, reason]), within=_REPORTED_WITHIN)
 
     def leave(self, how: str) -> None:
@@ -226,9 +226,9 @@ class Membership:
         pages = store.multi_get(keys) if keys and store.has_extended_api() else [store.get(key) for key in keys]
         for r, page in zip(others, pages, strict=True):
             self.members[r] = Member(**json.loads(page))
-        if self.lost_report is None and store.check([f"{self._prefix}/lost"]):
+        if self.failure_record is None and store.check([f"{self._prefix}/lost"]):
             rank, reason = json.loads(store.get(f"{self._prefix}/lost"))
-            self.lost_report = (rank, reason)
+            self.failure_record = (rank, reason)
         self._seen = changes
 
     def _write_and_read(self) -> None:
@@ -269,8 +269,8 @@ class Membership:
             dead = self.dead()
             if dead is not None:
                 return dead, f"rank {dead} (process {self.members[dead].pid}) has died"
-            if self.lost_report is not None:
-                return self.lost_report
+            if self.failure_record is not None:
+                return self.failure_record
             over = time.monotonic() >= deadline or self.store_lost
             # A rank that gave this operation up has joined it; but one that finished it may leave too, and others are to blame.
             gone = self.left_before(sys.maxsize if over else joined)

@@ -1,10 +1,10 @@
-"""CUDA streams for threads that work for others.
+"""Side CUDA streams for the worker threads.
 
 Note [CUDA tensors over an engine of the host]
-Gloo takes CUDA tensors and works on the host: it reads them after what the current stream of the calling thread holds, and whoever
-waits for it has the result on the stream that is current there. But streams are current by thread: the lane and the reaper know
-nothing of the stream on which a gradient was made, nor of the one on which it will be read. So they work `Aside`, on a stream of
-their own that follows what the submitter's had enqueued, and wait for it: a Work that is over has its result in memory, for
+Gloo takes CUDA tensors and works on the host: it reads them in the order of the calling thread's current stream, and the result is
+ordered before later work on the waiting thread's current stream. But the current stream is thread-local: the lane and the poller
+do not see the stream on which a gradient was made, nor the one on which it will be read. So they use `SideStreams`: a stream of
+their own that waits for what the submitter had enqueued. They synchronize it, so the result of a finished Work is in memory, for
 every stream.
 """
 
@@ -16,15 +16,15 @@ from collections.abc import Iterator
 import torch
 
 
-class Aside:
-    """A stream of its own on each CUDA device. See Note [CUDA tensors over an engine of the host]."""
+class SideStreams:
+    """One side stream per CUDA device. See Note [CUDA tensors over an engine of the host]."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @contextlib.contextmanager
     def __call__(self, device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
-        """On that stream, behind `after`; at the end the device has done what was enqueued. On the CPU nothing."""
+        """Run the block on that stream after `after`, then synchronize it. No effect on the CPU."""
         if device.type != "cuda":
             yield
             return
@@ -39,7 +39,7 @@ class Aside:
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
-    """What the current stream of a CUDA device holds by now. None elsewhere."""
+    """An event recorded on the current stream of a CUDA device; None for other devices."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
