@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradwire.hooks import chain, error_feedback, power_sgd
-from gradwire.hooks.orthogonal import cholesky_qr, inverse_factors, keep_directions, multiply
+from gradwire.hooks.numerics.orthogonal import cholesky_qr, inverse_factors, keep_directions, multiply
 from gradwire.testing import check_hook, simulate
 
 pytestmark = pytest.mark.gpu
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def kernels():  # type: ignore[no-untyped-def]
     pytest.importorskip("triton")
-    from gradwire.hooks import factor_kernels
+    from gradwire.hooks.numerics import factor_kernels
 
     return factor_kernels
 

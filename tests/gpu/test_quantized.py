@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gradwire.hooks import CommHook, quantize, sign
-from gradwire.hooks.quantized import eager
-from gradwire.hooks.quantized.layout import Layout, Part, Section
+from gradwire.hooks.compressors.quantized import eager
+from gradwire.hooks.compressors.quantized.layout import Layout, Part, Section
 from gradwire.testing import check_hook, simulate
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def kernels():  # type: ignore[no-untyped-def]
     pytest.importorskip("triton")
-    from gradwire.hooks.quantized import kernels
+    from gradwire.hooks.compressors.quantized import kernels
 
     return kernels
 

@@ -6,24 +6,25 @@ from typing import Any
 
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec, GradBucket
-from gradwire.hooks.combine import chain
-from gradwire.hooks.decoupled import decoupled_momentum
+from gradwire.hooks.combinators.chain import chain
+from gradwire.hooks.combinators.feedback import error_feedback
+from gradwire.hooks.combinators.hierarchical import hierarchical
+from gradwire.hooks.combinators.partition import by_size, masked, partition
+from gradwire.hooks.combinators.schedule import after, every
+from gradwire.hooks.compressors.demo import decoupled_momentum
+from gradwire.hooks.compressors.dgc import dgc
+from gradwire.hooks.compressors.low_rank import power_sgd
+from gradwire.hooks.compressors.quantized import quantize, sign
+from gradwire.hooks.compressors.random_k import random_k
+from gradwire.hooks.compressors.scaled import scaled_cast
+from gradwire.hooks.compressors.sparse import threshold, top_k
 from gradwire.hooks.dense import cast, mean, reduce_scatter_mean, weighted_mean
-from gradwire.hooks.dgc import dgc
-from gradwire.hooks.feedback import error_feedback
-from gradwire.hooks.gossip import gossip
-from gradwire.hooks.hierarchical import hierarchical
-from gradwire.hooks.low_rank import power_sgd
-from gradwire.hooks.outer import OuterHook
-from gradwire.hooks.partition import by_size, masked, partition
-from gradwire.hooks.quantized import quantize, sign
-from gradwire.hooks.scaled import scaled_cast
-from gradwire.hooks.schedule import after, every
-from gradwire.hooks.seldom import diloco, local_sgd, post_local_sgd, streaming_diloco
+from gradwire.hooks.periodic.base import OuterHook
+from gradwire.hooks.periodic.diloco import diloco, streaming_diloco
+from gradwire.hooks.periodic.gossip import gossip
+from gradwire.hooks.periodic.local_sgd import local_sgd, post_local_sgd
 from gradwire.hooks.shaping import add_noise, clip
 from gradwire.hooks.sign_sgd import SignSGD
-from gradwire.hooks.sparse import threshold, top_k
-from gradwire.hooks.subset import random_k
 
 __all__ = [
     "BucketSpec",

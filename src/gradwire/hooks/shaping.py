@@ -16,8 +16,8 @@ from gradwire.errors import UsageError
 from gradwire.hooks.arguments import NamedStage
 from gradwire.hooks.base import CommHook, Reduction, Stage, Trait, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.chance import generator
-from gradwire.hooks.elements import check_dense, clip_norms_, real, refuse_sparse, wide
+from gradwire.hooks.numerics.elementwise import check_dense, clip_norms_, real, refuse_sparse, wide
+from gradwire.hooks.numerics.rng import generator
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from gradwire.groups.base import Group
 from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.outer import OuterHook, check_outer
+from gradwire.hooks.periodic.base import OuterHook, check_outer
 from gradwire.interop.own_group import OwnGroup
 from gradwire.reducer.drive import Driver, Landed, carry_out
 from gradwire.reducer.hook_agreement import load_together

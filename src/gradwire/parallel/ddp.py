@@ -21,7 +21,7 @@ from torch.nn.parallel.scatter_gather import scatter_kwargs
 from gradwire.errors import HookError, UsageError
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
-from gradwire.hooks.combine import chain
+from gradwire.hooks.combinators.chain import chain
 from gradwire.hooks.dense import cast, mean
 from gradwire.interop import as_process_group, from_process_group
 from gradwire.interop.defaults import default_process_group, is_default, mesh_group

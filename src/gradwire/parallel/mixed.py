@@ -27,7 +27,7 @@ from gradwire.autograd.ending import at_the_end
 from gradwire.autograd.graph import tensors_in
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.hooks.base import CommHook
-from gradwire.hooks.combine import chain
+from gradwire.hooks.combinators.chain import chain
 from gradwire.hooks.dense import cast, mean
 
 

@@ -26,7 +26,7 @@ from gradwire.groups.completion import name_of
 from gradwire.hooks.base import CommHook, Turn
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.dense import mean
-from gradwire.hooks.outer import OuterHook, check_outer
+from gradwire.hooks.periodic.base import OuterHook, check_outer
 from gradwire.interop.untraced import untraced_call
 from gradwire.parallel.attach import attach_ready, hear_backward
 from gradwire.parallel.broadcast import broadcast_coalesced

@@ -20,7 +20,7 @@ from gradwire.events import Handle
 from gradwire.groups.base import Group
 from gradwire.hooks.base import Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.outer import OuterHook
+from gradwire.hooks.periodic.base import OuterHook
 from gradwire.hooks.state import join_flat, split_flat
 from gradwire.reducer.drive import Landed, Pending, carry_out, start_single
 from gradwire.reducer.hook_states import States, to_dict

@@ -20,10 +20,10 @@ from gradwire.hooks import (
     cast,
     chain,
     error_feedback,
-    feedback,
     mean,
     top_k,
 )
+from gradwire.hooks.combinators import feedback
 from gradwire.testing import check_hook, simulate
 
 

@@ -26,7 +26,7 @@ from gradwire.hooks import (
     mean,
     partition,
 )
-from gradwire.hooks.hierarchical import slices
+from gradwire.hooks.combinators.hierarchical import slices
 from gradwire.interop import as_torch_hook
 from gradwire.parallel import replicate
 from gradwire.reducer.drive import Driver

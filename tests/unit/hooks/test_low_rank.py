@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.errors import UsageError
 from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, chain, error_feedback, mean, power_sgd
-from gradwire.hooks.orthogonal import cholesky_qr, multiply, orthonormal
+from gradwire.hooks.numerics.orthogonal import cholesky_qr, multiply, orthonormal
 from gradwire.testing import check_hook, simulate
 
 SHAPES = ((16, 8), (16,), (), (0,), (3, 5, 2), (8, 16), (16, 8))

@@ -26,8 +26,8 @@ from gradwire.hooks import (
     quantize,
     sign,
 )
-from gradwire.hooks.quantized import codec, eager, loops
-from gradwire.hooks.quantized.layout import Layout, Part, Section, lay_out
+from gradwire.hooks.compressors.quantized import codec, eager, loops
+from gradwire.hooks.compressors.quantized.layout import Layout, Part, Section, lay_out
 from gradwire.parallel import replicate
 from gradwire.testing import check_hook, run_ranks, simulate
 from gradwire.testing.laws import LAWS, pays_back
@@ -190,7 +190,7 @@ def test_compiled_loops_give_the_bits_of_torch(
 
 
 def test_the_device_kernels_can_be_imported_anywhere() -> None:
-    assert callable(importlib.import_module("gradwire.hooks.quantized.kernels").quantise)
+    assert callable(importlib.import_module("gradwire.hooks.compressors.quantized.kernels").quantise)
 
 
 # -- quantize ------------------------------------------------------------------------------------------------------------

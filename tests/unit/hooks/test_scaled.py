@@ -21,7 +21,7 @@ from gradwire.hooks import (
     top_k,
     weighted_mean,
 )
-from gradwire.hooks.scaled import power_of_two, scale_for
+from gradwire.hooks.compressors.scaled import power_of_two, scale_for
 from gradwire.testing import check_hook, simulate
 
 HALF = chain(scaled_cast(torch.float16), mean())

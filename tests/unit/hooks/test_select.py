@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradwire.hooks import select
+from gradwire.hooks.numerics import select
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 

@@ -29,7 +29,7 @@ from gradwire.hooks import (
     quantize,
     streaming_diloco,
 )
-from gradwire.hooks.chance import generator
+from gradwire.hooks.numerics.rng import generator
 from gradwire.interop import as_torch_hook
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate

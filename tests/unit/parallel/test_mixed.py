@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from gradwire.errors import GroupAborted, UsageError
 from gradwire.groups import Group
 from gradwire.hooks import error_feedback, top_k
-from gradwire.hooks.combine import chain
+from gradwire.hooks.combinators.chain import chain
 from gradwire.hooks.dense import mean
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.testing import run_ranks

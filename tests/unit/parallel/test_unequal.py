@@ -27,7 +27,7 @@ from gradwire.hooks import (
     streaming_diloco,
     top_k,
 )
-from gradwire.hooks.combine import chain
+from gradwire.hooks.combinators.chain import chain
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.parallel.unequal import UnequalReplicas

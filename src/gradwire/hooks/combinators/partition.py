@@ -22,7 +22,7 @@ from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.dense import Mean
-from gradwire.hooks.pieces import Pieces
+from gradwire.hooks.numerics.slices import Pieces
 from gradwire.hooks.state import add_owed
 
 _MEAN = Mean()

@@ -12,8 +12,8 @@ from gradwire.collectives import all_to_all_single
 from gradwire.errors import UsageError
 from gradwire.hooks.base import Reduced, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.chance import generator
-from gradwire.hooks.outer import OuterHook, check_every
+from gradwire.hooks.numerics.rng import generator
+from gradwire.hooks.periodic.base import OuterHook, check_every
 
 TOPOLOGIES = ("ring", "random")
 

@@ -13,10 +13,10 @@ from gradwire.errors import UsageError
 from gradwire.hooks.arguments import NamedStage
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.chance import key, noise
-from gradwire.hooks.elements import check_dense, refuse_sparse
+from gradwire.hooks.compressors.sparse import check_ratio, share_of
+from gradwire.hooks.numerics.elementwise import check_dense, refuse_sparse
+from gradwire.hooks.numerics.rng import key, noise
 from gradwire.hooks.shaping import Clip
-from gradwire.hooks.sparse import check_ratio, share_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from gradwire.hooks import (
     partition,
     random_k,
 )
-from gradwire.hooks.chance import generator
+from gradwire.hooks.numerics.rng import generator
 from gradwire.testing import simulate
 
 TURN = Turn(BucketSpec(0, ("p",), ((4,),), ((1,),), torch.float32, torch.device("cpu")), rank=0, world_size=2)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.hooks.quantized import eager, loops
-from gradwire.hooks.quantized.layout import Part
+from gradwire.hooks.compressors.quantized import eager, loops
+from gradwire.hooks.compressors.quantized.layout import Part
 from gradwire.jit import kernels
 
 
@@ -47,5 +47,5 @@ def total(message: Tensor, out: Tensor, part: Part, factor: float) -> None:
 
 def _way(t: Tensor) -> Any:
     if t.device.type == "cuda":
-        return kernels("gradwire.hooks.quantized.kernels") or eager
+        return kernels("gradwire.hooks.compressors.quantized.kernels") or eager
     return loops if t.device.type == "cpu" and loops.available() else eager

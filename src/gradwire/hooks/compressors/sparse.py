@@ -18,9 +18,9 @@ from gradwire.collectives import all_gather, all_gather_into_tensor
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.elements import as_dtype, check_dense, count, real, refuse_sparse, wide
-from gradwire.hooks.pairs import Format, Pairs, add_up, scatter
-from gradwire.hooks.select import largest, reaching
+from gradwire.hooks.compressors.pairs import Format, Pairs, add_up, scatter
+from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, count, real, refuse_sparse, wide
+from gradwire.hooks.numerics.select import largest, reaching
 
 ALONE = (
     "it gathers lists of places and values, because each rank sends other elements, and an all-reduce needs every element of "

@@ -36,8 +36,8 @@ from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, is_dense
 from gradwire.hooks.dense import Mean
-from gradwire.hooks.elements import check_dense, refuse_sparse
-from gradwire.hooks.pieces import Pieces
+from gradwire.hooks.numerics.elementwise import check_dense, refuse_sparse
+from gradwire.hooks.numerics.slices import Pieces
 from gradwire.hooks.state import bundle, pick
 
 _MEAN = Mean()

@@ -30,11 +30,11 @@ from gradwire.collectives.reference import working_dtype
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, is_dense
-from gradwire.hooks.chance import key, named_generator, noise
 from gradwire.hooks.dense import Mean
-from gradwire.hooks.elements import check_dense, refuse_sparse
-from gradwire.hooks.orthogonal import FACTOR_KERNELS, keep_directions, multiply, orthonormal
-from gradwire.hooks.pieces import Pieces
+from gradwire.hooks.numerics.elementwise import check_dense, refuse_sparse
+from gradwire.hooks.numerics.orthogonal import FACTOR_KERNELS, keep_directions, multiply, orthonormal
+from gradwire.hooks.numerics.rng import key, named_generator, noise
+from gradwire.hooks.numerics.slices import Pieces
 from gradwire.jit import kernels
 
 _MEAN = Mean()

@@ -20,8 +20,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwire.hooks.on_triton import inlined, kernel, tl
-from gradwire.hooks.quantized.layout import Part
+from gradwire.hooks.compressors.quantized.layout import Part
+from gradwire.hooks.numerics.triton_compat import inlined, kernel, tl
 
 ENCODE_ELEMENTS = 4096
 DECODE_ELEMENTS = 4096

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gradwire.hooks.quantized.layout import Part
+from gradwire.hooks.compressors.quantized.layout import Part
 from gradwire.jit import loop
 
 # Numbers in loops have a type; a Python float would make everything float64.

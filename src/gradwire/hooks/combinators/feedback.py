@@ -17,7 +17,7 @@ from gradwire.errors import UsageError
 from gradwire.hooks.arguments import NamedStage
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.elements import check_dense, drop_nonfinite_, refuse_sparse, wide
+from gradwire.hooks.numerics.elementwise import check_dense, drop_nonfinite_, refuse_sparse, wide
 from gradwire.hooks.state import bundle, join_flat, pick, split_flat
 from gradwire.jit import loop
 

@@ -13,10 +13,18 @@ from torch import Tensor
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.elements import clip_norms_, count, drop_nonfinite_, real, refuse_sparse, wide
-from gradwire.hooks.pairs import Format, Pairs
-from gradwire.hooks.select import largest
-from gradwire.hooks.sparse import ALONE, check_bucket, check_ratio, check_values, exchange, share_of, value_dtype
+from gradwire.hooks.compressors.pairs import Format, Pairs
+from gradwire.hooks.compressors.sparse import (
+    ALONE,
+    check_bucket,
+    check_ratio,
+    check_values,
+    exchange,
+    share_of,
+    value_dtype,
+)
+from gradwire.hooks.numerics.elementwise import clip_norms_, count, drop_nonfinite_, real, refuse_sparse, wide
+from gradwire.hooks.numerics.select import largest
 from gradwire.hooks.state import bundle, join_flat, pick, split_flat
 
 START = 0.25

@@ -30,7 +30,7 @@ from gradwire.hooks.arguments import NamedStage
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn, Wrapped
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.dense import Mean, ReduceScatterMean
-from gradwire.hooks.elements import as_dtype, check_dense, count, padded, real, refuse_sparse, wide
+from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, count, padded, real, refuse_sparse, wide
 
 EXPONENTS = {torch.float16: 15, torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 """Two to this power is the largest that a scaled number may be: each dtype holds it, with some room above."""

@@ -13,10 +13,10 @@ from gradwire.collectives import all_gather_into_tensor, all_to_all_single
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.chance import key as chance_key
-from gradwire.hooks.elements import as_dtype, check_dense, real, refuse_sparse
-from gradwire.hooks.quantized import codec
-from gradwire.hooks.quantized.layout import WIDTHS, Layout, Part, Rules, Section, lay_out
+from gradwire.hooks.compressors.quantized import codec
+from gradwire.hooks.compressors.quantized.layout import WIDTHS, Layout, Part, Rules, Section, lay_out
+from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, real, refuse_sparse
+from gradwire.hooks.numerics.rng import key as chance_key
 
 _ROUNDINGS = ("nearest", "stochastic")
 _LEAST_BLOCK, _LARGEST_BLOCK = 32, 8192

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.hooks import BucketSpec, CommHook, SignSGD, chain, decoupled_momentum, error_feedback, mean
-from gradwire.hooks.decoupled import Tiling, cosines, turned
+from gradwire.hooks.compressors.demo import Tiling, cosines, turned
 from gradwire.testing import check_hook, simulate
 
 HOOKS = [

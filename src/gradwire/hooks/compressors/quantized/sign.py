@@ -12,10 +12,10 @@ from gradwire.collectives import all_gather_into_tensor, all_to_all_single
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.elements import as_dtype, check_dense, real, refuse_sparse
-from gradwire.hooks.quantized import codec
-from gradwire.hooks.quantized.layout import Layout, Part, Section
-from gradwire.hooks.quantized.quantize import parity
+from gradwire.hooks.compressors.quantized import codec
+from gradwire.hooks.compressors.quantized.layout import Layout, Part, Section
+from gradwire.hooks.compressors.quantized.quantize import parity
+from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, real, refuse_sparse
 
 _SCALES = ("mean", "majority")
 _PER = ("parameter", "bucket")

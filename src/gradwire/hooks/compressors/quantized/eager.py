@@ -23,8 +23,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwire.hooks.chance import noise
-from gradwire.hooks.quantized.layout import Part
+from gradwire.hooks.compressors.quantized.layout import Part
+from gradwire.hooks.numerics.rng import noise
 
 LEAST = 2.0**-100
 """Blocks whose largest element is smaller count as zeros."""

@@ -15,7 +15,7 @@ from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.dense import Mean
-from gradwire.hooks.elements import check_dense, refuse_sparse
+from gradwire.hooks.numerics.elementwise import check_dense, refuse_sparse
 from gradwire.hooks.state import add_owed, bundle, join_flat, pick, split_flat
 
 _MEAN = Mean()

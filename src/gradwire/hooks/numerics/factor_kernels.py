@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwire.hooks.on_triton import kernel, tl
+from gradwire.hooks.numerics.triton_compat import kernel, tl
 
 _SEGMENT = 1024
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gradwire.jit import kernels
 
-FACTOR_KERNELS = "gradwire.hooks.factor_kernels"
+FACTOR_KERNELS = "gradwire.hooks.numerics.factor_kernels"
 _MANY = 8
 """Products of one shape from which on they are one kernel, for which operands are copied together."""
 

@@ -1,0 +1,1 @@
+"""Hooks that communicate every few steps, and then parameters instead of gradients."""

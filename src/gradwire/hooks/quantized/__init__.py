@@ -1,6 +1,0 @@
-"""Quantised hooks: a few bits per element, and block-wise scales."""
-
-from gradwire.hooks.quantized.quantize import quantize
-from gradwire.hooks.quantized.sign import sign
-
-__all__ = ["quantize", "sign"]
