@@ -113,10 +113,10 @@ def _in_the_middle(group: Any, end: Callable[[], None], post: int, in_heap: bool
     if group.rank == VICTIM:
         real, before = board.post, board.posted
 
-        def last_post() -> None:
+        def last_post() -> int:
             if board.posted - before == post - 1:
                 end()
-            real()
+            return real()
 
         board.post = last_post
     op = build.all_reduce(t, label="in the middle").within(DEADLINE)
@@ -174,10 +174,10 @@ def _sigstop(group: Any, post: int) -> dict[str, Any]:
         board = group._board
         real, before = board.post, board.posted
 
-        def stopped_post() -> None:
+        def stopped_post() -> int:
             if board.posted - before == post - 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
-            real()
+            return real()
 
         board.post = stopped_post
     facts: dict[str, Any] = {"error": None}

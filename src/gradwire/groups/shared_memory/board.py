@@ -35,7 +35,7 @@ SMALLEST_CHUNK = 32 << 10
 """Bytes of one staging buffer where shared memory is short."""
 
 BUFFERS = 3
-"""Staging buffers per rank: see Note [Three buffers] in programs.py."""
+"""Staging buffers per rank: see Note [Three buffers] in all_reduce.py."""
 
 
 DIGEST = 16
@@ -63,7 +63,7 @@ class Plan:
         self.pids = self.recoveries + size * 8
         self.bells = _pages(self.pids + size * 8)
         self.last_words = _pages(self.bells + size * Bell.STRIDE)
-        # Two rows of digests, and two tables per rank, used in turn: see Note [What may be written when] in programs.py.
+        # Two rows of digests, and two tables per rank, used in turn: see Note [What may be written when] in agreement.py.
         self.digests = self.last_words + size * LAST_WORDS
         self.tables = _pages(self.digests + 2 * size * DIGEST)
         self.table_stride = -(-(_TABLE.size + 16 * size) // 64) * 64
@@ -123,12 +123,14 @@ class Board:
         self.bell = Bell(view, plan.bells, rank, plan.size, sleep)
         self.fence = Fence()
         self.posted = 0
+        self.turn = 0
+        """The number of the collective that is being carried out, or else of the next one."""
         self._digests = [plan.digests, plan.digests + plan.size * DIGEST]
         self._my_digest = rank * DIGEST
         self._first_parts = [[plan.table(r, turn) + _TABLE.size for r in range(plan.size)] for turn in (0, 1)]
 
-    def post(self) -> None:
-        """Everything written so far is there: say so, and wake who waits for it."""
+    def post(self) -> int:
+        """Everything written so far is there: count it, and wake the ranks that wait for it. The number of posts so far."""
         self.posted = posted = self.posted + 1
         fence = self.fence
         fence.release()
@@ -137,6 +139,12 @@ class Board:
         fence.release()
         fence.acquire()
         self.bell.ring()
+        return posted
+
+    def start_over(self) -> None:
+        """Count from the beginning again, together with all ranks."""
+        self.posted = self.turn = 0
+        self.posts[self.rank] = 0
 
     def behind(self, target: int) -> list[int]:
         """Ranks that have posted less often than `target`."""

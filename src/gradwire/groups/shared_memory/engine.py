@@ -24,17 +24,11 @@ post.
 Note [The last reference]
 Operations in flight keep their group, so the last reference to it may go when one of them is settled: here, in the thread that
 drives. The group's finalizer unmaps the segment. So whoever takes up an operation keeps the group until it has stopped driving.
-
-Note [Rounds of recovery]
-Ranks meet twice in a recovery, so the word that counts a rank's meetings is even outside of one. A rank that gives a recovery
-up goes back to the even number it came from: the next one then begins at the same place on all ranks, whoever had come how
-far. A rank that was let through in the meantime hears that this one has failed, and comes back.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from collections import deque
@@ -42,18 +36,18 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from gradwire.collectives import Collective
-from gradwire.errors import UNEVEN, CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost
+from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted
 from gradwire.groups.ledger import Arrivals
-from gradwire.groups.shared_memory.board import FAILED, HERE, LEFT, Board
-from gradwire.groups.shared_memory.heap import Heap
+from gradwire.groups.shared_memory.agreement import Steps
+from gradwire.groups.shared_memory.board import HERE, LEFT, Board
+from gradwire.groups.shared_memory.diagnosis import CLOSED, Diagnosis, Waiting
 from gradwire.groups.shared_memory.liveness import Pulse
 from gradwire.groups.shared_memory.mail import Letter, Post
-from gradwire.groups.shared_memory.programs import Programs, Steps
-from gradwire.groups.shared_memory.sync import SLICE, Fence, looks_before_sleep, pause, usable_cores
+from gradwire.groups.shared_memory.programs import Programs
+from gradwire.groups.shared_memory.recovery import Recovery
+from gradwire.groups.shared_memory.sync import SLICE, looks_before_sleep, pause, usable_cores
 from gradwire.groups.work import Work
 
-_CLOSED = f"it has closed its group and will not join. {UNEVEN}"
-_TOLD = re.compile(r"rank \d+ failed: ")
 _ASIDE_LOOKS = 30
 """How often the group's own thread looks, with the interpreter lock in its hands, before it lingers."""
 
@@ -79,7 +73,6 @@ class Engine:
         self,
         name: str,
         board: Board,
-        heap: Heap,
         programs: Programs,
         post: Post,
         pulse: Pulse,
@@ -88,10 +81,10 @@ class Engine:
         self.name = name
         self.rank, self.size = board.rank, board.size
         self.board = board
-        self.heap = heap
         self.programs = programs
         self.post = post
-        self.pulse = pulse
+        self.diagnosis = Diagnosis(name, board, pulse)
+        self.recovery = Recovery(board, self.diagnosis)
         self._fail = fail
         self._driving = threading.Lock()
         self._queue: deque[Work] = deque()
@@ -150,17 +143,18 @@ class Engine:
         return True
 
     def sum_now(self, op: Collective, begin: Callable[[], Work]) -> Work | bool:
-        """The shortest way: see Note [Plain sums] in programs.py. False if it is not for `op`, or something else is under way.
+        """The shortest way: see Note [Plain sums] in all_reduce.py. False if it is not for `op`, or something else is under way.
 
         True when it is done; a Work, from `begin`, if the others did not come at once: then it was driven as any operation.
         """
         if not self._driving.acquire(blocking=False):
             return False
+        steps: Steps | None = None
         try:
             # Only who drives may look: an operation that somebody is taking up is neither in the queue nor current.
             if self._current is not None or self._queue or self._letters or self._arrived:
                 return False
-            steps = self.programs.plain_sum(op)
+            steps = self.programs.all_reduce.plain_sum(op)
             if steps is None:
                 return False
             posts, fence = self.board.posts, self.board.fence
@@ -182,6 +176,8 @@ class Engine:
             raise
         except BaseException as error:
             self._broken_off(error)
+            if steps is not None:
+                steps.close()  # now, and not when the traceback is dropped: it counts the collective as done
             raise
         finally:
             self._keep = None  # the caller has the group
@@ -253,7 +249,9 @@ class Engine:
         current = self._current
         if current is not None and (current.work._settled or min(self.board.posts.tolist()) >= current.target):
             return True
-        if self.board.states.tolist() != self._all_here and self._trouble() is not None:
+        if self.board.states.tolist() != self._all_here and (
+            self.diagnosis.failure(self.waiting()) is not None or self._stranded()[1]
+        ):
             return True
         return any(letter.step() for letter in self._letters)
 
@@ -323,86 +321,42 @@ class Engine:
         why = f"{what} was broken off on rank {self.rank} by {type(error).__name__}{f': {error}' if str(error) else ''}"
         self._fail(GroupAborted(f"{why}. Every rank can call recover() to go on.", reason=why))
 
-    # -- trouble -------------------------------------------------------------------------------------------------------
+    # -- when nothing moves --------------------------------------------------------------------------------------------
 
     def _look_around(self) -> None:
-        """Nothing has moved for a while: is everybody still there?"""
-        error = self._trouble() if self.board.states.tolist() != self._all_here else None
-        error = error or self._death()
-        if error is None:
-            return
-        if isinstance(error, _Left):
-            self._strand(error.rank)
-        else:
-            self._fail(error)
+        """Nothing has moved for a while: are all ranks still there?"""
+        waiting = self.waiting()
+        if self.board.states.tolist() != self._all_here:
+            error = self.diagnosis.failure(waiting)
+            if error is not None:
+                self._fail(error)
+                return
+            rank, works = self._stranded()
+            if works:  # they fail, and so does every later collective; messages between the others go on
+                lost = self.diagnosis.lost(rank, CLOSED, waiting)
+                for work in works:
+                    work.fail(lost)
+                return
+        dead = self.diagnosis.death(waiting)
+        if dead is not None:
+            self._fail(dead)
 
-    def trouble(self) -> GroupError | None:
-        """What is known to be wrong with the group now; a rank that has left politely is not."""
-        error = self._death() or self._trouble()
-        return None if isinstance(error, _Left) else error
-
-    def _death(self) -> PeerLost | None:
-        """A process has died without a word; one that had closed its group before it ended is missed only by who waits for it."""
-        states = self.board.states
-        dead = next((rank for rank in self.pulse.dead() if states[rank] & 0xFF != LEFT), None)
-        return None if dead is None else self._lost(dead, "its process has died")
-
-    def _trouble(self) -> GroupError | None:
-        for rank, word in enumerate(self.board.states.tolist()):
-            state, lost = word & 0xFF, (word >> 8) - 1
-            if state == FAILED and rank != self.rank:
-                if lost == rank or lost < 0:
-                    return self._told(rank)
-                left = self.board.states[lost] & 0xFF == LEFT
-                return self._lost(lost, _CLOSED if left else f"rank {rank} has lost it")
-        current, posts = self._current, self.board.posts
-        for rank, word in enumerate(self.board.states.tolist()):
-            if word & 0xFF == LEFT and rank != self.rank:
-                if current is not None and posts[rank] < current.target:
-                    return _Left(rank)
-                if any(self._stranded(letter, rank) and not letter.step() for letter in self._letters):
-                    return _Left(rank)
-        return None
-
-    def _stranded(self, letter: Letter, rank: int) -> bool:
-        """Whether `rank`, which has left, was the last one that the letter could go to or come from."""
-        states = self.board.states
-        return rank in letter.peers and all(states[peer] & 0xFF == LEFT for peer in letter.peers)
-
-    def _told(self, rank: int) -> GroupError:
-        """Another rank has failed, and said why."""
-        words = self.board.words(rank)
-        kind, _, reason = words.partition("\n")
+    def waiting(self) -> Waiting:
+        """What this rank waits for now."""
         current = self._current
-        if kind == CollectiveTimeout.__name__ and current is not None:
-            late = current.work.ledger.timed_out(current.work, time.perf_counter() - current.work.started)
-            late.add_note(f"rank {rank} gave up first: {reason}")
-            return late
-        why = reason if _TOLD.match(reason) else f"rank {rank} failed: {reason}"  # it may have been told itself
-        return GroupAborted(f"{self.name} on rank {self.rank} of {self.size}: the group was aborted: {why}", reason=why)
+        messages = [letter.work for letter in self._letters if not letter.over]
+        return Waiting(None if current is None else current.work, messages)
 
-    def _lost(self, rank: int, why: str) -> PeerLost:
-        """Names what waits for the rank: the collective under way, or else a message."""
-        waiting = [letter.work for letter in self._letters if not letter.over]
-        waiting.sort(key=lambda work: work.op.peer != rank)
-        work = self._current.work if self._current is not None else next(iter(waiting), None)
-        what = self.name if work is None else f"{work.op} (operation #{work.seq} of {self.name})"
-        return PeerLost(
-            f"{what} on rank {self.rank} of {self.size}: rank {rank} is lost: {why}. Look at its output for the cause; make a "
-            "new group to go on.",
-            rank=rank,
-            op=None if work is None else work.op.signature,
-        )
-
-    def _strand(self, rank: int) -> None:
-        """A rank has closed its group: what waits for it fails, and so does every later collective."""
-        error = self._lost(rank, _CLOSED)
-        for letter in self._letters:
-            if self._stranded(letter, rank):
-                letter.work.fail(error)
-        current = self._current
-        if current is not None and self.board.posts[rank] < current.target:
-            current.work.fail(error)
+    def _stranded(self) -> tuple[int, list[Work]]:
+        """A rank that has closed its group, and the operations that wait for it in vain."""
+        current, left = self._current, self.diagnosis.left()
+        for rank in left:
+            works = [letter.work for letter in self._letters if letter.is_stranded(rank, left) and not letter.step()]
+            if current is not None and self.board.posts[rank] < current.target:
+                works.append(current.work)
+            if works:
+                return rank, works
+        return -1, []
 
     # -- after a failure, and at the end -------------------------------------------------------------------------------
 
@@ -414,8 +368,6 @@ class Engine:
             raise CollectiveTimeout(
                 f"recovery of {self.name} on rank {self.rank}: another thread still drives an operation after {timeout:.3g} s."
             )
-        board = self.board
-        before, state = board.recoveries[self.rank], board.states[self.rank]
         try:
             self._queue.clear()
             self._arrived.clear()
@@ -423,57 +375,9 @@ class Engine:
             if self._current is not None:
                 self._current.steps.close()
                 self._current = None
-            board.fence = Fence()  # Ctrl-C may have hit the old one between its two halves
-            self._meet(deadline, timeout)
-            board.posted = 0
-            board.posts[self.rank] = 0
-            self.programs.start_over()
-            self.post.start_over()
-            self.heap.let_go()
-            board.set_state(HERE)
-            self._meet(deadline, timeout)
-        except BaseException:
-            board.recoveries[self.rank] = before  # see Note [Rounds of recovery]
-            board.set_state(state)
-            raise
+            self.recovery.run(deadline, timeout, self.post.start_over)
         finally:
             self._driving.release()
-
-    def _meet(self, deadline: float, timeout: float) -> None:
-        """A barrier of its own: nobody posts here."""
-        board = self.board
-        target = board.recoveries[self.rank] + 1
-        board.fence()
-        board.recoveries[self.rank] = target
-        board.fence()
-        board.bell.ring()
-
-        def all_there() -> bool:
-            return min(board.recoveries.tolist()) >= target
-
-        while not all_there():
-            missing = [r for r, count in enumerate(board.recoveries.tolist()) if count < target]
-            left = next((r for r in missing if board.states[r] & 0xFF == LEFT), None)
-            lost = self._death() if left is None else self._lost(left, "it has closed its group")
-            if lost is not None:
-                raise lost
-            if time.perf_counter() > deadline:
-                raise CollectiveTimeout(
-                    f"recovery of {self.name} on rank {self.rank}: ranks {missing} have not called recover() within "
-                    f"{timeout:.3g} s. Every rank must call it after a failure.",
-                    joined=[r for r in range(self.size) if r not in missing],
-                    missing=missing,
-                )
-            board.bell.sleep(all_there, board.fence, SLICE)
-        board.fence()
-
-    def tell_failure(self, error: BaseException) -> None:
-        """Let the other ranks know."""
-        self.heap.hold_back()
-        lost = error.rank if isinstance(error, PeerLost) else None
-        reason = error.reason if isinstance(error, GroupAborted) else str(error)
-        self.board.set_state(FAILED | ((-1 if lost is None else lost) + 1) << 8, f"{type(error).__name__}\n{reason}")
-        self.board.bell.ring_one(self.rank)
 
     def stop(self, timeout: float = 5.0) -> None:
         """End the thread; leave the board."""
@@ -486,12 +390,4 @@ class Engine:
         state = self.board.states[self.rank] & 0xFF
         if state == HERE:
             self.board.set_state(LEFT)
-        self.pulse.close()
-
-
-class _Left(GroupError):
-    """A rank that something waits for has closed its group."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"rank {rank} has left")
-        self.rank = rank
+        self.diagnosis.pulse.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,7 @@ class Fold:
     """How many bytes of each rank are best folded at a time."""
 
     @staticmethod
+    @functools.cache
     def of(op: ReduceOp, dtype: torch.dtype) -> Fold:
         """The best there is without numba."""
         return Fold(op, dtype, SUMMED.get(dtype) if op is _SUM or op is _AVG else None)

@@ -5,8 +5,8 @@
     group.all_reduce(bucket)                 # nothing is copied
 
 The segment (`segment.py`) holds the board (`board.py`), mailboxes, staging buffers and one heap per rank (`heap.py`);
-`programs.py` says what happens in a collective, `mail.py` in a send, `engine.py` who does it and what happens when somebody is
-missing, and `sync.py` why all that is right.
+`programs.py` picks the program of a collective, `mail.py` has sends and receives. `engine.py` drives both, `diagnosis.py` finds out
+which rank is missing or has failed, `recovery.py` brings all ranks back into step, and `sync.py` argues why all that is right.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from gradwire.groups.host import host_identity
 from gradwire.groups.ledger import Arrivals
 from gradwire.groups.shared_memory.board import HERE, Board, Plan
 from gradwire.groups.shared_memory.devices import warn_of_copies
+from gradwire.groups.shared_memory.diagnosis import report
 from gradwire.groups.shared_memory.engine import Engine
 from gradwire.groups.shared_memory.heap import Heap
 from gradwire.groups.shared_memory.liveness import Pulse
@@ -42,6 +43,7 @@ from gradwire.groups.shared_memory.mail import Post
 from gradwire.groups.shared_memory.programs import Programs
 from gradwire.groups.shared_memory.segment import NoRoom, Segment, Ticket, default_directory, warn_once
 from gradwire.groups.shared_memory.sync import Futex, Polling, Sleep
+from gradwire.groups.shared_memory.views import Views
 from gradwire.groups.work import Work
 
 ROOM, ROOM_PER_RANK = 64 << 30, 16 << 30
@@ -100,14 +102,15 @@ class SharedMemoryGroup(Group):
             self._board.set_state(HERE)
             _all_here(self, self._board, meeting)
             segment.unlink()
-            programs = Programs(self.name, segment, self._board)
-            post = Post(segment, self._board, self._heap, programs)
+            self._views = Views(segment, plan, rank)
+            programs = Programs(self.name, self._board, self._views)
+            post = Post(segment, self._board, self._heap, self._views)
             pulse = Pulse(dict(enumerate(self._board.pids.tolist())))
         except BaseException:
             segment.close()
             raise
         self._segment = segment
-        self._engine = Engine(self.name, self._board, self._heap, programs, post, pulse, _weak_fail(self))
+        self._engine = Engine(self.name, self._board, programs, post, pulse, _weak_fail(self))
         # After the base class's finalizer was made, so that at exit this one runs first.
         self._engine_finalizer = finalize_here(self, _stop, self._engine, segment)
 
@@ -164,12 +167,12 @@ class SharedMemoryGroup(Group):
         except NoRoom as error:  # every collective takes memory of either sort, on each rank
             warn_once(error)
             return super().allocate(numel, dtype=dtype, device=device)
-        self._engine.programs.prepare(dtype, t.nbytes)
+        self._engine.programs.all_reduce.prepare(dtype, t.nbytes)
         return t
 
     def in_heap(self, t: Tensor) -> bool:
         """Whether `t` lies in this rank's heap, so that a collective on it copies nothing."""
-        return t.device.type == "cpu" and self._engine.programs.offset_in_heap(t) >= 0
+        return t.device.type == "cpu" and self._views.offset_in_heap(t) >= 0
 
     def arrivals(self, work: Work) -> Arrivals | None:
         """Who has come: read from the board."""
@@ -195,12 +198,14 @@ class SharedMemoryGroup(Group):
         first = self.failure is None
         super().fail(error)
         if first and not self.closed and not self.forked:
-            self._engine.tell_failure(error)
+            self._heap.hold_back()
+            self._board.set_state(*report(error))
+            self._board.bell.ring_one(self.rank)
 
     def check_peers(self) -> None:
         """Look at the board and at the processes now."""
         if self.failure is None and not self.closed and not self.forked:
-            error = self._engine.trouble()
+            error = self._engine.diagnosis.trouble(self._engine.waiting())
             if error is not None:
                 self.fail(error)
         super().check_peers()

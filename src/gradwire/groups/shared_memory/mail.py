@@ -25,8 +25,8 @@ from gradwire.collectives.reference import store
 from gradwire.errors import CollectiveMismatch, GroupError
 from gradwire.groups.shared_memory.board import SLOT, SLOTS, Board
 from gradwire.groups.shared_memory.heap import Heap
-from gradwire.groups.shared_memory.programs import Programs
 from gradwire.groups.shared_memory.segment import Segment
+from gradwire.groups.shared_memory.views import Views
 from gradwire.groups.work import Work
 
 _HEAD = struct.Struct("<qQQQ")  # tag, dtype, elements, offset; after the number
@@ -59,6 +59,10 @@ class Letter(ABC):
             self.work.fail(error)
             return True
 
+    def is_stranded(self, rank: int, left: list[int]) -> bool:
+        """Whether `rank`, one of the ranks that have left, was the last that it could go to or come from."""
+        return not self.over and rank in self.peers and all(peer in left for peer in self.peers)
+
     @abstractmethod
     def _step(self) -> bool:
         """Try; True if anything changed."""
@@ -67,10 +71,10 @@ class Letter(ABC):
 class Post:
     """One rank's mailboxes. Used by the thread that drives the group only."""
 
-    def __init__(self, segment: Segment, board: Board, heap: Heap, programs: Programs) -> None:
+    def __init__(self, segment: Segment, board: Board, heap: Heap, views: Views) -> None:
         self.board = board
         self.heap = heap
-        self.programs = programs
+        self.views = views
         self.rank, self.size = board.rank, board.size
         self._memory = segment.memory
         self._words = segment.view[: segment.nbytes // 8 * 8].cast("Q")
@@ -102,11 +106,11 @@ class Post:
             self._tidy()
             if not free:
                 return None
-        offset = self.programs.offset_in_heap(t) if is_plain(t) else -1
+        offset = self.views.offset_in_heap(t) if is_plain(t) else -1
         if offset < 0:
             copy = self.heap.tensor(t.numel(), t.dtype)  # there may be no room for it: so before a slot is taken
             store(copy.view(t.shape), t.detach())
-            offset, t = max(0, self.programs.offset_in_heap(copy)), copy  # an empty tensor lies nowhere
+            offset, t = max(0, self.views.offset_in_heap(copy)), copy  # an empty tensor lies nowhere
         slot = free.pop()
         self._sent += 1
         _HEAD.pack_into(self._memory, slot + _HEAD_AT, tag, _code(t.dtype), t.numel(), offset)
@@ -198,6 +202,7 @@ class Post:
         """All ranks have met after a failure: what is in the boxes that this rank writes is gone."""
         self._left_lying.clear()
         self._receiving.clear()
+        self.heap.let_go()
         for peer in range(self.size):
             outgoing = [self.board.plan.mailbox(self.rank, peer) + i * SLOT for i in range(SLOTS)]
             for slot in outgoing:
@@ -276,7 +281,7 @@ class Receiving(Letter):
         post.served = peer
         if dtype == _code(place.dtype) and numel == place.numel():
             try:
-                store(place.detach(), post.programs.view(offset, place.nbytes, place.dtype))
+                store(place.detach(), post.views.tensor(offset, place.nbytes, place.dtype))
             except BaseException:
                 post.acknowledge(peer, slot, number, _BROKEN)
                 raise

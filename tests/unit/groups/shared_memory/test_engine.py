@@ -21,7 +21,7 @@ from gradwire.errors import (
     GroupError,
     PeerLost,
 )
-from gradwire.groups.shared_memory import board, programs
+from gradwire.groups.shared_memory import board
 from gradwire.groups.shared_memory.board import LEFT
 from gradwire.groups.shared_memory.engine import _Current
 
@@ -56,13 +56,17 @@ def recovered(groups: Any, everywhere: Any) -> None:
 
 
 class Once:
-    """A function that raises `error` the first time it is called on `rank`, and calls `fn` otherwise."""
+    """A function that raises `error` once, after `calls` calls, and calls `fn` otherwise."""
 
-    def __init__(self, fn: Callable[..., Any], error: BaseException) -> None:
+    def __init__(self, fn: Callable[..., Any], error: BaseException, *, calls: int = 0) -> None:
         self.fn = fn
         self.error: BaseException | None = error
+        self.calls = calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.calls:
+            self.calls -= 1
+            return self.fn(*args, **kwargs)
         error, self.error = self.error, None
         if error is not None:
             raise error
@@ -73,12 +77,13 @@ class Once:
 
 
 @pytest.mark.parametrize("how", ["run", "submit"])
-@pytest.mark.parametrize("where", ["_announce", "_post"])
+@pytest.mark.parametrize("where", ["before the announcement", "after it"])
 def test_a_local_failure_in_the_middle_is_told_to_the_others(world: Any, everywhere: Any, how: str, where: str) -> None:
     """As when there is no memory for a copy on one rank: before the announcement, or after it."""
     groups = world(3)
-    inner = groups[1]._engine.programs
-    setattr(inner, where, Once(getattr(inner, where), MemoryError("no memory on rank 1")))
+    calls = 0 if where == "before the announcement" else 1
+    board = groups[1]._board
+    board.post = Once(board.post, MemoryError("no memory on rank 1"), calls=calls)
     began = time.perf_counter()
 
     def reduce(group: Any) -> None:
@@ -126,6 +131,31 @@ def test_ctrl_c_in_the_thread_that_drives(world: Any, everywhere: Any, size: int
     with pytest.raises(GroupAborted, match="broken off on rank 0 by KeyboardInterrupt"):
         groups[0].barrier()
     recovered(groups, everywhere)
+
+
+def test_ctrl_c_while_a_sum_spins_leaves_nothing_that_counts_later(world: Any, everywhere: Any) -> None:
+    """The traceback keeps the program alive until after the recovery; what it does when it is closed must be done before."""
+    groups = world(2)
+    board = groups[0]._board
+
+    class Posts:
+        """As if Ctrl-C came while rank 0 looks for the others' posts."""
+
+        def tolist(self) -> list[int]:
+            raise KeyboardInterrupt
+
+    posts, board.posts = board.posts, Posts()
+    board.post = lambda: setattr(board, "posted", board.posted + 1) or board.posted
+    with pytest.raises(KeyboardInterrupt) as caught:
+        groups[0].all_reduce(torch.ones(3))
+    board.posts = posts
+    del board.post
+    assert everywhere(groups, lambda group: group.recover(10.0)) == [None, None]
+    caught.value.__traceback__ = None
+    del caught
+    gc.collect()
+    assert [group._board.turn for group in groups] == [0, 0]
+    works(groups, everywhere, rounds=1)
 
 
 def test_a_bug_in_the_groups_own_thread_does_not_end_it(world: Any, everywhere: Any) -> None:
@@ -277,8 +307,8 @@ def test_a_rank_that_was_let_through_a_recovery_that_another_gave_up_comes_back(
     groups = world(2, timeout=10.0)
     groups[0].abort("on a whim")
     everywhere(groups, lambda group: group.check_peers())
-    engine = groups[0]._engine
-    meet, meetings = engine._meet, []
+    recovery = groups[0]._engine.recovery
+    meet, meetings = recovery.meet, []
 
     def gives_up(deadline: float, timeout: float) -> None:
         meet(deadline, timeout)
@@ -288,11 +318,11 @@ def test_a_rank_that_was_let_through_a_recovery_that_another_gave_up_comes_back(
                 time.sleep(0.001)
             raise CollectiveTimeout("given up at the last moment")
 
-    engine._meet = gives_up
+    recovery.meet = gives_up
     errors = everywhere(groups, lambda group: group.recover(5.0))
     assert isinstance(errors[0], CollectiveTimeout)
     assert errors[1] is None
-    engine._meet = meet
+    recovery.meet = meet
 
     def go_on(group: Any) -> int:
         for attempt in range(5):
@@ -538,7 +568,7 @@ def test_a_rank_that_left_is_missed_only_by_who_waits_for_it(world: Any, monkeyp
     groups = world(3)
     groups[2].close()
     for group in groups[:2]:
-        monkeypatch.setattr(group._engine.pulse, "dead", lambda: [2])
+        monkeypatch.setattr(group._engine.diagnosis.pulse, "dead", lambda: [2])
     assert groups[0]._board.states[2] == LEFT
     got = torch.empty(3)
     receiving = groups[1].recv(got, src=0, async_op=True)
@@ -598,5 +628,5 @@ def test_a_dropped_group_ends_its_threads(world: Any) -> None:
 
 def test_programs_are_where_the_tests_think(world: Any) -> None:
     """The sizes above straddle the ways a sum can take."""
-    assert programs.SMALL < 20_000 * 4
+    assert board.SMALL < 20_000 * 4
     assert LARGE * 4 > board.CHUNK

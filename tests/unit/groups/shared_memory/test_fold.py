@@ -17,9 +17,9 @@ from gradwire import jit
 from gradwire.collectives import ReduceOp
 from gradwire.collectives.reference import reduce_tensors
 from gradwire.groups import SharedMemoryGroup
-from gradwire.groups.shared_memory import programs
+from gradwire.groups.shared_memory import all_reduce
+from gradwire.groups.shared_memory.all_reduce import COMPILED
 from gradwire.groups.shared_memory.fold import SUMMED, CompiledFold, Fold
-from gradwire.groups.shared_memory.programs import COMPILED
 
 from .conftest import World
 
@@ -139,20 +139,20 @@ def test_large_sums_are_the_same_bits_with_and_without_compiled_loops(
     groups = world(ranks)
     plain = {"nobody": [], "rank 1": groups[1:2], "all": groups}[without]
     for group in plain:
-        monkeypatch.setattr(group._engine.programs, "prepare", lambda dtype, nbytes: None)
+        monkeypatch.setattr(group._engine.programs.all_reduce, "prepare", lambda dtype, nbytes: None)
     brought = tensors(dtype, ranks, COMPILED // dtype.itemsize + 12345, seed=ranks)
     expected = bits(reduce_tensors(op, brought))
     assert torch.equal(reduced(everywhere, groups, brought, op), expected)
     for group in groups:
         expects_it = group not in plain and importlib.util.find_spec("numba") is not None
-        assert ((op, dtype) in group._engine.programs._compiled) is expects_it
+        assert ((op, dtype) in group._engine.programs.all_reduce.compiled) is expects_it
 
 
 def test_only_a_large_block_in_the_heap_loads_numba(
     world: World, everywhere: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(programs.CompiledFold, "find", lambda *args: asked.append(args))
+    monkeypatch.setattr(all_reduce.CompiledFold, "find", lambda *args: asked.append(args))
     groups = world(2)
     for nbytes in (4, 40_000, COMPILED - 4):
         reduced(everywhere, groups, [torch.ones(nbytes // 4)] * 2, ReduceOp.SUM)

@@ -1,0 +1,168 @@
+"""Exchanges: every rank announces the parts that it has, and pulls the parts that it wants.
+
+All the collectives that move data, and the reductions of whose result each rank keeps a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from gradwire.collectives import Collective, Kind
+from gradwire.collectives.lower import as_bytes, flat
+from gradwire.collectives.reference import cut
+from gradwire.errors import CollectiveMismatch, InternalError
+from gradwire.groups.shared_memory.agreement import Agreement, Steps
+from gradwire.groups.shared_memory.board import SMALL, Board, Table
+from gradwire.groups.shared_memory.fold import combine
+from gradwire.groups.shared_memory.views import Views
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """What this rank wants of others, as flat bytes."""
+
+    op: Collective
+    places: dict[int, Tensor]
+    """Where what comes from a rank goes."""
+    own: Tensor | None
+    """What it has for itself."""
+    sources: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Offset and length of what a rank has for this one; the offset is -1 if it goes through the staging buffers."""
+
+
+class Exchange:
+    """The exchanges of one rank of one group."""
+
+    def __init__(self, board: Board, views: Views, agreement: Agreement) -> None:
+        self.board = board
+        self.rank = board.rank
+        self.size = board.size
+        self._plan = board.plan
+        self._views = views
+        self._agreement = agreement
+
+    def steps(self, op: Collective, whole: Collective, digest: bytes) -> Steps:
+        """The program: `whole` is what the caller submitted, of which `op` may be a part."""
+        parts, places = self._parts(op)
+        brought = [as_bytes(t) for t in parts]
+        own = brought[0] if len(brought) == 1 else brought[self.rank] if brought else None
+        wanted = _Wanted(op, {rank: as_bytes(t) for rank, t in places.items()}, own)
+        entries, hold = self._place(brought)
+        yield self._agreement.announce(digest, entries, hold=hold)
+        yield from self._agreement.check(whole, digest)
+        tables = [self.board.read_table(rank, self.board.turn) for rank in range(self.size)]
+        wanted.sources = {rank: tables[rank].part_for(self.rank) for rank in wanted.places}
+        wrong = {r: length for r, (_, length) in wanted.sources.items() if length != wanted.places[r].numel()}
+        if wrong:
+            wanted.places = {}
+        chunk = self._plan.chunk
+        capacity = chunk if max(len(table.flat) for table in tables) <= 2 else chunk // self.size // 64 * 64
+        staged = max(table.staged for table in tables)
+        low = 0
+        for number in range(-(-staged // capacity)):
+            low = number * capacity
+            for i, t in enumerate(brought):
+                if entries[i][0] < 0 and low < t.numel():
+                    window = t[low : low + capacity]
+                    at = self._plan.buffer(self.rank, number) + i * capacity
+                    self._views.tensor(at, window.numel()).copy_(window)
+            yield self.board.post()
+            self._pull(wanted, low, low + capacity, self._windows(tables, number, capacity))
+            low += capacity
+        longest = max((t.numel() for t in wanted.places.values()), default=0)
+        if low < longest:  # what did not have to be staged
+            self._pull(wanted, low, longest, {})
+        if any(table.hold for table in tables):
+            yield self.board.post()
+        if wrong:
+            raise CollectiveMismatch(
+                f"{op} of {self._agreement.name}: rank {self.rank} expects other sizes than it was sent: "
+                + "; ".join(f"{wrong[r]} bytes from rank {r} where there is room for {places[r].nbytes}" for r in wrong)
+                + ". Sizes that ranks expect of each other must agree."
+            )
+
+    def _place(self, brought: Sequence[Tensor]) -> tuple[list[tuple[int, int]], bool]:
+        """Where each part lies (-1: it will be staged), and its length; whether others read any from the caller's memory."""
+        if sum(t.nbytes for t in brought) > SMALL:
+            entries = [(self._views.offset_in_heap(t), t.numel()) for t in brought]
+            return entries, any(offset >= 0 for offset, _ in entries)
+        entries = []
+        at = self._plan.small(self.rank, self.board.turn)
+        for t in brought:
+            self._views.tensor(at, t.numel()).copy_(t)
+            entries.append((at, t.numel()))
+            at += t.numel()
+        return entries, False
+
+    def _windows(self, tables: Sequence[Table], number: int, capacity: int) -> dict[int, int]:
+        """Where, in this window, each rank has staged what is meant for this one."""
+        index = {rank: self.rank if len(table.flat) > 2 else 0 for rank, table in enumerate(tables)}
+        return {rank: self._plan.buffer(rank, number) + i * capacity for rank, i in index.items()}
+
+    def _pull(self, wanted: _Wanted, low: int, high: int, windows: dict[int, int]) -> None:
+        """Fetch bytes `low` to `high` of what is wanted of each rank."""
+        pieces: dict[int, Tensor] = {}
+        for rank, place in wanted.places.items():
+            end = min(high, place.numel())
+            if low >= end:
+                continue
+            offset, _ = wanted.sources[rank]
+            if rank == self.rank and wanted.own is not None:
+                pieces[rank] = wanted.own[low:end]
+            else:
+                at = offset + low if offset >= 0 else windows[rank]
+                pieces[rank] = self._views.whole[at : at + end - low]
+        if pieces and wanted.op.kind.reduces:
+            self._reduce(wanted, low, pieces)
+            return
+        for rank, piece in pieces.items():
+            place = wanted.places[rank][low : low + piece.numel()]
+            if place.data_ptr() != piece.data_ptr():
+                place.copy_(piece)
+
+    def _reduce(self, wanted: _Wanted, low: int, pieces: dict[int, Tensor]) -> None:
+        reduce_op = wanted.op.reduce_op
+        assert reduce_op is not None
+        dtype = wanted.op.outputs[0].dtype
+        out = wanted.places[self.rank][low : low + pieces[self.rank].numel()].view(dtype)
+        parts = [pieces[rank].view(dtype) for rank in range(self.size)]
+        # The output may be this rank's own part (Note [In place] in aliasing.py): hence not into `out` at once.
+        result = parts[0].clone() if self.size > 1 else parts[0]
+        combine(reduce_op, [result, *parts[1:]], result)
+        out.copy_(result)
+
+    def _parts(self, op: Collective) -> tuple[list[Tensor], dict[int, Tensor]]:
+        """What this rank brings (one part for all, or one per rank), and where what comes from which rank goes."""
+        kind, everybody = op.kind, range(self.size)
+        if kind is Kind.BROADCAST:
+            at_root = self.rank == op.root
+            return [op.inputs[0]] if at_root else [], {} if at_root else {op.root or 0: op.outputs[0]}
+        if kind is Kind.ALL_GATHER:
+            return [op.inputs[0]], dict(enumerate(op.outputs))
+        if kind is Kind.ALL_GATHER_INTO_TENSOR:
+            return [op.inputs[0]], dict(enumerate(_equal(op.outputs[0], self.size)))
+        if kind is Kind.REDUCE_SCATTER:
+            return list(op.inputs), dict.fromkeys(everybody, op.outputs[0])
+        if kind is Kind.REDUCE_SCATTER_TENSOR:
+            return list(_equal(op.inputs[0], self.size)), dict.fromkeys(everybody, op.outputs[0])
+        if kind is Kind.ALL_TO_ALL:
+            return list(op.inputs), dict(enumerate(op.outputs))
+        if kind is Kind.ALL_TO_ALL_SINGLE:
+            outputs, inputs = op.splits or ((), ())
+            brought = cut(op.inputs[0], inputs, self.size)
+            return list(brought), dict(enumerate(cut(op.outputs[0], outputs, self.size)))
+        if kind is Kind.GATHER:
+            return [op.inputs[0]], dict(enumerate(op.outputs)) if self.rank == op.root else {}
+        if kind is Kind.SCATTER:
+            return list(op.inputs) if self.rank == op.root else [], {op.root or 0: op.outputs[0]}
+        raise InternalError(f"{op}: there is no program for it.")
+
+
+def _equal(t: Tensor, size: int) -> list[Tensor]:
+    """A plain tensor in one flat part per rank."""
+    row = flat(t)
+    part = row.numel() // size
+    return [row[r * part : (r + 1) * part] for r in range(size)]
