@@ -26,8 +26,8 @@ from gradwire.groups import (
     HierarchicalGroup,
     Latched,
     NanCheck,
-    ProgramWrapper,
     Recording,
+    TrackedWrapper,
     Verified,
 )
 from gradwire.interop import as_process_group, register_backend
@@ -98,7 +98,7 @@ class ThroughTorchHierarchical(ThroughTorch):
     engine = staticmethod(on_hosts_of_two)
 
 
-class Spartan(ProgramWrapper):
+class Spartan(TrackedWrapper):
     """An engine that can move bytes and add float32, and nothing else: all the rest is lowered to that."""
 
     def program(self, op: Collective) -> Program:

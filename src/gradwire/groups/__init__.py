@@ -1,18 +1,16 @@
 """Groups: who takes part and how bytes move."""
 
+from gradwire.deprecated import renamed
 from gradwire.groups.base import Group
 from gradwire.groups.c10d import C10dGroup
-from gradwire.groups.checked import NanCheck, Verified
 from gradwire.groups.hierarchical import HierarchicalGroup
 from gradwire.groups.mpi import MPIGroup
 from gradwire.groups.shared_memory import SharedMemoryGroup
 from gradwire.groups.threads import ThreadGroup
 from gradwire.groups.work import Work, WorkInfo
-from gradwire.groups.wrapper import BookedWrapper, GroupWrapper, ProgramWrapper
-from gradwire.groups.wrappers import Deadline, Latched, Recording
+from gradwire.groups.wrappers import Deadline, GroupWrapper, Latched, NanCheck, Recording, TrackedWrapper, Verified
 
 __all__ = [
-    "BookedWrapper",
     "C10dGroup",
     "Deadline",
     "Group",
@@ -21,11 +19,15 @@ __all__ = [
     "Latched",
     "MPIGroup",
     "NanCheck",
-    "ProgramWrapper",
     "Recording",
     "SharedMemoryGroup",
     "ThreadGroup",
+    "TrackedWrapper",
     "Verified",
     "Work",
     "WorkInfo",
 ]
+
+__getattr__ = renamed(
+    __name__, BookedWrapper="gradwire.groups.TrackedWrapper", ProgramWrapper="gradwire.groups.TrackedWrapper"
+)

@@ -60,18 +60,24 @@ class Group(Verbs, ABC):
         name: str | None = None,
         timeout: float = DEFAULT_TIMEOUT,
         watchdog: Watchdog | None = None,
+        wraps: Group | None = None,
     ) -> None:
+        """`watchdog` is one that several groups of a process share. `wraps` is a group whose ledger this one shares; what ends with
+        a group (threads, queues) then ends with that one."""
         if not 0 <= rank < size:
             raise UsageError(f"{type(self).__name__}: rank {rank} of size {size}. Ranks count from 0 to size - 1.")
         self.rank = rank
         self.size = size
         self.name = name or type(self).__name__
         self.timeout = timeout_seconds(type(self).__name__, timeout)
+        self._splits = 0
+        self.ledger: Ledger
+        self._watchdog: Watchdog
+        if wraps is not None:
+            self.ledger, self._watchdog = wraps.ledger, wraps._watchdog
+            return
         self.ledger = Ledger(name=self.name, rank=rank, size=size)
         self.ledger.arrivals = _arrivals_of(self)
-        self.failure: BaseException | None = None
-        self.closed = False
-        self._splits = 0
         self._watchdog = watchdog or Watchdog(f"{self.name}-{rank}")
         self._watchdog.watch(self.ledger)
         # Runs at interpreter exit too: daemon threads must not be left running into the interpreter's end.
@@ -99,8 +105,9 @@ class Group(Verbs, ABC):
         except BaseException as error:  # of a listener, in the main thread: the operation will never be carried out
             work.fail(error)
             raise
-        if self.failure is not None:  # aborted since the check above, perhaps before the operation was in the books
-            work.fail(self.failure)
+        failure = self.ledger.failure
+        if failure is not None:  # aborted since the check above, perhaps before the operation was in the ledger
+            work.fail(failure)
         if not self._watchdog.running:
             self._watchdog.wake()
         return work
@@ -113,10 +120,25 @@ class Group(Verbs, ABC):
         """
         if self.forked:
             self.refuse_in_child(str(op))
-        if self.closed:
+        ledger = self.ledger
+        if ledger.closed:
             raise ClosedError(f"{op} on {self}: the group is closed. Submit before close().")
-        if self.failure is not None:
-            raise again(self.failure)
+        if ledger.failure is not None:
+            raise again(ledger.failure)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What the group has failed with: every operation in flight has failed with it, and new ones are refused."""
+        return self.ledger.failure
+
+    @failure.setter
+    def failure(self, error: BaseException | None) -> None:
+        self.ledger.failure = error
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called."""
+        return self.ledger.closed
 
     @property
     def forked(self) -> bool:
@@ -256,7 +278,7 @@ class Group(Verbs, ABC):
         timeout = wait_seconds(f"close of {self}", timeout)
         if self.closed or self.forked:
             return
-        self.closed = True
+        self.ledger.closed = True
         deadline = time.perf_counter() + timeout
         for work in list(self.ledger.pending.values()):
             work._block(max(0.0, min(deadline, work.deadline) - time.perf_counter()))

@@ -1,4 +1,5 @@
-"""The books of one group on one rank: numbers operations, knows what is in flight, and tells who wants to know.
+"""The state of one group on one rank: numbers operations, keeps what is in flight, calls listeners and hooks, and whether the group
+has failed or was closed.
 
 A wrapper that adds nothing of its own shares its inner group's ledger, so an operation is counted once however many
 wrappers it passes.
@@ -42,6 +43,8 @@ class Ledger:
         self.pending: dict[int, Work] = {}
         self.arrivals: Callable[[Work], Arrivals | None] = lambda work: None
         self._numbers = itertools.count()
+        self.failure: BaseException | None = None
+        self.closed = False
         self.reported: BaseException | None = None
         """The failure of the group that its caller on this rank has heard of."""
         self.recoveries = 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradwire.groups.base import Group
-from gradwire.groups.wrapper import BookedWrapper, GroupWrapper
+from gradwire.groups.wrappers import GroupWrapper
 
 
 def layers(group: Group) -> Iterator[Group]:
     """The group, the group inside it, and so on to the one that communicates."""
     yield group
-    while isinstance(group, (GroupWrapper, BookedWrapper)):
+    while isinstance(group, GroupWrapper):
         group = group.inner
         yield group

@@ -35,7 +35,7 @@ from gradwire.errors import CollectiveTimeout, UsageError
 from gradwire.groups.base import Group
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.work import Work
-from gradwire.groups.wrapper import BookedWrapper
+from gradwire.groups.wrappers import TrackedWrapper
 
 _LOOK_EVERY = 0.1
 """Seconds after which it is noticed that the inner group has failed, while bytes are on the link."""
@@ -70,7 +70,7 @@ class Link:
             self._free = 0.0
 
 
-class Throttled(BookedWrapper):
+class Throttled(TrackedWrapper):
     """A group whose operations take as long as over a link of `mbit` megabits a second and `latency_ms`: see Note [The link].
 
     `submit` does not block; Works end late. Put it around the group on every rank, with the same figures.
@@ -96,7 +96,6 @@ class Throttled(BookedWrapper):
             )
         super().__init__(inner)
         self.link = Link(mbit=mbit, latency_ms=latency_ms)
-        self._order = threading.Lock()
         self._couriers = _Couriers(f"gradwire-link-{self.name}-{self.rank}")
         self._couriers_finalizer = finalize_here(self, self._couriers.join, 2.0)
 

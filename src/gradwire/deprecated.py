@@ -1,0 +1,22 @@
+"""Old names that still work for one version."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+
+def renamed(module: str, **names: str) -> Callable[[str], Any]:
+    """A module's `__getattr__` for old names: `names` maps each to what it is now, as a dotted path."""
+
+    def get(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        new = names[name]
+        warnings.warn(f"{module}.{name} is now {new}.", DeprecationWarning, stacklevel=2)
+        home, _, attribute = new.rpartition(".")
+        return getattr(importlib.import_module(home), attribute)
+
+    return get

@@ -1,0 +1,243 @@
+"""Groups around groups: `GroupWrapper` passes operations through, `TrackedWrapper` decides itself when they are over.
+
+A wrapper overrides `submit`, or `program`, and cannot forget the other verbs: they all end there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import Collective, Layout
+from gradwire.collectives.lower import Program
+from gradwire.errors import CollectiveTimeout, UsageError
+from gradwire.groups.base import Group
+from gradwire.groups.forked import finalize_here
+from gradwire.groups.lane import Lane
+from gradwire.groups.ledger import Arrivals
+from gradwire.groups.work import Work
+
+
+class GroupWrapper(Group):
+    """A group around another: override `submit`, inherit the rest. Shares the inner group's ledger, and so its failure and end."""
+
+    shares_ledger: bool = True
+    """Whether the inner group's ledger counts the operations, once for however many wrappers."""
+
+    def __init__(self, inner: Group) -> None:
+        super().__init__(
+            inner.rank,
+            inner.size,
+            name=f"{type(self).__name__}({inner.name})",
+            timeout=inner.timeout,
+            wraps=inner if self.shares_ledger else None,
+        )
+        self.inner = inner
+
+    @property
+    def tells_mismatch(self) -> bool:  # type: ignore[override]
+        """As the inner group does."""
+        return self.inner.tells_mismatch
+
+    @property
+    def in_one_process(self) -> bool:  # type: ignore[override]
+        """As the inner group's ranks are."""
+        return self.inner.in_one_process
+
+    @property
+    def layout(self) -> Layout | None:  # type: ignore[override]
+        """As the inner group's ranks are."""
+        return self.inner.layout
+
+    def submit(self, op: Collective) -> Work:
+        """Hand `op` to the inner group."""
+        return self.inner.submit(op)
+
+    def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+        """Memory of the inner group."""
+        return self.inner.allocate(numel, dtype=dtype, device=device)
+
+    def split(self, color: int | None, key: int | None = None) -> Group | None:
+        """Split the inner group and wrap the part in the same way."""
+        part = self.inner.split(color, key)
+        return None if part is None else self.rewrap(part)
+
+    def subgroup(self, ranks: list[int], *, name: str) -> Group:
+        """A sub-group of the inner group, wrapped in the same way."""
+        return self.rewrap(self.inner.subgroup(ranks, name=name))
+
+    def rewrap(self, inner: Group) -> Group:
+        """The same wrapper around another group: what `split` returns. Override when the constructor takes more."""
+        return type(self)(inner)
+
+    def set_timeout(self, timeout: float) -> None:
+        """Of the inner group, too."""
+        super().set_timeout(timeout)
+        self.inner.set_timeout(timeout)
+
+    def orders_streams(self, device: torch.device) -> bool:
+        """As the inner group does."""
+        return self.inner.orders_streams(device)
+
+    def arrivals(self, work: Work) -> Arrivals | None:
+        """As the inner group knows it."""
+        return self.inner.arrivals(work)
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Abort the inner group, which may know how to tell its peers."""
+        self.inner.abort(reason)
+
+    def fail(self, error: BaseException) -> None:
+        """Fail the inner group."""
+        self.inner.fail(error)
+
+    def check_peers(self) -> None:
+        """As the inner group knows it."""
+        self.inner.check_peers()
+
+    def recover(self, timeout: float | None = None) -> None:
+        """Recover the inner group."""
+        self.inner.recover(timeout)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Close the inner group."""
+        self.inner.close(timeout)
+
+
+class TrackedWrapper(GroupWrapper):
+    """A group around another with a ledger of its own: completion hooks and listeners see the caller's operations.
+
+    Override `program` to make several operations of the inner group out of one. Programs run on a worker thread, in submission
+    order, so `submit` never blocks and all ranks' steps come in the same order. Sends and receives concern two ranks only; they
+    pass through.
+
+    Or override `submit` to decide yourself when an operation is over: begin a Work, hand something to the inner group, enter it
+    in `steps`, and settle.
+    """
+
+    shares_ledger = False
+
+    def __init__(self, inner: Group) -> None:
+        super().__init__(inner)
+        self.ledger.collect_hook_errors_of(inner.ledger)
+        self.steps: dict[int, Work] = {}
+        """What the inner group does just now for an operation, by the operation's number."""
+        self._lane = Lane(f"{self.name}-{self.rank}")
+        self._order = threading.Lock()
+        self._lane_finalizer = finalize_here(self, self._lane.stop, 2.0)
+
+    def program(self, op: Collective) -> Program:
+        """Yield the inner group's operations that make up `op`; raise to fail it."""
+        yield op
+
+    def submit(self, op: Collective) -> Work:
+        """Queue the operation's program."""
+        if op.kind.is_p2p:
+            return self._pass_through(op)
+        with self._order:
+            work = self.begin(op)
+            self._lane.put(lambda: self._run(work))
+        return work
+
+    def _pass_through(self, op: Collective) -> Work:
+        work = self.begin(op)
+
+        def settle(inner: Work) -> None:
+            error = inner.exception()
+            if error is None:
+                work.finish(source_rank=inner._source)
+            else:
+                work.fail(error)
+
+        try:
+            self.inner.submit(op).add_done_callback(settle)
+        except Exception as error:
+            work.fail(error)
+        return work
+
+    def _run(self, work: Work) -> None:
+        program = self.program(work.op)
+        work.ledger.started(work, time.perf_counter())
+        try:
+            for step in program:
+                left = work.deadline - time.perf_counter()
+                if left <= 0:
+                    self.ledger.expire(work)
+                if work.is_completed():
+                    return
+                self.steps[work.seq] = inner = self.inner.submit(step.within(left))
+                inner.wait_done()
+            work.finish()
+        except CollectiveTimeout as error:
+            work.fail(self.late(work, error))
+        except BaseException as error:  # also SystemExit: the thread is needed again
+            work.fail(error)
+        finally:
+            program.close()
+            self.steps.pop(work.seq, None)
+
+    def late(self, work: Work, error: CollectiveTimeout) -> CollectiveTimeout:
+        """The inner group's time-out, told of the caller's operation instead of a step of it; the missing ranks are the same."""
+        mine = self.ledger.timed_out(work, work.timeout)
+        # Without its traceback, whose frames hold the inner group, and its memory, as long as anybody keeps the error.
+        mine.__cause__ = error.with_traceback(None)
+        return mine
+
+    def standing(self, op: Collective) -> tuple[int, int]:
+        """Refused: the steps of a program are of all ranks."""
+        raise UsageError(
+            f"{op} on {self}: only some ranks take part, and {type(self).__name__} asks all of them about every operation. Put it "
+            f"around the parts instead: HierarchicalGroup({type(self).__name__}(inside), across)."
+        )
+
+    def check_usable(self, op: Collective) -> None:
+        """Raise if this or the inner group is closed or has failed."""
+        super().check_usable(op)
+        self.inner.check_usable(op)
+
+    def orders_streams(self, device: torch.device) -> bool:
+        """Never: an operation is over when the worker thread has settled it."""
+        return False
+
+    def arrivals(self, work: Work) -> Arrivals | None:
+        """Who has joined the step the operation is at."""
+        step = self.steps.get(work.seq)
+        if step is None:
+            return None
+        # A group may forget who was missing once it has given a step up: what it knew then is in the error.
+        late = step.exception()
+        if isinstance(late, CollectiveTimeout) and late.joined is not None and late.missing is not None:
+            return Arrivals(tuple(late.joined), tuple(late.missing))
+        return self.inner.arrivals(step)
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Abort the inner group, and with it what is in flight here."""
+        self.inner.abort(reason)
+        Group.abort(self, reason)
+
+    def fail(self, error: BaseException) -> None:
+        """Fail both."""
+        Group.fail(self, error)
+        self.inner.fail(error)
+
+    def check_peers(self) -> None:
+        """As either group knows it."""
+        Group.check_peers(self)
+        self.inner.check_peers()
+
+    def recover(self, timeout: float | None = None) -> None:
+        """Recover the inner group; what was under way has failed with it."""
+        super().recover(timeout)
+        self.failure = None
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Let what is in flight here finish, then close the inner group."""
+        Group.close(self, timeout)
+
+    def _release(self) -> None:
+        # What was in flight has had its time. First: a step that is still in flight would hold the worker thread.
+        self._close_part(self.inner)
+        self._lane_finalizer()

@@ -1,0 +1,68 @@
+"""`NanCheck`: finds the rank that brought NaN or infinity. A small collective before every operation: a tool for finding a fault,
+not for every day.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import Collective, Kind, all_gather_into_tensor
+from gradwire.collectives.dtypes import ALWAYS_FINITE
+from gradwire.collectives.lower import Program
+from gradwire.errors import NonFiniteGradient
+from gradwire.groups.work import Work
+from gradwire.groups.wrappers.base import TrackedWrapper
+
+
+class NanCheck(TrackedWrapper):
+    """All ranks learn which rank brought NaN or infinity, before it spreads to everybody's result.
+
+    Raises NonFiniteGradient on every rank, with the rank and the operation's label; also when finite inputs gave a
+    reduction that is not. On the wire: one byte per rank and operation.
+    """
+
+    def submit(self, op: Collective) -> Work:
+        """A send is checked here, alone; collectives are checked together."""
+        if op.kind is Kind.SEND and not _finite(op.inputs):
+            raise self._error(op, self.rank)
+        return super().submit(op)
+
+    def program(self, op: Collective) -> Program:
+        """Gather one flag per rank, then let the operation go."""
+        contributes = op.root is None or op.kind not in (Kind.BROADCAST, Kind.SCATTER) or op.root == self.rank
+        if op.tensors and (op.tensors[0].dtype.is_floating_point or op.tensors[0].dtype.is_complex):
+            bad = contributes and not _finite(op.inputs)
+            flags = torch.empty(self.size, dtype=torch.uint8, device="cpu")
+            yield all_gather_into_tensor(flags, torch.tensor([bad], dtype=torch.uint8, device="cpu"), label="finite?")
+            culprits = flags.nonzero().flatten().tolist()
+            if culprits:
+                raise self._error(op, culprits[0], culprits)
+        yield op
+        if op.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE_SCATTER_TENSOR) and not _finite(op.outputs):
+            raise NonFiniteGradient(
+                f"{op} of {self.name}: every rank's values were finite, their {op.reduce_op and op.reduce_op.name} is not. "
+                "Scale down before the reduction, or reduce in a wider dtype.",
+                parameter=op.label or None,
+            )
+
+    def _error(self, op: Collective, rank: int, ranks: list[int] | None = None) -> NonFiniteGradient:
+        who = f"ranks {ranks}" if ranks and len(ranks) > 1 else f"rank {rank}"
+        return NonFiniteGradient(
+            f"{op} of {self.name}: {who} brought NaN or infinity. Look at that rank's batch, loss and learning rate.",
+            rank=rank,
+            parameter=op.label or None,
+        )
+
+
+def _finite(tensors: tuple[Tensor, ...]) -> bool:
+    for t in tensors:
+        t = t.detach()
+        t = t._values() if t.is_sparse else t
+        if t.dtype in ALWAYS_FINITE:
+            continue
+        if t.dtype.is_floating_point and t.dtype.itemsize == 1:
+            t = t.float()
+        if (t.dtype.is_floating_point or t.dtype.is_complex) and not bool(torch.isfinite(t).all()):
+            return False
+    return True

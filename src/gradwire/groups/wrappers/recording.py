@@ -1,0 +1,52 @@
+"""`Recording`: keeps what was submitted and how it ended."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from gradwire.collectives import Collective, Signature
+from gradwire.groups.base import Group
+from gradwire.groups.work import Work, WorkInfo
+from gradwire.groups.wrappers.base import GroupWrapper
+
+
+class Recording(GroupWrapper):
+    """Keeps what was submitted through it and how it ended: the last `limit` of each, oldest first.
+
+    >>> import torch
+    >>> from gradwire.groups import ThreadGroup
+    >>> (group,) = map(Recording, ThreadGroup.world(1))
+    >>> work = group.all_reduce(torch.zeros(3), label="loss")
+    >>> group.submitted
+    [Signature(kind=<Kind.ALL_REDUCE: 'all_reduce'>, shapes=((3,),), dtypes=('float32',), reduce_op=..., label='loss')]
+    >>> group.finished[0].kind, group.finished[0].bytes
+    ('all_reduce', 12)
+    >>> group.close()
+    """
+
+    def __init__(self, inner: Group, *, limit: int = 10_000) -> None:
+        super().__init__(inner)
+        self._limit = limit
+        self._submitted: deque[Signature] = deque(maxlen=limit)
+        self._finished: deque[WorkInfo] = deque(maxlen=limit)
+
+    @property
+    def submitted(self) -> list[Signature]:
+        """What was submitted, in order."""
+        return list(self._submitted)
+
+    @property
+    def finished(self) -> list[WorkInfo]:
+        """What is over, well or badly, in the order in which it ended."""
+        return list(self._finished)
+
+    def submit(self, op: Collective) -> Work:
+        """Note it down and hand it on."""
+        work = self.inner.submit(op)
+        self._submitted.append(op.signature)
+        work.add_done_callback(lambda done: self._finished.append(done.info))
+        return work
+
+    def rewrap(self, inner: Group) -> Group:
+        """A recording of its own."""
+        return Recording(inner, limit=self._limit)
