@@ -4,13 +4,14 @@ import importlib
 import warnings
 from typing import Any
 
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn, Wrapped
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.combinators.chain import chain
 from gradwire.hooks.combinators.feedback import error_feedback
 from gradwire.hooks.combinators.hierarchical import hierarchical
 from gradwire.hooks.combinators.partition import by_size, masked, partition
 from gradwire.hooks.combinators.schedule import after, every
+from gradwire.hooks.composite import Composite, Wrapped
 from gradwire.hooks.compressors.demo import decoupled_momentum
 from gradwire.hooks.compressors.dgc import dgc
 from gradwire.hooks.compressors.low_rank import power_sgd
@@ -29,6 +30,7 @@ from gradwire.hooks.sign_sgd import SignSGD
 __all__ = [
     "BucketSpec",
     "CommHook",
+    "Composite",
     "GradBucket",
     "OuterHook",
     "Reduced",

@@ -1,8 +1,8 @@
-"""The communication hook: `CommHook`, what it returns, and what it is told.
+"""The communication hook: `CommHook`, what it is given (`Turn`) and what it returns (`Reduced`).
 
-A hook's `reduce` is a generator: `yield all_reduce(t)` means "communicate this" and continues when the result is in `t`;
-`yield from inner.reduce(...)` means "compose". No group, no thread and no future is in sight, so one hook runs on simulated
-ranks, on a Group and inside torch's own DDP alike.
+A hook's `reduce` is a generator: `yield all_reduce(t)` communicates and continues when the result is in `t`; `yield from
+inner.reduce(...)` composes. It sees no group, no thread and no future, so the same hook runs on simulated ranks, on a Group and
+inside torch's own DDP.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from enum import Flag, auto
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, Layout
-from gradwire.errors import GroupError, HookError
 from gradwire.hooks.bucket import BucketSpec
 
 
 class Reduced(NamedTuple):
-    """What a reduction gives back."""
+    """The result of a reduction."""
 
     value: Tensor
     """The averaged gradient, the same bits on every rank."""
@@ -34,7 +33,7 @@ class Reduced(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a hook is told about the reduction it carries out."""
+    """The circumstances of one reduction."""
 
     spec: BucketSpec
     rank: int
@@ -42,17 +41,17 @@ class Turn:
     step: int = 0
     """How many times this bucket has been reduced before."""
     donated: bool = False
-    """Whether `grad` may be overwritten and `sent` is not asked for: nobody else needs this bucket."""
+    """Whether `grad` may be overwritten and `sent` is not needed, because the bucket has no other user."""
     divisor: int | None = None
-    """How many ranks the average counts, where that is not all: some have run out of inputs and contribute zeros."""
+    """The number of ranks in the average, if not all: ranks that have run out of inputs contribute zeros."""
     weight: float = 1.0
-    """How much this rank's gradient counts, for hooks that weigh: usually its number of samples."""
+    """The weight of this rank's gradient, usually its number of samples, for hooks that average by weight."""
     hosts: Layout | None = None
-    """Which ranks share a host, where the driver knows. A hook may then yield `op.among(Scope.INSIDE)` or `Scope.ACROSS`."""
+    """Which ranks share a host, where that is known. A hook may then yield `op.among(Scope.INSIDE)` or `Scope.ACROSS`."""
     origin: tuple[int, ...] = ()
-    """Rank and step as the driver gave them. Hooks made of hooks may tell those inside others; these stay, for chance to go by."""
+    """Rank and step before any combinator changed them: random numbers are derived from these."""
     path: str = ""
-    """Which part of a hook made of hooks this is, where two parts see the same bucket in the same step: chance goes by it too."""
+    """Tells apart the parts of a combinator that see the same bucket in the same step, so that they draw different numbers."""
 
     def __post_init__(self) -> None:
         if not self.origin:
@@ -60,7 +59,7 @@ class Turn:
 
     @property
     def share(self) -> float:
-        """By what a mean over all ranks is to be multiplied to be the mean over those that count: 1, or more under `join`."""
+        """The factor from the mean over all ranks to the mean over those that count: 1, or more under `join`."""
         return 1.0 if self.divisor is None else self.world_size / self.divisor
 
 
@@ -68,38 +67,48 @@ Reduction = Generator[Collective, None, Reduced]
 
 
 class Trait(Flag):
-    """What a hook is, as far as it matters to what is combined with it."""
+    """Properties of a hook that decide what it can be combined with."""
 
     REMEMBERS = auto()
     """It keeps what it did not send and sends it later (error feedback, or a momentum of its own)."""
     CONTINUES = auto()
-    """It begins a step where its last one ended, with the same elements, though it owes nothing (a warm start)."""
+    """It starts a step from the result of its last one, for the same elements, though it owes nothing (a warm start)."""
     LOCAL = auto()
-    """Gradients stay on their rank, so that ranks do not agree on `value` (local SGD)."""
+    """Gradients stay on their rank, so `value` differs between ranks (local SGD)."""
     WEIGHS = auto()
-    """`turn.weight` counts, so that a mean of its means is not the mean of all."""
+    """It weights ranks by `turn.weight`, so a mean of its means is not the mean over all ranks."""
     VOTES = auto()
-    """What it did not send cannot be paid back: what would be owed grows without bound."""
+    """Its error cannot be fed back: the residual would grow without bound."""
     DISTORTS = auto()
-    """It changes gradients on purpose (clipping, noise), so that what it took away must not be fed back."""
+    """It changes gradients on purpose (clipping, noise), so the difference must not be fed back."""
     AVERAGES = auto()
-    """It takes the mean of what it makes of the gradients, so that `mean()` to its right in a chain says nothing new."""
+    """It averages what it makes of the gradients, so `mean()` to its right in a chain is redundant."""
 
     @staticmethod
     def of(*hooks: CommHook) -> Trait:
-        """What a hook made of these is: all that one of them is, but that it is no end of a chain for `mean()` to follow."""
+        """The traits of a hook made of these: all of theirs, without `AVERAGES`."""
         return functools.reduce(operator.or_, (hook.traits for hook in hooks), Trait(0)) & ~Trait.AVERAGES
 
 
 class CommHook(ABC):
     """What happens to a bucket between the model and the wire. Hooks are values: all state comes from `init`."""
 
-    collectives: int | None = None
-    """How many collectives `reduce` yields for a bucket, where that is always the same number."""
-    traits: Trait = Trait(0)
-    """What others must know of it before they combine it with something."""
+    if TYPE_CHECKING:
+        # Read-only to type checkers, so that a subclass may define an attribute or a property.
+
+        @property
+        def collectives(self) -> int | None:
+            """How many collectives `reduce` yields for a bucket, if that is always the same number."""
+
+        @property
+        def traits(self) -> Trait:
+            """What restricts how it can be combined with other hooks."""
+    else:
+        collectives = None
+        traits = Trait(0)
+
     alone: str = ""
-    """Of a hook that looks like a stage but is none: why no hook to its right could carry what it makes. `chain` says it."""
+    """For a hook that could be mistaken for a stage: why no hook to its right can send its output. `chain` quotes it."""
 
     @property
     def remembers(self) -> bool:
@@ -112,43 +121,43 @@ class CommHook(ABC):
         return Trait.LOCAL in self.traits
 
     def check(self, spec: BucketSpec) -> None:
-        """Raise UsageError if the hook has no way for one of these parameters: asked when it is set, before any step."""
+        """Raise UsageError if the hook cannot reduce one of these parameters. Called when it is set, before any step."""
         return
 
     def init(self, spec: BucketSpec) -> Any:
-        """The state for one bucket, before its first reduction. The reducer owns it."""
+        """The state for one bucket before its first reduction. Whatever runs the hook owns it."""
         return None
 
     @abstractmethod
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        """Average `grad`, flat and not to be written, over all ranks."""
+        """Average `grad` over all ranks. It is flat, and must not be written unless `turn.donated`."""
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """The bytes that a rank sends for a bucket, as the hook's documentation says; None where that depends on the values.
+        """The bytes that a rank sends for a bucket; None if that depends on the values.
 
-        They are counted as `collectives.traffic.sent_bytes` does: by the best algorithm for each collective, and for the rank
-        that sends most.
+        They are counted as `collectives.traffic.sent_bytes` does: by the best algorithm for each collective, for the rank that
+        sends most.
         """
         return None
 
     def error(self, spec: BucketSpec) -> float:
-        """How far `value` may lie from the mean of all `sent`, relative to the largest element: rounding, if nothing else."""
+        """The largest difference between `value` and the mean of all `sent`, relative to the largest element: rounding."""
         return 16 * torch.finfo(spec.dtype).eps if spec.dtype.is_floating_point or spec.dtype.is_complex else 0.0
 
     def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
-        """The state as a mapping from parameter name to that parameter's part of it. Empty where there is none."""
+        """The state by parameter name; empty if there is none."""
         return {}
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
-        """The state for `spec` from what `save` gave, possibly for other buckets; parameters not in it start afresh."""
+        """The state for `spec` from what `save` returned, possibly for other buckets; parameters not in it start fresh."""
         return self.init(spec)
 
     def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Of what `save` gave on another rank, what holds on every rank: with this a new rank begins. Nothing, if nothing else."""
+        """The part of what `save` returned on one rank that is valid on every rank. A new rank starts from it."""
         return {}
 
     def __repr__(self) -> str:
-        """The class and its plain settings. Ranks compare hooks by it, so it holds nothing that differs between processes."""
+        """The class and its plain settings. Ranks compare hooks by it, so it contains nothing specific to a process."""
         plain = (str, int, float, type(None), torch.dtype, CommHook)
         settings = [
             f"{k}={v!r}" for k, v in getattr(self, "__dict__", {}).items() if isinstance(v, plain) and k[:1] != "_"
@@ -157,128 +166,16 @@ class CommHook(ABC):
 
     @property
     def structure(self) -> str:
-        """What `save` gives, whatever the settings: hooks of one structure can `load` each other's states. "" for no state."""
+        """The format of what `save` returns: hooks of equal structure can `load` each other's states. "" for no state."""
         return "" if type(self).save is CommHook.save else type(self).__qualname__
 
     def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        """Of what `save` gave, by parameter, the gradients that this rank has not sent yet; None where that cannot be told.
+        """The gradients in a saved state that this rank has not sent yet, by parameter; None if that is unknown.
 
-        A hook of another structure that takes its place sends them with the next gradients.
+        When a hook of another structure replaces this one, they are added to the next gradients.
         """
         return None if self.remembers else {}
 
 
-@dataclass(frozen=True, slots=True)
-class Wrapped(CommHook):
-    """A hook around another, as stages make it: all that it does not say otherwise is as in the hook inside."""
-
-    inner: CommHook
-
-    @property
-    def collectives(self) -> int | None:  # type: ignore[override]
-        """As many as the hook inside."""
-        return self.inner.collectives
-
-    @property
-    def traits(self) -> Trait:  # type: ignore[override]
-        """Those of the hook inside."""
-        return self.inner.traits
-
-    def inside(self, spec: BucketSpec) -> BucketSpec:
-        """The bucket as the hook inside sees it."""
-        return spec
-
-    def check(self, spec: BucketSpec) -> None:
-        """The inner hook's."""
-        self.inner.check(self.inside(spec))
-
-    def init(self, spec: BucketSpec) -> Any:
-        """The inner hook's state."""
-        return self.inner.init(self.inside(spec))
-
-    def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """The inner hook's."""
-        return self.inner.wire_bytes(self.inside(spec), world_size, step)
-
-    def error(self, spec: BucketSpec) -> float:
-        """The inner hook's."""
-        return self.inner.error(self.inside(spec))
-
-    def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
-        """The inner hook's."""
-        return self.inner.save(state, self.inside(spec))
-
-    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
-        """The inner hook's."""
-        return self.inner.load(saved, self.inside(spec))
-
-    def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """The inner hook's."""
-        return self.inner.shared(saved)
-
-    @property
-    def structure(self) -> str:
-        """The inner hook's, unless it saves something of its own."""
-        inside = self.inner.structure
-        return inside if type(self).save is Wrapped.save else f"{type(self).__qualname__}({inside})"
-
-    def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        """The inner hook's, unless it saves something of its own."""
-        return self.inner.owed(saved) if type(self).save is Wrapped.save else CommHook.owed(self, saved)
-
-
 Stage = Callable[[CommHook], CommHook]
-"""A hook around a hook. `chain` composes them."""
-
-
-def begin(hook: CommHook, grad: Tensor, state: Any, turn: Turn, *, method: str = "reduce") -> Reduction:
-    """`hook.reduce(grad, state, turn)` with everything checked that it yields and returns: what drivers advance."""
-    reduction = getattr(hook, method)(grad, state, turn)
-    if not isinstance(reduction, Generator):
-        raise _broken(
-            hook, turn, f"{method}() is not a generator but returned {type(reduction).__name__}; it must yield"
-        )
-    try:
-        op = next(reduction)
-        while True:
-            if not isinstance(op, Collective):
-                raise _broken(
-                    hook, turn, f"{method}() yielded {type(op).__name__}, not a Collective such as all_reduce(t)"
-                )
-            try:
-                yield op
-            except Exception as error:
-                op = reduction.throw(error)
-            else:
-                op = next(reduction)
-    except StopIteration as stop:
-        return _check_result(hook, stop.value, grad, turn, method)
-    except Exception as error:
-        if not isinstance(error, (GroupError, HookError)):  # those say where they come from
-            error.add_note(f"raised by {_where(hook, turn)}")
-        raise
-    finally:
-        reduction.close()
-
-
-def _check_result(hook: CommHook, result: Any, grad: Tensor, turn: Turn, method: str) -> Reduced:
-    if not isinstance(result, Reduced):
-        raise _broken(hook, turn, f"{method}() returned {type(result).__name__}, not Reduced(value, sent)")
-    value = result.value
-    if not isinstance(value, Tensor):
-        raise _broken(hook, turn, f"{method}() returned Reduced with a value of {type(value).__name__}, not a tensor")
-    if value.numel() != grad.numel() or (method == "reduce" and value.dtype != grad.dtype):
-        raise _broken(
-            hook,
-            turn,
-            f"{method}() returned {value.dtype} of {value.numel()} elements for a bucket of {grad.dtype} with {grad.numel()}",
-        )
-    return result
-
-
-def _where(hook: CommHook, turn: Turn) -> str:
-    return f"communication hook {hook!r} on {turn.spec}, rank {turn.rank}"
-
-
-def _broken(hook: CommHook, turn: Turn, what: str) -> HookError:
-    return HookError(f"{_where(hook, turn)}: {what}.", hook=repr(hook))
+"""A function that puts a hook around a hook. `chain` composes them."""

@@ -12,8 +12,9 @@ from torch import Tensor
 from gradwire.collectives import ReduceOp, all_gather_into_tensor, all_reduce, reduce_scatter_tensor
 from gradwire.errors import UsageError
 from gradwire.hooks.arguments import NamedStage
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn, Wrapped
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.composite import Wrapped
 from gradwire.hooks.numerics.elementwise import check_dense, padded, refuse_sparse, wide
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from gradwire.errors import UsageError
 from gradwire.hooks.arguments import NamedStage
-from gradwire.hooks.base import CommHook, Reduction, Stage, Trait, Turn, Wrapped
+from gradwire.hooks.base import CommHook, Reduction, Stage, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.composite import Wrapped
 from gradwire.hooks.numerics.elementwise import check_dense, clip_norms_, real, refuse_sparse, wide
 from gradwire.hooks.numerics.rng import generator
 
@@ -28,7 +29,7 @@ class Clip(Wrapped):
     value: float | None
 
     @property
-    def traits(self) -> Trait:  # type: ignore[override]
+    def traits(self) -> Trait:
         """It changes gradients on purpose; and those of the hook inside."""
         return self.inner.traits | Trait.DISTORTS
 
@@ -93,7 +94,7 @@ class AddNoise(Wrapped):
     seed: int
 
     @property
-    def traits(self) -> Trait:  # type: ignore[override]
+    def traits(self) -> Trait:
         """It changes gradients on purpose; and those of the hook inside."""
         return self.inner.traits | Trait.DISTORTS
 

@@ -32,7 +32,8 @@ from gradwire.errors import CollectiveTimeout, HookError
 from gradwire.groups.base import Group
 from gradwire.groups.lane import Lane
 from gradwire.groups.work import Work
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn, begin
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
+from gradwire.hooks.pump import begin
 
 
 class Pending(Protocol):
@@ -105,7 +106,8 @@ def begin_on(
     """A reduction that is told of the group's hosts; what it yields is carried out by scope. See Note [Scopes]."""
     if group.layout is not None:
         turn = replace(turn, hosts=group.layout)
-    return begin(hook, grad, state, turn, method=method)
+    reduction = getattr(hook, method)(grad, state, turn)
+    return begin(reduction, hook, turn, grad.numel(), grad.dtype if method == "reduce" else None)
 
 
 def carry_out(group: Group, hook: CommHook, grad: Tensor, state: Any, turn: Turn, *, method: str = "reduce") -> Tensor:

@@ -22,7 +22,8 @@ from gradwire.collectives.traffic import sent_bytes
 from gradwire.errors import CollectiveMismatch, UsageError
 from gradwire.hooks import BucketSpec, CommHook, OuterHook, Reduced, Turn
 from gradwire.hooks.arguments import check_hooks
-from gradwire.hooks.base import Reduction, begin
+from gradwire.hooks.base import Reduction
+from gradwire.hooks.pump import advance, begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +102,13 @@ def simulate(
     spec = spec or one_parameter(gradients[0])
     states = [hook.init(spec) for _ in gradients] if states is None else list(states)
     weights = [1.0] * size if weights is None else weights
+    turns = [
+        Turn(spec, rank, size, step, donated=donated, divisor=divisor, weight=weight, hosts=layout)
+        for rank, weight in enumerate(weights)
+    ]
     reductions = [
-        begin(
-            hook,
-            g.clone() if donated else g,
-            state,
-            Turn(spec, rank, size, step, donated=donated, divisor=divisor, weight=weight, hosts=layout),
-        )
-        for rank, (g, state, weight) in enumerate(zip(gradients, states, weights, strict=True))
+        begin(hook.reduce(g.clone() if donated else g, state, turn), hook, turn, g.numel(), g.dtype)
+        for g, state, turn in zip(gradients, states, turns, strict=True)
     ]
     reduced, exchanges = _in_lockstep(_Scopes(f"simulate({hook!r})", size, layout), reductions)
     return Simulation(reduced, tuple(states), exchanges)
@@ -157,7 +157,7 @@ def simulate_outer(
         for state, turn in zip(states, turns, strict=True):
             hook.begin(torch.zeros_like(parameters[0]) if start is None else start.clone(), state, turn)
     each = list(zip(parameters, states, turns, strict=True))
-    outer = [begin(hook, p.clone(), state, turn, method="after_step") for p, state, turn in each]
+    outer = [begin(hook.after_step(p.clone(), state, turn), hook, turn, p.numel()) for p, state, turn in each]
     reduced, exchanges = _in_lockstep(_Scopes(f"simulate_outer({hook!r})", size, None), outer)
     moved = tuple(
         hook.settle(p, came.value, state, turn).to(p.dtype, copy=True)
@@ -194,12 +194,9 @@ def one_parameter(gradient: Tensor) -> BucketSpec:
 
 
 def _advance(reduction: Reduction, rank: int) -> Collective | Reduced:
-    """What a rank does next: another collective, or its result."""
+    """The next collective of a rank, or its result."""
     try:
-        return next(reduction)
-    except StopIteration as stop:
-        result: Reduced = stop.value
-        return result
+        return advance(reduction)
     except Exception as error:
         error.add_note(f"raised on simulated rank {rank}")
         raise

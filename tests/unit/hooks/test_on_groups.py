@@ -24,8 +24,7 @@ from gradwire.hooks import (
     threshold,
     top_k,
 )
-from gradwire.hooks.base import begin
-from gradwire.reducer.drive import run
+from gradwire.hooks.pump import begin, pump
 from gradwire.testing import run_ranks, simulate
 
 HOOKS: list[CommHook] = [
@@ -52,7 +51,9 @@ def reduce_all(group: Group) -> list[list[Tensor]]:
         values = []
         for step in range(2):
             turn = Turn(SPEC, group.rank, group.size, step, donated=True)
-            values.append(run(begin(hook, gradient(group.rank, step), state, turn), group.submit).value.clone())
+            grad = gradient(group.rank, step)
+            reduction = begin(hook.reduce(grad, state, turn), hook, turn, grad.numel(), grad.dtype)
+            values.append(pump(reduction, lambda op: group.submit(op).wait()).value.clone())
         results.append(values)
     return results
 

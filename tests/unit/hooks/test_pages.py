@@ -11,7 +11,7 @@ import pytest
 PAGES = Path(__file__).parents[3] / "docs" / "hooks"
 
 
-@pytest.mark.parametrize("page", ["periodic", "state"])
+@pytest.mark.parametrize("page", ["combinators", "periodic", "state"])
 def test_the_page_tells_the_truth(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks of a page, one after another."""
     monkeypatch.chdir(tmp_path)

@@ -66,9 +66,9 @@ REFUSED: dict[str, tuple[Callable[[], CommHook], str]] = {
     "part of the model local": (lambda: partition({"a": LOCAL, "*": mean()}), "for all parameters or for none"),
     "masked parameters local": (lambda: masked("a", LOCAL), "for all parameters or for none"),
     "large parameters local": (lambda: by_size(numel=5, large=LOCAL), "for all parameters or for none"),
-    "from local to shared": (lambda: after(5, mean(), before=LOCAL), "never meet again"),
-    "local in some steps": (lambda: every(5, mean(), otherwise=LOCAL), "does not bring them together"),
-    "shared in some steps": (lambda: every(5, LOCAL, otherwise=mean()), "does not bring them together"),
+    "from local to shared": (lambda: after(5, mean(), before=LOCAL), "never be equal again"),
+    "local in some steps": (lambda: every(5, mean(), otherwise=LOCAL), "does not make them equal again"),
+    "shared in some steps": (lambda: every(5, LOCAL, otherwise=mean()), "does not make them equal again"),
     "local in the host": (lambda: hierarchical(inside=LOCAL, across=mean()), "stay on their rank"),
     "local between hosts": (lambda: hierarchical(across=LOCAL), "stay on their rank"),
     "what the earlier hook owes is lost": (lambda: after(5, mean(), before=FED), "would never be sent"),
@@ -89,7 +89,7 @@ REFUSED: dict[str, tuple[Callable[[], CommHook], str]] = {
     "weights within hosts": (lambda: hierarchical(inside=weighted_mean(), across=mean()), "not the weighted mean"),
     "weights between hosts": (lambda: hierarchical(across=after(3, weighted_mean())), "not the weighted mean"),
     "before the first step": (lambda: after(-1, mean()), "a negative step"),
-    "a step that never comes": (lambda: every(0, mean()), "never comes"),
+    "no such step": (lambda: every(0, mean()), "there is no such step"),
     "a stage for a hook, after": (lambda: after(1, cast(torch.bfloat16)), "is a stage"),  # type: ignore[arg-type]
     "a stage for a hook, every": (lambda: every(2, mean(), otherwise=3), "`otherwise` must be a CommHook, got 3"),  # type: ignore[arg-type]
     "a stage for a hook, hierarchical": (lambda: hierarchical(across=None), "`across` must be a CommHook, got None"),  # type: ignore[arg-type]

@@ -73,9 +73,9 @@ def test_after_changes_over_once_and_counts_from_there() -> None:
 def test_the_later_hooks_state_begins_at_the_change_and_the_earlier_ones_is_let_go() -> None:
     hook = after(2, Counting(), before=Counting())
     _, states = steps(hook, 2)
-    assert (states[0].before, states[0].begun) == ([0, 1], False)
+    assert states[0] == {"before": [0, 1]}
     _, states = steps(hook, 3)
-    assert (states[0].before, states[0].hook) == (None, [0])
+    assert states[0] == {"hook": [0]}
 
 
 def test_both_phases_are_saved() -> None:
@@ -87,7 +87,7 @@ def test_both_phases_are_saved() -> None:
             states = simulate(hook, [torch.ones(1)], spec=spec, states=states, step=step).states
         loaded = hook.load(hook.save(states[0], spec), spec)
         assert loaded == states[0]
-    assert loaded.begun
+    assert "hook" in loaded
 
 
 def test_after_says_of_itself_what_its_hooks_say() -> None:
@@ -142,19 +142,19 @@ def test_each_kept_step_counts_the_ranks_of_its_own_time() -> None:
 
 def test_narrow_gradients_are_kept_wide() -> None:
     _, states = steps(every(300, mean()), 290, lambda step: [torch.tensor([1.0], dtype=torch.bfloat16)])
-    assert states[0].total.item() == 290.0  # summed in bfloat16 it would stick at 256
+    assert states[0]["kept"].item() == 290.0  # summed in bfloat16 it would stick at 256
 
 
 def test_the_hook_of_every_counts_its_own_steps() -> None:
     values, states = steps(every(2, Counting()), 6)
     assert values == [[0.0], [0.0], [0.0], [1.0], [0.0], [2.0]]
-    assert states[0].hook == [0, 1, 2]
+    assert states[0]["hook"] == [0, 1, 2]
 
 
 def test_otherwise_takes_the_other_steps() -> None:
     values, states = steps(every(3, mean(), otherwise=Counting()), 7)
     assert values == [[0.0], [1.0], [2.0], [2.0], [3.0], [2.0], [4.0]]
-    assert states[0].otherwise == [0, 1, 2, 3, 4]
+    assert states[0]["otherwise"] == [0, 1, 2, 3, 4]
 
 
 def test_every_first_step_is_the_hook_itself() -> None:

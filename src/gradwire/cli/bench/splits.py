@@ -19,7 +19,7 @@ from gradwire.collectives.reference import perform
 from gradwire.collectives.traffic import sent_bytes
 from gradwire.groups import Group, Work
 from gradwire.hooks import BucketSpec, CommHook, GradBucket, Reduced, Turn
-from gradwire.hooks.base import begin
+from gradwire.hooks.pump import advance, begin
 from gradwire.interop import as_process_group
 
 _WIDTH = 1024
@@ -118,9 +118,10 @@ class Ours:
     @torch.no_grad()
     def __call__(self) -> None:
         size, now = len(self._brought), self._watch.now
+        turns = [Turn(self._spec, rank, size, self._step, donated=True) for rank in range(size)]
         reductions = [
-            begin(self._hook, g.clone(), state, Turn(self._spec, rank, size, self._step, donated=True))
-            for rank, (g, state) in enumerate(zip(self._brought, self._states, strict=True))
+            begin(self._hook.reduce(g.clone(), state, turn), self._hook, turn, g.numel(), g.dtype)
+            for g, state, turn in zip(self._brought, self._states, turns, strict=True)
         ]
         self._step += 1
         self._watch.settle()
@@ -128,9 +129,9 @@ class Ours:
         sent = 0.0
         while True:
             before = now()
-            mine = _advance(reductions[0])
+            mine = advance(reductions[0])
             spans.append((before, now()))
-            moves = [mine, *map(_advance, reductions[1:])]
+            moves = [mine, *map(advance, reductions[1:])]
             ops = [move for move in moves if isinstance(move, Collective)]
             if not ops:
                 break
@@ -139,15 +140,6 @@ class Ours:
         self.splits.append(self._watch.split(spans))
         if self.outcome is None and isinstance(mine, Reduced):
             self.outcome = Outcome(sent, _error(mine.value, self._brought))
-
-
-def _advance(reduction: Any) -> Collective | Reduced:
-    try:
-        op: Collective = next(reduction)
-    except StopIteration as stop:
-        result: Reduced = stop.value
-        return result
-    return op
 
 
 class Torchs:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from gradwire.errors import UsageError
 from gradwire.hooks.arguments import NamedStage
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn, Wrapped
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.composite import Wrapped
 from gradwire.hooks.numerics.elementwise import check_dense, drop_nonfinite_, refuse_sparse, wide
 from gradwire.hooks.state import bundle, join_flat, pick, split_flat
 from gradwire.jit import loop
@@ -33,7 +34,7 @@ class ErrorFeedback(Wrapped):
     """See `error_feedback`."""
 
     @property
-    def traits(self) -> Trait:  # type: ignore[override]
+    def traits(self) -> Trait:
         """It keeps what was not sent; and those of the hook inside."""
         return self.inner.traits | Trait.REMEMBERS
 

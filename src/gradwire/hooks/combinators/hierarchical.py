@@ -35,9 +35,11 @@ from gradwire.errors import HookError, UsageError
 from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, is_dense
+from gradwire.hooks.composite import Composite
 from gradwire.hooks.dense import Mean
 from gradwire.hooks.numerics.elementwise import check_dense, refuse_sparse
 from gradwire.hooks.numerics.slices import Pieces
+from gradwire.hooks.pump import relay
 from gradwire.hooks.state import bundle, pick
 
 _MEAN = Mean()
@@ -98,22 +100,21 @@ class _Levels:
 
 
 @dataclass(frozen=True, slots=True)
-class Hierarchical(CommHook):
+class Hierarchical(Composite):
     """See `hierarchical`."""
 
     inside: CommHook
     across: CommHook
 
     @property
-    def traits(self) -> Trait:  # type: ignore[override]
-        """All that one of the two is."""
-        return Trait.of(self.inside, self.across)
+    def parts(self) -> Mapping[str, CommHook]:
+        """The hook within hosts, and that between them."""
+        return {"inside": self.inside, "across": self.across}
 
     def check(self, spec: BucketSpec) -> None:
         """Dense, and what both hooks ask for."""
         check_dense("hierarchical()", spec)
-        self.inside.check(spec)
-        self.across.check(spec)
+        Composite.check(self, spec)
 
     def init(self, spec: BucketSpec) -> _Levels:
         """The state inside. Which slice this rank carries, if any, is known when it is told of its hosts."""
@@ -206,11 +207,6 @@ class Hierarchical(CommHook):
             across={name: across[name] | {"state": state} for name, state in common.items()},
         )
 
-    @property
-    def structure(self) -> str:
-        """Both hooks'."""
-        return f"Hierarchical({self.inside.structure}; {self.across.structure})"
-
     def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
         """What the hook inside owes. What is owed across is of the host's mean, and of some rows of it, not of a gradient."""
         if self.across.remembers and pick(saved, "across"):
@@ -237,24 +233,15 @@ def _as_row(row: Tensor, out: Tensor) -> Tensor:
 
 def _among(scope: Scope, reduction: Reduction) -> Reduction:
     """The reduction with its collectives among the ranks of `scope`."""
-    try:
-        op = next(reduction)
-        while True:
-            if isinstance(op, Collective):
-                if op.scope is not Scope.WORLD:
-                    raise HookError(f"hierarchical(): the hook {scope.value} yielded {op}, which has a scope already.")
-                op = op.among(scope)
-            try:
-                yield op
-            except Exception as error:
-                op = reduction.throw(error)
-            else:
-                op = next(reduction)
-    except StopIteration as stop:
-        result: Reduced = stop.value
-        return result
-    finally:
-        reduction.close()
+
+    def scoped(op: Collective) -> Collective:
+        if not isinstance(op, Collective):
+            return op  # refused where the whole reduction is checked
+        if op.scope is not Scope.WORLD:
+            raise HookError(f"hierarchical(): the hook {scope.value} yielded {op}, which has a scope already.")
+        return op.among(scope)
+
+    return relay(reduction, scoped)
 
 
 def hierarchical(*, across: CommHook, inside: CommHook = _MEAN) -> CommHook:

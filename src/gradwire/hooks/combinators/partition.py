@@ -19,8 +19,9 @@ from torch import Tensor
 
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.hooks.arguments import check_hooks
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.composite import Composite
 from gradwire.hooks.dense import Mean
 from gradwire.hooks.numerics.slices import Pieces
 from gradwire.hooks.state import add_owed
@@ -86,7 +87,7 @@ class _Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class Partition(CommHook):
+class Partition(Composite):
     """See `partition`, `masked` and `by_size`."""
 
     rules: tuple[tuple[Rule, CommHook], ...]
@@ -102,9 +103,9 @@ class Partition(CommHook):
             )
 
     @property
-    def traits(self) -> Trait:  # type: ignore[override]
-        """All that one of the hooks is."""
-        return Trait.of(*(hook for _, hook in self.rules))
+    def parts(self) -> Mapping[str, CommHook]:
+        """The hook of each rule, by the rule's number."""
+        return {str(i): hook for i, (_, hook) in enumerate(self.rules)}
 
     def divide(self, spec: BucketSpec) -> list[_Part]:
         """The parts of a bucket, in the order of the rules; those without a parameter are left out."""

@@ -175,7 +175,7 @@ class PowerSGD(CommHook):
     seed: int
 
     @property
-    def traits(self) -> Trait:  # type: ignore[override]
+    def traits(self) -> Trait:
         """It averages; with a warm start it goes on from its last step."""
         return Trait.AVERAGES | Trait.CONTINUES if self.warm_start else Trait.AVERAGES
 

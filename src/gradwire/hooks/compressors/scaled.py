@@ -27,8 +27,9 @@ from gradwire.collectives import ReduceOp, all_gather_into_tensor, all_reduce, a
 from gradwire.collectives.lower import as_bytes
 from gradwire.errors import UsageError
 from gradwire.hooks.arguments import NamedStage
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn, Wrapped
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn
 from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.composite import Wrapped
 from gradwire.hooks.dense import Mean, ReduceScatterMean
 from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, count, padded, real, refuse_sparse, wide
 
@@ -75,7 +76,7 @@ class ScaledCast(Wrapped):
             )
 
     @property
-    def collectives(self) -> int | None:  # type: ignore[override]
+    def collectives(self) -> int | None:
         """One more than the hook inside."""
         return None if self.inner.collectives is None else self.inner.collectives + 1
 

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from gradwire.errors import UsageError
 from gradwire.hooks.arguments import check_hooks
-from gradwire.hooks.base import CommHook, Reduction, Turn, begin
+from gradwire.hooks.base import CommHook, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.dense import mean
 from gradwire.hooks.periodic.base import OuterHook, check_every
+from gradwire.hooks.pump import begin
 from gradwire.hooks.state import bundle, join_flat, pick, split_flat
 
 
@@ -48,7 +49,7 @@ class DiLoCo(OuterHook):
     nesterov: bool
 
     @property
-    def outer_collectives(self) -> int | None:  # type: ignore[override]
+    def outer_collectives(self) -> int | None:
         """As many as the hook inside."""
         return self.hook.collectives
 
@@ -84,7 +85,8 @@ class DiLoCo(OuterHook):
         anchor = _anchor(state)
         delta = anchor - parameters
         inside = replace(turn, spec=_inside(turn.spec), donated=True)
-        return (yield from begin(self.hook, delta, state.inner, inside))
+        inner = self.hook.reduce(delta, state.inner, inside)
+        return (yield from begin(inner, self.hook, inside, delta.numel(), delta.dtype))
 
     def settle(self, parameters: Tensor, came: Tensor, state: _Anchored, turn: Turn) -> Tensor:
         """A step of SGD with momentum, with that mean for a gradient, moves the anchor; the parameters go on from it."""

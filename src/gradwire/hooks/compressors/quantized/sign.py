@@ -54,12 +54,12 @@ class Sign(CommHook):
     per: str
 
     @property
-    def traits(self) -> Trait:  # type: ignore[override]
+    def traits(self) -> Trait:
         """Where there is a vote, error feedback would be wrong: see `sign`."""
         return Trait.AVERAGES if self.scale == "mean" else Trait.AVERAGES | Trait.VOTES
 
     @property
-    def collectives(self) -> int:  # type: ignore[override]
+    def collectives(self) -> int:
         """One all-gather, or the votes there and back."""
         return 1 if self.scale == "mean" else 2
 

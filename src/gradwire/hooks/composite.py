@@ -1,0 +1,135 @@
+"""Hooks made of hooks: `Composite`, of any number of them, and `Wrapped`, around one.
+
+A combinator defines `reduce` and whatever differs from what is folded over its parts here.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from gradwire.hooks.base import CommHook, Trait
+from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.state import add_owed, bundle, pick
+
+
+class Composite(CommHook):
+    """A hook made of hooks. What a subclass does not define is folded over `parts`.
+
+    The state of a bucket is a dict with the state of each part under the part's name; saved states have the same keys.
+    """
+
+    @property
+    @abstractmethod
+    def parts(self) -> Mapping[str, CommHook]:
+        """The hooks inside, by the name under which their state is saved."""
+
+    @property
+    def traits(self) -> Trait:
+        """The traits of all parts, without `AVERAGES`: `mean()` cannot follow it in a chain."""
+        return Trait.of(*self.parts.values())
+
+    def check(self, spec: BucketSpec) -> None:
+        """Raise if one of the parts does."""
+        for part in self.parts.values():
+            part.check(spec)
+
+    def init(self, spec: BucketSpec) -> Any:
+        """The initial state of each part."""
+        return {name: part.init(spec) for name, part in self.parts.items()}
+
+    def error(self, spec: BucketSpec) -> float:
+        """The largest error of the parts."""
+        return max(part.error(spec) for part in self.parts.values())
+
+    def save_parts(self, state: Mapping[str, Any], spec: BucketSpec) -> dict[str, dict[str, Any]]:
+        """What each part that has a state saves, by part."""
+        return {name: part.save(state[name], spec) for name, part in self.parts.items() if name in state}
+
+    def shared_parts(self, saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """What each part shares of what it saved, by part."""
+        return {name: part.shared(pick(saved, name)) for name, part in self.parts.items()}
+
+    def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
+        """What the parts save, by parameter and part."""
+        return bundle(**self.save_parts(state, spec))
+
+    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
+        """The state of each part, from what it saved."""
+        return {name: part.load(pick(saved, name), spec) for name, part in self.parts.items()}
+
+    def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """What the parts share."""
+        return bundle(**self.shared_parts(saved))
+
+    @property
+    def structure(self) -> str:
+        """The class, and the structure of each part."""
+        return f"{type(self).__qualname__}({'; '.join(part.structure for part in self.parts.values())})"
+
+    def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
+        """The sum of what the parts owe."""
+        return add_owed(*(part.owed(pick(saved, name)) for name, part in self.parts.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapped(CommHook):
+    """A hook around one other, as stages make it. What a subclass does not define is that of the inner hook, state included."""
+
+    inner: CommHook
+
+    @property
+    def collectives(self) -> int | None:
+        """As many as the inner hook."""
+        return self.inner.collectives
+
+    @property
+    def traits(self) -> Trait:
+        """Those of the inner hook."""
+        return self.inner.traits
+
+    def inside(self, spec: BucketSpec) -> BucketSpec:
+        """The bucket as the inner hook sees it."""
+        return spec
+
+    def check(self, spec: BucketSpec) -> None:
+        """Raise if the inner hook does."""
+        self.inner.check(self.inside(spec))
+
+    def init(self, spec: BucketSpec) -> Any:
+        """The inner hook's state."""
+        return self.inner.init(self.inside(spec))
+
+    def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        """As the inner hook."""
+        return self.inner.wire_bytes(self.inside(spec), world_size, step)
+
+    def error(self, spec: BucketSpec) -> float:
+        """That of the inner hook."""
+        return self.inner.error(self.inside(spec))
+
+    def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
+        """What the inner hook saves."""
+        return self.inner.save(state, self.inside(spec))
+
+    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
+        """The inner hook's state."""
+        return self.inner.load(saved, self.inside(spec))
+
+    def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """What the inner hook shares."""
+        return self.inner.shared(saved)
+
+    @property
+    def structure(self) -> str:
+        """That of the inner hook, with the class around it if it saves state of its own."""
+        inside = self.inner.structure
+        return inside if type(self).save is Wrapped.save else f"{type(self).__qualname__}({inside})"
+
+    def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
+        """What the inner hook owes, unless it saves state of its own."""
+        return self.inner.owed(saved) if type(self).save is Wrapped.save else CommHook.owed(self, saved)

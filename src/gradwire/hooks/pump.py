@@ -1,0 +1,102 @@
+"""Advancing reductions: `begin` checks one, `pump` runs one to its end, `relay` rewrites one, `advance` takes one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import Collective
+from gradwire.errors import GroupError, HookError
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
+
+
+def pump(reduction: Reduction, on_op: Callable[[Collective], object]) -> Reduced:
+    """Run a reduction to its end, with `on_op(op)` for each collective. What `on_op` raises is raised at the `yield`."""
+    try:
+        op = next(reduction)
+        while True:
+            try:
+                on_op(op)
+            except BaseException as error:
+                op = reduction.throw(error)
+            else:
+                op = next(reduction)
+    except StopIteration as stop:
+        result: Reduced = stop.value
+        return result
+
+
+def relay(reduction: Reduction, on_op: Callable[[Collective], Collective]) -> Reduction:
+    """The reduction with `on_op(op)` in place of each of its collectives."""
+    try:
+        op = next(reduction)
+        while True:
+            op = on_op(op)
+            try:
+                yield op
+            except Exception as error:
+                op = reduction.throw(error)
+            else:
+                op = next(reduction)
+    except StopIteration as stop:
+        result: Reduced = stop.value
+        return result
+    finally:
+        reduction.close()
+
+
+def advance(reduction: Reduction) -> Collective | Reduced:
+    """The next collective of a reduction, or its result: one step, for callers that advance several ranks in lockstep."""
+    try:
+        return next(reduction)
+    except StopIteration as stop:
+        result: Reduced = stop.value
+        return result
+
+
+def begin(reduction: Reduction, hook: CommHook, turn: Turn, numel: int, dtype: torch.dtype | None = None) -> Reduction:
+    """A reduction of `hook` in which everything that it yields and returns is checked.
+
+    The value must have `numel` elements, and `dtype` unless that is None: that of an outer step may be wider.
+    """
+    method = "after_step()" if dtype is None else "reduce()"
+    if not isinstance(reduction, Generator):
+        raise _broken(hook, turn, f"{method} is not a generator but returned {_type(reduction)}; it must yield")
+
+    def check(op: object) -> Collective:
+        if not isinstance(op, Collective):
+            raise _broken(hook, turn, f"{method} yielded {_type(op)}, not a Collective such as all_reduce(t)")
+        return op
+
+    try:
+        result = yield from relay(reduction, check)
+    except Exception as error:
+        if not isinstance(error, (GroupError, HookError)):  # those name their origin themselves
+            error.add_note(f"raised by {_where(hook, turn)}")
+        raise
+    if not isinstance(result, Reduced):
+        raise _broken(hook, turn, f"{method} returned {_type(result)}, not Reduced(value, sent)")
+    value: Any = result.value
+    if not isinstance(value, Tensor):
+        raise _broken(hook, turn, f"{method} returned Reduced with a value of {_type(value)}, not a tensor")
+    if value.numel() != numel or (dtype is not None and value.dtype != dtype):
+        expected = f"{numel}" if dtype is None else f"{dtype} with {numel}"
+        raise _broken(
+            hook, turn, f"{method} returned {value.dtype} of {value.numel()} elements for a bucket of {expected}"
+        )
+    return result
+
+
+def _type(value: object) -> str:
+    return type(value).__name__
+
+
+def _where(hook: CommHook, turn: Turn) -> str:
+    return f"communication hook {hook!r} on {turn.spec}, rank {turn.rank}"
+
+
+def _broken(hook: CommHook, turn: Turn, what: str) -> HookError:
+    return HookError(f"{_where(hook, turn)}: {what}.", hook=repr(hook))
