@@ -64,14 +64,14 @@ path, wrapped = sys.argv[1], sys.argv[2] == "wrapped"
 store = FileStore(path, 2)
 store.set("whole", "record")
 membership._STORE_PATIENCE = timedelta(seconds=0.3)
-roll = membership.Membership.over(store, 0, 2)
+rank_0 = membership.Membership.over(store, 0, 2)
 with open(path, "ab") as file:
     file.write(struct.pack("Q", 100) + b"died here")
 began = time.perf_counter()
-roll.refresh()
-assert roll.store_lost
-roll.refresh()
-roll.leave("well")
+rank_0.refresh()
+assert rank_0.store_lost
+rank_0.refresh()
+rank_0.leave("well")
 try:
     SharedMemoryGroup(PrefixStore("p", store) if wrapped else store, 0, 2, timeout=0.3)
 except CollectiveTimeout as error:

@@ -100,13 +100,17 @@ class Ledger:
         else:
             who = f"All ranks {list(known.joined)} have joined: the engine or the link is slow or stuck."
         return CollectiveTimeout(
-            f"{work.op} (operation #{work.seq} of {self.name}) on rank {self.rank} of {self.size}: not finished after "
-            f"{limit:.3g} s. {who} Look at the missing ranks for an exception, a different order of operations or "
-            "slow work between them; raise the time-out if they are only slow.",
+            f"{self.where(work)}: not finished after {limit:.3g} s. {who} Look at the missing ranks for "
+            "an exception, a different order of operations or slow work between them; raise the time-out if they are only slow.",
             op=work.op.signature,
             joined=None if known is None else known.joined,
             missing=None if known is None else known.missing,
         )
+
+    def where(self, work: Work | None) -> str:
+        """What an error message begins with: the operation, or the group if there is none, and this rank."""
+        what = self.name if work is None else f"{work.op} (operation #{work.seq} of {self.name})"
+        return f"{what} on rank {self.rank} of {self.size}"
 
     def collect_hook_errors_of(self, part: Ledger) -> None:
         """What completion hooks of a part raise is raised by the waits of this group too: nobody waits on the part itself."""

@@ -16,8 +16,14 @@ number, the count of all pages' changes, at pauses that double up to `_LONGEST_P
 has changed. When an operation times out they are read once more, so that the missing ranks are named as of then.
 
 Note [One membership per process group]
-Several groups over one process group hand their operations to the same engine, so they share a membership: its count is that of
-the process group, however many groups a rank has made over it.
+Groups over one process group hand their operations to the same engine, so they share a membership: its count is that of the
+process group. Nothing makes ranks open and close such groups alike: one rank may open a group alone to look at it, and close it
+again. So there is nothing to number that ranks would agree on but the collectives themselves. A rank that has closed its last group
+and opens another goes on counting where it was.
+
+Then a page may be of before: a rank that left when it had joined no more collectives than this rank at the time it opened its group
+may be about to open one as well. That is no proof that it is lost, and neither is a failure that was recorded then. A time-out
+names such a rank all the same: it has not joined. Collectives that bypass gradwire (`dist.all_reduce`) are not counted.
 """
 
 from __future__ import annotations
@@ -62,62 +68,79 @@ class Member:
         return bool(self.pid) and self.host == here and is_dead(self.pid, self.start)
 
 
-class Membership:
+class _PartOfStore(PrefixStore):
+    """The keys of a sub-group, and the connection to them that memberships share."""
+
+    def __init__(self, prefix: str, store: Any, connection: Any) -> None:
+        super().__init__(prefix, store)
+        self.connection = PrefixStore(prefix, connection)
+
+
+class Progress:
+    """Counts the collectives that this rank has joined."""
+
+    joined = 0
+
+
+class Membership(Progress):
     """One rank's page in the store, and its view of the others' pages."""
 
-    def __init__(self, connection: Any, rank: int, size: int) -> None:
-        """`connection` is a store that nobody waits in for long: `over` makes one."""
+    def __init__(
+        self, connection: Any, rank: int, size: int, *, key: str = "", resumes: Membership | None = None
+    ) -> None:
+        """`connection` is a store that nobody waits in for long: `over` makes one.
+
+        All ranks pass the same `key`, or none and make their memberships over a store in the same order. `resumes` is the
+        membership of this process with that key which was left.
+        """
         self.rank = rank
         self.size = size
-        self.joined = 0
+        self.joined = 0 if resumes is None else resumes.joined
+        self._before = -1 if resumes is None else resumes.joined
+        """What ranks wrote when they had joined no more than so many collectives may be of an earlier group."""
         self.members = {r: Member() for r in range(size)}
         self.failure_record: tuple[int | None, str] | None = None
         """The rank that another rank has reported lost, or None for an aborted group, and why."""
-        self.users = 1
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The groups that share it. One that is dropped without being closed does not count any more."""
         self._left = ""
         self._here = host_identity()
         self._start = process_start(os.getpid()) or ""
         self._published: tuple[int, str] | None = None
         self._seen = -1
         self._next_look, self._look_pause = 0.0, _SHORTEST_PAUSE
-        self._counted, self._quiet_since, self._quiet_pause = 0, 0.0, _SHORTEST_PAUSE
+        self._counted, self._quiet_since, self._quiet_pause = self.joined, 0.0, _SHORTEST_PAUSE
         self._connection = connection
         self._calls = StoreCalls(connection, patience=_STORE_PATIENCE.total_seconds())
-        who = f"the membership of rank {rank} of {size}"
-        # Groups over one store are made in the same order on every rank, so they have the same number.
-        number = bounded(connection, _STORE_PATIENCE.total_seconds(), who).add(f"gradwire/{rank}/groups", 1)
-        self._base = f"gradwire/{number}"
-        self._epoch = 0
+        if not key:
+            who = f"the membership of rank {rank} of {size}"
+            key = str(bounded(connection, _STORE_PATIENCE.total_seconds(), who).add(f"gradwire/{rank}/groups", 1))
+        self._base = f"gradwire/{key}"
+        self._epoch: int = 0 if resumes is None else resumes._epoch
         self.publish()
 
     @classmethod
     def over(cls, store: Any, rank: int, size: int) -> Membership:
-        """A membership over a connection of its own to `store`: the caller's may be inside a blocking wait."""
-        if not isinstance(innermost(store), HashStore | FileStore | PrivateStore):  # which have no connection to share
-            try:
-                store = store.clone()
-                store.set_timeout(_STORE_PATIENCE)
-            except (RuntimeError, NotImplementedError):
-                pass  # one of the user's, that cannot
-        return cls(store, rank, size)
+        """The membership of a group that all ranks make, over a connection of its own to `store`."""
+        return cls(_connection(store), rank, size)
 
     @classmethod
-    def of(cls, pg: Any, store: Any, rank: int, size: int) -> Membership:
-        """The membership of a process group: see Note [One membership per process group]."""
+    def of(cls, pg: Any, store: Any, group: Any) -> Membership:
+        """The membership of the process group that `group` is made over: see Note [One membership per process group]."""
         with _LOCK:
             known = _OF_PROCESS_GROUP.get(pg)
-            if known is None or known.users == 0:
-                known = _OF_PROCESS_GROUP[pg] = cls.over(store, rank, size)
-            else:
-                known.users += 1
+            if known is None or not known.users:
+                key = "process group"
+                known = cls(_connection(store), group.rank, group.size, key=key, resumes=known)
+                _OF_PROCESS_GROUP[pg] = known
+            known.users.add(group)
             return known
 
-    def within(self, name: str, rank: int, size: int) -> Membership:
-        """The membership of a sub-group, over the same connection: only short messages are exchanged over it."""
-        connection = self._connection
-        if connection is None:
+    def part_of(self, store: Any, name: str) -> PrefixStore:
+        """The part of `store` for a sub-group, whose membership uses the same connection: its messages are short."""
+        if self._connection is None:
             raise ClosedError(f"sub-group {name!r}: the group that it is part of is closed. Split one that is open.")
-        return Membership(PrefixStore(name, connection), rank, size)
+        return _PartOfStore(name, store, self._connection)
 
     @property
     def _prefix(self) -> str:
@@ -140,7 +163,7 @@ class Membership:
             pause = min(2 * pause, 0.1)
         states = [json.loads(store.get(key)) for key in keys]
         self._epoch += 1
-        self.joined = 0
+        self.joined, self._before = 0, -1
         self.members = {r: Member() for r in range(self.size)}
         self.failure_record = None
         self._published, self._seen = None, -1
@@ -183,12 +206,13 @@ class Membership:
         """Tell everybody that `rank` is lost, or, if it is None, that the group is."""
         if self.failure_record is None:
             self.failure_record = (rank, reason)
-            self._calls.run(lambda: self._put("lost", [rank, reason]), within=_REPORTED_WITHIN)
+            self._calls.run(lambda: self._put("lost", [rank, reason, self.joined]), within=_REPORTED_WITHIN)
 
-    def leave(self, how: str) -> None:
-        """Write that this rank has left, and `how`; then let go of the store's connection. The last of its users does."""
-        self.users -= 1
-        if self.users > 0:
+    def leave(self, how: str, group: object = None) -> None:
+        """Write that this rank has left, and `how`, then let go of the store's connection; if no group but `group` shares it."""
+        if group is not None:
+            self.users.discard(group)
+        if self.users:
             return
         self._left = how
         self.publish()
@@ -227,8 +251,9 @@ class Membership:
         for r, page in zip(others, pages, strict=True):
             self.members[r] = Member(**json.loads(page))
         if self.failure_record is None and store.check([f"{self._prefix}/lost"]):
-            rank, reason = json.loads(store.get(f"{self._prefix}/lost"))
-            self.failure_record = (rank, reason)
+            rank, reason, joined = json.loads(store.get(f"{self._prefix}/lost"))
+            if joined > self._before:
+                self.failure_record = (rank, reason)
         self._seen = changes
 
     def _write_and_read(self) -> None:
@@ -237,29 +262,35 @@ class Membership:
 
     # -- who is missing ------------------------------------------------------------------------------------------------
 
-    def have_joined(self, place: int) -> tuple[int, ...]:
-        """The ranks that have joined at least `place` collectives, as of now if the store answers soon."""
+    def have_joined(self, place: int) -> tuple[int, ...] | None:
+        """The ranks that have joined at least `place` collectives, as of now if the store answers soon; None if it is lost."""
         self.refresh(_REPORTED_WITHIN)
+        if self.store_lost:
+            return None
         return tuple(r for r, m in self.members.items() if r == self.rank or m.joined >= place)
+
+    def _has_left(self, member: Member) -> bool:
+        """Whether it has left for good, as far as can be told: see Note [One membership per process group]."""
+        return bool(member.left) and member.joined > self._before
 
     def dead(self) -> int | None:
         """A rank whose process on this host has ended without leaving."""
         for rank, member in self.members.items():
-            if rank != self.rank and not member.left and member.is_dead(self._here):
+            if rank != self.rank and not self._has_left(member) and member.is_dead(self._here):
                 return rank
         return None
 
     def left_before(self, joined: int) -> int | None:
         """A rank that left before it had joined `joined` collectives."""
         for rank, member in self.members.items():
-            if rank != self.rank and member.left and member.joined < joined:
+            if rank != self.rank and self._has_left(member) and member.joined < joined:
                 return rank
         return None
 
     def left_alone(self) -> int | None:
         """One of the other ranks, if all of them have left."""
         others = [rank for rank in self.members if rank != self.rank]
-        return others[-1] if others and all(self.members[rank].left for rank in others) else None
+        return others[-1] if others and all(self._has_left(self.members[rank]) for rank in others) else None
 
     def find_culprit(self, joined: int, patience: float = 1.0) -> tuple[int | None, str]:
         """Who is to blame for a broken connection: looks for at most `patience` seconds."""
@@ -280,6 +311,19 @@ class Membership:
             if over:
                 return None, "a peer has died or closed its connections; which one is not known"
             time.sleep(0.02)
+
+
+def _connection(store: Any) -> Any:
+    """A connection of its own to `store`: the caller's may be inside a blocking wait."""
+    if isinstance(store, _PartOfStore):
+        return store.connection
+    if not isinstance(innermost(store), HashStore | FileStore | PrivateStore):  # which have no connection to share
+        try:
+            store = store.clone()
+            store.set_timeout(_STORE_PATIENCE)
+        except (RuntimeError, NotImplementedError):
+            pass  # one of the user's, that cannot
+    return store
 
 
 _LOCK = threading.Lock()

@@ -82,6 +82,9 @@ class Work:
     leaves the operation running; when the group's deadline passes, the operation itself fails.
     """
 
+    place = 0
+    """How many collectives the rank had joined with this one, where the group counts them."""
+
     def __init__(self, op: Collective, ledger: Ledger, *, seq: int, timeout: float) -> None:
         self.op = op
         self.seq = seq

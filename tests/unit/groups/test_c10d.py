@@ -129,15 +129,15 @@ def test_pages_are_read_by_the_others():
     assert a.left_before(3) is None
 
 
-def test_the_roll_tells_a_rank_that_it_is_left_alone() -> None:
+def test_a_rank_is_told_that_it_is_left_alone() -> None:
     store = dist.HashStore()
-    rolls = [Membership(store, rank, 3) for rank in range(3)]
-    rolls[1].leave("closed")
-    rolls[0].refresh()
-    assert rolls[0].left_alone() is None
-    rolls[2].leave("closed")
-    rolls[0].refresh()
-    assert rolls[0].left_alone() == 2
+    ranks = [Membership(store, rank, 3) for rank in range(3)]
+    ranks[1].leave("closed")
+    ranks[0].refresh()
+    assert ranks[0].left_alone() is None
+    ranks[2].leave("closed")
+    ranks[0].refresh()
+    assert ranks[0].left_alone() == 2
 
 
 def test_a_lost_rank_is_reported_to_everybody_and_the_first_stays():
@@ -161,17 +161,17 @@ def test_two_groups_on_one_store_do_not_mix():
 def test_a_part_shares_the_connection_and_not_the_pages():
     store = dist.HashStore()
     whole = [Membership(store, rank, 2) for rank in range(2)]
-    parts = [roll.within("part", rank, 2) for rank, roll in enumerate(whole)]
+    parts = [Membership.over(rank.part_of(store, "part"), rank.rank, 2) for rank in whole]
     parts[1].joined = 5
     parts[1].publish()
-    for roll in (whole[0], parts[0]):
-        roll.refresh()
+    for membership in (whole[0], parts[0]):
+        membership.refresh()
     assert parts[0].members[1].joined == 5
     assert whole[0].members[1].joined == 0
-    for roll in (*whole, *parts):
-        roll.leave("closed")
+    for membership in (*whole, *parts):
+        membership.leave("closed")
     with pytest.raises(ClosedError, match="sub-group 'late': the group that it is part of is closed"):
-        whole[0].within("late", 0, 1)
+        whole[0].part_of(store, "late")
 
 
 def test_a_store_that_fails_is_given_up():
@@ -185,11 +185,11 @@ def test_a_store_that_fails_is_given_up():
             Broken.calls += 1
             raise RuntimeError("gone")
 
-    roll = Membership(Broken(), 0, 1)
+    membership = Membership(Broken(), 0, 1)
     for joined in range(1, 10):
-        roll.joined = joined
-        roll.publish()
-    assert roll.store_lost
+        membership.joined = joined
+        membership.publish()
+    assert membership.store_lost
     assert Broken.calls == 3
 
 

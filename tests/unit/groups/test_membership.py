@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
-import textwrap
+import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from gradwire.groups import membership
+from gradwire.collectives import build
+from gradwire.errors import CollectiveTimeout, GroupAborted, PeerLost
+from gradwire.groups import C10dGroup, membership
+from gradwire.groups.c10d.teardown import abort_gloo
 from gradwire.groups.host import is_dead, process_start
 from gradwire.groups.membership import Membership
+from gradwire.interop import from_process_group
 
 
 class Counting:
@@ -90,34 +99,193 @@ def test_a_process_that_cannot_be_looked_at_is_not_dead(monkeypatch: pytest.Monk
     assert is_dead(child.pid, start)
 
 
-EXTRA_GROUP = """
-    import os, sys, time, torch, torch.distributed as dist
-    import gradwire as gw
-    from gradwire.errors import CollectiveTimeout
-    rank = int(sys.argv[1])
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=3)
-    group = gw.from_process_group(timeout=3)
-    if rank == 0:
-        looked_at = gw.from_process_group()
-        looked_at.barrier()
-    else:
-        group.barrier()
-    if rank == 2:
-        time.sleep(20)
-        os._exit(0)
-    try:
-        group.all_reduce(torch.ones(3))
-    except CollectiveTimeout as error:
-        print(error.joined, error.missing)
-        os._exit(0)
-"""
+# -- groups over one process group -----------------------------------------------------------------------------------------
 
 
-def test_a_group_that_one_rank_made_more_confuses_nobody(tmp_path: Any) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(EXTRA_GROUP)]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "meet")], stdout=subprocess.PIPE, text=True)
-        for rank in range(3)
-    ]
-    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert outputs[:2] == ["(0, 1) (2,)\n"] * 2
+class Rank:
+    """One rank's process group, and the groups that it has opened over it."""
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        cpu, gloo = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
+        self.rank = rank
+        self.pg = dist.ProcessGroup(dist.PrefixStore("pg", store), rank, SIZE)
+        self.pg._set_default_backend(gloo)
+        self.engine = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, SIZE, timedelta(seconds=60))
+        self.pg._register_backend(cpu, gloo, self.engine)
+        self.opened: list[Any] = []
+
+    def open(self) -> C10dGroup:
+        self.opened.append(from_process_group(self.pg, timeout=3))
+        return self.opened[-1]
+
+    def close(self) -> None:
+        for group in self.opened:
+            if group is not None:
+                group.close(0)
+        abort_gloo(self.engine)
+        del self.pg, self.engine, self.opened
+
+    def membership(self) -> Membership:
+        found = self.opened[-1]._monitor.membership
+        assert isinstance(found, Membership)
+        return found
+
+
+SIZE = 3
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[[Callable[[Rank], Any]], list[Any]]]:
+    """Runs a function on all ranks, each a thread with a process group of its own."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(SIZE) as pool:
+        world = list(pool.map(lambda rank: Rank(store, rank), range(SIZE)))
+        yield lambda fn: list(pool.map(fn, world))
+        for rank in world:
+            rank.close()
+
+
+def _one_looks(rank: Rank) -> None:
+    if rank.rank == 0:
+        rank.open().close()
+    rank.open()
+
+
+def _one_closes_and_reopens(rank: Rank) -> None:
+    rank.open().barrier()
+    if rank.rank == 0:
+        rank.opened[-1].close()
+        rank.open()
+
+
+def _all_close_and_reopen(rank: Rank) -> None:
+    rank.open().barrier()
+    rank.opened[-1].close()
+    rank.open().barrier()
+
+
+def _one_drops(rank: Rank) -> None:
+    rank.open().barrier()
+    if rank.rank == 0:
+        rank.opened[-1] = None
+        gc.collect()
+        rank.open()
+
+
+def _two_at_once(rank: Rank) -> None:
+    rank.open().barrier()
+    rank.open().barrier()
+    rank.opened[0].barrier()
+
+
+def _two_at_once_on_one_rank(rank: Rank) -> None:
+    rank.open()
+    if rank.rank == 0:
+        rank.open()
+    rank.opened[-1].barrier()
+
+
+HISTORIES = [
+    _one_looks,
+    _one_closes_and_reopens,
+    _all_close_and_reopen,
+    _one_drops,
+    _two_at_once,
+    _two_at_once_on_one_rank,
+]
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_a_time_out_names_who_is_missing_whatever_groups_ranks_have_made(
+    ranks: Any, history: Callable[[Rank], None]
+) -> None:
+    ready = threading.Barrier(SIZE)
+
+    def last_one_missing(rank: Rank) -> Any:
+        history(rank)
+        group = rank.opened[-1]
+        ready.wait(60)
+        if rank.rank == SIZE - 1:
+            return None
+        with pytest.raises(CollectiveTimeout) as caught:
+            group.all_reduce(torch.ones(3))
+        return caught.value.joined, caught.value.missing
+
+    assert ranks(last_one_missing) == [((0, 1), (2,))] * 2 + [None]
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_a_rank_that_leaves_is_lost_whatever_groups_ranks_have_made(
+    ranks: Any, history: Callable[[Rank], None]
+) -> None:
+    def last_one_leaves(rank: Rank) -> Any:
+        history(rank)
+        rank.opened[-1].barrier()
+        if rank.rank == SIZE - 1:
+            for group in rank.opened:
+                group.close()
+            return None
+        with pytest.raises(PeerLost) as caught:
+            rank.opened[-1].all_reduce(torch.ones(3))
+        return caught.value.rank
+
+    assert ranks(last_one_leaves) == [2, 2, None]
+
+
+def test_a_rank_that_has_closed_its_group_and_will_open_another_is_not_lost(ranks: Any) -> None:
+    """All ranks reopen, and rank 1 is slow: the others see for a while that it has left."""
+    world: dict[int, Rank] = {}
+    ready = threading.Barrier(SIZE)
+
+    def reopen(rank: Rank) -> float:
+        world[rank.rank] = rank
+        rank.open().barrier()
+        rank.opened[-1].close()
+        ready.wait(60)
+        if rank.rank == 1:
+            ready.wait(60)
+            for other in (world[0], world[2]):
+                other.membership().refresh()
+                assert other.membership().members[1].left == "closed"
+                assert other.membership().left_before(2) is None
+                other.opened[-1].check_peers()
+        tensor = torch.ones(3)
+        group = rank.open()
+        work = group.submit(build.all_reduce(tensor))
+        if rank.rank != 1:
+            ready.wait(60)
+        work.wait()
+        return float(tensor[0])
+
+    assert ranks(reopen) == [SIZE] * SIZE
+
+
+def test_a_failure_of_an_earlier_group_is_not_one_of_the_next(ranks: Any) -> None:
+    ready = threading.Barrier(SIZE)
+
+    def abort_and_reopen(rank: Rank) -> None:
+        rank.open().barrier()
+        ready.wait(60)
+        if rank.rank == 0:
+            rank.opened[-1].abort("enough")
+        ready.wait(60)
+        if rank.rank != 0:
+            with pytest.raises(GroupAborted, match="rank 0 aborted: enough"):
+                rank.opened[-1].check_peers()
+        rank.opened[-1].close()
+        rank.open().check_peers()
+        rank.opened[-1].barrier()
+
+    ranks(abort_and_reopen)
+
+
+def test_who_has_joined_is_not_known_once_the_store_is_lost() -> None:
+    ranks = _world(2, Counter())
+    assert ranks[0].have_joined(1) == (0,)
+
+    class Gone:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("connection reset by peer")
+
+    ranks[0]._connection = Gone()
+    assert [ranks[0].have_joined(1) for _ in range(3)][-1] is None

@@ -16,12 +16,12 @@ _PEER_GONE = re.compile(
 )
 
 
-def translate(error: BaseException, work: Work, engine: str, roll: Membership | None) -> BaseException:
+def translate(error: BaseException, work: Work, engine: str, membership: Membership | None) -> BaseException:
     """The gradwire error for what `engine` raised during `work`, with the original as its cause."""
     if isinstance(error, GradwireError) and not isinstance(error, CollectiveTimeout):
         return error
     said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    where = f"{work.op} (operation #{work.seq} of {work.ledger.name}) on rank {work.ledger.rank} of {work.ledger.size}"
+    where = work.ledger.where(work)
     translated: GroupError
     if isinstance(
         error, CollectiveTimeout
@@ -33,7 +33,7 @@ def translate(error: BaseException, work: Work, engine: str, roll: Membership | 
             missing=error.missing,
         )
     elif _PEER_GONE.search(said):
-        rank, why = (None, "a peer is gone") if roll is None else roll.find_culprit(roll.joined)
+        rank, why = (None, "a peer is gone") if membership is None else membership.find_culprit(membership.joined)
         translated = PeerLost(
             f"{where}: {why}. Look at that rank's own output for the cause; this group cannot be used any more. "
             f"{engine} said: {said}",

@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 import threading
 import time
-import weakref
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from gradwire.collectives import Collective, Kind
+from gradwire.collectives import Collective
 from gradwire.collectives.aliasing import apart
 from gradwire.collectives.inference import writing
 from gradwire.collectives.lower import Program, is_identity, lower
 from gradwire.collectives.timeouts import timeout_seconds
-from gradwire.errors import UNEVEN, CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
+from gradwire.errors import GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.c10d.abilities import can_split, find_engine, name_of, store_of, timeout_of
 from gradwire.groups.c10d.engine import Engine
@@ -32,41 +30,22 @@ from gradwire.groups.c10d.failures import translate
 from gradwire.groups.c10d.gloo import ENGINE_MARGIN, make_gloo
 from gradwire.groups.c10d.messages import Message, MessageThreads
 from gradwire.groups.c10d.nccl import make_nccl
-from gradwire.groups.c10d.python_work import PythonOutcome
 from gradwire.groups.c10d.streams import SideStreams, mark
-from gradwire.groups.c10d.teardown import destroy, quiesce
-from gradwire.groups.c10d.work import C10dWork, CompletionPoller, wait_slice
+from gradwire.groups.c10d.teardown import Teardown, destroy, quiesce
+from gradwire.groups.c10d.work import C10dWork, CompletionPoller, settle_finished, wait_slice
 from gradwire.groups.forked import finalize_here, leak_in_child
 from gradwire.groups.lane import Lane
-from gradwire.groups.ledger import Arrivals, Ledger
+from gradwire.groups.ledger import Arrivals
 from gradwire.groups.membership import Membership
+from gradwire.groups.monitor import Monitor
 from gradwire.groups.work import Work
-
-# An operation this old is looked into: are the peers alive, where are they?
-_SUSPICIOUS_AGE = 0.3
-# Seconds that operations in the engine get to finish when the group ends.
-_MOMENT = 0.5
-
-
-class _Progress:
-    """How many collectives this rank has joined, where there is no membership to count them."""
-
-    joined = 0
 
 
 class C10dGroup(Group):
     """A torch.distributed process group as a Group. Closing it leaves `pg` alone; `C10dGroup.gloo` owns its engine."""
 
-    def __init__(
-        self,
-        pg: Any,
-        *,
-        name: str | None = None,
-        timeout: float | None = None,
-        store: Any = None,
-        roll: Membership | None = None,
-    ) -> None:
-        """`roll` is the membership to take part in; unless given, one is made over a new connection to the store."""
+    def __init__(self, pg: Any, *, name: str | None = None, timeout: float | None = None, store: Any = None) -> None:
+        """`store` is where ranks publish their progress and failures: that of the process group unless given."""
         if not hasattr(pg, "allreduce"):
             raise UsageError(
                 f"C10dGroup({pg!r}): not a torch.distributed process group. Pass dist.group.WORLD or one like it."
@@ -80,12 +59,13 @@ class C10dGroup(Group):
         self._given: Any = pg
         self._backends: dict[str, tuple[Any, Engine]] = {}
         self._store = store_of(pg) if store is None else store
-        if roll is None and store is not None:
-            roll = Membership.over(store, self.rank, self.size)
-        elif roll is None and self._store is not None:
-            roll = Membership.of(pg, self._store, self.rank, self.size)
-        self._roll = roll
-        self._progress: Membership | _Progress = _Progress() if roll is None else roll
+        membership = None
+        if store is not None:
+            membership = Membership.over(store, self.rank, self.size)
+        elif self._store is not None:
+            membership = Membership.of(pg, self._store, self)
+        self._monitor = Monitor(self, membership)
+        self._progress = self._monitor.progress
         self._lane = Lane(f"{self.name}-{self.rank}")
         self._poller = CompletionPoller(f"{self.name}-{self.rank}")
         self._messages = MessageThreads(f"{self.name}-{self.rank}")
@@ -93,33 +73,19 @@ class C10dGroup(Group):
         self._order = threading.Lock()
         self._owned: list[Any] = []
         self._unfinished: list[Work] = []
-        self._watchdog.on_tick.append(_weak_tick(self))
+        self._watchdog.on_tick += [functools.partial(settle_finished, self.ledger), self._monitor.tick]
         # After the base class's finalizer was made, so that at exit these threads end first.
-        leave = functools.partial(
-            _leave_engine, self._poller, self._lane, self._messages, self.ledger, self._backends, self._owned
-        )
-        self._leave_engine = leave
-        self._engine_finalizer = finalize_here(self, leave, True)
+        self._teardown = Teardown(self.ledger, self._lane, self._poller, self._messages, self._backends, self._owned)
+        self._engine_finalizer = finalize_here(self, self._teardown, True)
         leak_in_child(self, self._owned)
 
     @classmethod
     def gloo(
-        cls,
-        store: Any,
-        rank: int,
-        size: int,
-        *,
-        timeout: float = DEFAULT_TIMEOUT,
-        name: str | None = None,
-        roll: Membership | None = None,
+        cls, store: Any, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT, name: str | None = None
     ) -> C10dGroup:
         """A group over a gloo engine of its own, built on `store`; closing the group ends the engine."""
         engine = make_gloo(store, rank, size, timeout_seconds("C10dGroup.gloo", timeout))
-        try:
-            group = cls(engine, name=name or "gloo", timeout=timeout, store=store, roll=roll)
-        except BaseException:
-            del engine
-            raise
+        group = cls(engine, name=name or "gloo", timeout=timeout, store=store)
         group._own(engine)
         return group
 
@@ -133,11 +99,7 @@ class C10dGroup(Group):
                 "C10dGroup.nccl: there is no CUDA device here, or this torch was built without NCCL. Use C10dGroup.gloo."
             )
         engine = make_nccl(store, rank, size, timeout_seconds("C10dGroup.nccl", timeout))
-        try:
-            group = cls(engine, name=name or "nccl", timeout=timeout, store=store)
-        except BaseException:
-            del engine
-            raise
+        group = cls(engine, name=name or "nccl", timeout=timeout, store=store)
         group._own(engine)
         return group
 
@@ -272,7 +234,7 @@ class C10dGroup(Group):
         if isinstance(self.failure, PeerLost) or work.is_completed():
             work.fail(self.failure or error)
             return
-        translated = translate(error, work, engine.name, self._roll)
+        translated = translate(error, work, engine.name, self._monitor.membership)
         work.fail(translated)
         if isinstance(translated, GroupError):
             self.fail(translated)
@@ -283,59 +245,12 @@ class C10dGroup(Group):
             return
         self._unfinished += list(self.ledger.pending.values())
         super().fail(error)
-        if self._roll is not None and isinstance(error, PeerLost):
-            self._roll.record_failure(
-                error.rank, f"rank {self.rank} has lost it" if error.rank is None else f"rank {error.rank} is lost"
-            )
-        elif self._roll is not None and isinstance(error, GroupAborted):
-            self._roll.record_failure(None, f"rank {self.rank} aborted: {error.reason}")
-
-    def _tick(self) -> None:
-        """In the watchdog's thread: publish this rank's progress, and look into what has been in flight for long."""
-        for work in list(self.ledger.pending.values()):
-            if isinstance(work, C10dWork):
-                work.look()
-        roll = self._roll
-        if roll is None or self.closed:
-            return
-        now = time.perf_counter()
-        old = [work for work in list(self.ledger.pending.values()) if now - work.started > _SUSPICIOUS_AGE]
-        slow = bool(old) and self.failure is None
-        roll.tick(slow=slow)
-        if not slow:
-            return
-        error = self._bad_news(roll, old)
-        if error is not None:
-            self.fail(error)
-
-    def _bad_news(self, roll: Membership, old: Sequence[Work]) -> GroupError | None:
-        first = next(iter(old), None)
-        what = self.name if first is None else f"{first.op} (operation #{first.seq} of {self.name})"
-        where = f"{what} on rank {self.rank} of {self.size}"
-        rank, why = roll.dead(), "its process has died"
-        if rank is None and roll.failure_record is not None:
-            rank, why = roll.failure_record
-            if rank is None:
-                return GroupAborted(f"{where}: the group was aborted: {why}", reason=why)
-        place = max((work.place for work in old if isinstance(work, C10dWork)), default=0)
-        if rank is None:
-            rank = roll.left_before(place)
-            why = f"it has left the group. {UNEVEN}"
-        if rank is None and any(work.op.kind is Kind.RECV and work.op.peer is None for work in old):
-            rank, why = roll.left_alone(), "it has left the group, as all the others have"
-        if rank is None:
-            return None
-        message = f"{where}: rank {rank} is lost: {why}. Look at its output for the cause; make a new group to go on."
-        return PeerLost(message, rank=rank, op=None if first is None else first.op.signature)
+        if isinstance(error, (PeerLost, GroupAborted)):
+            self._monitor.report(error)
 
     def check_peers(self) -> None:
         """Read the membership now; raise if a peer is lost or has aborted."""
-        roll = self._roll
-        if self.failure is None and roll is not None and not self.closed and not self.forked:
-            roll.refresh()
-            error = self._bad_news(roll, [])
-            if error is not None:
-                self.fail(error)
+        self._monitor.check_peers()
         super().check_peers()
 
     def recover(self, timeout: float | None = None) -> None:
@@ -345,16 +260,11 @@ class C10dGroup(Group):
         new one is made on the same store. The process group this was made from is then no longer used.
         """
         self.refuse_in_child("recover()")
-        roll, failure = self._roll, self.failure
-        if roll is None or isinstance(failure, PeerLost):
+        if self._monitor.membership is None or isinstance(self.failure, PeerLost):
             super().recover(timeout)
             return
-        limit = self._recovery_limit(timeout)
         stuck = sum(isinstance(work, C10dWork) and work.left_in_engine for work in self._unfinished)
-        try:
-            epoch, in_step = roll.start_over(stuck, limit)
-        except TimeoutError as error:
-            raise CollectiveTimeout(f"recovery of {self}: {error} within {limit:.3g} s.") from None
+        epoch, in_step = self._monitor.recover(self._recovery_limit(timeout), stuck=stuck)
         if not in_step:
             self._replace_engine(epoch)
         self._unfinished.clear()
@@ -375,13 +285,7 @@ class C10dGroup(Group):
 
     def arrivals(self, work: Work) -> Arrivals | None:
         """Who has joined, as far as the store knows."""
-        if self._roll is None:
-            return None
-        if work.op.kind.is_p2p:
-            return None if work.op.peer is None else Arrivals((self.rank,), (work.op.peer,))
-        place = work.place if isinstance(work, C10dWork) else 0
-        joined = self._roll.have_joined(place)
-        return Arrivals(joined, tuple(r for r in range(self.size) if r not in joined))
+        return self._monitor.arrivals(work)
 
     # -- members and life ----------------------------------------------------------------------------------------------
 
@@ -399,9 +303,8 @@ class C10dGroup(Group):
         if engine.name == "gloo" and self._store is not None:
             # Several groups over one process group may split off parts of one name: each part has its own place in the store.
             number = self._store.add(f"{name}/{in_group_rank}/parts", 1)
-            store = PrefixStore(f"{name}/{number}", self._store)
-            roll = None if self._roll is None else self._roll.within(name, in_group_rank, len(ranks))
-            return C10dGroup.gloo(store, in_group_rank, len(ranks), timeout=self.timeout, name=name, roll=roll)
+            store = self._monitor.part_of(self._store, f"{name}/{number}")
+            return C10dGroup.gloo(store, in_group_rank, len(ranks), timeout=self.timeout, name=name)
         if not can_split(backend):
             raise UsageError(
                 f"{self}: its engine, {engine.name}, cannot be split. Make the process group with dist.new_group."
@@ -415,49 +318,7 @@ class C10dGroup(Group):
         return part
 
     def _release(self) -> None:
-        if self._roll is not None:
-            self._roll.leave("closed" if self.failure is None else f"failed: {type(self.failure).__name__}")
+        self._monitor.leave(self.failure)
         if self._engine_finalizer.detach() is not None:
-            self._leave_engine(bool(self._owned))
+            self._teardown(bool(self._owned))
         self._given = None  # a closed group must not keep somebody else's engine alive
-
-
-def _weak_tick(group: C10dGroup) -> Any:
-    weak = weakref.WeakMethod(group._tick)
-
-    def tick() -> None:
-        method = weak()
-        if method is not None:
-            method()
-
-    return tick
-
-
-def _leave_engine(
-    poller: CompletionPoller,
-    lane: Lane,
-    messages: MessageThreads,
-    ledger: Ledger,
-    backends: dict[str, tuple[Any, Engine]],
-    owned: list[Any],
-    abort: bool,
-) -> None:
-    """The end of a group, or of the interpreter: only then is a process group aborted that is not ours.
-
-    See Note [The engine's threads and the interpreter's end].
-    """
-    lane.stop(timeout=2.0)
-    poller.stop(timeout=2.0)
-
-    def in_engine() -> list[Any]:
-        pending = [work.native for work in list(ledger.pending.values()) if isinstance(work, C10dWork)]
-        return [native for native in (*pending, *poller.take_abandoned(), *messages.natives()) if native is not None]
-
-    idle = True
-    if abort:
-        idle = quiesce([backend for backend, _ in backends.values()], in_engine, _MOMENT)
-        idle &= messages.stop(timeout=5.0)
-    backends.clear()
-    leak = [] if idle else [native for native in in_engine() if not isinstance(native, PythonOutcome)]
-    poller.abandoned.clear()  # a Work of ours that somebody keeps knows the poller, and must not keep the engine
-    destroy(owned, leak=leak)

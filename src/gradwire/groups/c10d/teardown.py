@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +28,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
+from gradwire.groups.c10d.engine import Engine
+from gradwire.groups.c10d.messages import MessageThreads
+from gradwire.groups.c10d.python_work import PythonOutcome
+from gradwire.groups.c10d.work import C10dWork, CompletionPoller
+from gradwire.groups.lane import Lane
+from gradwire.groups.ledger import Ledger
+
 _UNUSED_TAG = 2**31 - 1
+_MOMENT = 0.5
+"""Seconds that operations in the engine get to finish when the group ends."""
 _PAUSE = 0.005
 _ABORTED_WITHIN = 5.0
 """Seconds within which operations of aborted connections have failed: milliseconds, on a machine that is not overloaded."""
@@ -77,3 +87,37 @@ def destroy(owned: list[Any], *, leak: Sequence[Any]) -> None:
         if isinstance(engine, dist.ProcessGroup):
             engine.shutdown()
         del engine
+
+
+@dataclass(frozen=True, slots=True)
+class Teardown:
+    """Ends what a group has in its engines, at its end or the interpreter's. Does not keep the group alive.
+
+    See Note [The engine's threads and the interpreter's end].
+    """
+
+    ledger: Ledger
+    lane: Lane
+    poller: CompletionPoller
+    messages: MessageThreads
+    backends: dict[str, tuple[Any, Engine]]
+    owned: list[Any]
+
+    def __call__(self, abort: bool) -> None:
+        """Stop the threads and drop the engines. `abort` what is in them: a process group that is not ours only at exit."""
+        self.lane.stop(timeout=2.0)
+        self.poller.stop(timeout=2.0)
+        idle = True
+        if abort:
+            idle = quiesce([backend for backend, _ in self.backends.values()], self._natives, _MOMENT)
+            idle &= self.messages.stop(timeout=5.0)
+        self.backends.clear()
+        leak = [] if idle else [native for native in self._natives() if not isinstance(native, PythonOutcome)]
+        self.poller.abandoned.clear()  # a Work of ours that somebody keeps knows the poller, and must not keep the engine
+        destroy(self.owned, leak=leak)
+
+    def _natives(self) -> list[Any]:
+        """The operations that the engines may be busy with."""
+        pending = [work.native for work in list(self.ledger.pending.values()) if isinstance(work, C10dWork)]
+        abandoned, messages = self.poller.take_abandoned(), self.messages.natives()
+        return [native for native in (*pending, *abandoned, *messages) if native is not None]

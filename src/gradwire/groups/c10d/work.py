@@ -52,7 +52,6 @@ class C10dWork(Work):
 
     def __init__(self, op: Collective, ledger: Ledger, *, seq: int, timeout: float) -> None:
         super().__init__(op, ledger, seq=seq, timeout=timeout)
-        self.place = 0
         self.left_in_engine = False  # whether the engine was still busy with it when it failed here
         self.native: Any = None
         """c10d's Work, while the engine is busy with this one."""
@@ -159,6 +158,13 @@ class C10dWork(Work):
             torch.cuda.current_stream(self.op.device).wait_event(self._event)
             self._fulfil()
         return future
+
+
+def settle_finished(ledger: Ledger) -> None:
+    """Settle the operations in flight whose engine is done."""
+    for work in list(ledger.pending.values()):
+        if isinstance(work, C10dWork):
+            work.look()
 
 
 class CompletionPoller:

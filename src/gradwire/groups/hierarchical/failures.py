@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from gradwire.collectives import Signature
-from gradwire.errors import UNEVEN, CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost
+from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost
 from gradwire.groups.membership import Membership
 
 G = TypeVar("G", bound=GroupError)
 
 
-def told_by(error: Exception, members: Sequence[int], where: str, roll: Membership | None, place: int) -> Exception:
+def told_by(
+    error: Exception, members: Sequence[int], where: str, membership: Membership | None, place: int
+) -> Exception:
     """The error for what was done at `where`, when a group of `members` has failed with `error` in it.
 
     Whoever fails first writes into the membership which rank is lost before it takes its parts down. So a rank that hears "aborted"
@@ -26,34 +27,14 @@ def told_by(error: Exception, members: Sequence[int], where: str, roll: Membersh
     rank, why = None, "a peer is gone"
     if isinstance(error, PeerLost) and error.rank is not None:
         rank, why = members[error.rank], str(error)
-    elif roll is not None:
-        rank, why = roll.find_culprit(place, patience=1.0 if isinstance(error, PeerLost) else 0.0)
+    elif membership is not None:
+        rank, why = membership.find_culprit(place, patience=1.0 if isinstance(error, PeerLost) else 0.0)
     if rank is not None:
-        return chained(lost(where, rank, why, error.op if isinstance(error, PeerLost) else None), error)
+        text = f"{where}: rank {rank} is lost. Look at its output for the cause; make a new group to go on. What is known: {why}"
+        return chained(PeerLost(text, rank=rank, op=error.op if isinstance(error, PeerLost) else None), error)
     if isinstance(error, GroupAborted):
         return chained(GroupAborted(f"{where}: the group was aborted: {error.reason}", reason=error.reason), error)
     return chained(PeerLost(f"{where}: {why}. {error}", op=error.op), error)
-
-
-def lost(where: str, rank: int, why: str, op: Signature | None) -> PeerLost:
-    """The error for a rank that is gone."""
-    return PeerLost(
-        f"{where}: rank {rank} is lost. Look at its output for the cause; make a new group to go on. What is known: {why}",
-        rank=rank,
-        op=op,
-    )
-
-
-def bad_news(roll: Membership, where: str, place: int, op: Signature | None) -> GroupError | None:
-    """What the membership, as it was last read, knows to be wrong."""
-    rank, why = roll.dead(), "its process has died"
-    if rank is None and roll.failure_record is not None:
-        rank, why = roll.failure_record
-        if rank is None:
-            return GroupAborted(f"{where}: the group was aborted: {why}", reason=why)
-    if rank is None:
-        rank, why = roll.left_before(place), f"it has left the group. {UNEVEN}"
-    return None if rank is None else lost(where, rank, why, op)
 
 
 def for_part(error: BaseException, members: Sequence[int], name: str) -> BaseException:

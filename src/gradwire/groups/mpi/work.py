@@ -16,7 +16,6 @@ class MPIWork(Work):
 
     def __init__(self, op: Collective, ledger: Ledger, *, seq: int, timeout: float) -> None:
         super().__init__(op, ledger, seq=seq, timeout=timeout)
-        self.place = 0
         """Which collective of the group it is, counted from 1; 0 for a message."""
         self._flight: tuple[Engine, Flight] | None = None
 
