@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports what i
         LayoutError,
         NonFiniteGradient,
         PeerLost,
+        StepError,
         UsageError,
     )
     from gradwire.groups import (
@@ -61,7 +62,7 @@ _LAYERS = "autograd collectives errors events groups hooks interop lab launch po
 _NAMES = {
     "collectives": "Collective Kind ReduceOp Signature",
     "errors": "ClosedError CollectiveMismatch CollectiveTimeout GradwireError GroupAborted GroupError HookError InternalError "
-    "LayoutError NonFiniteGradient PeerLost UsageError",
+    "LayoutError NonFiniteGradient PeerLost StepError UsageError",
     "groups": "C10dGroup Deadline Group GroupWrapper HierarchicalGroup Latched MPIGroup NanCheck Recording SharedMemoryGroup "
     "ThreadGroup Verified Work WorkInfo",
     "interop": "as_process_group from_process_group register_backend",
@@ -112,6 +113,7 @@ __all__ = [
     "Replica",
     "SharedMemoryGroup",
     "Signature",
+    "StepError",
     "ThreadGroup",
     "UsageError",
     "Verified",

@@ -1,4 +1,4 @@
-"""Every error gradwire raises, as one tree.
+"""Every error that gradwire raises on purpose, as one tree; `testing` adds that of its conformance suite.
 
 A message has three parts: what was being done with which values, what is wrong, what to do about it. The facts are
 attributes too, so that code need not parse text. Where torch raises a documented built-in type for the same mistake, ours
@@ -64,6 +64,18 @@ class HookError(UsageError, RuntimeError):
         self.hook = hook
 
 
+class HookTypeError(HookError, UsageTypeError):
+    """An argument that must be a CommHook is something else."""
+
+
+class HookAlreadyRegistered(HookError):
+    """A second hook was registered where torch allows one."""
+
+
+class HookAnnotationError(UsageError):
+    """A hook's annotations contradict the interface. A ValueError, as in torch."""
+
+
 class AutogradHookError(HookError):
     """An autograd hook could not be registered, or gave back what it must not.
 
@@ -90,6 +102,78 @@ class LayoutError(UsageError, RuntimeError):
 
 class ClosedError(UsageError, RuntimeError):
     """Used after it was closed."""
+
+
+class NoDefaultGroup(UsageError, RuntimeError):
+    """Neither gw.init() nor dist.init_process_group has been called."""
+
+
+class NoBackendError(UsageError, RuntimeError):
+    """The group does not serve this kind of device. torch's callers catch RuntimeError."""
+
+
+class MeshError(UsageError, RuntimeError):
+    """A device mesh that data parallelism cannot run on."""
+
+
+class GroupAndMeshGiven(UsageError, RuntimeError):
+    """Both a process group and a device mesh were given."""
+
+
+class NoTrainableParameters(UsageError, RuntimeError):
+    """The module has nothing to average."""
+
+
+class ShardedParameter(UsageError, TypeError):
+    """The module has DTensors."""
+
+
+class UninitializedError(UsageError, RuntimeError):
+    """A lazy module has not seen an input yet."""
+
+
+class TrainingAlreadyStarted(UsageError, RuntimeError):
+    """A choice that must be made before the first step."""
+
+
+class OverlapNotSupported(UsageError, RuntimeError):
+    """An optimizer that cannot step inside backward."""
+
+
+class CompiledAutograd(UsageError, RuntimeError):
+    """A backward that is to be averaged runs under compiled autograd."""
+
+
+class UnexpectedLayout(UsageError, RuntimeError):
+    """A sparse gradient where a dense one was expected."""
+
+
+class NotFinalizable(UsageError, RuntimeError):
+    """`finalize_backward()`, or a forward, where it cannot be."""
+
+
+class NotPicklable(UsageError, RuntimeError):
+    """Pickling a model whose process group cannot be found again."""
+
+
+class StepError(GradwireError, RuntimeError):
+    """A backward that cannot be averaged: its graph or its inputs are not what was declared."""
+
+
+class ReadyTwice(StepError):
+    """A parameter's gradient became ready twice in one backward."""
+
+
+class Unfinished(StepError):
+    """A new step began although parameters of the last one never got a gradient."""
+
+
+class GraphChanged(StepError):
+    """A graph declared static has changed."""
+
+
+class EarlyTermination(StepError):
+    """A rank has run out of inputs under `join(throw_on_early_termination=True)`: raised on all ranks."""
 
 
 class GroupError(GradwireError, RuntimeError):
@@ -140,6 +224,14 @@ class GroupAborted(GroupError):
     def __init__(self, message: str, *, reason: str = "") -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class SharedMemoryFull(GroupError):
+    """There is not as much shared memory as was asked for."""
+
+
+class PrivateFileGone(GroupError):
+    """No process has the private file open under this name any more."""
 
 
 class NonFiniteGradient(GradwireError, RuntimeError):

@@ -16,7 +16,7 @@ import os
 import re
 import stat
 
-from gradwire.errors import GroupError
+from gradwire.errors import GroupError, PrivateFileGone
 
 PAGE = 4096
 _LABEL = "gradwire-store"
@@ -51,10 +51,6 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-class Gone(GroupError):
-    """Nobody has the file open under this name any more."""
-
-
 def open_private(name: str) -> int:
     """A descriptor of one's own to the file; refused with the reason if it is not one of ours, or not this user's."""
     match = _NAME.fullmatch(name)
@@ -72,7 +68,7 @@ def open_private(name: str) -> int:
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise
-        raise Gone(
+        raise PrivateFileGone(
             f"{what}: there is no such process here, or it has closed the store ({error.strerror}). It has ended, or runs on "
             "another host or in another container. Look at its output; ranks that are said to be on one host must see each other's "
             "processes."
@@ -86,7 +82,7 @@ def open_private(name: str) -> int:
             )
         ours = os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_LABEL}")
         if not ours or (status.st_dev, status.st_ino) != (device, inode) or not stat.S_ISREG(status.st_mode):
-            raise Gone(f"{what}: another file has taken its place. It is not used: start all ranks anew.")
+            raise PrivateFileGone(f"{what}: another file has taken its place. It is not used: start all ranks anew.")
         if status.st_mode & 0o077:
             raise GroupError(
                 f"{what}: other users can open it (mode {status.st_mode & 0o777:o}). It is not used: see who has changed that."

@@ -1,5 +1,7 @@
 """Groups: who takes part and how bytes move."""
 
+from typing import TYPE_CHECKING
+
 from gradwire.deprecated import renamed
 from gradwire.groups.base import Group
 from gradwire.groups.c10d import C10dGroup
@@ -28,6 +30,7 @@ __all__ = [
     "WorkInfo",
 ]
 
-__getattr__ = renamed(
-    __name__, BookedWrapper="gradwire.groups.TrackedWrapper", ProgramWrapper="gradwire.groups.TrackedWrapper"
-)
+if not TYPE_CHECKING:  # or else any name would pass
+    __getattr__ = renamed(
+        __name__, BookedWrapper="gradwire.groups.TrackedWrapper", ProgramWrapper="gradwire.groups.TrackedWrapper"
+    )

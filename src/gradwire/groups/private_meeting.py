@@ -13,12 +13,12 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from gradwire.errors import CollectiveTimeout, GroupError
+from gradwire.errors import CollectiveTimeout, GroupError, PrivateFileGone
 from gradwire.groups.bounded_store import bounded, innermost
 from gradwire.groups.exchange import exchange
 from gradwire.groups.host import host_identity
 from gradwire.groups.private_store import PrivateStore
-from gradwire.private_file import Gone, available
+from gradwire.private_file import available
 
 _PURPOSE = "gradwire/purpose"
 _PAUSE = 0.01
@@ -50,7 +50,7 @@ def move(store: Any, rank: int, *, key: str, purpose: str, timeout: float, who: 
         try:
             private = PrivateStore.open(name)
             break
-        except Gone:  # one of an attempt that has failed, after which rank 0 makes another
+        except PrivateFileGone:  # one of an attempt that has failed, after which rank 0 makes another
             if time.monotonic() >= deadline:
                 raise
             time.sleep(_PAUSE)

@@ -7,12 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwire.errors import HookError, UsageTypeError
+from gradwire.errors import HookTypeError
 from gradwire.hooks.base import CommHook, Stage
-
-
-class HookTypeError(HookError, UsageTypeError):
-    """An argument that must be a CommHook is something else."""
 
 
 class NamedStage:

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from gradwire.errors import UsageError
+from gradwire.errors import MeshError, NoDefaultGroup
 from gradwire.groups.base import Group
 from gradwire.interop.process_group import GradwireProcessGroup, as_process_group
 
@@ -72,10 +72,6 @@ WORLD: Final = WorldGroup()
 """See Note [One world in a process]."""
 
 
-class NoDefaultGroup(UsageError, RuntimeError):
-    """Neither gw.init() nor dist.init_process_group has been called."""
-
-
 def default_process_group() -> Any:
     """The process group of `gw.init()` or of `dist.init_process_group`."""
     world = WORLD.get()
@@ -110,7 +106,3 @@ def mesh_group(mesh: Any) -> Any:
     if mesh.ndim != 1:
         raise MeshError(f"Only 1D device mesh is supported, but got {mesh}.")
     return mesh.get_group(mesh_dim=0)
-
-
-class MeshError(UsageError, RuntimeError):
-    """A device mesh that data parallelism cannot run on."""

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives import Collective
 from gradwire.collectives.timeouts import timeout_seconds
-from gradwire.errors import UsageError, UsageTypeError
+from gradwire.errors import NoBackendError, UsageError, UsageTypeError
 from gradwire.events import Handle
 from gradwire.groups.base import Group
 from gradwire.groups.work import Work
@@ -34,10 +34,6 @@ from gradwire.interop.operation_hooks import OperationHooks
 from gradwire.interop.options import Settings
 from gradwire.interop.untraced import untraced
 from gradwire.interop.work import TorchWork
-
-
-class NoBackendError(UsageError, RuntimeError):
-    """The group does not serve this kind of device. torch's callers catch RuntimeError."""
 
 
 @untraced

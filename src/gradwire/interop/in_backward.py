@@ -6,13 +6,10 @@ torch ships both as communication hooks that lean on the model's reducer; they r
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gradwire.errors import UsageError
-
-
-class NoOverlap(UsageError, RuntimeError):
-    """An optimizer that cannot step inside backward."""
+from gradwire.deprecated import renamed
+from gradwire.errors import OverlapNotSupported
 
 
 def optimizer_in_backward_hook(ddp: Any) -> None:
@@ -41,4 +38,8 @@ def register_fused_optimizer(ddp: Any, optim: type, *args: Any, optim_params: An
     try:
         overlapped.register_ddp(ddp)
     except NotImplementedError as error:
-        raise NoOverlap(f"{optim} does not support overlapped DDP.") from error
+        raise OverlapNotSupported(f"{optim} does not support overlapped DDP.") from error
+
+
+if not TYPE_CHECKING:  # or else any name would pass
+    __getattr__ = renamed(__name__, NoOverlap="gradwire.errors.OverlapNotSupported")

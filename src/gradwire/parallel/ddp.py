@@ -11,14 +11,15 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel.scatter_gather import gather as gather_outputs
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
-from gradwire.errors import HookError, UsageError
+from gradwire.deprecated import renamed
+from gradwire.errors import GroupAndMeshGiven, HookAlreadyRegistered, NotPicklable, TrainingAlreadyStarted, UsageError
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.combinators.chain import chain
@@ -39,10 +40,6 @@ from gradwire.parallel.replica import Replica
 from gradwire.parallel.uneven import Uneven
 from gradwire.policies import Buffers, NonFinite
 from gradwire.reducer.torch_hooks import check_torch_hook
-
-
-class OnlyOnce(HookError):
-    """A second hook was registered where torch allows one."""
 
 
 class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
@@ -129,7 +126,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
 
     def _set_group(self, process_group: Any, device_mesh: Any) -> None:
         if process_group is not None and device_mesh is not None:
-            raise TwoGroups("Cannot specify both process_group and device_mesh arguments.")
+            raise GroupAndMeshGiven("Cannot specify both process_group and device_mesh arguments.")
         if device_mesh is not None:
             self.device_mesh = device_mesh
             process_group = mesh_group(device_mesh)
@@ -177,7 +174,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
                 self._log(error)
                 raise
         if self._comm_hooks:
-            raise OnlyOnce(
+            raise HookAlreadyRegistered(
                 "register_comm_hook or register_builtin_comm_hook can only be called once. Nothing was changed; "
                 "set_hook swaps gradwire hooks between steps."
             )
@@ -400,7 +397,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
             return
         if self.replica.reducer.steps:
-            error = TooLate(
+            error = TrainingAlreadyStarted(
                 "set_static_graph() should be called before training loop starts, and after the model was built."
             )
             self._log(error)
@@ -499,13 +496,10 @@ class _NoSync(AbstractContextManager[None]):
         self._ddp.require_backward_grad_sync = self._before
 
 
-class TooLate(UsageError, RuntimeError):
-    """A choice that must be made before the first step."""
-
-
-class TwoGroups(UsageError, RuntimeError):
-    """Both a process group and a device mesh were given."""
-
-
-class NotPicklable(UsageError, RuntimeError):
-    """Pickling a model whose process group cannot be found again."""
+if not TYPE_CHECKING:  # or else any name would pass
+    __getattr__ = renamed(
+        __name__,
+        OnlyOnce="gradwire.errors.HookAlreadyRegistered",
+        TooLate="gradwire.errors.TrainingAlreadyStarted",
+        TwoGroups="gradwire.errors.GroupAndMeshGiven",
+    )

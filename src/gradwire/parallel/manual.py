@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwire.errors import UsageError
+from gradwire.errors import NotFinalizable
 from gradwire.parallel.replica import Replica
 from gradwire.reducer.machine import State
-
-
-class NotFinalizable(UsageError, RuntimeError):
-    """`finalize_backward()`, or a forward, where it cannot be."""
 
 
 class ManualFinalization:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from gradwire.errors import GroupAborted, UsageError, again
+from gradwire.deprecated import renamed
+from gradwire.errors import GroupAborted, NoTrainableParameters, ShardedParameter, UninitializedError, UsageError, again
 from gradwire.groups.base import Group
 from gradwire.reducer import ParameterSpec
 
@@ -52,7 +54,7 @@ def trainable_parameters(
             parameters.append(parameter)
             specs.append(ParameterSpec.of(name, parameter, sparse=sparse))
     if not parameters:
-        raise NothingToDo(
+        raise NoTrainableParameters(
             "DistributedDataParallel is not needed when a module doesn't have any parameters that require a gradient."
         )
     return names, parameters, specs
@@ -74,13 +76,5 @@ def _refuse_dtensors(module: nn.Module, ignore: Collection[str]) -> None:
         )
 
 
-class ShardedParameter(UsageError, TypeError):
-    """The module has DTensors."""
-
-
-class UninitializedError(UsageError, RuntimeError):
-    """A lazy module has not seen an input yet."""
-
-
-class NothingToDo(UsageError, RuntimeError):
-    """The module has nothing to average."""
+if not TYPE_CHECKING:  # or else any name would pass
+    __getattr__ = renamed(__name__, NothingToDo="gradwire.errors.NoTrainableParameters")

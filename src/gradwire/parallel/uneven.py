@@ -19,15 +19,11 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import ReduceOp, all_reduce
-from gradwire.errors import GradwireError, UsageError
+from gradwire.errors import EarlyTermination, UsageError
 from gradwire.groups.work import Work
 from gradwire.hooks.bucket import GradBucket
 from gradwire.interop.join import Join, Joinable, JoinHook, ShadowHook, notify
 from gradwire.parallel.replica import Replica
-
-
-class EarlyTermination(GradwireError, RuntimeError):
-    """A rank has run out of inputs under `join(throw_on_early_termination=True)`: raised on all ranks."""
 
 
 class Uneven:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from gradwire.errors import GradwireError, InternalError
+from gradwire.errors import GradwireError, GraphChanged, InternalError, ReadyTwice, Unfinished
 
 
 class State(Enum):
@@ -36,18 +36,6 @@ class Launch:
 
     bucket: int
     last: bool
-
-
-class ReadyTwice(GradwireError, RuntimeError):
-    """A parameter's gradient became ready twice in one backward."""
-
-
-class Unfinished(GradwireError, RuntimeError):
-    """A new step began although parameters of the last one never got a gradient."""
-
-
-class GraphChanged(GradwireError, RuntimeError):
-    """A graph declared static has changed."""
 
 
 _NOTHING: tuple[Launch, ...] = ()

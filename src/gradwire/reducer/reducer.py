@@ -31,7 +31,7 @@ from gradwire.autograd.ending import at_the_end
 from gradwire.autograd.failed import before_compiled_backward, on_failed_backward
 from gradwire.autograd.graph import reachable_parameters, reaches_mark
 from gradwire.collectives import all_reduce, broadcast
-from gradwire.errors import GradwireError, UsageError
+from gradwire.errors import CompiledAutograd, GradwireError, ReadyTwice
 from gradwire.events import BackwardEnded, BucketFull, BucketLaunched, BucketReduced, Emitter, GradientReady, StepEnded
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
@@ -39,7 +39,7 @@ from gradwire.reducer.assign import by_size
 from gradwire.reducer.drive import Pending
 from gradwire.reducer.failed_step import reason
 from gradwire.reducer.layout import BucketLayout, ParameterSpec
-from gradwire.reducer.machine import Launch, Machine, ReadyTwice, State
+from gradwire.reducer.machine import Launch, Machine, State
 from gradwire.reducer.storage import Storage, below_autograd
 from gradwire.reducer.watch import Watch, all_there
 
@@ -58,10 +58,6 @@ class StepRejected(Exception):
     def __init__(self, error: GradwireError) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-class CompiledAutograd(UsageError, RuntimeError):
-    """A backward that is to be averaged runs under compiled autograd."""
 
 
 class Ears(Protocol):

@@ -10,17 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.errors import UsageError
+from gradwire.errors import UnexpectedLayout
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import BucketSpec
 
 # Copies record no graph whatever the gradients carry, and cost a fifth less than under no_grad, which asks autograd.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 _address: Callable[[Any], int] = Tensor.data_ptr
-
-
-class UnexpectedLayout(UsageError, RuntimeError):
-    """A sparse gradient where a dense one was expected."""
 
 
 class Storage:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket as TorchGradBucket
 
-from gradwire.errors import CollectiveTimeout, GroupError, HookError, UsageError, UsageTypeError, again
+from gradwire.errors import CollectiveTimeout, GroupError, HookAnnotationError, HookError, UsageTypeError, again
 from gradwire.groups.base import Group
 from gradwire.groups.completion import name_of
 from gradwire.groups.work import Work
@@ -25,10 +25,6 @@ from gradwire.hooks.bucket import GradBucket
 
 _LOOK_EVERY = 0.5
 TorchHook = Callable[[Any, Any], torch.futures.Future[Tensor]]
-
-
-class HookAnnotationError(UsageError):
-    """A hook's annotations contradict the interface. A ValueError, as in torch."""
 
 
 def check_torch_hook(hook: Any) -> None:

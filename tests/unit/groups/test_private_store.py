@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch.distributed import DistStoreError, PrefixStore
 
-from gradwire.errors import GroupError
+from gradwire.errors import GroupError, PrivateFileGone
 from gradwire.groups import C10dGroup, SharedMemoryGroup, private_store
 from gradwire.groups.bounded_store import innermost
 from gradwire.groups.private_store import PrivateStore
-from gradwire.private_file import Gone, create, name_of, open_private
+from gradwire.private_file import create, name_of, open_private
 
 
 @pytest.fixture
@@ -125,17 +125,17 @@ def test_a_name_is_four_numbers(name: str) -> None:
 def test_other_files_of_this_user_are_refused(tmp_path: os.PathLike[str]) -> None:
     """Where somebody else could say which one to open and write to."""
     with open(os.path.join(tmp_path, "diary"), "w+") as file:
-        with pytest.raises(Gone, match="another file has taken its place"):
+        with pytest.raises(PrivateFileGone, match="another file has taken its place"):
             open_private(name_of(file.fileno()))
     fd = os.memfd_create("not-gradwires")
-    with pytest.raises(Gone, match="another file has taken its place"):
+    with pytest.raises(PrivateFileGone, match="another file has taken its place"):
         open_private(name_of(fd))
     os.close(fd)
 
 
 def test_another_inode_is_refused(store: PrivateStore) -> None:
     *rest, inode = store.name.split(":")
-    with pytest.raises(Gone, match="another file has taken its place"):
+    with pytest.raises(PrivateFileGone, match="another file has taken its place"):
         open_private(":".join((*rest, str(int(inode) + 1))))
 
 
@@ -160,7 +160,7 @@ def test_a_process_that_is_gone_is_an_error_that_says_so() -> None:
     store = PrivateStore.create()
     name = store.name
     store.close()
-    with pytest.raises(Gone, match="there is no such process here, or it has closed the store"):
+    with pytest.raises(PrivateFileGone, match="there is no such process here, or it has closed the store"):
         PrivateStore.open(name)
 
 

@@ -14,9 +14,8 @@ from torch._C import _distributed_c10d as c10d
 
 import gradwire as gw
 from gradwire import Group, ThreadGroup, Verified
-from gradwire.errors import ClosedError, GroupAborted, HookError, UsageError, UsageTypeError
+from gradwire.errors import ClosedError, GroupAborted, HookError, NoBackendError, UsageError, UsageTypeError
 from gradwire.interop import GradwireProcessGroup, as_process_group
-from gradwire.interop.face import NoBackendError
 from gradwire.testing import run_ranks
 
 CPU = torch.device("cpu")

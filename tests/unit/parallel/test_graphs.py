@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradwire.errors import GroupAborted
+from gradwire.errors import GraphChanged, GroupAborted, ReadyTwice, Unfinished
 from gradwire.groups import Group
 from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.reducer.machine import GraphChanged, ReadyTwice, Unfinished
 from gradwire.testing import run_ranks
 
 SMALL = 0.0001

@@ -16,14 +16,12 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from gradwire.collectives import ReduceOp, all_reduce
-from gradwire.errors import HookError, UsageTypeError
+from gradwire.errors import HookAlreadyRegistered, HookAnnotationError, HookError, UsageTypeError
 from gradwire.groups import Group, Recording, ThreadGroup
 from gradwire.hooks import BucketSpec, CommHook, GradBucket, Reduced, Reduction, Turn, cast, chain, mean
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
-from gradwire.parallel.ddp import OnlyOnce
 from gradwire.policies import Buckets, ScaleCheck
-from gradwire.reducer.torch_hooks import HookAnnotationError
 from gradwire.testing import run_ranks
 
 SMALL = 0.0001
@@ -232,7 +230,7 @@ def test_a_second_registration_changes_nothing(ddp: DDP) -> None:
     first: list[int] = []
     ddp.register_comm_hook(first, plain)
     for again in (plain, mean()):
-        with pytest.raises(OnlyOnce, match=r"can only be called once\.") as caught:
+        with pytest.raises(HookAlreadyRegistered, match=r"can only be called once\.") as caught:
             ddp.register_comm_hook([], again)
         assert isinstance(caught.value, RuntimeError)
     with pytest.raises(RuntimeError, match="can only be called once"):

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire.collectives import ReduceOp, all_gather, all_reduce
+from gradwire.errors import NotPicklable
 from gradwire.groups import Group
 from gradwire.hooks import CommHook, Reduced, Reduction, Turn, cast, chain, mean, weighted_mean
 from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.parallel.ddp import NotPicklable
 from gradwire.testing import run_ranks
 
 SMALL = 0.0001

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradwire.errors import CompiledAutograd
 from gradwire.groups import Group
 from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.reducer.reducer import CompiledAutograd
 from gradwire.testing import run_ranks
 
 FLAGS: list[dict[str, Any]] = [{}, {"static_graph": True}, {"find_unused_parameters": True}]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.errors import GradwireError, InternalError
-from gradwire.reducer.machine import GraphChanged, Launch, Machine, ReadyTwice, State, Unfinished
+from gradwire.errors import GradwireError, GraphChanged, InternalError, ReadyTwice, Unfinished
+from gradwire.reducer.machine import Launch, Machine, State
 
 NAMES = ["a", "b", "c", "d"]
 TWO = [[3, 2], [1, 0]]

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gradwire.errors import ReadyTwice, Unfinished
 from gradwire.events import BucketLaunched, GradientReady
 from gradwire.groups import Group, ThreadGroup
 from gradwire.hooks import GradBucket
 from gradwire.parallel import replicate
 from gradwire.parallel.replica import Replica
 from gradwire.policies import Buckets, Gradients
-from gradwire.reducer.machine import ReadyTwice, Unfinished
 
 X = torch.arange(8.0).view(2, 4) / 8
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradwire.errors import GroupAborted
+from gradwire.errors import GroupAborted, ReadyTwice, Unfinished
 from gradwire.events import BucketLaunched, GradientReady
 from gradwire.groups import Group, ThreadGroup
 from gradwire.hooks import GradBucket
 from gradwire.parallel import DistributedDataParallel, replicate
 from gradwire.parallel.replica import Replica
 from gradwire.policies import Buckets, Gradients, Graph
-from gradwire.reducer.machine import ReadyTwice, State, Unfinished
+from gradwire.reducer.machine import State
 from gradwire.testing import run_ranks
 
 X = torch.arange(8.0).view(2, 4) / 8

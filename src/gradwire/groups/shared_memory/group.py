@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.collectives import Collective, Scope
 from gradwire.collectives.lower import is_identity
-from gradwire.errors import ClosedError, CollectiveTimeout, GroupError, PeerLost, UsageError, again
+from gradwire.errors import ClosedError, CollectiveTimeout, GroupError, PeerLost, SharedMemoryFull, UsageError, again
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.bounded_store import bounded
 from gradwire.groups.forked import finalize_here
@@ -41,7 +41,7 @@ from gradwire.groups.shared_memory.heap import Heap
 from gradwire.groups.shared_memory.liveness import Pulse
 from gradwire.groups.shared_memory.mail import Post
 from gradwire.groups.shared_memory.programs import Programs
-from gradwire.groups.shared_memory.segment import NoRoom, Segment, Ticket, default_directory, warn_once
+from gradwire.groups.shared_memory.segment import Segment, Ticket, default_directory, warn_once
 from gradwire.groups.shared_memory.sync import Futex, Polling, Sleep
 from gradwire.groups.shared_memory.views import Views
 from gradwire.groups.work import Work
@@ -164,7 +164,7 @@ class SharedMemoryGroup(Group):
             )
         try:
             t = self._heap.tensor(numel, dtype)
-        except NoRoom as error:  # every collective takes memory of either sort, on each rank
+        except SharedMemoryFull as error:  # every collective takes memory of either sort, on each rank
             warn_once(error)
             return super().allocate(numel, dtype=dtype, device=device)
         self._engine.programs.all_reduce.prepare(dtype, t.nbytes)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.groups.shared_memory.segment import NoRoom
+from gradwire.errors import SharedMemoryFull
 
 ALIGNMENT = 4096
 """Blocks begin at pages: a block's first and last bytes share no cache line, and no page, with a neighbour."""
@@ -91,14 +91,14 @@ class Heap:
         missing = room - (last[1] if last else 0)
         step = min(max(missing, min(self.reserved, 1 << 28), _GROWTH), self._end - self._top)
         if step < missing:
-            raise NoRoom(
+            raise SharedMemoryFull(
                 f"shared memory: {room} bytes asked for, but the heap of this rank has address space for "
                 f"{self._end - self._start} bytes only, of which {self.reserved} are in use or fragmented. Give gw.init() or "
                 "SharedMemoryGroup more room=, or GRADWIRE_SHM_ROOM in the environment: bytes for all ranks together."
             )
         try:
             self._reserve(self._top, step)
-        except NoRoom:
+        except SharedMemoryFull:
             step = missing
             self._reserve(self._top, step)  # not as much as would be good: as much as is needed
         offset, self._top = self._top, self._top + step

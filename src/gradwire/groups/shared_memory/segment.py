@@ -29,7 +29,7 @@ import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 
-from gradwire.errors import GroupError, UsageError
+from gradwire.errors import GroupError, SharedMemoryFull, UsageError
 
 VERSION = 1
 """Of the layout: processes that run different ones refuse each other."""
@@ -52,10 +52,6 @@ class Ticket:
     nbytes: int
     ranks: int
     host: str
-
-
-class NoRoom(GroupError):
-    """There is not as much shared memory as was asked for."""
 
 
 class Segment:
@@ -165,7 +161,7 @@ class Segment:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT):
                 raise
-            raise NoRoom(
+            raise SharedMemoryFull(
                 f"shared memory: no room for {size_text(nbytes)} ({what}): {error.strerror}; {size_text(self.free)} are free where "
                 "the segment lies. Make /dev/shm larger (docker run --shm-size=...; mount -o remount,size=... /dev/shm), or give "
                 "directory= on a larger tmpfs to gw.init() or SharedMemoryGroup, or GRADWIRE_SHM_DIRECTORY in the environment."
@@ -218,7 +214,7 @@ def _no_directory(directory: str, error: OSError) -> UsageError:
 _WARNED: list[str] = []
 
 
-def warn_once(error: NoRoom) -> None:
+def warn_once(error: SharedMemoryFull) -> None:
     """One warning for each process: ordinary memory is used instead."""
     if not _WARNED:
         _WARNED.append(str(error))

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradwire.errors import GroupError
+from gradwire.errors import GroupError, SharedMemoryFull
 from gradwire.groups.shared_memory.heap import ALIGNMENT, Heap
-from gradwire.groups.shared_memory.segment import NoRoom
 
 START, ROOM = 8192, 64 << 20
 DTYPES = [torch.uint8, torch.float16, torch.float32, torch.float64, torch.complex128, torch.bool]
@@ -31,7 +30,7 @@ class Reserved:
     def __call__(self, offset: int, nbytes: int) -> None:
         if sum(n for _, n in self.ranges) + nbytes > self.limit:
             self.refused.append(nbytes)
-            raise NoRoom(f"no room for {nbytes}")
+            raise SharedMemoryFull(f"no room for {nbytes}")
         self.ranges.append((offset, nbytes))
 
 
