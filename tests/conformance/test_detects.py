@@ -87,7 +87,7 @@ class WrongSource(Faulty):
         work = super().submit(op)
         if op.kind is Kind.RECV and op.peer is None:
             work.wait()
-            work._source = (work.source_rank() + 1) % self.size
+            work.source = (work.source_rank() + 1) % self.size
         return work
 
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, Layout, Scope, build
 from gradwire.collectives.timeouts import timeout_seconds, wait_seconds
+from gradwire.concurrency import weakly
 from gradwire.errors import ClosedError, GroupAborted, HookError, UsageError, again
 from gradwire.events import Emitter, Handle
 from gradwire.groups.completion import CompletionHook
@@ -77,7 +76,7 @@ class Group(Verbs, ABC):
             self.ledger, self._watchdog = wraps.ledger, wraps._watchdog
             return
         self.ledger = Ledger(name=self.name, rank=rank, size=size)
-        self.ledger.arrivals = _arrivals_of(self)
+        self.ledger.arrivals = weakly(self.arrivals)
         self._watchdog = watchdog or Watchdog(f"{self.name}-{rank}")
         self._watchdog.watch(self.ledger)
         # Runs at interpreter exit too: daemon threads must not be left running into the interpreter's end.
@@ -281,7 +280,7 @@ class Group(Verbs, ABC):
         self.ledger.closed = True
         deadline = time.perf_counter() + timeout
         for work in list(self.ledger.pending.values()):
-            work._block(max(0.0, min(deadline, work.deadline) - time.perf_counter()))
+            work.wait_settled(max(0.0, min(deadline, work.deadline) - time.perf_counter()))
         self.ledger.fail_all(ClosedError(f"{self} was closed with the operation in flight for {timeout:.3g} s more."))
         self._release()
         self._finalizer()
@@ -315,17 +314,6 @@ class Group(Verbs, ABC):
             else f"{len(self.ledger.pending)} in flight"
         )
         return f"<{self.name} rank {self.rank} of {self.size}, {state}>"
-
-
-def _arrivals_of(group: Group) -> Callable[[Work], Arrivals | None]:
-    """The group's `arrivals` for its ledger, without a cycle that would keep a dropped group alive."""
-    weak = weakref.WeakMethod(group.arrivals)
-
-    def arrivals(work: Work) -> Arrivals | None:
-        method = weak()
-        return None if method is None else method(work)
-
-    return arrivals
 
 
 def _stop(watchdog: Watchdog, ledger: Ledger) -> None:

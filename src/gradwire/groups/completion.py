@@ -6,11 +6,11 @@ the first hook, calls them; what one raises is kept and comes out, named and cha
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable
 
+from gradwire.concurrency import Worker
 from gradwire.errors import HookError, UsageTypeError
 from gradwire.events import Callbacks, Handle
 from gradwire.groups.work import WorkInfo
@@ -30,9 +30,7 @@ class CompletionHooks:
     def __init__(self, owner: str) -> None:
         self._owner = owner
         self._hooks: Callbacks[CompletionHook] = Callbacks()
-        self._queue: queue.SimpleQueue[WorkInfo | threading.Event | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._worker = Worker(f"completion-{owner}")
         self.errors: deque[HookError] = deque(maxlen=16)
 
     def __bool__(self) -> bool:
@@ -44,28 +42,20 @@ class CompletionHooks:
             raise UsageTypeError(
                 f"on_completion of {self._owner}: {fn!r} is not callable. Pass a function of one WorkInfo."
             )
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name=f"gradwire-completion-{self._owner}", daemon=True
-                )
-                self._thread.start()
+        self._worker.start()
         return self._hooks.add(fn)
 
     def put(self, info: WorkInfo) -> None:
-        """Queue one finished operation."""
-        self._queue.put(info)
+        """Queue one finished operation. One that ends after the group did is not reported."""
+        if not self._worker.stopping.is_set():
+            self._worker.put(lambda: self._call(info))
 
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
-            for fn in self._hooks:
-                try:
-                    fn(item)
-                except BaseException as error:  # a hook must not kill the thread, whatever it raises
-                    self.errors.append(self._wrap(fn, item, error))
+    def _call(self, info: WorkInfo) -> None:
+        for fn in self._hooks:
+            try:
+                fn(info)
+            except BaseException as error:  # a hook must not kill the thread, whatever it raises
+                self.errors.append(self._wrap(fn, info, error))
 
     def _wrap(self, fn: CompletionHook, info: WorkInfo, error: BaseException) -> HookError:
         wrapped = HookError(
@@ -78,17 +68,12 @@ class CompletionHooks:
 
     def flush(self, timeout: float) -> bool:
         """Wait until the hooks have been told of everything queued so far. True if they have."""
-        if self._thread is None or threading.current_thread() is self._thread:
+        if self._worker.idle or self._worker.is_current_thread:
             return True
         reached = threading.Event()
-        self._queue.put(reached)
+        self._worker.put(reached.set)
         return reached.wait(timeout)
 
     def stop(self, timeout: float) -> None:
         """Tell the hooks what is queued, then end the thread."""
-        with self._lock:
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            self._queue.put(None)
-            if thread is not threading.current_thread():
-                thread.join(timeout)
+        self._worker.stop(timeout)

@@ -92,9 +92,11 @@ class Work:
         self.timeout = timeout
         self.started = time.perf_counter()
         self.finished: float | None = None
-        self._source: int | None = op.peer if op.kind is Kind.RECV else None
+        self.source: int | None = op.peer if op.kind is Kind.RECV else None
+        """The rank that a receive came from, where it is known: see `source_rank`."""
         self._error: BaseException | None = None
-        self._settled = False
+        self.settled = False
+        """Whether `finish` or `fail` was called. Asks no engine: see `is_completed`."""
         self._outcomes: list[tuple[BaseException | None]] = []  # see Note [Settled by one step]
         self._latch = threading.Lock()
         self._latch.acquire()
@@ -111,7 +113,7 @@ class Work:
         work = cls(op, ledger, seq=ledger.next_seq(), timeout=timeout)
         work.started, work.finished = started, time.perf_counter()
         work._outcomes.append((None,))
-        work._settled = True
+        work.settled = True
         work._latch.release()
         return work
 
@@ -132,9 +134,9 @@ class Work:
             return False
         self._error = error
         if source_rank is not None:
-            self._source = source_rank
+            self.source = source_rank
         self.finished = time.perf_counter()
-        self._settled = True
+        self.settled = True
         # Listeners and hooks are told before any waiter wakes, so that "after wait() returned, the event is there" holds.
         try:
             self.ledger.settled(self)
@@ -176,11 +178,11 @@ class Work:
 
     def add_done_callback(self, fn: Callable[[Work], None]) -> None:
         """Call `fn(work)` once settled: now if it is, else in the thread that settles it. `fn` must not block."""
-        if self._settled:
+        if self.settled:
             fn(self)
             return
         self._callbacks.append(fn)
-        if self._settled:  # in the meantime, perhaps without a look at `fn`
+        if self.settled:  # in the meantime, perhaps without a look at `fn`
             self._call_back()
 
     # -- for the caller ------------------------------------------------------------------------------------------------
@@ -197,14 +199,14 @@ class Work:
 
     def wait_done(self, timeout: float | timedelta | None = None) -> bool:
         """As `wait`, without the errors of completion hooks: for a group that takes several steps and must not stop halfway."""
-        if not self._settled:
+        if not self.settled:
             self._refuse_in_child("wait for")
         limit = seconds(timeout)
         remaining = max(0.0, self.deadline - time.perf_counter())
         if limit is None or limit >= remaining:
-            if not self._block(remaining):
+            if not self.wait_settled(remaining):
                 self.ledger.expire(self)
-        elif not self._block(limit):
+        elif not self.wait_settled(limit):
             raise self.ledger.timed_out(self, limit)
         # Not _error, which the settling thread may not have written yet. A stream-ordered wait returns before anything is settled.
         error = self._outcomes[0][0] if self._outcomes else None
@@ -217,20 +219,20 @@ class Work:
         if os.getpid() != self.ledger.pid:
             raise UsageError(refusal(f"{what} {self.op}", self.ledger.pid))
 
-    def _block(self, limit: float) -> bool:
-        """Wait at most `limit` seconds until settled."""
+    def wait_settled(self, limit: float) -> bool:
+        """Wait at most `limit` seconds until it is over, well or badly; True if it is."""
         if not self._latch.acquire(timeout=max(0.0, min(limit, threading.TIMEOUT_MAX))):
-            return self._settled
+            return self.settled
         self._latch.release()
         return True
 
     def is_completed(self) -> bool:
         """Whether it is over, well or badly."""
-        return self._settled
+        return self.settled
 
     def is_success(self) -> bool:
         """Whether it is over and the outputs hold the result."""
-        return self._settled and self._error is None
+        return self.settled and self._error is None
 
     def exception(self) -> BaseException | None:
         """What it failed with, or None: while it runs, and after success."""
@@ -243,11 +245,11 @@ class Work:
 
     def source_rank(self) -> int:
         """Which rank a finished receive came from."""
-        if self._source is None:
+        if self.source is None:
             raise UsageError(
                 f"source_rank of {self.op}: not known. Only a receive has a source, and one from any rank only once finished."
             )
-        return self._source
+        return self.source
 
     @property
     def duration(self) -> float | None:
@@ -270,15 +272,15 @@ class Work:
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A torch Future of the list of outputs; on CUDA it carries the streams' order along."""
-        if not self._settled:
+        if not self.settled:
             self._refuse_in_child("get_future of")
         with self.ledger.futures.lock:
             if self._future is None:
                 device = self.op.device
-                self._future_queue = None if self._settled else self.ledger.futures.queue_for_caller()
+                self._future_queue = None if self.settled else self.ledger.futures.queue_for_caller()
                 self._future = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
             future = self._future
-        if self._settled:
+        if self.settled:
             self._fulfil()
         return future
 
@@ -301,7 +303,7 @@ class Work:
             self.ledger.events.errors.append(problem)
 
     def __repr__(self) -> str:
-        if not self._settled:
+        if not self.settled:
             state = f"in flight for {time.perf_counter() - self.started:.3f} s"
         elif self._error is None:
             state = f"finished in {self.duration or 0:.6f} s"

@@ -142,7 +142,7 @@ class Throttled(TrackedWrapper):
             now = time.perf_counter()
             work.ledger.started(work, now)
             arrival = self.link.send(crossing_bytes(work.op, self.rank, self.size), now=now)
-            self._couriers.send(_Parcel(work, arrival, over, self.inner, step._source))
+            self._couriers.send(_Parcel(work, arrival, over, self.inner, step.source))
 
     def recover(self, timeout: float | None = None) -> None:
         """Recover the inner group. What was on the link is lost."""

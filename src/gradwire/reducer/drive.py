@@ -28,9 +28,9 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, Scope
 from gradwire.collectives.reference import perform
+from gradwire.concurrency import Worker
 from gradwire.errors import CollectiveTimeout, HookError
 from gradwire.groups.base import Group
-from gradwire.groups.lane import Lane
 from gradwire.groups.work import Work
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
 from gradwire.hooks.pump import begin
@@ -127,7 +127,7 @@ class Driver:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._lane = Lane(f"reductions-{group.name}-{group.rank}")
+        self._lane = Worker(f"reductions-{group.name}-{group.rank}")
         # A model that is dropped without detach() must not leave a thread behind; at exit it ends before the group does.
         self._finalizer = weakref.finalize(self, self._lane.stop)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -222,7 +222,7 @@ class _OnLane:
     """Several collectives, on the lane."""
 
     def __init__(
-        self, reduction: Reduction, group: Group, lane: Lane, turn: Turn, ordered: _Ordered | None = None
+        self, reduction: Reduction, group: Group, lane: Worker, turn: Turn, ordered: _Ordered | None = None
     ) -> None:
         self._done = threading.Event()
         self._value: Tensor | None = None

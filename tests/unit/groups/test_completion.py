@@ -152,7 +152,7 @@ def test_stop_from_inside_a_hook_ends_the_thread() -> None:
         ended.set()
 
     hooks.add(last)
-    thread = hooks._thread
+    thread = hooks._worker._thread
     assert thread is not None
     hooks.put(info(0))
     assert ended.wait(100)

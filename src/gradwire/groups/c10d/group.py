@@ -22,6 +22,7 @@ from gradwire.collectives.aliasing import apart
 from gradwire.collectives.inference import writing
 from gradwire.collectives.lower import Program, is_identity, lower
 from gradwire.collectives.timeouts import timeout_seconds
+from gradwire.concurrency import Worker
 from gradwire.errors import GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.c10d.abilities import can_split, find_engine, name_of, store_of, timeout_of
@@ -34,7 +35,6 @@ from gradwire.groups.c10d.streams import SideStreams, mark
 from gradwire.groups.c10d.teardown import Teardown, destroy, quiesce
 from gradwire.groups.c10d.work import C10dWork, CompletionPoller, settle_finished, wait_slice
 from gradwire.groups.forked import finalize_here, leak_in_child
-from gradwire.groups.lane import Lane
 from gradwire.groups.ledger import Arrivals
 from gradwire.groups.membership import Membership
 from gradwire.groups.monitor import Monitor
@@ -66,7 +66,7 @@ class C10dGroup(Group):
             membership = Membership.of(pg, self._store, self)
         self._monitor = Monitor(self, membership)
         self._progress = self._monitor.progress
-        self._lane = Lane(f"{self.name}-{self.rank}")
+        self._lane = Worker(f"program-{self.name}-{self.rank}")
         self._poller = CompletionPoller(f"{self.name}-{self.rank}")
         self._messages = MessageThreads(f"{self.name}-{self.rank}")
         self._side_stream = SideStreams()

@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
+from gradwire.concurrency import Worker
 from gradwire.groups.c10d.engine import Engine
 from gradwire.groups.c10d.messages import MessageThreads
 from gradwire.groups.c10d.python_work import PythonOutcome
 from gradwire.groups.c10d.work import C10dWork, CompletionPoller
-from gradwire.groups.lane import Lane
 from gradwire.groups.ledger import Ledger
 
 _UNUSED_TAG = 2**31 - 1
@@ -97,7 +97,7 @@ class Teardown:
     """
 
     ledger: Ledger
-    lane: Lane
+    lane: Worker
     poller: CompletionPoller
     messages: MessageThreads
     backends: dict[str, tuple[Any, Engine]]

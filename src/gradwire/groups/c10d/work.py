@@ -8,7 +8,6 @@ The watchdog's tick otherwise, which is soon enough for a Work that was dropped.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from gradwire.collectives import Collective
+from gradwire.concurrency import Worker
 from gradwire.events import is_kept
 from gradwire.groups.c10d.streams import SideStreams
 from gradwire.groups.ledger import Ledger
@@ -93,7 +93,7 @@ class C10dWork(Work):
 
     def _attend_if_wanted(self) -> None:
         wanted = self._future is not None or self._callbacks or self.ledger.hooks or self.ledger.events
-        if wanted and self._poller is not None and not self._attended and not self._settled:
+        if wanted and self._poller is not None and not self._attended and not self.settled:
             self._attended = True
             self._poller.put(self)
 
@@ -104,7 +104,7 @@ class C10dWork(Work):
 
     def is_completed(self) -> bool:
         """Whether it is over, well or badly."""
-        return self._settled or self.look()
+        return self.settled or self.look()
 
     def is_success(self) -> bool:
         """Whether it is over and the outputs hold the result."""
@@ -115,19 +115,19 @@ class C10dWork(Work):
         native = self.native
         if self._event is not None or (native is not None and native.is_completed()):
             return self.poll(_SLICE)
-        return self._settled
+        return self.settled
 
     def poll(self, limit: float) -> bool:
         """Wait a moment; settle if the engine is done. True once settled."""
         native, event = self.native, self._event
-        if self._settled:
+        if self.settled:
             return True
         try:
             if event is not None:
                 if not event.query():
                     return False
             elif native is None or self._poller is None or not self._poller.wait(native, limit, self.op.device):
-                return self._settled
+                return self.settled
         except BaseException as error:
             if not is_kept(error):
                 raise
@@ -138,7 +138,8 @@ class C10dWork(Work):
         self.finish()
         return True
 
-    def _block(self, limit: float) -> bool:
+    def wait_settled(self, limit: float) -> bool:
+        """As in Work, inside the engine; an operation of a CUDA stream orders the current stream instead."""
         if self._event is not None:
             torch.cuda.current_stream(self.op.device).wait_event(self._event)
             return True
@@ -148,7 +149,7 @@ class C10dWork(Work):
         while self.native is not None and not self.stopping and (left := deadline - time.perf_counter()) > 0:
             if self.poll(min(left, _SLICE)):
                 break
-        return super()._block(max(0.0, deadline - time.perf_counter()))
+        return super().wait_settled(max(0.0, deadline - time.perf_counter()))
 
     def get_future(self) -> torch.futures.Future[Any]:
         """On a stream-ordered engine it is fulfilled at once and carries the stream's order, as NCCL's own is."""
@@ -171,9 +172,7 @@ class CompletionPoller:
     """The thread that settles Works nobody waits for. Started with the first; holds no reference to the group."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._queue: queue.SimpleQueue[C10dWork | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._worker = Worker(f"poller-{name}")
         self._lock = threading.RLock()  # abort() in a signal handler may interrupt this thread under it
         self._side_stream = SideStreams()
         self._inside = 0
@@ -183,12 +182,7 @@ class CompletionPoller:
 
     def put(self, work: C10dWork) -> None:
         """See to it that `work` is settled when its engine is done. Called in submission order."""
-        if self._thread is None:
-            with self._lock:
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name=f"gradwire-poller-{self._name}", daemon=True)
-                    self._thread.start()
-        self._queue.put(work)
+        self._worker.put(lambda: self._settle(work))
 
     def abandon(self, native: Any) -> None:
         """Keep a Work that nobody waits for any more until the engine is done with it."""
@@ -214,20 +208,15 @@ class CompletionPoller:
             with self._lock:
                 self._inside -= 1
 
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            while not self.stopping and not work.poll(_SLICE):
-                if work._event is not None:
-                    time.sleep(0.0005)  # CUDA events can be polled, or waited for without a time-out; polling can end
-            del work
+    def _settle(self, work: C10dWork) -> None:
+        while not self.stopping and not work.poll(_SLICE):
+            if work._event is not None:
+                time.sleep(0.0005)  # CUDA events can be polled, or waited for without a time-out; polling can end
 
     def stop(self, timeout: float) -> None:
         """End the thread; what is not settled by then is no longer watched."""
         self.stopping = True
-        thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
-            self._queue.put(None)
-            thread.join(timeout)
+        self._worker.stop(timeout)
         deadline = time.perf_counter() + timeout
         while self._inside and time.perf_counter() < deadline:
             time.sleep(0.005)

@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.collectives import Collective, Layout, Scope, build
 from gradwire.collectives.timeouts import timeout_seconds
+from gradwire.concurrency import Worker
 from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError, again
 from gradwire.events import is_kept
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
@@ -38,7 +39,6 @@ from gradwire.groups.hierarchical.meeting import Build, ask_around, find_hosts
 from gradwire.groups.hierarchical.parts import Parts, make_parts
 from gradwire.groups.hierarchical.programs import TwoLevel
 from gradwire.groups.host import host_identity
-from gradwire.groups.lane import Lane
 from gradwire.groups.ledger import Arrivals
 from gradwire.groups.membership import Membership
 from gradwire.groups.monitor import Monitor
@@ -96,7 +96,7 @@ class HierarchicalGroup(Group):
         self._progress = self._monitor.progress
         self._meetings: list[Callable[[float], object]] = []
         """Of a recovery that was not finished, those that are left."""
-        self._lane = Lane(f"{self.name}-{self.rank}")
+        self._lane = Worker(f"program-{self.name}-{self.rank}")
         self._order = threading.Lock()
         self._driving = threading.Lock()
         self._watchdog.on_tick.append(self._monitor.tick)
@@ -254,7 +254,7 @@ class HierarchicalGroup(Group):
         def settle(inner: Work) -> None:
             error = inner.exception()
             if error is None:
-                work.finish(source_rank=None if inner._source is None else members[inner._source])
+                work.finish(source_rank=None if inner.source is None else members[inner.source])
             elif isinstance(error, CollectiveTimeout) or not isinstance(error, Exception):
                 work.fail(self.ledger.timed_out(work, work.timeout))
             else:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -23,10 +22,10 @@ from torch._C._distributed_c10d import Store
 from gradwire.collectives import Collective, Kind
 from gradwire.collectives.lower import Program, lower
 from gradwire.collectives.timeouts import timeout_seconds
+from gradwire.concurrency import Worker, weakly
 from gradwire.errors import UNEVEN, CollectiveMismatch, GroupAborted, GroupError, PeerLost, UsageError, UsageTypeError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.forked import finalize_here
-from gradwire.groups.lane import Lane
 from gradwire.groups.ledger import Arrivals
 from gradwire.groups.mpi.engine import Engine, tag_of
 from gradwire.groups.mpi.flight import Flight
@@ -57,7 +56,7 @@ class MPIGroup(Group):
         super().__init__(parent.rank, parent.size, name=name or "mpi", timeout=timeout)
         self._runtime.sweep()
         self._native = Native(mpi)
-        self._lane = Lane(f"{self.name}-{self.rank}")
+        self._lane = Worker(f"program-{self.name}-{self.rank}")
         self._order = threading.Lock()
         self._revival: tuple[Comm, Any] | None = None
         what = f"making MPIGroup {self.name!r} on rank {self.rank} of {self.size}"
@@ -82,7 +81,7 @@ class MPIGroup(Group):
 
     def _engine_on(self, comm: Comm, spare: Comm) -> Engine:
         label = f"{self.name}-{self.rank}"
-        return Engine(self._runtime, self._native, comm, spare, name=label, on_news=_weakly(self._look))
+        return Engine(self._runtime, self._native, comm, spare, name=label, on_news=weakly(self._look))
 
     @property
     def _engine(self) -> Engine:
@@ -122,7 +121,7 @@ class MPIGroup(Group):
 
     def _start(self, work: MPIWork, engine: Engine, program: Iterator[Collective]) -> None:
         """One step is the whole operation, but for what a message from or into strided memory needs before and after."""
-        if work._settled:
+        if work.settled:
             return
         work.ledger.started(work, time.perf_counter())
 
@@ -303,18 +302,7 @@ class _Owned:
         self.comm = comm
 
 
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    weak = weakref.WeakMethod(method)
-
-    def call() -> None:
-        strong = weak()
-        if strong is not None:
-            strong()
-
-    return call
-
-
-def _leave(lane: Lane, engines: list[Engine]) -> None:
+def _leave(lane: Worker, engines: list[Engine]) -> None:
     for engine in engines:
         engine.over = True
     lane.stop(timeout=2.0)

@@ -22,7 +22,7 @@ class MPIWork(Work):
     def watch(self, engine: Engine, flight: Flight) -> None:
         """From now on `flight` tells how it goes."""
         self._flight = engine, flight
-        if self._settled:
+        if self.settled:
             self._flight = None
 
     def _settle(self, error: BaseException | None, source_rank: int | None) -> bool:
@@ -32,19 +32,20 @@ class MPIWork(Work):
     def is_completed(self) -> bool:
         """Whether it is over, well or badly."""
         watched = self._flight
-        if watched is not None and not self._settled:
+        if watched is not None and not self.settled:
             engine, flight = watched
             engine.poll(flight)
-        return self._settled
+        return self.settled
 
     def is_success(self) -> bool:
         """Whether it is over and the outputs hold the result."""
         return self.is_completed() and self._error is None
 
-    def _block(self, limit: float) -> bool:
+    def wait_settled(self, limit: float) -> bool:
+        """As in Work, inside the engine."""
         until = time.perf_counter() + limit
         watched = self._flight
         if watched is not None:
             engine, flight = watched
-            engine.wait(flight, until, lambda: self._settled)
-        return super()._block(max(0.0, until - time.perf_counter()))
+            engine.wait(flight, until, lambda: self.settled)
+        return super().wait_settled(max(0.0, until - time.perf_counter()))

@@ -218,7 +218,7 @@ class Engine:
         looks = 0
         while not self._stopping:
             moved = self._advance()
-            if until is not None and until._settled:
+            if until is not None and until.settled:
                 return
             if moved:
                 looks = 0
@@ -247,7 +247,7 @@ class Engine:
         if self._arrived or self._stopping:
             return True
         current = self._current
-        if current is not None and (current.work._settled or min(self.board.posts.tolist()) >= current.target):
+        if current is not None and (current.work.settled or min(self.board.posts.tolist()) >= current.target):
             return True
         if self.board.states.tolist() != self._all_here and (
             self.diagnosis.failure(self.waiting()) is not None or self._stranded()[1]
@@ -263,7 +263,7 @@ class Engine:
             if self._queue:
                 self._begin(self._queue.popleft())
                 moved = True
-        elif current.work._settled:
+        elif current.work.settled:
             self._give_up(current)
             moved = True
         elif min(self.board.posts.tolist()) >= current.target:
@@ -285,7 +285,7 @@ class Engine:
         self._keep = work.group
         steps = self.programs.carry_out(work.op)
         self._current = _Current(work, steps, self.board.posted)
-        if work._settled:  # given up before it began: the others may be waiting for it
+        if work.settled:  # given up before it began: the others may be waiting for it
             self._give_up(self._current)
             return
         if work.ledger.events:

@@ -15,7 +15,6 @@ import json
 import os
 import sys
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
@@ -27,6 +26,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.collectives import Collective, Scope
 from gradwire.collectives.lower import is_identity
+from gradwire.concurrency import weakly
 from gradwire.errors import ClosedError, CollectiveTimeout, GroupError, PeerLost, SharedMemoryFull, UsageError, again
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.bounded_store import bounded
@@ -110,7 +110,7 @@ class SharedMemoryGroup(Group):
             segment.close()
             raise
         self._segment = segment
-        self._engine = Engine(self.name, self._board, programs, post, pulse, _weak_fail(self))
+        self._engine = Engine(self.name, self._board, programs, post, pulse, weakly(self.fail))
         # After the base class's finalizer was made, so that at exit this one runs first.
         self._engine_finalizer = finalize_here(self, _stop, self._engine, segment)
 
@@ -225,17 +225,6 @@ class SharedMemoryGroup(Group):
 def _stop(engine: Engine, segment: Segment) -> None:
     engine.stop()
     segment.close()
-
-
-def _weak_fail(group: SharedMemoryGroup) -> Callable[[BaseException], None]:
-    weak = weakref.WeakMethod(group.fail)
-
-    def fail(error: BaseException) -> None:
-        method = weak()
-        if method is not None:
-            method(error)
-
-    return fail
 
 
 def _reserve(segment: Segment, rank: int) -> Callable[[int, int], None]:

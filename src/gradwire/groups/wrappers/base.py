@@ -13,10 +13,10 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, Layout
 from gradwire.collectives.lower import Program
+from gradwire.concurrency import Worker
 from gradwire.errors import CollectiveTimeout, UsageError
 from gradwire.groups.base import Group
 from gradwire.groups.forked import finalize_here
-from gradwire.groups.lane import Lane
 from gradwire.groups.ledger import Arrivals
 from gradwire.groups.work import Work
 
@@ -125,9 +125,9 @@ class TrackedWrapper(GroupWrapper):
         self.ledger.collect_hook_errors_of(inner.ledger)
         self.steps: dict[int, Work] = {}
         """What the inner group does just now for an operation, by the operation's number."""
-        self._lane = Lane(f"{self.name}-{self.rank}")
+        self._worker = Worker(f"program-{self.name}-{self.rank}")
         self._order = threading.Lock()
-        self._lane_finalizer = finalize_here(self, self._lane.stop, 2.0)
+        self._worker_finalizer = finalize_here(self, self._worker.stop, 2.0)
 
     def program(self, op: Collective) -> Program:
         """Yield the inner group's operations that make up `op`; raise to fail it."""
@@ -139,7 +139,7 @@ class TrackedWrapper(GroupWrapper):
             return self._pass_through(op)
         with self._order:
             work = self.begin(op)
-            self._lane.put(lambda: self._run(work))
+            self._worker.put(lambda: self._run(work))
         return work
 
     def _pass_through(self, op: Collective) -> Work:
@@ -148,7 +148,7 @@ class TrackedWrapper(GroupWrapper):
         def settle(inner: Work) -> None:
             error = inner.exception()
             if error is None:
-                work.finish(source_rank=inner._source)
+                work.finish(source_rank=inner.source)
             else:
                 work.fail(error)
 
@@ -240,4 +240,4 @@ class TrackedWrapper(GroupWrapper):
     def _release(self) -> None:
         # What was in flight has had its time. First: a step that is still in flight would hold the worker thread.
         self._close_part(self.inner)
-        self._lane_finalizer()
+        self._worker_finalizer()

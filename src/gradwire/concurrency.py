@@ -1,0 +1,89 @@
+"""`Worker`, a thread that does jobs in order, and `weakly`, a callback that does not keep its object alive."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+Job = Callable[[], None]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Worker:
+    """A thread that does jobs in the order they were put, started with the first. Holds no reference to its owner but through jobs.
+
+    For what needs several steps and must not block the caller. A collective that an engine lacks, say, is a program of several
+    collectives; all ranks must submit those in the same order, so the programs of one group run one after another on its worker.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._starting = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._unfinished: deque[None] = deque()
+        self.stopping = threading.Event()
+
+    @property
+    def idle(self) -> bool:
+        """Whether every job put so far is done. Exact only for the thread that puts them."""
+        return not self._unfinished
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller is one of the worker's jobs."""
+        return threading.current_thread() is self._thread
+
+    def start(self) -> None:
+        """Start the thread now, not with the first job."""
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"gradwire-{self._name}", daemon=True)
+                self._thread.start()
+
+    def put(self, job: Job) -> None:
+        """Do `job()` after those put before it. A job handles its own errors.
+
+        Once the thread runs it takes no lock: `abort()` in a signal handler may interrupt any thread anywhere, also in here.
+        """
+        if self._thread is None:
+            self.start()
+        self._unfinished.append(None)
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            finally:
+                del job
+                self._unfinished.popleft()
+
+    def stop(self, timeout: float = 5.0) -> bool:
+        """Finish the jobs put so far and end the thread. False if it has not ended after `timeout` seconds."""
+        self.stopping.set()
+        with self._starting:
+            thread, self._thread = self._thread, None
+        if thread is None:
+            return True
+        self._jobs.put(None)
+        if thread is threading.current_thread():  # the last job held the last reference to the worker's owner
+            return True
+        thread.join(timeout)
+        return not thread.is_alive()
+
+
+def weakly(method: Callable[P, R]) -> Callable[P, R | None]:
+    """A bound method that does not keep its object alive: once that is gone, calls do nothing and return None."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        alive = weak()
+        return None if alive is None else alive(*args, **kwargs)
+
+    return call
