@@ -1,6 +1,7 @@
-"""One list: every hook keeps the laws, alone and in random chains, and is the same simulated, under our DDP and under torch's.
+"""The list of hooks: each one obeys the laws, alone and in random chains, and computes the same simulated, under our DDP and under
+torch's.
 
-Adding a hook adds one line here, and no test.
+A new hook adds one line here and no test.
 """
 
 from __future__ import annotations
@@ -28,18 +29,23 @@ from gradwire.testing.simulate import one_parameter
 
 BFLOAT16 = torch.bfloat16
 
-# Hooks that communicate by themselves: the end of a chain.
+# Hooks that communicate by themselves, at the end of a chain.
 ENDS: dict[str, Callable[[], CommHook]] = {
     "mean": hooks.mean,
     "weighted_mean": hooks.weighted_mean,
     "reduce_scatter_mean": hooks.reduce_scatter_mean,
-    "fp8": lambda: hooks.chain(hooks.scaled_cast(torch.float8_e4m3fn), hooks.mean()),
+    "scaled float16": lambda: hooks.chain(hooks.scaled_cast(torch.float16), hooks.mean()),
+    "scaled float8": lambda: hooks.chain(hooks.scaled_cast(torch.float8_e4m3fn), hooks.mean()),
     "quantize 8": lambda: hooks.quantize(bits=8),
     "quantize 4": lambda: hooks.quantize(bits=4, block=32),
     "quantize 2, stochastic": lambda: hooks.quantize(bits=2, block=32, rounding="stochastic"),
     "quantize 1": lambda: hooks.quantize(bits=1, block=32),
     "quantize by layer": lambda: hooks.quantize(bits={"layer0.*": 8, "*": 4}),
+    "sign": hooks.sign,
+    "sign, majority": lambda: hooks.sign("majority"),
+    "power_sgd": lambda: hooks.power_sgd(rank=2),
     "top_k": lambda: hooks.top_k(ratio=0.1),
+    "top_k in bfloat16": lambda: hooks.top_k(ratio=0.1, values=BFLOAT16),
     "threshold": lambda: hooks.threshold(relative=0.3),
     "dgc": lambda: hooks.dgc(0.1, momentum=0.5),
     "decoupled_momentum": lambda: hooks.decoupled_momentum(chunk=8, k=4),
@@ -50,7 +56,7 @@ ENDS: dict[str, Callable[[], CommHook]] = {
     "every, kept": lambda: hooks.every(2, hooks.mean()),
     "hierarchical": lambda: hooks.hierarchical(across=hooks.quantize(bits=8)),
 }
-# Stages that may stand anywhere to the left of an end.
+# Stages, anywhere to the left of such a hook.
 STAGES: dict[str, Callable[[], Stage]] = {
     "cast to bfloat16": lambda: hooks.cast(BFLOAT16),
     "cast to float16": lambda: hooks.cast(torch.float16),
@@ -61,7 +67,7 @@ STAGES: dict[str, Callable[[], Stage]] = {
 
 
 def takes_feedback(hook: CommHook) -> bool:
-    return not hook.traits & (Trait.REMEMBERS | Trait.LOCAL | Trait.WEIGHS)
+    return not hook.traits & (Trait.REMEMBERS | Trait.LOCAL | Trait.WEIGHS | Trait.VOTES)
 
 
 def with_feedback(hook: CommHook) -> CommHook:

@@ -11,6 +11,7 @@ from torch import Tensor
 from gradwire.hooks import CommHook, quantize, sign
 from gradwire.hooks.compressors.quantized import eager
 from gradwire.hooks.compressors.quantized.layout import Layout, Part, Section
+from gradwire.hooks.numerics.slices import Slices
 from gradwire.testing import check_hook, simulate
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +37,7 @@ def awkward(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def part_of(numel: int, bits: int, block: int, rows: int) -> Part:
-    return Layout((Section(bits, ((0, numel),)),), block).parts(rows)[0]
+    return Layout((Section(bits, Slices(((0, numel),))),), block).parts(rows)[0]
 
 
 CASES = [
@@ -58,11 +59,11 @@ def test_triton_gives_the_bits_of_eager(kernels, bits: int, block: int, rows: in
             x = awkward(numel, dtype)
             messages = [torch.zeros(rows, part.stride, dtype=torch.uint8, device="cuda") for _ in range(2)]
             for way, message in zip((kernels, eager), messages, strict=True):
-                way.quantise(x, message, part, key)
+                way.quantize(x, message, part, key)
             assert torch.equal(*messages), (numel, dtype, (messages[0] != messages[1]).nonzero()[:4].tolist())
             outs = [torch.empty_like(x) for _ in range(2)]
             for way, out in zip((kernels, eager), outs, strict=True):
-                way.dequantise(messages[0], out, part)
+                way.dequantize(messages[0], out, part)
             torch.testing.assert_close(*outs, rtol=0, atol=0, equal_nan=True)
             own = replace(part, numel=min(numel, part.row))
             sums = [torch.empty(own.numel, device="cuda") for _ in range(2)]
@@ -81,9 +82,9 @@ def test_rows_of_more_bytes_than_32_bits_count(kernels) -> None:  # type: ignore
     x = torch.zeros(2 * row, dtype=torch.bfloat16, device="cuda")
     x[row - 256 : row], x[-256:], x[:256] = 3.0, 5.0, 7.0
     message = torch.zeros(2, part.stride, dtype=torch.uint8, device="cuda")
-    kernels.quantise(x, message, part, None)
+    kernels.quantize(x, message, part, None)
     out = torch.ones_like(x)
-    kernels.dequantise(message, out, part)
+    kernels.dequantize(message, out, part)
     assert torch.equal(out, x)
     del x, out
     total = torch.empty(row, device="cuda")
@@ -151,8 +152,8 @@ def test_eight_bits_of_a_large_bucket_move_at_the_speed_of_memory(kernels) -> No
     copied = 2 * x.nbytes / milliseconds(lambda: out.copy_(x))
     moved = x.nbytes + message.nbytes
     rates = {
-        "quantise": moved / milliseconds(lambda: kernels.quantise(x, message, part, None)) / copied,
-        "dequantise": moved / milliseconds(lambda: kernels.dequantise(message, out, part)) / copied,
+        "quantize": moved / milliseconds(lambda: kernels.quantize(x, message, part, None)) / copied,
+        "dequantize": moved / milliseconds(lambda: kernels.dequantize(message, out, part)) / copied,
     }
     print({"copy GB/s": copied / 1e6, **rates})
     assert min(rates.values()) >= 0.8, rates

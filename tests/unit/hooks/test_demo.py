@@ -175,7 +175,7 @@ def test_frequencies_of_float16_gradients_do_not_overflow_on_the_wire(values: to
         (lambda: decoupled_momentum(chunk=0), "count elements"),
         (lambda: decoupled_momentum(k=0), "count elements"),
         (lambda: decoupled_momentum(chunk=4, k=17), "only 16 frequencies"),
-        (lambda: decoupled_momentum(values=torch.int8), "no dtype that values travel in"),
+        (lambda: decoupled_momentum(values=torch.int8), "not a dtype that values can be sent in"),
         (lambda: chain(error_feedback(), decoupled_momentum()), "keeps what it did not send already"),
         (lambda: chain(decoupled_momentum(), mean()), "an all-reduce needs every element"),
         (lambda: simulate(decoupled_momentum(), [torch.eye(3).to_sparse(1)]), r"its gradients are sparse.*partition"),

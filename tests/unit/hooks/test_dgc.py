@@ -89,7 +89,7 @@ def test_complex_and_nan() -> None:
         (lambda: dgc(0.1, momentum=1.0), "velocities grow without bound"),
         (lambda: dgc(0.1, warmup_steps=-1), "warmup_steps is negative"),
         (lambda: dgc(0.1, clip=0.0), "clip is a norm"),
-        (lambda: dgc(0.1, values=torch.int8), "no dtype that values travel in"),
+        (lambda: dgc(0.1, values=torch.int8), "not a dtype that values can be sent in"),
         (lambda: chain(error_feedback(), dgc(0.1)), "keeps what it did not send already"),
     ],
 )

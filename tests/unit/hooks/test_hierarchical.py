@@ -130,7 +130,7 @@ def test_slices_are_rows_of_every_parameter() -> None:
     assert three.spec.shapes == ((2, 2), (1,), (1,), (3,), (0,))
     assert one.spec.names == spec.names
     flat = torch.arange(float(spec.numel))
-    taken = [s.pieces.take(flat) for s in (one, two, three)]
+    taken = [s.rows.take(flat) for s in (one, two, three)]
     assert [t.tolist() for t in taken] == [
         [0, 1, 10, 14, 15],
         [2, 3, 4, 5, 11, 16, 17, 18],
@@ -138,7 +138,7 @@ def test_slices_are_rows_of_every_parameter() -> None:
     ]
     back = torch.zeros_like(flat)
     for s, t in zip((one, two, three), taken, strict=True):
-        s.pieces.put(back, t)
+        s.rows.put(back, t)
     assert torch.equal(back, flat)
 
 

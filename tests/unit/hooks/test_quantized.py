@@ -28,6 +28,7 @@ from gradwire.hooks import (
 )
 from gradwire.hooks.compressors.quantized import codec, eager, loops
 from gradwire.hooks.compressors.quantized.layout import Layout, Part, Section, lay_out
+from gradwire.hooks.numerics.slices import Slices
 from gradwire.parallel import replicate
 from gradwire.testing import check_hook, run_ranks, simulate
 from gradwire.testing.laws import LAWS, pays_back
@@ -52,18 +53,18 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def part_of(numel: int, bits: int, *, block: int = 256, rows: int = 1) -> Part:
-    return Layout((Section(bits, ((0, numel),)),), block).parts(rows)[0]
+    return Layout((Section(bits, Slices(((0, numel),))),), block).parts(rows)[0]
 
 
 def encoded(module: Any, x: Tensor, part: Part, rows: int, key: int | None = None) -> Tensor:
     message = torch.zeros(rows, part.stride, dtype=torch.uint8)
-    module.quantise(x, message, part, key)
+    module.quantize(x, message, part, key)
     return message
 
 
 def decoded(module: Any, message: Tensor, part: Part) -> Tensor:
     out = torch.empty(part.numel)
-    module.dequantise(message, out, part)
+    module.dequantize(message, out, part)
     return out
 
 
@@ -190,7 +191,7 @@ def test_compiled_loops_give_the_bits_of_torch(
 
 
 def test_the_device_kernels_can_be_imported_anywhere() -> None:
-    assert callable(importlib.import_module("gradwire.hooks.compressors.quantized.kernels").quantise)
+    assert callable(importlib.import_module("gradwire.hooks.compressors.quantized.kernels").quantize)
 
 
 # -- quantize ------------------------------------------------------------------------------------------------------------
@@ -198,7 +199,7 @@ def test_the_device_kernels_can_be_imported_anywhere() -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_mean_of_codes_quantised_again(bits: int, ranks: int, way: str) -> None:
+def test_the_mean_of_codes_quantized_again(bits: int, ranks: int, way: str) -> None:
     brought = [normal(2000, seed=r) for r in range(ranks)]
     done = simulate(quantize(bits), brought)
     slice_ = math.ceil(math.ceil(2000 / 256) / ranks) * 256
@@ -339,10 +340,10 @@ def _chosen(flat: Tensor, bits: int) -> Tensor:
 def test_neighbours_of_the_same_width_are_one_stretch() -> None:
     spec = spec_of(["a", "b", "c.bias", "d"], [5, 6, 7, 8])
     layout = lay_out(spec, (("*.bias", 8), ("*", 4)), 256)
-    assert [(s.bits, s.pieces) for s in layout.sections] == [(8, ((11, 7),)), (4, ((0, 11), (18, 8)))]
-    assert lay_out(spec, (("*", 4),), 256).sections[0].pieces == ((0, 26),)
+    assert [(s.bits, s.slices.ranges) for s in layout.sections] == [(8, ((11, 7),)), (4, ((0, 11), (18, 8)))]
+    assert lay_out(spec, (("*", 4),), 256).sections[0].slices.ranges == ((0, 26),)
     double = lay_out(replace(spec, dtype=torch.complex64), (("*", 4),), 256)
-    assert double.sections[0].pieces == ((0, 52),)
+    assert double.sections[0].slices.ranges == ((0, 52),)
 
 
 def test_the_first_pattern_wins_and_one_must_match() -> None:

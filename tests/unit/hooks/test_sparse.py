@@ -189,13 +189,13 @@ class Stateful(CommHook):
         (lambda: top_k(ratio=0.0), "ratio 0.0 is not a part of the whole"),
         (lambda: top_k(ratio=1.5), "not a part of the whole"),
         (lambda: top_k(k=0), "no element would be sent"),
-        (lambda: top_k(k=1, values=torch.int8), "no dtype that values travel in"),
+        (lambda: top_k(k=1, values=torch.int8), "not a dtype that values can be sent in"),
         (lambda: threshold(), "which elements"),
         (lambda: threshold(value=1.0, relative=0.1), "Pass one of value and relative"),
         (lambda: threshold(value=0.0), "above 0 and finite"),
         (lambda: threshold(value=float("inf")), "above 0 and finite"),
         (lambda: threshold(relative=2.0), "part of the largest magnitude"),
-        (lambda: threshold(value=1.0, values=torch.float16), "no dtype that values travel in"),
+        (lambda: threshold(value=1.0, values=torch.float16), "not a dtype that values can be sent in"),
         (lambda: random_k(0.0), "not a part of the whole"),
         (lambda: chain(random_k(0.1), error_feedback(), mean()), "keeps state from step to step"),
         (lambda: chain(random_k(0.1), Stateful()), "keeps state from step to step"),
@@ -223,8 +223,8 @@ def test_sparse_gradients_are_refused(hook: CommHook) -> None:
         simulate(hook, [torch.eye(3).to_sparse(1)])
 
 
-def test_places_beyond_their_dtype_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"travel as torch.int32, which is too narrow.*Buckets\(from_start=True\)"):
+def test_indices_beyond_their_dtype_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"sent as torch.int32, which is too narrow.*Buckets\(from_start=True\)"):
         Format(torch.float32).check(2**31, "top_k")
 
 
@@ -246,8 +246,8 @@ def test_pairs_survive_their_bytes(count: int) -> None:
     form = Format(torch.bfloat16)
     pairs = Pairs(torch.arange(count, dtype=torch.int32), torch.randn(count).bfloat16())
     row = torch.cat([torch.zeros(1, dtype=torch.uint8), form.pack(pairs)])[1:]
-    places, values = form.unpack(row)
-    assert torch.equal(places, pairs.places)
+    indices, values = form.unpack(row)
+    assert torch.equal(indices, pairs.indices)
     assert torch.equal(values, pairs.values)
     assert row.numel() == count * form.nbytes
 

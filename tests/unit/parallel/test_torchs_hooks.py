@@ -99,7 +99,7 @@ def batched_power_sgd(model: Any) -> None:
 
 
 class AsOverNccl:
-    """`dist` with all_gather's future as NCCL has it, all outputs in one tensor: what the quantisation hooks were written for.
+    """`dist` with all_gather's future as NCCL has it, all outputs in one tensor: what the quantization hooks were written for.
 
     Over gloo, which gives a list, they fail on torch's own model too.
     """

@@ -38,7 +38,7 @@ from gradwire.hooks.bucket import BucketSpec, is_dense
 from gradwire.hooks.composite import Composite
 from gradwire.hooks.dense import Mean
 from gradwire.hooks.numerics.elementwise import check_dense, refuse_sparse
-from gradwire.hooks.numerics.slices import Pieces
+from gradwire.hooks.numerics.slices import Slices
 from gradwire.hooks.pump import relay
 from gradwire.hooks.state import bundle, pick
 
@@ -50,13 +50,13 @@ class Slice:
     """What one lane carries of a bucket."""
 
     spec: BucketSpec
-    pieces: Pieces
+    rows: Slices
 
 
 def slices(spec: BucketSpec, lanes: int) -> tuple[Slice, ...]:
     """The bucket cut into one slice per lane. See Note [Slices are rows]."""
     if lanes == 1:
-        return (Slice(spec, Pieces.of([(0, spec.numel)])),)
+        return (Slice(spec, Slices.of([(0, spec.numel)])),)
     cuts = [_cut(*one, lanes) for one in zip(spec.shapes, spec.strides, spec.offsets, strict=True)]
     return tuple(
         Slice(
@@ -65,7 +65,7 @@ def slices(spec: BucketSpec, lanes: int) -> tuple[Slice, ...]:
                 shapes=tuple(cut[lane][0] for cut in cuts),
                 strides=tuple(cut[lane][1] for cut in cuts),
             ),
-            Pieces.of([cut[lane][2] for cut in cuts]),
+            Slices.of([cut[lane][2] for cut in cuts]),
         )
         for lane in range(lanes)
     )
@@ -135,7 +135,7 @@ class Hierarchical(Composite):
         self._take_up(state, turn.spec, layout.width, index)
         row, lost = value[:0], value[:0]
         if state.mine is not None:
-            brought = _times(ranks * hosts / counted, value, state.mine.pieces)
+            brought = _times(ranks * hosts / counted, value, state.mine.rows)
             away = replace(alone, spec=state.mine.spec, rank=host, world_size=hosts, path=f"{turn.path}/across {index}")
             row, told = yield from _among(Scope.ACROSS, self.across.reduce(brought, state.across, away))
             lost = row[:0] if turn.donated else told - brought
@@ -144,7 +144,7 @@ class Hierarchical(Composite):
         if turn.donated or state.mine is None:
             return Reduced(out, sent)
         sent = sent.clone()
-        state.mine.pieces.add(sent, lost * (counted / hosts))
+        state.mine.rows.add(sent, lost * (counted / hosts))
         return Reduced(out, sent)
 
     def _take_up(self, state: _Levels, spec: BucketSpec, lanes: int, index: int) -> None:
@@ -166,11 +166,11 @@ class Hierarchical(Composite):
             if ranks > 1:
                 yield broadcast(whole, src=0, label=label).among(Scope.INSIDE)
             return
-        sizes = [s.pieces.numel for s in state.slices] + [0] * (ranks - len(state.slices))
+        sizes = [s.rows.numel for s in state.slices] + [0] * (ranks - len(state.slices))
         rows = list(out.new_empty(sum(sizes)).split(sizes))
         yield all_gather(rows, row.reshape(-1).contiguous(), label=label).among(Scope.INSIDE)
         for one, part in zip(state.slices, rows, strict=False):
-            one.pieces.put(out, part)
+            one.rows.put(out, part)
 
     def bytes_between(self, spec: BucketSpec, layout: Layout, step: int = 0) -> float | None:
         """The bytes that the busiest rank sends to other hosts for a bucket, where the hook between hosts can tell."""
@@ -217,12 +217,12 @@ class Hierarchical(Composite):
         return f"hierarchical(inside={self.inside!r}, across={self.across!r})"
 
 
-def _times(factor: float, value: Tensor, pieces: Pieces) -> Tensor:
-    """The pieces of `value` times `factor`, in memory of their own: a hook's result may be a part of its state."""
-    row = pieces.take(value)
+def _times(factor: float, value: Tensor, rows: Slices) -> Tensor:
+    """These rows of `value` times `factor`, in new memory: a hook's result may be a part of its state."""
+    row = rows.take(value)
     if factor != 1.0:
         return row * factor
-    return row.clone() if len(pieces.runs) == 1 else row
+    return row.clone() if len(rows.ranges) == 1 else row
 
 
 def _as_row(row: Tensor, out: Tensor) -> Tensor:

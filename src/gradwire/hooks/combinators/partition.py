@@ -23,7 +23,7 @@ from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Composite
 from gradwire.hooks.dense import Mean
-from gradwire.hooks.numerics.slices import Pieces
+from gradwire.hooks.numerics.slices import Slices
 from gradwire.hooks.state import add_owed
 
 _MEAN = Mean()
@@ -76,7 +76,7 @@ class _Part:
     """Which of the rules gave it its parameters."""
     hook: CommHook
     spec: BucketSpec
-    pieces: Pieces
+    slices: Slices
     """Where its parameters lie in the bucket."""
 
 
@@ -121,7 +121,7 @@ class Partition(Composite):
                     '"*": mean() for all that is left.'
                 )
         return [
-            _Part(i, hook, spec if len(mine) == len(spec.names) else _chosen(spec, mine), _pieces(spec, mine))
+            _Part(i, hook, spec if len(mine) == len(spec.names) else _chosen(spec, mine), _slices(spec, mine))
             for i, (mine, (_, hook)) in enumerate(zip(members, self.rules, strict=True))
             if mine
         ]
@@ -144,10 +144,10 @@ class Partition(Composite):
         value = grad if turn.donated else torch.empty_like(grad)
         sent = value if turn.donated else torch.empty_like(grad)  # of a donated gradient nobody asks what was sent
         for part, inner in zip(state.parts, state.states, strict=True):
-            reduced = yield from part.hook.reduce(part.pieces.take(grad), inner, replace(turn, spec=part.spec))
-            part.pieces.put(value, reduced.value)
+            reduced = yield from part.hook.reduce(part.slices.take(grad), inner, replace(turn, spec=part.spec))
+            part.slices.put(value, reduced.value)
             if not turn.donated:
-                part.pieces.put(sent, reduced.sent)
+                part.slices.put(sent, reduced.sent)
         return Reduced(value, sent)
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
@@ -212,9 +212,9 @@ def _chosen(spec: BucketSpec, members: Sequence[int]) -> BucketSpec:
     )
 
 
-def _pieces(spec: BucketSpec, members: Sequence[int]) -> Pieces:
+def _slices(spec: BucketSpec, members: Sequence[int]) -> Slices:
     offsets, numels = spec.offsets, spec.numels
-    return Pieces.of([(offsets[i], numels[i]) for i in members])
+    return Slices.of([(offsets[i], numels[i]) for i in members])
 
 
 def partition(hooks: Mapping[str, CommHook]) -> CommHook:

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.collectives.reference import working_dtype
 from gradwire.errors import UsageError
 from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Composite
 from gradwire.hooks.dense import Mean
-from gradwire.hooks.numerics.elementwise import check_dense, refuse_sparse
+from gradwire.hooks.numerics.elementwise import check_dense, refuse_sparse, wide
 from gradwire.hooks.state import add_owed, bundle, join_flat, pick, split_flat
 
 _MEAN = Mean()
@@ -150,7 +149,7 @@ class Every(Composite):
 
     def init(self, spec: BucketSpec) -> dict[str, Any]:
         """Nothing has been kept yet. The sum of 16-bit gradients is float32."""
-        kept = torch.zeros(spec.numel, dtype=working_dtype(spec.dtype), device=spec.device)
+        kept = torch.zeros(spec.numel, dtype=wide(spec.dtype), device=spec.device)
         return {"kept": kept, "hook": self.hook.init(spec)}
 
     def reduce(self, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:
@@ -180,7 +179,7 @@ class Every(Composite):
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> dict[str, Any]:
         """The sum, zero for parameters that were not saved, and the hook's state."""
-        kept = join_flat(pick(saved, "kept"), spec, dtype=working_dtype(spec.dtype))
+        kept = join_flat(pick(saved, "kept"), spec, dtype=wide(spec.dtype))
         return {"kept": kept, "hook": self.hook.load(pick(saved, "hook"), spec)}
 
     def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:

@@ -163,7 +163,7 @@ class DecoupledMomentum(CommHook):
         self._write(own, [(pairs,) for pairs in chosen], state, turn.spec, tilings, 1)
         drop_nonfinite_(state.flat.sub_(own))
 
-        packed = form.pack(Pairs(_row([c.places for c in chosen]), _row([c.values for c in chosen])))
+        packed = form.pack(Pairs(_row([c.indices for c in chosen]), _row([c.values for c in chosen])))
         gathered = packed.new_empty(turn.world_size * packed.numel())
         yield all_gather_into_tensor(gathered, packed, label=f"bucket {turn.spec.index}")
 
@@ -178,8 +178,8 @@ class DecoupledMomentum(CommHook):
         """The k largest frequencies of each tile: their places in it, and they themselves."""
         frequencies = turned(tiling.cut(matrix), state.there(tiling.width), state.there(tiling.height))
         frequencies = frequencies.reshape(tiling.tiles, tiling.height * tiling.width)
-        places = torch.topk(frequencies.abs(), tiling.k, sorted=False).indices
-        return Pairs(places.to(form.places), frequencies.gather(1, places).to(form.values))
+        indices = torch.topk(frequencies.abs(), tiling.k, sorted=False).indices
+        return Pairs(indices.to(form.indices), frequencies.gather(1, indices).to(form.values))
 
     def _write(
         self,
@@ -193,9 +193,9 @@ class DecoupledMomentum(CommHook):
         """For each parameter, the mean of what the ranks sent, turned back, into its place in `flat`."""
         for ranks, tiling, place in zip(lists, tilings, spec.views(flat), strict=True):
             frequencies = flat.new_zeros(tiling.tiles, tiling.height * tiling.width)
-            for places, values in ranks:  # in rank order, and no place twice in a list: the same bits everywhere
+            for indices, values in ranks:  # in rank order, and no index twice in a list: the same bits everywhere
                 shape = (tiling.tiles, tiling.k)
-                frequencies.scatter_add_(1, places.view(shape).long(), values.view(shape).to(flat.dtype).div_(divisor))
+                frequencies.scatter_add_(1, indices.view(shape).long(), values.view(shape).to(flat.dtype).div_(divisor))
             tiles = frequencies.view(tiling.tiles, tiling.width, tiling.height)
             tiles = turned(tiles, state.back(tiling.height), state.back(tiling.width))
             place.copy_(tiling.join(tiles).reshape(place.shape))
@@ -207,10 +207,10 @@ class DecoupledMomentum(CommHook):
         return [Tiling.of(shape, self.chunk, self.k) for shape in spec.shapes]
 
     def _format(self, spec: BucketSpec) -> Format:
-        places = torch.int16 if self.chunk**2 <= torch.iinfo(torch.int16).max else torch.int32
+        indices = torch.int16 if self.chunk**2 <= torch.iinfo(torch.int16).max else torch.int32
         if spec.dtype == torch.float16:  # a frequency may be `chunk` times as large as the elements it is made of
-            return Format(self.values or torch.float32, places)
-        return Format(value_dtype(spec, self.values), places)
+            return Format(self.values or torch.float32, indices)
+        return Format(value_dtype(spec, self.values), indices)
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         """(n - 1) lists of k pairs for each tile."""
@@ -238,7 +238,7 @@ def _row(parts: list[Tensor]) -> Tensor:
 
 
 def _split(pairs: Pairs, sizes: list[int]) -> list[Pairs]:
-    return [Pairs(*both) for both in zip(pairs.places.split(sizes), pairs.values.split(sizes), strict=True)]
+    return [Pairs(*both) for both in zip(pairs.indices.split(sizes), pairs.values.split(sizes), strict=True)]
 
 
 def decoupled_momentum(

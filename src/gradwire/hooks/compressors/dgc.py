@@ -80,14 +80,14 @@ class DGC(CommHook):
         v.add_(u)
         form = Format(value_dtype(turn.spec, self.values))
         form.check(v.numel(), self)
-        places = largest(v, share_of(v.numel(), ratio=self.ratio_at(turn.step)))
-        wanted = v[places]
+        indices = largest(v, share_of(v.numel(), ratio=self.ratio_at(turn.step)))
+        wanted = v[indices]
         values = wanted.to(form.values)
-        v[places] = wanted - values.to(v.dtype)  # zero, but for what was rounded off
-        u[places] = 0
+        v[indices] = wanted - values.to(v.dtype)  # zero, except for rounding
+        u[indices] = 0
         drop_nonfinite_(u)
         drop_nonfinite_(v)
-        value, sent = yield from exchange(Pairs(places.to(form.places), values), form, turn)
+        value, sent = yield from exchange(Pairs(indices.to(form.indices), values), form, turn)
         return Reduced(value, sent)
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:

@@ -26,15 +26,14 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import ReduceOp, all_reduce
-from gradwire.collectives.reference import working_dtype
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, is_dense
 from gradwire.hooks.dense import Mean
-from gradwire.hooks.numerics.elementwise import check_dense, refuse_sparse
+from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, number_dtype, real, refuse_sparse
 from gradwire.hooks.numerics.orthogonal import FACTOR_KERNELS, keep_directions, multiply, orthonormal
 from gradwire.hooks.numerics.rng import key, named_generator, noise
-from gradwire.hooks.numerics.slices import Pieces
+from gradwire.hooks.numerics.slices import Slices
 from gradwire.jit import kernels
 
 _MEAN = Mean()
@@ -57,7 +56,7 @@ class _Plan:
     rank: int
     by_rows: tuple[_Matrix, ...]
     by_cols: tuple[_Matrix, ...]
-    rest: Pieces
+    rest: Slices
     """What is sent as it is."""
     numel: int
     """The bucket's elements, and zeros behind it."""
@@ -91,7 +90,7 @@ def _plan(found: list[_Matrix], rest: Sequence[tuple[int, int]], rank: int, nume
         rank,
         tuple(sorted(found, key=lambda m: m.rows)),
         tuple(sorted(found, key=lambda m: m.cols)),
-        Pieces.of(rest),
+        Slices.of(rest),
         numel,
     )
 
@@ -190,7 +189,7 @@ class PowerSGD(CommHook):
     def init(self, spec: BucketSpec) -> _Factors:
         """Each Q from the seed and its parameter's name, so that all ranks begin alike."""
         plan = self.plan(spec)
-        state = _Factors(plan, torch.empty(0, dtype=_wide(spec), device=spec.device))
+        state = _Factors(plan, torch.empty(0, dtype=number_dtype(spec.dtype), device=spec.device))
         if self.warm_start:
             for m, place in zip(plan.by_rows, state.q.each, strict=True):
                 chance = named_generator(self.seed, m.name or spec.names[0])
@@ -209,20 +208,20 @@ class PowerSGD(CommHook):
             index = torch.arange(q.numel(), device=q.device)
             q.copy_(noise(index, key(self.seed, turn, shared=True) & 0x7FFFFFFF).sub_(0.5))
         label = f"bucket {turn.spec.index}"
-        real = torch.view_as_real(grad).view(-1) if grad.is_complex() else grad
-        flat = _filled(real.to(q.dtype), plan.numel)
+        own = real(grad)
+        flat = _filled(own.to(q.dtype), plan.numel)
         m = plan.matrices(flat)
 
         plan.rest.copy(flat, row)
         multiply(m, state.q.each, state.p)
-        wire = row.to(real.dtype)
+        wire = row.to(own.dtype)
         yield all_reduce(wire, op=ReduceOp.AVG, label=f"{label}, P")
         _take(row, wire)
         p = [each for batch in orthonormal(state.p_batches) for each in batch.unbind()]
 
         new = state.new
         multiply([each.mT for each in m], p, new.each)
-        wire = new.flat.to(real.dtype)
+        wire = new.flat.to(own.dtype)
         if not turn.donated:
             state.mine.flat.copy_(wire)
         yield all_reduce(wire, op=ReduceOp.AVG, label=f"{label}, Q")
@@ -233,15 +232,15 @@ class PowerSGD(CommHook):
         if turn.share != 1:
             new.flat.mul_(turn.share)
             row[:head].mul_(turn.share)
-        value = flat if turn.donated or flat is not real else torch.empty_like(flat)
+        value = flat if turn.donated or flat is not own else torch.empty_like(flat)
         multiply(p, new.turned, plan.matrices(value))
         plan.rest.put(value, row[:head])
         if turn.donated:
-            return Reduced(_back(value, grad), grad)
+            return Reduced(as_dtype(value[: own.numel()], grad.dtype), grad)
         sent = torch.empty_like(flat)
         multiply(p, state.mine.turned, plan.matrices(sent))
-        plan.rest.put(sent, plan.rest.take(real).to(sent.dtype))
-        return Reduced(_back(value, grad), _back(sent, grad))
+        plan.rest.put(sent, plan.rest.take(own).to(sent.dtype))
+        return Reduced(*(as_dtype(row[: own.numel()], grad.dtype) for row in (value, sent)))
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         """2 (n - 1) / n of the two factors and of what is sent as it is."""
@@ -304,20 +303,9 @@ def _take(row: Tensor, wire: Tensor) -> None:
         row.copy_(wire)
 
 
-def _wide(spec: BucketSpec) -> torch.dtype:
-    return working_dtype(spec.dtype).to_real()
-
-
 def _filled(flat: Tensor, numel: int) -> Tensor:
     """`flat`, with zeros behind it up to `numel` elements."""
     return flat if flat.numel() == numel else torch.nn.functional.pad(flat, (0, numel - flat.numel()))
-
-
-def _back(flat: Tensor, grad: Tensor) -> Tensor:
-    """What was computed, in the gradient's length and dtype."""
-    if grad.is_complex():
-        return torch.view_as_complex(flat[: 2 * grad.numel()].view(-1, 2)).to(grad.dtype)
-    return flat[: grad.numel()].to(grad.dtype)
 
 
 def power_sgd(

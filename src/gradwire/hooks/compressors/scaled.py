@@ -31,7 +31,7 @@ from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Wrapped
 from gradwire.hooks.dense import Mean, ReduceScatterMean
-from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, count, padded, real, refuse_sparse, wide
+from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, count, number_dtype, padded, real, refuse_sparse
 
 EXPONENTS = {torch.float16: 15, torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 """Two to this power is the largest that a scaled number may be: each dtype holds it, with some room above."""
@@ -95,7 +95,7 @@ class ScaledCast(Wrapped):
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Agree on a scale, convert, reduce, convert back. See Note [float16 is summed by the engine]."""
         refuse_sparse(grad, f"scaled_cast({self.dtype})", turn.spec)
-        flat = real(grad).to(_number(turn.spec))
+        flat = real(grad).to(number_dtype(turn.spec.dtype))
         magnitude = largest_magnitude(flat.view(1, -1))
         yield all_reduce(magnitude, op=ReduceOp.MAX, label=f"bucket {turn.spec.index}, scale")
         ranks = (turn.world_size - 1).bit_length()  # 2 ** ranks is at least their number
@@ -108,7 +108,7 @@ class ScaledCast(Wrapped):
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         """As the hook inside, and one number."""
         inner = self.inner.wire_bytes(self.inside(spec), world_size, step)
-        return None if inner is None else inner + 2 * (world_size - 1) / world_size * _number(spec).itemsize
+        return None if inner is None else inner + 2 * (world_size - 1) / world_size * number_dtype(spec.dtype).itemsize
 
     def __repr__(self) -> str:
         return f"scaled_cast({self.dtype}) > {self.inner!r}"
@@ -169,11 +169,6 @@ class Float8Mean(CommHook):
 
     def __repr__(self) -> str:
         return f"scaled_cast({self.dtype}) > mean()"
-
-
-def _number(spec: BucketSpec) -> torch.dtype:
-    """What a bucket's numbers are scaled in."""
-    return wide(spec.dtype.to_real() if spec.dtype.is_complex else spec.dtype)
 
 
 def scaled_cast(dtype: torch.dtype) -> Stage:

@@ -1,6 +1,6 @@
-"""Sparse hooks: each rank sends the elements that matter most to it, and where they are.
+"""Sparse hooks: each rank sends its most important elements, and their indices.
 
-Different ranks choose different elements, so no all-reduce can add them up: the lists are gathered, and every rank adds all of
+Different ranks choose different elements, so an all-reduce cannot add them: the lists are gathered, and every rank adds all of
 them in rank order. What was not sent is lost unless error feedback keeps it; `dgc`, in a module of its own, keeps it itself,
 and `random_k`, where all ranks choose the same elements, is a stage.
 """
@@ -8,6 +8,7 @@ and `random_k`, where all ranks choose the same elements, is a stage.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +20,14 @@ from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.compressors.pairs import Format, Pairs, add_up, scatter
-from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, count, real, refuse_sparse, wide
+from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, count, number_dtype, real, refuse_sparse
 from gradwire.hooks.numerics.select import largest, reaching
 
 ALONE = (
-    "it gathers lists of places and values, because each rank sends other elements, and an all-reduce needs every element of "
+    "it gathers lists of indices and values, because each rank sends other elements, and an all-reduce needs every element of "
     "every rank"
 )
-"""Why a sparse hook is no stage."""
+"""Why a sparse hook cannot be a stage."""
 
 
 def share_of(numel: int, *, ratio: float | None = None, k: int | None = None) -> int:
@@ -36,7 +37,7 @@ def share_of(numel: int, *, ratio: float | None = None, k: int | None = None) ->
 
 
 def check_ratio(what: str, ratio: float) -> None:
-    """Raise unless `ratio` is a part of the whole."""
+    """Raise unless 0 < `ratio` <= 1."""
     if not 0 < ratio <= 1:
         raise UsageError(
             f"{what}: ratio {ratio} is not a part of the whole. Pass more than 0 and at most 1, such as 0.01."
@@ -44,16 +45,16 @@ def check_ratio(what: str, ratio: float) -> None:
 
 
 def check_values(what: str, values: torch.dtype | None) -> None:
-    """Raise unless values can travel so."""
+    """Raise unless values can be sent in this dtype."""
     if values not in (None, torch.float32, torch.bfloat16):
         raise UsageError(
-            f"{what}: values={values} is no dtype that values travel in. Pass torch.bfloat16, torch.float32, or None "
+            f"{what}: values={values} is not a dtype that values can be sent in. Pass torch.bfloat16, torch.float32, or None "
             "for the gradient's own."
         )
 
 
 def exchange(chosen: Pairs, form: Format, turn: Turn) -> Reduction:
-    """Gather lists of the same length from all ranks: their mean as `value`, this rank's own as `sent`, both as rows."""
+    """Gather lists of equal length from all ranks: their mean is `value`, this rank's own list is `sent`."""
     packed = form.pack(chosen)
     gathered = packed.new_empty(turn.world_size * packed.numel())
     yield all_gather_into_tensor(gathered, packed, label=f"bucket {turn.spec.index}")
@@ -63,48 +64,65 @@ def exchange(chosen: Pairs, form: Format, turn: Turn) -> Reduction:
 
 def _rows(lists: list[Pairs], chosen: Pairs, turn: Turn) -> Reduced:
     dtype, numel = turn.spec.dtype, count(turn.spec)
-    number = wide(dtype.to_real() if dtype.is_complex else dtype)
+    number = number_dtype(dtype)
     value = add_up(lists, numel, number, divisor=turn.divisor or turn.world_size)
-    sent = value if turn.donated else scatter(chosen, numel, number)  # nobody asks for it then
+    sent = value if turn.donated else scatter(chosen, numel, number)  # not needed if donated
     return Reduced(as_dtype(value, dtype), as_dtype(sent, dtype))
 
 
 def value_dtype(spec: BucketSpec, values: torch.dtype | None) -> torch.dtype:
-    """What the values of a bucket travel in."""
-    own = spec.dtype.to_real() if spec.dtype.is_complex else spec.dtype
+    """The dtype in which a bucket's values are sent."""
+    own = spec.dtype.to_real()
     return values if values is not None and values.itemsize < own.itemsize else own
 
 
 def check_bucket(hook: CommHook, spec: BucketSpec, values: torch.dtype | None) -> None:
-    """Raise unless the bucket is dense, and not longer than places can tell: for `check`."""
+    """Raise unless the bucket is dense and its indices fit their dtype: for `check`."""
     check_dense(hook, spec)
     Format(value_dtype(spec, values)).check(count(spec), hook)
 
 
+class _Selecting(CommHook):
+    """A hook that sends the elements that this rank chooses."""
+
+    values: torch.dtype | None
+    alone = ALONE
+
+    @abstractmethod
+    def choose(self, flat: Tensor) -> Tensor:
+        """The indices of the elements to send."""
+
+    def check(self, spec: BucketSpec) -> None:
+        """Raise unless the bucket is dense and its indices fit their dtype."""
+        check_bucket(self, spec, self.values)
+
+    def chosen(self, grad: Tensor, turn: Turn) -> tuple[Pairs, Format]:
+        """The chosen elements as they are sent."""
+        refuse_sparse(grad, self, turn.spec)
+        flat = real(grad)
+        form = Format(value_dtype(turn.spec, self.values))
+        form.check(flat.numel(), self)
+        indices = self.choose(flat)
+        return Pairs(indices.to(form.indices), flat[indices].to(form.values)), form
+
+
 @dataclass(frozen=True, slots=True)
-class TopK(CommHook):
-    """See `top_k`."""
+class TopK(_Selecting):
+    """The hook of `top_k`: a fixed number of elements, one all-gather."""
 
     ratio: float | None
     k: int | None
     values: torch.dtype | None
 
     collectives = 1
-    alone = ALONE
 
-    def check(self, spec: BucketSpec) -> None:
-        """Dense, and not longer than places can tell."""
-        check_bucket(self, spec, self.values)
+    def choose(self, flat: Tensor) -> Tensor:
+        """Those of largest magnitude."""
+        return largest(flat, share_of(flat.numel(), ratio=self.ratio, k=self.k))
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Choose, gather, add."""
-        refuse_sparse(grad, self, turn.spec)
-        flat = real(grad)
-        form = Format(value_dtype(turn.spec, self.values))
-        form.check(flat.numel(), self)
-        places = largest(flat, share_of(flat.numel(), ratio=self.ratio, k=self.k))
-        chosen = Pairs(places.to(form.places), flat[places].to(form.values))
-        return (yield from exchange(chosen, form, turn))
+        return (yield from exchange(*self.chosen(grad, turn), turn))
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         """(n - 1) lists of k pairs."""
@@ -120,8 +138,8 @@ def top_k(*, ratio: float | None = None, k: int | None = None, values: torch.dty
     """Send the elements of largest magnitude: `k` of each bucket, or the `ratio`-th part of it. (arXiv 1704.05021, 1809.07599)
 
     Each rank chooses its own; all lists are gathered and added in rank order. Exactly k are chosen, rounded up and at least
-    one; of equal ones the first in the bucket. What is left out is lost, so put `error_feedback()` around it. `values` narrows
-    what travels beside each place, such as torch.bfloat16.
+    one; ties go to the lower index. What is left out is lost, so put `error_feedback()` around it. `values`, such as
+    torch.bfloat16, is the dtype in which the elements are sent.
 
     On the wire: (n - 1) k (4 + itemsize(values)) bytes, n being the ranks: it grows with n, where an all-reduce does not. It pays
     while n * ratio is well below 1. Memory: the lists of all ranks.
@@ -143,28 +161,25 @@ def top_k(*, ratio: float | None = None, k: int | None = None, values: torch.dty
 
 
 @dataclass(frozen=True, slots=True)
-class Threshold(CommHook):
-    """See `threshold`."""
+class Threshold(_Selecting):
+    """The hook of `threshold`: a varying number of elements, so the lengths are gathered before the lists."""
 
     value: float | None
     relative: float | None
     values: torch.dtype | None
 
     collectives = 2
-    alone = ALONE
 
-    def check(self, spec: BucketSpec) -> None:
-        """Dense, and not longer than places can tell."""
-        check_bucket(self, spec, self.values)
+    def choose(self, flat: Tensor) -> Tensor:
+        """Those that reach the bound."""
+        if self.relative is None:
+            return reaching(flat, flat.new_tensor(self.value))
+        low, high = flat.aminmax() if flat.numel() else (flat.new_zeros(()), flat.new_zeros(()))
+        return reaching(flat, torch.maximum(-low, high) * self.relative)
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        """Choose, gather how many were chosen, gather them, add."""
-        refuse_sparse(grad, self, turn.spec)
-        flat = real(grad)
-        form = Format(value_dtype(turn.spec, self.values))
-        form.check(flat.numel(), self)
-        places = self._choose(flat)
-        chosen = Pairs(places.to(form.places), flat[places].to(form.values))
+        """Choose, gather the lengths, gather the lists, add."""
+        chosen, form = self.chosen(grad, turn)
         packed = form.pack(chosen)
         counts = torch.empty(turn.world_size, dtype=torch.int64, device=grad.device)
         label = f"bucket {turn.spec.index}"
@@ -172,12 +187,6 @@ class Threshold(CommHook):
         gathered = [packed.new_empty(length) for length in counts.tolist()]
         yield all_gather(gathered, packed, label=label)
         return _rows([form.unpack(row) for row in gathered], chosen, turn)
-
-    def _choose(self, flat: Tensor) -> Tensor:
-        if self.relative is None:
-            return reaching(flat, flat.new_tensor(self.value))
-        low, high = flat.aminmax() if flat.numel() else (flat.new_zeros(()), flat.new_zeros(()))
-        return reaching(flat, torch.maximum(-low, high) * self.relative)
 
     def __repr__(self) -> str:
         bound = f"value={self.value}" if self.value is not None else f"relative={self.relative}"
@@ -189,12 +198,12 @@ def threshold(
 ) -> CommHook:
     """Send the elements whose magnitude is at least `value`, or `relative` times the largest of the bucket. (Strom 2015)
 
-    How many that are depends on the gradients and differs between ranks, so their numbers are gathered first, and then the
-    lists. It adapts where a fixed k does not: a step in which little happens costs little. Zeros are never sent. What is left
-    out is lost, so put `error_feedback()` around it. `values` narrows what travels beside each place.
+    Their number depends on the gradients and differs between ranks, so the lengths are gathered first, and then the lists. It
+    adapts where a fixed k does not: a step with small gradients costs little. Zeros are never sent. What is left out is lost,
+    so put `error_feedback()` around it. `values` is the dtype in which the elements are sent.
 
-    On the wire: (n - 1) (8 + what was chosen times (4 + itemsize(values))) bytes, n being the ranks. On CUDA the host waits for
-    the numbers: the lists cannot be made without them.
+    On the wire: (n - 1) (8 + k (4 + itemsize(values))) bytes for n ranks and k chosen elements. On CUDA the host waits for the
+    lengths: memory for the lists cannot be allocated without them.
 
     >>> from gradwire.testing import simulate
     >>> done = simulate(threshold(value=2.0), [torch.tensor([5.0, 1.0]), torch.tensor([2.0, -3.0])])

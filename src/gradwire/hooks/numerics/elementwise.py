@@ -8,12 +8,22 @@ from torch import Tensor
 from gradwire.errors import UsageError
 from gradwire.hooks.bucket import BucketSpec
 
-_NARROW = frozenset({torch.float16, torch.bfloat16})
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute in: float32 for 16-bit numbers, else the same."""
-    return torch.float32 if dtype in _NARROW else dtype
+    """The dtype to compute in: float32 for 16-bit numbers, otherwise the same."""
+    return _WIDER.get(dtype, dtype)
+
+
+def number_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The real dtype to compute in with what `real` returns for a bucket of `dtype`."""
+    return wide(dtype.to_real())
+
+
+def float32(number: float) -> float:
+    """The nearest float32, so that no implementation computes with more digits of it."""
+    return float(torch.tensor(number, dtype=torch.float32, device="cpu"))
 
 
 def real(flat: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.dense import mean
+from gradwire.hooks.numerics.elementwise import wide
 from gradwire.hooks.periodic.base import OuterHook, check_every
 from gradwire.hooks.pump import begin
 from gradwire.hooks.state import bundle, join_flat, pick, split_flat
@@ -72,13 +73,13 @@ class DiLoCo(OuterHook):
 
     def begin(self, parameters: Tensor, state: _Anchored, turn: Turn) -> None:
         """The round starts from the parameters; from what was loaded, where something was."""
-        wide = parameters.to(_wide(turn.spec.dtype), copy=True)
-        for name, place in zip(turn.spec.names, _parts(wide, turn.spec), strict=True):
+        anchor = parameters.to(wide(turn.spec.dtype), copy=True)
+        for name, place in zip(turn.spec.names, _parts(anchor, turn.spec), strict=True):
             if name in state.given:
                 place.copy_(state.given[name].reshape(-1))
-        state.anchor, state.given = wide, {}
+        state.anchor, state.given = anchor, {}
         if state.momentum is None and self.outer_momentum:
-            state.momentum = torch.zeros_like(wide)
+            state.momentum = torch.zeros_like(anchor)
 
     def after_step(self, parameters: Tensor, state: _Anchored, turn: Turn) -> Reduction:
         """The mean over the ranks of how far they went, by the hook inside."""
@@ -243,13 +244,9 @@ def _check_diloco(name: str, every: int, lr: float, momentum: float, hook: CommH
         raise UsageError(f"{name}(hook={hook!r}): it communicates nothing. Pass a hook that averages, such as mean().")
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """In which the anchor is kept: the small way of one round must not be lost in it."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def _inside(spec: BucketSpec) -> BucketSpec:
-    return replace(spec, dtype=_wide(spec.dtype))
+    """The bucket as anchor and inner hook have it: in float32 at least, so that the small progress of one round is not lost."""
+    return replace(spec, dtype=wide(spec.dtype))
 
 
 def _parts(flat: Tensor, spec: BucketSpec) -> list[Tensor]:

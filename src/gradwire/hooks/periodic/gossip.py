@@ -12,6 +12,7 @@ from gradwire.collectives import all_to_all_single
 from gradwire.errors import UsageError
 from gradwire.hooks.base import Reduced, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.numerics.elementwise import wide
 from gradwire.hooks.numerics.rng import generator
 from gradwire.hooks.periodic.base import OuterHook, check_every
 
@@ -52,8 +53,7 @@ class Gossip(OuterHook):
         came = torch.empty_like(sent)
         label = f"parameters {turn.spec.index}"
         yield all_to_all_single(came, sent, output_split_sizes=splits, input_split_sizes=splits, label=label)
-        wide = torch.float32 if parameters.dtype in (torch.float16, torch.bfloat16) else parameters.dtype
-        total = parameters.to(wide, copy=True)
+        total = parameters.to(wide(parameters.dtype), copy=True)
         for part in came.view(len(others), numel):
             total.add_(part)
         return Reduced(total.div_(1 + len(others)).to(parameters.dtype), parameters)

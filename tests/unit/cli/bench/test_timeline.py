@@ -13,7 +13,7 @@ from gradwire.cli.bench.timeline import Kernel, Timeline, common, draw, kernels_
 KERNELS = [
     Kernel("gemm", 7, 0.0, 4.0),
     Kernel("gemm", 7, 4.0, 8.0),
-    Kernel("quantise", 20, 3.0, 5.0),
+    Kernel("quantize", 20, 3.0, 5.0),
     Kernel("add", 21, 7.0, 9.0),
 ]
 

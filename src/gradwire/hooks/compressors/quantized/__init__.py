@@ -1,4 +1,4 @@
-"""Quantised hooks: a few bits per element, and block-wise scales."""
+"""Quantized hooks: a few bits per element, and block-wise scales."""
 
 from gradwire.hooks.compressors.quantized.quantize import quantize
 from gradwire.hooks.compressors.quantized.sign import sign

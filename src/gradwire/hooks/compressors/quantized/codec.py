@@ -15,7 +15,7 @@ from gradwire.hooks.compressors.quantized.layout import Part
 from gradwire.jit import kernels
 
 
-def quantise(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
+def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
     """Codes and scales of `x`, of any floating-point dtype, into its part of `message`, of one row per rank."""
     if part.blocks == 0:
         return
@@ -23,20 +23,20 @@ def quantise(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
     if unused.shape[1]:
         unused.zero_()  # what is sent is never what the memory happened to hold
     way = _way(x)
-    way.quantise(x.to(torch.float32) if way is loops else x, message, part, key)
+    way.quantize(x.to(torch.float32) if way is loops else x, message, part, key)
 
 
-def dequantise(message: Tensor, out: Tensor, part: Part) -> None:
+def dequantize(message: Tensor, out: Tensor, part: Part) -> None:
     """What the codes stand for, one row after another, into `out`, of any floating-point dtype."""
     if part.numel == 0:
         return
     way = _way(out)
     if way is loops and out.dtype != torch.float32:
         wide = torch.empty(part.numel, dtype=torch.float32, device=out.device)
-        way.dequantise(message, wide, part)
+        way.dequantize(message, wide, part)
         out.copy_(wide)
     else:
-        way.dequantise(message, out, part)
+        way.dequantize(message, out, part)
 
 
 def total(message: Tensor, out: Tensor, part: Part, factor: float) -> None:

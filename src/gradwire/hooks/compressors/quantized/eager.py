@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 
 from gradwire.hooks.compressors.quantized.layout import Part
+from gradwire.hooks.numerics.elementwise import float32
 from gradwire.hooks.numerics.rng import noise
 
 LEAST = 2.0**-100
 """Blocks whose largest element is smaller count as zeros."""
 
 
-def quantise(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
+def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
     """Codes and scales of `x` into its part of `message`, one row after another.
 
     With a key: stochastic rounding. Of one bit the key says which zeros are positive.
@@ -48,7 +49,7 @@ def quantise(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
         even = (torch.arange(part.block, device=x.device) + (key or 0)) % 2 == 0
         code = (sure_values > 0) | ((sure_values == 0) & even)
     else:
-        scale = peak * _float32(1 / part.top)
+        scale = peak * float32(1 / part.top)
         inverse = torch.full_like(sure, part.top).div_(sure).unsqueeze(-1)
         y = torch.where(live.unsqueeze(-1), values * inverse, 0.0)
         code = y.round_() if key is None else _stochastic(y, part, key)
@@ -58,7 +59,7 @@ def quantise(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
     codes.copy_(_pack(code.to(torch.int32), part).view(rows, -1))
 
 
-def dequantise(message: Tensor, out: Tensor, part: Part) -> None:
+def dequantize(message: Tensor, out: Tensor, part: Part) -> None:
     """What the codes of all rows stand for, one row after another, into `out`."""
     out.copy_(_decode(message, part).view(-1)[: part.numel])
 
@@ -69,7 +70,7 @@ def total(message: Tensor, out: Tensor, part: Part, factor: float) -> None:
     out.copy_(first)
     for other in others:
         out.add_(other)
-    out.mul_(_float32(factor))
+    out.mul_(float32(factor))
 
 
 def _stochastic(y: Tensor, part: Part, key: int) -> Tensor:
@@ -121,8 +122,3 @@ def _decode(message: Tensor, part: Part) -> Tensor:
 def _padded(x: Tensor, numel: int) -> Tensor:
     x = x.to(torch.float32)
     return x if x.numel() == numel else torch.nn.functional.pad(x, (0, numel - x.numel()))
-
-
-def _float32(number: float) -> float:
-    """The nearest float32, so that no way can keep more of it."""
-    return float(torch.tensor(number, dtype=torch.float32, device="cpu"))

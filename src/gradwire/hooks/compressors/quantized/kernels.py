@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gradwire.hooks.compressors.quantized.layout import Part
+from gradwire.hooks.numerics.elementwise import float32
 from gradwire.hooks.numerics.triton_compat import inlined, kernel, tl
 
 ENCODE_ELEMENTS = 4096
@@ -29,27 +30,27 @@ DECODE_ELEMENTS = 4096
 WARPS = 4
 
 
-def quantise(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
-    """See `eager.quantise`."""
+def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
+    """See `eager.quantize`."""
     tile = max(1, ENCODE_ELEMENTS // part.block)
     unit = float(1 << part.fraction)
     with torch.cuda.device(x.device):
-        _quantise[(-(-part.blocks // tile), message.shape[0])](
+        _quantize[(-(-part.blocks // tile), message.shape[0])](
             x, message, message.view(torch.int32), part.numel, part.blocks, *_words(part),
-            key or 0, 1 / unit if part.bits == 1 else _float32(1 / part.top),
+            key or 0, 1 / unit if part.bits == 1 else float32(1 / part.top),
             TOP=unit if part.bits == 1 else float(part.top), BITS=part.bits, BLOCK=part.block, TILE=tile,
             STOCHASTIC=key is not None and part.bits > 1, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def dequantise(message: Tensor, out: Tensor, part: Part) -> None:
-    """See `eager.dequantise`."""
+def dequantize(message: Tensor, out: Tensor, part: Part) -> None:
+    """See `eager.dequantize`."""
     _run_decode(message, out, part, rows=message.shape[0], summed=1, factor=1.0)
 
 
 def total(message: Tensor, out: Tensor, part: Part, factor: float) -> None:
     """See `eager.total`."""
-    _run_decode(message, out, part, rows=1, summed=message.shape[0], factor=_float32(factor))
+    _run_decode(message, out, part, rows=1, summed=message.shape[0], factor=float32(factor))
 
 
 def _run_decode(message: Tensor, out: Tensor, part: Part, *, rows: int, summed: int, factor: float) -> None:
@@ -67,12 +68,8 @@ def _words(part: Part) -> tuple[int, int, int]:
     return part.stride // 4, part.codes_at // 4, part.scales_at // 4
 
 
-def _float32(number: float) -> float:
-    return float(torch.tensor(number, dtype=torch.float32, device="cpu"))
-
-
 @kernel("numel", "blocks", "stride", "codes_at", "scales_at", "key")
-def _quantise(
+def _quantize(
     x, codes, scales, numel, blocks, stride, codes_at, scales_at, key, down,
     TOP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
@@ -84,13 +81,13 @@ def _quantise(
     here = (blocks - begin).to(tl.int32)
     left = numel - first
     if (left >= TILE * BLOCK) & (here >= TILE):
-        _quantise_tile(x, codes, scales, first, left, here, key, down, TOP, BITS, BLOCK, TILE, STOCHASTIC, True)
+        _quantize_tile(x, codes, scales, first, left, here, key, down, TOP, BITS, BLOCK, TILE, STOCHASTIC, True)
     else:
-        _quantise_tile(x, codes, scales, first, left, here, key, down, TOP, BITS, BLOCK, TILE, STOCHASTIC, False)
+        _quantize_tile(x, codes, scales, first, left, here, key, down, TOP, BITS, BLOCK, TILE, STOCHASTIC, False)
 
 
 @inlined
-def _quantise_tile(
+def _quantize_tile(
     x, codes, scales, first, left, here, key, down,
     TOP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, STOCHASTIC: tl.constexpr,
     FULL: tl.constexpr,

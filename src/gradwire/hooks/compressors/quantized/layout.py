@@ -1,4 +1,4 @@
-"""Where quantised elements lie: which parameters share a width, and where their codes and scales are in a message.
+"""Where quantized elements lie: which parameters share a width, and where their codes and scales are in a message.
 
 Pure arithmetic on numbers: nothing here touches a tensor's values.
 
@@ -14,15 +14,12 @@ an eighth of a bit per element.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-import torch
-from torch import Tensor
-
 from gradwire.errors import UsageError
 from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.numerics.slices import Slices
 
 WIDTHS = (1, 2, 4, 8)
 _ALIGN = 16
@@ -75,34 +72,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The parameters of a bucket that have the same width, as stretches of the flat bucket."""
+    """The parameters of a bucket that have the same width."""
 
     bits: int
-    pieces: tuple[tuple[int, int], ...]
-    """Where each stretch begins, and how many elements it has."""
-
-    @property
-    def numel(self) -> int:
-        """Elements of all stretches."""
-        return sum(numel for _, numel in self.pieces)
-
-    def take(self, flat: Tensor) -> Tensor:
-        """The elements in one row: the bucket's own memory where they are one stretch."""
-        views = [flat.narrow(0, *piece) for piece in self.pieces]
-        return views[0] if len(views) == 1 else torch.cat(views)
-
-    def room(self, flat: Tensor) -> Tensor:
-        """Memory for the elements that `put` then brings to their places in `flat`."""
-        return self.take(flat) if len(self.pieces) == 1 else flat.new_empty(self.numel)
-
-    def put(self, values: Tensor, flat: Tensor) -> None:
-        """Bring `values` to their places in `flat`; nothing where they are there already."""
-        at = 0
-        for piece in self.pieces:
-            place = flat.narrow(0, *piece)
-            if place.data_ptr() != values.data_ptr() or place.dtype != values.dtype:
-                place.copy_(values.narrow(0, at, piece[1]))
-            at += piece[1]
+    slices: Slices
+    """Where they are in the flat bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +88,7 @@ class Layout:
 
     def parts(self, ranks: int) -> tuple[Part, ...]:
         """Each section's place in a message of as many rows as there are ranks."""
-        sized = [(s, -(-_blocks(s.numel, self.block) // ranks)) for s in self.sections]
+        sized = [(s, -(-_blocks(s.slices.numel, self.block) // ranks)) for s in self.sections]
         places, at = [], 0
         for section, blocks in sized:
             codes_at = at
@@ -122,7 +96,7 @@ class Layout:
             at = scales_at + _aligned(4 * blocks)
             places.append((section, blocks, codes_at, scales_at))
         return tuple(
-            Part(s.bits, self.block, s.numel, blocks, at, codes, scales) for s, blocks, codes, scales in places
+            Part(s.bits, self.block, s.slices.numel, blocks, at, codes, scales) for s, blocks, codes, scales in places
         )
 
     def stride(self, ranks: int) -> int:
@@ -132,19 +106,11 @@ class Layout:
 
 def lay_out(spec: BucketSpec, rules: Rules, block: int) -> Layout:
     """The bucket's sections. Complex elements are two real ones."""
-    pieces: dict[int, list[tuple[int, int]]] = {}
-    for name, offset, numel in zip(spec.names, spec.offsets, spec.numels, strict=True):
-        bits = bits_of(name, rules)
-        stretches = pieces.setdefault(bits, [])
-        if stretches and sum(stretches[-1]) == offset:
-            stretches[-1] = (stretches[-1][0], stretches[-1][1] + numel)
-        else:
-            stretches.append((offset, numel))
     reals = 2 if spec.dtype.is_complex else 1
-    return Layout(
-        tuple(Section(bits, _scaled(pieces[bits], reals)) for bits in sorted(pieces, reverse=True)),
-        block,
-    )
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    for name, offset, numel in zip(spec.names, spec.offsets, spec.numels, strict=True):
+        ranges.setdefault(bits_of(name, rules), []).append((reals * offset, reals * numel))
+    return Layout(tuple(Section(bits, Slices.of(ranges[bits])) for bits in sorted(ranges, reverse=True)), block)
 
 
 def bits_of(name: str, rules: Rules) -> int:
@@ -156,10 +122,6 @@ def bits_of(name: str, rules: Rules) -> int:
         f"quantize(bits={dict(rules)}): no pattern matches the parameter {name!r}. Add a last one for the rest, such as "
         '"*": 8.'
     )
-
-
-def _scaled(pieces: Sequence[tuple[int, int]], by: int) -> tuple[tuple[int, int], ...]:
-    return tuple((by * offset, by * numel) for offset, numel in pieces)
 
 
 def _blocks(numel: int, block: int) -> int:

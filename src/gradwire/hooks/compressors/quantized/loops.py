@@ -30,12 +30,12 @@ _8, _13, _16 = np.uint32(8), np.uint32(13), np.uint32(16)
 
 def available() -> bool:
     """Whether numba is there."""
-    return _quantise.compiled() is not None
+    return _quantize.compiled() is not None
 
 
-def quantise(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
-    """See `eager.quantise`."""
-    run = _quantise.compiled()
+def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
+    """See `eager.quantize`."""
+    run = _quantize.compiled()
     assert run is not None
     flat = _array(x)
     codes, scales = _message(message)
@@ -45,8 +45,8 @@ def quantise(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
     )  # fmt: skip
 
 
-def dequantise(message: Tensor, out: Tensor, part: Part) -> None:
-    """See `eager.dequantise`."""
+def dequantize(message: Tensor, out: Tensor, part: Part) -> None:
+    """See `eager.dequantize`."""
     _run_decode(message, out, part, rows=message.shape[0], summed=1, factor=1.0)
 
 
@@ -76,7 +76,7 @@ def _array(t: Tensor) -> Any:
 
 
 @loop
-def _quantise(
+def _quantize(
     x: Any, x_bits: Any, codes: Any, scales: Any, numel: int, rows: int, blocks: int, block: int, stride: int,
     codes_at: int, scales_at: int, bits: int, fraction: int, stochastic: bool, key: Any,
 ) -> None:  # fmt: skip

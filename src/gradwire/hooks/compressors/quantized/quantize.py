@@ -14,7 +14,7 @@ from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.compressors.quantized import codec
-from gradwire.hooks.compressors.quantized.layout import WIDTHS, Layout, Part, Rules, Section, lay_out
+from gradwire.hooks.compressors.quantized.layout import WIDTHS, Layout, Part, Rules, lay_out
 from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, real, refuse_sparse
 from gradwire.hooks.numerics.rng import key as chance_key
 
@@ -44,7 +44,7 @@ class Quantize(CommHook):
         return lay_out(spec, self.rules, self.block)
 
     def reduce(self, grad: Tensor, state: Layout, turn: Turn) -> Reduction:
-        """Quantised slices to their owners, who sum them up; the means, quantised again, to everybody."""
+        """Quantized slices to their owners, who sum them up; the means, quantized again, to everybody."""
         refuse_sparse(grad, self, turn.spec)
         label = f"bucket {turn.spec.index}"
         flat = real(grad.view(-1))
@@ -55,7 +55,7 @@ class Quantize(CommHook):
         keys = self._keys(turn)
 
         for section, part in pairs:
-            codec.quantise(section.take(flat), message, part, parity(turn) if part.bits == 1 else next(keys))
+            codec.quantize(section.slices.take(flat), message, part, parity(turn) if part.bits == 1 else next(keys))
         received = torch.empty_like(message)
         yield all_to_all_single(received, message, label=label)
 
@@ -64,17 +64,23 @@ class Quantize(CommHook):
             own = _owned(part, turn.rank)
             mean = torch.empty(own.numel, dtype=torch.float32, device=flat.device)
             codec.total(received, mean, own, 1 / count)
-            codec.quantise(mean, answer, own, parity(turn) if part.bits == 1 else next(keys))
+            codec.quantize(mean, answer, own, parity(turn) if part.bits == 1 else next(keys))
             if sent is not None:
-                _note_sent(sent, section, part, own, message, answer, mean, turn.rank, count)
+                room = section.slices.room(sent) if sent.dtype == torch.float32 else mean.new_empty(part.numel)
+                codec.dequantize(message, room, part)
+                if own.numel:  # this rank's slice: its error when it rounded the mean
+                    rounded = torch.empty_like(mean)
+                    codec.dequantize(answer, rounded, own)
+                    room.narrow(0, turn.rank * part.row, own.numel).add_(rounded.sub_(mean), alpha=count)
+                section.slices.put(sent, room)
         gathered = received  # as large, and no longer needed
         yield all_gather_into_tensor(gathered, answer, label=label)
 
         value = flat if turn.donated else torch.empty_like(flat)
         for section, part in pairs:
-            room = section.room(value)
-            codec.dequantise(gathered, room, part)
-            section.put(room, value)
+            room = section.slices.room(value)
+            codec.dequantize(gathered, room, part)
+            section.slices.put(value, room)
         return Reduced(as_dtype(value, grad.dtype), as_dtype(value if sent is None else sent, grad.dtype))
 
     def _keys(self, turn: Turn) -> Iterator[int | None]:
@@ -112,7 +118,7 @@ def quantize(
     After QSGD (arXiv 1610.02132) with scales by block: 2, 4 and 8 bits are symmetric levels around zero up to the block's largest
     absolute value; 1 bit is the sign, of zeros + and - in turns, times the block's mean absolute value (1-bit SGD, Seide et al.
     2014). Each rank owns a slice of the bucket: it receives the others' codes for it, sums what they stand for, and sends the
-    mean, quantised again, to all.
+    mean, quantized again, to all.
     `rounding="stochastic"` rounds up or down by chance, so that the expected value is exact; it has no meaning for 1 bit.
     A block that holds NaN or inf comes back as NaN. Error feedback to the left of it pays back both roundings.
 
@@ -155,26 +161,3 @@ def parity(turn: Turn) -> int:
 def _owned(part: Part, rank: int) -> Part:
     """The part of it that `rank` sums up."""
     return replace(part, numel=min(max(part.numel - rank * part.row, 0), part.row))
-
-
-def _note_sent(
-    sent: Tensor,
-    section: Section,
-    part: Part,
-    own: Part,
-    message: Tensor,
-    answer: Tensor,
-    mean: Tensor,
-    rank: int,
-    count: int,
-) -> None:
-    """What the codes say, and in the slice that is ours also the error that we made when we rounded the mean."""
-    room = section.room(sent)
-    if room.dtype != torch.float32:  # so that it is rounded once
-        room = torch.empty(part.numel, dtype=torch.float32, device=sent.device)
-    codec.dequantise(message, room, part)
-    if own.numel:
-        again = torch.empty_like(mean)
-        codec.dequantise(answer, again, own)
-        room.narrow(0, rank * part.row, own.numel).add_(again.sub_(mean), alpha=count)
-    section.put(room, sent)

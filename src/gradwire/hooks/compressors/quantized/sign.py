@@ -16,6 +16,7 @@ from gradwire.hooks.compressors.quantized import codec
 from gradwire.hooks.compressors.quantized.layout import Layout, Part, Section
 from gradwire.hooks.compressors.quantized.quantize import parity
 from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, real, refuse_sparse
+from gradwire.hooks.numerics.slices import Slices
 
 _SCALES = ("mean", "majority")
 _PER = ("parameter", "bucket")
@@ -186,13 +187,13 @@ def _count(turn: Turn) -> int:
 
 
 def _part(numel: int, rows: int) -> Part:
-    return Layout((Section(1, ((0, numel),)),), _BLOCK).parts(rows)[0]
+    return Layout((Section(1, Slices(((0, numel),))),), _BLOCK).parts(rows)[0]
 
 
 def _signs(flat: Tensor, part: Part, rows: int, key: int) -> Tensor:
     """The signs alone, packed: of the codec's message, whose scales by block nobody asked for, the codes."""
     message = torch.empty((rows, part.stride), dtype=torch.uint8, device=flat.device)
-    codec.quantise(flat, message, part, key)
+    codec.quantize(flat, message, part, key)
     return message[:, : part.blocks * part.block_bytes].contiguous()
 
 
@@ -205,7 +206,7 @@ def _meant(signs: Tensor, part: Part) -> Tensor:
             torch.uint8
         )
         message[:, : part.scales_at] = rows  # the scales stay 1
-        codec.dequantise(message, out, part)
+        codec.dequantize(message, out, part)
     return out
 
 
