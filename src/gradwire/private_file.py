@@ -19,8 +19,11 @@ import stat
 from gradwire.errors import GroupError, PrivateFileGone
 
 PAGE = 4096
-_LABEL = "gradwire-store"
+STORE = "gradwire-store"
 _NAME = re.compile(r"(\d{1,10}):(\d{1,10}):(\d{1,20}):(\d{1,20})", re.ASCII)
+_HINTS = dict.fromkeys(
+    (errno.EMFILE, errno.ENFILE), "Raise the limit on open files (ulimit -n), or close some before ranks meet."
+)
 
 
 def available() -> bool:
@@ -28,9 +31,14 @@ def available() -> bool:
     return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 
 
-def create() -> int:
-    """The descriptor of a new file: one page of zeros."""
-    fd = os.memfd_create(_LABEL, os.MFD_CLOEXEC)
+def create(label: str = STORE) -> int:
+    """The descriptor of a new file: one page of zeros. It is opened by name and `label`, which tells its use."""
+    try:
+        fd = os.memfd_create(label, os.MFD_CLOEXEC)
+    except OSError as error:
+        raise GroupError(
+            f"making a private store: {error.strerror}. {_HINTS.get(error.errno or 0, '')}".rstrip()
+        ) from error
     try:
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, PAGE)
@@ -51,11 +59,13 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-def open_private(name: str) -> int:
+def open_private(name: str, label: str = STORE) -> int:
     """A descriptor of one's own to the file; refused with the reason if it is not one of ours, or not this user's."""
     match = _NAME.fullmatch(name)
     if match is None:
-        raise GroupError(f"opening the private store {name!r}: this is not the name of one. See who has changed it.")
+        raise GroupError(
+            f"opening the private store {name[:80]!r}: this is not the name of one. See who has changed it."
+        )
     pid, number, device, inode = map(int, match.groups())
     what = f"opening the private store of process {pid} (descriptor {number})"
     try:
@@ -66,8 +76,8 @@ def open_private(name: str) -> int:
             "ranks as one user."
         ) from error
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise
+        if error.errno in _HINTS:
+            raise GroupError(f"{what}: {error.strerror}. {_HINTS[error.errno]}") from error
         raise PrivateFileGone(
             f"{what}: there is no such process here, or it has closed the store ({error.strerror}). It has ended, or runs on "
             "another host or in another container. Look at its output; ranks that are said to be on one host must see each other's "
@@ -80,7 +90,7 @@ def open_private(name: str) -> int:
                 f"{what}: it belongs to user {status.st_uid}, this process runs as {os.geteuid()}. It is not used: somebody else "
                 "has offered it, or ranks run as different users."
             )
-        ours = os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_LABEL}")
+        ours = os.readlink(f"/proc/self/fd/{fd}") == f"/memfd:{label} (deleted)"
         if not ours or (status.st_dev, status.st_ino) != (device, inode) or not stat.S_ISREG(status.st_mode):
             raise PrivateFileGone(f"{what}: another file has taken its place. It is not used: start all ranks anew.")
         if status.st_mode & 0o077:

@@ -16,12 +16,15 @@ def exchange(store: Any, prefix: str, rank: int, size: int, value: str, *, timeo
     calls.set(keys[rank], value)
     try:
         calls.wait(keys, timedelta(seconds=timeout))
+    except CollectiveTimeout:  # the store does not answer, so it would not say who is missing
+        raise
     except RuntimeError as error:
         missing = [r for r, key in enumerate(keys) if not calls.check([key])]
-        raise CollectiveTimeout(
-            f"{who}: ranks {missing} have not come within {timeout:.3g} s. See whether they have started, and what their output "
-            "says.",
-            joined=[r for r in range(size) if r not in missing],
-            missing=missing,
-        ) from error
+        if missing:  # and not come in the last moment
+            raise CollectiveTimeout(
+                f"{who}: ranks {missing} have not come within {timeout:.3g} s. See whether they have started, and what their "
+                "output says.",
+                joined=[r for r in range(size) if r not in missing],
+                missing=missing,
+            ) from error
     return [calls.get(key) for key in keys]

@@ -21,6 +21,7 @@ from gradwire.groups.private_store import PrivateStore
 from gradwire.private_file import available
 
 _PURPOSE = "gradwire/purpose"
+_USED = "gradwire/used/"
 _PAUSE = 0.01
 
 
@@ -40,6 +41,8 @@ def move(store: Any, rank: int, *, key: str, purpose: str, timeout: float, who: 
     while True:
         try:
             calls.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except CollectiveTimeout:  # the open store does not answer
+            raise
         except RuntimeError as error:
             raise CollectiveTimeout(
                 f"{who}: ranks [0] have not come within {timeout:.3g} s. See whether rank 0 has started, and what its output says.",
@@ -48,9 +51,9 @@ def move(store: Any, rank: int, *, key: str, purpose: str, timeout: float, who: 
             ) from error
         name = calls.get(key).decode(errors="replace")
         try:
-            private = PrivateStore.open(name)
+            private = _open_unused(name, rank)
             break
-        except PrivateFileGone:  # one of an attempt that has failed, after which rank 0 makes another
+        except PrivateFileGone:  # one of an attempt that has failed, or of an earlier group; rank 0 makes another
             if time.monotonic() >= deadline:
                 raise
             time.sleep(_PAUSE)
@@ -71,6 +74,23 @@ def move_if_together(store: Any, rank: int, size: int, *, purpose: str, timeout:
     if len(set(hosts)) > 1:
         return store
     return move(store, rank, key="gradwire/private", purpose=purpose, timeout=timeout, who=who)
+
+
+def mark_used(store: Any, rank: int) -> None:
+    """This rank's group is made in `store`: should it meet the others again in the open store, they move to another private one."""
+    inner = innermost(store)
+    if isinstance(inner, PrivateStore):
+        inner.set(f"{_USED}{rank}", "")
+
+
+def _open_unused(name: str, rank: int) -> PrivateStore:
+    private = PrivateStore.open(name)
+    if private.check([f"{_USED}{rank}"]):
+        private.close()
+        raise PrivateFileGone(
+            f"opening the private store {name}: it is that of an earlier group, which rank 0 has not left yet."
+        )
+    return private
 
 
 def release(store: Any) -> None:

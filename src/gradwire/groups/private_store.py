@@ -8,7 +8,13 @@ The file is a log of records: a key and its value, or that it was deleted. Its f
 of the log. A writer locks the file, appends its records, and only then moves the end: one that is killed half-way has written
 nothing, its lock is released by the kernel, and the next writer overwrites what it left. torch's FileStore has no such end: a
 record that a killed process left half-written makes all others read without end. A writer that is stopped while it has the lock
-stops other writers only, and these give up after `_LOCK_PATIENCE` seconds.
+stops other writers only, and these give up after `_LOCK_PATIENCE` seconds. Between two attempts to lock the file, other threads of
+the process can read.
+
+Note [Stores in forked children]
+The kernel's lock belongs to an open file description, which a forked child shares with its parent: both could hold the lock at
+once, and the lock of a killed parent would be held as long as a child lives. So in a child, before any other code runs, each store
+gets a description of its own, and a new mutex: the old one may be locked by a thread that the child does not have.
 
 Note [Readers without a lock]
 What lies before the end does not change, so readers need no lock. The end is written by a call of its own: the kernel's lock on the
@@ -17,7 +23,8 @@ memory before it given back. A reader that finds the start behind its place begi
 
 Note [Kept until closed]
 C++ code (a PrefixStore, an engine) keeps the C++ half of a store alive, but calls methods of the Python half. So an open store is
-referenced here until `close()`, after which every call raises.
+referenced here until `close()`, after which every call raises. `close()` never waits: a garbage collection may call it on a thread
+that is inside the store. The descriptor is closed when nobody is.
 """
 
 from __future__ import annotations
@@ -30,7 +37,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -63,13 +70,17 @@ class PrivateStore(Store):
     def __init__(self, fd: int, *, beside: Any = None) -> None:
         """Owns `fd`. `beside` is kept as long as this store is open."""
         super().__init__()
+        try:
+            self._inode = os.fstat(fd).st_ino
+            self._map = _map(fd)
+        except BaseException:
+            os.close(fd)
+            raise
         self._fd = fd
-        self._inode = os.fstat(fd).st_ino
-        self._map = mmap.mmap(fd, PAGE)
         self._words = memoryview(self._map).cast("Q")
         self._beside = beside
-        self._pid = os.getpid()
         self._mutex = threading.Lock()  # flock is the file's, which all threads of a process have together
+        self._closed = ""
         self._values: dict[str, bytes] = {}
         self._live = 0
         self._at = PAGE
@@ -98,15 +109,45 @@ class PrivateStore(Store):
             return False
 
     def close(self) -> None:
-        """Let go of the file. May be called again; any other call raises from now on."""
-        with self._mutex:
+        """Let go of the file. May be called again; any other call raises from now on. See Note [Kept until closed]."""
+        self._closed = self._closed or "is closed: the group or launcher that it belongs to has ended"
+        self._beside = None
+        _OPEN.discard(self)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if not self._mutex.acquire(blocking=False):
+            return  # the thread inside does it
+        try:
             fd, self._fd = self._fd, -1
-            self._beside = None
-            _OPEN.discard(self)
             if fd >= 0:
                 self._words.release()
                 self._map.close()
-                os.close(fd)
+                if self._leads_to_file(fd):
+                    os.close(fd)
+        finally:
+            self._mutex.release()
+
+    def _leads_to_file(self, fd: int) -> bool:
+        """False if somebody has closed our descriptor; its number may be another file's by now."""
+        try:
+            return os.fstat(fd).st_ino == self._inode
+        except OSError:
+            return False
+
+    def _renew_in_child(self) -> None:
+        """See Note [Stores in forked children]."""
+        self._mutex = threading.Lock()
+        if self._fd < 0 or not self._leads_to_file(self._fd):
+            return
+        try:
+            own = _reopen(self._fd)
+        except OSError as error:
+            self._closed = f"could not be opened again in this forked child: {error.strerror}"
+            self._let_go()
+            return
+        os.dup2(own, self._fd, inheritable=False)
+        os.close(own)
 
     def __enter__(self) -> PrivateStore:
         return self
@@ -131,14 +172,14 @@ class PrivateStore(Store):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of several keys; waits for them if need be."""
-        self.wait(keys)
-        with self._reading() as values:
-            return [values[key] for key in keys]
+        return self._wait(keys, None)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which begins at 0, and return the sum."""
-        if amount == 0 and self.check([key]):
-            return int(self.get(key))
+        if amount == 0:
+            with self._reading() as values:
+                if key in values:
+                    return int(values[key])
         with self._locked() as values:
             total = int(values.get(key, b"0")) + amount
             self._append([(key, b"%d" % total)])
@@ -177,12 +218,18 @@ class PrivateStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return when all keys are there; DistStoreError after `timeout`, or else the store's own."""
+        self._wait(keys, timeout)
+
+    def _wait(self, keys: Sequence[str], timeout: timedelta | None) -> list[bytes]:
         own: timedelta = self.timeout  # type: ignore[attr-defined]
         limit = (own if timeout is None else timeout).total_seconds()
         began = time.monotonic()
-        while not self.check(keys):
+        while True:
+            with self._reading() as values:
+                missing = [key for key in keys if key not in values]
+                if not missing:
+                    return [values[key] for key in keys]
             if time.monotonic() - began >= limit:
-                missing = [key for key in keys if not self.check([key])]
                 raise DistStoreError(f"wait timeout after {limit * 1e3:.0f}ms, keys: {', '.join(missing)}")
             _pause(began)
 
@@ -210,19 +257,22 @@ class PrivateStore(Store):
 
     @contextmanager
     def _mine(self) -> Iterator[None]:
-        """This thread alone in this process. A forked child has a lock of its own, on a file that it has opened itself."""
-        if os.getpid() != self._pid:
-            self._pid, self._mutex = os.getpid(), threading.Lock()
-            if self._fd >= 0:
-                self._fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+        """This thread alone in this process."""
         if not self._mutex.acquire(timeout=_LOCK_PATIENCE):
             raise DistStoreError(f"the private store: another thread has been in it for {_LOCK_PATIENCE:.0f} s")
         try:
-            if self._fd < 0:
-                raise DistStoreError("the private store is closed: the group or launcher that it belongs to has ended")
+            if self._closed:
+                raise DistStoreError(f"the private store {self._closed}")
             yield
+        except OSError as error:
+            raise DistStoreError(
+                f"the private store cannot be read or written: {error}. It is a file in memory: see how much is left, and that the "
+                "limit on file size (ulimit -f) is not too low."
+            ) from error
         finally:
             self._mutex.release()
+            if self._closed:
+                self._let_go()
 
     @contextmanager
     def _reading(self) -> Iterator[dict[str, bytes]]:
@@ -232,28 +282,28 @@ class PrivateStore(Store):
 
     @contextmanager
     def _locked(self) -> Iterator[dict[str, bytes]]:
-        with self._mine():
-            if os.fstat(self._fd).st_ino != self._inode:
-                raise DistStoreError(f"the private store: somebody has closed its descriptor, {self._fd}")
-            fd = self._fd
-            self._lock(fd)
-            try:
-                self._refresh()
-                yield self._values
-            finally:
-                fcntl.flock(fd, fcntl.LOCK_UN)
-
-    def _lock(self, fd: int) -> None:
         began = time.monotonic()
         while True:
-            with suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+            with self._mine():
+                self._check_descriptor()
+                try:
+                    fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    self._refresh()
+                    yield self._values
+                    return
+                except BlockingIOError:
+                    pass
+                finally:
+                    fcntl.flock(self._fd, fcntl.LOCK_UN)
             if time.monotonic() - began >= _LOCK_PATIENCE:
                 raise DistStoreError(
                     f"the private store: another process has had it locked for {_LOCK_PATIENCE:.0f} s; it is probably stopped"
                 )
             _pause(began)
+
+    def _check_descriptor(self) -> None:
+        if not self._leads_to_file(self._fd):
+            raise DistStoreError(f"the private store: somebody has closed its descriptor, {self._fd}")
 
     def _refresh(self) -> None:
         """Read what is new. See Note [Readers without a lock]."""
@@ -271,8 +321,12 @@ class PrivateStore(Store):
             self._at = end
 
     def _read(self, begin: int, end: int) -> bytes:
+        self._check_descriptor()
         pieces = []
-        while begin < end and (piece := os.pread(self._fd, end - begin, begin)):
+        while begin < end:
+            piece = os.pread(self._fd, end - begin, begin)
+            if not piece:
+                raise DistStoreError(f"the private store: somebody has cut its file off at byte {begin} of {end}")
             pieces.append(piece)
             begin += len(piece)
         return b"".join(pieces)
@@ -320,12 +374,26 @@ class PrivateStore(Store):
             view, at = view[written:], at + written
 
 
+def _map(fd: int) -> mmap.mmap:
+    """The first page. Forked children inherit the mapping: it must not keep alive the description that is locked."""
+    another = _reopen(fd)
+    try:
+        return mmap.mmap(another, PAGE)
+    finally:
+        os.close(another)
+
+
+def _reopen(fd: int) -> int:
+    """The same file through an open file description of its own."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+
+
 def _pause(began: float) -> None:
     time.sleep(min(max(_SHORTEST_PAUSE, (time.monotonic() - began) / 10), _LONGEST_PAUSE))
 
 
 def _bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
+    return value.encode() if isinstance(value, str) else bytes(memoryview(value))
 
 
 def _record(key: str, value: bytes | None) -> bytes:
@@ -335,3 +403,11 @@ def _record(key: str, value: bytes | None) -> bytes:
 
 _OPEN: set[PrivateStore] = set()
 """See Note [Kept until closed]."""
+
+
+def _renew_in_child() -> None:
+    for store in list(_OPEN):
+        store._renew_in_child()
+
+
+os.register_at_fork(after_in_child=_renew_in_child)

@@ -24,7 +24,7 @@ from gradwire.groups.base import Group
 from gradwire.groups.c10d import C10dGroup
 from gradwire.groups.hierarchical import HierarchicalGroup
 from gradwire.groups.mpi import MPIGroup
-from gradwire.groups.private_meeting import move_if_together, release
+from gradwire.groups.private_meeting import mark_used, move_if_together, release
 from gradwire.groups.shared_memory import SharedMemoryGroup
 from gradwire.interop.process_group import GradwireProcessGroup, as_process_group
 
@@ -127,6 +127,8 @@ class _Creator:
         store = move_if_together(options.store, rank, size, purpose=name, timeout=timeout, who=who)
         try:
             group = self.engine(store, rank, size, timeout=timeout, name=name)
+            if store is not options.store:
+                mark_used(store, rank)
         except BaseException:
             release(store)
             raise

@@ -32,6 +32,15 @@ def test_any_other_store_is_used_as_it_is() -> None:
     assert _without_interpreter(store, 0, 20.0) == (store, None)
 
 
+def test_nothing_is_left_open_when_the_private_store_is_closed() -> None:
+    with PrivateStore.create() as private:
+        private.close()
+        before = open_descriptors()
+        with pytest.raises(RuntimeError, match="is closed"):
+            _without_interpreter(private, 0, 20.0)
+        assert open_descriptors() == before
+
+
 def test_nothing_is_left_open_when_rank_0_does_not_come() -> None:
     with PrivateStore.create() as private:
         private.set_timeout(timedelta(seconds=0.1))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import random
+import resource
 import signal
 import stat
 import subprocess
@@ -11,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 
 import pytest
@@ -22,6 +26,7 @@ from gradwire.groups import C10dGroup, SharedMemoryGroup, private_store
 from gradwire.groups.bounded_store import innermost
 from gradwire.groups.private_store import PrivateStore
 from gradwire.private_file import create, name_of, open_private
+from gradwire.testing.leftovers import open_descriptors
 
 
 @pytest.fixture
@@ -87,6 +92,35 @@ def test_waiting_ends_with_the_key_or_the_time(store: PrivateStore, other: Priva
     timer.join()
 
 
+@pytest.mark.parametrize("call", [lambda store: store.get("key"), lambda store: store.add("key", 0)])
+def test_a_key_that_was_there_is_read_even_if_it_is_deleted_now(
+    call: Callable[[PrivateStore], bytes | int],
+    store: PrivateStore,
+    other: PrivateStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found and read at once: between two looks another process may delete it."""
+    store.set("key", "1")
+    reading = store._reading
+    looks: list[None] = []
+
+    def look() -> AbstractContextManager[dict[str, bytes]]:
+        if looks:
+            other.delete_key("key")
+        looks.append(None)
+        return reading()
+
+    monkeypatch.setattr(store, "_reading", look)
+    assert call(store) in (b"1", 1)
+
+
+@pytest.mark.parametrize("value", [5, None, 1.5])
+def test_only_bytes_and_text_are_values(value: object, store: PrivateStore) -> None:
+    with pytest.raises(TypeError, match="a bytes-like object is required"):
+        store.set("key", value)  # type: ignore[arg-type]
+    assert not store.check(["key"])
+
+
 @pytest.mark.parametrize("make", [C10dGroup.gloo, SharedMemoryGroup])
 def test_groups_meet_in_it(make: Callable[..., C10dGroup], store: PrivateStore) -> None:
     """Rank 1 in a process of its own."""
@@ -139,6 +173,29 @@ def test_another_inode_is_refused(store: PrivateStore) -> None:
         open_private(":".join((*rest, str(int(inode) + 1))))
 
 
+def test_a_private_file_of_another_use_is_refused() -> None:
+    fd = create("gradwire-nccl-store")
+    with pytest.raises(PrivateFileGone, match="another file has taken its place"):
+        PrivateStore.open(name_of(fd))
+    os.close(fd)
+
+
+def test_a_long_text_is_not_repeated_in_full() -> None:
+    """Another user may have written it."""
+    with pytest.raises(GroupError, match="not the name of one") as caught:
+        open_private("x" * 100_000)
+    assert len(str(caught.value)) < 300
+
+
+def test_what_cannot_be_mapped_is_not_left_open() -> None:
+    before = open_descriptors()
+    fd = create()
+    os.ftruncate(fd, 0)
+    with pytest.raises(ValueError, match="length is greater than file size"):
+        PrivateStore(fd)
+    assert open_descriptors() == before
+
+
 def test_a_file_that_others_can_open_is_refused() -> None:
     fd = create()
     os.fchmod(fd, 0o644)
@@ -177,6 +234,37 @@ def test_it_stays_when_only_cpp_has_it() -> None:
     through.set("a", "b")
     assert through.get("a") == b"b"
     innermost(through).close()
+
+
+def test_a_descriptor_that_somebody_else_closed_is_an_error(
+    store: PrivateStore, other: PrivateStore, tmp_path: os.PathLike[str]
+) -> None:
+    """As a program does that closes all descriptors; then another file has the number."""
+    fd = int(store.name.split(":")[1])
+    os.close(fd)
+    other.set("key", "value")
+    for _ in range(2):
+        for call in (lambda: store.check(["key"]), lambda: store.set("a", "")):
+            with pytest.raises(DistStoreError, match="somebody has closed its descriptor"):
+                call()
+        if fd not in open_descriptors():
+            another = os.open(os.path.join(tmp_path, "another"), os.O_CREAT | os.O_RDWR)
+            if another != fd:
+                os.dup2(another, fd)
+                os.close(another)
+    store.close()
+    os.close(fd)  # still there
+
+
+def test_close_does_not_wait_for_its_own_thread(store: PrivateStore) -> None:
+    """A garbage collection may close it anywhere."""
+    fd = int(store.name.split(":")[1])
+    with store._locked():
+        store.close()
+        assert fd in open_descriptors()
+    assert fd not in open_descriptors()
+    with pytest.raises(DistStoreError, match="is closed"):
+        store.set("a", "")
 
 
 # -- processes that end, stop and fork ---------------------------------------------------------------------------------------
@@ -235,6 +323,110 @@ def test_a_writer_that_is_stopped_holds_nobody_for_long(
             other.set("key", "new")
     other.set("key", "new")
     assert store.get("key") == b"new"
+
+
+def test_a_stopped_writer_holds_no_reader_of_a_process_that_waits_to_write(
+    store: PrivateStore, other: PrivateStore
+) -> None:
+    store.set("key", "value")
+    with other._locked():
+        waiting = threading.Thread(target=store.set, args=("key", "new"))
+        waiting.start()
+        for _ in range(20):
+            assert store.get("key") == b"value"
+            time.sleep(0.001)
+        assert waiting.is_alive()
+    waiting.join()
+    assert store.get("key") == b"new"
+
+
+def in_child(job: Callable[[], object], limit: int = 60) -> int:
+    """The status with which a forked child ends that does `job`; SIGALRM ends one that hangs."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.alarm(limit)
+            job()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(pid, 0)[1]
+
+
+@pytest.mark.parametrize("job", [PrivateStore.close, lambda store: store.check(["key"])])
+def test_a_fork_while_another_thread_is_inside(job: Callable[[PrivateStore], object], store: PrivateStore) -> None:
+    with store._mine():
+        assert in_child(lambda: job(store), limit=5) == 0
+
+
+def test_a_forked_child_does_not_share_the_lock(store: PrivateStore) -> None:
+    def check() -> None:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(int(store.name.split(":")[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    with store._locked():
+        assert in_child(check) == 0
+
+
+def test_a_child_that_lives_on_does_not_keep_the_lock_of_its_killed_parent(
+    store: PrivateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As workers of a data loader live on for a while."""
+    monkeypatch.setattr(private_store, "_LOCK_PATIENCE", 1.0)
+    forked, over = os.pipe(), os.pipe()
+
+    def killed() -> None:
+        with PrivateStore.open(store.name) as mine, mine._locked():
+            if os.fork() == 0:
+                os.write(forked[1], b"x")
+                os.close(over[1])
+                os.read(over[0], 1)
+                os._exit(0)
+            os.read(forked[0], 1)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(killed) == signal.SIGKILL
+    store.set("key", "value")
+    for end in (*forked, *over):
+        os.close(end)
+
+
+def test_a_process_without_descriptors(store: PrivateStore) -> None:
+    def exhaust() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+        with pytest.raises(GroupError, match="Too many open files. Raise the limit on open files"):
+            PrivateStore.open(store.name)
+        with pytest.raises(GroupError, match="Too many open files. Raise the limit on open files"):
+            PrivateStore.create()
+        store.set("key", "value")
+
+    assert in_child(exhaust) == 0
+
+
+def test_a_forked_child_without_descriptors_has_no_store(store: PrivateStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """libuv, in torch, aborts a child that really has none."""
+
+    def fail(fd: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def use() -> None:
+        with pytest.raises(DistStoreError, match="in this forked child: Too many open files"):
+            store.set("key", "value")
+
+    monkeypatch.setattr(private_store, "_reopen", fail)
+    assert in_child(use) == 0
+    store.set("key", "value")
+
+
+def test_a_limit_on_file_sizes_is_an_error_of_the_store(store: PrivateStore) -> None:
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        with pytest.raises(DistStoreError, match=r"File too large.*ulimit -f"):
+            store.set("key", "x" * 30_000)
+
+    assert in_child(fill) == 0
+    store.set("key", "value")
+    assert store.get("key") == b"value"
 
 
 def test_many_writers_lose_nothing(store: PrivateStore) -> None:

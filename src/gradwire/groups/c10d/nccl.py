@@ -23,6 +23,7 @@ from gradwire.groups.private_store import PrivateStore
 from gradwire.private_file import create, name_of, open_private
 
 _NAME = "gradwire/nccl"
+_LABEL = "gradwire-nccl-store"
 
 
 def make_nccl(store: Any, rank: int, size: int, timeout: float) -> Any:
@@ -50,13 +51,11 @@ def _without_interpreter(store: Any, rank: int, timeout: float) -> tuple[Any, in
     """A store in C++ alone, for the same ranks, and the descriptor that it needs. See Note [A store that needs no interpreter]."""
     if not isinstance(innermost(store), PrivateStore):
         return store, None
-    if rank == 0:
-        fd = create()
-        os.ftruncate(fd, 0)
-        store.set(_NAME, name_of(fd))
-    else:
-        fd = open_private(store.get(_NAME).decode())
+    fd = create(_LABEL) if rank == 0 else open_private(store.get(_NAME).decode(), _LABEL)
     try:
+        if rank == 0:
+            os.ftruncate(fd, 0)
+            store.set(_NAME, name_of(fd))
         native = FileStore(f"/proc/self/fd/{fd}", -1)
         native.set_timeout(timedelta(seconds=timeout))
     except BaseException:
