@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +18,8 @@ import torch
 from gradwire.collectives import Collective, Kind
 from gradwire.collectives.agree import mismatch
 from gradwire.collectives.reference import perform, store
-from gradwire.groups import Group, Work
-from gradwire.testing.conformance import check_group
+from gradwire.groups import Group, GroupKind, Ranks, Work, register_kind
+from gradwire.testing import check_group, run_ranks
 
 
 class TableGroup(Group):
@@ -105,6 +106,14 @@ def run(fn: Callable[[Group], Any], size: int) -> list[Any]:
     return results
 
 
+TABLES: weakref.WeakKeyDictionary[Any, Table] = weakref.WeakKeyDictionary()
+
+
+def build(store: Any, rank: int, size: int, *, timeout: float, name: str) -> Group:
+    """A place at the table of those who meet in `store`."""
+    return TableGroup(rank, size, TABLES.setdefault(store, Table()), name=name, timeout=timeout)
+
+
 def add_up(group: Group) -> float:
     """What every rank gets when all add up their numbers."""
     t = torch.tensor([group.rank + 1.0])
@@ -115,3 +124,5 @@ def add_up(group: Group) -> float:
 if __name__ == "__main__":
     print("four ranks add up 1, 2, 3 and 4:", run(add_up, 4))
     print(check_group(lambda fn: run(fn, 3)))
+    register_kind(GroupKind("table", build, Ranks.THREADS))
+    print("and by the name of the kind:", run_ranks(add_up, 4, kind="table"))

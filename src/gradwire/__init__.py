@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports what i
         C10dGroup,
         Deadline,
         Group,
+        GroupKind,
         GroupWrapper,
         HierarchicalGroup,
         Latched,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports what i
         Verified,
         Work,
         WorkInfo,
+        register_kind,
     )
     from gradwire.interop import as_process_group, from_process_group, register_backend
     from gradwire.launch import init
@@ -63,8 +65,8 @@ _NAMES = {
     "collectives": "Collective Kind ReduceOp Signature",
     "errors": "ClosedError CollectiveMismatch CollectiveTimeout GradwireError GroupAborted GroupError HookError InternalError "
     "LayoutError NonFiniteGradient PeerLost StepError UsageError",
-    "groups": "C10dGroup Deadline Group GroupWrapper HierarchicalGroup Latched MPIGroup NanCheck Recording SharedMemoryGroup "
-    "ThreadGroup Verified Work WorkInfo",
+    "groups": "C10dGroup Deadline Group GroupKind GroupWrapper HierarchicalGroup Latched MPIGroup NanCheck Recording "
+    "SharedMemoryGroup ThreadGroup Verified Work WorkInfo register_kind",
     "interop": "as_process_group from_process_group register_backend",
     "launch": "init",
     "parallel": "DistributedDataParallel Replica broadcast_coalesced replicate",
@@ -97,6 +99,7 @@ __all__ = [
     "Group",
     "GroupAborted",
     "GroupError",
+    "GroupKind",
     "GroupWrapper",
     "HierarchicalGroup",
     "HookError",
@@ -135,6 +138,7 @@ __all__ = [
     "launch",
     "policies",
     "register_backend",
+    "register_kind",
     "replicate",
     "testing",
 ]

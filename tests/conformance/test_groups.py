@@ -30,8 +30,8 @@ from gradwire.groups import (
     TrackedWrapper,
     Verified,
 )
+from gradwire.groups.base import BuildGroup
 from gradwire.interop import as_process_group, register_backend
-from gradwire.interop.backend import Engine
 from gradwire.lab import Throttled
 from gradwire.testing import check_group, check_names, run_ranks
 from gradwire.testing.mpi import missing
@@ -57,7 +57,7 @@ class ThereAndBack(GroupWrapper):
 class ThroughTorch(GroupWrapper):
     """A C10dGroup over the world that `dist.init_process_group` makes; the group under it only brings the store about."""
 
-    engine: str | Engine = "mpi"
+    kind: str | BuildGroup = "mpi"
 
     def __init__(self, group: Group, folder: Path) -> None:
         self.far = group
@@ -66,7 +66,7 @@ class ThroughTorch(GroupWrapper):
         group.broadcast(number, src=0)
         store = dist.FileStore(str(folder / f"{int(number)}"), group.size)
         name = type(self).__name__.lower()
-        register_backend(name, engine=self.engine)
+        register_backend(name, kind=self.kind)
         seconds = timedelta(seconds=group.timeout)
         dist.init_process_group(name, store=store, rank=group.rank, world_size=group.size, timeout=seconds)
         super().__init__(C10dGroup(dist.group.WORLD, timeout=group.timeout))
@@ -84,18 +84,18 @@ class ThroughTorch(GroupWrapper):
 class ThroughTorchShared(ThroughTorch):
     """The same over shared memory."""
 
-    engine = "shared_memory"
+    kind = "shared_memory"
 
 
 def on_hosts_of_two(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Group:
-    """What `engine="hierarchical"` makes, but with a new host after every second rank; `discover` would see one host here."""
+    """What `kind="hierarchical"` makes, but with a new host after every second rank; `discover` would see one host here."""
     return HierarchicalGroup.discover(store, rank, size, timeout=timeout, name=name, host=f"host {rank // 2}")
 
 
 class ThroughTorchHierarchical(ThroughTorch):
     """The same over shared memory inside hosts of two ranks, and gloo between them."""
 
-    engine = staticmethod(on_hosts_of_two)
+    kind = staticmethod(on_hosts_of_two)
 
 
 class Spartan(TrackedWrapper):

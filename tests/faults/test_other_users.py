@@ -25,13 +25,12 @@ from torch.distributed import TCPStore
 from gradwire.cli.bench.seat import Seat
 from gradwire.cli.bench.world import run_world
 from gradwire.errors import GroupError
-from gradwire.groups import Group
+from gradwire.groups import Group, MPIGroup
 from gradwire.groups.tcp_store import host_store
 from gradwire.testing import run_ranks
 from gradwire.testing.mpi import MPIWorlds, missing
 from gradwire.testing.mpi.launch import Launch
 from gradwire.testing.private_socket import PrivateListener, connect
-from gradwire.testing.ranks import _mpi
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -262,7 +261,7 @@ def test_the_mpi_socket_lets_nobody_in(tmp_path: Path, monkeypatch: pytest.Monke
         group.barrier()
 
     try:
-        worlds.run(rank_main, 2, build=_mpi)
+        worlds.run(rank_main, 2, build=MPIGroup.over_store)
     finally:
         worlds.close()
     sockets, entered = found

@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from gradwire.launch import Launcher, World
-from gradwire.launch.engines import BUILDERS
+from gradwire.groups.kinds import find_kind
 
 pytestmark = pytest.mark.gpu
 
 
 def test_nccl_carries_tensors_of_both_kinds_of_memory():
-    group = BUILDERS["nccl"](HashStore(), World(0, 1, Launcher.NONE, local_size=1), timeout=30, name="x")
+    group = find_kind("nccl", who="test").build(HashStore(), 0, 1, timeout=30, name="x")
     for device in ("cpu", "cuda"):
         values = torch.ones(3, device=device)
         gathered = torch.zeros(3, device=device)

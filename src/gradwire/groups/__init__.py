@@ -6,6 +6,7 @@ from gradwire.deprecated import renamed
 from gradwire.groups.base import Group
 from gradwire.groups.c10d import C10dGroup
 from gradwire.groups.hierarchical import HierarchicalGroup
+from gradwire.groups.kinds import GroupKind, Ranks, known_kinds, register_kind
 from gradwire.groups.mpi import MPIGroup
 from gradwire.groups.shared_memory import SharedMemoryGroup
 from gradwire.groups.threads import ThreadGroup
@@ -16,11 +17,13 @@ __all__ = [
     "C10dGroup",
     "Deadline",
     "Group",
+    "GroupKind",
     "GroupWrapper",
     "HierarchicalGroup",
     "Latched",
     "MPIGroup",
     "NanCheck",
+    "Ranks",
     "Recording",
     "SharedMemoryGroup",
     "ThreadGroup",
@@ -28,6 +31,8 @@ __all__ = [
     "Verified",
     "Work",
     "WorkInfo",
+    "known_kinds",
+    "register_kind",
 ]
 
 if not TYPE_CHECKING:  # or else any name would pass

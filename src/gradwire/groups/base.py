@@ -12,7 +12,7 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import Any, TypeVar, overload
+from typing import Any, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -209,7 +209,9 @@ class Group(Verbs, ABC):
         super().__init_subclass__(**kwargs)
         if "attendance" in vars(cls):
             warnings.warn(
-                f"{cls.__name__}.attendance is deprecated. Rename the method to arrivals.", FutureWarning, stacklevel=2
+                f"{cls.__name__}.attendance is deprecated. Rename the method to arrivals.",
+                DeprecationWarning,
+                stacklevel=2,
             )
             cls.arrivals = cls.attendance  # type: ignore[method-assign]
         elif "arrivals" in vars(cls):
@@ -314,6 +316,13 @@ class Group(Verbs, ABC):
             else f"{len(self.ledger.pending)} in flight"
         )
         return f"<{self.name} rank {self.rank} of {self.size}, {state}>"
+
+
+class BuildGroup(Protocol):
+    """Makes one rank's group."""
+
+    def __call__(self, store: Any, rank: int, size: int, *, timeout: float, name: str) -> Group:
+        """The group of `rank`; all ranks meet in `store`, which is theirs alone."""
 
 
 def _stop(watchdog: Watchdog, ledger: Ledger) -> None:

@@ -8,64 +8,40 @@ time ends those waits while Python can still take notice.
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
 from gradwire.errors import UsageError, UsageTypeError
-from gradwire.groups.base import Group
-from gradwire.groups.c10d import C10dGroup
-from gradwire.groups.hierarchical import HierarchicalGroup
-from gradwire.groups.mpi import MPIGroup
+from gradwire.groups.base import BuildGroup, Group
+from gradwire.groups.kinds import GroupKind, find_kind, known_kinds
 from gradwire.groups.private_meeting import mark_used, move_if_together, release
-from gradwire.groups.shared_memory import SharedMemoryGroup
 from gradwire.interop.process_group import GradwireProcessGroup, as_process_group
 
 Wrap = Callable[[Group], Group]
 
 
-class Engine(Protocol):
-    """Makes one rank's group out of what torch gives a back end."""
-
-    def __call__(self, store: Store, rank: int, size: int, *, timeout: float, name: str) -> Group:
-        """The group of `rank`; its ranks, and nobody else, meet in `store`."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """An engine that can be named."""
-
-    make: Engine
-    on_cuda: bool
-    """Whether it is offered to torch for CUDA tensors too."""
-
-
-_ENGINES: Mapping[str, _Known] = MappingProxyType(
-    {
-        "gloo": _Known(C10dGroup.gloo, on_cuda=True),
-        "shared_memory": _Known(SharedMemoryGroup, on_cuda=True),
-        "hierarchical": _Known(HierarchicalGroup.discover, on_cuda=True),
-        "mpi": _Known(MPIGroup.over_store, on_cuda=False),
-    }
-)
-
-
-def register_backend(name: str = "gradwire", *, wrap: Wrap | None = None, engine: str | Engine = "gloo") -> None:
+def register_backend(
+    name: str = "gradwire",
+    *,
+    kind: str | BuildGroup = "gloo",
+    wrap: Wrap | None = None,
+    engine: str | BuildGroup | None = None,
+) -> None:
     """Make `dist.init_process_group(name)` and `dist.new_group(backend=name)` give gradwire groups.
 
-    `engine` moves the bytes: "gloo"; "shared_memory", for processes of one host; "hierarchical", for several hosts; "mpi", for
-    processes that one mpirun has started; or a function `engine(store, rank, size, timeout=..., name=...)` that returns a
-    Group of your own.
+    `kind` moves the bytes: "gloo"; "shared_memory", for processes of one host; "hierarchical", for several hosts; "mpi", for
+    processes that one mpirun has started; one of your own (`register_kind`); or a function that makes a group,
+    `kind(store, rank, size, timeout=..., name=...)`. `engine` is its old name.
 
     Every group goes through `wrap` before torch sees it: `register_backend(wrap=Recording)` records what stock DDP does.
-    Calling it again is harmless; the last `wrap` and `engine` count for groups made from then on.
+    Calling it again is harmless; the last `wrap` and `kind` count for groups made from then on.
     `from_process_group(pg)` gives the gradwire group of a process group.
 
     >>> register_backend()
@@ -84,26 +60,26 @@ def register_backend(name: str = "gradwire", *, wrap: Wrap | None = None, engine
         raise UsageTypeError(
             f"register_backend: wrap is {wrap!r}. Pass a function from Group to Group, or leave it out."
         )
-    known = _known(engine)
+    if engine is not None:
+        warnings.warn("register_backend(engine=...) is deprecated. Write kind=...", DeprecationWarning, stacklevel=2)
+        kind = engine
+    known = _known(kind)
     devices = ["cpu", "cuda"] if known.on_cuda and torch.cuda.is_available() else ["cpu"]
-    creator = _Creator(name.lower(), known.make, wrap, tuple(devices))
+    creator = _Creator(name.lower(), known.build, wrap, tuple(devices))
     # torch 2.15 attaches a recorder to the C++ part of every group but those of these back ends. Ours has none.
     recorded: set[str] = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recorded.add(name.lower())
     dist.Backend.register_backend(name, creator, extended_api=True, devices=devices)
 
 
-def _known(engine: str | Engine) -> _Known:
-    """The one place that chooses the engine."""
-    if isinstance(engine, str):
-        if engine in _ENGINES:
-            return _ENGINES[engine]
-        raise UsageError(f"register_backend: there is no engine {engine!r}. Choose from {', '.join(_ENGINES)}.")
-    if not callable(engine):
+def _known(kind: str | BuildGroup) -> GroupKind:
+    if isinstance(kind, str):
+        return find_kind(kind, who=f"register_backend(kind={kind!r})")
+    if not callable(kind):
         raise UsageTypeError(
-            f"register_backend: engine is {engine!r}. Pass one of {', '.join(_ENGINES)}, or a function that makes a Group."
+            f"register_backend: kind is {kind!r}. Pass one of {', '.join(known_kinds())}, or a function that makes a group."
         )
-    return _Known(engine, on_cuda=True)
+    return GroupKind(getattr(kind, "__name__", repr(kind)), kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +87,7 @@ class _Creator:
     """What torch calls for each new group."""
 
     name: str
-    engine: Engine
+    build: BuildGroup
     wrap: Wrap | None
     devices: tuple[str, ...]
 
@@ -126,7 +102,7 @@ class _Creator:
         who = f"{name} on rank {rank} of {size}"
         store = move_if_together(options.store, rank, size, purpose=name, timeout=timeout, who=who)
         try:
-            group = self.engine(store, rank, size, timeout=timeout, name=name)
+            group = self.build(store, rank, size, timeout=timeout, name=name)
             if store is not options.store:
                 mark_used(store, rank)
         except BaseException:
@@ -136,7 +112,7 @@ class _Creator:
         weakref.finalize(group, release, store)
         if not isinstance(group, Group):
             raise UsageTypeError(
-                f"back end {self.name!r}: its engine returned {group!r}. It must return a gradwire Group."
+                f"back end {self.name!r}: the function that makes its groups returned {group!r}. It must return a gradwire Group."
             )
         try:
             seen = group if self.wrap is None else self.wrap(group)

@@ -14,6 +14,8 @@ import functools
 import os
 import sys
 
+import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives.timeouts import timeout_seconds
@@ -21,9 +23,9 @@ from gradwire.errors import UsageError
 from gradwire.groups import Group
 from gradwire.groups.base import DEFAULT_TIMEOUT, MEETING_TIMEOUT
 from gradwire.groups.bounded_store import bounded
+from gradwire.groups.kinds import AUTO, default_kind, find_kind, registered_kinds
 from gradwire.groups.private_meeting import release
 from gradwire.interop.defaults import WORLD
-from gradwire.launch.engines import AUTO, BUILDERS, SHARES_MEMORY, choose, has_own_gpu
 from gradwire.launch.memory import SharedMemory
 from gradwire.launch.store import arrive, open_store, say_goodbye
 from gradwire.launch.world import World, find_world
@@ -61,10 +63,11 @@ def init(
     meeting = min(MEETING_TIMEOUT, timeout)
     if meeting_timeout is not None:
         meeting = timeout_seconds(f"gw.init(meeting_timeout={meeting_timeout!r})", meeting_timeout)
-    if (directory is not None or room is not None) and kind not in (AUTO, *SHARES_MEMORY):
+    asked = None if kind == AUTO else find_kind(kind, who=f"gw.init(kind={kind!r})", also=(AUTO,))
+    if (directory is not None or room is not None) and asked is not None and not asked.shares_memory:
         raise UsageError(
             f"gw.init(kind={kind!r}, directory={directory!r}, room={room!r}): this kind shares no memory. Leave directory and room "
-            f"out, or choose {' or '.join(sorted(SHARES_MEMORY))}."
+            f"out, or choose {' or '.join(sorted(other.name for other in registered_kinds() if other.shares_memory))}."
         )
     memory = SharedMemory.read(os.environ, directory=directory, room=room)
     with WORLD.lock:
@@ -73,12 +76,14 @@ def init(
             _check_same(kind)
             return known
         world = find_world(os.environ)
-        choose(kind, world)  # a wrong kind is found before anybody is waited for
         store = open_store(world, timeout=meeting, meeting=WORLD.met)
         try:
             ours = PrefixStore(f"gradwire/world/{WORLD.met}", store)
             agreed = _agree(ours, world, kind, meeting)
-            group = BUILDERS[agreed](PrefixStore(agreed, ours), world, timeout=meeting, name=name, memory=memory)
+            found = find_kind(agreed, who=f"gw.init() on {world}, where rank 0 has chosen kind {agreed!r}")
+            options = memory.options if found.shares_memory else {}
+            meet = PrefixStore(agreed, ours)
+            group = found.build(meet, world.rank, world.size, timeout=meeting, name=name, **options)
         except BaseException:
             release(store)
             raise
@@ -108,7 +113,7 @@ def _check_same(kind: str) -> None:
 
 def _agree(store: Store, world: World, kind: str, timeout: float) -> str:
     """Rank 0's choice: hosts may have different numbers of ranks, and so ranks choose differently. NCCL if every rank has a GPU."""
-    mine = choose(kind, world)
+    mine = default_kind(world.size, world.local_size) if kind == AUTO else kind
     if world.size == 1:
         return mine
     calls = bounded(store, timeout, f"gw.init() on {world}")
@@ -125,6 +130,12 @@ def _agree(store: Store, world: World, kind: str, timeout: float) -> str:
             f"gw.init(kind={kind!r}) on {world}: rank 0 has {agreed!r}. Every rank must ask for the same kind, or for none."
         )
     return agreed
+
+
+def has_own_gpu(world: World) -> bool:
+    """Whether this rank's host has a CUDA device for each of its ranks, and NCCL. Which one a rank uses is the program's choice."""
+    available = dist.is_nccl_available() and torch.cuda.is_available()
+    return available and world.local_size is not None and torch.cuda.device_count() >= world.local_size
 
 
 def _leave(group: Group, world: World, store: Store) -> None:

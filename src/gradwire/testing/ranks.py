@@ -1,7 +1,7 @@
 """`run_ranks(fn, n)`: run one function on every rank of a world of any kind, and get its results or its failure back.
 
-One table holds the kinds; a new kind of group adds one entry and every test that is written against `run_ranks` can run on
-it. This module runs threads itself, leaves processes to `pool.py`, and decides which of several failures is the one to raise.
+Every kind of group that is registered (`groups/kinds.py`) can be run. This module runs threads itself, leaves processes to `pool/`
+and `mpi/`, and decides which of several failures is the one to raise.
 
 Note [Which failure is raised]
 When a rank fails, the others usually fail after it: their peer is lost, or the group aborted under them. The earliest
@@ -17,19 +17,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import HashStore, Store
 
 from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.errors import CollectiveTimeout, GroupAborted, PeerLost, UsageError
-from gradwire.groups import Group, ThreadGroup
+from gradwire.groups import Group, HierarchicalGroup
+from gradwire.groups.kinds import GroupKind, Ranks, find_kind, known_kinds, registered_kinds
 from gradwire.testing.mpi import default_worlds
-from gradwire.testing.pool import ABORT_GRACE, GROUP_MARGIN, Build, Fate, LeftBehind, Outcome, default_pool
+from gradwire.testing.pool import ABORT_GRACE, GROUP_MARGIN, Fate, LeftBehind, Outcome, default_pool
 
 DEFAULT_TIMEOUT = 60.0
 """Seconds that `run_ranks` gives all ranks together when not told. A test suite for busy machines sets more."""
@@ -47,22 +47,14 @@ class Request:
 
     fn: Callable[[Group], Any]
     n: int
-    kind: str
+    kind: GroupKind
     timeout: float
     lost: frozenset[int]
     wrap: Wrap | None
     leftovers: LeftBehind = LeftBehind.RAISE
 
     def __str__(self) -> str:
-        return f"run_ranks({getattr(self.fn, '__qualname__', repr(self.fn))}, {self.n}, kind={self.kind!r})"
-
-
-@dataclass(frozen=True, slots=True)
-class RankKind:
-    """How ranks of one kind are run, and whether one can die without the others."""
-
-    run: Callable[[Request], list[Outcome]]
-    mortal: bool
+        return f"run_ranks({getattr(self.fn, '__qualname__', repr(self.fn))}, {self.n}, kind={self.kind.name!r})"
 
 
 def run_ranks(
@@ -93,28 +85,28 @@ def run_ranks(
     [6, 6, 6, 6]
     """
     seconds = DEFAULT_TIMEOUT if timeout is None else timeout
-    request = Request(fn, n, kind, seconds, frozenset(lost), wrap, leftovers or DEFAULT_LEFTOVERS)
+    found = find_kind(kind, who=f"run_ranks({getattr(fn, '__qualname__', repr(fn))}, {n}, kind={kind!r})")
+    request = Request(fn, n, found, seconds, frozenset(lost), wrap, leftovers or DEFAULT_LEFTOVERS)
     _check(request)
-    return _verdict(_KINDS[kind].run(request), request)
+    return _verdict(_RUN[found.ranks](request), request)
 
 
 def kinds() -> tuple[str, ...]:
-    """The kinds of ranks that `run_ranks` knows."""
-    return tuple(_KINDS)
+    """The kinds of group that `run_ranks` can run on any machine: those that need no GPU."""
+    with_gpu = {kind.name for kind in registered_kinds() if kind.needs_gpu}
+    return tuple(name for name in known_kinds() if name not in with_gpu)
 
 
 def _check(request: Request) -> None:
-    if request.kind not in _KINDS:
-        raise UsageError(f"{request}: there is no such kind. Known kinds: {', '.join(kinds())}.")
     if request.n < 1:
         raise UsageError(f"{request}: {request.n} ranks. A world has at least one.")
     timeout_seconds(str(request), request.timeout)
     if not all(0 <= rank < request.n for rank in request.lost):
         raise UsageError(f"{request}: lost={sorted(request.lost)}, but ranks count from 0 to {request.n - 1}.")
-    if request.lost and not _KINDS[request.kind].mortal:
-        mortal = [name for name, kind in _KINDS.items() if kind.mortal]
+    if request.lost and request.kind.ranks is not Ranks.PROCESSES:
+        others = [kind.name for kind in registered_kinds() if kind.ranks is Ranks.PROCESSES and not kind.needs_gpu]
         raise UsageError(
-            f"{request}: lost={sorted(request.lost)}, but a rank of this kind cannot die alone. Use {' or '.join(mortal)}."
+            f"{request}: lost={sorted(request.lost)}, but a rank of this kind cannot die alone. Use {' or '.join(others)}."
         )
 
 
@@ -159,7 +151,7 @@ def _error(outcome: Outcome, request: Request) -> BaseException:
         return outcome.error
     if outcome.fate is Fate.DIED:
         return PeerLost(
-            f"{request}: rank {rank} died: {outcome.detail}. Look for its last words on stderr; if it is meant to die, "
+            f"{request}: rank {rank} died: {outcome.detail}. Look at its output on stderr; if it is meant to die, "
             f"say lost=({rank},).",
             rank=rank,
         )
@@ -192,7 +184,9 @@ def _mention(outcome: Outcome, request: Request) -> str:
 
 
 def _run_threads(request: Request) -> list[Outcome]:
-    groups: list[Group] = list(ThreadGroup.world(request.n, timeout=request.timeout + GROUP_MARGIN))
+    store, timeout = HashStore(), request.timeout + GROUP_MARGIN
+    build, name = request.kind.build, request.kind.name
+    groups = [build(store, rank, request.n, timeout=timeout, name=name) for rank in range(request.n)]
     answers: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
 
     def rank_thread(rank: int) -> None:
@@ -262,62 +256,34 @@ def _close(group: Group, outcome: Outcome) -> Outcome:
 # -- processes -----------------------------------------------------------------------------------------------------------
 
 
-def in_processes(build: Build) -> RankKind:
-    """Ranks as warm processes of the default pool, each with the group that `build` makes there."""
-
-    def run(request: Request) -> list[Outcome]:
-        return default_pool().run(
-            request.fn,
-            request.n,
-            build=build,
-            timeout=request.timeout,
-            lost=request.lost,
-            wrap=request.wrap,
-            leftovers=request.leftovers,
-            name=request.kind,
-        )
-
-    return RankKind(run, mortal=True)
-
-
-def _gloo(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Group:
-    from gradwire.groups.c10d import C10dGroup
-
-    return C10dGroup.gloo(store, rank, size, timeout=timeout, name=name)
-
-
-def _shared_memory(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Group:
-    from gradwire.groups.shared_memory import SharedMemoryGroup
-
-    return SharedMemoryGroup(store, rank, size, timeout=timeout, name=name)
-
-
-def _run_mpi(request: Request) -> list[Outcome]:
-    return default_worlds().run(
-        request.fn, request.n, build=_mpi, timeout=request.timeout, wrap=request.wrap, leftovers=request.leftovers
+def _run_processes(request: Request) -> list[Outcome]:
+    return default_pool().run(
+        request.fn,
+        request.n,
+        build=_on_two_hosts if request.kind.name == "hierarchical" else request.kind.build,
+        timeout=request.timeout,
+        lost=request.lost,
+        wrap=request.wrap,
+        leftovers=request.leftovers,
+        name=request.kind.name,
     )
 
 
-def _mpi(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Group:
-    from gradwire.groups.mpi import MPIGroup
-
-    return MPIGroup.over_store(store, rank, size, timeout=timeout, name=name)
-
-
-def _hierarchical(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Group:
+def _on_two_hosts(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Group:
     """Two hosts, though in name only: the first half of the ranks, and the second."""
-    from gradwire.groups.hierarchical import HierarchicalGroup
-
     host = f"host {rank * 2 // size}"
     return HierarchicalGroup.discover(store, rank, size, timeout=timeout, name=name, host=host)
 
 
-_KINDS: Mapping[str, RankKind] = MappingProxyType(
-    {
-        "threads": RankKind(_run_threads, mortal=False),
-        "gloo": in_processes(_gloo),
-        "shared_memory": in_processes(_shared_memory),
-        "mpi": RankKind(_run_mpi, mortal=False),
-        "hierarchical": in_processes(_hierarchical),
-    }
-)
+def _run_mpi(request: Request) -> list[Outcome]:
+    return default_worlds().run(
+        request.fn,
+        request.n,
+        build=request.kind.build,
+        timeout=request.timeout,
+        wrap=request.wrap,
+        leftovers=request.leftovers,
+    )
+
+
+_RUN = {Ranks.THREADS: _run_threads, Ranks.PROCESSES: _run_processes, Ranks.MPI: _run_mpi}

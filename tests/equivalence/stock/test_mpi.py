@@ -1,4 +1,4 @@
-"""torch's own DDP and `dist` functions under mpirun, over `register_backend(engine="mpi")`: the same as over gloo."""
+"""torch's own DDP and `dist` functions under mpirun, over `register_backend(kind="mpi")`: the same as over gloo."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def on_both(torch_world: Callable[..., Any], scenario: Callable[[int, int], Any]
     def rank_main(group: gw.Group) -> tuple[Any, Any]:
         with torch_world(group, "gloo"):
             over_gloo = scenario(group.rank, group.size)
-        gw.register_backend("stock_mpi", engine="mpi")
+        gw.register_backend("stock_mpi", kind="mpi")
         with torch_world(group, "stock_mpi"):
             assert isinstance(gw.from_process_group(), MPIGroup)
             return over_gloo, scenario(group.rank, group.size)

@@ -71,7 +71,7 @@ def over(
     group.broadcast(number, src=0)
     store = dist.FileStore(str(folder / f"{int(number)}"), group.size)
     if engine is not None:
-        register_backend(backend, engine=engine)
+        register_backend(backend, kind=engine)
     dist.init_process_group(backend, store=store, rank=group.rank, world_size=group.size, timeout=PATIENCE)
     if kept is not None:
         kept.append(dist.group.WORLD)

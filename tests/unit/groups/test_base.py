@@ -112,7 +112,7 @@ def test_arrivals_goes_into_the_timeout() -> None:
 
 
 def test_the_old_name_of_arrivals_still_works() -> None:
-    with pytest.warns(FutureWarning, match=r"Old.attendance is deprecated. Rename the method to arrivals"):
+    with pytest.warns(DeprecationWarning, match=r"Old.attendance is deprecated. Rename the method to arrivals"):
 
         class Old(ByHand):
             def attendance(self, work: Work) -> Arrivals | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch.distributed import HashStore
 
 import gradwire as gw
 from gradwire.errors import UsageError
-from gradwire.launch.engines import BUILDERS
+from gradwire.groups.kinds import find_kind
 from gradwire.launch.memory import SharedMemory
-from gradwire.launch.world import Launcher, World
 
 
 @pytest.mark.parametrize(
@@ -34,8 +35,8 @@ def test_a_room_that_is_no_number() -> None:
 @pytest.mark.parametrize("kind", ["shared_memory", "hierarchical"])
 def test_both_kinds_take_them(kind: str, tmp_path: object) -> None:
     memory = SharedMemory(str(tmp_path), 3 << 30)
-    world = World(0, 1, Launcher.NONE, local_size=1)
-    with BUILDERS[kind](HashStore(), world, timeout=10, name="x", memory=memory) as group:
+    build: Any = find_kind(kind, who="test").build
+    with build(HashStore(), 0, 1, timeout=10, name="x", **memory.options) as group:
         inner = getattr(group, "inside", group)
         assert inner._segment.nbytes == 3 << 30
         assert inner._options["directory"] == str(tmp_path)

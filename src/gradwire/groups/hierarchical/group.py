@@ -31,11 +31,11 @@ from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.concurrency import Worker
 from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError, again
 from gradwire.events import is_kept
-from gradwire.groups.base import DEFAULT_TIMEOUT, Group
+from gradwire.groups.base import DEFAULT_TIMEOUT, BuildGroup, Group
 from gradwire.groups.c10d import C10dGroup
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.hierarchical.failures import chained, for_part, told_by
-from gradwire.groups.hierarchical.meeting import Build, ask_around, find_hosts
+from gradwire.groups.hierarchical.meeting import ask_around, find_hosts
 from gradwire.groups.hierarchical.parts import Parts, make_parts
 from gradwire.groups.hierarchical.programs import TwoLevel
 from gradwire.groups.host import host_identity
@@ -117,8 +117,8 @@ class HierarchicalGroup(Group):
         *,
         timeout: float = DEFAULT_TIMEOUT,
         name: str | None = None,
-        across: Build = C10dGroup.gloo,
-        inside: Build = SharedMemoryGroup,
+        across: BuildGroup = C10dGroup.gloo,
+        inside: BuildGroup = SharedMemoryGroup,
         host: str | None = None,
     ) -> HierarchicalGroup:
         """Find out through `store` which ranks share a host, and make the parts.
@@ -132,7 +132,7 @@ class HierarchicalGroup(Group):
         base = f"gradwire/hierarchical/{store.add(f'gradwire/hierarchical/{rank}/groups', 1)}"
         layout = find_hosts(store, base, rank, size, host_identity() if host is None else host, timeout)
 
-        def make(build: Build, part: str, ranks: Sequence[int]) -> Group:
+        def make(build: BuildGroup, part: str, ranks: Sequence[int]) -> Group:
             at, of = ranks.index(rank), len(ranks)
             return build(PrefixStore(f"{base}/{part}", store), at, of, timeout=timeout, name=f"{name}/{part}")
 

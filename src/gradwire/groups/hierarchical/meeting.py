@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,7 +86,3 @@ def _unreadable(problem: str) -> GroupError:
     return GroupError(
         f"HierarchicalGroup(inside, across): {problem}. Check that all ranks run the same version of gradwire."
     )
-
-
-Build = Callable[..., Group]
-"""Makes a group: `build(store, rank, size, timeout=…, name=…)`."""

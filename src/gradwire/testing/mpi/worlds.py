@@ -9,8 +9,9 @@ from contextlib import ExitStack
 
 from gradwire.errors import UsageError
 from gradwire.groups import Group
+from gradwire.groups.base import BuildGroup
 from gradwire.testing.mpi.launch import Launch, find_mpirun
-from gradwire.testing.pool import Build, LeftBehind, Outcome, RankPool
+from gradwire.testing.pool import LeftBehind, Outcome, RankPool
 from gradwire.testing.pool.process import Hold
 
 
@@ -60,7 +61,7 @@ class MPIWorlds:
         fn: Callable[[Group], object],
         n: int,
         *,
-        build: Build,
+        build: BuildGroup,
         timeout: float = 60.0,
         wrap: Callable[[Group], Group] | None = None,
         leftovers: LeftBehind = LeftBehind.RAISE,

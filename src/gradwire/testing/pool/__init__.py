@@ -8,12 +8,10 @@ group.
 
 from gradwire.testing.pool.outcome import ABORT_GRACE, GROUP_MARGIN, Fate, LeftBehind, Outcome, RemoteTraceback
 from gradwire.testing.pool.pool import RankPool, default_pool
-from gradwire.testing.pool.worker import Build
 
 __all__ = [
     "ABORT_GRACE",
     "GROUP_MARGIN",
-    "Build",
     "Fate",
     "LeftBehind",
     "Outcome",

@@ -16,13 +16,13 @@ from typing import Any
 
 from gradwire.errors import ClosedError, GroupError, UsageTypeError
 from gradwire.groups import Group
+from gradwire.groups.base import BuildGroup
 from gradwire.groups.private_store import PrivateStore
 from gradwire.testing.pool.messages import Job, Ready, receive
 from gradwire.testing.pool.outcome import ABORT_GRACE, GROUP_MARGIN, START_LIMIT, TURN_LIMIT, LeftBehind, Outcome
 from gradwire.testing.pool.process import Hold, Process, ending
 from gradwire.testing.pool.run import Run
 from gradwire.testing.pool.shipping import ship
-from gradwire.testing.pool.worker import Build
 
 
 class RankPool:
@@ -50,7 +50,7 @@ class RankPool:
         fn: Callable[[Group], object],
         n: int,
         *,
-        build: Build,
+        build: BuildGroup,
         timeout: float = 60.0,
         lost: Collection[int] = (),
         wrap: Callable[[Group], Group] | None = None,

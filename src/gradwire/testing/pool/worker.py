@@ -21,7 +21,6 @@ import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol
 
 import cloudpickle  # type: ignore[import-untyped]
 import torch
@@ -33,13 +32,6 @@ from gradwire.testing.leftovers import Leftovers, prime
 from gradwire.testing.pool.messages import Abort, Ended, Job, Raised, Ready, Returned, receive, send
 from gradwire.testing.pool.outcome import CLOSE_LIMIT, LEFTOVER_GRACE, START_LIMIT
 from gradwire.testing.pool.shipping import dump_result, pack
-
-
-class Build(Protocol):
-    """Makes one rank's group, in that rank's process."""
-
-    def __call__(self, store: Store, rank: int, size: int, *, timeout: float, name: str) -> Group:
-        """The group of `rank`; all ranks meet in `store`, which is theirs alone."""
 
 
 class Worker:

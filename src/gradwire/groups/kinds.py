@@ -1,0 +1,207 @@
+"""The registry of group kinds: what `gw.init`, `register_backend`, `run_ranks` and the command line can be asked for by name.
+
+    register_kind(GroupKind("mine", build_mine))
+    gw.init(kind="mine")
+
+A package that is installed can provide kinds without being imported, by an entry point of the group `gradwire.groups`. The entry
+point's name is the kind's, and it refers to a GroupKind or to a function that makes a group:
+
+    [project.entry-points."gradwire.groups"]
+    mine = "my_package:build_mine"
+
+It is loaded when its kind is asked for. So one that cannot be loaded troubles nobody else.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from torch._C._distributed_c10d import HashStore
+
+from gradwire.errors import UsageError, UsageTypeError
+from gradwire.events import Handle
+from gradwire.groups.base import BuildGroup, Group
+from gradwire.groups.c10d import C10dGroup
+from gradwire.groups.hierarchical import HierarchicalGroup
+from gradwire.groups.mpi import MPIGroup
+from gradwire.groups.shared_memory import SharedMemoryGroup
+from gradwire.groups.threads import ThreadGroup
+
+ENTRY_POINTS = "gradwire.groups"
+
+
+class Ranks(Enum):
+    """What the ranks of a group are: tells `run_ranks` how to start them."""
+
+    PROCESSES = "processes"
+    """Processes, each started by anybody. One can die while the others live."""
+    MPI = "MPI processes"
+    """Processes that one mpirun has started. When one dies, mpirun ends all."""
+    THREADS = "threads"
+    """Threads of one process. `build` is called for one rank after another, with the same HashStore, and must not wait."""
+
+
+def _never(size: int, local_size: int | None) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class GroupKind:
+    """A kind of group that can be asked for by name."""
+
+    name: str
+    build: BuildGroup
+    """Makes one rank's group: `build(store, rank, size, timeout=..., name=...)`. All ranks meet in `store`, theirs alone."""
+    ranks: Ranks = Ranks.PROCESSES
+    on_cuda: bool = True
+    """Whether it takes CUDA tensors: `register_backend` then offers it to torch for them."""
+    needs_gpu: bool = False
+    """Whether every rank needs a CUDA device."""
+    shares_memory: bool = False
+    """Whether `build` takes `directory=` and `room=` as well, as SharedMemoryGroup does."""
+    default_when: Callable[[int, int | None], bool] = _never
+    """Whether `gw.init()` takes it for a world of `size` ranks, `local_size` of them (None: unknown) on this host. Kinds that were
+    registered go first, the last of them before the others. Rank 0 decides."""
+
+
+def register_kind(kind: GroupKind) -> Handle:
+    """Make a kind of group known by its name. The handle takes it back.
+
+    >>> def build(store, rank, size, *, timeout, name):
+    ...     return Recording(C10dGroup.gloo(store, rank, size, timeout=timeout, name=name))
+    >>> from gradwire.groups import Recording
+    >>> with register_kind(GroupKind("recorded gloo", build)):
+    ...     "recorded gloo" in known_kinds()
+    True
+    """
+    if not isinstance(kind, GroupKind):
+        raise UsageTypeError(f"register_kind({kind!r}): not a GroupKind. Pass GroupKind(name, build).")
+    if not kind.name or kind.name == AUTO:
+        raise UsageError(f"register_kind({kind}): the name {kind.name!r} cannot be used. Choose another.")
+    if kind.name in _KINDS:
+        raise UsageError(
+            f"register_kind({kind}): there is a kind {kind.name!r} already, {_KINDS[kind.name]}. Choose another name."
+        )
+    _KINDS[kind.name] = kind
+    return Handle(partial(_KINDS.__delitem__, kind.name))
+
+
+def registered_kinds() -> tuple[GroupKind, ...]:
+    """gradwire's own kinds and those of `register_kind`."""
+    return tuple(_KINDS.values())
+
+
+def known_kinds() -> tuple[str, ...]:
+    """The names of all kinds: gradwire's own, those registered, and those of entry points, which need not be loadable."""
+    return tuple(dict.fromkeys((*_KINDS, *(point.name for point in entry_points(group=ENTRY_POINTS)))))
+
+
+def find_kind(name: str, *, who: str, also: Sequence[str] = ()) -> GroupKind:
+    """The kind of that name, asked for by `who`. UsageError if there is none (known names: `also` too) or it cannot be loaded."""
+    if name in _KINDS:
+        return _KINDS[name]
+    points = list(entry_points(group=ENTRY_POINTS, name=name))
+    if not points:
+        raise UsageError(f"{who}: there is no such kind. Known kinds: {', '.join((*also, *known_kinds()))}.")
+    if len(points) > 1:
+        raise UsageError(
+            f"{who}: several packages provide this kind: {', '.join(map(_described, points))}. Uninstall all but one."
+        )
+    return _load(points[0], who)
+
+
+def _load(point: EntryPoint, who: str) -> GroupKind:
+    try:
+        found: Any = point.load()
+    except Exception as error:
+        raise UsageError(
+            f"{who}: the entry point {_described(point)} cannot be loaded: {type(error).__name__}: {error}. Mend or uninstall "
+            "the package that provides it."
+        ) from error
+    if isinstance(found, GroupKind):
+        return found
+    if not callable(found):
+        raise UsageTypeError(
+            f"{who}: the entry point {_described(point)} is {found!r}. It must refer to a GroupKind, or to a function that makes "
+            "a group."
+        )
+    return GroupKind(point.name, found)
+
+
+def _described(point: EntryPoint) -> str:
+    package = "" if point.dist is None else f" of {point.dist.name} {point.dist.version}"
+    return f"{point.name} = {point.value}{package}"
+
+
+def default_kind(size: int, local_size: int | None) -> str:
+    """The kind for tensors on the CPU that `gw.init()` takes for a world of `size` ranks, `local_size` of them on this host.
+
+    >>> default_kind(1, 1), default_kind(4, 4), default_kind(4, 2), default_kind(4, None)
+    ('threads', 'shared_memory', 'hierarchical', 'gloo')
+    """
+    others = registered_kinds()[len(_OWN) :]
+    return next(kind.name for kind in (*reversed(others), *_OWN) if kind.default_when(size, local_size))
+
+
+# -- gradwire's own ------------------------------------------------------------------------------------------------------
+
+
+def _threads(store: Any, rank: int, size: int, *, timeout: float, name: str) -> Group:
+    if size == 1:
+        return ThreadGroup.world(1, timeout=timeout, name=name)[0]
+    if not isinstance(store, HashStore):
+        others = [kind.name for kind in registered_kinds() if kind.ranks is not Ranks.THREADS]
+        raise UsageError(
+            f"kind 'threads' on rank {rank} of {size}: ranks that are processes cannot be threads of one. Choose another kind: "
+            f"{', '.join(others)}."
+        )
+    if store not in _THREADS:
+        _THREADS[store] = ThreadGroup.world(size, timeout=timeout, name=name)
+    return _THREADS[store][rank]
+
+
+_THREADS: weakref.WeakKeyDictionary[HashStore, list[ThreadGroup]] = weakref.WeakKeyDictionary()
+"""The groups of ranks that are made one after another."""
+
+
+def _hierarchical(
+    store: Any,
+    rank: int,
+    size: int,
+    *,
+    timeout: float,
+    name: str,
+    directory: str | None = None,
+    room: int | None = None,
+) -> Group:
+    inside = partial(SharedMemoryGroup, directory=directory, room=room)
+    return HierarchicalGroup.discover(store, rank, size, timeout=timeout, name=name, inside=inside)
+
+
+AUTO = "auto"
+"""Not a kind: stands for the default."""
+_OWN = (
+    GroupKind("threads", _threads, Ranks.THREADS, default_when=lambda size, local_size: size == 1),
+    GroupKind(
+        "shared_memory",
+        SharedMemoryGroup,
+        shares_memory=True,
+        default_when=lambda size, local_size: size == local_size,
+    ),
+    GroupKind(
+        "hierarchical",
+        _hierarchical,
+        shares_memory=True,
+        default_when=lambda size, local_size: local_size is not None and local_size > 1,
+    ),
+    GroupKind("gloo", C10dGroup.gloo, default_when=lambda size, local_size: True),
+    GroupKind("nccl", C10dGroup.nccl, needs_gpu=True),
+    GroupKind("mpi", MPIGroup.over_store, Ranks.MPI, on_cuda=False),
+)
+_KINDS = {kind.name: kind for kind in _OWN}
