@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from gradwire.cli.bench.seat import Seat
-from gradwire.cli.bench.world import run_world
+from gradwire.cli.experiment.seat import Seat
+from gradwire.cli.experiment.world import run_world
 from gradwire.errors import GroupError
 from gradwire.groups import Group, MPIGroup
 from gradwire.groups.tcp_store import host_store

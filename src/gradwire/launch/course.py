@@ -18,7 +18,8 @@ import signal
 from collections.abc import Iterable
 from dataclasses import replace
 
-from gradwire.launch.verdict import NEAR, Ending, first_failure
+from gradwire.launch.verdict import Ending, first_failure
+from gradwire.root_cause import NEAR
 
 LAST_LIMIT = 10.0
 """Seconds after SIGKILL after which the launcher no longer waits: a process may sit in the kernel for ever."""

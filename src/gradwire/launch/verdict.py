@@ -1,11 +1,8 @@
 """What came of a run: which rank failed first, what its last words were, and the launcher's exit code. Pure.
 
-Note [Which failure is shown]
-When a rank fails the others usually fail after it, because their peer is lost or the group was aborted under them. So the
-earliest failure is the one to show. But a rank that raises aborts its group before it has printed its traceback and ended, and
-a peer may come to its own end before it. So among failures within `NEAR` seconds of the earliest, one that does not look like
-a consequence goes first. What looks like one is told by the exception's name at the end of the rank's last traceback. A time-out
-is half of one: it is raised by the ranks that waited, so an error that is neither goes before it.
+Note [What looks like a consequence]
+`root_cause.py` says which failure is shown. What looks like a consequence is told by the exception's name at the end of the rank's
+last traceback. A time-out is half of one: it is raised by the ranks that waited, so an error that is neither goes before it.
 
 Note [Who is named]
 Some errors are raised by ranks that did nothing wrong: a time-out by all but the rank that is missing, a PeerLost by those that
@@ -21,9 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gradwire.launch.tracebacks import HEAD
-
-NEAR = 1.0
-"""Seconds within which failures count as simultaneous."""
+from gradwire.root_cause import root_cause
 
 _CONSEQUENCES = frozenset({"PeerLost", "GroupAborted", "DistBackendError", "DistNetworkError"})
 _TIMEOUT, _LOST, _INTERRUPT = "CollectiveTimeout", "PeerLost", "KeyboardInterrupt"
@@ -121,14 +116,9 @@ def _name(number: int) -> str:
 
 
 def first_failure(endings: Iterable[Ending]) -> Ending | None:
-    """The failure that the others follow from. See Note [Which failure is shown]."""
-    failures = [ending for ending in endings if ending.failed]
-    limit = min((ending.after for ending in failures), default=0.0) + NEAR
-    return min(
-        (ending for ending in failures if ending.after <= limit),
-        key=lambda ending: (ending.guilt, ending.after, ending.rank),
-        default=None,
-    )
+    """The failure that the others follow from."""
+    failures = sorted((ending for ending in endings if ending.failed), key=lambda ending: ending.rank)
+    return root_cause(failures, when=lambda ending: ending.after, guilt=lambda ending: ending.guilt)
 
 
 def summary(first: Ending, endings: Iterable[Ending]) -> str:

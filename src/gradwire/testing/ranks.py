@@ -4,10 +4,8 @@ Every kind of group that is registered (`groups/kinds.py`) can be run. This modu
 and `mpi/`, and decides which of several failures is the one to raise.
 
 Note [Which failure is raised]
-When a rank fails, the others usually fail after it: their peer is lost, or the group aborted under them. The earliest
-failure is therefore the one to raise. Clocks and threads blur that within `NEAR` seconds, so among failures that close to
-the earliest an error of the rank's own goes first, then a process that died, then PeerLost and GroupAborted, which are what
-a consequence looks like. The others appear as notes; nothing is hidden.
+That of `root_cause.py`: near the earliest, an error of the rank's own goes first, then a process that died, then PeerLost and
+GroupAborted, which are what a consequence looks like. The others appear as notes; nothing is hidden.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.errors import CollectiveTimeout, GroupAborted, PeerLost, UsageError
 from gradwire.groups import Group, HierarchicalGroup
 from gradwire.groups.kinds import GroupKind, Ranks, find_kind, known_kinds, registered_kinds
+from gradwire.root_cause import root_cause
 from gradwire.testing.mpi import default_worlds
 from gradwire.testing.pool import ABORT_GRACE, GROUP_MARGIN, Fate, LeftBehind, Outcome, default_pool
 
@@ -35,8 +34,6 @@ DEFAULT_TIMEOUT = 60.0
 """Seconds that `run_ranks` gives all ranks together when not told. A test suite for busy machines sets more."""
 DEFAULT_LEFTOVERS = LeftBehind.IGNORE
 """What `run_ranks` makes of leftovers when not told. A test suite sets it to RAISE for all its calls."""
-NEAR = 1.0
-"""Seconds within which failures count as simultaneous."""
 
 Wrap = Callable[[Group], Group]
 
@@ -131,16 +128,13 @@ def _verdict(outcomes: Sequence[Outcome], request: Request) -> list[Any]:
 
 def _first(failures: Sequence[Outcome]) -> Outcome:
     """See Note [Which failure is raised]."""
-    limit = min(outcome.when for outcome in failures) + NEAR
 
-    def order(outcome: Outcome) -> tuple[int, float]:
-        if outcome.when > limit:
-            return 3, outcome.when
+    def guilt(outcome: Outcome) -> int:
         if outcome.fate is Fate.DIED:
-            return 1, outcome.when
-        return (2 if isinstance(outcome.error, (PeerLost, GroupAborted)) else 0), outcome.when
+            return 1
+        return 2 if isinstance(outcome.error, (PeerLost, GroupAborted)) else 0
 
-    return min(failures, key=order)
+    return root_cause(failures, when=lambda outcome: outcome.when, guilt=guilt) or failures[0]
 
 
 def _error(outcome: Outcome, request: Request) -> BaseException:

@@ -8,7 +8,8 @@ from signal import SIGHUP, SIGINT, SIGKILL, SIGPIPE, SIGTERM, SIGUSR1
 import pytest
 
 from gradwire.launch.course import LAST_LIMIT, Course
-from gradwire.launch.verdict import NEAR, Ending
+from gradwire.launch.verdict import Ending
+from gradwire.root_cause import NEAR
 
 LOST = (b"Traceback (most recent call last):", b"gradwire.errors.PeerLost: rank 2 is lost")
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from gradwire import root_cause
 from gradwire.errors import UsageError
-from gradwire.launch import course, tracebacks, verdict
+from gradwire.launch import course, tracebacks
 from gradwire.launch.process import RankProcess
 from gradwire.launch.supervise import Run, supervise
 
@@ -176,7 +177,7 @@ def raise_as(name, message):
 @pytest.fixture
 def patience(monkeypatch):
     """However slow the machine, a rank comes to its end soon enough to count as the cause of the others' failures."""
-    for module in (course, verdict):
+    for module in (course, root_cause):
         monkeypatch.setattr(module, "NEAR", 60.0)
 
 

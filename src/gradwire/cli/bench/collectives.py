@@ -18,14 +18,16 @@ from typing import Any
 from rich.console import Console
 
 from gradwire.cli.arguments import at_least, byte_size, list_of
-from gradwire.cli.bench import contenders, mpi, plot
-from gradwire.cli.bench.bar import bar, warn_if_crowded
-from gradwire.cli.bench.machine import describe
+from gradwire.cli.bench import contenders, plot
 from gradwire.cli.bench.race import Race, run_race
-from gradwire.cli.bench.report import add_json_option, present
 from gradwire.cli.bench.sweep import Sweep, as_json, notable, ratio_table, size_words, time_table
-from gradwire.cli.bench.timing import slowest
-from gradwire.cli.bench.world import TIMEOUT, run_world
+from gradwire.cli.experiment import mpi
+from gradwire.cli.experiment.bar import bar, warn_if_crowded
+from gradwire.cli.experiment.machine import describe
+from gradwire.cli.experiment.plot_file import check
+from gradwire.cli.experiment.report import add_json_option, present
+from gradwire.cli.experiment.timing import slowest
+from gradwire.cli.experiment.world import TIMEOUT, run_world
 from gradwire.errors import UsageError
 
 _SIZES = "4,256,4KiB,64KiB,1MiB,4MiB,25MiB,64MiB"
@@ -77,7 +79,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 def run(args: argparse.Namespace) -> int:
     """Measure, and show what came of it."""
     if args.plot is not None:
-        plot.check(args.plot)
+        check("--plot", args.plot)
     sizes = _sizes(args.sizes, args.op, args.ranks)
     warn_if_crowded(max(args.ranks))
     machine, console = describe(), Console(highlight=False)

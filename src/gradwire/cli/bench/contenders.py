@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from gradwire.cli.bench import mpi, peers
-from gradwire.cli.bench.seat import Seat
+from gradwire.cli.experiment import mpi, peers
+from gradwire.cli.experiment.seat import Seat
 from gradwire.errors import InternalError
 from gradwire.groups import SharedMemoryGroup
 

@@ -8,38 +8,30 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from gradwire.cli.arguments import at_least, byte_size, list_of
-from gradwire.cli.bench import hooks_plot, peers
-from gradwire.cli.bench.bar import bar
-from gradwire.cli.bench.machine import describe
-from gradwire.cli.bench.report import add_json_option, present
+from gradwire.cli.bench import hooks_plot
+from gradwire.cli.bench.hooks_figures import PARTS, Figures, Measured, as_json, lines, table
 from gradwire.cli.bench.splits import Ours, Outcome, Split, Torchs, TorchsOnNccl, bucket, gradients
 from gradwire.cli.bench.sweep import size_words
-from gradwire.cli.bench.timing import Ratio, Series, compare, interleave
-from gradwire.cli.bench.torch_hooks import DENSE_STEPS, LEFT_OUT, NCCL_HOOKS, TORCH_HOOKS
-from gradwire.cli.recipes import RECIPES, names_of
+from gradwire.cli.experiment import peers
+from gradwire.cli.experiment.bar import bar
+from gradwire.cli.experiment.machine import describe
+from gradwire.cli.experiment.plot_file import check
+from gradwire.cli.experiment.recipes import RECIPES, names_of
+from gradwire.cli.experiment.report import add_json_option, present
+from gradwire.cli.experiment.timing import Series, interleave
+from gradwire.cli.experiment.torch_hooks import DENSE_STEPS, LEFT_OUT, NCCL_HOOKS, TORCH_HOOKS
 from gradwire.errors import UsageError
 
 _WARM_UP = 3
-PEERS = {
-    "mean": "torch-allreduce",
-    "bf16": "torch-bf16",
-    "fp16": "torch-fp16",
-    "quantize8": "torch-quantize",
-    "power_sgd": "torch-powersgd",
-}
-"""Which of torch's hooks does the same as one of ours."""
-PARTS = ("compress", "middle", "decompress")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
@@ -93,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
             f"bench hooks --sizes: {odd[0]} bytes are not a whole number of float32 elements. Give multiples of 4."
         )
     if args.plot is not None:
-        hooks_plot.check(args.plot)
+        check("--plot", args.plot)
     names = _names(args.hooks, args.device)
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device(args.device)
     machine, console = describe(device), Console(highlight=False)
@@ -132,36 +124,7 @@ def _names(asked: Sequence[str] | None, device: str) -> list[str]:
         if asked is not None and set(names) & set(NCCL_HOOKS):
             raise UsageError(f"bench hooks --hooks {','.join(asked)}: {LEFT_OUT} Say --device cuda, or leave them out.")
         names = [name for name in names if name not in NCCL_HOOKS]
-    missing = [name for name in names if name in RECIPES and not RECIPES[name].here]
-    if missing and asked is not None:
-        raise UsageError(
-            f"bench hooks --hooks {','.join(asked)}: this version of gradwire has no {', '.join(missing)}."
-        )
-    return [name for name in names if name not in missing]
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """What one hook took, sent and lost on one size."""
-
-    parts: Mapping[str, Series]
-    total: Series
-    outcome: Outcome
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """All hooks on one size."""
-
-    nbytes: int
-    hooks: Mapping[str, Figures]
-
-    def ratio(self, name: str) -> Ratio | None:
-        """What a hook computes, as a fraction of what torch's of the same kind does."""
-        peer = PEERS.get(name)
-        return (
-            compare(self.hooks[name].total, self.hooks[peer].total) if peer in self.hooks and peer is not None else None
-        )
+    return names
 
 
 def _measure(
@@ -190,92 +153,3 @@ def _figures(name: str, splits: Sequence[Split], outcome: Outcome | None) -> Fig
     assert outcome is not None  # every run has made at least `_WARM_UP` reductions
     parts = {part: Series(name, tuple(getattr(split, part) for split in splits)) for part in PARTS}
     return Figures(parts, Series(name, tuple(split.total for split in splits)), outcome)
-
-
-def table(measured: Measured) -> Table:
-    """A row a hook."""
-    made = Table(
-        title=f"a bucket of {size_words(measured.nbytes)}",
-        caption="ms: medians, and the quartiles of the total below it. Wire: bytes that a rank sends, below it the error of the "
-        "first step, relative to the true mean. Of torch's: our total to that of torch's hook of the kind, of medians and below "
-        "it by rounds.",
-    )
-    made.add_column("hook", no_wrap=True)
-    for head in ("com-\npress", "middle", "decom-\npress", "total", "wire\nerror", "of\ntorch's"):
-        made.add_column(head, justify="right", no_wrap=True)
-    for name, one in measured.hooks.items():
-        low, high = one.total.quartiles
-        ratio = measured.ratio(name)
-        made.add_row(
-            name,
-            *(_ms(one.parts[part].median) if one.parts[part].median else "" for part in PARTS),
-            f"{_ms(one.total.median)}\n[dim]{_ms(low)}…{_ms(high)}[/dim]",
-            f"{_bytes(one.outcome.wire_bytes)}\n[dim]{one.outcome.error:.1e}[/dim]",
-            "" if ratio is None else f"{ratio.of_medians:.2f}\n[dim]{ratio.median_of_rounds:.2f}[/dim]",
-        )
-    return made
-
-
-def _ms(seconds: float) -> str:
-    """
-    >>> _ms(0.0123456), _ms(0.1234), _ms(12e-6)
-    ('12.3', '123', '0.012')
-    """
-    value = seconds * 1e3
-    return (
-        f"{value:.0f}"
-        if value >= 100
-        else f"{value:.1f}"
-        if value >= 10
-        else f"{value:.2f}"
-        if value >= 1
-        else f"{value:.3f}"
-    )
-
-
-def _bytes(count: float) -> str:
-    """
-    >>> _bytes(26214400), _bytes(2104)
-    ('26.2 MB', '2.1 kB')
-    """
-    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
-
-
-def lines(measured: Sequence[Measured]) -> list[str]:
-    """The ratios to torch's hooks in words."""
-    said = []
-    for one in measured:
-        for name, peer in PEERS.items():
-            ratio = one.ratio(name) if name in one.hooks else None
-            if ratio is not None:
-                said.append(
-                    f"{size_words(one.nbytes)}: {name} computes {ratio.of_medians:.2f} times as long as {peer}."
-                )
-    return said
-
-
-def as_json(facts: Mapping[str, str], measured: Sequence[Measured]) -> dict[str, Any]:
-    """All figures as plain data, in microseconds, with every round."""
-    return {
-        "benchmark": "hooks",
-        "facts": dict(facts),
-        "sizes": [
-            {"bytes": one.nbytes, "hooks": {name: _as_json(one, name) for name in one.hooks}} for one in measured
-        ],
-    }
-
-
-def _as_json(measured: Measured, name: str) -> dict[str, Any]:
-    one, ratio = measured.hooks[name], measured.ratio(name)
-    times = {**one.parts, "total": one.total}
-    return {
-        **{
-            part: {"median_us": series.median * 1e6, "rounds_us": [s * 1e6 for s in series.seconds]}
-            for part, series in times.items()
-        },
-        "wire_bytes": one.outcome.wire_bytes,
-        "error": one.outcome.error,
-        "ratio_to_torch": None
-        if ratio is None
-        else {"of_medians": ratio.of_medians, "median_of_rounds": ratio.median_of_rounds},
-    }

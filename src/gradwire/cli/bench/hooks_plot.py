@@ -7,15 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from gradwire.cli.bench.plot import check
+from gradwire.cli.bench.hooks_figures import Measured
 from gradwire.cli.bench.sweep import size_words, time_words
-
-if TYPE_CHECKING:
-    from gradwire.cli.bench.hooks import Measured
-
-__all__ = ["check", "draw"]
 
 _COLOURS = {"compress": "#0072b2", "middle": "#e69f00", "decompress": "#009e73"}
 

@@ -20,12 +20,12 @@ import torch
 from rich.console import Console
 
 from gradwire.cli.arguments import at_least
-from gradwire.cli.bench import peers
-from gradwire.cli.bench.machine import describe
 from gradwire.cli.bench.models import SIZES
-from gradwire.cli.bench.report import Result, Row, add_json_option, show
-from gradwire.cli.bench.timing import Series, compare, interleave
 from gradwire.cli.bench.workload import Workload
+from gradwire.cli.experiment import peers
+from gradwire.cli.experiment.machine import describe
+from gradwire.cli.experiment.report import Result, Row, add_json_option, show
+from gradwire.cli.experiment.timing import Series, compare, interleave
 from gradwire.errors import UsageError
 
 _WARM_UP = 15

@@ -16,12 +16,14 @@ from rich.table import Table
 from torch import nn
 
 from gradwire.cli.arguments import at_least
-from gradwire.cli.bench import peers, plot, timeline
-from gradwire.cli.bench.machine import describe
+from gradwire.cli.bench import timeline
 from gradwire.cli.bench.models import SIZES
-from gradwire.cli.bench.report import add_json_option, present
 from gradwire.cli.bench.workload import Workload
-from gradwire.cli.recipes import RECIPES, names_of
+from gradwire.cli.experiment import peers
+from gradwire.cli.experiment.machine import describe
+from gradwire.cli.experiment.plot_file import check
+from gradwire.cli.experiment.recipes import RECIPES, names_of
+from gradwire.cli.experiment.report import add_json_option, present
 from gradwire.errors import UsageError
 from gradwire.hooks import CommHook
 from gradwire.parallel import DistributedDataParallel
@@ -61,7 +63,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 def run(args: argparse.Namespace) -> int:
     """Profile a step of each, and show what came of it."""
     if args.plot is not None:
-        plot.check(args.plot)
+        check("--plot", args.plot)
     if not torch.cuda.is_available():
         raise UsageError(
             "bench overlap: torch sees no CUDA device. On the CPU, gradwire bench training tells how much communication a "

@@ -5,7 +5,6 @@ matplotlib is imported only here, and only when a plot is asked for.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,12 +12,10 @@ from typing import TYPE_CHECKING
 
 from gradwire.cli.bench.contenders import GLOO, HEAP, MEMCPY, MPI, ORDINARY
 from gradwire.cli.bench.sweep import Sweep, size_words, time_words
-from gradwire.errors import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_KINDS = (".png", ".svg", ".pdf")
 # Colours that people with any kind of colour vision tell apart; markers say the same once more.
 _STYLES = {
     HEAP: ("#0072b2", "o", "-"),
@@ -29,18 +26,6 @@ _STYLES = {
 }
 _APART = 0.055
 """The least distance of two labels, as a part of the panel's height."""
-
-
-def check(file: Path) -> None:
-    """Raise before anything is measured if the plot could not be drawn afterwards."""
-    if file.suffix.lower() not in _KINDS:
-        raise UsageError(f"--plot {file}: cannot tell the kind of file. Let the name end in {', '.join(_KINDS)}.")
-    if not file.parent.is_dir():
-        raise UsageError(f"--plot {file}: there is no folder {file.parent}. Make it first.")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(
-            f"--plot {file}: matplotlib is not installed. pip install gradwire[plot], or leave --plot out."
-        )
 
 
 def draw(file: Path, op: str, sweeps: Sequence[Sweep], machine: Mapping[str, str]) -> None:

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from gradwire.cli.bench.contenders import CONTENDERS, Call
-from gradwire.cli.bench.seat import Seat
-from gradwire.cli.bench.timing import interleave
+from gradwire.cli.experiment.seat import Seat
+from gradwire.cli.experiment.timing import interleave
 
 Key = tuple[str, int]
 """A contender's name, and a number of bytes."""

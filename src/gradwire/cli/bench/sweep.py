@@ -10,7 +10,7 @@ from rich.table import Table
 
 from gradwire.cli.bench.contenders import GLOO, HEAP, MEMCPY, MPI, ORDINARY
 from gradwire.cli.bench.race import Key
-from gradwire.cli.bench.timing import Series, compare
+from gradwire.cli.experiment.timing import Series, compare
 
 RATIOS = ((GLOO, HEAP), (MPI, HEAP), (HEAP, MEMCPY), (GLOO, ORDINARY), (MPI, ORDINARY))
 """What is divided by what."""

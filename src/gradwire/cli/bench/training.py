@@ -16,14 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire.cli.arguments import at_least
-from gradwire.cli.bench import peers
-from gradwire.cli.bench.bar import bar
-from gradwire.cli.bench.machine import describe
 from gradwire.cli.bench.models import SIZES
-from gradwire.cli.bench.report import MS, add_json_option, present
-from gradwire.cli.bench.timing import Ratio, Series, compare, slowest
 from gradwire.cli.bench.trial import QUIET, Times, Trial, run_trial
-from gradwire.cli.bench.world import TIMEOUT, run_world
+from gradwire.cli.experiment import peers
+from gradwire.cli.experiment.bar import bar
+from gradwire.cli.experiment.machine import describe
+from gradwire.cli.experiment.report import MS, add_json_option, present
+from gradwire.cli.experiment.timing import Ratio, Series, compare, slowest
+from gradwire.cli.experiment.world import TIMEOUT, run_world
 from gradwire.errors import UsageError
 
 _BLOCK = 2

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 
-from gradwire.cli.bench import peers
 from gradwire.cli.bench.models import GPT2, SIZES
-from gradwire.cli.bench.seat import Seat
-from gradwire.cli.bench.timing import interleave
+from gradwire.cli.experiment import peers
+from gradwire.cli.experiment.seat import Seat
+from gradwire.cli.experiment.timing import interleave
 from gradwire.errors import InternalError
 from gradwire.groups import Group, SharedMemoryGroup
 

@@ -6,7 +6,6 @@ matplotlib is imported only here, and only when something is to be drawn.
 from __future__ import annotations
 
 import html
-import importlib.util
 import io
 import re
 from collections.abc import Mapping
@@ -16,13 +15,11 @@ from typing import TYPE_CHECKING, Any
 from gradwire.cli.lab.contenders import CONTENDERS
 from gradwire.cli.lab.course import Course, Point
 from gradwire.cli.lab.figures import HEADS, Race, cells, lines
-from gradwire.errors import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_KINDS = {"--plot": (".png", ".svg", ".pdf"), "--html": (".html", ".htm")}
 # Colours that people with any kind of colour vision tell apart; markers say the same once more. torch's are broken lines.
 _COLOURS = (
     "#0072b2",
@@ -39,18 +36,6 @@ _COLOURS = (
 )
 _TORCH_COLOURS = ("#000000", "#777777", "#aaaaaa")
 _MARKERS = "osD^vP*Xhp<>"
-
-
-def check(option: str, file: Path) -> None:
-    """Raise before anything is trained if it could not be drawn afterwards."""
-    if file.suffix.lower() not in _KINDS[option]:
-        raise UsageError(f"{option} {file}: wrong kind of file. Let the name end in {', '.join(_KINDS[option])}.")
-    if not file.parent.is_dir():
-        raise UsageError(f"{option} {file}: there is no folder {file.parent}. Make it first.")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(
-            f"{option} {file}: matplotlib is not installed. pip install gradwire[lab], or leave {option} out."
-        )
 
 
 def draw(file: Path, race: Race, facts: Mapping[str, str]) -> None:

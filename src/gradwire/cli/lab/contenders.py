@@ -26,10 +26,10 @@ from typing import Any
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 
-from gradwire.cli.bench import peers
-from gradwire.cli.bench.seat import Seat
-from gradwire.cli.bench.torch_hooks import TORCH_HOOKS
-from gradwire.cli.recipes import RECIPES, Recipe, available
+from gradwire.cli.experiment import peers
+from gradwire.cli.experiment.recipes import RECIPES, Recipe
+from gradwire.cli.experiment.seat import Seat
+from gradwire.cli.experiment.torch_hooks import TORCH_HOOKS
 from gradwire.groups import C10dGroup, Group, SharedMemoryGroup
 from gradwire.interop import as_process_group
 from gradwire.lab import Throttled
@@ -147,4 +147,4 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
 def default_names() -> tuple[str, ...]:
     """Who takes part unless told otherwise, the reference first, and last who may end a rank: see Note [Who comes last]."""
     ours = ("mean", "quantize8", "quantize4", "quantize1", "power_sgd", "top_k", "diloco", "local4")
-    return (REFERENCE, "torch-fp16", *available(ours), "torch-powersgd")
+    return (REFERENCE, "torch-fp16", *ours, "torch-powersgd")

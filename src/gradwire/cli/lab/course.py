@@ -19,8 +19,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradwire.cli.bench.seat import Seat
 from gradwire.cli.demo.text import Corpus, standard_library
+from gradwire.cli.experiment.seat import Seat
 from gradwire.cli.lab.contenders import CONTENDERS, Contender, Simulated, Wrapped
 from gradwire.cli.lab.learner import Learner, start
 

@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire.cli.arguments import at_least
-from gradwire.cli.bench.bar import bar
-from gradwire.cli.bench.machine import describe
-from gradwire.cli.bench.report import add_json_option, present
-from gradwire.cli.bench.world import run_world
+from gradwire.cli.experiment.bar import bar
+from gradwire.cli.experiment.machine import describe
+from gradwire.cli.experiment.recipes import RECIPES, names_of
+from gradwire.cli.experiment.report import add_json_option, present
+from gradwire.cli.experiment.world import run_world
 from gradwire.cli.lab.noise import Comparison, Verdict, compare
 from gradwire.cli.lab.tasks import TASKS, Plan, Score, Scores, run_plan
-from gradwire.cli.recipes import RECIPES, available, names_of
 from gradwire.errors import UsageError
 
 _DENSE = "mean"
@@ -108,12 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _names(asked: Sequence[str] | None) -> tuple[str, ...]:
-    names = available(_DEFAULT) if asked is None else asked
-    missing = [name for name in names if not RECIPES[name].here]
-    if missing:
-        raise UsageError(
-            f"lab parity --hooks {','.join(names)}: this version of gradwire has no {', '.join(missing)}. Leave it out."
-        )
+    names = _DEFAULT if asked is None else asked
     return (_DENSE, *(name for name in names if name != _DENSE))
 
 

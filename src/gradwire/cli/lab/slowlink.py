@@ -17,15 +17,16 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from gradwire.cli.arguments import at_least, positive
-from gradwire.cli.bench.machine import describe
-from gradwire.cli.bench.report import add_json_option, present
-from gradwire.cli.bench.world import TIMEOUT, run_world
+from gradwire.cli.experiment.machine import describe
+from gradwire.cli.experiment.plot_file import check
+from gradwire.cli.experiment.recipes import names_of
+from gradwire.cli.experiment.report import add_json_option, present
+from gradwire.cli.experiment.world import TIMEOUT, run_world
 from gradwire.cli.lab import charts
 from gradwire.cli.lab.contenders import CONTENDERS, REFERENCE, Simulated, default_names
 from gradwire.cli.lab.course import Course, News, Plan, run_courses
 from gradwire.cli.lab.figures import Race, as_json, lines, table
 from gradwire.cli.lab.learner import SIZES, start
-from gradwire.cli.recipes import RECIPES, names_of
 from gradwire.errors import GroupError, UsageError
 from gradwire.lab import Host, hosts, why_not
 
@@ -97,9 +98,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 def run(args: argparse.Namespace) -> int:
     """Train, and show what came of it."""
     names = _names(args.hooks)
-    for option, file in (("--plot", args.plot), ("--html", args.html)):
-        if file is not None:
-            charts.check(option, file)
+    if args.plot is not None:
+        check("--plot", args.plot, extra="lab")
+    if args.html is not None:
+        check("--html", args.html, kinds=(".html", ".htm"), extra="lab")
     if not args.throttled and (reason := why_not(mbit=args.mbit)) is not None:
         raise UsageError(
             f"lab slowlink --hosts {args.hosts} --mbit {args.mbit:g}: there can be no hosts here: {reason}. "
@@ -156,11 +158,6 @@ def _names(asked: Sequence[str] | None) -> tuple[str, ...]:
     """The reference, and then who else takes part."""
     if asked is None:
         return default_names()
-    missing = [name for name in asked if name in RECIPES and not RECIPES[name].here]
-    if missing:
-        raise UsageError(
-            f"lab slowlink --hooks {','.join(asked)}: this version of gradwire has no {', '.join(missing)}. Leave it out."
-        )
     return (REFERENCE, *(name for name in asked if name != REFERENCE))
 
 

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 
-from gradwire.cli.bench.seat import Seat
 from gradwire.cli.demo.model import SIZES, Shape, Transformer
 from gradwire.cli.demo.text import ALPHABET, even_windows, random_windows, standard_library
-from gradwire.cli.recipes import RECIPES, Recipe
+from gradwire.cli.experiment.recipes import RECIPES, Recipe
+from gradwire.cli.experiment.seat import Seat
 from gradwire.collectives import ReduceOp
 from gradwire.groups import Group, SharedMemoryGroup
 from gradwire.parallel import DistributedDataParallel

@@ -16,12 +16,13 @@ from rich.console import Console
 from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.cli import main
-from gradwire.cli.bench import collectives, mpi, plot
+from gradwire.cli.bench import collectives, plot
 from gradwire.cli.bench.contenders import CONTENDERS, GLOO, HEAP, MEMCPY, MPI, OPERATIONS, ORDINARY, Buffers, Contender
-from gradwire.cli.bench.report import present
 from gradwire.cli.bench.sweep import Sweep, as_json, notable, ratio_table, time_table
-from gradwire.cli.bench.timing import Series
-from gradwire.cli.bench.world import run_world
+from gradwire.cli.experiment import mpi
+from gradwire.cli.experiment.report import present
+from gradwire.cli.experiment.timing import Series
+from gradwire.cli.experiment.world import run_world
 from gradwire.errors import InternalError
 
 BUCKET = 25 << 20
@@ -127,7 +128,7 @@ def test_help_fits_a_terminal_of_80_columns(capsys):
         (["--sizes", "4,6"], "6 bytes are not a whole number of float32 elements. Give multiples of 4."),
         (
             ["--plot", "times.txt"],
-            "--plot times.txt: cannot tell the kind of file. Let the name end in .png, .svg, .pdf.",
+            "--plot times.txt: wrong kind of file. Let the name end in .png, .svg, .pdf.",
         ),
         (["--plot", "nowhere/times.png"], "--plot nowhere/times.png: there is no folder nowhere. Make it first."),
     ],

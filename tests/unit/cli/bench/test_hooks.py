@@ -13,9 +13,9 @@ from rich.console import Console
 from torch import Tensor
 
 from gradwire.cli import main
-from gradwire.cli.bench import hooks, splits
+from gradwire.cli.bench import hooks, hooks_figures, splits
 from gradwire.cli.bench.splits import Ours, Outcome, Split, Stopwatch, Torchs, bucket, gradients
-from gradwire.cli.bench.torch_hooks import DENSE_STEPS, TORCH_HOOKS
+from gradwire.cli.experiment.torch_hooks import DENSE_STEPS, TORCH_HOOKS
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.hooks import CommHook, Reduced, Reduction, Turn, mean
 
@@ -107,23 +107,23 @@ def test_dense_averaging_loses_nothing_but_rounding():
     assert run.outcome.error < 1e-6
 
 
-def measured() -> hooks.Measured:
-    def figures(scale: float) -> hooks.Figures:
+def measured() -> hooks_figures.Measured:
+    def figures(scale: float) -> hooks_figures.Figures:
         splits = [Split(1e-3 * scale * r, 0.0, 2e-3 * scale * r) for r in (1, 2, 3)]
         return hooks._figures("x", splits, Outcome(1e6 * scale, 0.01))
 
-    return hooks.Measured(25 << 20, {"mean": figures(1.0), "fp16": figures(0.5), "torch-fp16": figures(2.0)})
+    return hooks_figures.Measured(25 << 20, {"mean": figures(1.0), "fp16": figures(0.5), "torch-fp16": figures(2.0)})
 
 
 def test_the_table_fits_80_columns_and_the_words_say_the_same():
     known = measured()
     out = StringIO()
-    Console(file=out, width=80).print(hooks.table(known))
+    Console(file=out, width=80).print(hooks_figures.table(known))
     assert max(map(len, out.getvalue().splitlines())) <= 80
     assert "torch-fp16" in out.getvalue()
     assert known.ratio("fp16").of_medians == pytest.approx(0.25)
     assert known.ratio("mean") is None
-    assert hooks.lines([known]) == ["25 MiB: fp16 computes 0.25 times as long as torch-fp16."]
+    assert hooks_figures.lines([known]) == ["25 MiB: fp16 computes 0.25 times as long as torch-fp16."]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_wrong_argument_is_named(argv, message, capsys):
     ("argv", "message"),
     [
         (["--sizes", "6"], "6 bytes are not a whole number of float32 elements"),
-        (["--plot", "times.xyz"], "cannot tell the kind of file"),
+        (["--plot", "times.xyz"], "wrong kind of file"),
         pytest.param(
             ["--device", "cuda"],
             "torch sees no CUDA device",

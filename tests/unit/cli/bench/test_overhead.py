@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from gradwire.cli import main
-from gradwire.cli.bench import overhead, peers
-from gradwire.cli.bench.machine import describe
-from gradwire.cli.bench.timing import Series
+from gradwire.cli.bench import overhead
+from gradwire.cli.experiment import peers
+from gradwire.cli.experiment.machine import describe
+from gradwire.cli.experiment.timing import Series
 
 VARIANTS = ["bare", "torch", "gradwire", "torch, views", "gradwire, views"]
 SMALL = ["bench", "overhead", "--parameters", "6", "--steps", "8", "--block", "2"]

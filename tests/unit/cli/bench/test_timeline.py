@@ -56,7 +56,7 @@ def test_overlap_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str], t
         main(["bench", "overlap", "--hooks", "mean,nothing"])
     assert "there is no 'nothing'" in capsys.readouterr().err
     assert main(["bench", "overlap", "--plot", str(tmp_path / "x.doc")]) == 2
-    assert "cannot tell the kind of file" in capsys.readouterr().err
+    assert "wrong kind of file" in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert main(["bench", "overlap"]) == 2
         assert "sees no CUDA device" in capsys.readouterr().err

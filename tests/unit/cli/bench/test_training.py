@@ -13,10 +13,11 @@ from rich.console import Console
 from torch import nn
 
 from gradwire.cli import main
-from gradwire.cli.bench import peers, training
+from gradwire.cli.bench import training
 from gradwire.cli.bench.models import GPT2, SIZES
-from gradwire.cli.bench.timing import Series
 from gradwire.cli.bench.trial import QUIET, check_same
+from gradwire.cli.experiment import peers
+from gradwire.cli.experiment.timing import Series
 from gradwire.errors import InternalError
 from gradwire.testing import run_ranks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from dataclasses import replace
@@ -148,7 +149,7 @@ def test_what_cannot_be_drawn_is_said_before_anything_is_trained(argv, message, 
 
 
 def test_without_matplotlib_there_are_no_charts(monkeypatch, capsys):
-    monkeypatch.setattr(charts.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["lab", "slowlink", "--plot", "ways.png"]) == 2
     assert "matplotlib is not installed. pip install gradwire[lab]" in capsys.readouterr().err
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from gradwire.cli.bench.meeting import Meeting
-from gradwire.cli.bench.mpi import Launcher
-from gradwire.cli.bench.seat import Seat
+from gradwire.cli.experiment.meeting import Meeting
+from gradwire.cli.experiment.mpi import Launcher
+from gradwire.cli.experiment.seat import Seat
 from gradwire.errors import CollectiveTimeout, GroupError, PeerLost
 from gradwire.groups.private_store import PrivateStore
 from gradwire.lab import Host
@@ -168,7 +168,7 @@ class _World:
         """Start the processes; they will connect."""
         Meeting.prepare(self.folder / "meeting", size=self.size)
         cores = len(os.sched_getaffinity(0))
-        command = [sys.executable, "-P", "-m", "gradwire.cli.bench.rank", str(self.folder)]
+        command = [sys.executable, "-P", "-m", "gradwire.cli.experiment.rank", str(self.folder)]
         environment = {**os.environ, **WORKER_SETTINGS}
         if launcher is not None:
             environment |= launcher.environment(self.size, cores=cores)

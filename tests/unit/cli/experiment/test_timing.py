@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from gradwire.cli.bench.timing import Series, compare, interleave
+from gradwire.cli.experiment.timing import Series, compare, interleave
 
 
 class Clock:

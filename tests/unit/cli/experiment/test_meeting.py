@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from gradwire.cli.bench.meeting import Meeting
+from gradwire.cli.experiment.meeting import Meeting
 from gradwire.errors import CollectiveTimeout
 
 

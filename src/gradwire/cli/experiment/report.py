@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gradwire.cli.bench.timing import Ratio, Series
+from gradwire.cli.experiment.timing import Ratio, Series
 
 MS = 1e3
 

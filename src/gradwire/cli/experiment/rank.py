@@ -1,4 +1,4 @@
-"""The program of one rank process of a benchmark: `python -m gradwire.cli.bench.rank FOLDER [RANK]`.
+"""The program of one rank process of a benchmark: `python -m gradwire.cli.experiment.rank FOLDER [RANK]`.
 
 It connects to the process that started it, is told what to do, does it and says what came of it. Without RANK it was started
 by mpirun, which says the rank in the environment.
@@ -24,10 +24,10 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
-from gradwire.cli.bench.meeting import Meeting
-from gradwire.cli.bench.mpi import rank_under_mpirun
-from gradwire.cli.bench.seat import Seat
-from gradwire.cli.bench.world import HOSTED_PORT, Done, Failed, Hello, News, Start, Stop
+from gradwire.cli.experiment.meeting import Meeting
+from gradwire.cli.experiment.mpi import rank_under_mpirun
+from gradwire.cli.experiment.seat import Seat
+from gradwire.cli.experiment.world import HOSTED_PORT, Done, Failed, Hello, News, Start, Stop
 from gradwire.errors import CollectiveTimeout
 from gradwire.groups.private_store import PrivateStore
 from gradwire.testing.private_socket import connect

@@ -1,4 +1,4 @@
-"""What the demo's tests share."""
+"""What the tests of commands share."""
 
 import os
 

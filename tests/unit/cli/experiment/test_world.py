@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.cli.bench import mpi
-from gradwire.cli.bench.world import run_world
+from gradwire.cli.experiment import mpi
+from gradwire.cli.experiment.world import run_world
 from gradwire.errors import CollectiveTimeout, GroupError, PeerLost
 
 
@@ -144,8 +144,8 @@ def test_an_interrupted_starter_leaves_no_rank():
 
 _STARTER = """
 import os, time
-from gradwire.cli.bench import mpi
-from gradwire.cli.bench.world import run_world
+from gradwire.cli.experiment import mpi
+from gradwire.cli.experiment.world import run_world
 
 def task(seat):
     seat.tell(os.getpid())

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gradwire.cli.bench import mpi
+from gradwire.cli.experiment import mpi
 
 LAUNCHER = mpi.Launcher("mpirun", "Open MPI v5.0.11")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from gradwire.cli.bench.meeting import Meeting
+from gradwire.cli.experiment.meeting import Meeting
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""What `gradwire bench` and `gradwire lab` share: worlds of rank processes, hooks by name, timing and reports."""

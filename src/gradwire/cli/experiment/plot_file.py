@@ -1,0 +1,23 @@
+"""Whether a plot can be drawn, found out before anything is measured."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradwire.errors import UsageError
+
+KINDS = (".png", ".svg", ".pdf")
+
+
+def check(option: str, file: Path, *, kinds: Sequence[str] = KINDS, extra: str = "plot") -> None:
+    """Raise if `file`, the value of `option`, could not be drawn; `extra` is what to install gradwire with."""
+    if file.suffix.lower() not in kinds:
+        raise UsageError(f"{option} {file}: wrong kind of file. Let the name end in {', '.join(kinds)}.")
+    if not file.parent.is_dir():
+        raise UsageError(f"{option} {file}: there is no folder {file.parent}. Make it first.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(
+            f"{option} {file}: matplotlib is not installed. pip install gradwire[{extra}], or leave {option} out."
+        )
