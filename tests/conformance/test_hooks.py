@@ -80,20 +80,20 @@ ALL: dict[str, CommHook] = {name: make() for name, make in ENDS.items()} | {
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_every_hook_keeps_the_laws(name: str) -> None:
+def test_every_hook_obeys_the_laws(name: str) -> None:
     check_hook(ALL[name], world_sizes=(1, 3))
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name not in ENDS])
-def test_every_hook_keeps_the_laws_under_error_feedback(name: str) -> None:
-    """But for `pays_back`, which is tried under error feedback anyway."""
+def test_every_hook_obeys_the_laws_under_error_feedback(name: str) -> None:
+    """Except `pays_back`, which is checked under error feedback anyway."""
     rest = [law for law in laws.LAWS if law is not laws.pays_back]
     check_hook(ALL[name], world_sizes=(2,), dtype=BFLOAT16, laws=rest)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [*ENDS, *STAGES])
-def test_every_hook_keeps_the_laws_on_cuda(name: str) -> None:
+def test_every_hook_obeys_the_laws_on_cuda(name: str) -> None:
     hook = ALL[name] if name in ALL else hooks.chain(STAGES[name](), hooks.mean())
     check_hook(hook, device="cuda", world_sizes=(2,))
 
@@ -117,8 +117,8 @@ AROUND = {
 
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_hook_cannot_reduce_it_refuses_when_it_is_set(kind: str, around: str) -> None:
-    """`check` is asked by set_hook. What it lets pass does not fail in the first backward, which would abort the group."""
+def test_a_hook_refuses_unsupported_parameters_when_it_is_set(kind: str, around: str) -> None:
+    """set_hook calls `check`. What passes it must not fail in the first backward, which would abort the group."""
     dtype, sparse = KINDS[kind]
     brought = [torch.eye(4, dtype=dtype).to_sparse(1) if sparse else torch.randn(16, dtype=dtype) for _ in range(2)]
     spec = replace(one_parameter(torch.empty(16, dtype=dtype)), names=("layer0.weight",), sparse=sparse)
@@ -126,7 +126,7 @@ def test_what_a_hook_cannot_reduce_it_refuses_when_it_is_set(kind: str, around: 
         try:
             hook = AROUND[around](make())
         except UsageError:
-            continue  # said why when it was built
+            continue  # refused when built
         refusal = _refusal(hook, spec)
         if refusal is None:
             simulate(hook, brought, spec=spec)
@@ -169,17 +169,17 @@ shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(chain=chains, shapes=shapes, ranks=st.integers(1, 5), seed=st.integers(0, 999))
-def test_random_chains_on_random_buckets_keep_the_laws(
+def test_random_chains_on_random_buckets_obey_the_laws(
     chain: Chain, shapes: list[tuple[int, ...]], ranks: int, seed: int
 ) -> None:
     try:
         hook = chain.build()
     except UsageError:
-        return  # said why when it was built: see test_refusals
+        return  # refused when built: see test_refusals
     check_hook(hook, world_sizes=(ranks,), shapes=shapes, seed=seed)
 
 
-# -- everywhere the same ------------------------------------------------------------------------------------------------------
+# -- the same everywhere ------------------------------------------------------------------------------------------------------
 
 
 def make_model() -> nn.Module:
@@ -200,7 +200,7 @@ def train(model: nn.Module, rank: int, reduce: Callable[[], None] = lambda: None
 
 
 def test_every_hook_is_the_same_under_our_ddp_and_under_torchs(torch_world: Callable[..., Any]) -> None:
-    """Both have one bucket of all parameters, in the same order, so that even hooks that look across parameters agree."""
+    """Both have one bucket of all parameters, in the same order, so that hooks that work across parameters agree too."""
 
     def rank_main(group: Group) -> dict[str, tuple[Tensor, Tensor]]:
         torch.set_num_threads(1)

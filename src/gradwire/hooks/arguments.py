@@ -1,6 +1,6 @@
-"""Arguments that must be hooks: one check, with advice where a stage was given.
+"""Checks for arguments that must be hooks, with advice if a stage was passed.
 
-A stage changes gradients around the hook that communicates them, so it cannot stand where a hook is needed.
+A stage changes gradients around the hook that communicates them, so it cannot be used in place of a hook.
 """
 
 from __future__ import annotations

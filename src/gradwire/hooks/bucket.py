@@ -1,7 +1,7 @@
 """What a communication hook sees of a bucket: `BucketSpec`, pure data, and `GradBucket`, the bucket itself.
 
-`GradBucket` has the methods of torch's class of that name, so hooks written for torch run on it unchanged, and beside them
-the parameters' names.
+`GradBucket` has the methods of torch's class of that name, so hooks written for torch run on it unchanged, and also the
+parameters' names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gradwire.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
-    """Which parameters share a bucket, and where each lies in it. The same on every rank."""
+    """Which parameters share a bucket, and the place of each in it. The same on every rank."""
 
     index: int
     names: tuple[str, ...]
@@ -52,7 +52,7 @@ class BucketSpec:
         return f"bucket {self.index} (parameters {names}{more})"
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """The parameters' places in `buffer`, each in its parameter's shape and, where it is dense, its strides."""
+        """A view of `buffer` for each parameter, in its shape and, if it is dense, its strides."""
         flat = buffer.view(-1)
         return [
             _view(flat, offset, numel, shape, stride)
@@ -67,7 +67,7 @@ def _view(flat: Tensor, offset: int, numel: int, shape: tuple[int, ...], stride:
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements fill their memory without gaps or overlap, in whatever order (channels_last does)."""
+    """Whether the elements fill their memory without gaps or overlap, in any order (as in channels_last)."""
     expected = 1
     for step, length in sorted((s, n) for s, n in zip(stride, shape, strict=True) if n > 1):
         if step != expected:
@@ -77,7 +77,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 class GradBucket:
-    """Gradients on their way, in one flat buffer (of a sparse parameter: the gradient itself)."""
+    """The gradients of a bucket in one flat buffer (for a sparse parameter: the gradient itself)."""
 
     __slots__ = ("_buffer", "_gradients", "_is_last", "_parameters", "spec")
 
@@ -101,11 +101,11 @@ class GradBucket:
         return self.spec.index
 
     def buffer(self) -> Tensor:
-        """The flat buffer, one row of all gradients. It has not been divided by the number of ranks."""
+        """The flat buffer of all gradients, not divided by the number of ranks."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replace the buffer, by one as long; `gradients()` are then views of it."""
+        """Replace the buffer by one of the same length; `gradients()` are then views of it."""
         if not isinstance(buffer, Tensor) or (not buffer.is_sparse and buffer.numel() != self._buffer.numel()):
             raise UsageError(
                 f"set_buffer on bucket {self.index()}: expected a tensor of {self._buffer.numel()} elements, got "
@@ -115,7 +115,7 @@ class GradBucket:
         self._gradients = None
 
     def gradients(self) -> list[Tensor]:
-        """The gradients in their parameters' shapes: views of the buffer, or, of a sparse parameter, the gradient."""
+        """The gradients in their parameters' shapes: views of the buffer, or the gradient of a sparse parameter."""
         if self._gradients is None:
             self._gradients = [self._buffer] if self._buffer.is_sparse else self.spec.views(self._buffer)
         return list(self._gradients)

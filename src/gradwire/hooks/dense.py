@@ -1,4 +1,4 @@
-"""Dense hooks: every element travels."""
+"""Dense hooks: every element is sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradwire.hooks.numerics.elementwise import check_dense, padded, refuse_spar
 
 @dataclass(frozen=True, slots=True)
 class Mean(CommHook):
-    """See `mean`."""
+    """The hook of `mean`."""
 
     collectives = 1
 
@@ -36,7 +36,7 @@ class Mean(CommHook):
         return Reduced(value, grad)
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """2 (n - 1) / n of the bucket; of a sparse one, as much as it holds."""
+        """2 (n - 1) / n of the bucket; unknown if it is sparse."""
         return None if spec.sparse else 2 * (world_size - 1) / world_size * spec.numel * spec.dtype.itemsize
 
     def __repr__(self) -> str:
@@ -44,22 +44,22 @@ class Mean(CommHook):
 
 
 def mean() -> CommHook:
-    """The plain average, one all-reduce a bucket. On the wire: 2 (n - 1) / n of the bucket's bytes, n being the ranks."""
+    """The plain average, one all-reduce per bucket. On the wire: 2 (n - 1) / n of the bucket's bytes for n ranks."""
     return Mean()
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatterMean(CommHook):
-    """See `reduce_scatter_mean`."""
+    """The hook of `reduce_scatter_mean`."""
 
     collectives = 2
 
     def check(self, spec: BucketSpec) -> None:
-        """Dense."""
+        """Raise unless the bucket is dense."""
         check_dense(self, spec)
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        """Average a slice each, then gather the slices."""
+        """Average one slice per rank, then gather the slices."""
         refuse_sparse(grad, self, turn.spec)
         label, size = f"bucket {turn.spec.index}", turn.world_size
         row = padded(grad, size)
@@ -72,7 +72,7 @@ class ReduceScatterMean(CommHook):
         return Reduced(value[: grad.numel()], grad)
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """Two times (n - 1) slices."""
+        """2 (n - 1) slices."""
         return 2 * (world_size - 1) * -(-spec.numel // world_size) * spec.dtype.itemsize
 
     def __repr__(self) -> str:
@@ -80,36 +80,36 @@ class ReduceScatterMean(CommHook):
 
 
 def reduce_scatter_mean() -> CommHook:
-    """The plain average as a reduce-scatter and an all-gather, for engines that are better at these than at an all-reduce.
+    """The plain average as a reduce-scatter and an all-gather, for engines on which these are faster than an all-reduce.
 
-    On the wire: 2 (n - 1) slices of ceil(numel / n) elements, n being the ranks: as `mean`, but for the padding.
+    On the wire: 2 (n - 1) slices of ceil(numel / n) elements for n ranks: as `mean`, plus padding.
     """
     return ReduceScatterMean()
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedMean(CommHook):
-    """See `weighted_mean`."""
+    """The hook of `weighted_mean`."""
 
     collectives = 1
     traits = Trait.WEIGHS
 
     def check(self, spec: BucketSpec) -> None:
-        """Dense."""
+        """Raise unless the bucket is dense."""
         check_dense(self, spec)
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        """One all-reduce of the weighted gradient with the weight behind it."""
+        """One all-reduce of the weighted gradient with the weight appended."""
         if not (turn.weight >= 0 and math.isfinite(turn.weight)):
             raise UsageError(
                 f"weighted_mean on rank {turn.rank}: weight {turn.weight} is negative or not finite. Pass a count of samples."
             )
         refuse_sparse(grad, self, turn.spec)
-        # Counts of samples above 256 are rounded in bfloat16, and soon are more than the largest float16.
+        # bfloat16 rounds counts of samples above 256, and float16 soon overflows.
         weight = grad.new_full((1,), turn.weight, dtype=wide(grad.dtype))
         value = torch.cat([grad * weight, weight])
         yield all_reduce(value, op=ReduceOp.SUM, label=f"bucket {turn.spec.index}")
-        # A step in which nobody has a sample gives zeros: all that was summed is zero then.
+        # If no rank has a sample the result is zero: all that was summed is zero then.
         total = torch.where(value[-1:] == 0, torch.ones_like(weight), value[-1:])
         mean = value[:-1].div_(total).to(grad.dtype)
         counted = turn.world_size if turn.divisor is None else turn.divisor
@@ -124,31 +124,31 @@ class WeightedMean(CommHook):
 
 
 def weighted_mean() -> CommHook:
-    """The average in which each rank counts by its weight, for ranks with batches of different size.
+    """The average weighted by rank, for ranks with batches of different size.
 
     Set the weight before backward: `model.set_weight(len(batch))`. With a loss averaged over the batch, the result is the
     gradient of the loss averaged over all samples of all ranks. On the wire: as `mean` for the bucket and one element; 16-bit
-    gradients travel as float32, since their sum over samples may be more than float16 holds, and bfloat16 rounds counts above 256.
+    gradients are sent as float32, since their sum over samples may overflow float16, and bfloat16 rounds counts above 256.
     """
     return WeightedMean()
 
 
 @dataclass(frozen=True, slots=True)
 class Cast(Wrapped):
-    """See `cast`."""
+    """The stage of `cast`."""
 
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
         if self.inner.remembers:
             raise UsageError(
-                f"cast({self.dtype}) around {self.inner!r}: what the hook inside keeps for later would be kept in {self.dtype}, "
-                "which loses the small errors it is there to keep. Put error_feedback() to the left of the cast."
+                f"cast({self.dtype}) around {self.inner!r}: what the inner hook keeps for later would be kept in {self.dtype}, "
+                "which loses the small errors it is meant to keep. Put error_feedback() to the left of the cast."
             )
 
     def inside(self, spec: BucketSpec) -> BucketSpec:
         """A bucket of the narrow dtype."""
-        # Complex gradients travel as they are: a real dtype would drop their imaginary part without a word.
+        # Complex gradients are not converted: a real dtype would silently drop their imaginary part.
         return replace(spec, dtype=self.dtype) if spec.dtype.is_floating_point else spec
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
@@ -156,9 +156,7 @@ class Cast(Wrapped):
         spec = self.inside(turn.spec)
         value, sent = yield from self.inner.reduce(grad.to(spec.dtype), state, replace(turn, spec=spec))
         value = value.to(grad.dtype)
-        return Reduced(
-            value, value if turn.donated else sent.to(grad.dtype)
-        )  # nobody asks for `sent` of what is donated
+        return Reduced(value, value if turn.donated else sent.to(grad.dtype))  # `sent` is not needed if donated
 
     def __repr__(self) -> str:
         return f"cast({self.dtype}) > {self.inner!r}"
@@ -167,15 +165,15 @@ class Cast(Wrapped):
 def cast(dtype: torch.dtype) -> Stage:
     """Reduce in `dtype`, such as torch.bfloat16, and convert back. On the wire: itemsize(dtype) / itemsize(grad) of it.
 
-    What is larger than the largest number of `dtype` becomes infinite, as in torch's fp16_compress_hook: for torch.float16 that
-    is 65504 (for the sum over all ranks too, where the engine adds in float16), and what is below 6e-8 becomes zero.
-    `scaled_cast` moves gradients into that range first, for one more, tiny, collective. Complex gradients are left as they are.
+    Values beyond the range of `dtype` become infinite, as in torch's fp16_compress_hook: above 65504 for torch.float16 (also the
+    sum over all ranks, where the engine adds in float16), and values below 6e-8 become zero. `scaled_cast` moves gradients into
+    that range first, at the price of one more, tiny, collective. Complex gradients are not converted.
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise UsageError(f"cast({dtype!r}): not a floating-point dtype. Use torch.bfloat16 or torch.float16.")
     if dtype.itemsize == 1:
         raise UsageError(
-            f"cast({dtype}): 8 bits hold too small a range of numbers for gradients as they come, and no engine adds them up well. "
+            f"cast({dtype}): the range of 8 bits is too small for unscaled gradients, and no engine adds them accurately. "
             f"Use scaled_cast({dtype})."
         )
     return NamedStage(f"cast({dtype})", lambda inner: Cast(inner, dtype))

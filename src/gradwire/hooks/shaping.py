@@ -1,6 +1,6 @@
-"""Stages that change this rank's gradient on purpose before it is sent: clipping, and noise.
+"""Stages that change this rank's gradient on purpose before it is sent: clipping and noise.
 
-They distort: what they took away or added is wanted so, and must not be made up for by error feedback around them.
+They have the trait `DISTORTS`: error feedback around them would undo the change.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from gradwire.hooks.numerics.rng import generator
 
 @dataclass(frozen=True, slots=True)
 class Clip(Wrapped):
-    """See `clip`."""
+    """The stage of `clip`."""
 
     norm: float | None
     value: float | None
 
     @property
     def traits(self) -> Trait:
-        """It changes gradients on purpose; and those of the hook inside."""
+        """`DISTORTS`, and those of the inner hook."""
         return self.inner.traits | Trait.DISTORTS
 
     def check(self, spec: BucketSpec) -> None:
-        """Dense, and what the hook inside asks for."""
+        """Raise unless the bucket is dense and the inner hook accepts it."""
         check_dense(self._own(), spec)
         self.inner.check(self.inside(spec))
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        """Clip, then as the hook inside."""
+        """Clip, then reduce with the inner hook."""
         refuse_sparse(grad, self._own(), turn.spec)
         clipped = grad if turn.donated else grad.clone()
         flat = real(clipped)
         if self.value is not None:
-            # An infinite element stays infinite: it says that something is wrong, and a clip must not hide that.
+            # An infinite element stays infinite: clipping must not hide that something is wrong.
             flat.copy_(torch.where(flat.isinf(), flat, flat.clamp(-self.value, self.value)))
         elif self.norm is not None:
             clip_norms_(flat, turn.spec, self.norm)
@@ -60,13 +60,14 @@ class Clip(Wrapped):
 def clip(*, norm: float | None = None, value: float | None = None) -> Stage:
     """Clip this rank's gradient before it is sent: each parameter's norm to at most `norm`, or each element to at most `value`.
 
-    The norm is that of each parameter, not of the whole model: a bucket is on its way before the other gradients are there, and
-    which parameters share a bucket changes after the first step. So the whole gradient's norm is at most norm * sqrt(P), P being
-    the number of parameters. One rank with a wild batch then cannot spoil the average. To clip by the norm of the whole model, use
+    The norm is that of each parameter, not of the whole model: a bucket is sent before the other gradients exist, and which
+    parameters share a bucket changes after the first step. So the norm of the whole gradient is at most norm * sqrt(P) for P
+    parameters. An outlier batch on one rank then cannot dominate the average. To clip by the norm of the whole model, use
     torch.nn.utils.clip_grad_norm_ on the average, before the optimizer's step.
 
-    NaN and infinite elements are not hidden: clipped by norm, the parameter becomes NaN; by value, they stay. Error feedback goes
-    inside, to the right of it: around it, it would send in the next step what was cut. On the wire: as the hook inside.
+    NaN and infinite elements are not hidden: clipped by norm, the parameter becomes NaN; by value, they stay. Put error feedback
+    to the right of it, inside: around it, error feedback would send in the next step what was clipped. On the wire: as the inner
+    hook.
 
     >>> from gradwire.hooks import chain, mean
     >>> from gradwire.testing import simulate
@@ -75,7 +76,7 @@ def clip(*, norm: float | None = None, value: float | None = None) -> Stage:
     """
     what = f"clip(norm={norm}, value={value})"
     if (norm is None) == (value is None):
-        raise UsageError(f"{what}: what is to be bounded? Pass one of norm and value.")
+        raise UsageError(f"{what}: no bound given. Pass one of norm and value.")
     bound = norm if norm is not None else value
     if bound is None or not (bound > 0 and math.isfinite(bound)):
         raise UsageError(f"{what}: the bound must be finite and above 0.")
@@ -88,30 +89,30 @@ def clip(*, norm: float | None = None, value: float | None = None) -> Stage:
 
 @dataclass(frozen=True, slots=True)
 class AddNoise(Wrapped):
-    """See `add_noise`."""
+    """The stage of `add_noise`."""
 
     std: float
     seed: int
 
     @property
     def traits(self) -> Trait:
-        """It changes gradients on purpose; and those of the hook inside."""
+        """`DISTORTS`, and those of the inner hook."""
         return self.inner.traits | Trait.DISTORTS
 
     def check(self, spec: BucketSpec) -> None:
-        """Dense, and what the hook inside asks for."""
+        """Raise unless the bucket is dense and the inner hook accepts it."""
         check_dense(f"add_noise(std={self.std})", spec)
         self.inner.check(self.inside(spec))
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        """Add noise, then as the hook inside."""
+        """Add noise, then reduce with the inner hook."""
         refuse_sparse(grad, f"add_noise(std={self.std})", turn.spec)
         flat = real(grad)
-        chance = generator(self.seed, turn, shared=False)
-        noise = torch.randn(flat.numel(), generator=chance, dtype=wide(flat.dtype), device=flat.device)
+        rng = generator(self.seed, turn, shared=False)
+        noise = torch.randn(flat.numel(), generator=rng, dtype=wide(flat.dtype), device=flat.device)
         noisy = noise.mul_(self.std).add_(flat).to(flat.dtype)
         noisy = torch.view_as_complex(noisy.view(-1, 2)) if grad.is_complex() else noisy
-        # Noise to the right of it, with the same seed, is other noise.
+        # Noise stages to its right with the same seed draw different noise.
         return (yield from self.inner.reduce(noisy, state, replace(turn, path=f"{turn.path}/noise")))
 
     def __repr__(self) -> str:
@@ -119,15 +120,15 @@ class AddNoise(Wrapped):
 
 
 def add_noise(*, std: float, seed: int = 0) -> Stage:
-    """Add Gaussian noise of this standard deviation to each element, other noise on each rank. (arXiv 1511.06807, 1607.00133)
+    """Add Gaussian noise of this standard deviation to each element, independent on each rank. (arXiv 1511.06807, 1607.00133)
 
-    The average then has noise of std / sqrt(n), n being the ranks. `sent` has the noise in it, also on ranks that have run out of
-    inputs. On the wire: as the hook inside.
+    The average then has noise of std / sqrt(n) for n ranks. `sent` includes the noise, also on ranks that have run out of inputs.
+    On the wire: as the inner hook.
 
-    With `clip(norm=c)` to its left, `chain(clip(norm=1.0), add_noise(std=0.5), mean())`, what a rank sends is a Gaussian mechanism
-    with a sensitivity of c * sqrt(P), P being the number of parameters, each of which is clipped by itself. That alone is no
-    differential privacy: nothing here accounts for it, and the noise comes from a seed, so that a run can be repeated: anyone who
-    knows the seed can subtract it.
+    With `clip(norm=c)` to its left, `chain(clip(norm=1.0), add_noise(std=0.5), mean())`, a rank sends the output of a Gaussian
+    mechanism with a sensitivity of c * sqrt(P) for P parameters, each of which is clipped separately. That alone is not
+    differential privacy: there is no accounting, and the noise comes from a seed so that runs are reproducible: anyone who knows
+    the seed can subtract it.
     """
     if not (std > 0 and math.isfinite(std)):
         raise UsageError(f"add_noise(std={std}): the standard deviation must be finite and above 0.")

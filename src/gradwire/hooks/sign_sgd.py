@@ -1,4 +1,4 @@
-"""`SignSGD`: the optimizer that belongs to `decoupled_momentum`."""
+"""`SignSGD`: the optimizer for `decoupled_momentum`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gradwire.errors import UsageError
 
 
 class SignSGD(torch.optim.Optimizer):
-    """Steps of the same size for every element, by the gradient's sign: p = (1 - lr weight_decay) p - lr sign(grad).
+    """Step every element by the same amount, along the gradient's sign: p = (1 - lr weight_decay) p - lr sign(grad).
 
-    It has no state: the momentum is in the hook, before the average. An element whose gradient is zero keeps its value; one whose
+    It has no state: the momentum is in the hook, before the average. An element whose gradient is zero does not move; one whose
     gradient is NaN becomes NaN. (signSGD, arXiv 1802.04434; with `decoupled_momentum`, arXiv 2411.19870)
 
     >>> p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
@@ -33,7 +33,7 @@ class SignSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; `closure`, if there is one, computes the loss again, which is returned."""
+        """Perform one step; `closure`, if given, recomputes the loss, which is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

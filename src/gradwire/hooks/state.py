@@ -1,4 +1,4 @@
-"""Hook state by parameter: what lies flat in a bucket, taken apart by name and put together again for other buckets."""
+"""Hook state by parameter: flat tensors of a bucket, split by name and joined again for other buckets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradwire.hooks.bucket import BucketSpec
 
 
 def split_flat(flat: Tensor, spec: BucketSpec) -> dict[str, Tensor]:
-    """Each parameter's part of `flat`, copied, in its order in memory."""
+    """A copy of each parameter's part of `flat`, in memory order."""
     return {
         name: flat.narrow(0, offset, numel).clone()
         for name, offset, numel in zip(spec.names, spec.offsets, spec.numels, strict=True)
@@ -22,7 +22,7 @@ def split_flat(flat: Tensor, spec: BucketSpec) -> dict[str, Tensor]:
 def join_flat(
     saved: Mapping[str, Any], spec: BucketSpec, *, dtype: torch.dtype | None = None, fill: float = 0.0
 ) -> Tensor:
-    """One flat tensor of the parameters' saved parts; `fill` where nothing, or a part of another size, was saved."""
+    """The parameters' saved parts as one flat tensor; `fill` where nothing, or a part of another size, was saved."""
     flat = torch.full((spec.numel,), fill, dtype=dtype or spec.dtype, device=spec.device)
     for name, offset, numel in zip(spec.names, spec.offsets, spec.numels, strict=True):
         part = saved.get(name)
@@ -32,12 +32,12 @@ def join_flat(
 
 
 def pick(saved: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Of states that hold several things per parameter, one: `{name: parts[key]}` where there is one."""
+    """The inverse of `bundle` for one key: `{name: parts[key]}` for the parameters that have it."""
     return {name: parts[key] for name, parts in saved.items() if isinstance(parts, Mapping) and key in parts}
 
 
 def add_owed(*parts: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
-    """What several hooks owe, by parameter, in all; None if one of them cannot tell."""
+    """The sum of what several hooks owe, by parameter; None if that is unknown for one of them."""
     total: dict[str, Tensor] = {}
     for part in parts:
         if part is None:
@@ -48,6 +48,6 @@ def add_owed(*parts: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
 
 
 def bundle(**parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Several things per parameter as one state: the other way round."""
+    """Several values per parameter as one state: `{name: {key: part[name]}}`."""
     names = dict.fromkeys(name for part in parts.values() for name in part)
     return {name: {key: part[name] for key, part in parts.items() if name in part} for name in names}

@@ -102,7 +102,7 @@ def test_views_of_a_part_of_a_larger_tensor_stay_in_that_part() -> None:
     assert whole.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 1, 0]
 
 
-def test_a_spec_says_which_parameters_it_holds_but_not_all_of_many() -> None:
+def test_str_of_a_spec_lists_its_first_parameters() -> None:
     assert str(spec_of(torch.zeros(1), torch.zeros(1), index=3)) == "bucket 3 (parameters p0, p1)"
     assert str(spec_of(*[torch.zeros(1)] * 6)) == "bucket 0 (parameters p0, p1, p2, p3 and 2 more)"
 

@@ -1,4 +1,4 @@
-"""Decoupled momentum against a naive reference, its transform, and the optimizer that belongs to it."""
+"""Decoupled momentum against a naive reference, its transform, and its optimizer."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_nan_shows_in_its_chunk_and_nowhere_else() -> None:
     assert torch.isfinite(value[4:]).all()
 
 
-def test_nan_is_shown_once_and_not_kept() -> None:
+def test_nan_is_sent_once_and_not_kept() -> None:
     hook = decoupled_momentum(chunk=4, k=2)
     first = simulate(hook, [torch.tensor([float("nan"), 1.0, 2.0, 3.0])])
     second = simulate(hook, [torch.ones(4)], states=first.states, step=1)
@@ -176,7 +176,7 @@ def test_frequencies_of_float16_gradients_do_not_overflow_on_the_wire(values: to
         (lambda: decoupled_momentum(k=0), "count elements"),
         (lambda: decoupled_momentum(chunk=4, k=17), "only 16 frequencies"),
         (lambda: decoupled_momentum(values=torch.int8), "not a dtype that values can be sent in"),
-        (lambda: chain(error_feedback(), decoupled_momentum()), "keeps what it did not send already"),
+        (lambda: chain(error_feedback(), decoupled_momentum()), "already keeps what it did not send"),
         (lambda: chain(decoupled_momentum(), mean()), "an all-reduce needs every element"),
         (lambda: simulate(decoupled_momentum(), [torch.eye(3).to_sparse(1)]), r"its gradients are sparse.*partition"),
         (lambda: simulate(decoupled_momentum(), [torch.ones(3) * 1j]), r"its gradients are complex.*partition"),

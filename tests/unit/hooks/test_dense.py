@@ -92,7 +92,7 @@ def test_reduce_scatter_mean_is_the_mean_in_two_halves(numel: int, donated: bool
     assert done.wire_bytes == 2 * 2 * -(-numel // 3) * 4
 
 
-def test_reduce_scatter_mean_of_what_it_cannot_cut() -> None:
+def test_reduce_scatter_mean_pads_uneven_sizes() -> None:
     with pytest.raises(UsageError, match=r"its gradients are sparse.*partition"):
         simulate(reduce_scatter_mean(), [torch.eye(2).to_sparse(1)])
     done = simulate(reduce_scatter_mean(), [torch.tensor([1 + 1j]), torch.tensor([3 - 1j])])
@@ -104,7 +104,7 @@ def test_reduce_scatter_mean_of_what_it_cannot_cut() -> None:
 
 @given(weights=st.lists(st.integers(0, 7), min_size=1, max_size=4), donated=st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_weighted_mean_counts_each_rank_by_its_weight(weights: list[int], donated: bool) -> None:
+def test_weighted_mean_weights_each_rank(weights: list[int], donated: bool) -> None:
     brought = gradients(len(weights), 6, torch.float64)
     done = simulate(weighted_mean(), brought, weights=[float(w) for w in weights], donated=donated)
     total = sum(weights)
@@ -130,7 +130,7 @@ def test_the_sum_of_weights_does_not_overflow_in_float16() -> None:
     assert len(done.exchanges) == 1
 
 
-def test_weighted_mean_refuses_what_it_cannot_weigh() -> None:
+def test_weighted_mean_refuses_bad_weights_and_sparse_gradients() -> None:
     with pytest.raises(UsageError, match=r"rank 0: weight -1\.0 is negative"):
         simulate(weighted_mean(), [torch.ones(1)], weights=[-1.0])
     with pytest.raises(UsageError, match=r"rank 0: weight nan"):
@@ -155,7 +155,7 @@ def test_cast_reduces_in_the_narrow_dtype(dtype: torch.dtype, donated: bool) -> 
     assert done.nbytes == 2 * 11
 
 
-def test_cast_tells_what_it_sent_after_rounding() -> None:
+def test_cast_returns_what_it_sent_after_rounding() -> None:
     brought = gradients(2, 7)
     done = simulate(chain(cast(torch.bfloat16), mean()), brought)
     for (_, sent), grad in zip(done.reduced, brought, strict=True):
@@ -194,7 +194,7 @@ class Remembers(CommHook):
         return spec.dtype
 
 
-def test_the_hook_inside_a_cast_lives_in_the_narrow_dtype() -> None:
+def test_the_hook_inside_a_cast_sees_the_narrow_dtype() -> None:
     hook = chain(cast(torch.bfloat16), Remembers())
     spec = BucketSpec(0, ("w",), ((3,),), ((1,),), torch.float32, torch.device("cpu"))
     done = simulate(hook, [torch.zeros(3)], spec=spec)
@@ -203,7 +203,7 @@ def test_the_hook_inside_a_cast_lives_in_the_narrow_dtype() -> None:
     assert hook.load(saved, spec) == torch.bfloat16
 
 
-def test_a_cast_is_as_many_collectives_as_what_is_in_it() -> None:
+def test_a_cast_has_the_collectives_of_its_inner_hook() -> None:
     assert chain(cast(torch.bfloat16), mean()).collectives == 1
     assert chain(cast(torch.bfloat16), Remembers()).collectives is None
 
@@ -228,10 +228,10 @@ def test_hooks_are_values() -> None:
 @pytest.mark.parametrize(
     ("parts", "error", "words"),
     [
-        ((), UsageError, "chain.. of nothing"),
+        ((), UsageError, "chain.. without arguments"),
         ((cast(torch.bfloat16),), UsageTypeError, "the last part.* is a stage"),
         ((mean(), cast(torch.bfloat16)), UsageTypeError, "is a stage"),
-        ((mean,), UsageTypeError, "a hook that was not called"),
+        ((mean,), UsageTypeError, "a function that was not called"),
         ((mean(), mean()), UsageTypeError, r"mean\(\) communicates by itself"),
         ((3, mean()), UsageTypeError, "3 is not a stage"),
         ((lambda hook: None, mean()), UsageTypeError, "returned None, not a CommHook"),

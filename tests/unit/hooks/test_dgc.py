@@ -58,7 +58,7 @@ def test_nothing_is_lost() -> None:
     torch.testing.assert_close(sent + states[0].unsent, brought, atol=1e-5, rtol=0)
 
 
-def test_the_warm_up_falls_by_the_same_factor() -> None:
+def test_the_warm_up_decreases_by_the_same_factor() -> None:
     hook: Any = dgc(0.25 / 16, warmup_steps=4)
     assert [hook.ratio_at(step) for step in range(6)] == pytest.approx([0.25 / 2**s for s in range(5)] + [0.25 / 16])
     done = simulate(hook, gradients(2, 64), step=1)
@@ -90,7 +90,7 @@ def test_complex_and_nan() -> None:
         (lambda: dgc(0.1, warmup_steps=-1), "warmup_steps is negative"),
         (lambda: dgc(0.1, clip=0.0), "clip is a norm"),
         (lambda: dgc(0.1, values=torch.int8), "not a dtype that values can be sent in"),
-        (lambda: chain(error_feedback(), dgc(0.1)), "keeps what it did not send already"),
+        (lambda: chain(error_feedback(), dgc(0.1)), "already keeps what it did not send"),
     ],
 )
 def test_refused_when_built(build: Any, words: str) -> None:
@@ -110,7 +110,7 @@ def test_repr() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_shown_once_and_not_kept(bad: float) -> None:
+def test_non_finite_values_are_sent_once_and_not_kept(bad: float) -> None:
     hook = dgc(0.25)
     first = simulate(hook, [torch.tensor([bad, bad, 1.0, 2.0])])
     assert not first.reduced[0].value[0].isfinite()

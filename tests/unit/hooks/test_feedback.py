@@ -1,4 +1,4 @@
-"""error_feedback: what was not sent is sent later, in place, without NaN for ever; the same bits compiled or not."""
+"""error_feedback: what was not sent is sent later, in place, without keeping NaN; the same bits compiled or not."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def run(
     return values
 
 
-def test_what_was_not_sent_is_sent_when_there_is_enough_of_it() -> None:
+def test_the_residual_is_sent_once_it_is_large_enough() -> None:
     assert run(chain(error_feedback(), Whole()), [[0.5, 1.25]], 4) == [[0.0, 1.0], [1.0, 1.0], [0.0, 1.0], [1.0, 2.0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
-def test_every_dtype_keeps_the_laws(dtype: torch.dtype) -> None:
+def test_every_dtype_obeys_the_laws(dtype: torch.dtype) -> None:
     check_hook(chain(error_feedback(), mean()), dtype=dtype)
     if not dtype.is_complex:
         check_hook(chain(error_feedback(), top_k(ratio=0.2)), dtype=dtype, world_sizes=(2,))
 
 
 @pytest.mark.parametrize(("dtype", "small"), [(torch.bfloat16, 2.0**-10), (torch.float16, 2.0**-13)], ids=str)
-def test_small_errors_of_narrow_gradients_are_not_lost_beside_large_ones(dtype: torch.dtype, small: float) -> None:
+def test_small_errors_of_narrow_gradients_are_not_rounded_away(dtype: torch.dtype, small: float) -> None:
     hook = chain(error_feedback(), Whole())
     done = simulate(hook, [torch.tensor([0.99], dtype=dtype)])
     sent = 0.0
@@ -82,7 +82,7 @@ def test_the_residual_of_narrow_gradients_is_wide_and_is_saved_so() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_step_with_something_not_finite_shows_it_once_and_owes_nothing(bad: float) -> None:
+def test_a_non_finite_step_leaves_no_residual(bad: float) -> None:
     hook = chain(error_feedback(), cast(torch.bfloat16), mean())
     first = simulate(hook, [torch.tensor([1.0, bad])])
     assert not first.reduced[0].value[1].isfinite()

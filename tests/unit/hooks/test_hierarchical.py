@@ -60,7 +60,7 @@ def gradients(ranks: int, numel: int) -> list[Tensor]:
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
 @pytest.mark.parametrize("donated", [False, True])
 @pytest.mark.parametrize("divisor", [None, 1])
-def test_every_rank_counts_the_same_whatever_its_host(hosts: Any, donated: bool, divisor: int | None) -> None:
+def test_every_rank_has_the_same_weight_on_hosts_of_any_size(hosts: Any, donated: bool, divisor: int | None) -> None:
     size = sum(map(len, hosts))
     brought = gradients(size, 37)
     done = simulate(hierarchical(across=mean()), brought, hosts=hosts, donated=donated, divisor=divisor)
@@ -70,7 +70,7 @@ def test_every_rank_counts_the_same_whatever_its_host(hosts: Any, donated: bool,
 
 
 class Seen(CommHook):
-    """The mean, and what it was told."""
+    """The mean, recording its turns."""
 
     def __init__(self, seen: list[Turn]) -> None:
         self.seen = seen
@@ -80,7 +80,7 @@ class Seen(CommHook):
         return (yield from mean().reduce(grad, state, turn))
 
 
-def test_each_level_is_told_its_own_ranks() -> None:
+def test_each_level_sees_its_own_ranks() -> None:
     inside: list[Turn] = []
     across: list[Turn] = []
     hook = hierarchical(inside=Seen(inside), across=Seen(across))
@@ -98,7 +98,7 @@ def test_on_one_host_nothing_is_compressed() -> None:
         assert done.reduced[0].value.item() == 1.0 + 2**-13
 
 
-def test_only_what_leaves_a_host_counts_and_only_that_is_compressed() -> None:
+def test_only_traffic_between_hosts_counts_and_is_compressed() -> None:
     spec, layout = bucket((8, 4), (8,)), Layout(((0, 1), (2, 3)))
     hook = hierarchical(across=HALF)
     done = simulate(hook, [torch.randn(40) for _ in range(4)], spec=spec, hosts=layout)
@@ -112,7 +112,7 @@ def test_only_what_leaves_a_host_counts_and_only_that_is_compressed() -> None:
     assert done.wire_bytes == hook.bytes_between(spec, three) == 2 * (2 / 3) * 40 * 2
 
 
-def test_what_was_lost_between_hosts_is_told_by_the_carrier() -> None:
+def test_loss_between_hosts_is_in_the_carriers_sent() -> None:
     """Three ranks and one: value is the mean of what was sent, and error feedback around the whole pays all back."""
     brought = [torch.full((4,), 1.0 + r * 2**-10) for r in range(4)]
     done = simulate(hierarchical(across=HALF), brought, hosts=[[0, 1, 2], [3]])
@@ -142,7 +142,7 @@ def test_slices_are_rows_of_every_parameter() -> None:
     assert torch.equal(back, flat)
 
 
-def test_parameters_in_another_order_of_memory_are_cut_where_their_rows_end() -> None:
+def test_parameters_of_other_strides_are_split_at_their_rows() -> None:
     strides = torch.empty((4, 3, 2, 2), device="meta").to(memory_format=torch.channels_last).stride()
     spec = BucketSpec(
         0, ("last", "turned"), ((4, 3, 2, 2), (4, 6)), (tuple(strides), (1, 4)), torch.float32, torch.device("cpu")
@@ -153,7 +153,7 @@ def test_parameters_in_another_order_of_memory_are_cut_where_their_rows_end() ->
 
 
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
-def test_it_keeps_the_laws(hosts: Any) -> None:
+def test_it_obeys_the_laws(hosts: Any) -> None:
     for hook in (
         hierarchical(across=HALF),
         hierarchical(inside=HALF, across=FED),
@@ -166,11 +166,11 @@ def test_it_keeps_the_laws(hosts: Any) -> None:
         check_hook(hierarchical(across=FED), hosts=hosts, dtype=dtype)
 
 
-def test_without_hosts_it_keeps_the_laws_too() -> None:
+def test_it_obeys_the_laws_without_hosts() -> None:
     check_hook(hierarchical(across=FED))
 
 
-def test_state_of_other_lanes_is_dropped_where_hosts_have_changed() -> None:
+def test_state_of_other_lanes_is_dropped_if_hosts_have_changed() -> None:
     hook, spec = hierarchical(across=FED), bucket((4, 2))
     done = simulate(hook, [torch.randn(8) for _ in range(4)], spec=spec, hosts=[[0, 1], [2, 3]])
     saved = hook.save(done.states[0], spec)
@@ -188,8 +188,8 @@ class Nothing(CommHook):
         return Reduced(torch.zeros_like(grad), torch.zeros_like(grad))
 
 
-def test_state_of_other_rows_is_dropped_though_they_are_as_many() -> None:
-    """Rank 1 carried the lower half of the rows and then carries the upper one; rank 2 the other way round."""
+def test_state_of_other_rows_of_the_same_number_is_dropped() -> None:
+    """Rank 1 carried the lower half of the rows and then carries the upper one; rank 2 vice versa."""
     hook, spec = hierarchical(across=chain(error_feedback(), Nothing())), bucket((4, 2))
     brought = [torch.ones(8)] * 4
     done = simulate(hook, brought, spec=spec, hosts=[[0, 1], [2, 3]])
@@ -210,7 +210,7 @@ def test_sparse_gradients_are_refused() -> None:
 
 
 class Odd(CommHook):
-    """Yields as a script says."""
+    """Runs a script as its reduction."""
 
     def __init__(self, script: Any) -> None:
         self._script = script
@@ -254,7 +254,7 @@ def test_ranks_that_do_not_meet_are_named(script: Any, error: type[Exception], w
         simulate(Odd(script), [torch.ones(1)] * 4, hosts=[[0, 1], [2, 3]])
 
 
-def test_only_carriers_talk_to_other_hosts() -> None:
+def test_only_carriers_communicate_with_other_hosts() -> None:
     odd = Odd(lambda turn: [all_reduce(torch.ones(1)).among(Scope.ACROSS)])
     with pytest.raises(UsageError, match="rank 1 yields .*, but is no carrier: the first 1 ranks of each host"):
         simulate(odd, [torch.ones(1)] * 3, hosts=[[0, 1], [2]])
@@ -285,7 +285,7 @@ def reduce_on(group: Group, hook: CommHook, grad: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("hosts", [((0, 1), (2, 3)), ((0, 1, 2), (3,))], ids=["2 + 2", "3 + 1"])
 @pytest.mark.parametrize("kind", ["threads", "shared memory"])
-def test_a_group_gives_what_the_simulation_gives(hosts: Any, kind: str) -> None:
+def test_a_group_computes_what_the_simulation_computes(hosts: Any, kind: str) -> None:
     brought = [g.float() for g in gradients(4, 34)]
     hook = hierarchical(across=HALF)
     expected = simulate(hook, brought, spec=bucket((17, 2)), hosts=hosts, donated=True).reduced[0].value
@@ -299,7 +299,7 @@ def test_a_group_gives_what_the_simulation_gives(hosts: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("wrapper", [Recording, Verified, NanCheck])
-def test_wrappers_take_it_or_say_why_not(wrapper: Any) -> None:
+def test_wrappers_accept_it_or_raise(wrapper: Any) -> None:
     hook = hierarchical(across=HALF)
 
     def rank_main(world: Group) -> Any:

@@ -1,4 +1,4 @@
-"""power_sgd: against the paper's algorithm written plainly, what travels, what is kept, what goes wrong."""
+"""power_sgd: against a plain version of the paper's algorithm, what is sent, what is kept, what fails."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_it_is_the_papers_algorithm(donated: bool) -> None:
                 torch.testing.assert_close(reduced.sent.view(12, 10), expected)
 
 
-def test_a_matrix_of_that_rank_arrives_whole() -> None:
+def test_a_matrix_of_that_rank_is_exact() -> None:
     spec = bucket((20, 30))
     left, right = torch.randn(20, 2), torch.randn(2, 30)
     brought = [(left * (r + 1)) @ right for r in range(2)]
@@ -78,7 +78,7 @@ def test_warm_starts_find_the_largest_directions() -> None:
     assert off[-1] <= float((best - matrix).norm()) * 1.05
 
 
-def test_vectors_and_small_matrices_are_sent_as_they_are() -> None:
+def test_vectors_and_small_matrices_are_sent_uncompressed() -> None:
     spec = bucket((16, 8), (7,), (2, 3), ())
     brought = gradients(2, 128 + 7 + 6 + 1)
     done = simulate(power_sgd(1), brought, spec=spec)
@@ -104,7 +104,7 @@ def test_min_compression_decides_what_is_a_matrix() -> None:
     assert power_sgd(2, min_compression=2.5).wire_bytes(spec, 2) == 4 * 100
 
 
-def test_batched_is_one_square_filled_up() -> None:
+def test_batched_is_one_padded_square() -> None:
     spec = bucket((7, 9), (50,))
     hook = power_sgd(2, batched=True)
     done = simulate(hook, gradients(2, 113), spec=spec)
@@ -141,7 +141,7 @@ def test_complex_gradients_are_pairs(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("batched", [False, True])
-def test_it_keeps_the_laws(dtype: torch.dtype, batched: bool) -> None:
+def test_it_obeys_the_laws(dtype: torch.dtype, batched: bool) -> None:
     for hook in (
         power_sgd(1, batched=batched),
         power_sgd(2, batched=batched, warm_start=False, min_compression=1),
@@ -153,7 +153,7 @@ def test_it_keeps_the_laws(dtype: torch.dtype, batched: bool) -> None:
 # -- what is kept ------------------------------------------------------------------------------------------------------------
 
 
-def test_all_ranks_and_all_buckets_begin_with_the_same_q() -> None:
+def test_all_ranks_and_all_buckets_start_with_the_same_q() -> None:
     one = power_sgd(2).save(power_sgd(2).init(bucket((20, 30), (30, 30), names=("a", "b"))), bucket())
     other = power_sgd(2).save(power_sgd(2).init(bucket((30, 30), (9,), names=("b", "c"))), bucket())
     assert torch.equal(one["b"], other["b"])
@@ -162,7 +162,7 @@ def test_all_ranks_and_all_buckets_begin_with_the_same_q() -> None:
     assert not torch.equal(one["b"], again["b"])
 
 
-def test_a_parameter_of_another_shape_starts_afresh() -> None:
+def test_a_parameter_of_another_shape_starts_fresh() -> None:
     hook = power_sgd(2)
     saved = hook.save(hook.init(bucket((20, 30))), bucket((20, 30)))
     loaded = hook.save(hook.load(saved, bucket((20, 40))), bucket((20, 40)))
@@ -183,7 +183,7 @@ def test_batched_state_is_for_the_same_bucket_only() -> None:
     assert list(hook.save(fresh, turned)) == ["p1"]
 
 
-def test_without_a_warm_start_nothing_is_kept_and_every_step_draws_anew() -> None:
+def test_without_a_warm_start_nothing_is_kept_and_every_step_draws_new_numbers() -> None:
     hook, spec = power_sgd(1, warm_start=False), bucket((20, 30))
     brought = gradients(2, 600)
     values = [simulate(hook, brought, spec=spec, step=step).reduced[0].value for step in (0, 1, 0)]
@@ -192,12 +192,12 @@ def test_without_a_warm_start_nothing_is_kept_and_every_step_draws_anew() -> Non
     assert hook.save(hook.init(spec), spec) == {}
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_shows_and_is_forgotten(batched: bool, bad: float) -> None:
+def test_non_finite_values_are_visible_and_not_kept(batched: bool, bad: float) -> None:
     hook, spec = power_sgd(2, batched=batched), bucket((20, 30), (30, 20))
     brought = gradients(2, 1200)
     brought[1][3] = bad
@@ -210,7 +210,7 @@ def test_what_is_not_finite_shows_and_is_forgotten(batched: bool, bad: float) ->
     assert done.reduced[0].value.abs().sum() > 0
 
 
-def test_zeros_do_not_stay_for_ever() -> None:
+def test_zeros_do_not_persist() -> None:
     hook, spec = power_sgd(2), bucket((20, 30))
     done = simulate(hook, [torch.zeros(600)] * 2, spec=spec)
     assert not done.reduced[0].value.any()
@@ -237,14 +237,14 @@ def test_sparse_gradients_and_bad_settings_are_refused() -> None:
     with pytest.raises(UsageError, match="its gradients are sparse"):
         simulate(power_sgd(1), [torch.eye(2).to_sparse(1)])
     for rank in (0, 1.5):
-        with pytest.raises(UsageError, match="that many columns, a whole number. Choose 1 or more"):
+        with pytest.raises(UsageError, match="the rank must be a whole number of at least 1"):
             power_sgd(rank)  # type: ignore[arg-type]
     for worse in (0.5, float("nan")):
         with pytest.raises(UsageError, match="larger than their matrix"):
             power_sgd(1, min_compression=worse)
 
 
-def test_it_looks_like_its_settings() -> None:
+def test_repr_shows_the_settings() -> None:
     assert repr(power_sgd(4)) == "power_sgd(rank=4, batched=False, warm_start=True, min_compression=2.0, seed=0)"
     assert chain(power_sgd(4), mean()) == power_sgd(4)
 
@@ -254,7 +254,7 @@ def test_it_looks_like_its_settings() -> None:
 
 @pytest.mark.parametrize("rank", [1, 2, 4, 32])
 @pytest.mark.parametrize("way", [orthonormal, cholesky_qr])
-def test_columns_are_orthonormal_whatever_the_condition(way: Any, rank: int) -> None:
+def test_columns_are_orthonormal_for_any_condition_number(way: Any, rank: int) -> None:
     u = torch.linalg.qr(torch.randn(3, 200, rank))[0]
     v = torch.linalg.qr(torch.randn(3, rank, rank))[0]
     matrix = (u * torch.logspace(0, -5, rank)) @ v.mT
@@ -264,7 +264,7 @@ def test_columns_are_orthonormal_whatever_the_condition(way: Any, rank: int) -> 
     torch.testing.assert_close(basis @ (basis.mT @ matrix), matrix, atol=1e-5, rtol=0)
 
 
-def test_columns_that_depend_on_each_other_do_not_blow_up() -> None:
+def test_linearly_dependent_columns_do_not_blow_up() -> None:
     column = torch.randn(2, 50, 1)
     same = torch.cat([column, column, torch.zeros(2, 50, 1)], dim=2)
     for way in (orthonormal, cholesky_qr):
@@ -274,7 +274,7 @@ def test_columns_that_depend_on_each_other_do_not_blow_up() -> None:
         assert not cholesky_qr([torch.zeros(1, 5, 2)])[0].any()
 
 
-def test_products_in_any_order_of_memory() -> None:
+def test_products_of_any_strides() -> None:
     for inner in (1, 3):
         a, b = torch.randn(4, inner), torch.randn(inner, 5)
         for out in (torch.empty(4, 5), torch.empty(5, 4).mT):
@@ -293,7 +293,7 @@ class Passing(CommHook):
         yield
 
 
-def test_error_feedback_gives_nothing_of_its_memory_away() -> None:
+def test_error_feedback_returns_no_view_of_its_residual() -> None:
     hook = chain(error_feedback(), Passing())
     done = simulate(hook, [torch.ones(3)])
     assert done.reduced[0].value.tolist() == done.reduced[0].sent.tolist() == [1.0] * 3

@@ -1,4 +1,4 @@
-"""partition, masked and by_size: which parameter goes where, what is copied, what is sent, what is saved."""
+"""partition, masked and by_size: which hook reduces a parameter, what is copied, sent and saved."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MODEL = bucket(("a.weight", (2, 3)), ("a.bias", (2,)), ("b.weight", (2, 2)), ("b
 
 
 class Marking(CommHook):
-    """Adds a number, and tells what it was given."""
+    """Adds a number, and records what it was given."""
 
     def __init__(self, number: float, seen: list[tuple[BucketSpec, Tensor]]) -> None:
         self.number = number
@@ -63,7 +63,7 @@ def marked(seen: list[Any], **patterns: float) -> CommHook:
     return partition({p.replace("_", "."): Marking(n, seen) for p, n in patterns.items()})
 
 
-def test_the_first_pattern_that_fits_wins() -> None:
+def test_the_first_pattern_that_matches_wins() -> None:
     seen: list[Any] = []
     hook = partition({"a.*": Marking(10.0, seen), "*.bias": Marking(20.0, seen), "*": Marking(30.0, seen)})
     done = simulate(hook, [torch.zeros(14)], spec=MODEL)
@@ -79,7 +79,7 @@ def test_the_first_pattern_that_fits_wins() -> None:
     donated=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_element_goes_its_way_and_comes_back_to_its_place(
+def test_every_element_is_reduced_by_its_hook_and_returns_to_its_index(
     ways: list[int], sizes: list[int], donated: bool
 ) -> None:
     spec = bucket(*((f"{way}.{i}", (sizes[i],)) for i, way in enumerate(ways)))
@@ -92,7 +92,7 @@ def test_every_element_goes_its_way_and_comes_back_to_its_place(
         assert torch.equal(reduced.sent, expected)
 
 
-def test_neighbours_are_not_copied() -> None:
+def test_adjacent_parameters_are_not_copied() -> None:
     seen: list[Any] = []
     grad = torch.zeros(14)
     hook = partition({"*.weight": Marking(1.0, seen), "b.bias": Marking(2.0, seen), "*": Marking(3.0, seen)})
@@ -104,7 +104,7 @@ def test_neighbours_are_not_copied() -> None:
     assert [part.untyped_storage().data_ptr() == storage for _, part in seen] == [False, True, True]
 
 
-def test_one_pattern_for_all_passes_the_bucket_on_as_it_is() -> None:
+def test_one_pattern_for_all_passes_the_bucket_unchanged() -> None:
     seen: list[Any] = []
     grad = torch.zeros(14)
     simulate(marked(seen, b_=1.0, **{"*": 2.0}), [grad], spec=MODEL)
@@ -112,7 +112,7 @@ def test_one_pattern_for_all_passes_the_bucket_on_as_it_is() -> None:
     assert seen[0][1] is grad
 
 
-def test_a_sparse_bucket_goes_where_its_parameter_goes() -> None:
+def test_a_sparse_bucket_is_reduced_by_the_hook_of_its_parameter() -> None:
     rows = torch.eye(3)[:, :2].to_sparse(1)
     hook = partition({"parameter": mean(), "*": every(2, mean())})
     assert torch.equal(simulate(hook, [rows, rows]).reduced[0].value.to_dense(), rows.to_dense())
@@ -120,7 +120,7 @@ def test_a_sparse_bucket_goes_where_its_parameter_goes() -> None:
 
 def test_a_parameter_without_a_pattern_is_named() -> None:
     hook = partition({"a.*": mean(), "*.weight": mean()})
-    with pytest.raises(UsageError, match=r"no pattern fits the parameter 'b\.bias'.*Add one for it"):
+    with pytest.raises(UsageError, match=r"no pattern matches the parameter 'b\.bias'.*Add one for it"):
         hook.init(MODEL)
     with pytest.raises(UsageError, match=r"'b\.bias'"):
         hook.wire_bytes(MODEL, 2)
@@ -138,16 +138,16 @@ def test_a_parameter_without_a_pattern_is_named() -> None:
         lambda hook: masked("*", hook),
     ],
 )
-def test_a_model_is_told_at_once_that_a_parameter_has_no_hook(around: Any) -> None:
+def test_set_hook_raises_if_a_parameter_has_no_hook(around: Any) -> None:
     (group,) = ThreadGroup.world(1)
     model = torch.nn.Linear(2, 2)
     hook = around(partition({"weight": mean()}))
-    with pytest.raises(UsageError, match="no pattern fits the parameter 'bias'"):
+    with pytest.raises(UsageError, match="no pattern matches the parameter 'bias'"):
         replicate(torch.nn.Linear(2, 2), group=group, hook=hook)
     replica = replicate(model, group=group)
-    with pytest.raises(UsageError, match="no pattern fits the parameter 'bias'"):
+    with pytest.raises(UsageError, match="no pattern matches the parameter 'bias'"):
         replica.set_hook(hook)
-    model(torch.ones(1, 2)).sum().backward()  # goes on with the hook it had
+    model(torch.ones(1, 2)).sum().backward()  # continues with its previous hook
     replica.detach()
     group.close()
 
@@ -180,7 +180,7 @@ def test_by_size_counts_elements_or_bytes() -> None:
     assert by_size(nbytes=16, large=HALF).wire_bytes(wide, 2) == 4
 
 
-def test_they_say_of_themselves_what_their_hooks_say() -> None:
+def test_they_have_the_traits_of_their_hooks() -> None:
     assert partition({"a": FED, "*": mean()}).remembers
     assert not partition({"a": HALF, "*": mean()}).remembers
     assert partition({"a": HALF, "*": mean()}).collectives is None
@@ -197,7 +197,7 @@ def matrices(name: str, shape: tuple[int, ...]) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_they_keep_the_laws(dtype: torch.dtype) -> None:
+def test_they_obey_the_laws(dtype: torch.dtype) -> None:
     for hook in (
         partition({"layer0.*": FED, "layer[13].*": mean(), "*": HALF}),
         partition({"layer[024].*": HALF, "*": mean()}),
@@ -212,18 +212,18 @@ def test_they_keep_the_laws(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("build", "error", "words"),
     [
-        (lambda: partition({}), UsageError, "no pattern at all"),
+        (lambda: partition({}), UsageError, "no patterns"),
         (lambda: partition({"*": mean(), "a": mean()}), UsageError, "never reached. Put it last"),
-        (lambda: partition({3: mean()}), UsageTypeError, "3 is no pattern"),  # type: ignore[dict-item]
+        (lambda: partition({3: mean()}), UsageTypeError, "3 is not a pattern"),  # type: ignore[dict-item]
         (lambda: partition({"*": cast(torch.bfloat16)}), UsageTypeError, "is a stage"),  # type: ignore[dict-item]
-        (lambda: masked([], mean()), UsageTypeError, "neither a pattern"),
-        (lambda: masked([3], mean()), UsageTypeError, "neither a pattern"),  # type: ignore[list-item]
-        (lambda: masked(None, mean()), UsageTypeError, "neither a pattern"),  # type: ignore[arg-type]
-        (lambda: by_size(large=mean()), UsageError, "the size is not clear"),
-        (lambda: by_size(numel=1, nbytes=1, large=mean()), UsageError, "the size is not clear"),
-        (lambda: by_size(numel=-1, large=mean()), UsageError, "the size is not clear"),
+        (lambda: masked([], mean()), UsageTypeError, "not a pattern, a sequence of patterns"),
+        (lambda: masked([3], mean()), UsageTypeError, "not a pattern, a sequence of patterns"),  # type: ignore[list-item]
+        (lambda: masked(None, mean()), UsageTypeError, "not a pattern, a sequence of patterns"),  # type: ignore[arg-type]
+        (lambda: by_size(large=mean()), UsageError, "the size is ambiguous or negative"),
+        (lambda: by_size(numel=1, nbytes=1, large=mean()), UsageError, "the size is ambiguous or negative"),
+        (lambda: by_size(numel=-1, large=mean()), UsageError, "the size is ambiguous or negative"),
     ],
 )
-def test_what_makes_no_sense_is_refused_at_once(build: Any, error: type[Exception], words: str) -> None:
+def test_invalid_arguments_are_refused_at_once(build: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         build()

@@ -56,7 +56,7 @@ def average(values: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_gradient_half_keeps_the_laws_and_leaves_gradients_alone(name: str) -> None:
+def test_reduce_obeys_the_laws_and_leaves_gradients_unchanged(name: str) -> None:
     hook = ALL[name]
     check_hook(hook)
     assert hook.local
@@ -112,23 +112,23 @@ def test_the_mixing_matrix_is_doubly_stochastic(name: str, ranks: int) -> None:
         torch.testing.assert_close(rows, rows.T)
 
 
-def test_gossip_sends_to_neighbours_only_and_pairs_anew_each_time() -> None:
+def test_gossip_sends_to_neighbors_only_and_draws_new_pairs_each_time() -> None:
     done = simulate_outer(gossip(), parameters(5))
     assert done.exchanges[0].sent == (2 * 13 * 4,) * 5
     spec = BucketSpec(7, ("p",), ((1,),), ((1,),), torch.float32, torch.device("cpu"))
     hook = GOSSIP["random"]
     pairs = []
     for step in range(6):
-        mates = [hook.neighbours(Turn(spec, rank, 4, step)) for rank in range(4)]  # type: ignore[attr-defined]
+        mates = [hook.neighbors(Turn(spec, rank, 4, step)) for rank in range(4)]  # type: ignore[attr-defined]
         assert all(mates[mates[rank][0]] == [rank] for rank in range(4))
         pairs.append(str(mates))
     assert len(set(pairs)) > 1
-    alone = [hook.neighbours(Turn(spec, rank, 5, 0)) for rank in range(5)]  # type: ignore[attr-defined]
+    alone = [hook.neighbors(Turn(spec, rank, 5, 0)) for rank in range(5)]  # type: ignore[attr-defined]
     assert sum(not mates for mates in alone) == 1
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_empty_buckets_zeros_and_what_is_not_finite(name: str) -> None:
+def test_empty_buckets_zeros_and_non_finite_values(name: str) -> None:
     hook = ALL[name]
     assert simulate_outer(hook, parameters(3, 0)).parameters[0].numel() == 0
     zeros = simulate_outer(hook, [torch.zeros(4)] * 3).parameters
@@ -142,7 +142,7 @@ def test_empty_buckets_zeros_and_what_is_not_finite(name: str) -> None:
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_diloco_is_torchs_sgd_on_the_mean_way(nesterov: bool) -> None:
+def test_diloco_is_torchs_sgd_on_the_mean_progress(nesterov: bool) -> None:
     hook = diloco(every=2, outer_lr=0.6, outer_momentum=0.8, nesterov=nesterov)
     theirs = torch.zeros(13, requires_grad=True)
     optimizer = torch.optim.SGD([theirs], lr=0.6, momentum=0.8, nesterov=nesterov)
@@ -162,7 +162,7 @@ def test_diloco_with_a_plain_outer_step_is_local_sgd() -> None:
     torch.testing.assert_close(plain, simulate_outer(local_sgd(every=1), went).parameters[0])
 
 
-def test_the_hook_inside_compresses_the_way() -> None:
+def test_the_inner_hook_compresses_the_progress() -> None:
     went = parameters(2)
     plain, narrow = (simulate_outer(diloco(every=1, hook=h), went) for h in (mean(), NARROW))
     assert narrow.wire_bytes == plain.wire_bytes / 2
@@ -180,7 +180,7 @@ def test_a_narrow_model_has_a_wide_anchor() -> None:
     assert now.item() > 1.0
 
 
-def test_streaming_mixes_what_stays() -> None:
+def test_streaming_mixes_in_the_ranks_own_parameters() -> None:
     hook = streaming_diloco(every=2, fragments=1, alpha=0.25, outer_lr=1.0, outer_momentum=0.0)
     done = simulate_outer(hook, [torch.tensor([0.0]), torch.tensor([8.0])])
     assert [p.item() for p in done.parameters] == [0.75 * 4, 0.75 * 4 + 0.25 * 8]
@@ -208,7 +208,7 @@ def test_post_local_sgd_averages_gradients_at_first() -> None:
     assert torch.equal(simulate(hook, brought, step=2).reduced[1].value, brought[1])
 
 
-def test_parameters_are_cut_into_fragments_of_about_the_same_size() -> None:
+def test_parameters_are_split_into_fragments_of_about_the_same_size() -> None:
     named = [(f"p{i}", torch.zeros(10)) for i in range(8)] + [("half", torch.zeros(6, dtype=torch.float16))]
     pieces = cut(named, 4)
     assert [(f, spec.names) for f, spec, _ in pieces] == [
@@ -256,7 +256,7 @@ def test_anchor_and_momentum_go_through_a_file_and_other_buckets(hook: OuterHook
     assert torch.equal(again.parameters[0], went_on.parameters[0])
 
 
-def test_a_new_parameter_has_its_anchor_where_it_is_and_a_new_rank_shares_the_anchor() -> None:
+def test_a_new_parameter_is_its_own_anchor_and_a_new_rank_shares_the_anchor() -> None:
     hook, spec = diloco(every=2, hook=NARROW), two()
     state = simulate_outer(hook, parameters(1), spec=spec).states[0]
     saved = hook.save(state, spec)
@@ -286,22 +286,22 @@ def test_a_new_parameter_has_its_anchor_where_it_is_and_a_new_rank_shares_the_an
         (lambda: streaming_diloco(every=2, fragments=3), "some steps would have several fragments"),
         (lambda: streaming_diloco(every=2, fragments=1, delay=2), r"delay=2\): what was sent must be applied before"),
         (lambda: streaming_diloco(every=2, fragments=1, alpha=1.0), r"alpha=1\.0\): not between 0 and 1"),
-        (lambda: gossip(topology="star"), r"topology='star'\): not known. There are 'ring', 'random'"),
+        (lambda: gossip(topology="star"), r"topology='star'\): unknown. Use one of 'ring', 'random'"),
         (lambda: gossip(every=0), r"gossip\(every=0\)"),
-        (lambda: chain(error_feedback(), local_sgd(every=2)), "there gradients stay on their rank"),
+        (lambda: chain(error_feedback(), local_sgd(every=2)), "leaves gradients on their rank"),
     ],
 )
-def test_what_cannot_work_is_refused_when_it_is_built(build: Any, words: str) -> None:
+def test_invalid_settings_are_refused_when_built(build: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         build()
 
 
-def test_the_hook_inside_must_be_one() -> None:
+def test_the_inner_hook_must_be_a_hook() -> None:
     with pytest.raises(UsageTypeError, match="is a stage"):
         diloco(every=2, hook=cast(torch.bfloat16))  # type: ignore[arg-type]
 
 
-def test_a_hook_inside_that_breaks_its_contract_is_named() -> None:
+def test_an_inner_hook_that_breaks_its_contract_is_named() -> None:
     class Short(CommHook):
         def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Any:
             return grad
@@ -311,7 +311,7 @@ def test_a_hook_inside_that_breaks_its_contract_is_named() -> None:
         simulate_outer(diloco(every=1, hook=Short()), parameters(2))
 
 
-def test_every_setting_shows() -> None:
+def test_repr_shows_every_setting() -> None:
     assert repr(ALL["streaming, mixed"]) == (
         "streaming_diloco(every=4, fragments=2, delay=1, alpha=0.5, outer_lr=0.7, outer_momentum=0.9, nesterov=True, hook=mean())"
     )

@@ -1,4 +1,4 @@
-"""quantize and sign: codes against a naive reference, all ways to the same bits, laws on simulated ranks, refusals."""
+"""quantize and sign: codes against a naive reference, all implementations to the same bit, laws on simulated ranks, refusals."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def decoded(module: Any, message: Tensor, part: Part) -> Tensor:
 
 
 def naive(x: Tensor, bits: int, block: int = 256) -> Tensor:
-    """What comes back, in float64 and without packing."""
+    """The decoded values, in float64 and without packing."""
     pieces = []
     for piece in x.double().split(block):
         if bits == 1:
@@ -89,7 +89,7 @@ def spec_of(names: list[str], numels: list[int], dtype: torch.dtype = torch.floa
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_codes_stand_for_the_nearest_level(bits: int, rows: int, way: str) -> None:
+def test_codes_are_the_nearest_level(bits: int, rows: int, way: str) -> None:
     x = normal(1000)
     part = part_of(1000, bits, rows=rows)
     back = decoded(codec, encoded(codec, x, part, rows), part)
@@ -114,7 +114,7 @@ def test_zero_is_a_level_and_levels_are_symmetric(bits: int, way: str) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_what_is_not_finite_spoils_its_block_and_no_other(bits: int, bad: float, way: str) -> None:
+def test_non_finite_values_affect_only_their_block(bits: int, bad: float, way: str) -> None:
     x = normal(600)
     x[300] = bad
     part = part_of(600, bits, rows=2)
@@ -125,14 +125,14 @@ def test_what_is_not_finite_spoils_its_block_and_no_other(bits: int, bad: float,
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_zeros_and_tiny_numbers_come_back_as_zeros(bits: int, way: str) -> None:
+def test_zeros_and_tiny_numbers_become_zeros(bits: int, way: str) -> None:
     for x in (torch.zeros(300), torch.full((300,), 1e-40), torch.full((300,), -1e-35)):
         part = part_of(300, bits)
         assert decoded(codec, encoded(codec, x, part, 1), part).abs().max() == 0.0
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-def test_chance_keeps_levels_and_is_right_on_average(bits: int, way: str) -> None:
+def test_stochastic_rounding_keeps_levels_and_is_unbiased(bits: int, way: str) -> None:
     part = part_of(512, bits)
     x = normal(512).clamp_(-1, 1)
     x[0] = x[256] = 1.0
@@ -151,7 +151,7 @@ def test_chance_keeps_levels_and_is_right_on_average(bits: int, way: str) -> Non
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_rows_are_summed_in_one_go(bits: int, rows: int, way: str) -> None:
+def test_rows_are_summed_in_one_pass(bits: int, rows: int, way: str) -> None:
     part = part_of(300, bits)
     message = torch.cat([encoded(codec, normal(300, seed=r), part, 1) for r in range(rows)])
     out = torch.empty(300)
@@ -206,7 +206,7 @@ def test_the_mean_of_codes_quantized_again(bits: int, ranks: int, way: str) -> N
     means = torch.stack([naive(g, bits) for g in brought]).mean(0)
     expected = torch.cat([naive(piece, bits) for piece in means.split(slice_)])
     value = done.reduced[0].value.double()
-    # A mean that falls between two levels may go either way by rounding; hardly any does.
+    # A mean that falls between two levels may round either way; hardly any does.
     assert ((value - expected).abs() > 1e-5).double().mean() < 0.01
     assert [(e.op.kind.value, e.op.dtypes) for e in done.exchanges] == [
         ("all_to_all_single", ("uint8",)),
@@ -222,7 +222,7 @@ def test_the_wire_carries_bits_not_floats(bits: int) -> None:
     assert ratio == pytest.approx((bits + 32 / 256) / 32, rel=1e-3)
 
 
-def test_chance_differs_by_rank_step_and_seed_and_repeats() -> None:
+def test_stochastic_rounding_differs_by_rank_step_and_seed_and_repeats() -> None:
     brought = [normal(500)] * 2
     hook = quantize(4, rounding="stochastic")
     first = simulate(hook, brought)
@@ -337,7 +337,7 @@ def _chosen(flat: Tensor, bits: int) -> Tensor:
     return torch.cat([a_bias, b_bias] if bits == 8 else [a, b])
 
 
-def test_neighbours_of_the_same_width_are_one_stretch() -> None:
+def test_adjacent_parameters_of_the_same_width_are_one_slice() -> None:
     spec = spec_of(["a", "b", "c.bias", "d"], [5, 6, 7, 8])
     layout = lay_out(spec, (("*.bias", 8), ("*", 4)), 256)
     assert [(s.bits, s.slices.ranges) for s in layout.sections] == [(8, ((11, 7),)), (4, ((0, 11), (18, 8)))]
@@ -394,14 +394,14 @@ def test_the_majority_decides_and_the_scale_is_the_mean(per: Any, way: str) -> N
         torch.testing.assert_close(value, votes * scale)
 
 
-def test_the_owner_decides_a_tie() -> None:
+def test_the_owner_breaks_ties() -> None:
     brought = [torch.ones(512), -torch.ones(512)]
     value = simulate(sign("majority"), brought).reduced[0].value
     assert value[:256].eq(1).all()
     assert value[256:].eq(-1).all()
 
 
-def test_whoever_has_only_zeros_does_not_vote() -> None:
+def test_a_rank_with_zeros_only_does_not_vote() -> None:
     brought = [-torch.ones(8), torch.zeros(8), torch.zeros(8)]
     value = simulate(sign("majority"), brought, divisor=1).reduced[0].value
     assert value.tolist() == [-1.0] * 8
@@ -424,11 +424,11 @@ def test_what_is_zero_on_all_ranks_does_not_drift(hook: CommHook, ranks: int, wa
         total += value
         moved += value.abs()
     assert total[100:].abs().max() <= 1e-5 * moved.max()
-    assert total[:100].abs().max() >= 0.99 * moved.max()  # the others go their way
+    assert total[:100].abs().max() >= 0.99 * moved.max()  # the others move
 
 
 @pytest.mark.parametrize("key", [None, 0, 1, 7])
-def test_zeros_of_one_bit_alternate_in_every_way(key: int | None) -> None:
+def test_zeros_of_one_bit_alternate_in_every_implementation(key: int | None) -> None:
     if not loops.available():
         pytest.skip("needs numba")
     x = normal(1000)
@@ -458,7 +458,7 @@ def test_zeros_of_one_bit_alternate_in_every_way(key: int | None) -> None:
         (lambda: quantize(1, rounding="stochastic"), "one bit is the sign and is not rounded"),
         (lambda: sign("median"), r"scale is one of 'mean', 'majority'"),  # type: ignore[arg-type]
         (lambda: sign(per="layer"), "per one of 'parameter', 'bucket'"),  # type: ignore[arg-type]
-        (lambda: chain(error_feedback(), sign("majority")), "what a vote did not say cannot be paid back"),
+        (lambda: chain(error_feedback(), sign("majority")), "the error of a vote cannot be fed back"),
     ],
 )
 def test_refused_when_built(make: Any, words: str) -> None:
@@ -472,7 +472,7 @@ def test_sparse_gradients_are_refused(hook: CommHook) -> None:
         simulate(hook, [torch.eye(2).to_sparse(1)])
 
 
-def test_what_has_no_way_is_refused_before_any_step() -> None:
+def test_unsupported_parameters_are_refused_before_any_step() -> None:
     spec = BucketSpec(0, ("a.bias", "a.weight"), ((2,), (2, 2)), ((1,), (2, 1)), torch.float32, torch.device("cpu"))
     quantize({"*.bias": 8, "*": 4}).check(spec)
     with pytest.raises(UsageError, match=r"no pattern matches the parameter 'a.weight'"):
@@ -483,7 +483,7 @@ def test_what_has_no_way_is_refused_before_any_step() -> None:
             hook.check(replace(spec, sparse=True))
 
 
-def test_a_model_is_told_when_the_hook_is_set() -> None:
+def test_set_hook_raises_for_unsupported_parameters() -> None:
     (group,) = ThreadGroup.world(1, timeout=20)
     replica = replicate(nn.Linear(3, 2), group=group)
     for hook in (quantize({"*.weight": 8}), diloco(every=2, hook=quantize({"*.weight": 8}))):
@@ -494,7 +494,7 @@ def test_a_model_is_told_when_the_hook_is_set() -> None:
     replica = replicate(nn.Embedding(3, 2, sparse=True), group=group)
     with pytest.raises(UsageError, match=r"its gradients are sparse"):
         replica.set_hook(quantize(8))
-    replica.set_hook(diloco(every=2, hook=quantize(8)))  # parameters, which are dense, travel there
+    replica.set_hook(diloco(every=2, hook=quantize(8)))  # it sends parameters, which are dense
     replica.set_hook(partition({"*": mean()}))
     replica.detach()
     group.close()

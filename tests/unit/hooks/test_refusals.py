@@ -1,4 +1,4 @@
-"""A chain that cannot be right is refused when it is built: all of them in one table."""
+"""Invalid combinations are refused when they are built: all of them in one table."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ REFUSED: dict[str, tuple[Callable[[], CommHook], str]] = {
     "from local to shared": (lambda: after(5, mean(), before=LOCAL), "never be equal again"),
     "local in some steps": (lambda: every(5, mean(), otherwise=LOCAL), "does not make them equal again"),
     "shared in some steps": (lambda: every(5, LOCAL, otherwise=mean()), "does not make them equal again"),
-    "local in the host": (lambda: hierarchical(inside=LOCAL, across=mean()), "stay on their rank"),
-    "local between hosts": (lambda: hierarchical(across=LOCAL), "stay on their rank"),
+    "local in the host": (lambda: hierarchical(inside=LOCAL, across=mean()), "leaves gradients on their rank"),
+    "local between hosts": (lambda: hierarchical(across=LOCAL), "leaves gradients on their rank"),
     "what the earlier hook owes is lost": (lambda: after(5, mean(), before=FED), "would never be sent"),
     "what every has kept is lost": (lambda: after(5, mean(), before=every(2, mean())), "would never be sent"),
     "one weight for several steps": (lambda: every(2, weighted_mean()), "each step has its own weight"),
@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[Callable[[], CommHook], str]] = {
     ),
     "weights fed back as errors": (
         lambda: chain(error_feedback(), cast(torch.bfloat16), weighted_mean()),
-        "multiplied by its share of all samples",
+        "by its share of all samples",
     ),
     "weights fed back, through a partition": (
         lambda: chain(error_feedback(), partition({"a": weighted_mean(), "*": mean()})),
@@ -117,5 +117,5 @@ ALLOWED: dict[str, Callable[[], CommHook]] = {
 
 
 @pytest.mark.parametrize("build", ALLOWED.values(), ids=ALLOWED)
-def test_what_can_be_right_is_built(build: Callable[[], CommHook]) -> None:
+def test_valid_combinations_are_built(build: Callable[[], CommHook]) -> None:
     assert isinstance(build(), CommHook)

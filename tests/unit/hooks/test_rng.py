@@ -57,7 +57,7 @@ class Draws(CommHook):
         return (yield from mean().reduce(grad, state, turn))
 
 
-def test_hooks_made_of_hooks_do_not_make_two_parts_draw_the_same_numbers() -> None:
+def test_two_parts_of_a_combinator_draw_different_numbers() -> None:
     hook = Draws()
     names = ("a", "b")
     spec = BucketSpec(0, names, ((4,), (4,)), ((1,), (1,)), torch.float32, torch.device("cpu"))
@@ -84,7 +84,7 @@ def test_shared_numbers_are_those_of_the_ranks_that_meet() -> None:
     assert sorted(map(hook.common.count, set(hook.common))) == [2, 2, 2, 2]  # two hosts, two lanes
 
 
-def test_a_turn_keeps_the_rank_and_step_it_began_with() -> None:
+def test_a_turn_keeps_its_original_rank_and_step() -> None:
     turn = Turn(TURN.spec, rank=3, world_size=4, step=5)
     assert turn.origin == (3, 5)
     assert replace(turn, rank=0, step=0).origin == (3, 5)

@@ -1,4 +1,4 @@
-"""scaled_cast: nothing overflows, nothing vanishes, and what the float8 mean rounds off is accounted for."""
+"""scaled_cast: nothing overflows or underflows, and the rounding of the float8 mean is part of `sent`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_laws_with_error_feedback() -> None:
 
 @pytest.mark.parametrize("size", [1e-40, 1e-30, 1e-6, 1.0, 1e6, 1e38])
 @pytest.mark.parametrize("ranks", [1, 3, 8])
-def test_half_keeps_its_digits_whatever_the_size(size: float, ranks: int) -> None:
+def test_half_keeps_its_precision_at_any_magnitude(size: float, ranks: int) -> None:
     brought = [g.clamp(-3, 3) * size for g in gradients(ranks, 100)]
     truth = torch.stack(brought).double().mean(0)
     for value, _ in simulate(HALF, brought).reduced:
@@ -94,7 +94,7 @@ def _spec(dtype: torch.dtype, numel: int) -> BucketSpec:
 
 @pytest.mark.parametrize("hook", FLOAT8, ids=repr)
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
-def test_float8_is_as_good_as_its_digits(hook: CommHook, size: float) -> None:
+def test_float8_is_as_accurate_as_its_precision(hook: CommHook, size: float) -> None:
     brought = [g * size for g in gradients(3, 1000)]
     truth = torch.stack(brought).double().mean(0)
     value = simulate(hook, brought).reduced[0].value.double()
@@ -122,7 +122,7 @@ def test_the_owner_of_a_slice_accounts_for_its_rounding(hook: CommHook) -> None:
 @pytest.mark.parametrize("hook", HOOKS, ids=repr)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("numel", [1, 7])
-def test_what_is_not_finite_is_seen(hook: CommHook, bad: float, numel: int) -> None:
+def test_non_finite_values_are_visible(hook: CommHook, bad: float, numel: int) -> None:
     brought = gradients(2, numel)
     brought[1][0] = bad
     assert not torch.isfinite(simulate(hook, brought).reduced[0].value[0])
@@ -130,7 +130,7 @@ def test_what_is_not_finite_is_seen(hook: CommHook, bad: float, numel: int) -> N
 
 @pytest.mark.parametrize("hook", HOOKS, ids=repr)
 @pytest.mark.parametrize("numel", [0, 1])
-def test_buckets_of_nothing_and_of_one(hook: CommHook, numel: int) -> None:
+def test_buckets_of_zero_and_one_elements(hook: CommHook, numel: int) -> None:
     assert simulate(hook, [torch.full((numel,), 2.0)] * 3).reduced[0].value.tolist() == [2.0] * numel
     assert simulate(hook, [torch.zeros(numel)] * 3).reduced[0].value.tolist() == [0.0] * numel
 
@@ -161,10 +161,10 @@ def test_refused_when_built() -> None:
     with pytest.raises(UsageError, match=r"Use scaled_cast\(torch.float8_e5m2\)"):
         cast(torch.float8_e5m2)
     for inner in (weighted_mean(), top_k(k=1), chain(error_feedback(), mean())):
-        with pytest.raises(UsageError, match=r"fits nothing else. Put mean\(\)"):
+        with pytest.raises(UsageError, match=r"may overflow otherwise. Put mean\(\)"):
             chain(scaled_cast(torch.float16), inner)
     for inner in (weighted_mean(), top_k(k=1), reduce_scatter_mean(), chain(error_feedback(), mean())):
-        with pytest.raises(UsageError, match=r"not added up by an engine.*Put mean\(\) inside"):
+        with pytest.raises(UsageError, match=r"not summed by an engine.*Put mean\(\) inside"):
             chain(scaled_cast(torch.float8_e4m3fn), inner)
 
 

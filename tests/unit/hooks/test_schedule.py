@@ -1,4 +1,4 @@
-"""after and every: which hook a step has, what is kept and delivered, and what is refused."""
+"""after and every: which hook reduces a step, what is kept and sent, and what is refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FED = chain(error_feedback(), cast(torch.bfloat16), mean())
 
 
 class Counting(CommHook):
-    """Delivers the step it was told, and remembers which it has seen."""
+    """Returns the step, and records all steps."""
 
     def init(self, spec: BucketSpec) -> list[int]:
         return []
@@ -65,12 +65,12 @@ def steps(hook: CommHook, count: int, gradients: Any = None, **named: Any) -> tu
 # -- after -----------------------------------------------------------------------------------------------------------------
 
 
-def test_after_changes_over_once_and_counts_from_there() -> None:
+def test_after_switches_once_and_counts_from_there() -> None:
     values, _ = steps(after(2, Counting()), 5)
     assert values == [[2.0], [2.0], [0.0], [1.0], [2.0]]
 
 
-def test_the_later_hooks_state_begins_at_the_change_and_the_earlier_ones_is_let_go() -> None:
+def test_the_later_hooks_state_starts_at_the_change_and_the_earlier_ones_is_freed() -> None:
     hook = after(2, Counting(), before=Counting())
     _, states = steps(hook, 2)
     assert states[0] == {"before": [0, 1]}
@@ -90,7 +90,7 @@ def test_both_phases_are_saved() -> None:
     assert "hook" in loaded
 
 
-def test_after_says_of_itself_what_its_hooks_say() -> None:
+def test_after_has_the_attributes_of_its_hooks() -> None:
     assert after(3, HALF).collectives == 1
     assert after(3, Counting()).collectives is None
     assert after(3, FED).remembers
@@ -101,7 +101,7 @@ def test_after_says_of_itself_what_its_hooks_say() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_after_keeps_the_laws(dtype: torch.dtype) -> None:
+def test_after_obeys_the_laws(dtype: torch.dtype) -> None:
     for hook in (after(2, HALF), after(1, FED), after(0, mean()), chain(error_feedback(), after(2, HALF))):
         check_hook(hook, dtype=dtype)
 
@@ -109,13 +109,13 @@ def test_after_keeps_the_laws(dtype: torch.dtype) -> None:
 # -- every -----------------------------------------------------------------------------------------------------------------
 
 
-def test_every_delivers_the_sum_of_what_was_kept() -> None:
+def test_every_returns_the_mean_of_the_kept_sum() -> None:
     values, _ = steps(every(3, mean()), 6, lambda step: [torch.tensor([step + 1.0]), torch.tensor([3.0 * step + 1.0])])
     assert values == [[0.0], [0.0], [1.0 + 3.0 + 5.0], [0.0], [0.0], [7.0 + 9.0 + 11.0]]
 
 
 @pytest.mark.parametrize("donated", [False, True])
-def test_silent_steps_send_nothing_and_give_zeros(donated: bool) -> None:
+def test_steps_without_communication_send_nothing_and_return_zeros(donated: bool) -> None:
     done = simulate(every(2, mean()), [torch.ones(3)] * 2, donated=donated)
     assert done.exchanges == ()
     assert [r.value.tolist() for r in done.reduced] == [[0.0] * 3] * 2
@@ -131,7 +131,7 @@ def test_what_was_sent_is_the_whole_sum() -> None:
     assert [r.sent.item() for r in second.reduced] == [11.0, 22.0]
 
 
-def test_each_kept_step_counts_the_ranks_of_its_own_time() -> None:
+def test_each_kept_step_is_scaled_by_its_own_divisor() -> None:
     """Rank 1 runs out of inputs after the first step."""
     hook = every(2, mean())
     first = simulate(hook, [torch.tensor([1.0]), torch.tensor([3.0])])
@@ -151,7 +151,7 @@ def test_the_hook_of_every_counts_its_own_steps() -> None:
     assert states[0]["hook"] == [0, 1, 2]
 
 
-def test_otherwise_takes_the_other_steps() -> None:
+def test_otherwise_reduces_the_other_steps() -> None:
     values, states = steps(every(3, mean(), otherwise=Counting()), 7)
     assert values == [[0.0], [1.0], [2.0], [2.0], [3.0], [2.0], [4.0]]
     assert states[0]["otherwise"] == [0, 1, 2, 3, 4]
@@ -162,7 +162,7 @@ def test_every_first_step_is_the_hook_itself() -> None:
     assert every(1, mean(), otherwise=HALF) == mean()
 
 
-def test_every_says_of_itself_what_it_is() -> None:
+def test_attributes_of_every() -> None:
     assert every(2, mean()).remembers
     assert every(2, mean()).collectives is None
     assert every(2, mean(), otherwise=HALF).collectives == 1
@@ -175,7 +175,7 @@ def test_every_says_of_itself_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_every_keeps_the_laws(dtype: torch.dtype) -> None:
+def test_every_obeys_the_laws(dtype: torch.dtype) -> None:
     for hook in (
         every(2, mean()),
         every(3, FED),

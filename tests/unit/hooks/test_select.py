@@ -1,4 +1,4 @@
-"""The k largest: against a sort, on what is easy to guess and what is not, compiled and not."""
+"""The k largest: against a sort, on distributions that are easy and hard to estimate, compiled and not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 def sorted_way(flat: Tensor, k: int) -> Tensor:
-    """By magnitude, NaN first, then by place."""
+    """By magnitude, NaN first, then by index."""
     keys = [(0 if x != x else 1, -abs(x) if x == x else 0.0, i) for i, x in enumerate(flat.double().tolist())]
     return torch.tensor(sorted(i for _, _, i in sorted(keys)[:k]), dtype=torch.int64)
 

@@ -1,4 +1,4 @@
-"""clip and add_noise: before the gradient is sent, and never fed back."""
+"""clip and add_noise: applied before the gradient is sent, and never fed back."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_clipping_does_not_depend_on_buckets(hook: CommHook) -> None:
             torch.testing.assert_close(average, first)
 
 
-def test_noise_after_noise_is_other_noise() -> None:
+def test_two_noise_stages_draw_different_noise() -> None:
     brought = [torch.zeros(4000)]
     once = simulate(chain(add_noise(std=1.0), mean()), brought).reduced[0].value
     twice = simulate(chain(add_noise(std=1.0), add_noise(std=1.0), mean()), brought).reduced[0].value
@@ -94,7 +94,7 @@ def test_clip_by_value() -> None:
     assert done.reduced[0].value.tolist() == [1 - 1j, 0.5j]
 
 
-def test_a_clip_hides_nothing_that_is_not_finite() -> None:
+def test_clip_does_not_hide_non_finite_values() -> None:
     for bad in (float("nan"), float("inf"), float("-inf")):
         for stage in (clip(norm=1.0), clip(value=1.0)):
             brought = [torch.tensor([1.0, bad, 0.0, 0.0])]
@@ -108,7 +108,7 @@ def test_large_half_gradients_have_a_norm() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_noise_is_other_noise_on_every_rank_and_step(dtype: torch.dtype) -> None:
+def test_noise_differs_on_every_rank_and_step(dtype: torch.dtype) -> None:
     hook = chain(add_noise(std=2.0, seed=1), mean())
     brought = [torch.ones(4000, dtype=dtype)] * 2
     done = simulate(hook, brought)
@@ -150,7 +150,7 @@ def test_sparse_gradients_are_refused(stage: Any) -> None:
         simulate(chain(stage, mean()), [torch.eye(3).to_sparse(1)])
 
 
-def test_repr_and_what_they_say_of_themselves() -> None:
+def test_repr_and_traits() -> None:
     hook = chain(clip(norm=1.0), add_noise(std=0.5, seed=4), mean())
     assert repr(hook) == "clip(norm=1.0) > add_noise(std=0.5, seed=4) > mean()"
     assert repr(chain(clip(value=1.0), mean())) == "clip(value=1.0) > mean()"
@@ -170,7 +170,7 @@ def test_huge_gradients_are_clipped_and_not_lost(dtype: torch.dtype, huge: float
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_clipped_by_norm_all_becomes_nan_if_one_element_is_not_finite(bad: float) -> None:
+def test_clipped_by_norm_a_parameter_with_a_non_finite_element_becomes_nan(bad: float) -> None:
     for dtype in (torch.float32, torch.float64):
         grad = torch.tensor([bad, 1.0], dtype=dtype)
         assert simulate(chain(clip(norm=1.0), mean()), [grad]).reduced[0].value.isnan().all()

@@ -1,4 +1,4 @@
-"""`shared`: what of one rank's state holds on every rank passes through hooks made of hooks, and nothing else does."""
+"""`shared`: the part of one rank's state that is valid on every rank, through all combinators."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tensors(state: Any, under: str = "") -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("hook", "hosts"), HOOKS.values(), ids=HOOKS)
-def test_what_all_ranks_share_is_shared_and_what_one_owes_is_not(hook: CommHook, hosts: Any) -> None:
+def test_common_state_is_shared_and_residuals_are_not(hook: CommHook, hosts: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     states: Any = None
     for step in range(3):

@@ -17,7 +17,7 @@ from gradwire.testing import simulate
 
 
 class Scripted(CommHook):
-    """Whatever a test wants, as a hook."""
+    """A hook whose reduction is a function of the test."""
 
     def __init__(self, script: Callable[..., Reduction]) -> None:
         self._script = script
@@ -52,7 +52,7 @@ class Counting(CommHook):
         return Reduced(value, grad)
 
 
-def test_every_rank_gets_its_result_and_the_traffic_is_told() -> None:
+def test_every_rank_gets_its_result_and_traffic_is_counted() -> None:
     done = simulate(Counting(), [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]), torch.tensor([5.0, 9.0])])
     assert [reduced.value.tolist() for reduced in done.reduced] == [[3.0, 5.0]] * 3
     assert [reduced.sent.tolist() for reduced in done.reduced] == [[1.0, 2.0], [3.0, 4.0], [5.0, 9.0]]
@@ -61,7 +61,7 @@ def test_every_rank_gets_its_result_and_the_traffic_is_told() -> None:
     assert done.nbytes == 12
 
 
-def test_states_go_on_from_step_to_step() -> None:
+def test_states_persist_from_step_to_step() -> None:
     gradients = [torch.tensor([1.0]), torch.tensor([10.0])]
     first = simulate(Counting(), gradients)
     second = simulate(Counting(), gradients, states=first.states, step=1)
@@ -76,7 +76,7 @@ def test_gradients_are_not_written_even_when_donated() -> None:
         assert [g.item() for g in gradients] == [1.0, 3.0]
 
 
-def test_a_hook_of_no_collectives_is_on_no_wire() -> None:
+def test_a_hook_without_collectives_sends_nothing() -> None:
     def alone(grad: Tensor, state: Any, turn: Turn) -> Reduction:
         return Reduced(grad, grad)
         yield
@@ -118,7 +118,7 @@ def test_labels_may_differ_as_in_a_group() -> None:
     assert len(simulate(Scripted(labelled), [torch.ones(1)] * 2).exchanges) == 1
 
 
-def test_what_a_hook_raises_comes_out_with_its_rank() -> None:
+def test_errors_of_a_hook_are_raised_with_their_rank() -> None:
     def angry(grad: Tensor, state: Any, turn: Turn) -> Reduction:
         yield all_reduce(grad.clone())
         if turn.rank == 1:

@@ -66,7 +66,7 @@ def test_laws_with_error_feedback() -> None:
 # -- top_k ---------------------------------------------------------------------------------------------------------------
 
 
-def test_top_k_is_the_mean_of_what_each_rank_has_most_of() -> None:
+def test_top_k_is_the_mean_of_each_ranks_largest() -> None:
     brought = gradients(3, 101)
     done = simulate(top_k(ratio=0.1), brought)
     kept = [keep_largest(g, 11) for g in brought]
@@ -76,7 +76,7 @@ def test_top_k_is_the_mean_of_what_each_rank_has_most_of() -> None:
     assert done.wire_bytes == 2 * 11 * 8
 
 
-def test_narrow_values_are_rounded_and_sent_says_so() -> None:
+def test_narrow_values_are_rounded_in_sent_too() -> None:
     brought = gradients(2, 50)
     done = simulate(top_k(k=5, values=torch.bfloat16), brought)
     for (_, sent), grad in zip(done.reduced, brought, strict=True):
@@ -87,7 +87,7 @@ def test_narrow_values_are_rounded_and_sent_says_so() -> None:
     assert done.wire_bytes == 5 * 6
 
 
-def test_of_complex_gradients_both_parts_are_chosen_from() -> None:
+def test_both_parts_of_complex_gradients_are_candidates() -> None:
     done = simulate(top_k(k=2), [torch.tensor([1 + 9j, 5 + 2j]), torch.tensor([1 + 9j, 5 + 2j])])
     assert done.reduced[0].value.tolist() == [9j, 5]
     assert done.wire_bytes == 2 * 8
@@ -95,7 +95,7 @@ def test_of_complex_gradients_both_parts_are_chosen_from() -> None:
 
 @pytest.mark.parametrize("hook", HOOKS, ids=repr)
 @pytest.mark.parametrize("numel", [0, 1])
-def test_buckets_of_nothing_and_of_one(hook: CommHook, numel: int) -> None:
+def test_buckets_of_zero_and_one_elements(hook: CommHook, numel: int) -> None:
     done = simulate(hook, [torch.full((numel,), 2.0)] * 2)
     assert done.reduced[0].value.tolist() == [2.0] * numel
     assert all(torch.isfinite(simulate(hook, [torch.zeros(numel)] * 2).reduced[0].value))
@@ -103,7 +103,7 @@ def test_buckets_of_nothing_and_of_one(hook: CommHook, numel: int) -> None:
 
 @pytest.mark.parametrize("hook", [top_k(k=1), threshold(value=1.0), threshold(relative=0.5)], ids=repr)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_sent_and_seen(hook: CommHook, bad: float) -> None:
+def test_non_finite_values_are_sent(hook: CommHook, bad: float) -> None:
     done = simulate(hook, [torch.tensor([0.1, bad, 3.0]), torch.zeros(3)])
     assert not torch.isfinite(done.reduced[1].value[1])
 
@@ -130,7 +130,7 @@ def test_threshold_sends_no_zeros() -> None:
 # -- random_k ------------------------------------------------------------------------------------------------------------
 
 
-def test_random_k_takes_the_same_elements_everywhere_and_others_every_step() -> None:
+def test_random_k_selects_the_same_elements_on_all_ranks_and_others_in_every_step() -> None:
     hook = chain(random_k(0.1, seed=3), mean())
     brought = gradients(3, 100)
     seen = torch.zeros(100)
@@ -154,7 +154,7 @@ def test_random_k_does_not_draw_from_a_devices_generator(monkeypatch: pytest.Mon
     simulate(power_sgd(1, warm_start=False), [torch.ones(1024)], spec=matrix)
 
 
-def test_the_hook_inside_random_k_sees_a_short_bucket() -> None:
+def test_the_inner_hook_of_random_k_sees_a_short_bucket() -> None:
     spec = BucketSpec(4, ("a", "b"), ((10, 3), (11,)), ((3, 1), (1,)), torch.float32, torch.device("cpu"))
     inside: Any = chain(random_k(0.2), mean())
     assert inside.inside(spec) == BucketSpec(4, ("random_k",), ((9,),), ((1,),), torch.float32, torch.device("cpu"))
@@ -163,7 +163,7 @@ def test_the_hook_inside_random_k_sees_a_short_bucket() -> None:
 
 
 class Stateful(CommHook):
-    """Keeps something."""
+    """Has state."""
 
     def init(self, spec: BucketSpec) -> Any:
         return torch.zeros(spec.numel)
@@ -210,7 +210,7 @@ def test_refused_when_built(build: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize("hook", [top_k(k=1), threshold(value=1.0)], ids=repr)
-def test_chain_says_why_they_are_no_stages(hook: CommHook) -> None:
+def test_chain_explains_why_they_are_not_stages(hook: CommHook) -> None:
     with pytest.raises(
         UsageTypeError, match=r"communicates by itself: it gathers lists.*an all-reduce needs every element"
     ):
@@ -229,7 +229,7 @@ def test_indices_beyond_their_dtype_are_refused() -> None:
 
 
 @pytest.mark.parametrize("hook", [top_k(k=1), threshold(value=1.0), chain(error_feedback(), top_k(k=1))], ids=repr)
-def test_what_has_no_way_is_refused_before_any_step(hook: CommHook) -> None:
+def test_unsupported_parameters_are_refused_before_any_step(hook: CommHook) -> None:
     def bucket(numel: int, dtype: torch.dtype, *, sparse: bool = False) -> BucketSpec:
         return BucketSpec(0, ("a",), ((numel,),), ((1,),), dtype, torch.device("cpu"), sparse)
 

@@ -1,4 +1,4 @@
-"""Combinators: hooks made of hooks."""
+"""`chain`: stages around a hook."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradwire.hooks.dense import Mean
 def chain(*parts: Stage | CommHook) -> CommHook:
     """Compose stages around a hook, the left one outermost: `chain(cast(torch.bfloat16), mean())`.
 
-    A hook that averages what it makes of the gradients, such as `quantize`, may be followed by `mean()`, which then only says so.
+    A hook that averages by itself, such as `quantize`, may be followed by `mean()`, which is then redundant.
 
     >>> import torch
     >>> from gradwire.hooks import cast, mean
@@ -18,11 +18,11 @@ def chain(*parts: Stage | CommHook) -> CommHook:
     cast(torch.bfloat16) > mean()
     """
     if not parts:
-        raise UsageError("chain() of nothing. End it with a hook that communicates, such as mean().")
+        raise UsageError("chain() without arguments. End it with a hook that communicates, such as mean().")
     *stages, hook = parts
     if not isinstance(hook, CommHook):
         raise UsageTypeError(
-            f"chain(...): the last part, {hook!r}, is a stage, or a hook that was not called. End the chain with a hook that "
+            f"chain(...): the last part, {hook!r}, is a stage, or a function that was not called. End the chain with a hook that "
             "communicates, such as mean()."
         )
     for stage in reversed(stages):

@@ -1,7 +1,7 @@
-"""Error feedback: what a lossy hook did not send this time is added to what it sends next time.
+"""Error feedback: what a lossy hook did not send in one step is added to the next step's gradient.
 
-After Seide et al. 2014 (1-bit SGD) and Karimireddy et al. 2019 (arXiv 1901.09847), where it is shown why it converges: the errors
-do not add up, because each is paid back a step later.
+After Seide et al. 2014 (1-bit SGD) and Karimireddy et al. 2019 (arXiv 1901.09847), who prove convergence: errors do not
+accumulate, because each is corrected a step later.
 """
 
 from __future__ import annotations
@@ -31,55 +31,55 @@ class _Memory:
 
 @dataclass(frozen=True, slots=True)
 class ErrorFeedback(Wrapped):
-    """See `error_feedback`."""
+    """The stage of `error_feedback`."""
 
     @property
     def traits(self) -> Trait:
-        """It keeps what was not sent; and those of the hook inside."""
+        """`REMEMBERS`, and those of the inner hook."""
         return self.inner.traits | Trait.REMEMBERS
 
     def __post_init__(self) -> None:
         if self.inner.remembers:
             raise UsageError(
-                f"error_feedback() around {self.inner!r}: the hook inside keeps what it did not send already, so it would be "
-                "sent twice. Leave one of them out."
+                f"error_feedback() around {self.inner!r}: the inner hook already keeps what it did not send, so it would be "
+                "sent twice. Remove one of them."
             )
         if Trait.VOTES in self.inner.traits:
             raise UsageError(
-                f"error_feedback() around {self.inner!r}: what a vote did not say cannot be paid back, and what is owed would grow "
-                'from step to step. Leave error_feedback() out, or use a hook that averages, such as sign(scale="mean").'
+                f"error_feedback() around {self.inner!r}: the error of a vote cannot be fed back, and the residual would grow "
+                'from step to step. Remove error_feedback(), or use a hook that averages, such as sign(scale="mean").'
             )
         if self.inner.local:
             raise UsageError(
-                f"error_feedback() around {self.inner!r}: there gradients stay on their rank, so there is no error to feed back."
+                f"error_feedback() around {self.inner!r}: it leaves gradients on their rank, so there is no error to feed back."
             )
         if Trait.WEIGHS in self.inner.traits:
             raise UsageError(
-                f"error_feedback() around {self.inner!r}: what a rank sends there is multiplied by its share of all samples, which "
-                "would count as an error and be fed back, growing from step to step. Leave error_feedback() out, or multiply each "
+                f"error_feedback() around {self.inner!r}: it multiplies what a rank sends by its share of all samples, which "
+                "would count as an error and be fed back, growing from step to step. Remove error_feedback(), or multiply each "
                 "rank's loss by its share and use mean()."
             )
         if Trait.DISTORTS in self.inner.traits:
             raise UsageError(
-                f"error_feedback() around {self.inner!r}: a hook inside changes gradients on purpose, and what it took away or "
-                "added would be made up for in the next step. Put clip() and add_noise() to the left of error_feedback()."
+                f"error_feedback() around {self.inner!r}: a stage inside changes gradients on purpose, and the change would "
+                "be undone in the next step. Put clip() and add_noise() to the left of error_feedback()."
             )
 
     def check(self, spec: BucketSpec) -> None:
-        """Dense, and what the hook inside asks for."""
+        """Raise unless the bucket is dense and the inner hook accepts it."""
         check_dense("error_feedback()", spec)
         self.inner.check(self.inside(spec))
 
     def init(self, spec: BucketSpec) -> Any:
-        """Nothing is owed yet."""
+        """A residual of zeros, and the inner hook's state."""
         return _Memory(torch.zeros(spec.numel, dtype=wide(spec.dtype), device=spec.device), self.inner.init(spec))
 
     def reduce(self, grad: Tensor, state: _Memory, turn: Turn) -> Reduction:
-        """Reduce the gradient with what is owed; keep what of it was not sent."""
+        """Reduce the gradient plus the residual; the new residual is what was not sent of it."""
         refuse_sparse(grad, "error_feedback()", turn.spec)
-        # What is wanted takes the place of what is owed, and what is owed the place of what is wanted: no memory comes and goes.
+        # In place: the sum replaces the residual, and the new residual the sum, so that no memory is allocated.
         wanted = state.residual.add_(grad)
-        # Of 16-bit gradients what rounding takes is owed too, and kept in float32; of others `rounded` is `wanted` itself.
+        # The rounding of 16-bit gradients is part of the residual, which is float32; otherwise `rounded` is `wanted` itself.
         rounded = wanted.to(grad.dtype)
         value, sent = yield from self.inner.reduce(rounded, state.inner, replace(turn, donated=False))
         value, sent = (t.clone() if _shares(t, wanted) else t for t in (value, sent))
@@ -91,16 +91,16 @@ class ErrorFeedback(Wrapped):
         return bundle(residual=split_flat(state.residual, spec), inner=self.inner.save(state.inner, spec))
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
-        """The residual, which is zero for parameters that are not in it, and the inner hook's state."""
+        """The residual, zero for parameters that were not saved, and the inner hook's state."""
         residual = join_flat(pick(saved, "residual"), spec, dtype=wide(spec.dtype))
         return _Memory(residual, self.inner.load(pick(saved, "inner"), spec))
 
     def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Not the residual, which is what its rank has not sent; the inner hook's."""
+        """What the inner hook shares; the residual belongs to its rank."""
         return bundle(inner=self.inner.shared(pick(saved, "inner")))
 
     def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        """The residual. The hook inside owes nothing."""
+        """The residual. The inner hook owes nothing."""
         return pick(saved, "residual")
 
     def __repr__(self) -> str:
@@ -108,7 +108,7 @@ class ErrorFeedback(Wrapped):
 
 
 def _keep_unsent(wanted: Tensor, sent: Tensor) -> None:
-    """`wanted -= sent`, then `drop_nonfinite_`; in one pass where that can be compiled."""
+    """`wanted -= sent`, then `drop_nonfinite_`; in one pass if numba is available."""
     fits = wanted.is_cpu and wanted.dtype in _COMPILED and sent.dtype == wanted.dtype and sent.is_contiguous()
     fast = _subtract.compiled() if fits else None
     if fast is None:
@@ -132,13 +132,13 @@ def _shares(a: Tensor, b: Tensor) -> bool:
 
 
 def error_feedback() -> Stage:
-    """Add what was not sent in a step to the next step's gradient. On the wire: as the hook inside.
+    """Add what was not sent in a step to the next step's gradient. On the wire: as the inner hook.
 
-    Every lossy hook (quantize, sign, top_k, random_k, threshold, power_sgd) wants it. Memory: one tensor of the bucket's size,
-    in float32 for 16-bit gradients, so that small errors are not lost beside large ones.
-    The residual belongs to its rank: it is saved and loaded there, and a rank that joins later begins with zeros. What is not
-    finite is not kept: a NaN is shown once. The finite rest of such a step is kept, in the scale it had: where a loss scaler
-    skips the step and changes its scale, that rest is paid back in the old one.
+    Every lossy hook (quantize, sign, top_k, random_k, threshold, power_sgd) needs it. Memory: one tensor of the bucket's size,
+    in float32 for 16-bit gradients, so that small errors are not rounded away.
+    The residual belongs to its rank: it is saved and loaded there, and a rank that joins later starts with zeros. Non-finite
+    values are not kept, so a NaN affects one step. The finite rest of such a step is kept at its scale: if a loss scaler skips
+    the step and changes its scale, that rest is sent at the old one.
     """
 
     def stage(inner: CommHook) -> CommHook:

@@ -1,23 +1,23 @@
-"""`hierarchical`: one hook among the ranks of a host, another between hosts.
+"""`hierarchical`: one hook within each host, another between hosts.
 
 Note [Two levels of a reduction]
-Inside the host, all ranks reduce the bucket with the `inside` hook, so that each holds the host's mean. Then every carrier (see
+Within the host, all ranks reduce the bucket with the `inside` hook, so that each holds the host's mean. Then every carrier (see
 Note [Lanes] in `collectives.layout`) takes its slice of it, reduces that with the `across` hook over the carriers of its lane, one
-per host, and the slices are gathered in the host. All lanes drive the link at the same time, and each byte crosses it once.
-Inside, a reduce-scatter would move less than an all-reduce; but a hook's result is the whole bucket, and in shared memory, from
-which buckets come, an all-reduce is one pass over memory already.
+per host, and the slices are gathered within the host. All lanes use the link at the same time, and each byte crosses it once.
+Within the host a reduce-scatter would move less than an all-reduce; but a hook's result is the whole bucket, and in shared memory,
+where buckets are allocated, an all-reduce is one pass over memory already.
 
 Note [Slices are rows]
-A carrier's slice is made of rows of every parameter, not of one stretch of the bucket. So the `across` hook sees a bucket of the
-same parameters with fewer rows each, matrices stay matrices, patterns of names fit, and what it remembers belongs to a parameter's
-rows, wherever the parameter goes when buckets are rebuilt. A parameter with fewer rows than there are lanes, or whose rows do not
-lie one after another, is cut as a vector.
+A carrier's slice consists of rows of every parameter, not of one range of the bucket. So the `across` hook sees a bucket of the
+same parameters with fewer rows each, matrices stay matrices, patterns of names match, and its state belongs to a parameter's rows,
+whichever bucket the parameter is in after a rebuild. A parameter with fewer rows than there are lanes, or whose rows are not
+contiguous, is split as a vector.
 
 Note [Hosts of different size]
-The mean over all ranks is the mean over hosts only where hosts are alike. Otherwise a host of n ranks of N, on one of h hosts,
-brings its mean times n h / N. Where not all ranks count (`turn.divisor`), N is how many do.
-What `across` has lost of a slice is a loss of all ranks of the host; it is told as `sent` of the carrier, n times, which the
-others' share of the mean makes n times smaller. So error feedback around the whole pays back exactly what was lost.
+The mean over all ranks is the mean over hosts only if hosts have equal size. Otherwise a host with n of N ranks, one of h hosts,
+contributes its mean times n h / N. If not all ranks count (`turn.divisor`), N is the number that do.
+What `across` lost of a slice is lost for all ranks of the host; it is added to the `sent` of the carrier n times, because the
+carrier's share in the mean is n times smaller. So error feedback around the whole pays back exactly what was lost.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _MEAN = Mean()
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one lane carries of a bucket."""
+    """The part of a bucket that one lane carries."""
 
     spec: BucketSpec
     rows: Slices
 
 
 def slices(spec: BucketSpec, lanes: int) -> tuple[Slice, ...]:
-    """The bucket cut into one slice per lane. See Note [Slices are rows]."""
+    """The bucket, split into one slice per lane. See Note [Slices are rows]."""
     if lanes == 1:
         return (Slice(spec, Slices.of([(0, spec.numel)])),)
     cuts = [_cut(*one, lanes) for one in zip(spec.shapes, spec.strides, spec.offsets, strict=True)]
@@ -74,7 +74,7 @@ def slices(spec: BucketSpec, lanes: int) -> tuple[Slice, ...]:
 def _cut(
     shape: tuple[int, ...], stride: tuple[int, ...], offset: int, lanes: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, int]]]:
-    """Shape, strides, and place in the bucket, of each lane's part of a parameter."""
+    """Shape, strides and range in the bucket of each lane's part of a parameter."""
     numel = torch.Size(shape).numel()
     if not (
         len(shape) > 1 and numel and shape[0] >= lanes and stride[0] * shape[0] == numel and is_dense(shape, stride)
@@ -101,7 +101,7 @@ class _Levels:
 
 @dataclass(frozen=True, slots=True)
 class Hierarchical(Composite):
-    """See `hierarchical`."""
+    """The hook of `hierarchical`."""
 
     inside: CommHook
     across: CommHook
@@ -112,12 +112,12 @@ class Hierarchical(Composite):
         return {"inside": self.inside, "across": self.across}
 
     def check(self, spec: BucketSpec) -> None:
-        """Dense, and what both hooks ask for."""
+        """Raise unless the bucket is dense and both hooks accept it."""
         check_dense("hierarchical()", spec)
         Composite.check(self, spec)
 
     def init(self, spec: BucketSpec) -> _Levels:
-        """The state inside. Which slice this rank carries, if any, is known when it is told of its hosts."""
+        """The state of the inner level. Which slice this rank carries, if any, is known once `turn.hosts` is."""
         return _Levels(self.inside.init(spec), {})
 
     def reduce(self, grad: Tensor, state: _Levels, turn: Turn) -> Reduction:
@@ -135,10 +135,10 @@ class Hierarchical(Composite):
         self._take_up(state, turn.spec, layout.width, index)
         row, lost = value[:0], value[:0]
         if state.mine is not None:
-            brought = _times(ranks * hosts / counted, value, state.mine.rows)
+            own = _times(ranks * hosts / counted, value, state.mine.rows)
             away = replace(alone, spec=state.mine.spec, rank=host, world_size=hosts, path=f"{turn.path}/across {index}")
-            row, told = yield from _among(Scope.ACROSS, self.across.reduce(brought, state.across, away))
-            lost = row[:0] if turn.donated else told - brought
+            row, contributed = yield from _among(Scope.ACROSS, self.across.reduce(own, state.across, away))
+            lost = row[:0] if turn.donated else contributed - own
         out = grad if turn.donated else torch.empty_like(grad)
         yield from self._share(row, out, state, ranks, f"bucket {turn.spec.index}")
         if turn.donated or state.mine is None:
@@ -148,7 +148,7 @@ class Hierarchical(Composite):
         return Reduced(out, sent)
 
     def _take_up(self, state: _Levels, spec: BucketSpec, lanes: int, index: int) -> None:
-        """With the first reduction, the slice that this rank carries, and the state for it."""
+        """At the first reduction: determine the slice that this rank carries, and make the state for it."""
         if len(state.slices) != lanes:
             state.slices = slices(spec, lanes)
             state.lane = index
@@ -160,7 +160,7 @@ class Hierarchical(Composite):
             state.saved = {}
 
     def _share(self, row: Tensor, out: Tensor, state: _Levels, ranks: int, label: str) -> Any:
-        """All slices to all ranks of the host."""
+        """Distribute all slices to all ranks of the host."""
         if len(state.slices) == 1:
             whole = out if state.mine is None else _as_row(row, out)
             if ranks > 1:
@@ -173,18 +173,18 @@ class Hierarchical(Composite):
             one.rows.put(out, part)
 
     def bytes_between(self, spec: BucketSpec, layout: Layout, step: int = 0) -> float | None:
-        """The bytes that the busiest rank sends to other hosts for a bucket, where the hook between hosts can tell."""
+        """The bytes that the busiest rank sends to other hosts for a bucket; None if unknown."""
         hosts = len(layout.hosts)
         counts = [self.across.wire_bytes(one.spec, hosts, step) for one in slices(spec, layout.width)]
         known = [count for count in counts if count is not None]
         return max(known) if len(known) == len(counts) else None
 
     def error(self, spec: BucketSpec) -> float:
-        """Both levels', and the rounding between them."""
+        """The sum over both levels, and the rounding between them."""
         return self.inside.error(spec) + self.across.error(spec) + CommHook.error(self, spec)
 
     def save(self, state: _Levels, spec: BucketSpec) -> dict[str, Any]:
-        """Of each parameter the state inside, and of the rows that this rank carries the state across."""
+        """The inner level's state of each parameter, and the outer level's of the rows that this rank carries."""
         across = state.saved
         if state.mine is not None:
             rows = {"lane": state.lane, "lanes": len(state.slices)}
@@ -195,11 +195,11 @@ class Hierarchical(Composite):
         )
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> _Levels:
-        """Both. What was kept of other rows than this rank now carries, since hosts are others, is dropped when that is known."""
+        """Both. If the hosts have changed, state of rows that this rank no longer carries is dropped at the first reduction."""
         return _Levels(self.inside.load(pick(saved, "inside"), spec), pick(saved, "across"))
 
     def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Both hooks'; of the hook across for a rank that carries the same rows."""
+        """What both hooks share; that between hosts is for a rank that carries the same rows."""
         across = pick(saved, "across")
         common = self.across.shared({name: part["state"] for name, part in across.items()})
         return bundle(
@@ -208,7 +208,7 @@ class Hierarchical(Composite):
         )
 
     def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        """What the hook inside owes. What is owed across is of the host's mean, and of some rows of it, not of a gradient."""
+        """What the hook within the host owes. The hook between hosts owes a part of the host's mean, not of a gradient."""
         if self.across.remembers and pick(saved, "across"):
             return None
         return self.inside.owed(pick(saved, "inside"))
@@ -232,11 +232,11 @@ def _as_row(row: Tensor, out: Tensor) -> Tensor:
 
 
 def _among(scope: Scope, reduction: Reduction) -> Reduction:
-    """The reduction with its collectives among the ranks of `scope`."""
+    """The reduction with its collectives restricted to `scope`."""
 
     def scoped(op: Collective) -> Collective:
         if not isinstance(op, Collective):
-            return op  # refused where the whole reduction is checked
+            return op  # refused by the check of the whole reduction
         if op.scope is not Scope.WORLD:
             raise HookError(f"hierarchical(): the hook {scope.value} yielded {op}, which has a scope already.")
         return op.among(scope)
@@ -247,12 +247,12 @@ def _among(scope: Scope, reduction: Reduction) -> Reduction:
 def hierarchical(*, across: CommHook, inside: CommHook = _MEAN) -> CommHook:
     """`inside` among the ranks of a host, then `across` between hosts, on the hosts' means.
 
-    Where ranks in a host are joined by shared memory or NVLink and hosts by a network, only what crosses the network is worth
-    compressing. Needs a group that knows of hosts, `HierarchicalGroup`; on any other all ranks count as one host, and `across` is
-    not used. Hosts may differ in size: every rank counts the same. Memory: a copy of the bucket in lanes.
+    If ranks of a host share memory or NVLink and hosts are connected by a network, only what crosses the network is worth
+    compressing. Requires a group with a host layout, `HierarchicalGroup`; on any other group all ranks count as one host, and
+    `across` is not used. Hosts may differ in size: every rank has the same weight. Memory: a copy of the bucket.
 
-    On the wire: inside the host, what `inside` sends and one all-gather; between hosts, for each of the carriers, what `across`
-    sends for its slice: `hook.bytes_between(spec, layout)`. `wire_bytes` is None, since it is not told of hosts.
+    On the wire: within the host, what `inside` sends and one all-gather; between hosts, what `across` sends for the slice of each
+    carrier: `hook.bytes_between(spec, layout)`. `wire_bytes` is None, since it depends on the hosts.
 
     >>> from gradwire.hooks import cast, chain, mean
     >>> hierarchical(across=chain(cast(torch.bfloat16), mean()))
@@ -262,12 +262,12 @@ def hierarchical(*, across: CommHook, inside: CommHook = _MEAN) -> CommHook:
     for name, hook in (("inside", inside), ("across", across)):
         if hook.local:
             raise UsageError(
-                f"hierarchical({name}={hook!r}): there gradients stay on their rank, so hosts would not have one mean to send. Use "
+                f"hierarchical({name}={hook!r}): it leaves gradients on their rank, so a host would have no mean to send. Use "
                 "it by itself."
             )
         if Trait.WEIGHS in hook.traits:
             raise UsageError(
-                f"hierarchical({name}={hook!r}): ranks would be weighed within their hosts, and hosts all alike, which is not the "
-                "weighted mean. Use it by itself."
+                f"hierarchical({name}={hook!r}): ranks would be weighted within their hosts, and all hosts equally, which is "
+                "not the weighted mean. Use it by itself."
             )
     return Hierarchical(inside, across)

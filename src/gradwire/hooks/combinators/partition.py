@@ -1,10 +1,10 @@
-"""Hooks by parameter: `partition` by name, `masked` by whatever you say, `by_size`. One implementation.
+"""A hook per parameter: `partition` by name, `masked` by any predicate, `by_size`. One implementation.
 
 Note [Parts of a bucket]
-The parameters that go the same way form a part, a small bucket with a spec of its own. Where they lie next to each other in the
-bucket, which includes the case that one hook takes them all, the part is a view: nothing is copied, and a hook that works in place
-works in the bucket. Otherwise its pieces are gathered, reduced and scattered back. Parts are reduced one after another in the order
-of the rules, which is the same on every rank.
+The parameters of one rule form a part, a small bucket with a spec of its own. If they are adjacent in the bucket, which includes
+the case that one hook takes them all, the part is a view: nothing is copied, and a hook that works in place works in the bucket.
+Otherwise its slices are gathered, reduced and scattered back. Parts are reduced one after another in the order of the rules, which
+is the same on every rank.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from gradwire.hooks.state import add_owed
 _MEAN = Mean()
 
 Mask = Callable[[str, tuple[int, ...]], bool]
-"""Whether a parameter, by its name and shape, is meant."""
+"""Selects parameters by name and shape."""
 Rule = Callable[[str, tuple[int, ...], torch.dtype], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """Parameters whose name fits one of the patterns."""
+    """Parameters whose name matches one of the patterns."""
 
     patterns: tuple[str, ...]
 
@@ -45,7 +45,7 @@ class _Named:
 
 @dataclass(frozen=True, slots=True)
 class _Where:
-    """Parameters for which a function says so."""
+    """Parameters for which a function returns true."""
 
     mask: Mask
 
@@ -70,14 +70,14 @@ class _Small:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Of one bucket, what one hook reduces."""
+    """The part of one bucket that one hook reduces."""
 
     rule: int
-    """Which of the rules gave it its parameters."""
+    """The index of the rule that selected its parameters."""
     hook: CommHook
     spec: BucketSpec
     slices: Slices
-    """Where its parameters lie in the bucket."""
+    """Where its parameters are in the bucket."""
 
 
 @dataclass(slots=True)
@@ -88,18 +88,18 @@ class _Parts:
 
 @dataclass(frozen=True, slots=True)
 class Partition(Composite):
-    """See `partition`, `masked` and `by_size`."""
+    """The hook of `partition`, `masked` and `by_size`."""
 
     rules: tuple[tuple[Rule, CommHook], ...]
     text: str = field(repr=False)
-    """How it was asked for."""
+    """The call that made it."""
 
     def __post_init__(self) -> None:
         if len({hook.local for _, hook in self.rules}) > 1:
             local = next(hook for _, hook in self.rules if hook.local)
             raise UsageError(
-                f"{self}: {local!r} leaves gradients on their rank and others do not, so part of the model would be the same on "
-                "all ranks and part of it not. Use local hooks for all parameters or for none."
+                f"{self}: {local!r} leaves gradients on their rank and others do not, so only a part of the model would be equal "
+                "on all ranks. Use local hooks for all parameters or for none."
             )
 
     @property
@@ -108,7 +108,7 @@ class Partition(Composite):
         return {str(i): hook for i, (_, hook) in enumerate(self.rules)}
 
     def divide(self, spec: BucketSpec) -> list[_Part]:
-        """The parts of a bucket, in the order of the rules; those without a parameter are left out."""
+        """The parts of a bucket that have parameters, in the order of the rules."""
         members: list[list[int]] = [[] for _ in self.rules]
         for i, (name, shape) in enumerate(zip(spec.names, spec.shapes, strict=True)):
             for mine, (rule, _) in zip(members, self.rules, strict=True):
@@ -117,8 +117,8 @@ class Partition(Composite):
                     break
             else:
                 raise UsageError(
-                    f"{self} on {spec}: no pattern fits the parameter {name!r}. Add one for it, or end with "
-                    '"*": mean() for all that is left.'
+                    f"{self} on {spec}: no pattern matches the parameter {name!r}. Add one for it, or end with "
+                    '"*": mean() for the rest.'
                 )
         return [
             _Part(i, hook, spec if len(mine) == len(spec.names) else _chosen(spec, mine), _slices(spec, mine))
@@ -127,22 +127,22 @@ class Partition(Composite):
         ]
 
     def check(self, spec: BucketSpec) -> None:
-        """Each parameter has a hook, and each hook a way."""
+        """Raise unless each parameter has a hook that accepts it."""
         for part in self.divide(spec):
             part.hook.check(part.spec)
 
     def init(self, spec: BucketSpec) -> _Parts:
-        """A state for each part."""
+        """A state per part."""
         parts = self.divide(spec)
         return _Parts(parts, [part.hook.init(part.spec) for part in parts])
 
     def reduce(self, grad: Tensor, state: _Parts, turn: Turn) -> Reduction:
-        """One part after another. See Note [Parts of a bucket]."""
+        """Reduce the parts one after another. See Note [Parts of a bucket]."""
         if len(state.parts) == 1:
             (part,) = state.parts
             return (yield from part.hook.reduce(grad, state.states[0], turn))
         value = grad if turn.donated else torch.empty_like(grad)
-        sent = value if turn.donated else torch.empty_like(grad)  # of a donated gradient nobody asks what was sent
+        sent = value if turn.donated else torch.empty_like(grad)  # `sent` is not needed if donated
         for part, inner in zip(state.parts, state.states, strict=True):
             reduced = yield from part.hook.reduce(part.slices.take(grad), inner, replace(turn, spec=part.spec))
             part.slices.put(value, reduced.value)
@@ -157,23 +157,23 @@ class Partition(Composite):
         return sum(known, 0.0) if len(known) == len(counts) else None
 
     def error(self, spec: BucketSpec) -> float:
-        """The largest of the parts'."""
+        """The largest error of the parts."""
         return max((part.hook.error(part.spec) for part in self.divide(spec)), default=0.0)
 
     def save(self, state: _Parts, spec: BucketSpec) -> dict[str, Any]:
-        """All parts' states, each with the number of its rule; no parameter is in two of them."""
+        """The parts' states, each with the index of its rule; no parameter is in two of them."""
         saved: dict[str, Any] = {}
         for part, inner in zip(state.parts, state.states, strict=True):
             saved |= _ruled(part.rule, part.hook.save(inner, part.spec))
         return saved
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> _Parts:
-        """Each part picks its own parameters."""
+        """Each part loads its own parameters."""
         parts = self.divide(spec)
         return _Parts(parts, [part.hook.load(_of_rule(part.rule, saved, part.spec.names), part.spec) for part in parts])
 
     def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """What the hook of each rule shares of its parameters' states."""
+        """What the hook of each rule shares."""
         common: dict[str, Any] = {}
         for rule, (_, hook) in enumerate(self.rules):
             common |= _ruled(rule, hook.shared(_of_rule(rule, saved, list(saved))))
@@ -181,11 +181,11 @@ class Partition(Composite):
 
     @property
     def structure(self) -> str:
-        """The rules, which say whose state it is, and each hook's."""
+        """The rules, which assign states to hooks, and each hook's structure."""
         return f"Partition({'; '.join(f'{rule}: {hook.structure}' for rule, hook in self.rules)})"
 
     def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        """What the hooks of all rules owe."""
+        """The sum of what the hooks of all rules owe."""
         states = [(hook, _of_rule(rule, saved, list(saved))) for rule, (_, hook) in enumerate(self.rules)]
         return add_owed(*(hook.owed(state) for hook, state in states))
 
@@ -198,12 +198,12 @@ def _ruled(rule: int, states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_rule(rule: int, saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Of what was saved, the states of these parameters that the rule's hook made."""
+    """The saved states of these parameters that belong to the rule's hook."""
     return {name: saved[name]["state"] for name in names if name in saved and saved[name]["rule"] == rule}
 
 
 def _chosen(spec: BucketSpec, members: Sequence[int]) -> BucketSpec:
-    """The bucket of some of the parameters."""
+    """The spec of a bucket with some of the parameters."""
     return replace(
         spec,
         names=tuple(spec.names[i] for i in members),
@@ -218,24 +218,25 @@ def _slices(spec: BucketSpec, members: Sequence[int]) -> Slices:
 
 
 def partition(hooks: Mapping[str, CommHook]) -> CommHook:
-    """A hook for each kind of parameter: the first pattern that fits the name wins, as in the shell (`*`, `?`, `[...]`).
+    """A hook per pattern of parameter names, as in the shell (`*`, `?`, `[...]`); the first pattern that matches wins.
 
-    A parameter that no pattern fits is an error when the hook is given to a model. On the wire: the sum over the parts.
+    A parameter that no pattern matches is an error when the hook is set on a model. On the wire: the sum over the parts.
 
     >>> from gradwire.hooks import cast, chain, mean
     >>> partition({"*.bias": mean(), "*": chain(cast(torch.bfloat16), mean())})
     partition({'*.bias': mean(), '*': cast(torch.bfloat16) > mean()})
     """
     if not hooks:
-        raise UsageError('partition({}): no pattern at all. Begin with {"*": mean()}.')
+        raise UsageError('partition({}): no patterns. Start with {"*": mean()}.')
     for pattern, hook in hooks.items():
         if not isinstance(pattern, str):
-            raise UsageTypeError(f"partition(...): {pattern!r} is no pattern of names. Write e.g. '*.bias'.")
+            raise UsageTypeError(f"partition(...): {pattern!r} is not a pattern of names. Write e.g. '*.bias'.")
         check_hooks("partition", **{pattern: hook})
     patterns = list(hooks)
     if "*" in patterns[:-1]:
         raise UsageError(
-            f"partition(...) with the patterns {patterns}: '*' fits every name, so those after it are never reached. Put it last."
+            f"partition(...) with the patterns {patterns}: '*' matches every name, so those after it are never reached. Put it "
+            "last."
         )
     return Partition(
         tuple((_Named((pattern,)), hook) for pattern, hook in hooks.items()),
@@ -244,10 +245,10 @@ def partition(hooks: Mapping[str, CommHook]) -> CommHook:
 
 
 def masked(mask: str | Sequence[str] | Mask, hook: CommHook, *, otherwise: CommHook = _MEAN) -> CommHook:
-    """`hook` for the parameters that `mask` means, `otherwise` for the rest.
+    """`hook` for the parameters that `mask` selects, `otherwise` for the rest.
 
-    The mask is a pattern of names, several of them, or a function of name and shape. Ranks compare hooks by what they look like,
-    so give a function a name that says what it does. On the wire: the sum over both.
+    The mask is a pattern of names, several of them, or a function of name and shape. Ranks compare hooks by their repr, so give a
+    function a descriptive name. On the wire: the sum over both.
 
     >>> from gradwire.hooks import cast, chain, mean
     >>> masked(["*.weight", "embed.*"], chain(cast(torch.bfloat16), mean()))
@@ -262,7 +263,7 @@ def masked(mask: str | Sequence[str] | Mask, hook: CommHook, *, otherwise: CommH
         patterns = [mask] if isinstance(mask, str) else list(mask) if isinstance(mask, Sequence) else [mask]
         if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
             raise UsageTypeError(
-                f"masked({mask!r}, {hook!r}): the mask is neither a pattern, nor some of them, nor a function of name and shape. "
+                f"masked({mask!r}, {hook!r}): the mask is not a pattern, a sequence of patterns or a function of name and shape. "
                 "Write e.g. '*.weight'."
             )
         rule, shown = _Named(tuple(patterns)), repr(mask if isinstance(mask, str) else patterns)
@@ -274,8 +275,8 @@ def by_size(
 ) -> CommHook:
     """`large` for parameters of at least `numel` elements, or `nbytes` bytes, and `small` for those below.
 
-    Small parameters are little of the traffic and often most of the trouble: biases and norms lose more by compression than they
-    save. On the wire: the sum over both.
+    Small parameters are little of the traffic, and compressing biases and norms often costs more accuracy than it saves bytes. On
+    the wire: the sum over both.
 
     >>> from gradwire.hooks import cast, chain, mean
     >>> by_size(numel=4096, large=chain(cast(torch.bfloat16), mean()))
@@ -285,7 +286,7 @@ def by_size(
     limit = numel if nbytes is None else nbytes
     if limit is None or (numel is not None and nbytes is not None) or limit < 0:
         raise UsageError(
-            f"by_size(numel={numel}, nbytes={nbytes}): the size is not clear. Give one of the two, not negative."
+            f"by_size(numel={numel}, nbytes={nbytes}): the size is ambiguous or negative. Pass one of the two, at least 0."
         )
     shown = f"numel={numel}" if nbytes is None else f"nbytes={nbytes}"
     return Partition(

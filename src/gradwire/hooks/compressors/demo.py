@@ -1,18 +1,17 @@
-"""Decoupled momentum (DeMo, arXiv 2411.19870): each rank keeps a momentum of its own and sends only its fast-moving parts.
+"""Decoupled momentum (DeMo, arXiv 2411.19870): each rank keeps its own momentum and sends only its fast components.
 
-Note [What is fast]
-A momentum is cut into chunks (squares of matrices, stretches of vectors), each is turned into frequencies by a cosine
-transform, and the k largest of each chunk are sent. They are taken out of the momentum; the rest stays, grows if it lasts, and
-is sent later. So the momentum is also what error feedback would keep.
+Note [Fast components]
+The momentum is split into chunks (squares of matrices, ranges of vectors), a cosine transform gives the frequencies of each, and
+the k largest of each chunk are sent. They are subtracted from the momentum; the rest stays, accumulates and is sent later. So the
+momentum also does what the residual of error feedback does.
 
-Note [Chunks that do not fit]
-A length that is no multiple of the chunk is cut into chunks as equal as possible, not longer than asked for, and the few
-elements that are missing are zeros. Cutting them off after decoding only makes the error smaller, so what is sent is still the
-better part.
+Note [Chunk sizes]
+A length that is not a multiple of the chunk is split into chunks of almost equal size, at most the requested one, and padded with
+zeros. Removing the padding after decoding only reduces the error.
 
 Note [The mean of what was sent]
-A frequency that only some ranks sent is divided by the number of all ranks, as if the others had sent zero. Dividing by those who
-sent it would make more of a frequency the fewer ranks found it important, and `value` would not be the mean of `sent`.
+A frequency that only some ranks sent is divided by the number of all ranks, as if the others had sent zero. Dividing by the number
+of ranks that sent it would amplify a frequency the fewer ranks selected it, and `value` would not be the mean of `sent`.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ from gradwire.hooks.state import join_flat, split_flat
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a parameter is cut into chunks: a matrix of `rows` x `columns` into tiles of `height` x `width`. A vector is one row."""
+    """The tiles of a parameter: a matrix of `rows` x `columns` in tiles of `height` x `width`. A vector is one row."""
 
     rows: int
     columns: int
     height: int
     width: int
     k: int
-    """Frequencies that are sent of each tile."""
+    """Frequencies sent per tile."""
 
     @staticmethod
     def of(shape: tuple[int, ...], chunk: int, k: int) -> Tiling:
-        """The tiles of a parameter of this shape; one of more than two dimensions is a matrix of its first by the rest."""
+        """The tiling of a parameter of this shape; more than two dimensions are a matrix of the first by the rest."""
         numel = math.prod(shape)
         rows = shape[0] if len(shape) > 1 and numel else 1
         columns = numel // rows
@@ -58,16 +57,16 @@ class Tiling:
 
     @property
     def across(self) -> tuple[int, int]:
-        """Tiles from top to bottom, and from left to right."""
+        """The number of tiles along rows and along columns."""
         return -(-self.rows // self.height), -(-self.columns // self.width)
 
     @property
     def tiles(self) -> int:
-        """How many there are."""
+        """The number of tiles."""
         return math.prod(self.across)
 
     def cut(self, matrix: Tensor) -> Tensor:
-        """The tiles of a matrix, one after another: tiles x height x width."""
+        """The tiles of a matrix: [tiles, height, width]."""
         down, right = self.across
         missing = (0, right * self.width - self.columns, 0, down * self.height - self.rows)
         if any(missing):
@@ -79,29 +78,29 @@ class Tiling:
         )
 
     def join(self, tiles: Tensor) -> Tensor:
-        """The matrix of which these are the tiles."""
+        """The matrix with these tiles: the inverse of `cut`."""
         down, right = self.across
         matrix = tiles.view(down, right, self.height, self.width).transpose(1, 2)
         return matrix.reshape(down * self.height, right * self.width)[: self.rows, : self.columns]
 
 
 def _chunk(length: int, chunk: int) -> int:
-    """The length of chunks as equal as possible, none longer than `chunk`. See Note [Chunks that do not fit]."""
+    """The size of almost equal chunks of at most `chunk`. See Note [Chunk sizes]."""
     return -(-length // -(-length // chunk)) if length else 1
 
 
 def cosines(length: int, like: Tensor) -> Tensor:
     """The orthonormal DCT-II as a matrix: row i is the cosine of frequency i."""
-    place = torch.arange(length, dtype=torch.float64, device="cpu")
-    basis = torch.cos(math.pi / length * (place + 0.5) * place.view(-1, 1)) * math.sqrt(2 / length)
+    index = torch.arange(length, dtype=torch.float64, device="cpu")
+    basis = torch.cos(math.pi / length * (index + 0.5) * index.view(-1, 1)) * math.sqrt(2 / length)
     basis[0] *= math.sqrt(0.5)
     return basis.to(like)
 
 
 def turned(tiles: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Each tile X as first X^T second^T: a transform along both sides, by two large products instead of many small ones.
+    """Each tile X as first X^T second^T: a transform along both dimensions, by two large products instead of many small ones.
 
-    What it gives lies on its side, and the way back turns it up again.
+    The result is transposed; applying the inverse transform transposes it back.
     """
     count, height, width = tiles.shape
     half = linear(tiles.reshape(count * height, width), first).view(count, height, width).transpose(1, 2)
@@ -112,23 +111,23 @@ def turned(tiles: Tensor, first: Tensor, second: Tensor) -> Tensor:
 class _Momentum:
     flat: Tensor
     cosines: dict[int, tuple[Tensor, Tensor]]
-    """By length, the matrices there and back; not saved, since they can be computed again."""
+    """The transform and its inverse by length. Not saved, because they can be recomputed."""
 
     def there(self, length: int) -> Tensor:
-        """To frequencies."""
+        """The transform to frequencies."""
         if length not in self.cosines:
             basis = cosines(length, self.flat)
             self.cosines[length] = (basis, basis.T.contiguous())
         return self.cosines[length][0]
 
     def back(self, length: int) -> Tensor:
-        """From frequencies; it was there before."""
+        """The inverse transform; `there` has computed it."""
         return self.cosines[length][1]
 
 
 @dataclass(frozen=True, slots=True)
 class DecoupledMomentum(CommHook):
-    """See `decoupled_momentum`."""
+    """The hook of `decoupled_momentum`."""
 
     decay: float
     chunk: int
@@ -140,20 +139,20 @@ class DecoupledMomentum(CommHook):
     alone = ALONE
 
     def check(self, spec: BucketSpec) -> None:
-        """Dense and real."""
+        """Raise unless the bucket is dense and real."""
         check_dense(self, spec)
         if spec.dtype.is_complex:
             raise UsageError(
-                f"{self!r} on {spec}: its gradients are complex, and their momentum's sign, which the optimizer goes by, is not "
+                f"{self!r} on {spec}: its gradients are complex, and the sign of their momentum, which the optimizer uses, is not "
                 'defined. Give such parameters mean(), by partition({"name.*": mean(), "*": ...}).'
             )
 
     def init(self, spec: BucketSpec) -> Any:
-        """No momentum yet."""
+        """Zeros."""
         return self.load({}, spec)
 
     def reduce(self, grad: Tensor, state: _Momentum, turn: Turn) -> Reduction:
-        """Accumulate, take out the fast frequencies, gather them, turn their mean back."""
+        """Accumulate, extract the fast frequencies, gather them, transform their mean back."""
         self.check(turn.spec)
         refuse_sparse(grad, self, turn.spec)
         tilings, form = self._tilings(turn.spec), self._format(turn.spec)
@@ -175,7 +174,7 @@ class DecoupledMomentum(CommHook):
         return Reduced(value.to(grad.dtype), own.to(grad.dtype))
 
     def _fastest(self, matrix: Tensor, tiling: Tiling, state: _Momentum, form: Format) -> Pairs:
-        """The k largest frequencies of each tile: their places in it, and they themselves."""
+        """The k largest frequencies of each tile, and their indices in it."""
         frequencies = turned(tiling.cut(matrix), state.there(tiling.width), state.there(tiling.height))
         frequencies = frequencies.reshape(tiling.tiles, tiling.height * tiling.width)
         indices = torch.topk(frequencies.abs(), tiling.k, sorted=False).indices
@@ -190,15 +189,15 @@ class DecoupledMomentum(CommHook):
         tilings: list[Tiling],
         divisor: int,
     ) -> None:
-        """For each parameter, the mean of what the ranks sent, turned back, into its place in `flat`."""
-        for ranks, tiling, place in zip(lists, tilings, spec.views(flat), strict=True):
+        """Write the inverse transform of the mean of what the ranks sent to each parameter's place in `flat`."""
+        for ranks, tiling, view in zip(lists, tilings, spec.views(flat), strict=True):
             frequencies = flat.new_zeros(tiling.tiles, tiling.height * tiling.width)
             for indices, values in ranks:  # in rank order, and no index twice in a list: the same bits everywhere
                 shape = (tiling.tiles, tiling.k)
                 frequencies.scatter_add_(1, indices.view(shape).long(), values.view(shape).to(flat.dtype).div_(divisor))
             tiles = frequencies.view(tiling.tiles, tiling.width, tiling.height)
             tiles = turned(tiles, state.back(tiling.height), state.back(tiling.width))
-            place.copy_(tiling.join(tiles).reshape(place.shape))
+            view.copy_(tiling.join(tiles).reshape(view.shape))
 
     def _matrices(self, flat: Tensor, spec: BucketSpec, tilings: list[Tiling]) -> list[tuple[Tensor, Tiling]]:
         return [(v.reshape(t.rows, t.columns), t) for v, t in zip(spec.views(flat), tilings, strict=True)]
@@ -208,17 +207,17 @@ class DecoupledMomentum(CommHook):
 
     def _format(self, spec: BucketSpec) -> Format:
         indices = torch.int16 if self.chunk**2 <= torch.iinfo(torch.int16).max else torch.int32
-        if spec.dtype == torch.float16:  # a frequency may be `chunk` times as large as the elements it is made of
+        if spec.dtype == torch.float16:  # a frequency may be `chunk` times as large as the elements
             return Format(self.values or torch.float32, indices)
         return Format(value_dtype(spec, self.values), indices)
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """(n - 1) lists of k pairs for each tile."""
+        """(n - 1) lists of k pairs per tile."""
         pairs = sum(t.tiles * t.k for t in self._tilings(spec))
         return (world_size - 1) * pairs * self._format(spec).nbytes
 
     def error(self, spec: BucketSpec) -> float:
-        """Rounding, which a transform of many elements adds up."""
+        """Rounding, accumulated by the transform of many elements."""
         return max(16 * torch.finfo(spec.dtype).eps, 64 * torch.finfo(wide(spec.dtype)).eps)
 
     def save(self, state: _Momentum, spec: BucketSpec) -> dict[str, Any]:
@@ -226,7 +225,7 @@ class DecoupledMomentum(CommHook):
         return split_flat(state.flat, spec)
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
-        """The momentum; zero for parameters that are not in it."""
+        """The momentum; zero for parameters that were not saved."""
         return _Momentum(join_flat(saved, spec, dtype=wide(spec.dtype)), {})
 
     def __repr__(self) -> str:
@@ -244,18 +243,18 @@ def _split(pairs: Pairs, sizes: list[int]) -> list[Pairs]:
 def decoupled_momentum(
     *, decay: float = 0.999, chunk: int = 64, k: int = 32, values: torch.dtype | None = None
 ) -> CommHook:
-    """Decoupled momentum: send the `k` strongest frequencies of each chunk of this rank's momentum. (DeMo, arXiv 2411.19870)
+    """Decoupled momentum: send the `k` largest frequencies of each chunk of this rank's momentum. (DeMo, arXiv 2411.19870)
 
-    Each rank adds its gradients to a momentum of its own, which is never made equal. Matrices are cut into squares of `chunk` x
-    `chunk`, vectors into stretches of `chunk`; parameters of more dimensions count as matrices of the first by the rest. Of
-    each chunk the strongest frequencies are taken out and averaged over the ranks. The average goes to `SignSGD`, the optimizer
-    that belongs to it: no other momentum, and a step by the sign only. `values` narrows the frequencies on the wire, such as
-    torch.bfloat16; what that rounds off stays in the momentum. Those of float16 gradients travel as float32 without it, since they
-    may be too large for float16. What is not finite is sent once and not kept.
+    Each rank adds its gradients to its own momentum, which is never synchronized. Matrices are split into squares of `chunk` x
+    `chunk`, vectors into ranges of `chunk`; parameters of more dimensions are matrices of the first by the rest. The largest
+    frequencies of each chunk are extracted and averaged over the ranks. Use `SignSGD` as the optimizer: no other momentum, and
+    steps by the sign only. `values`, such as torch.bfloat16, is the dtype in which frequencies are sent; the rounding stays in the
+    momentum. Without it those of float16 gradients are sent as float32, since they may overflow float16. Non-finite values are
+    sent once and not kept.
 
-    On the wire: (n - 1) times the number of chunks times k (2 + itemsize(values)) bytes, n being the ranks; 4 +
-    itemsize(values) where chunk is above 181. Memory: the momentum, as large as the bucket, in float32 for 16-bit gradients;
-    while it reduces, two more.
+    On the wire: (n - 1) times the number of chunks times k (2 + itemsize(values)) bytes for n ranks; 4 + itemsize(values) if
+    chunk is above 181. Memory: the momentum, as large as the bucket, in float32 for 16-bit gradients; during a reduction, two
+    more.
     """
     what = f"decoupled_momentum(decay={decay}, chunk={chunk}, k={k})"
     if not 0 <= decay < 1:

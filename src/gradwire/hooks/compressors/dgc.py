@@ -28,7 +28,7 @@ from gradwire.hooks.numerics.select import largest
 from gradwire.hooks.state import bundle, join_flat, pick, split_flat
 
 START = 0.25
-"""The part that is sent in the first step of a warm-up, as in the paper."""
+"""The ratio in the first step of a warm-up, as in the paper."""
 
 
 @dataclass(slots=True)
@@ -36,12 +36,12 @@ class _Accumulated:
     velocity: Tensor
     """u of the paper: momentum of this rank's gradients."""
     unsent: Tensor
-    """v of the paper: the velocities that were not sent yet, added up."""
+    """v of the paper: the sum of velocities that were not sent yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class DGC(CommHook):
-    """See `dgc`."""
+    """The hook of `dgc`."""
 
     ratio: float
     momentum: float
@@ -54,21 +54,21 @@ class DGC(CommHook):
     alone = ALONE
 
     def check(self, spec: BucketSpec) -> None:
-        """Dense, and not longer than places can tell."""
+        """Raise unless the bucket is dense and its indices fit their dtype."""
         check_bucket(self, spec, self.values)
 
     def init(self, spec: BucketSpec) -> Any:
-        """Nothing has been seen."""
+        """Zeros."""
         return self.load({}, spec)
 
     def ratio_at(self, step: int) -> float:
-        """The part that is sent: it falls from a quarter to `ratio`, each step of the warm-up by the same factor."""
+        """The ratio at a step: it decreases from a quarter to `ratio`, by the same factor in each step of the warm-up."""
         if step >= self.warmup_steps or self.ratio >= START:
             return self.ratio
         return START * math.pow(self.ratio / START, step / self.warmup_steps)
 
     def reduce(self, grad: Tensor, state: _Accumulated, turn: Turn) -> Reduction:
-        """Accumulate, choose, clear what was chosen, gather, add."""
+        """Accumulate, select, clear what was selected, gather, add."""
         refuse_sparse(grad, self, turn.spec)
         u, v = real(state.velocity), real(state.unsent)
         g = real(grad).to(u.dtype)
@@ -100,14 +100,14 @@ class DGC(CommHook):
         return bundle(velocity=split_flat(state.velocity, spec), unsent=split_flat(state.unsent, spec))
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
-        """Both; zeros for parameters that are not in it."""
+        """Both; zeros for parameters that were not saved."""
         dtype = wide(spec.dtype)
         return _Accumulated(
             join_flat(pick(saved, "velocity"), spec, dtype=dtype), join_flat(pick(saved, "unsent"), spec, dtype=dtype)
         )
 
     def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        """What has accumulated. The velocity is momentum, which ends with the hook."""
+        """The accumulated velocities. The velocity itself is momentum, which ends with the hook."""
         return pick(saved, "unsent")
 
     def __repr__(self) -> str:
@@ -125,16 +125,16 @@ def dgc(
     clip: float | None = None,
     values: torch.dtype | None = None,
 ) -> CommHook:
-    """Deep Gradient Compression: send the `ratio`-th part of what has accumulated, and keep the rest. (arXiv 1712.01887)
+    """Deep Gradient Compression: send the largest `ratio` of the accumulated gradient, and keep the rest. (arXiv 1712.01887)
 
-    The momentum is applied here, to this rank's gradients before they accumulate (momentum correction), and stopped for
-    elements that were just sent (factor masking). So take SGD without momentum as the optimizer, at the learning rate you would
-    use with it. During `warmup_steps` the part sent falls from a quarter to `ratio`, each step by the same factor. `clip`
-    bounds the norm of each parameter's gradient over all ranks: each rank clips its own to clip / sqrt(n). The paper clips that
-    of the whole model, which is not known while buckets are on their way. What is not finite is sent once and not kept.
+    The momentum is applied here, to this rank's gradients before they accumulate (momentum correction), and reset for elements
+    that were just sent (factor masking). So use SGD without momentum as the optimizer, at the learning rate you would use with
+    it. During `warmup_steps` the ratio decreases from a quarter to `ratio`, by the same factor in each step. `clip` bounds the
+    norm of each parameter's gradient over all ranks: each rank clips its own to clip / sqrt(n). The paper clips the norm of the
+    whole model, which is not known while buckets are in flight. Non-finite values are sent once and not kept.
 
-    On the wire: (n - 1) k (4 + itemsize(values)) bytes, n being the ranks and k = ratio * numel, rounded up. Memory: two
-    tensors of the bucket's size, in float32 for 16-bit gradients.
+    On the wire: (n - 1) k (4 + itemsize(values)) bytes for n ranks and k = ratio * numel, rounded up. Memory: two tensors of the
+    bucket's size, in float32 for 16-bit gradients.
 
     >>> from gradwire.testing import simulate
     >>> first = simulate(dgc(0.5), [torch.tensor([1.0, 2.0])])
@@ -148,7 +148,7 @@ def dgc(
     if not 0 <= momentum < 1:
         raise UsageError(f"{what}: momentum must be at least 0 and below 1, or velocities grow without bound.")
     if warmup_steps < 0:
-        raise UsageError(f"{what}: warmup_steps is negative. Pass how many steps the warm-up takes, 0 for none.")
+        raise UsageError(f"{what}: warmup_steps is negative. Pass the length of the warm-up, 0 for none.")
     if clip is not None and not (clip > 0 and math.isfinite(clip)):
         raise UsageError(f"{what}: clip is a norm. Pass a finite number above 0, or None.")
     check_values(what, values)

@@ -1,18 +1,17 @@
-"""`power_sgd`: gradients of matrices as products of two thin ones.
+"""`power_sgd`: gradients of matrices as products of two thin matrices.
 
 After Vogels et al. 2019 (arXiv 1905.13727), with the paper's letters: M is a gradient as a matrix of n x m, P is n x r and Q is
 m x r.
 
 Note [One step of power iteration]
-P = M Q is averaged over the ranks and made orthonormal, Q = M^T P is averaged, and P Q^T is the gradient. All ranks hold the same
-P, so the average of Q is that of the products: what a rank in effect sends is P Q_i^T with its own Q_i, and the value is the mean
-of it exactly, whatever P is. Q is where the next step begins: as gradients change slowly, one iteration a step is enough (warm
-start).
+P = M Q is averaged over the ranks and orthonormalized, Q = M^T P is averaged, and P Q^T is the gradient. All ranks hold the same
+P, so averaging Q averages the products: a rank in effect sends P Q_i^T with its own Q_i, and the value is exactly the mean of
+these, whatever P is. The next step starts from Q: as gradients change slowly, one iteration per step is enough (warm start).
 
-Note [What Q must not become]
-A column of zeros, from a gradient of zeros or of lower rank, would stay one for ever, and so would NaN. So the columns of the next
-Q are taken from the averaged one where they have a length, divided by it, and stay what they were where not. The length of a
-column says nothing to the next step, which only asks for the span of P.
+Note [Columns of Q]
+A column of zeros, from a gradient of zeros or of lower rank, would stay zero in every later step, and so would NaN. So the next Q
+takes the columns of the averaged one, divided by their norm, if that is finite and not zero, and otherwise keeps its own. The norm
+of a column does not matter to the next step, which depends on the span of P only.
 """
 
 from __future__ import annotations
@@ -51,15 +50,15 @@ class _Matrix:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How a bucket of real numbers is sent. The factors lie in order of their length, so that those of one length are one batch."""
+    """How a bucket of real numbers is sent. Factors are ordered by length, so that those of equal length are one batch."""
 
     rank: int
     by_rows: tuple[_Matrix, ...]
     by_cols: tuple[_Matrix, ...]
     rest: Slices
-    """What is sent as it is."""
+    """What is sent uncompressed."""
     numel: int
-    """The bucket's elements, and zeros behind it."""
+    """The bucket's elements, including padding."""
 
     @property
     def sent(self) -> int:
@@ -67,11 +66,11 @@ class _Plan:
         return self.rest.numel + self.rank * sum(m.rows + m.cols for m in self.by_rows)
 
     def matrices(self, flat: Tensor) -> list[Tensor]:
-        """The matrices' places in `flat`, in the order of P."""
+        """The matrices as views of `flat`, in the order of P."""
         return [flat.as_strided((m.rows, m.cols), (m.cols, 1), flat.storage_offset() + m.offset) for m in self.by_rows]
 
     def batches(self, flat: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-        """Factors of these lengths that lie one after another, as a batch of those of one length each."""
+        """Consecutive factors of these lengths, as one batch per length."""
         found, at = [], 0
         for length in dict.fromkeys(lengths):
             count = lengths.count(length)
@@ -96,13 +95,13 @@ def _plan(found: list[_Matrix], rest: Sequence[tuple[int, int]], rank: int, nume
 
 
 def _by_layer(spec: BucketSpec, rank: int, gain: float) -> _Plan:
-    """Every parameter that has two dimensions or more and gains by it; complex numbers are pairs of real ones."""
+    """Every parameter of two or more dimensions that is compressed enough; complex numbers are pairs of real ones."""
     pair = 2 if spec.dtype.is_complex else 1
     found, rest = [], []
     for name, shape, stride, offset, numel in zip(
         spec.names, spec.shapes, spec.strides, spec.offsets, spec.numels, strict=True
     ):
-        # In memory the rows are what has the largest stride, which is the first dimension unless the parameter is a turned view.
+        # In memory the rows are the dimension of largest stride: the first, unless the parameter is a transposed view.
         outer = max(range(len(shape)), key=lambda d: stride[d], default=0) if is_dense(shape, stride) else 0
         rows = shape[outer] if len(shape) > 1 else 1
         cols = pair * numel // rows if rows else 0
@@ -114,7 +113,7 @@ def _by_layer(spec: BucketSpec, rank: int, gain: float) -> _Plan:
 
 
 def _as_square(spec: BucketSpec, rank: int, gain: float) -> _Plan:
-    """The whole bucket as one square matrix, filled up with zeros."""
+    """The whole bucket as one square matrix, padded with zeros."""
     numel = spec.numel * (2 if spec.dtype.is_complex else 1)
     side = math.isqrt(max(numel - 1, 0)) + 1
     if 2 * side * rank * gain < numel:
@@ -123,7 +122,7 @@ def _as_square(spec: BucketSpec, rank: int, gain: float) -> _Plan:
 
 
 class _Qs:
-    """All Q of a bucket in one tensor, in which they lie row by row of their transposes: M^T P is faster into that."""
+    """All Q of a bucket in one tensor, each stored transposed: writing M^T P to that layout is faster."""
 
     __slots__ = ("batches", "each", "flat", "turned")
 
@@ -140,32 +139,32 @@ class _Qs:
 
 
 class _Factors:
-    """What a bucket keeps from step to step: Q, and the memory for factors, whose many views take longer to make than to use."""
+    """The state of a bucket: Q, and memory and views for the factors, which take longer to create than to use."""
 
     __slots__ = ("begins", "given", "mine", "new", "p", "p_batches", "plan", "q", "row")
 
     def __init__(self, plan: _Plan, like: Tensor) -> None:
         self.plan = plan
         self.q, self.new, self.mine = (_Qs(plan, like.new_empty(plan.q_numel)) for _ in range(3))
-        """Where the next step begins, in columns of unit length; the product of this step; and what of it this rank brought."""
+        """The start of the next step, with columns of unit norm; the averaged product of this step; this rank's own product."""
         self.row = like.new_empty(plan.rest.numel + plan.rank * sum(m.rows for m in plan.by_rows))
-        """What is sent as it is, and behind it all P."""
+        """What is sent uncompressed, followed by all P."""
         self.p_batches = plan.batches(self.row[plan.rest.numel :], [m.rows for m in plan.by_rows])
         self.p = [p for batch in self.p_batches for p in batch.unbind()]
         self.begins = _begins(plan, like.device) if like.is_cuda else None
         self.given: dict[str, Any] = {}
-        """Of the bucket as one matrix: what was loaded for other buckets, handed on until this one is reduced."""
+        """If batched: what was loaded for other buckets, kept until this one is reduced."""
 
 
 def _begins(plan: _Plan, device: torch.device) -> Tensor:
-    """Where columns of Q begin, and where the last one ends."""
+    """The offsets of the columns of Q, and the end of the last one."""
     lengths = torch.tensor([0, *(m.cols for m in plan.by_cols for _ in range(plan.rank))], device="cpu")
     return lengths.cumsum(0).to(device)
 
 
 @dataclass(frozen=True, slots=True)
 class PowerSGD(CommHook):
-    """See `power_sgd`."""
+    """The hook of `power_sgd`."""
 
     rank: int
     batched: bool
@@ -175,11 +174,11 @@ class PowerSGD(CommHook):
 
     @property
     def traits(self) -> Trait:
-        """It averages; with a warm start it goes on from its last step."""
+        """`AVERAGES`, and with a warm start `CONTINUES`."""
         return Trait.AVERAGES | Trait.CONTINUES if self.warm_start else Trait.AVERAGES
 
     def check(self, spec: BucketSpec) -> None:
-        """Dense."""
+        """Raise unless the bucket is dense."""
         check_dense(self, spec)
 
     def plan(self, spec: BucketSpec) -> _Plan:
@@ -187,13 +186,13 @@ class PowerSGD(CommHook):
         return (_as_square if self.batched else _by_layer)(spec, self.rank, self.min_compression)
 
     def init(self, spec: BucketSpec) -> _Factors:
-        """Each Q from the seed and its parameter's name, so that all ranks begin alike."""
+        """Each Q from the seed and its parameter's name, so that all ranks start with the same."""
         plan = self.plan(spec)
         state = _Factors(plan, torch.empty(0, dtype=number_dtype(spec.dtype), device=spec.device))
         if self.warm_start:
-            for m, place in zip(plan.by_rows, state.q.each, strict=True):
-                chance = named_generator(self.seed, m.name or spec.names[0])
-                place.copy_(torch.nn.functional.normalize(torch.randn(place.shape, generator=chance), dim=0))
+            for m, q in zip(plan.by_rows, state.q.each, strict=True):
+                rng = named_generator(self.seed, m.name or spec.names[0])
+                q.copy_(torch.nn.functional.normalize(torch.randn(q.shape, generator=rng), dim=0))
         return state
 
     def reduce(self, grad: Tensor, state: _Factors, turn: Turn) -> Reduction:
@@ -204,7 +203,7 @@ class PowerSGD(CommHook):
             return (yield from _MEAN.reduce(grad, None, turn))
         row, head, q = state.row, plan.rest.numel, state.q.flat
         if not self.warm_start:
-            # Any numbers will do that ranks on devices of different models draw alike.
+            # Any numbers that are the same on devices of different models.
             index = torch.arange(q.numel(), device=q.device)
             q.copy_(noise(index, key(self.seed, turn, shared=True) & 0x7FFFFFFF).sub_(0.5))
         label = f"bucket {turn.spec.index}"
@@ -227,7 +226,7 @@ class PowerSGD(CommHook):
         yield all_reduce(wire, op=ReduceOp.AVG, label=f"{label}, Q")
         _take(new.flat, wire)
         if self.warm_start:
-            _go_on(state)
+            _warm_start(state)
 
         if turn.share != 1:
             new.flat.mul_(turn.share)
@@ -243,17 +242,17 @@ class PowerSGD(CommHook):
         return Reduced(*(as_dtype(row[: own.numel()], grad.dtype) for row in (value, sent)))
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """2 (n - 1) / n of the two factors and of what is sent as it is."""
+        """2 (n - 1) / n of the two factors and of what is sent uncompressed."""
         if spec.sparse:
             return None
         return 2 * (world_size - 1) / world_size * self.plan(spec).sent * spec.dtype.to_real().itemsize
 
     def error(self, spec: BucketSpec) -> float:
-        """Rounding, once for each of the columns that add up."""
+        """Rounding, once per column in the sum."""
         return CommHook.error(self, spec) * self.rank
 
     def save(self, state: _Factors, spec: BucketSpec) -> dict[str, Any]:
-        """Each parameter's Q; of the bucket as one matrix its Q, with the first of its parameters."""
+        """Each parameter's Q; if batched, the bucket's Q under its first parameter."""
         if not self.warm_start or not state.plan.by_rows:
             return dict(state.given)
         if not self.batched:
@@ -261,7 +260,7 @@ class PowerSGD(CommHook):
         return dict(state.given) or {spec.names[0]: {"bucket": list(spec.names), "q": state.q.flat.clone()}}
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> _Factors:
-        """Each parameter's Q where it fits. Of the bucket as one matrix only for the same parameters in the same order."""
+        """Each parameter's Q if its shape fits; if batched, only for the same parameters in the same order."""
         state = self.init(spec)
         if not self.batched:
             for one, q in zip(state.plan.by_rows, state.q.each, strict=True):
@@ -277,7 +276,7 @@ class PowerSGD(CommHook):
         return state
 
     def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """All of it: every Q is an average over the ranks."""
+        """Everything: each Q is an average over the ranks."""
         return dict(saved)
 
     def __repr__(self) -> str:
@@ -287,8 +286,8 @@ class PowerSGD(CommHook):
         )
 
 
-def _go_on(state: _Factors) -> None:
-    """Begin the next step with this one's Q. See Note [What Q must not become]."""
+def _warm_start(state: _Factors) -> None:
+    """Start the next step from this one's Q. See Note [Columns of Q]."""
     fast = kernels(FACTOR_KERNELS) if state.begins is not None else None
     if fast is not None:
         fast.keep_directions(state.new.flat, state.q.flat, state.begins)
@@ -298,13 +297,13 @@ def _go_on(state: _Factors) -> None:
 
 
 def _take(row: Tensor, wire: Tensor) -> None:
-    """What came over the wire, in the dtype in which it is computed with."""
+    """Copy what was received to the dtype of computation."""
     if wire is not row:
         row.copy_(wire)
 
 
 def _filled(flat: Tensor, numel: int) -> Tensor:
-    """`flat`, with zeros behind it up to `numel` elements."""
+    """`flat`, padded with zeros to `numel` elements."""
     return flat if flat.numel() == numel else torch.nn.functional.pad(flat, (0, numel - flat.numel()))
 
 
@@ -316,27 +315,25 @@ def power_sgd(
     min_compression: float = 2.0,
     seed: int = 0,
 ) -> CommHook:
-    """PowerSGD (Vogels et al. 2019, arXiv 1905.13727): each matrix as the product of two of `rank` columns.
+    """PowerSGD (Vogels et al. 2019, arXiv 1905.13727): each matrix as the product of two matrices with `rank` columns.
 
-    Parameters with two dimensions or more are matrices, the first dimension against the others; those whose factors are not at
-    least `min_compression` times smaller, and vectors, are sent as they are. `batched` takes the whole bucket as one square matrix
-    instead: fewer and larger products, but its rows mean nothing.
-    With `warm_start` a step begins where the last one ended; without, with random numbers.
-    It wants error feedback: `chain(error_feedback(), power_sgd(rank=4))`.
+    Parameters of two or more dimensions are matrices of the first dimension by the rest; vectors, and matrices whose factors are
+    not at least `min_compression` times smaller, are sent uncompressed. `batched` treats the whole bucket as one square matrix
+    instead: fewer and larger products, but its rows have no meaning.
+    With `warm_start` a step starts from the factors of the last one; without it, from random numbers.
+    Use it with error feedback: `chain(error_feedback(), power_sgd(rank=4))`.
 
-    Memory: r (n + 3 m) numbers for a matrix of n x m, so that factors have their places. State is kept by parameter and follows
-    it to other buckets; `batched`, it belongs to the bucket and starts afresh when buckets are rebuilt. Where gradients are
-    narrower than float32 it computes in that. Nothing waits for a CUDA device.
-    On the wire: 2 (N - 1) / N of r (n + m) numbers for each matrix and of all that is sent as it is, N being the ranks; two
-    all-reduces a bucket, one where nothing in it is a matrix.
+    Memory: r (n + 3 m) numbers for a matrix of n x m. State is kept by parameter and follows it to other buckets; with `batched`
+    it belongs to the bucket and is reset when buckets are rebuilt. Gradients narrower than float32 are computed in float32. The
+    host never waits for a CUDA device.
+    On the wire: 2 (N - 1) / N of r (n + m) numbers per matrix and of all that is sent uncompressed, for N ranks; two all-reduces
+    per bucket, or one if nothing in it is a matrix.
     """
     if not isinstance(rank, int) or rank < 1:
-        raise UsageError(
-            f"power_sgd(rank={rank}): the factors have that many columns, a whole number. Choose 1 or more; 1 to 4 is usual."
-        )
+        raise UsageError(f"power_sgd(rank={rank}): the rank must be a whole number of at least 1; 1 to 4 is usual.")
     if not min_compression >= 1:
         raise UsageError(
-            f"power_sgd(rank={rank}, min_compression={min_compression}): factors would be sent that are larger than their matrix. "
+            f"power_sgd(rank={rank}, min_compression={min_compression}): factors larger than their matrix would be sent. "
             "Choose 1 or more."
         )
     return PowerSGD(rank, batched, warm_start, float(min_compression), seed)

@@ -1,4 +1,4 @@
-"""`random_k`: the same random elements on every rank, so that any dense hook can carry them."""
+"""`random_k`: the same random elements on every rank, so that any dense hook can reduce them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from gradwire.hooks.shaping import Clip
 
 @dataclass(frozen=True, slots=True)
 class RandomK(Wrapped):
-    """See `random_k`."""
+    """The stage of `random_k`."""
 
     ratio: float
     seed: int
 
     def __post_init__(self) -> None:
-        # What it keeps of one element it would add to another in the next step. What is not saved is no state, but a plan.
+        # A residual of one element would be added to another in the next step. What is not saved is not state but a plan.
         probe = self.inside(BucketSpec(0, ("probe",), ((8,),), ((1,),), torch.float32, torch.device("cpu")))
         keeps = self.inner.traits & (Trait.REMEMBERS | Trait.CONTINUES | Trait.LOCAL)
         if keeps or self.inner.save(self.inner.init(probe), probe):
             raise UsageError(
-                f"random_k(ratio={self.ratio}) around {self.inner!r}: the hook inside keeps state from step to step, but its "
-                "bucket holds other elements in every step. Put error_feedback() to the left of random_k, and a hook without "
+                f"random_k(ratio={self.ratio}) around {self.inner!r}: the inner hook keeps state from step to step, but its "
+                "bucket holds different elements in every step. Put error_feedback() to the left of random_k, and a hook without "
                 "state, such as mean(), inside."
             )
 
@@ -48,7 +48,7 @@ class RandomK(Wrapped):
             part = part.inner
 
     def check(self, spec: BucketSpec) -> None:
-        """Dense, and what the hook inside asks for."""
+        """Raise unless the bucket is dense and the inner hook accepts it."""
         check_dense(f"random_k(ratio={self.ratio})", spec)
         self.inner.check(self.inside(spec))
 
@@ -58,32 +58,32 @@ class RandomK(Wrapped):
         return replace(spec, names=("random_k",), shapes=((k,),), strides=((1,),))
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        """Take k elements out, reduce them, put them back among zeros."""
+        """Gather k elements, reduce them, scatter the result into zeros."""
         refuse_sparse(grad, f"random_k(ratio={self.ratio})", turn.spec)
-        places = self._places(turn)
-        # Its bucket has no parameters that would tell it apart.
+        indices = self._indices(turn)
+        # The inner bucket has no parameter names to tell it apart by.
         inside = replace(turn, spec=self.inside(turn.spec), path="/".join([turn.path, *turn.spec.names[:1]]))
-        value, sent = yield from self.inner.reduce(grad[places], state, inside)
+        value, sent = yield from self.inner.reduce(grad[indices], state, inside)
         return Reduced(
-            torch.zeros_like(grad).index_copy_(0, places, value.view(-1)),
-            grad if turn.donated else torch.zeros_like(grad).index_copy_(0, places, sent.view(-1)),
+            torch.zeros_like(grad).index_copy_(0, indices, value.view(-1)),
+            grad if turn.donated else torch.zeros_like(grad).index_copy_(0, indices, sent.view(-1)),
         )
 
-    def _places(self, turn: Turn) -> Tensor:
-        """One place in each of k stretches of the bucket, as long as each other to one element: ascending, none twice."""
+    def _indices(self, turn: Turn) -> Tensor:
+        """One index in each of k ranges of the bucket of almost equal length: ascending and unique."""
         numel, k = turn.spec.numel, share_of(turn.spec.numel, ratio=self.ratio)
         device = turn.spec.device
         bounds = torch.arange(k + 1, device=device) * numel // max(k, 1)
         # Not from a generator of the device: those of other models draw other numbers, and ranks would choose other elements.
-        chance = noise(torch.arange(k, device=device), key(self.seed, turn, shared=True) & 0x7FFFFFFF)
-        return bounds[:-1] + (chance.double() * bounds.diff()).long()
+        uniform = noise(torch.arange(k, device=device), key(self.seed, turn, shared=True) & 0x7FFFFFFF)
+        return bounds[:-1] + (uniform.double() * bounds.diff()).long()
 
     def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
-        """Nothing is kept."""
+        """There is no state to save."""
         return {}
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
-        """Nothing was kept."""
+        """There is no saved state."""
         return self.init(spec)
 
     @property
@@ -100,14 +100,14 @@ class RandomK(Wrapped):
 
 
 def random_k(ratio: float, *, seed: int = 0) -> Stage:
-    """Reduce only a random `ratio`-th part of the bucket, the same on every rank, by the hook inside. (arXiv 1809.07599)
+    """Reduce only a random part of the bucket, the same on every rank, with the inner hook. (arXiv 1809.07599)
 
-    The seed tells every rank which elements it is this time, so no places travel, and what is left is a shorter dense bucket:
-    any hook without state can carry it, such as `chain(random_k(0.01), cast(torch.bfloat16), mean())`. The bucket is cut into k
-    = ratio * numel stretches and one element taken of each, so that every element has the same chance. The others' gradients
-    are zero in that step; put `error_feedback()` around it to have them sent later.
+    Every rank derives the elements from the seed, so no indices are sent, and the rest is a shorter dense bucket: any hook
+    without state can reduce it, such as `chain(random_k(0.01), cast(torch.bfloat16), mean())`. The bucket is divided into k =
+    ratio * numel ranges and one element is drawn from each, so that every element has the same probability. The gradients of the
+    others are zero in that step; put `error_feedback()` around it to send them later.
 
-    On the wire: as the hook inside for k elements; it does not grow with the ranks, as `top_k` does.
+    On the wire: as the inner hook for k elements; unlike `top_k` it does not grow with the number of ranks.
 
     >>> from gradwire.hooks import chain, mean
     >>> from gradwire.testing import simulate

@@ -1,18 +1,18 @@
-"""`scaled_cast`: gradients in float16 or float8, scaled so that they neither overflow nor vanish.
+"""`scaled_cast`: gradients in float16 or float8, scaled so that they neither overflow nor underflow.
 
 Note [Scales are powers of two]
-Multiplying by a power of two changes a number's exponent and nothing else, so that scaling back is exact and the only error is
-that of the narrow dtype. The power is made from its exponent bit by bit: a library's pow() need not be exact on every device.
+Multiplying by a power of two changes only a number's exponent, so scaling back is exact and the only error is that of the narrow
+dtype. The power is assembled from its exponent bits: pow() need not be exact on every device.
 
 Note [float16 is summed by the engine]
-All ranks agree on one scale, by a maximum of one number, so that the engine can add up what they send. The largest magnitude
-times the number of ranks stays below 2^15, and so below 65504 whatever the order of the additions.
+All ranks agree on one scale, by a maximum over one number, so that the engine can sum what they send. The largest magnitude times
+the number of ranks stays below 2^15, and so below 65504 in any order of additions.
 
 Note [float8 is summed here]
-Engines that add float8 at all round after each addition, to 3 bits or 2. So each rank gets one slice of everybody's bucket,
-adds it in float32, rounds the mean once and gives it to all. Each slice carries a scale of its own, chosen by who sends it, so
-nothing has to be agreed on. The error of the last rounding is made by the slice's owner alone and stands in its `sent`, so that
-error feedback pays it back.
+Engines that support float8 sums round after each addition, to 3 bits or 2. So each rank receives one slice of every rank's bucket,
+sums it in float32, rounds the mean once and sends it to all. Each slice has its own scale, chosen by its sender, so ranks need not
+agree on one. The error of the last rounding is made by the slice's owner alone and is part of its `sent`, so error feedback pays
+it back.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from gradwire.hooks.dense import Mean, ReduceScatterMean
 from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, count, number_dtype, padded, real, refuse_sparse
 
 EXPONENTS = {torch.float16: 15, torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
-"""Two to this power is the largest that a scaled number may be: each dtype holds it, with some room above."""
+"""The largest scaled magnitude as a power of two: representable in each dtype, with some headroom."""
 
 _FIELDS = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
-"""Of IEEE numbers: an integer as long, bits of the fraction, and what is added to the exponent."""
+"""IEEE formats: an integer dtype of the same size, the bits of the fraction, and the exponent bias."""
 
 
 def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """2 ** exponent, exactly; exponents beyond the normal numbers are cut, so that the power and its inverse are normal."""
+    """2 ** exponent, exactly; exponents are clamped so that the power and its inverse are normal numbers."""
     integer, fraction, bias = _FIELDS[dtype]
     return ((exponent.clamp(1 - bias, bias - 1) + bias).to(integer) << fraction).view(dtype)
 
 
 def largest_magnitude(rows: Tensor) -> Tensor:
-    """The largest magnitude in each row; infinite where there is something that is not finite."""
+    """The largest magnitude in each row; infinite if it contains NaN or infinity."""
     if rows.shape[-1] == 0:
         return rows.new_zeros(rows.shape[:-1])
     low, high = torch.aminmax(rows, dim=-1)
@@ -56,7 +56,7 @@ def largest_magnitude(rows: Tensor) -> Tensor:
 
 
 def scale_for(magnitude: Tensor, exponent: int) -> Tensor:
-    """By what to multiply so that `magnitude` becomes at most 2 ** exponent; 1 where it is not finite, to show what it is."""
+    """The factor that brings `magnitude` to at most 2 ** exponent; 1 if it is not finite, so that this stays visible."""
     finite = magnitude.isfinite()
     needed = exponent - torch.frexp(torch.where(finite, magnitude, 0)).exponent
     return power_of_two(torch.where(finite, needed, 0), magnitude.dtype)
@@ -64,24 +64,24 @@ def scale_for(magnitude: Tensor, exponent: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ScaledCast(Wrapped):
-    """See `scaled_cast`, of float16."""
+    """The stage of `scaled_cast(torch.float16)`."""
 
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, (Mean, ReduceScatterMean)):
             raise UsageError(
-                f"scaled_cast({self.dtype}) around {self.inner!r}: the scale is chosen so that a plain sum over all ranks does not "
-                "overflow, and fits nothing else. Put mean() or reduce_scatter_mean() inside."
+                f"scaled_cast({self.dtype}) around {self.inner!r}: the scale is chosen for a plain sum over all ranks, and may "
+                "overflow otherwise. Put mean() or reduce_scatter_mean() inside."
             )
 
     @property
     def collectives(self) -> int | None:
-        """One more than the hook inside."""
+        """One more than the inner hook."""
         return None if self.inner.collectives is None else self.inner.collectives + 1
 
     def check(self, spec: BucketSpec) -> None:
-        """Dense, and what the hook inside asks for."""
+        """Raise unless the bucket is dense and the inner hook accepts it."""
         check_dense(f"scaled_cast({self.dtype})", spec)
         self.inner.check(self.inside(spec))
 
@@ -106,7 +106,7 @@ class ScaledCast(Wrapped):
         return Reduced(value, value if turn.donated else as_dtype(sent.to(flat.dtype) / scale, turn.spec.dtype))
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """As the hook inside, and one number."""
+        """As the inner hook, and one number."""
         inner = self.inner.wire_bytes(self.inside(spec), world_size, step)
         return None if inner is None else inner + 2 * (world_size - 1) / world_size * number_dtype(spec.dtype).itemsize
 
@@ -116,18 +116,18 @@ class ScaledCast(Wrapped):
 
 @dataclass(frozen=True, slots=True)
 class Float8Mean(CommHook):
-    """See `scaled_cast`, of float8."""
+    """The hook of `scaled_cast` in float8, which replaces `mean()`."""
 
     dtype: torch.dtype
 
     collectives = 2
 
     def check(self, spec: BucketSpec) -> None:
-        """Dense."""
+        """Raise unless the bucket is dense."""
         check_dense(self, spec)
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        """Exchange slices, add, exchange means. See Note [float8 is summed here]."""
+        """Exchange slices, sum, gather the means. See Note [float8 is summed here]."""
         refuse_sparse(grad, self, turn.spec)
         label, size = f"bucket {turn.spec.index}", turn.world_size
         slices = padded(real(grad).float(), size).view(size, -1)
@@ -148,7 +148,7 @@ class Float8Mean(CommHook):
     def _encode(self, rows: Tensor) -> Tensor:
         """Each row as bytes: its scale, then its numbers."""
         magnitude = largest_magnitude(rows).unsqueeze(-1)
-        # Conversion to float8 may turn infinity into the largest number there is. A scale of NaN makes all of the row NaN instead.
+        # Conversion to float8 may turn infinity into the largest finite number. A scale of NaN makes the whole row NaN instead.
         scale = torch.where(magnitude.isfinite(), scale_for(magnitude, EXPONENTS[self.dtype]), torch.nan)
         return torch.cat([scale.view(torch.uint8), (rows * scale).to(self.dtype).view(torch.uint8)], dim=-1)
 
@@ -160,11 +160,11 @@ class Float8Mean(CommHook):
         return as_dtype(slices.reshape(-1)[: count(spec)], spec.dtype)
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """Two times (n - 1) slices with their scales."""
+        """2 (n - 1) slices with their scales."""
         return 2 * (world_size - 1) * (-(-count(spec) // world_size) + 4)
 
     def error(self, spec: BucketSpec) -> float:
-        """All that is lost stands in `sent`, but for rounding in float32 and to the gradient's dtype."""
+        """Rounding in float32 and to the gradient's dtype; all other loss is part of `sent`."""
         return 16 * max(torch.finfo(spec.dtype).eps, torch.finfo(torch.float32).eps)
 
     def __repr__(self) -> str:
@@ -172,17 +172,17 @@ class Float8Mean(CommHook):
 
 
 def scaled_cast(dtype: torch.dtype) -> Stage:
-    """Reduce in float16 or float8, scaled by a power of two so that nothing overflows and small gradients do not vanish.
+    """Reduce in float16 or float8, scaled by a power of two so that nothing overflows and small gradients do not underflow.
 
-    torch.float16: one scale for all ranks, agreed on by a maximum, around `mean()` or `reduce_scatter_mean()`. On the wire: as
-    the hook inside for 2 bytes an element, and 2 (n - 1) / n of one number, n being the ranks.
+    torch.float16: one scale for all ranks, found by a maximum, around `mean()` or `reduce_scatter_mean()`. On the wire: as the
+    inner hook at 2 bytes per element, and 2 (n - 1) / n of one number for n ranks.
 
-    torch.float8_e4m3fn (3 bits of fraction) or torch.float8_e5m2 (2 bits, more range), around `mean()`, in whose place it steps:
-    slices are exchanged in float8, added in float32, and the mean is rounded and gathered in float8. On the wire: 2 (n - 1)
-    (ceil(numel / n) + 4) bytes. Lossy enough to want `error_feedback()`. (arXiv 2209.05433 on the dtypes.)
+    torch.float8_e4m3fn (3 bits of fraction) or torch.float8_e5m2 (2 bits, more range), in place of `mean()`: slices are exchanged
+    in float8, summed in float32, and the mean is rounded and gathered in float8. On the wire: 2 (n - 1) (ceil(numel / n) + 4)
+    bytes. Lossy enough to need `error_feedback()`. (arXiv 2209.05433 on the dtypes.)
 
-    Infinite and NaN elements stay visible: a float16 bucket that has one is not scaled in that step, and of a float8 bucket the
-    slice that it is in becomes NaN.
+    Infinite and NaN elements stay visible: a float16 bucket that contains one is not scaled in that step, and in a float8 bucket
+    the whole slice becomes NaN.
 
     >>> from gradwire.hooks import chain, mean
     >>> from gradwire.testing import simulate
@@ -194,7 +194,7 @@ def scaled_cast(dtype: torch.dtype) -> Stage:
     """
     if dtype not in EXPONENTS:
         raise UsageError(
-            f"scaled_cast({dtype}): scales are for dtypes of a small range: {', '.join(map(str, EXPONENTS))}. "
+            f"scaled_cast({dtype}): scaling is for dtypes of small range: {', '.join(map(str, EXPONENTS))}. "
             "torch.bfloat16 has float32's range; use cast(torch.bfloat16)."
         )
 
@@ -203,8 +203,8 @@ def scaled_cast(dtype: torch.dtype) -> Stage:
             return ScaledCast(inner, dtype)
         if inner != Mean():
             raise UsageError(
-                f"scaled_cast({dtype}) around {inner!r}: float8 gradients are not added up by an engine, so a hook that reduces in "
-                "another way cannot carry them. Put mean() inside; error_feedback() goes to the left."
+                f"scaled_cast({dtype}) around {inner!r}: float8 gradients are not summed by an engine, so another hook cannot "
+                "reduce them. Put mean() inside, and error_feedback() to the left."
             )
         return Float8Mean(dtype)
 

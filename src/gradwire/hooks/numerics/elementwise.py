@@ -1,4 +1,4 @@
-"""A bucket's elements as the numbers that lossy hooks work on: real, and wide enough to compute with."""
+"""A bucket's elements as lossy hooks compute with them: real, and wide enough; and the refusal of sparse ones."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def float32(number: float) -> float:
 
 
 def real(flat: Tensor) -> Tensor:
-    """The numbers of `flat`, in the same memory: of complex ones both parts, in turns."""
+    """A view of `flat` as real numbers: complex ones as alternating real and imaginary parts."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def length(flat: Tensor) -> Tensor:
-    """The Euclidean norm of real numbers, as a float64 number on their device; NaN where it is not finite.
+    """The Euclidean norm of real numbers, as a float64 scalar on their device; NaN if it is not finite.
 
-    In float32 the squares of gradients of 1e20 are infinite, and what is clipped to a norm of infinity becomes zeros.
+    In float32 the squares of gradients of 1e20 overflow, and clipping by an infinite norm gives zeros.
     """
     if flat.dtype == torch.float64 and flat.numel():
         largest = flat.abs().amax()
@@ -48,7 +48,7 @@ def length(flat: Tensor) -> Tensor:
 def clip_norms_(flat: Tensor, spec: BucketSpec, bound: float) -> None:
     """Scale each parameter's part of `flat`, the real numbers of a bucket, to a norm of at most `bound`, in place.
 
-    By parameter, because buckets differ from step to step: the first step has one. A part that is not finite becomes NaN.
+    By parameter, because the buckets change: the first step has only one. A part that is not finite becomes NaN.
     """
     pair = 2 if spec.dtype.is_complex else 1
     for part in flat.split([pair * numel for numel in spec.numels]):
@@ -56,42 +56,42 @@ def clip_norms_(flat: Tensor, spec: BucketSpec, bound: float) -> None:
 
 
 def drop_nonfinite_(kept: Tensor) -> Tensor:
-    """Zeros in place of NaN and infinity, in place, for state: a step with a NaN shows it once, and does not keep it for ever."""
+    """Zero non-finite values in place, so that one bad step cannot poison the state."""
     return kept.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def count(spec: BucketSpec) -> int:
-    """How many numbers `real` gives for a bucket."""
+    """How many numbers `real` returns for a bucket."""
     return spec.numel * (2 if spec.dtype.is_complex else 1)
 
 
 def padded(flat: Tensor, multiple: int) -> Tensor:
-    """`flat` with zeros behind it up to a multiple of so many elements; `flat` itself where nothing is missing."""
+    """`flat`, padded with zeros to a multiple of `multiple` elements; `flat` itself if it is one already."""
     missing = -flat.numel() % multiple
     return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
 
 
 def as_dtype(row: Tensor, dtype: torch.dtype) -> Tensor:
-    """Such numbers as elements of a bucket of `dtype`, in the same memory where they have its precision."""
+    """The inverse of `real`: numbers as elements of `dtype`, without a copy if they have its precision."""
     if not dtype.is_complex:
         return row.to(dtype)
     return torch.view_as_complex(row.to(dtype.to_real()).view(-1, 2))
 
 
 def check_dense(hook: object, spec: BucketSpec) -> None:
-    """Raise if the bucket's gradients will be sparse: for `check`, before any step."""
+    """Raise if the bucket's gradients will be sparse. For `check`, before any step."""
     if spec.sparse:
         raise _sparse(hook, spec)
 
 
 def refuse_sparse(grad: Tensor, hook: object, spec: BucketSpec) -> None:
-    """Raise unless the bucket is dense: hooks that choose, cut or round elements need all of them in one row."""
+    """Raise if the gradient is sparse: hooks that select, split or round elements need a dense one."""
     if grad.is_sparse:
         raise _sparse(hook, spec)
 
 
 def _sparse(hook: object, spec: BucketSpec) -> UsageError:
     return UsageError(
-        f"{hook!r} on {spec}: its gradients are sparse, and it takes dense ones only. Give such parameters mean(), "
+        f"{hook!r} on {spec}: its gradients are sparse, and it supports dense ones only. Use mean() for such parameters, "
         'by partition({"embedding.*": mean(), "*": ...}).'
     )

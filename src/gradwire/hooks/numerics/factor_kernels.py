@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, valid-type, name-defined"
 # Kernels are written in Triton's language, whose parameters and annotations are not Python's.
-"""What low-rank hooks do to many small things at once, as one Triton kernel each: every launch saved is time of the host.
+"""Triton kernels for low-rank hooks: many small operations in one launch, to reduce host time.
 
-Both compute in float64: they are far too small for that to show.
+Both compute in float64, whose cost is negligible at this size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def inverse_factors(gram: Tensor) -> Tensor:
 
 
 def keep_directions(new: Tensor, old: Tensor, begins: Tensor) -> None:
-    """See `orthogonal.keep_directions`. Columns lie one after another here; the first is from begins[0] to begins[1]."""
+    """See `orthogonal.keep_directions`. Columns are stored one after another; the first is from begins[0] to begins[1]."""
     with torch.cuda.device(new.device):
         _unit[(begins.numel() - 1,)](new, old, begins, SEGMENT=_SEGMENT, num_warps=4)
 
@@ -61,13 +61,13 @@ def _invert(gram, out, rank, RANK: tl.constexpr):
 def _unit(new, old, begins, SEGMENT: tl.constexpr):
     begin = tl.load(begins + tl.program_id(0))
     end = tl.load(begins + tl.program_id(0) + 1)
-    places = tl.arange(0, SEGMENT)
+    offsets = tl.arange(0, SEGMENT)
     squares = tl.zeros((SEGMENT,), tl.float64)
     for at in range(begin, end, SEGMENT):
-        v = tl.load(new + at + places, mask=at + places < end, other=0.0).to(tl.float64)
+        v = tl.load(new + at + offsets, mask=at + offsets < end, other=0.0).to(tl.float64)
         squares += v * v
     length = tl.sqrt(tl.sum(squares, 0))
     if (length > 0.0) & (length < float("inf")):
         for at in range(begin, end, SEGMENT):
-            v = tl.load(new + at + places, mask=at + places < end, other=0.0).to(tl.float64)
-            tl.store(old + at + places, (v / length).to(old.dtype.element_ty), mask=at + places < end)
+            v = tl.load(new + at + offsets, mask=at + offsets < end, other=0.0).to(tl.float64)
+            tl.store(old + at + offsets, (v / length).to(old.dtype.element_ty), mask=at + offsets < end)

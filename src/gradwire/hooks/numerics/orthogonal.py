@@ -1,17 +1,17 @@
-"""Orthonormal columns for batches of tall matrices, and products of many pairs of matrices: what low-rank hooks compute.
+"""Orthonormal columns for batches of tall matrices, and products of many pairs of matrices, for low-rank hooks.
 
-Note [Two ways to orthogonalise]
+Note [Orthogonalization]
 On the CPU Householder QR (LAPACK's) is the fastest of QR, Gram-Schmidt twice and Cholesky-QR twice at every rank from 1 to 32, and
-orthonormal to rounding whatever the condition, also for columns that depend on each other. On CUDA a batched QR is slow, and
-Gram-Schmidt is a chain of small kernels for each column; Cholesky-QR twice is a handful for all. Its first pass squares the
-condition number, so it runs in float64, where that leaves eight digits; columns that depend on others come out as noise or zeros,
-never as more than unit length. Neither synchronises with the host.
+orthonormal up to rounding for any condition number, also for linearly dependent columns. On CUDA a batched QR is slow, and
+Gram-Schmidt is a sequence of small kernels per column; Cholesky-QR twice is a handful in all. Its first pass squares the condition
+number, so it runs in float64, which leaves eight digits; linearly dependent columns become noise or zeros, never longer than unit
+norm. Neither synchronizes with the host.
 
 Note [Launches]
-On a GPU these are small, and what they take is the time in which the host launches them: with a call for each matrix a hook of
-rank 4 kept a host busier than the whole backward of GPT-2. So factors of one length are a batch, Gram matrices of all lengths lie
-together, and what torch has no single operation for is a kernel of our own where Triton is installed. Products are one launch
-each until there are so many of one shape that copying them together costs less.
+On a GPU these operations are small, and launch overhead dominates: with one call per matrix a hook of rank 4 kept the host busier
+than the whole backward of GPT-2. So factors of equal length are one batch, Gram matrices of all lengths are stored together, and
+where torch has no single operation there is a kernel of our own if Triton is installed. Products are one launch each until there
+are so many of one shape that stacking them costs less.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from gradwire.jit import kernels
 
 FACTOR_KERNELS = "gradwire.hooks.numerics.factor_kernels"
 _MANY = 8
-"""Products of one shape from which on they are one kernel, for which operands are copied together."""
+"""From this number of products of one shape on, operands are stacked for one batched product."""
 
 
 def orthonormal(batches: Sequence[Tensor]) -> list[Tensor]:
-    """A basis of the columns of each matrix of each batch, [k, n, r] with r <= n. A matrix that is not finite gives NaN."""
+    """An orthonormal basis of the columns of each matrix of each batch, [k, n, r] with r <= n; NaN for non-finite matrices."""
     if batches and batches[0].device.type == "cuda":
         return cholesky_qr(batches)
-    # Whether LAPACK hands NaN on is left to it; here it has to show.
+    # LAPACK may or may not propagate NaN; here it must.
     return [torch.linalg.qr(p)[0].add_(p.sum(dim=(1, 2), keepdim=True).mul_(0)) for p in batches]
 
 
 def cholesky_qr(batches: Sequence[Tensor]) -> list[Tensor]:
-    """Cholesky-QR twice, in float64. See Note [Two ways to orthogonalise]."""
+    """Cholesky-QR twice, in float64. See Note [Orthogonalization]."""
     bases = [p.double() for p in batches]
     rank, counts = bases[0].shape[2], [len(p) for p in bases]
     gram = bases[0].new_empty(sum(counts), rank, rank)
     for _ in range(2):
-        for basis, place in zip(bases, gram.split(counts), strict=True):
-            torch.bmm(basis.mT, basis, out=place)
+        for basis, block in zip(bases, gram.split(counts), strict=True):
+            torch.bmm(basis.mT, basis, out=block)
         bases = [
             torch.bmm(basis, factor) for basis, factor in zip(bases, inverse_factors(gram).split(counts), strict=True)
         ]
@@ -51,9 +51,9 @@ def cholesky_qr(batches: Sequence[Tensor]) -> list[Tensor]:
 
 
 def inverse_factors(gram: Tensor) -> Tensor:
-    """L^-T for each G = L L^T of the batch, in which a little is added to the diagonal; NaN where G is not finite.
+    """L^-T for each G = L L^T of the batch, with a small term added to the diagonal; NaN for non-finite G.
 
-    What is lost to rounding must not make a matrix indefinite, and a matrix of zeros has to give zeros in the end.
+    Rounding must not make a matrix indefinite, and a matrix of zeros must give zeros in the end.
     """
     fast = kernels(FACTOR_KERNELS) if gram.is_cuda else None
     if fast is not None:
@@ -70,14 +70,14 @@ def inverse_factors(gram: Tensor) -> Tensor:
 
 
 def keep_directions(new: Sequence[Tensor], old: Sequence[Tensor]) -> None:
-    """Columns of the matrices `new`, divided by their length, into `old`; where that is zero or not finite, `old` stays."""
+    """Write the columns of `new`, divided by their norm, to `old`; columns of zero or non-finite norm are left unchanged."""
     for n, o in zip(new, old, strict=True):
         length = n.norm(dim=1, keepdim=True)
         o.copy_(torch.where(torch.isfinite(length) & (length > 0), n / length, o))
 
 
 def multiply(left: Sequence[Tensor], right: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """`out[i] = left[i] @ right[i]`. See Note [Launches]; on the CPU nothing is copied."""
+    """`out[i] = left[i] @ right[i]`. See Note [Launches]; on the CPU nothing is stacked."""
     if len(out) < _MANY or out[0].device.type != "cuda":
         _each(left, right, out)
         return
@@ -94,7 +94,7 @@ def multiply(left: Sequence[Tensor], right: Sequence[Tensor], out: Sequence[Tens
 
 def _each(left: Sequence[Tensor], right: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     for a, b, c in zip(left, right, out, strict=True):
-        if a.shape[1] == 1:  # a column times a row: several times faster as what it is
+        if a.shape[1] == 1:  # an outer product: several times faster as a broadcast product
             torch.mul(a, b, out=c)
         elif not c.is_contiguous():
             torch.mm(b.mT, a.mT, out=c.mT)

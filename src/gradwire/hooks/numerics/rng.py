@@ -1,4 +1,4 @@
-"""Chance that can be repeated: generators seeded by what everybody knows."""
+"""Reproducible randomness: generators seeded identically on all ranks, or per rank."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from gradwire.hooks.base import Turn
 
 
 def key(seed: int, turn: Turn, *, shared: bool) -> int:
-    """A number of 64 bits, signed, for this bucket and step: the same on every rank if `shared`, else another on each.
+    """A signed 64-bit key for this bucket and step: the same on every rank if `shared`, otherwise different on each.
 
-    Rank and step are the driver's: those that a hook made of hooks tells its parts may be the same in two parts. What is left that
-    two parts could have in common is told apart by the bucket's first parameter and by `turn.path`. It depends on nothing else,
-    so a run that is resumed from a checkpoint draws the numbers it would have drawn.
+    Rank and step are those of `turn.origin`: a combinator may give two of its parts the same rank and step. Parts that share
+    these too are told apart by the bucket's first parameter and by `turn.path`. It depends on nothing else, so a run that is
+    resumed from a checkpoint draws the same numbers.
     """
     rank, step = turn.origin
     first = turn.spec.names[0] if turn.spec.names else ""
@@ -23,17 +23,17 @@ def key(seed: int, turn: Turn, *, shared: bool) -> int:
 
 
 def generator(seed: int, turn: Turn, *, shared: bool) -> torch.Generator:
-    """A generator that begins with that key, on the bucket's device.
+    """A generator seeded with that key, on the bucket's device.
 
-    Devices of different models draw different numbers. So what ranks must draw alike comes from `noise`, or from the CPU.
+    Devices of different models draw different numbers. Numbers that must be equal on all ranks come from `noise`, or from the CPU.
     """
     return torch.Generator(device=turn.spec.device).manual_seed(key(seed, turn, shared=shared))
 
 
 def noise(index: Tensor, key: int) -> Tensor:
-    """A number in [0, 1) for each index and a key of 31 bits: the same on every device.
+    """A number in [0, 1) for each index and a 31-bit key: the same on every device.
 
-    It is the finaliser of MurmurHash3, of 32 bits, kept in int64.
+    It is the 32-bit finalizer of MurmurHash3, computed in int64.
     """
     h = ((index * 0x9E3779B9) ^ key) & 0xFFFFFFFF
     h ^= h >> 16
@@ -45,7 +45,7 @@ def noise(index: Tensor, key: int) -> Tensor:
 
 
 def named_generator(seed: int, name: str) -> torch.Generator:
-    """A generator for what begins with a parameter, whatever bucket, step and rank it is on. On the CPU: the same everywhere."""
+    """A CPU generator for a parameter, independent of bucket, step, rank and device."""
     return torch.Generator().manual_seed(_number(f"{seed}/{name}"))
 
 

@@ -1,14 +1,14 @@
-"""The k elements of largest magnitude: exact, and quicker than a sort.
+"""The k elements of largest magnitude: exact, and faster than a sort.
 
-Note [Largest by bits]
-The bits of |x|, read as an integer, are ordered as |x| is, with NaN above infinity. So integers are compared, a NaN is always
-among the largest and cannot be dropped in silence, and equal magnitudes are told apart by their place: the first wins.
+Note [Magnitudes as integers]
+The bits of |x|, as an integer, are ordered like |x|, with NaN above infinity. So integers are compared, a NaN is always among the
+largest and never dropped silently, and ties go to the lower index.
 
-Note [Guess, then be exact]
+Note [Estimate, then select exactly]
 torch.topk of one element in a hundred of a whole bucket takes ten times as long as one pass that collects all elements above a
-bound. A sample gives a bound that a few too many reach; of those the k largest are then found exactly. If fewer than k reach
-it, or far too many, the guess was bad and topk looks at all. The result does not depend on the guess, and no chance is in it.
-On CUDA, where a collected list would make the host wait for its length, it is topk at once.
+bound. A sample gives a bound that slightly more than k elements reach; the k largest of those are then selected exactly. If fewer
+than k reach it, or far too many, the estimate was bad and topk runs on all elements. The result is deterministic and does not
+depend on the estimate. On CUDA, where the host would have to wait for the length of the list, it is topk from the start.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from gradwire.jit import loop
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLE = 16384
-"""Elements of a sample, at least."""
+"""The least size of a sample."""
 _BLOCK = 32
-"""Elements that the compiled loop looks at before it asks which of them it was."""
+"""Elements that the compiled loop tests together before it tests them one by one."""
 
 
 @loop
 def _collect(bits: Any, mask: Any, bound: Any, out: Any) -> int:  # pragma: no cover - compiled
-    """The places of all elements whose magnitude is at least `bound`, as many as `out` has room for; how many there are."""
+    """Write the indices of all elements with a magnitude of at least `bound` to `out` while it has room; return their number."""
     found = 0
     whole = len(bits) // _BLOCK * _BLOCK
     for start in range(0, whole, _BLOCK):
@@ -53,7 +53,7 @@ def _collect(bits: Any, mask: Any, bound: Any, out: Any) -> int:  # pragma: no c
 
 
 def largest(flat: Tensor, k: int) -> Tensor:
-    """The places of the `k` elements of largest magnitude in a flat real tensor, in ascending order (on CUDA: in any), as int64.
+    """The int64 indices of the `k` elements of largest magnitude in a flat real tensor, ascending (on CUDA: in any order).
 
     >>> largest(torch.tensor([1.0, -3.0, 0.5, 3.0, 2.0]), 2)
     tensor([1, 3])
@@ -67,10 +67,10 @@ def largest(flat: Tensor, k: int) -> Tensor:
     if k == 0:
         return flat.new_empty(0, dtype=torch.int64)
     if numel > 4 * _SAMPLE and 4 * k <= numel:
-        bound = _guess(bits, k)
+        bound = _estimate(bits, k)
         found = _at_least(bits, bound, limit=4 * k)
         if found is None and bound < torch.iinfo(bits.dtype).max:
-            # Many elements are exactly as large as the bound: zeros, as a rule.
+            # Many elements are equal to the bound: usually zeros.
             found = _at_least(bits, bound + 1, limit=4 * k)
             if found is not None and len(found) < k:
                 return _merge(found, (_magnitude(bits) == bound).nonzero().view(-1)[: k - len(found)])
@@ -80,9 +80,9 @@ def largest(flat: Tensor, k: int) -> Tensor:
 
 
 def reaching(flat: Tensor, bound: Tensor) -> Tensor:
-    """The places of the elements whose magnitude is at least `bound`, a number of the same dtype, and not zero; ascending.
+    """The indices of the non-zero elements with a magnitude of at least `bound`, a scalar of the same dtype; ascending.
 
-    A NaN reaches every bound. On CUDA the host waits for how many they are.
+    A NaN reaches every bound. On CUDA the host waits for their number.
 
     >>> reaching(torch.tensor([1.0, -3.0, 0.0, 3.0]), torch.tensor(2.0))
     tensor([1, 3])
@@ -92,7 +92,7 @@ def reaching(flat: Tensor, bound: Tensor) -> Tensor:
     if bits.device.type != "cpu":
         return (_magnitude(bits) >= least).nonzero().view(-1)
     found = _at_least(bits, int(least), limit=flat.numel())
-    assert found is not None  # there is room for all
+    assert found is not None  # `limit` is the number of elements
     return found
 
 
@@ -100,8 +100,8 @@ def _magnitude(bits: Tensor) -> Tensor:
     return bits & torch.iinfo(bits.dtype).max
 
 
-def _guess(bits: Tensor, k: int) -> int:
-    """A bound that a little more than `k` elements should reach."""
+def _estimate(bits: Tensor, k: int) -> int:
+    """An estimate of the bound that slightly more than `k` elements reach."""
     numel = bits.numel()
     step = max(1, min(numel // _SAMPLE, k // 64))
     sample = _magnitude(bits[::step].contiguous())
@@ -111,7 +111,7 @@ def _guess(bits: Tensor, k: int) -> int:
 
 
 def _at_least(bits: Tensor, bound: int, *, limit: int) -> Tensor | None:
-    """The places of all elements of at least that magnitude, ascending; None if they are more than `limit`."""
+    """The indices of all elements of at least that magnitude, ascending; None if there are more than `limit`."""
     compiled = _collect.compiled()
     if compiled is None:
         found = (_magnitude(bits) >= bound).nonzero().view(-1)
@@ -123,7 +123,7 @@ def _at_least(bits: Tensor, bound: int, *, limit: int) -> Tensor | None:
 
 
 def _exact(magnitude: Tensor, k: int) -> Tensor:
-    """The places of the k largest; of equal ones, the first."""
+    """Indices of the k largest values; ties go to the lower index."""
     if k == magnitude.numel():
         return torch.arange(k, device=magnitude.device)
     least = torch.topk(magnitude, k, sorted=False).values.min()

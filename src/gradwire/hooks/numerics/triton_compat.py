@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-not-found, import-untyped"
-"""Decorators for Triton kernels. Modules of kernels can be imported without Triton; what they offer cannot be called then."""
+"""Decorators for Triton kernels. Modules that use them can be imported without Triton, but their kernels cannot be called then."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["inlined", "kernel", "tl"]
 
 
 def kernel(*varying: str) -> Callable[[Any], Any]:
-    """What is launched. It is not compiled anew for other values of the parameters in `varying`."""
+    """A kernel. It is not recompiled for other values of the parameters in `varying`."""
 
     def decorate(function: Any) -> Any:
         return function if triton is None else triton.jit(function, do_not_specialize=list(varying))
@@ -25,5 +25,5 @@ def kernel(*varying: str) -> Callable[[Any], Any]:
 
 
 def inlined(function: Any) -> Any:
-    """A part of kernels."""
+    """A device function, inlined in kernels."""
     return function if triton is None else triton.jit(function)

@@ -67,9 +67,9 @@ class OuterHook(CommHook):
     def after_step(self, parameters: Tensor, state: Any, turn: Turn) -> Reduction:
         """Communicate. `parameters` is flat, and a copy that may be overwritten; `turn.step` counts this bucket's outer steps."""
 
-    def settle(self, parameters: Tensor, came: Tensor, state: Any, turn: Turn) -> Tensor:
+    def settle(self, parameters: Tensor, value: Tensor, state: Any, turn: Turn) -> Tensor:
         """The new parameters, from the current ones and the value that `after_step` returned."""
-        return came
+        return value
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         """Nothing is sent for a gradient."""

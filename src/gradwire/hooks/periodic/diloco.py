@@ -2,10 +2,10 @@
 
 Each rank trains by itself with its own optimizer. See `periodic.base` for the two halves of such a hook.
 
-Note [What a round makes equal]
+Note [What is equal on all ranks]
 After an outer step of `local_sgd` and `diloco` all ranks hold the same bits. The anchor of DiLoCo, the parameters that all ranks
-started the round from, and the outer momentum are the same bits on every rank at any time: each rank computes them from values
-that are.
+started the round from, and the outer momentum are always the same bits on every rank, because they are computed from such values
+only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gradwire.hooks.state import bundle, join_flat, pick, split_flat
 
 @dataclass(slots=True)
 class _Anchored:
-    """The parameters from which the round started, the outer momentum, and the state of the hook inside."""
+    """The parameters at the start of the round, the outer momentum, and the inner hook's state."""
 
     inner: Any
     anchor: Tensor | None = None
@@ -41,7 +41,7 @@ class _Anchored:
 
 @dataclass(frozen=True, slots=True)
 class DiLoCo(OuterHook):
-    """See `diloco`."""
+    """The hook of `diloco`."""
 
     hook: CommHook
     every: int
@@ -51,12 +51,12 @@ class DiLoCo(OuterHook):
 
     @property
     def outer_collectives(self) -> int | None:
-        """As many as the hook inside."""
+        """As many as the inner hook."""
         return self.hook.collectives
 
     @property
     def equalizes(self) -> bool:
-        """The anchor moves in the same way on every rank."""
+        """The anchor is the same on every rank."""
         return True
 
     def due(self, step: int) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ class DiLoCo(OuterHook):
         return () if step % self.every else (0,)
 
     def check(self, spec: BucketSpec) -> None:
-        """The hook inside, which sees whole parameters, in buckets of the outer half's own; they are dense."""
+        """Raise unless the inner hook accepts each parameter: the buckets of outer steps are their own, and dense."""
         inside = replace(_inside(spec), sparse=False)
         for name, shape, stride in zip(spec.names, spec.shapes, spec.strides, strict=True):
             self.hook.check(replace(inside, names=(name,), shapes=(shape,), strides=(stride,)))
@@ -72,33 +72,33 @@ class DiLoCo(OuterHook):
     # -- an outer step -------------------------------------------------------------------------------------------------
 
     def begin(self, parameters: Tensor, state: _Anchored, turn: Turn) -> None:
-        """The round starts from the parameters; from what was loaded, where something was."""
+        """Set the anchor to the parameters, or to what was loaded."""
         anchor = parameters.to(wide(turn.spec.dtype), copy=True)
-        for name, place in zip(turn.spec.names, _parts(anchor, turn.spec), strict=True):
+        for name, view in zip(turn.spec.names, _parts(anchor, turn.spec), strict=True):
             if name in state.given:
-                place.copy_(state.given[name].reshape(-1))
+                view.copy_(state.given[name].reshape(-1))
         state.anchor, state.given = anchor, {}
         if state.momentum is None and self.outer_momentum:
             state.momentum = torch.zeros_like(anchor)
 
     def after_step(self, parameters: Tensor, state: _Anchored, turn: Turn) -> Reduction:
-        """The mean over the ranks of how far they went, by the hook inside."""
+        """Average the ranks' progress since the anchor with the inner hook."""
         anchor = _anchor(state)
         delta = anchor - parameters
         inside = replace(turn, spec=_inside(turn.spec), donated=True)
         inner = self.hook.reduce(delta, state.inner, inside)
         return (yield from begin(inner, self.hook, inside, delta.numel(), delta.dtype))
 
-    def settle(self, parameters: Tensor, came: Tensor, state: _Anchored, turn: Turn) -> Tensor:
-        """A step of SGD with momentum, with that mean for a gradient, moves the anchor; the parameters go on from it."""
-        anchor, step = _anchor(state), came
+    def settle(self, parameters: Tensor, value: Tensor, state: _Anchored, turn: Turn) -> Tensor:
+        """Move the anchor by a step of SGD with momentum along that mean; the parameters continue from it."""
+        anchor, step = _anchor(state), value
         if state.momentum is not None:
-            momentum = state.momentum.mul_(self.outer_momentum).add_(came)
-            step = came.add(momentum, alpha=self.outer_momentum) if self.nesterov else momentum
+            momentum = state.momentum.mul_(self.outer_momentum).add_(value)
+            step = value.add(momentum, alpha=self.outer_momentum) if self.nesterov else momentum
         return anchor.sub_(step, alpha=self.outer_lr)
 
     def outer_wire_bytes(self, spec: BucketSpec, world_size: int) -> float | None:
-        """What the hook inside sends."""
+        """As the inner hook."""
         return self.hook.wire_bytes(_inside(spec), world_size)
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class DiLoCo(OuterHook):
         return _Anchored(self.hook.init(_inside(spec)))
 
     def save(self, state: _Anchored, spec: BucketSpec) -> dict[str, Any]:
-        """Anchor, momentum, and what the hook inside keeps."""
+        """Anchor, momentum, and what the inner hook saves."""
         parts: dict[str, Mapping[str, Any]] = {"inner": self.hook.save(state.inner, _inside(spec))}
         anchor = state.given if state.anchor is None else split_flat(state.anchor, spec)
         parts["anchor"] = {name: anchor[name] for name in spec.names if name in anchor}
@@ -117,7 +117,7 @@ class DiLoCo(OuterHook):
         return bundle(**parts)
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> _Anchored:
-        """The same; a parameter that is not in it has its anchor where it is, and no momentum."""
+        """The same; a parameter that was not saved is its own anchor, with zero momentum."""
         inside = _inside(spec)
         sizes = dict(zip(spec.names, spec.numels, strict=True))
         given = {n: a for n, a in pick(saved, "anchor").items() if n in sizes and a.numel() == sizes[n]}
@@ -126,7 +126,7 @@ class DiLoCo(OuterHook):
         return _Anchored(self.hook.load(pick(saved, "inner"), inside), None, momentum, given)
 
     def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Anchor and momentum, and of the hook inside what its ranks share."""
+        """Anchor and momentum, and what the inner hook shares."""
         inner = self.hook.shared(pick(saved, "inner"))
         return bundle(anchor=pick(saved, "anchor"), momentum=pick(saved, "momentum"), inner=inner)
 
@@ -136,7 +136,7 @@ class DiLoCo(OuterHook):
 
     @property
     def structure(self) -> str:
-        """Anchor, momentum, and what the hook inside keeps; which parameters are in which fragment matters too."""
+        """With the number of fragments, which assigns parameters to them, and the inner hook's structure."""
         return f"DiLoCo({self.fragments}: {self.hook.structure})"
 
     def __repr__(self) -> str:
@@ -151,11 +151,11 @@ def diloco(
     nesterov: bool = True,
     hook: CommHook | None = None,
 ) -> OuterHook:
-    """DiLoCo (arXiv 2311.08105): every `every` steps the mean way that the ranks went is a gradient for an outer optimizer.
+    """DiLoCo (arXiv 2311.08105): every `every` steps the mean of the ranks' progress is the gradient of an outer optimizer.
 
-    Each rank trains by itself. Then how far it went from the anchor (the parameters all started from) is averaged by `hook`,
-    which may be any, also one that compresses; a Nesterov step along that mean moves the anchor; and all go on from there. It
-    wants `model.attach_optimizer(optimizer)`. Memory: two tensors of the model's size, in float32 at least.
+    Each rank trains by itself. Then its difference from the anchor (the parameters at the start of the round) is averaged by
+    `hook`, which may compress it; a Nesterov step along that mean moves the anchor; and all ranks continue from there. Requires
+    `model.attach_optimizer(optimizer)`. Memory: two tensors of the model's size, in float32 at least.
     On the wire: what `hook` sends for the parameters in float32 at least, every `every` steps.
     """
     _check_diloco("diloco", every, outer_lr, outer_momentum, hook)
@@ -164,7 +164,7 @@ def diloco(
 
 @dataclass(frozen=True, slots=True)
 class StreamingDiLoCo(DiLoCo):
-    """See `streaming_diloco`."""
+    """The hook of `streaming_diloco`."""
 
     fragments: int = 1
     delay: int = 0
@@ -172,17 +172,17 @@ class StreamingDiLoCo(DiLoCo):
 
     @property
     def equalizes(self) -> bool:
-        """Where nothing of a rank's own remains."""
+        """Only if nothing of a rank's own parameters is mixed in."""
         return self.delay == 0 and self.alpha == 0
 
     def due(self, step: int) -> tuple[int, ...]:
-        """Each fragment after every `every`-th step, evenly spread."""
+        """Each fragment every `every` steps, evenly spread."""
         return tuple(f for f in range(self.fragments) if (step - f * self.every // self.fragments) % self.every == 0)
 
-    def settle(self, parameters: Tensor, came: Tensor, state: _Anchored, turn: Turn) -> Tensor:
-        """As DiLoCo; `alpha` of where this rank is now stays."""
+    def settle(self, parameters: Tensor, value: Tensor, state: _Anchored, turn: Turn) -> Tensor:
+        """As DiLoCo, mixed with `alpha` of this rank's current parameters."""
         # Spelled out: without arguments it would look for the class that the dataclass decorator has replaced.
-        anchor = DiLoCo.settle(self, parameters, came, state, turn)
+        anchor = DiLoCo.settle(self, parameters, value, state, turn)
         return torch.lerp(anchor, parameters.to(anchor.dtype), self.alpha) if self.alpha else anchor
 
     def __repr__(self) -> str:
@@ -203,18 +203,18 @@ def streaming_diloco(
 ) -> OuterHook:
     """Streaming DiLoCo (arXiv 2501.18512): DiLoCo in which `fragments` of the parameters have their outer steps in turn.
 
-    Each fragment has one every `every` steps, and at most about 1 / `fragments` of the bytes travel at a time. What was sent is
-    applied `delay` steps later (a `hook` of one collective is then on its way meanwhile), and mixed with where the rank has got
-    to: `alpha` of that stays. The paper has alpha 0.5. With alpha > 0 or fragments > 1 ranks do not hold the same parameters at
-    any step; `model.average_parameters()` ends training. Fragments are whole parameters, in the model's order. Memory and bytes
-    in all: as `diloco`.
+    Each fragment has one every `every` steps, so at most about 1 / `fragments` of the bytes are sent at a time. The result is
+    applied `delay` steps later (a `hook` of one collective is in flight meanwhile), and mixed with `alpha` of the rank's current
+    parameters. The paper uses alpha 0.5. With alpha > 0 or fragments > 1 ranks never hold the same parameters; call
+    `model.average_parameters()` at the end of training. Fragments are whole parameters, in the model's order. Memory and total
+    bytes: as `diloco`.
     """
     _check_diloco("streaming_diloco", every, outer_lr, outer_momentum, hook)
     check_every("streaming_diloco", fragments=fragments)
     if fragments > every:
         raise UsageError(
             f"streaming_diloco(every={every}, fragments={fragments}): some steps would have several fragments. Pass at most as "
-            "many fragments as there are steps in a round."
+            "many fragments as a round has steps."
         )
     if not isinstance(delay, int) or not 0 <= delay < every:
         raise UsageError(
@@ -234,10 +234,10 @@ def _check_diloco(name: str, every: int, lr: float, momentum: float, hook: CommH
     check_every(name, every=every)
     if not (lr > 0 and math.isfinite(lr)):
         raise UsageError(
-            f"{name}(outer_lr={lr}): not a positive number. The paper has 0.7; 1 with outer_momentum=0 averages."
+            f"{name}(outer_lr={lr}): not a positive number. The paper uses 0.7; 1 with outer_momentum=0 averages."
         )
     if not 0 <= momentum < 1:
-        raise UsageError(f"{name}(outer_momentum={momentum}): not in [0, 1). The paper has 0.9; 0 leaves it out.")
+        raise UsageError(f"{name}(outer_momentum={momentum}): not in [0, 1). The paper uses 0.9; 0 disables it.")
     if hook is not None:
         check_hooks(name, hook=hook)
     if hook is not None and hook.local:
@@ -254,5 +254,5 @@ def _parts(flat: Tensor, spec: BucketSpec) -> list[Tensor]:
 
 
 def _anchor(state: _Anchored) -> Tensor:
-    assert state.anchor is not None, "begin() comes first"
+    assert state.anchor is not None, "begin() must be called first"
     return state.anchor

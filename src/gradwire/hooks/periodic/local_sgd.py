@@ -17,14 +17,14 @@ from gradwire.hooks.periodic.base import OuterHook, check_every
 
 @dataclass(frozen=True, slots=True)
 class LocalSGD(OuterHook):
-    """See `local_sgd`."""
+    """The hook of `local_sgd`."""
 
     every: int
     outer_collectives = 1
 
     @property
     def equalizes(self) -> bool:
-        """The mean is everybody's."""
+        """All ranks take the mean."""
         return True
 
     def due(self, step: int) -> tuple[int, ...]:
@@ -47,8 +47,8 @@ class LocalSGD(OuterHook):
 def local_sgd(*, every: int) -> OuterHook:
     """Average the parameters, instead of the gradients, every `every` steps (arXiv 1805.09767).
 
-    It wants `model.attach_optimizer(optimizer)`. No memory. On the wire: 2 (n - 1) / n of the parameters' bytes every `every`
-    steps, n being the ranks. The optimizers' own states (momentum, Adam's moments) stay each rank's.
+    Requires `model.attach_optimizer(optimizer)`. No memory. On the wire: 2 (n - 1) / n of the parameters' bytes every `every`
+    steps for n ranks. Optimizer states (momentum, Adam's moments) are not averaged.
     """
     check_every("local_sgd", every=every)
     return LocalSGD(every)
@@ -56,7 +56,7 @@ def local_sgd(*, every: int) -> OuterHook:
 
 @dataclass(frozen=True, slots=True)
 class PostLocalSGD(LocalSGD):
-    """See `post_local_sgd`."""
+    """The hook of `post_local_sgd`."""
 
     start: int
     collectives = None
@@ -70,7 +70,7 @@ class PostLocalSGD(LocalSGD):
         return (0,) if step > self.start and (step - self.start) % self.every == 0 else ()
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        """The mean in the first `start` steps; then the gradient stays as it is."""
+        """Average in the first `start` steps; leave the gradient as it is afterwards."""
         if turn.step < self.start:
             return (yield from Mean().reduce(grad, None, turn))
         return Reduced(grad, grad)
@@ -86,7 +86,7 @@ class PostLocalSGD(LocalSGD):
 def post_local_sgd(*, start: int, every: int) -> OuterHook:
     """Average the gradients for `start` steps, and from then on the parameters every `every` steps (arXiv 1808.07217).
 
-    It wants `model.attach_optimizer(optimizer)`. No memory. On the wire: as `mean()` for `start` steps, then as `local_sgd`.
+    Requires `model.attach_optimizer(optimizer)`. No memory. On the wire: as `mean()` for `start` steps, then as `local_sgd`.
     """
     check_every("post_local_sgd", every=every)
     if not isinstance(start, int) or start < 0:

@@ -1,4 +1,4 @@
-"""Quantized hooks: a few bits per element, and block-wise scales."""
+"""Quantized hooks: a few bits per element, with scales per block or parameter."""
 
 from gradwire.hooks.compressors.quantized.quantize import quantize
 from gradwire.hooks.compressors.quantized.sign import sign

@@ -1,6 +1,6 @@
-"""Chooses the quickest way to encode and decode that there is for a tensor; all give the same bits.
+"""Dispatches to the fastest implementation for a tensor; all of them give the same bits.
 
-On CUDA that is Triton, where it is installed; on the CPU compiled loops, where numba is installed; elsewhere torch operations.
+On CUDA that is Triton if installed; on the CPU compiled loops if numba is installed; otherwise torch operations.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from gradwire.jit import kernels
 
 
 def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
-    """Codes and scales of `x`, of any floating-point dtype, into its part of `message`, of one row per rank."""
+    """Write codes and scales of `x`, of any floating-point dtype, to its part of `message`, which has one row per rank."""
     if part.blocks == 0:
         return
     unused = message[:, part.scales_at + 4 * part.blocks : part.scales_at + -(-part.blocks // 4) * 16]
     if unused.shape[1]:
-        unused.zero_()  # what is sent is never what the memory happened to hold
-    way = _way(x)
-    way.quantize(x.to(torch.float32) if way is loops else x, message, part, key)
+        unused.zero_()  # uninitialized memory is never sent
+    implementation = _implementation(x)
+    implementation.quantize(x.to(torch.float32) if implementation is loops else x, message, part, key)
 
 
 def dequantize(message: Tensor, out: Tensor, part: Part) -> None:
-    """What the codes stand for, one row after another, into `out`, of any floating-point dtype."""
+    """Decode the rows one after another to `out`, of any floating-point dtype."""
     if part.numel == 0:
         return
-    way = _way(out)
-    if way is loops and out.dtype != torch.float32:
+    implementation = _implementation(out)
+    if implementation is loops and out.dtype != torch.float32:
         wide = torch.empty(part.numel, dtype=torch.float32, device=out.device)
-        way.dequantize(message, wide, part)
+        implementation.dequantize(message, wide, part)
         out.copy_(wide)
     else:
-        way.dequantize(message, out, part)
+        implementation.dequantize(message, out, part)
 
 
 def total(message: Tensor, out: Tensor, part: Part, factor: float) -> None:
-    """The sum over the rows, times `factor`, into `out`, which is float32."""
+    """Write the sum over the rows, times `factor`, to `out`, which is float32."""
     if part.numel:
-        _way(out).total(message, out, part, factor)
+        _implementation(out).total(message, out, part, factor)
 
 
-def _way(t: Tensor) -> Any:
+def _implementation(t: Tensor) -> Any:
     if t.device.type == "cuda":
         return kernels("gradwire.hooks.compressors.quantized.kernels") or eager
     return loops if t.device.type == "cpu" and loops.available() else eager

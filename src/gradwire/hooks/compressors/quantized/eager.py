@@ -1,21 +1,21 @@
-"""The codec in torch operations: for any device, and what the compiled ways are compared with, bit by bit.
+"""The codec in torch operations: for any device, and the reference for the compiled implementations, to the bit.
 
-Note [The same bits in every way]
-Every way computes in float32 and in the same steps, each rounded once:
+Note [The same bits in every implementation]
+All implementations compute in float32 and in the same steps, each rounded once:
 
-- the largest absolute value of a block, `peak`; a block is `live` if it is finite and at least 2 ** -100, so that nothing below is
-  subnormal or overflows;
+- `peak` is the largest absolute value of a block; a block is `live` if that is finite and at least 2 ** -100, so that nothing
+  below is subnormal or overflows;
 - 8, 4 and 2 bits: scale = peak * (1 / top), inverse = top / peak, y = x * inverse, code = y rounded half to even;
-- stochastic: y is held between -top and top, code = floor(y) + 1 where y - floor(y) > u, else floor(y). So what lies on a level,
-  zero above all, is kept. u = a hash of the element's number and a key, in 24 bits, over 2 ** 24;
-- 1 bit: code = x > 0, and of zeros 1 where the sum of the element's number and the key is even: a zero has no sign, and always
-  the same one would add up over steps;
+- stochastic: y is clamped to [-top, top], code = floor(y) + 1 if y - floor(y) > u, otherwise floor(y). So values on a level, in
+  particular zero, are exact. u is a 24-bit hash of the element's index and a key, over 2 ** 24;
+- 1 bit: code = x > 0, and for zeros 1 if the sum of the element's index and the key is even: a zero has no sign, and always
+  the same one would accumulate over steps;
 - the scale of 1 bit is the mean absolute value. A sum of floats depends on its order, so |x| * (2 ** f / peak) is
   rounded and added up in integers, and the scale is (sum * (peak * 2 ** -f)) / count of the block's elements;
-- a block that is too small gets the scale zero, one that is not finite the scale NaN. Both get the codes of zeros;
-- decoding is code * scale. Sums run in the order of ranks, and are multiplied by a factor at the end.
+- a block below the limit has scale zero, one that is not finite scale NaN. Both have the codes of zeros;
+- decoding is code * scale. Sums are in rank order, and are multiplied by a factor at the end.
 
-Nothing may be contracted: a fused multiply-add rounds once where two steps round twice.
+Operations must not be contracted: a fused multiply-add rounds once where two steps round twice.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from gradwire.hooks.numerics.elementwise import float32
 from gradwire.hooks.numerics.rng import noise
 
 LEAST = 2.0**-100
-"""Blocks whose largest element is smaller count as zeros."""
+"""Blocks whose largest element is smaller are encoded as zeros."""
 
 
 def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
-    """Codes and scales of `x` into its part of `message`, one row after another.
+    """Write codes and scales of `x` to its part of `message`, one row after another.
 
-    With a key: stochastic rounding. Of one bit the key says which zeros are positive.
+    With a key rounding is stochastic; with one bit the key decides which zeros are positive.
     """
     rows = message.shape[0]
     values = _padded(x, rows * part.row).view(rows, part.blocks, part.block)
@@ -60,12 +60,12 @@ def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
 
 
 def dequantize(message: Tensor, out: Tensor, part: Part) -> None:
-    """What the codes of all rows stand for, one row after another, into `out`."""
+    """Decode the rows one after another to `out`."""
     out.copy_(_decode(message, part).view(-1)[: part.numel])
 
 
 def total(message: Tensor, out: Tensor, part: Part, factor: float) -> None:
-    """The sum over the rows, times `factor`, into `out`, which is float32."""
+    """Write the sum over the rows, times `factor`, to `out`, which is float32."""
     first, *others = (_decode(row, part).view(-1)[: part.numel] for row in message.split(1))
     out.copy_(first)
     for other in others:
@@ -81,7 +81,7 @@ def _stochastic(y: Tensor, part: Part, key: int) -> Tensor:
 
 
 def _mean_magnitude(magnitudes: Tensor, live: Tensor, sure: Tensor, part: Part, rows: int) -> Tensor:
-    """See Note [The same bits in every way]."""
+    """See Note [The same bits in every implementation]."""
     inverse = torch.full_like(sure, 2.0**part.fraction).div_(sure).unsqueeze(-1)
     parts = torch.where(live.unsqueeze(-1), magnitudes * inverse, 0.0).round_().to(torch.int32)
     summed = parts.sum(-1).to(torch.float32) * (sure * 2.0**-part.fraction)

@@ -2,17 +2,17 @@
 # Kernels are written in Triton's language, whose parameters and annotations are not Python's.
 """The codec as Triton kernels: one read and one write of device memory. The arithmetic is that of `eager`, to the bit.
 
-Note [How a kernel is cut]
-A program takes `TILE` neighbouring blocks of one row of the message, so that all addresses begin at multiples of a block. A tile
-that lies wholly inside goes without masks, which would keep a thread from moving 16 bytes at once; only the last of a row has them.
-A thread takes four codes and, plane by plane, their four elements: 16 bytes of floats, and neighbouring threads neighbouring ones.
-For that, places in the message are passed in words of 4 bytes: if Triton knew that codes begin at a multiple of 16, it would give
-a thread 16 of them and shuffle through shared memory.
-Elements are read anew for the scale and for the codes; the second time they come from the cache, if not from registers.
-A row may have more than 2 ** 31 bytes, so places in it are counted in 64 bits, and only what is inside a tile in 32.
-The kernels are launched without contraction of products and sums, because the other ways round twice there.
+Note [Division into programs]
+A program handles `TILE` adjacent blocks of one row of the message, so that all addresses are multiples of a block. A full tile has
+no masks, which would keep a thread from moving 16 bytes at once; only the last tile of a row has them.
+A thread handles four codes and, plane by plane, their four elements: 16 bytes of floats, adjacent between adjacent threads. For
+that, offsets in the message are passed in words of 4 bytes: if Triton knew that codes are aligned to 16, it would assign 16 of
+them to a thread and shuffle through shared memory.
+Elements are read once for the scale and again for the codes, the second time from the cache if not from registers.
+A row may have more than 2 ** 31 bytes, so offsets in it are 64-bit, and only those within a tile 32-bit.
+The kernels are launched without contraction of products and sums, because the other implementations round twice there.
 
-The module can be imported without Triton; its functions cannot be called then.
+The module can be imported without Triton, but its functions cannot be called then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gradwire.hooks.numerics.triton_compat import inlined, kernel, tl
 
 ENCODE_ELEMENTS = 4096
 DECODE_ELEMENTS = 4096
-"""What one program takes, unless a single block is larger."""
+"""Elements per program, unless a single block is larger."""
 WARPS = 4
 
 
@@ -64,7 +64,7 @@ def _run_decode(message: Tensor, out: Tensor, part: Part, *, rows: int, summed: 
 
 
 def _words(part: Part) -> tuple[int, int, int]:
-    """Stride, codes and scales in words of 4 bytes."""
+    """Row stride and offsets of codes and scales, in words of 4 bytes."""
     return part.stride // 4, part.codes_at // 4, part.scales_at // 4
 
 
@@ -97,7 +97,7 @@ def _quantize_tile(
     rows = tl.arange(0, TILE)
     columns = tl.arange(0, BYTES)
     local = rows[:, None] * BLOCK + columns[None, :]
-    # As integers, floats without sign are ordered as they are as numbers, and NaN comes last.
+    # The bits of non-negative floats, as integers, are ordered like the floats, with NaN last.
     largest = tl.zeros((TILE, BYTES), tl.int32)
     for plane in tl.static_range(PLANES):
         v = _read(x + first, local + plane * BYTES, left, here, rows, FULL)
@@ -146,13 +146,13 @@ def _quantize_tile(
                 # 1.5 * 2 ** 23 leaves no digit behind the point, rounded half to even: the code is in the lowest bits.
                 code = (y + 12582912.0).to(tl.int32, bitcast=True)
         packed |= (code & ((1 << BITS) - 1)) << (plane * BITS)
-    places = rows[:, None] * BYTES + columns[None, :]
+    offsets = rows[:, None] * BYTES + columns[None, :]
     if FULL:
         tl.store(scales + rows, scale_bits)
-        tl.store(codes + places, packed.to(tl.uint8))
+        tl.store(codes + offsets, packed.to(tl.uint8))
     else:
         tl.store(scales + rows, scale_bits, mask=rows < here)
-        tl.store(codes + places, packed.to(tl.uint8), mask=rows[:, None] < here)
+        tl.store(codes + offsets, packed.to(tl.uint8), mask=rows[:, None] < here)
 
 
 @inlined
@@ -232,13 +232,13 @@ def _meant(
 ):  # fmt: skip
     BYTES: tl.constexpr = BLOCK * BITS // 8
     rows = tl.arange(0, TILE)
-    places = rows[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
+    offsets = rows[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
     if FULL:
         scale = tl.load(scales + rows)
-        packed = tl.load(codes + places)
+        packed = tl.load(codes + offsets)
     else:
         scale = tl.load(scales + rows, mask=rows < here, other=0.0)
-        packed = tl.load(codes + places, mask=rows[:, None] < here, other=0)
+        packed = tl.load(codes + offsets, mask=rows[:, None] < here, other=0)
     if BITS == 8:
         signed = packed.to(tl.int8, bitcast=True)
     else:

@@ -1,15 +1,15 @@
-"""Where quantized elements lie: which parameters share a width, and where their codes and scales are in a message.
+"""The layout of a quantized message: which parameters share a bit width, and where their codes and scales are.
 
-Pure arithmetic on numbers: nothing here touches a tensor's values.
+Pure arithmetic: nothing here reads a tensor.
 
 Note [A message]
-A message has one row per rank. Of each width (`Part`) a row holds first the codes of its blocks, one block behind the other, then
-their scales, one float32 each; both are rounded up to 16 bytes, so that a device can write whole words. Inside a block the codes
-are packed in planes: byte j of a block of B elements with p codes a byte holds the elements j, j + B/p, j + 2 B/p, ..., the first
-in its lowest bits. So a loop over bytes reads and writes consecutive memory, which a processor does many elements at a time.
+A message has one row per rank. For each bit width (`Part`) a row holds the codes of its blocks, one block after another, then their
+scales, one float32 each; both are padded to 16 bytes, so that a device can write whole words. Within a block the codes are packed
+in planes: byte j of a block of B elements with p codes per byte holds the elements j, j + B/p, j + 2 B/p, ..., the first in its
+lowest bits. So a loop over bytes reads and writes contiguous memory and can be vectorized.
 
-Scales are float32 and not something narrower: gradients need the whole range of exponents, and at 256 elements a block they cost
-an eighth of a bit per element.
+Scales are float32 and not narrower: gradients need the whole range of exponents, and at 256 elements per block they cost an eighth
+of a bit per element.
 """
 
 from __future__ import annotations
@@ -25,54 +25,54 @@ WIDTHS = (1, 2, 4, 8)
 _ALIGN = 16
 
 Rules = tuple[tuple[str, int], ...]
-"""Patterns of parameter names and the bits of those that match; the first match wins."""
+"""Patterns of parameter names and their bit width; the first match wins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The elements of one width in a message: what a codec is told."""
+    """The elements of one bit width in a message, as the codec needs them."""
 
     bits: int
     block: int
     numel: int
-    """The elements there are; the blocks behind them are padding."""
+    """Elements without padding."""
     blocks: int
-    """Blocks a row."""
+    """Blocks per row."""
     stride: int
-    """Bytes a row, of all parts together."""
+    """Bytes per row, over all parts."""
     codes_at: int
     scales_at: int
-    """Where codes and scales begin in a row, in bytes."""
+    """The offsets of codes and scales in a row, in bytes."""
 
     @property
     def row(self) -> int:
-        """Elements a row."""
+        """Elements per row."""
         return self.blocks * self.block
 
     @property
     def planes(self) -> int:
-        """Codes a byte."""
+        """Codes per byte."""
         return 8 // self.bits
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that the codes of a block take."""
+        """Bytes of a block's codes."""
         return self.block * self.bits // 8
 
     @property
     def top(self) -> int:
-        """The largest code: zero lies in the middle, so there is one level less than the bits could tell apart."""
+        """The largest code. Levels are symmetric around zero, so one of the possible codes is unused."""
         return (1 << (self.bits - 1)) - 1
 
     @property
     def fraction(self) -> int:
-        """Bits behind the point in which 1-bit codecs add up absolute values: a block's sum stays below 2 ** 30."""
+        """Fraction bits of the fixed-point sum of absolute values (1 bit): a block's sum stays below 2 ** 30."""
         return min(21, 30 - (self.block - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The parameters of a bucket that have the same width."""
+    """The parameters of a bucket that have the same bit width."""
 
     bits: int
     slices: Slices
@@ -81,31 +81,31 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A bucket by width."""
+    """The sections of a bucket, by bit width."""
 
     sections: tuple[Section, ...]
     block: int
 
     def parts(self, ranks: int) -> tuple[Part, ...]:
-        """Each section's place in a message of as many rows as there are ranks."""
+        """Each section's place in a message with one row per rank."""
         sized = [(s, -(-_blocks(s.slices.numel, self.block) // ranks)) for s in self.sections]
-        places, at = [], 0
+        placed, at = [], 0
         for section, blocks in sized:
             codes_at = at
             scales_at = codes_at + _aligned(blocks * self.block * section.bits // 8)
             at = scales_at + _aligned(4 * blocks)
-            places.append((section, blocks, codes_at, scales_at))
+            placed.append((section, blocks, codes_at, scales_at))
         return tuple(
-            Part(s.bits, self.block, s.slices.numel, blocks, at, codes, scales) for s, blocks, codes, scales in places
+            Part(s.bits, self.block, s.slices.numel, blocks, at, codes, scales) for s, blocks, codes, scales in placed
         )
 
     def stride(self, ranks: int) -> int:
-        """Bytes of a message's row."""
+        """Bytes per row of a message."""
         return next((part.stride for part in self.parts(ranks)), 0)
 
 
 def lay_out(spec: BucketSpec, rules: Rules, block: int) -> Layout:
-    """The bucket's sections. Complex elements are two real ones."""
+    """The sections of a bucket. A complex element is two real ones."""
     reals = 2 if spec.dtype.is_complex else 1
     ranges: dict[int, list[tuple[int, int]]] = {}
     for name, offset, numel in zip(spec.names, spec.offsets, spec.numels, strict=True):
@@ -114,7 +114,7 @@ def lay_out(spec: BucketSpec, rules: Rules, block: int) -> Layout:
 
 
 def bits_of(name: str, rules: Rules) -> int:
-    """The width of a parameter."""
+    """The bit width of a parameter."""
     for pattern, bits in rules:
         if fnmatchcase(name, pattern):
             return bits

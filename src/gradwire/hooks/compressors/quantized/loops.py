@@ -1,11 +1,11 @@
 """The codec as loops over numpy arrays: one pass over memory. The arithmetic is that of `eager`, to the bit.
 
-A block lies in the cache while it is looked at twice, first for the scale and then for the codes.
+A block stays in the cache between its two passes, for the scale and for the codes.
 
-Note [What the compiler makes quick]
-It takes several elements at a time only where it sees that nothing forbids it. So indices are unsigned (a negative one would count
-from the end), no slices are made (they would be counted references), integers are cast back to their width after each operation
-(numba widens them to 64 bits), and codes are shifted by constants or by products.
+Note [Vectorization]
+The compiler vectorizes a loop only if it can prove that this is safe. So indices are unsigned (a negative one would count from the
+end), no slices are created (they are reference counted), integers are cast back to their width after each operation (numba widens
+them to 64 bits), and codes are shifted by constants or by products.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from gradwire.hooks.compressors.quantized.layout import Part
 from gradwire.jit import loop
 
-# Numbers in loops have a type; a Python float would make everything float64.
-_ROUND = np.float32(12582912.0)  # 1.5 * 2 ** 23: adding it leaves no digit behind the point, rounded half to even
+# Typed constants: a Python float would make everything float64.
+_ROUND = np.float32(12582912.0)  # 1.5 * 2 ** 23: adding it rounds to an integer, half to even
 _ZERO, _LEAST = np.float32(0.0), np.float32(2.0**-100)
 _NAN = np.float32(np.nan)
 _UNIT = np.float32(2.0**-24)
@@ -29,7 +29,7 @@ _8, _13, _16 = np.uint32(8), np.uint32(13), np.uint32(16)
 
 
 def available() -> bool:
-    """Whether numba is there."""
+    """Whether numba is available."""
     return _quantize.compiled() is not None
 
 
@@ -80,7 +80,7 @@ def _quantize(
     x: Any, x_bits: Any, codes: Any, scales: Any, numel: int, rows: int, blocks: int, block: int, stride: int,
     codes_at: int, scales_at: int, bits: int, fraction: int, stochastic: bool, key: Any,
 ) -> None:  # fmt: skip
-    """Scale, round and pack; see Note [The same bits in every way]."""
+    """Scale, round and pack; see Note [The same bits in every implementation]."""
     small, byte = np.zeros(block, np.int8), np.zeros(block, np.int8)
     peak_word = np.zeros(1, np.int32)
     peak_value = peak_word.view(np.float32)
@@ -98,7 +98,7 @@ def _quantize(
             at = np.uint64(row * stride + codes_at + b * (block * bits // 8))
             scale_at = np.uint64((row * stride + scales_at) // 4 + b)
 
-            peak_bits = np.int32(0)  # as integers, floats without sign are ordered as they are as numbers, NaN last
+            peak_bits = np.int32(0)  # the bits of non-negative floats are ordered like the floats, NaN last
             for j in range(count):
                 peak_bits = max(peak_bits, np.int32(x_bits[first + j] & _MAGNITUDE))
             peak_word[0] = peak_bits
@@ -123,7 +123,7 @@ def _quantize(
                     h = np.uint32(h ^ np.uint32(h >> _16))
                     u = np.float32(np.int32(h >> _8)) * _UNIT
                     y = min(max(x[first + j] * inverse, -top), top)
-                    low = (y + _ROUND) - _ROUND  # rounded half to even, then down where that was up
+                    low = (y + _ROUND) - _ROUND  # floor: rounded half to even, minus one if that was up
                     low = low - np.float32(1.0) if low > y else low
                     small[j] = np.int8(np.int32(low) + np.int32((y - low) > u))
             elif bits == 8:
@@ -167,7 +167,7 @@ def _decode(
     codes: Any, scales: Any, out: Any, numel: int, rows: int, summed: int, blocks: int, block: int, stride: int,
     codes_at: int, scales_at: int, bits: int, factor: Any,
 ) -> None:  # fmt: skip
-    """What the codes stand for; of several rows, if there are more than one `summed`, the sum, times `factor`."""
+    """Decode; if `summed` is more than one, the sum over as many rows, times `factor`."""
     small, byte = np.zeros(block, np.int8), np.zeros(block, np.int8)
     nbytes = np.uint64(block * bits // 8)
     planes = 8 // bits
@@ -188,7 +188,7 @@ def _decode(
                     continue
                 for j in range(nbytes):
                     byte[j] = codes[at + j]
-                # The last plane is at the top of its byte. Shifting it down extends its sign; of one bit that leaves -1 or 0.
+                # The last plane is in the high bits. Shifting it down extends its sign; with one bit that gives -1 or 0.
                 for plane in range(planes):
                     base = np.uint64(planes - 1 - plane) * nbytes
                     if bits == 4:

@@ -1,4 +1,4 @@
-"""`quantize`: the mean of gradients that travel in a few bits per element."""
+"""`quantize`: the mean of gradients that are sent in a few bits per element."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.compressors.quantized import codec
 from gradwire.hooks.compressors.quantized.layout import WIDTHS, Layout, Part, Rules, lay_out
 from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, real, refuse_sparse
-from gradwire.hooks.numerics.rng import key as chance_key
+from gradwire.hooks.numerics.rng import key as rng_key
 
 _ROUNDINGS = ("nearest", "stochastic")
 _LEAST_BLOCK, _LARGEST_BLOCK = 32, 8192
@@ -24,7 +24,7 @@ _LEAST_BLOCK, _LARGEST_BLOCK = 32, 8192
 
 @dataclass(frozen=True, slots=True)
 class Quantize(CommHook):
-    """See `quantize`."""
+    """The hook of `quantize`."""
 
     collectives = 2
     traits = Trait.AVERAGES
@@ -35,16 +35,16 @@ class Quantize(CommHook):
     seed: int
 
     def check(self, spec: BucketSpec) -> None:
-        """Dense, and each parameter has a width."""
+        """Raise unless the bucket is dense and each parameter has a bit width."""
         check_dense(self, spec)
         lay_out(spec, self.rules, self.block)
 
     def init(self, spec: BucketSpec) -> Layout:
-        """Which elements have how many bits. It is no state that would have to be saved."""
+        """The layout of messages: derived data, not state that is saved."""
         return lay_out(spec, self.rules, self.block)
 
     def reduce(self, grad: Tensor, state: Layout, turn: Turn) -> Reduction:
-        """Quantized slices to their owners, who sum them up; the means, quantized again, to everybody."""
+        """Send quantized slices to their owners, which average them; gather the means, quantized again."""
         refuse_sparse(grad, self, turn.spec)
         label = f"bucket {turn.spec.index}"
         flat = real(grad.view(-1))
@@ -73,7 +73,7 @@ class Quantize(CommHook):
                     codec.dequantize(answer, rounded, own)
                     room.narrow(0, turn.rank * part.row, own.numel).add_(rounded.sub_(mean), alpha=count)
                 section.slices.put(sent, room)
-        gathered = received  # as large, and no longer needed
+        gathered = received  # the same size, and no longer needed
         yield all_gather_into_tensor(gathered, answer, label=label)
 
         value = flat if turn.donated else torch.empty_like(flat)
@@ -84,21 +84,21 @@ class Quantize(CommHook):
         return Reduced(as_dtype(value, grad.dtype), as_dtype(value if sent is None else sent, grad.dtype))
 
     def _keys(self, turn: Turn) -> Iterator[int | None]:
-        """For each use of chance in a turn another key, of 31 bits; None where rounding is to nearest."""
+        """A different 31-bit key for each random rounding of a turn; None if rounding is to nearest."""
         if self.rounding == "nearest":
             while True:
                 yield None
-        key = chance_key(self.seed, turn, shared=False)
+        key = rng_key(self.seed, turn, shared=False)
         while True:
             yield key & 0x7FFFFFFF
             key += 0x3C6EF372
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """As `quantize` says."""
+        """As documented at `quantize`."""
         return 2.0 * (world_size - 1) * self.init(spec).stride(world_size)
 
     def error(self, spec: BucketSpec) -> float:
-        """That of float32, in which sums are made, if the gradient's dtype is not coarser."""
+        """That of float32, in which sums are computed, or of the gradient's dtype if that is coarser."""
         return 16 * max(torch.finfo(spec.dtype).eps, torch.finfo(torch.float32).eps)
 
     def __repr__(self) -> str:
@@ -115,18 +115,18 @@ def quantize(
 ) -> CommHook:
     """The mean of gradients rounded to 8, 4, 2 or 1 bits per element, with one float32 scale per `block` elements.
 
-    After QSGD (arXiv 1610.02132) with scales by block: 2, 4 and 8 bits are symmetric levels around zero up to the block's largest
-    absolute value; 1 bit is the sign, of zeros + and - in turns, times the block's mean absolute value (1-bit SGD, Seide et al.
-    2014). Each rank owns a slice of the bucket: it receives the others' codes for it, sums what they stand for, and sends the
-    mean, quantized again, to all.
-    `rounding="stochastic"` rounds up or down by chance, so that the expected value is exact; it has no meaning for 1 bit.
-    A block that holds NaN or inf comes back as NaN. Error feedback to the left of it pays back both roundings.
+    After QSGD (arXiv 1610.02132) with a scale per block: 2, 4 and 8 bits are symmetric levels around zero up to the block's largest
+    absolute value; 1 bit is the sign, alternating for zeros, times the block's mean absolute value (1-bit SGD, Seide et al. 2014).
+    Each rank owns a slice of the bucket: it receives the others' codes for it, decodes and sums them, and sends the mean,
+    quantized again, to all.
+    `rounding="stochastic"` rounds up or down at random, so that the expected value is exact; it does not apply to 1 bit.
+    A block that contains NaN or inf becomes NaN. Error feedback to the left of it corrects both roundings.
 
-    `bits` may differ by parameter: `{"*.bias": 8, "*": 4}`; the first pattern that matches a name counts.
+    `bits` may differ by parameter: `{"*.bias": 8, "*": 4}`; the first pattern that matches a name wins.
 
-    On the wire: 2 (n - 1) (k * block * bits / 8 + 4 k) bytes with n ranks and k = ceil(ceil(numel / block) / n) blocks a rank,
-    for each width in the bucket; codes and scales are each rounded up to 16 bytes. In short: (bits + 32 / block) / 32 of the volume
-    of float32, each way.
+    On the wire: 2 (n - 1) (k * block * bits / 8 + 4 k) bytes with n ranks and k = ceil(ceil(numel / block) / n) blocks per rank,
+    for each bit width in the bucket; codes and scales are each padded to 16 bytes. In short: (bits + 32 / block) / 32 of the
+    volume of float32, each way.
     Memory: during a step about three times the codes, and float32 for the rank's own slice.
 
     >>> from gradwire.hooks import chain, error_feedback
@@ -136,7 +136,7 @@ def quantize(
     rules = tuple(bits.items()) if isinstance(bits, Mapping) else (("*", bits),)
     what = f"quantize(bits={bits!r}, block={block!r}, rounding={rounding!r})"
     if not rules:
-        raise UsageError(f'{what}: no pattern in bits. Give at least one, such as "*": 8.')
+        raise UsageError(f'{what}: no pattern in bits. Pass at least one, such as "*": 8.')
     for pattern, width in rules:
         if not isinstance(pattern, str) or isinstance(width, bool) or width not in WIDTHS:
             raise UsageError(
@@ -144,20 +144,20 @@ def quantize(
             )
     if not isinstance(block, int) or block & (block - 1) or not _LEAST_BLOCK <= block <= _LARGEST_BLOCK:
         raise UsageError(
-            f"{what}: a block is a power of two from {_LEAST_BLOCK} to {_LARGEST_BLOCK} elements. Take 256."
+            f"{what}: a block is a power of two from {_LEAST_BLOCK} to {_LARGEST_BLOCK} elements, e.g. 256."
         )
     if rounding not in _ROUNDINGS:
-        raise UsageError(f"{what}: no such rounding. Take one of {', '.join(map(repr, _ROUNDINGS))}.")
+        raise UsageError(f"{what}: no such rounding. Use one of {', '.join(map(repr, _ROUNDINGS))}.")
     if rounding == "stochastic" and any(width == 1 for _, width in rules):
-        raise UsageError(f'{what}: one bit is the sign and is not rounded. Take rounding="nearest", or 2 bits or more.')
+        raise UsageError(f'{what}: one bit is the sign and is not rounded. Use rounding="nearest", or 2 bits or more.')
     return Quantize(rules, block, rounding, int(seed))
 
 
 def parity(turn: Turn) -> int:
-    """Which zeros are positive where one bit is a sign: others in the next step, and on the next rank."""
+    """Which zeros are encoded as positive with one bit: alternates with step and rank."""
     return (turn.step + turn.rank) % 2
 
 
 def _owned(part: Part, rank: int) -> Part:
-    """The part of it that `rank` sums up."""
+    """The part of it that `rank` owns."""
     return replace(part, numel=min(max(part.numel - rank * part.row, 0), part.row))

@@ -24,24 +24,24 @@ _BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Stretches:
-    """Which elements have a scale in common."""
+class _ScaleGroups:
+    """Which elements share a scale."""
 
     counts: tuple[int, ...]
     on_device: Tensor
-    """The same numbers, where the bucket is."""
+    """`counts` on the bucket's device."""
 
     @property
     def numel(self) -> int:
         return sum(self.counts)
 
     def scales(self, flat: Tensor) -> Tensor:
-        """Each stretch's mean absolute value."""
+        """The mean absolute value of each group of elements."""
         sums = [torch.linalg.vector_norm(piece, 1) for piece in flat.split(self.counts)]
         return torch.stack(sums).div_(self.on_device.clamp(min=1))
 
     def spread(self, scales: Tensor) -> Tensor:
-        """For each element its scale."""
+        """The scale of each element."""
         if len(self.counts) == 1:
             return scales.expand(self.numel)
         return torch.repeat_interleave(scales, self.on_device, output_size=self.numel)
@@ -49,57 +49,57 @@ class _Stretches:
 
 @dataclass(frozen=True, slots=True)
 class Sign(CommHook):
-    """See `sign`."""
+    """The hook of `sign`."""
 
     scale: str
     per: str
 
     @property
     def traits(self) -> Trait:
-        """Where there is a vote, error feedback would be wrong: see `sign`."""
+        """`AVERAGES`, and `VOTES` with a majority vote."""
         return Trait.AVERAGES if self.scale == "mean" else Trait.AVERAGES | Trait.VOTES
 
     @property
     def collectives(self) -> int:
-        """One all-gather, or the votes there and back."""
+        """One all-gather; for a vote an exchange and an all-gather."""
         return 1 if self.scale == "mean" else 2
 
     def check(self, spec: BucketSpec) -> None:
-        """Dense."""
+        """Raise unless the bucket is dense."""
         check_dense(self, spec)
 
-    def init(self, spec: BucketSpec) -> _Stretches:
-        """Where scales change. It is no state that would have to be saved."""
+    def init(self, spec: BucketSpec) -> _ScaleGroups:
+        """Which elements share a scale: derived data, not state that is saved."""
         counts = _counts(spec, self.per)
-        return _Stretches(counts, torch.tensor(counts, dtype=torch.int64, device=spec.device))
+        return _ScaleGroups(counts, torch.tensor(counts, dtype=torch.int64, device=spec.device))
 
-    def reduce(self, grad: Tensor, state: _Stretches, turn: Turn) -> Reduction:
-        """Signs and scales to all, or signs to their owners and votes to all."""
+    def reduce(self, grad: Tensor, state: _ScaleGroups, turn: Turn) -> Reduction:
+        """Gather signs and scales; or exchange signs, count votes, gather the results."""
         refuse_sparse(grad, self, turn.spec)
         flat = real(grad.view(-1))
         scales = state.scales(flat.to(torch.float32))
-        way = self._mean if self.scale == "mean" else self._majority
-        value, sent = yield from way(flat, scales, state, turn)
+        reduction = self._mean if self.scale == "mean" else self._majority
+        value, sent = yield from reduction(flat, scales, state, turn)
         return Reduced(as_dtype(value, grad.dtype), as_dtype(sent, grad.dtype))
 
-    def _mean(self, flat: Tensor, scales: Tensor, stretches: _Stretches, turn: Turn) -> Reduction:
-        part = _part(stretches.numel, 1)
+    def _mean(self, flat: Tensor, scales: Tensor, groups: _ScaleGroups, turn: Turn) -> Reduction:
+        part = _part(groups.numel, 1)
         message = torch.cat([_signs(flat, part, 1, parity(turn)), scales.view(1, -1).view(torch.uint8)], 1)
         gathered = message.new_empty((turn.world_size, message.shape[1]))
         yield all_gather_into_tensor(gathered, message, label=f"bucket {turn.spec.index}")
         signs, theirs = _apart(gathered, part)
-        total = torch.zeros(stretches.numel, dtype=torch.float32, device=flat.device)
+        total = torch.zeros(groups.numel, dtype=torch.float32, device=flat.device)
         sent = total
         for rank in range(turn.world_size):
-            contribution = _meant(signs[rank], part).mul_(stretches.spread(theirs[rank]))
+            contribution = _meant(signs[rank], part).mul_(groups.spread(theirs[rank]))
             total.add_(contribution)
             if rank == turn.rank:
                 sent = contribution
         return Reduced(total.mul_(1 / _count(turn)), sent)
 
-    def _majority(self, flat: Tensor, scales: Tensor, stretches: _Stretches, turn: Turn) -> Reduction:
+    def _majority(self, flat: Tensor, scales: Tensor, groups: _ScaleGroups, turn: Turn) -> Reduction:
         size, count, label = turn.world_size, _count(turn), f"bucket {turn.spec.index}"
-        part = _part(stretches.numel, size)
+        part = _part(groups.numel, size)
         ours = scales.view(1, -1).view(torch.uint8)
         message = torch.cat([_signs(flat, part, size, parity(turn)), ours.expand(size, -1)], 1)
         received = torch.empty_like(message)
@@ -112,31 +112,31 @@ class Sign(CommHook):
         total = torch.zeros_like(votes)
         tie = votes
         for rank in range(size):
-            said = _meant(signs[rank], own)
-            scale = stretches.spread(theirs[rank])[low : low + own.numel]
-            votes = votes + said * (scale > 0)  # whoever has only zeros has no opinion
-            total += said * scale
+            sign = _meant(signs[rank], own)
+            scale = groups.spread(theirs[rank])[low : low + own.numel]
+            votes = votes + sign * (scale > 0)  # a rank with zeros only does not vote
+            total += sign * scale
             if rank == turn.rank:
-                tie = said
+                tie = sign
         vote = torch.where(votes == 0, tie, votes)
-        verdicts = message.new_empty((size, part.blocks * part.block_bytes))
-        yield all_gather_into_tensor(verdicts, _signs(vote, own, 1, 0), label=label)
+        results = message.new_empty((size, part.blocks * part.block_bytes))
+        yield all_gather_into_tensor(results, _signs(vote, own, 1, 0), label=label)
 
         mean_scale = theirs[0].clone()
         for rank in range(1, size):
             mean_scale += theirs[rank]
         mean_scale *= 1 / count
-        value = _meant(verdicts, part).mul_(stretches.spread(mean_scale))
+        value = _meant(results, part).mul_(groups.spread(mean_scale))
         if turn.donated:
             return Reduced(value, value)
-        sent = _meant(message[:, : verdicts.shape[1]], part).mul_(stretches.spread(scales))
-        # The vote says something else than the mean of what was said: that is the owner's doing.
+        sent = _meant(message[:, : results.shape[1]], part).mul_(groups.spread(scales))
+        # The difference between vote and mean is the error of the slice's owner.
         off = value.narrow(0, min(low, part.numel), own.numel) - total * (1 / count)
         sent.narrow(0, min(low, part.numel), own.numel).add_(off, alpha=count)
         return Reduced(value, sent)
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """As `sign` says."""
+        """As documented at `sign`."""
         counts = _counts(spec, self.per)
         if self.scale == "mean":
             return float((world_size - 1) * (_part(sum(counts), 1).blocks * _BLOCK // 8 + 4 * len(counts)))
@@ -144,7 +144,7 @@ class Sign(CommHook):
         return float((world_size - 1) * (2 * codes + 4 * len(counts)))
 
     def error(self, spec: BucketSpec) -> float:
-        """That of float32, in which sums are made, if the gradient's dtype is not coarser."""
+        """That of float32, in which sums are computed, or of the gradient's dtype if that is coarser."""
         return 16 * max(torch.finfo(spec.dtype).eps, torch.finfo(torch.float32).eps)
 
     def __repr__(self) -> str:
@@ -156,14 +156,14 @@ def sign(scale: Literal["mean", "majority"] = "mean", *, per: Literal["parameter
 
     `scale="mean"` (arXiv 1901.09847, there with error feedback): the mean of all ranks' scaled signs.
     `scale="majority"`, signSGD with majority vote (arXiv 1802.04434, 1810.05291): each rank counts the votes on its slice, and the
-    value is the verdict times the mean of the ranks' scales. The slice's owner decides a tie; a rank whose parameter has only zeros
-    does not vote. A verdict says nothing of how far the ranks were apart. What error feedback would owe for it grows from step to
-    step, so it is refused around a vote.
+    value is the majority's sign times the mean of the ranks' scales. The slice's owner breaks ties; a rank whose parameter is all
+    zeros does not vote. A vote does not show how far the ranks were apart, and the residual of error feedback would grow from step
+    to step, so error feedback around it is refused.
 
     On the wire, with n ranks, S scales (parameters, or 1) and blocks of 256 elements:
-    mean (n - 1) (32 k + 4 S) bytes, k = ceil(numel / 256): everybody's signs go to everybody, which pays for few ranks only;
+    mean (n - 1) (32 k + 4 S) bytes, k = ceil(numel / 256): all signs go to all ranks, which pays off for few ranks only;
     majority (n - 1) (64 k + 4 S) bytes, k = ceil(ceil(numel / 256) / n).
-    A zero is sent as +1 or -1 in turns, by element, step and rank, so that elements without a gradient stay where they are.
+    A zero is sent as +1 or -1, alternating with element, step and rank, so that elements without a gradient do not drift.
     NaN or inf in a parameter makes all of it NaN or inf. Memory: during a step a few tensors of the bucket's size.
 
     >>> sign()
@@ -191,14 +191,14 @@ def _part(numel: int, rows: int) -> Part:
 
 
 def _signs(flat: Tensor, part: Part, rows: int, key: int) -> Tensor:
-    """The signs alone, packed: of the codec's message, whose scales by block nobody asked for, the codes."""
+    """The packed signs: the codes of the codec's message, without its scales per block."""
     message = torch.empty((rows, part.stride), dtype=torch.uint8, device=flat.device)
     codec.quantize(flat, message, part, key)
     return message[:, : part.blocks * part.block_bytes].contiguous()
 
 
 def _meant(signs: Tensor, part: Part) -> Tensor:
-    """1 or -1 for each sign."""
+    """The signs as 1 or -1."""
     rows = signs if signs.dim() == 2 else signs.unsqueeze(0)
     out = torch.empty(part.numel, dtype=torch.float32, device=signs.device)
     if part.numel:
@@ -211,6 +211,6 @@ def _meant(signs: Tensor, part: Part) -> Tensor:
 
 
 def _apart(received: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-    """Signs and scales of each rank."""
+    """The signs and scales of each rank."""
     signs, scales = received.tensor_split([part.blocks * part.block_bytes], 1)
     return signs.contiguous(), scales.contiguous().view(torch.float32)
