@@ -24,6 +24,7 @@ _NAME = re.compile(r"(\d{1,10}):(\d{1,10}):(\d{1,20}):(\d{1,20})", re.ASCII)
 _HINTS = dict.fromkeys(
     (errno.EMFILE, errno.ENFILE), "Raise the limit on open files (ulimit -n), or close some before ranks meet."
 )
+_REPLACED = "another file has taken its place. It is not used: start all ranks anew."
 
 
 def available() -> bool:
@@ -84,15 +85,9 @@ def open_private(name: str, label: str = STORE) -> int:
             "processes."
         ) from error
     try:
-        status = os.fstat(fd)
-        if status.st_uid != os.geteuid():
-            raise GroupError(
-                f"{what}: it belongs to user {status.st_uid}, this process runs as {os.geteuid()}. It is not used: somebody else "
-                "has offered it, or ranks run as different users."
-            )
-        ours = os.readlink(f"/proc/self/fd/{fd}") == f"/memfd:{label} (deleted)"
-        if not ours or (status.st_dev, status.st_ino) != (device, inode) or not stat.S_ISREG(status.st_mode):
-            raise PrivateFileGone(f"{what}: another file has taken its place. It is not used: start all ranks anew.")
+        status = check_identity(what, fd, device=device, inode=inode, error=PrivateFileGone)
+        if os.readlink(f"/proc/self/fd/{fd}") != f"/memfd:{label} (deleted)":
+            raise PrivateFileGone(f"{what}: {_REPLACED}")
         if status.st_mode & 0o077:
             raise GroupError(
                 f"{what}: other users can open it (mode {status.st_mode & 0o777:o}). It is not used: see who has changed that."
@@ -101,3 +96,18 @@ def open_private(name: str, label: str = STORE) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def check_identity(
+    what: str, fd: int, *, device: int, inode: int, error: type[GroupError] = GroupError
+) -> os.stat_result:
+    """Raise unless the file behind `fd` is this user's, and the very one that was announced: `error` if it is another one."""
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid():
+        raise GroupError(
+            f"{what}: it belongs to user {status.st_uid}, this process runs as {os.geteuid()}. It is not used: somebody else has "
+            "offered it, or ranks run as different users. Start all ranks as one user."
+        )
+    if (status.st_dev, status.st_ino) != (device, inode) or not stat.S_ISREG(status.st_mode):
+        raise error(f"{what}: {_REPLACED}")
+    return status

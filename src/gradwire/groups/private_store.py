@@ -1,25 +1,8 @@
 """`PrivateStore`: a rendezvous store of the processes of one user on one host, which no other user can read or write.
 
 A TCPStore has no authentication: every user of the host can connect to it, list its keys and change them. This store is a file that
-only this user's processes can open (`private_file.py`), so no process hosts it and none can take it away by its end.
-
-Note [A log that survives its writers]
-The file is a log of records: a key and its value, or that it was deleted. Its first page holds two numbers, the start and the end
-of the log. A writer locks the file, appends its records, and only then moves the end: one that is killed half-way has written
-nothing, its lock is released by the kernel, and the next writer overwrites what it left. torch's FileStore has no such end: a
-record that a killed process left half-written makes all others read without end. A writer that is stopped while it has the lock
-stops other writers only, and these give up after `_LOCK_PATIENCE` seconds. Between two attempts to lock the file, other threads of
-the process can read.
-
-Note [Stores in forked children]
-The kernel's lock belongs to an open file description, which a forked child shares with its parent: both could hold the lock at
-once, and the lock of a killed parent would be held as long as a child lives. So in a child, before any other code runs, each store
-gets a description of its own, and a new mutex: the old one may be locked by a thread that the child does not have.
-
-Note [Readers without a lock]
-What lies before the end does not change, so readers need no lock. The end is written by a call of its own: the kernel's lock on the
-file orders it after the records. A log that is mostly out of date is written anew behind its end; then the start is moved, and the
-memory before it given back. A reader that finds the start behind its place begins again from there.
+only this user's processes can open (`private_log.py`), so no process hosts it and none can take it away by its end. This module is
+torch's Store over it.
 
 Note [Kept until closed]
 C++ code (a PrefixStore, an engine) keeps the C++ half of a store alive, but calls methods of the Python half. So an open store is
@@ -29,33 +12,17 @@ that is inside the store. The descriptor is closed when nobody is.
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
-import mmap
 import os
-import struct
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
-from gradwire.private_file import PAGE, create, name_of, open_private
-
-_RECORD = struct.Struct("<Iq")  # length of the key; of the value, or _DELETED
-_WORD = struct.Struct("=Q")
-_DELETED = -1
-_START, _END = 0, 1
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 100e-6, 5e-3
-"""Seconds between two looks at the file, a tenth of what has been waited already; a look takes microseconds."""
-_LOCK_PATIENCE = 10.0
-_COMPACT_FROM = 1 << 20
-"""Bytes of log below which out-of-date records are left alone."""
-_PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+from gradwire.groups.private_log import PrivateLog, pause
+from gradwire.private_file import create, open_private
 
 
 class PrivateStore(Store):
@@ -70,20 +37,8 @@ class PrivateStore(Store):
     def __init__(self, fd: int, *, beside: Any = None) -> None:
         """Owns `fd`. `beside` is kept as long as this store is open."""
         super().__init__()
-        try:
-            self._inode = os.fstat(fd).st_ino
-            self._map = _map(fd)
-        except BaseException:
-            os.close(fd)
-            raise
-        self._fd = fd
-        self._words = memoryview(self._map).cast("Q")
+        self._log = PrivateLog(fd)
         self._beside = beside
-        self._mutex = threading.Lock()  # flock is the file's, which all threads of a process have together
-        self._closed = ""
-        self._values: dict[str, bytes] = {}
-        self._live = 0
-        self._at = PAGE
         _OPEN.add(self)
 
     @classmethod
@@ -99,55 +54,17 @@ class PrivateStore(Store):
     @property
     def name(self) -> str:
         """By which other processes open it, as long as it is open here."""
-        return name_of(self._fd)
+        return self._log.name
 
     def holds(self, fd: int) -> bool:
         """Whether `fd` of this process leads to this store's file."""
-        try:
-            return os.fstat(fd).st_ino == self._inode and os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:")
-        except OSError:  # closed meanwhile
-            return False
+        return self._log.holds(fd)
 
     def close(self) -> None:
         """Let go of the file. May be called again; any other call raises from now on. See Note [Kept until closed]."""
-        self._closed = self._closed or "is closed: the group or launcher that it belongs to has ended"
         self._beside = None
         _OPEN.discard(self)
-        self._let_go()
-
-    def _let_go(self) -> None:
-        if not self._mutex.acquire(blocking=False):
-            return  # the thread inside does it
-        try:
-            fd, self._fd = self._fd, -1
-            if fd >= 0:
-                self._words.release()
-                self._map.close()
-                if self._leads_to_file(fd):
-                    os.close(fd)
-        finally:
-            self._mutex.release()
-
-    def _leads_to_file(self, fd: int) -> bool:
-        """False if somebody has closed our descriptor; its number may be another file's by now."""
-        try:
-            return os.fstat(fd).st_ino == self._inode
-        except OSError:
-            return False
-
-    def _renew_in_child(self) -> None:
-        """See Note [Stores in forked children]."""
-        self._mutex = threading.Lock()
-        if self._fd < 0 or not self._leads_to_file(self._fd):
-            return
-        try:
-            own = _reopen(self._fd)
-        except OSError as error:
-            self._closed = f"could not be opened again in this forked child: {error.strerror}"
-            self._let_go()
-            return
-        os.dup2(own, self._fd, inheritable=False)
-        os.close(own)
+        self._log.close()
 
     def __enter__(self) -> PrivateStore:
         return self
@@ -155,16 +72,14 @@ class PrivateStore(Store):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- torch's Store -------------------------------------------------------------------------------------------------
-
     def set(self, key: str, value: str | bytes) -> None:
         """Write one key."""
         self.multi_set([key], [value])
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Write several keys at once."""
-        with self._locked():
-            self._append([(key, _bytes(value)) for key, value in zip(keys, values, strict=True)])
+        with self._log.locked():
+            self._log.append([(key, _bytes(value)) for key, value in zip(keys, values, strict=True)])
 
     def get(self, key: str) -> bytes:
         """The value of a key; waits for it if need be."""
@@ -177,25 +92,25 @@ class PrivateStore(Store):
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which begins at 0, and return the sum."""
         if amount == 0:
-            with self._reading() as values:
+            with self._log.reading() as values:
                 if key in values:
                     return int(values[key])
-        with self._locked() as values:
+        with self._log.locked() as values:
             total = int(values.get(key, b"0")) + amount
-            self._append([(key, b"%d" % total)])
+            self._log.append([(key, b"%d" % total)])
             return total
 
     def append(self, key: str, value: str | bytes) -> None:
         """Write behind what the key has."""
-        with self._locked() as values:
-            self._append([(key, values.get(key, b"") + _bytes(value))])
+        with self._log.locked() as values:
+            self._log.append([(key, values.get(key, b"") + _bytes(value))])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Write the key if it is as expected, or is expected to be empty and is not there; what it then has."""
-        with self._locked() as values:
+        with self._log.locked() as values:
             now = values.get(key)
             if now == _bytes(expected) or (now is None and not _bytes(expected)):
-                self._append([(key, _bytes(desired))])
+                self._log.append([(key, _bytes(desired))])
                 return _bytes(desired)
             return _bytes(expected) if now is None else now
 
@@ -205,15 +120,15 @@ class PrivateStore(Store):
 
     def delete(self, keys: Sequence[str]) -> int:
         """Delete several keys at once; how many were there."""
-        with self._locked() as values:
+        with self._log.locked() as values:
             there = [(key, None) for key in keys if key in values]
             if there:
-                self._append(there)
+                self._log.append(there)
             return len(there)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are there."""
-        with self._reading() as values:
+        with self._log.reading() as values:
             return all(key in values for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -225,17 +140,17 @@ class PrivateStore(Store):
         limit = (own if timeout is None else timeout).total_seconds()
         began = time.monotonic()
         while True:
-            with self._reading() as values:
+            with self._log.reading() as values:
                 missing = [key for key in keys if key not in values]
                 if not missing:
                     return [values[key] for key in keys]
             if time.monotonic() - began >= limit:
                 raise DistStoreError(f"wait timeout after {limit * 1e3:.0f}ms, keys: {', '.join(missing)}")
-            _pause(began)
+            pause(began)
 
     def list_keys(self) -> list[str]:
         """All keys."""
-        with self._reading() as values:
+        with self._log.reading() as values:
             return list(values)
 
     def num_keys(self) -> int:
@@ -253,152 +168,9 @@ class PrivateStore(Store):
     deleteKey = delete_key  # C++ calls these two by other names than Python does
     getNumKeys = num_keys
 
-    # -- the log: see Note [A log that survives its writers] -----------------------------------------------------------
-
-    @contextmanager
-    def _mine(self) -> Iterator[None]:
-        """This thread alone in this process."""
-        if not self._mutex.acquire(timeout=_LOCK_PATIENCE):
-            raise DistStoreError(f"the private store: another thread has been in it for {_LOCK_PATIENCE:.0f} s")
-        try:
-            if self._closed:
-                raise DistStoreError(f"the private store {self._closed}")
-            yield
-        except OSError as error:
-            raise DistStoreError(
-                f"the private store cannot be read or written: {error}. It is a file in memory: see how much is left, and that the "
-                "limit on file size (ulimit -f) is not too low."
-            ) from error
-        finally:
-            self._mutex.release()
-            if self._closed:
-                self._let_go()
-
-    @contextmanager
-    def _reading(self) -> Iterator[dict[str, bytes]]:
-        with self._mine():
-            self._refresh()
-            yield self._values
-
-    @contextmanager
-    def _locked(self) -> Iterator[dict[str, bytes]]:
-        began = time.monotonic()
-        while True:
-            with self._mine():
-                self._check_descriptor()
-                try:
-                    fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    self._refresh()
-                    yield self._values
-                    return
-                except BlockingIOError:
-                    pass
-                finally:
-                    fcntl.flock(self._fd, fcntl.LOCK_UN)
-            if time.monotonic() - began >= _LOCK_PATIENCE:
-                raise DistStoreError(
-                    f"the private store: another process has had it locked for {_LOCK_PATIENCE:.0f} s; it is probably stopped"
-                )
-            _pause(began)
-
-    def _check_descriptor(self) -> None:
-        if not self._leads_to_file(self._fd):
-            raise DistStoreError(f"the private store: somebody has closed its descriptor, {self._fd}")
-
-    def _refresh(self) -> None:
-        """Read what is new. See Note [Readers without a lock]."""
-        while True:
-            end = max(PAGE, self._words[_END])
-            if end == self._at:
-                return
-            data = self._read(self._at, end)
-            start = max(PAGE, self._words[_START])
-            if start > self._at:  # the log has been written anew, perhaps while it was read
-                self._values.clear()
-                self._live, self._at = 0, start
-                continue
-            self._apply(data)
-            self._at = end
-
-    def _read(self, begin: int, end: int) -> bytes:
-        self._check_descriptor()
-        pieces = []
-        while begin < end:
-            piece = os.pread(self._fd, end - begin, begin)
-            if not piece:
-                raise DistStoreError(f"the private store: somebody has cut its file off at byte {begin} of {end}")
-            pieces.append(piece)
-            begin += len(piece)
-        return b"".join(pieces)
-
-    def _apply(self, data: bytes) -> None:
-        at = 0
-        while at < len(data):
-            key_length, length = _RECORD.unpack_from(data, at)
-            at += _RECORD.size
-            key = data[at : at + key_length].decode()
-            at += key_length
-            old = self._values.pop(key, None)
-            if old is not None:
-                self._live -= _RECORD.size + key_length + len(old)
-            if length != _DELETED:
-                self._values[key] = data[at : at + length]
-                at += length
-                self._live += _RECORD.size + key_length + length
-
-    def _append(self, records: Sequence[tuple[str, bytes | None]]) -> None:
-        """With the file locked, and read to its end."""
-        data = b"".join(_record(key, value) for key, value in records)
-        self._write(data, self._at)
-        os.pwrite(self._fd, _WORD.pack(self._at + len(data)), _WORD.size * _END)
-        self._apply(data)
-        self._at += len(data)
-        if self._at - max(PAGE, self._words[_START]) > max(_COMPACT_FROM, 4 * self._live):
-            self._compact()
-
-    def _compact(self) -> None:
-        """Write what is not out of date behind the end, start there, and give the memory before it back."""
-        start = self._at
-        data = b"".join(_record(key, value) for key, value in self._values.items())
-        self._write(data, start)
-        os.pwrite(self._fd, _WORD.pack(start + len(data)), _WORD.size * _END)
-        os.pwrite(self._fd, _WORD.pack(start), _WORD.size * _START)
-        self._at = start + len(data)
-        size = start // PAGE * PAGE - PAGE
-        ctypes.CDLL(None).fallocate(self._fd, _PUNCH_HOLE, ctypes.c_long(PAGE), ctypes.c_long(size))
-
-    def _write(self, data: bytes, at: int) -> None:
-        view = memoryview(data)
-        while view:
-            written = os.pwrite(self._fd, view, at)
-            view, at = view[written:], at + written
-
-
-def _map(fd: int) -> mmap.mmap:
-    """The first page. Forked children inherit the mapping: it must not keep alive the description that is locked."""
-    another = _reopen(fd)
-    try:
-        return mmap.mmap(another, PAGE)
-    finally:
-        os.close(another)
-
-
-def _reopen(fd: int) -> int:
-    """The same file through an open file description of its own."""
-    return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-
-
-def _pause(began: float) -> None:
-    time.sleep(min(max(_SHORTEST_PAUSE, (time.monotonic() - began) / 10), _LONGEST_PAUSE))
-
 
 def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(memoryview(value))
-
-
-def _record(key: str, value: bytes | None) -> bytes:
-    name = key.encode()
-    return _RECORD.pack(len(name), _DELETED if value is None else len(value)) + name + (value or b"")
 
 
 _OPEN: set[PrivateStore] = set()
@@ -407,7 +179,7 @@ _OPEN: set[PrivateStore] = set()
 
 def _renew_in_child() -> None:
     for store in list(_OPEN):
-        store._renew_in_child()
+        store._log.renew_in_child()
 
 
 os.register_at_fork(after_in_child=_renew_in_child)

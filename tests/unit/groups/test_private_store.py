@@ -22,7 +22,7 @@ import torch
 from torch.distributed import DistStoreError, PrefixStore
 
 from gradwire.errors import GroupError, PrivateFileGone
-from gradwire.groups import C10dGroup, SharedMemoryGroup, private_store
+from gradwire.groups import C10dGroup, SharedMemoryGroup, private_log
 from gradwire.groups.bounded_store import innermost
 from gradwire.groups.private_store import PrivateStore
 from gradwire.private_file import create, name_of, open_private
@@ -101,7 +101,7 @@ def test_a_key_that_was_there_is_read_even_if_it_is_deleted_now(
 ) -> None:
     """Found and read at once: between two looks another process may delete it."""
     store.set("key", "1")
-    reading = store._reading
+    reading = store._log.reading
     looks: list[None] = []
 
     def look() -> AbstractContextManager[dict[str, bytes]]:
@@ -110,7 +110,7 @@ def test_a_key_that_was_there_is_read_even_if_it_is_deleted_now(
         looks.append(None)
         return reading()
 
-    monkeypatch.setattr(store, "_reading", look)
+    monkeypatch.setattr(store._log, "reading", look)
     assert call(store) in (b"1", 1)
 
 
@@ -259,7 +259,7 @@ def test_a_descriptor_that_somebody_else_closed_is_an_error(
 def test_close_does_not_wait_for_its_own_thread(store: PrivateStore) -> None:
     """A garbage collection may close it anywhere."""
     fd = int(store.name.split(":")[1])
-    with store._locked():
+    with store._log.locked():
         store.close()
         assert fd in open_descriptors()
     assert fd not in open_descriptors()
@@ -288,7 +288,7 @@ def test_the_end_of_its_maker_takes_nothing_away() -> None:
 
 def test_writers_that_are_killed_leave_the_store_whole(store: PrivateStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """At any moment: records are whole, counters only grow, and nobody waits for a lock of the dead."""
-    monkeypatch.setattr(private_store, "_COMPACT_FROM", 1 << 14)
+    monkeypatch.setattr(private_log, "_COMPACT_FROM", 1 << 14)
     delays = random.Random(5)
     for turn in range(30):
         pid = os.fork()
@@ -315,9 +315,9 @@ def test_writers_that_are_killed_leave_the_store_whole(store: PrivateStore, monk
 def test_a_writer_that_is_stopped_holds_nobody_for_long(
     store: PrivateStore, other: PrivateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(private_store, "_LOCK_PATIENCE", 0.2)
+    monkeypatch.setattr(private_log, "_LOCK_PATIENCE", 0.2)
     store.set("key", "value")
-    with store._locked():
+    with store._log.locked():
         assert other.get("key") == b"value"  # readers need no lock
         with pytest.raises(DistStoreError, match="another process has had it locked for 0 s; it is probably stopped"):
             other.set("key", "new")
@@ -329,7 +329,7 @@ def test_a_stopped_writer_holds_no_reader_of_a_process_that_waits_to_write(
     store: PrivateStore, other: PrivateStore
 ) -> None:
     store.set("key", "value")
-    with other._locked():
+    with other._log.locked():
         waiting = threading.Thread(target=store.set, args=("key", "new"))
         waiting.start()
         for _ in range(20):
@@ -355,7 +355,7 @@ def in_child(job: Callable[[], object], limit: int = 60) -> int:
 
 @pytest.mark.parametrize("job", [PrivateStore.close, lambda store: store.check(["key"])])
 def test_a_fork_while_another_thread_is_inside(job: Callable[[PrivateStore], object], store: PrivateStore) -> None:
-    with store._mine():
+    with store._log._mine():
         assert in_child(lambda: job(store), limit=5) == 0
 
 
@@ -364,7 +364,7 @@ def test_a_forked_child_does_not_share_the_lock(store: PrivateStore) -> None:
         with pytest.raises(BlockingIOError):
             fcntl.flock(int(store.name.split(":")[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    with store._locked():
+    with store._log.locked():
         assert in_child(check) == 0
 
 
@@ -372,11 +372,11 @@ def test_a_child_that_lives_on_does_not_keep_the_lock_of_its_killed_parent(
     store: PrivateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As workers of a data loader live on for a while."""
-    monkeypatch.setattr(private_store, "_LOCK_PATIENCE", 1.0)
+    monkeypatch.setattr(private_log, "_LOCK_PATIENCE", 1.0)
     forked, over = os.pipe(), os.pipe()
 
     def killed() -> None:
-        with PrivateStore.open(store.name) as mine, mine._locked():
+        with PrivateStore.open(store.name) as mine, mine._log.locked():
             if os.fork() == 0:
                 os.write(forked[1], b"x")
                 os.close(over[1])
@@ -413,7 +413,7 @@ def test_a_forked_child_without_descriptors_has_no_store(store: PrivateStore, mo
         with pytest.raises(DistStoreError, match="in this forked child: Too many open files"):
             store.set("key", "value")
 
-    monkeypatch.setattr(private_store, "_reopen", fail)
+    monkeypatch.setattr(private_log, "_reopen", fail)
     assert in_child(use) == 0
     store.set("key", "value")
 

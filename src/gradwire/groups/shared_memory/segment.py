@@ -30,6 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from gradwire.errors import GroupError, SharedMemoryFull, UsageError
+from gradwire.private_file import check_identity
 
 VERSION = 1
 """Of the layout: processes that run different ones refuse each other."""
@@ -124,14 +125,7 @@ class Segment:
                 "another container. Look at rank 0's output; ranks that share memory must be one user's, on one host."
             ) from error
         try:
-            status = os.fstat(fd)
-            if status.st_uid != os.geteuid():
-                raise GroupError(
-                    f"{what}: belongs to user {status.st_uid}, this process runs as {os.geteuid()}. It is not used: start all "
-                    "ranks as one user."
-                )
-            if (status.st_ino, status.st_dev) != (ticket.inode, ticket.device):
-                raise GroupError(f"{what}: another file has taken its place. It is not used: start all ranks anew.")
+            status = check_identity(what, fd, device=ticket.device, inode=ticket.inode)
             if status.st_size != ticket.nbytes:
                 raise GroupError(
                     f"{what}: has {status.st_size} bytes where {ticket.nbytes} were announced. It is not used: somebody has "
