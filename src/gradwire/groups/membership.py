@@ -44,6 +44,7 @@ from gradwire.errors import UNEVEN, ClosedError
 from gradwire.groups.bounded_store import StoreCalls, bounded, innermost
 from gradwire.groups.host import host_identity, is_dead, process_start
 from gradwire.groups.private_store import PrivateStore
+from gradwire.groups.rendezvous import Rendezvous
 
 _STORE_PATIENCE = timedelta(seconds=3)
 _REPORTED_WITHIN = 1.0
@@ -112,10 +113,9 @@ class Membership(Progress):
         self._counted, self._quiet_since, self._quiet_pause = self.joined, 0.0, _SHORTEST_PAUSE
         self._connection = connection
         self._calls = StoreCalls(connection, patience=_STORE_PATIENCE.total_seconds())
-        if not key:
-            who = f"the membership of rank {rank} of {size}"
-            key = str(bounded(connection, _STORE_PATIENCE.total_seconds(), who).add(f"gradwire/{rank}/groups", 1))
-        self._base = f"gradwire/{key}"
+        who = f"the membership of rank {rank} of {size}"
+        meeting = Rendezvous(connection, rank, size, timeout=_STORE_PATIENCE.total_seconds(), who=who)
+        self._base = f"gradwire/{key}" if key else meeting.next_key("gradwire")
         self._epoch: int = 0 if resumes is None else resumes._epoch
         self.publish()
 

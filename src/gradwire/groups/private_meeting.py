@@ -13,11 +13,11 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from gradwire.errors import CollectiveTimeout, GroupError, PrivateFileGone
-from gradwire.groups.bounded_store import bounded, innermost
-from gradwire.groups.exchange import exchange
+from gradwire.errors import GroupError, PrivateFileGone
+from gradwire.groups.bounded_store import innermost
 from gradwire.groups.host import host_identity
 from gradwire.groups.private_store import PrivateStore
+from gradwire.groups.rendezvous import Rendezvous
 from gradwire.private_file import available
 
 _PURPOSE = "gradwire/purpose"
@@ -25,31 +25,21 @@ _USED = "gradwire/used/"
 _PAUSE = 0.01
 
 
-def move(store: Any, rank: int, *, key: str, purpose: str, timeout: float, who: object) -> PrivateStore:
-    """The private store of ranks that are all on this host. Rank 0 keeps `store` with it: it may be the host of that."""
-    calls = bounded(store, timeout, who)
+def move(store: Any, meeting: Rendezvous, *, key: str, purpose: str) -> PrivateStore:
+    """The private store of ranks that meet in `store`, all on this host. Rank 0 keeps `store`: it may be the host of that."""
+    rank, timeout, who = meeting.rank, meeting.timeout, meeting.who
     if rank == 0:
         private = PrivateStore.create(beside=store)
         try:
             private.set(_PURPOSE, purpose)
-            calls.set(key, private.name)
+            meeting.store.set(key, private.name)
         except BaseException:
             private.close()
             raise
         return _timed(private, timeout)
     deadline = time.monotonic() + timeout
     while True:
-        try:
-            calls.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        except CollectiveTimeout:  # the open store does not answer
-            raise
-        except RuntimeError as error:
-            raise CollectiveTimeout(
-                f"{who}: ranks [0] have not come within {timeout:.3g} s. See whether rank 0 has started, and what its output says.",
-                joined=(rank,),
-                missing=(0,),
-            ) from error
-        name = calls.get(key).decode(errors="replace")
+        name = meeting.receive(key, source=0, within=deadline - time.monotonic()).decode(errors="replace")
         try:
             private = _open_unused(name, rank)
             break
@@ -70,10 +60,10 @@ def move_if_together(store: Any, rank: int, size: int, *, purpose: str, timeout:
     """The private store if `store` is an open one and all ranks are on one host, else `store`. Waits for all ranks."""
     if size == 1 or not isinstance(innermost(store), TCPStore) or not available():
         return store
-    hosts = exchange(store, "gradwire/host/", rank, size, host_identity(), timeout=timeout, who=who)
-    if len(set(hosts)) > 1:
+    meeting = Rendezvous(store, rank, size, timeout=timeout, who=who)
+    if len(set(meeting.exchange("gradwire/host/", host_identity()))) > 1:
         return store
-    return move(store, rank, key="gradwire/private", purpose=purpose, timeout=timeout, who=who)
+    return move(store, meeting, key="gradwire/private", purpose=purpose)
 
 
 def mark_used(store: Any, rank: int) -> None:

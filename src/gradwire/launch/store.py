@@ -1,4 +1,4 @@
-"""Where the ranks of a world meet: the store that the launcher or rank 0 hosts, and the roll of those who have come.
+"""Where the ranks of a world meet: the store that the launcher or rank 0 hosts, and waiting until all ranks have come.
 
 On one host that is a private store, which no other user can reach. `gradwire run` makes one. Other launchers have an open store at
 most, a TCPStore, so there, or over MPI, rank 0 tells the others the name of a private one, and they move.
@@ -22,6 +22,7 @@ from gradwire.errors import CollectiveTimeout, GroupError, UsageError
 from gradwire.groups.bounded_store import bounded, innermost
 from gradwire.groups.private_meeting import move, move_if_together
 from gradwire.groups.private_store import PrivateStore
+from gradwire.groups.rendezvous import Rendezvous
 from gradwire.groups.tcp_store import LOOPBACK, host_store
 from gradwire.launch.mpi import tell_all
 from gradwire.launch.world import Address, World
@@ -60,7 +61,8 @@ def open_store(world: World, *, timeout: float, meeting: int = 0) -> Store:
         moved = move_if_together(ours, world.rank, world.size, purpose=purpose, timeout=timeout, who=who)
         return store if moved is ours else moved
     if world.on_one_host and available():
-        return move(store, world.rank, key=f"gradwire/private/{meeting}", purpose=purpose, timeout=timeout, who=who)
+        ranks = Rendezvous(store, world.rank, world.size, timeout=timeout, who=who)
+        return move(store, ranks, key=f"gradwire/private/{meeting}", purpose=purpose)
     return store
 
 
@@ -149,7 +151,8 @@ def _reach(address: Address, world: World, deadline: float, timeout: float) -> N
 
 def arrive(store: Store, world: World, *, timeout: float) -> None:
     """Wait until every rank has come. Who has not is named when the time is up; a second process as the same rank is refused."""
-    store = bounded(store, timeout, f"gw.init() on {world}")
+    meeting = Rendezvous(store, world.rank, world.size, timeout=timeout, who=f"gw.init() on {world}")
+    store = meeting.store
     me = f"{_TOKEN}-{os.getpid()}"  # a forked child has the same token
     times = store.add(f"came/{world.rank}", 1)
     if times == 1:
@@ -166,13 +169,8 @@ def arrive(store: Store, world: World, *, timeout: float) -> None:
     pause = _FIRST_PAUSE
     while not store.check(["complete"]):
         if time.monotonic() >= deadline:
-            missing = [rank for rank in range(world.size) if not store.check([f"came/{rank}"])]
-            raise CollectiveTimeout(
-                f"gw.init() on {world}: ranks {missing} have not called it within {timeout:.3g} s. "
-                "See whether they have started, and what their output says.",
-                joined=[rank for rank in range(world.size) if rank not in missing],
-                missing=missing,
-            )
+            came = {rank for rank in range(world.size) if store.check([f"came/{rank}"])}
+            raise meeting.absent([rank for rank in range(world.size) if rank not in came], sorted(came))
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 

@@ -31,6 +31,7 @@ from gradwire.groups.mpi.inbox import Inbox, Receive
 from gradwire.groups.mpi.meet import members
 from gradwire.groups.mpi.native import Native
 from gradwire.groups.mpi.runtime import Runtime, runtime
+from gradwire.groups.rendezvous import Rendezvous
 from gradwire.testing import check_group, run_ranks
 from gradwire.testing.mpi import missing
 
@@ -99,16 +100,16 @@ def test_mpi_is_started_with_all_threads_if_nobody_has() -> None:
 
 def test_processes_of_several_worlds_are_told_to_use_one_mpirun() -> None:
     store = dist.HashStore()
-    store.set("gradwire/mpi/1/1", "0 1")
+    store.set("gradwire/mpi/1/1", "0")
     with pytest.raises(UsageError, match=r"processes \[0, 0\] of MPI's world of 1.*mpirun -n 2"):
-        members(store, 0, 2, 0, 1, timeout=1, what="making it")
+        members(Rendezvous(store, 0, 2, timeout=1, who="making it"), 0, 1, what="making it")
 
 
 def test_who_did_not_come_to_the_store_is_named() -> None:
     store = dist.HashStore()
-    store.set("gradwire/mpi/1/2", "2 4")
-    with pytest.raises(CollectiveTimeout, match=r"making it: ranks \[1, 3\] did not come") as caught:
-        members(store, 0, 4, 0, 4, timeout=0.05, what="making it")
+    store.set("gradwire/mpi/1/2", "2")
+    with pytest.raises(CollectiveTimeout, match=r"making it: ranks \[1, 3\] have not come") as caught:
+        members(Rendezvous(store, 0, 4, timeout=0.05, who="making it"), 0, 4, what="making it")
     assert (caught.value.joined, caught.value.missing) == ((0, 2), (1, 3))
 
 

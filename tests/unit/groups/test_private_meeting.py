@@ -12,8 +12,8 @@ import pytest
 from torch.distributed import DistStoreError, HashStore, TCPStore
 
 from gradwire.errors import CollectiveTimeout
-from gradwire.groups.exchange import exchange
 from gradwire.groups.private_meeting import mark_used, move, move_if_together, release
+from gradwire.groups.rendezvous import Rendezvous
 from gradwire.groups.tcp_store import host_store
 
 
@@ -36,8 +36,8 @@ class Stopped:
 @pytest.mark.parametrize(
     ("answers", "meet"),
     [
-        (1, lambda store: exchange(store, "hosts/", 0, 4, "here", timeout=0.5, who="me")),
-        (0, lambda store: move(store, 1, key="private", purpose="test", timeout=0.5, who="me")),
+        (1, lambda store: Rendezvous(store, 0, 4, timeout=0.5, who="me").exchange("hosts/", "here")),
+        (0, lambda store: move(store, Rendezvous(store, 1, 2, timeout=0.5, who="me"), key="private", purpose="test")),
     ],
 )
 def test_a_store_that_does_not_answer_is_asked_once(answers: int, meet: Callable[[Any], object]) -> None:
@@ -57,7 +57,8 @@ def test_a_rank_that_comes_in_the_last_moment_has_come() -> None:
             self.set("hosts/1", "there")
             raise DistStoreError("wait timeout")
 
-    assert exchange(Late(), "hosts/", 0, 2, "here", timeout=0.5, who="me") == [b"here", b"there"]
+    meeting = Rendezvous(Late(), 0, 2, timeout=0.5, who="me")
+    assert meeting.exchange("hosts/", "here") == [b"here", b"there"]
 
 
 def test_a_rank_that_meets_again_does_not_take_the_store_of_its_last_group() -> None:

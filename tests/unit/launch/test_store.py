@@ -187,7 +187,7 @@ def test_a_store_that_is_not_there_is_a_timeout_with_its_address(capfd):
 
 def test_arriving_names_who_is_missing(capfd):
     store = host_store()
-    with pytest.raises(CollectiveTimeout, match=r"ranks \[0, 2\] have not called it within 0.2 s") as caught:
+    with pytest.raises(CollectiveTimeout, match=r"ranks \[0, 2\] have not come within 0.2 s") as caught:
         arrive(store, world(1, 3), timeout=0.2)
     assert (caught.value.joined, caught.value.missing) == ((1,), (0, 2))
     assert capfd.readouterr().err == ""
@@ -206,7 +206,7 @@ def test_all_have_come():
 def test_a_rank_that_timed_out_may_come_again():
     store = PrefixStore("x", HashStore())
     for _ in range(2):
-        with pytest.raises(CollectiveTimeout, match=r"ranks \[0\] have not called it"):
+        with pytest.raises(CollectiveTimeout, match=r"ranks \[0\] have not come"):
             arrive(store, world(1), timeout=0.05)
     arrive(store, world(0), timeout=10)
     arrive(store, world(1), timeout=10)

@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from gradwire.errors import GroupError
 from gradwire.groups.bounded_store import innermost
-from gradwire.groups.exchange import exchange
 from gradwire.groups.private_store import PrivateStore
+from gradwire.groups.rendezvous import Rendezvous
 from gradwire.groups.tcp_store import LOOPBACK
 
 ENGINE_MARGIN = 1.0
@@ -33,8 +33,8 @@ def make_gloo(store: Any, rank: int, size: int, timeout: float) -> Any:
     """A gloo engine of all ranks that have met in `store`."""
     what = f"gloo group on rank {rank} of {size}"
     mine = _ways(store)
-    told = exchange(store, "gloo-addresses/", rank, size, json.dumps(mine), timeout=timeout, who=what)
-    known: list[Ways] = [tuple(json.loads(ways)) for ways in told]
+    meeting = Rendezvous(store, rank, size, timeout=timeout, who=what)
+    known: list[Ways] = [tuple(json.loads(ways)) for ways in meeting.exchange("gloo-addresses/", json.dumps(mine))]
     address = _choose(rank, known)
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout + ENGINE_MARGIN)

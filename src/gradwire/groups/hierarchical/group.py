@@ -42,6 +42,7 @@ from gradwire.groups.host import host_identity
 from gradwire.groups.ledger import Arrivals
 from gradwire.groups.membership import Membership
 from gradwire.groups.monitor import Monitor
+from gradwire.groups.rendezvous import Rendezvous
 from gradwire.groups.shared_memory import SharedMemoryGroup
 from gradwire.groups.work import Work
 
@@ -128,9 +129,9 @@ class HierarchicalGroup(Group):
         """
         name = name or "hierarchical"
         timeout_seconds(f"HierarchicalGroup.discover of {name!r}", timeout)  # before anybody is waited for
-        # Groups over one store are made in the same order on every rank, so they have the same number.
-        base = f"gradwire/hierarchical/{store.add(f'gradwire/hierarchical/{rank}/groups', 1)}"
-        layout = find_hosts(store, base, rank, size, host_identity() if host is None else host, timeout)
+        meeting = Rendezvous(store, rank, size, timeout=timeout, who=f"HierarchicalGroup on rank {rank} of {size}")
+        base = meeting.next_key("gradwire/hierarchical")
+        layout = find_hosts(meeting, base, host_identity() if host is None else host)
 
         def make(build: BuildGroup, part: str, ranks: Sequence[int]) -> Group:
             at, of = ranks.index(rank), len(ranks)

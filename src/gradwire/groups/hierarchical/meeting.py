@@ -10,8 +10,8 @@ import torch
 from gradwire.collectives import Layout, build
 from gradwire.errors import GroupError
 from gradwire.groups.base import Group
-from gradwire.groups.exchange import exchange
 from gradwire.groups.hierarchical.layout import Column, Report, from_reports
+from gradwire.groups.rendezvous import Rendezvous
 
 LIMIT = 1 << 24
 """Bytes that a rank may send to describe what it has been told of the others."""
@@ -20,14 +20,13 @@ JSON = Any
 """What `json` reads and writes. Never pickle: reading what another rank has sent must not be able to run code."""
 
 
-def find_hosts(store: Any, base: str, rank: int, size: int, host: str, timeout: float) -> Layout:
-    """Write this rank's host into the store, wait for everybody's, and say who is where.
+def find_hosts(meeting: Rendezvous, base: str, host: str) -> Layout:
+    """Exchange hosts through the store: which ranks share one.
 
     Hosts are numbered by their lowest rank, and ranks keep their order within a host.
     """
-    who = f"HierarchicalGroup on rank {rank} of {size}"
     hosts: dict[bytes, list[int]] = {}
-    for r, name in enumerate(exchange(store, f"{base}/host/", rank, size, host, timeout=timeout, who=who)):
+    for r, name in enumerate(meeting.exchange(f"{base}/host/", host)):
         hosts.setdefault(name, []).append(r)
     return Layout(tuple(map(tuple, hosts.values())))
 

@@ -33,6 +33,7 @@ from gradwire.groups.mpi.meet import members
 from gradwire.groups.mpi.native import Native
 from gradwire.groups.mpi.runtime import Comm, runtime
 from gradwire.groups.mpi.work import MPIWork
+from gradwire.groups.rendezvous import Rendezvous
 from gradwire.groups.work import Work
 
 _FINAL_MESSAGES = 0.3
@@ -74,8 +75,9 @@ class MPIGroup(Group):
         here = runtime()
         world = here.mpi.COMM_WORLD
         what = f"making MPIGroup {name or 'mpi'!r} on rank {rank} of {size}"
-        ranks, number = members(store, rank, size, world.rank, world.size, timeout=timeout, what=what)
-        tag = tag_of(f"{name} {ranks} {number}", Native(here.mpi).tag_limit)
+        meeting = Rendezvous(store, rank, size, timeout=timeout, who=what)
+        ranks, key = members(meeting, world.rank, world.size, what=what)
+        tag = tag_of(f"{name} {ranks} {key}", Native(here.mpi).tag_limit)
         part = here.bounded(lambda: world.Create_group(world.Get_group().Incl(ranks), tag), timeout, what)
         return cls(_Owned(part), timeout=timeout, name=name)
 

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -27,12 +26,12 @@ from torch._C._distributed_c10d import PrefixStore
 from gradwire.collectives import Collective, Scope
 from gradwire.collectives.lower import is_identity
 from gradwire.concurrency import weakly
-from gradwire.errors import ClosedError, CollectiveTimeout, GroupError, PeerLost, SharedMemoryFull, UsageError, again
+from gradwire.errors import ClosedError, GroupError, PeerLost, SharedMemoryFull, UsageError, again
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
-from gradwire.groups.bounded_store import bounded
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.host import host_identity
 from gradwire.groups.ledger import Arrivals
+from gradwire.groups.rendezvous import Rendezvous
 from gradwire.groups.shared_memory.board import HERE, Board, Plan
 from gradwire.groups.shared_memory.devices import warn_of_copies
 from gradwire.groups.shared_memory.diagnosis import report
@@ -90,7 +89,7 @@ class SharedMemoryGroup(Group):
             )
         if waiting not in ("auto", "futex", "polling"):
             raise UsageError(f"{self}: waiting={waiting!r} is unknown. Choose auto, futex or polling.")
-        meeting = bounded(store, timeout, self)
+        meeting = Rendezvous(store, rank, size, timeout=timeout, who=self)
         segment, chunk = _meet(self, meeting, directory or default_directory(), room)
         try:
             plan = Plan(size, segment.nbytes, chunk)
@@ -240,12 +239,10 @@ def _sleep(waiting: str, segment: Segment) -> Sleep:
 # -- how the ranks find each other -------------------------------------------------------------------------------------------
 
 
-def _meet(group: SharedMemoryGroup, store: Any, directory: str, room: int) -> tuple[Segment, int]:
+def _meet(group: SharedMemoryGroup, meeting: Rendezvous, directory: str, room: int) -> tuple[Segment, int]:
     """Rank 0 makes the segment, the others find it through the store: the segment, and the size of its staging buffers."""
-    rank, size = group.rank, group.size
-    # Groups over one store are made in the same order on every rank, so they have the same number.
-    base = f"gradwire/shared-memory/{store.add(f'gradwire/shared-memory/{rank}/groups', 1)}"
-    group._meeting = base
+    rank, size, store = group.rank, group.size, meeting.store
+    group._meeting = base = meeting.next_key("gradwire/shared-memory")
     if rank == 0:
         try:
             segment, ticket = Segment.create(ranks=size, nbytes=room, directory=directory, host=host_identity())
@@ -260,15 +257,7 @@ def _meet(group: SharedMemoryGroup, store: Any, directory: str, room: int) -> tu
             raise
         store.set(f"{base}/ticket", json.dumps({**asdict(ticket), "chunk": plan.chunk}))
         return segment, plan.chunk
-    try:
-        store.wait([f"{base}/ticket"], timedelta(seconds=group.timeout))
-    except RuntimeError as error:
-        raise CollectiveTimeout(
-            f"{group}: rank 0 has not made the segment within {group.timeout:.3g} s. Look at its output.",
-            joined=(rank,),
-            missing=(0,),
-        ) from error
-    told = json.loads(store.get(f"{base}/ticket"))
+    told = json.loads(meeting.receive(f"{base}/ticket", source=0))
     if "refused" in told:
         raise GroupError(f"{group}: rank 0 could not make the segment: {told['refused']}")
     try:
@@ -291,10 +280,10 @@ def _join(group: SharedMemoryGroup, ticket: Ticket) -> Segment:
     return Segment.join(ticket)
 
 
-def _all_here(group: SharedMemoryGroup, board: Board, store: Any) -> None:
+def _all_here(group: SharedMemoryGroup, board: Board, meeting: Rendezvous) -> None:
     """Wait until every rank has mapped the segment."""
     deadline = time.perf_counter() + group.timeout
-    next_look = 0.0
+    next_look, store = 0.0, meeting.store
 
     def all_mapped() -> bool:
         return 0 not in board.states.tolist()
@@ -306,11 +295,8 @@ def _all_here(group: SharedMemoryGroup, board: Board, store: Any) -> None:
             if store.check([f"{group._meeting}/refused"]):
                 raise GroupError(f"{group}: {store.get(f'{group._meeting}/refused').decode()}")
         if now > deadline:
-            missing = [r for r, state in enumerate(board.states.tolist()) if not state]
-            raise CollectiveTimeout(
-                f"{group}: ranks {missing} have not come within {group.timeout:.3g} s. Look at their output.",
-                joined=[r for r in range(group.size) if r not in missing],
-                missing=missing,
-            )
+            states = board.states.tolist()
+            missing = [r for r, state in enumerate(states) if not state]
+            raise meeting.absent(missing, [r for r, state in enumerate(states) if state])
         board.bell.sleep(all_mapped, board.fence, 0.05)
     board.fence()
