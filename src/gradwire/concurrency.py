@@ -1,13 +1,15 @@
-"""`Worker`, a thread that does jobs in order, and `weakly`, a callback that does not keep its object alive."""
+"""`Worker`, a thread that does jobs in order; `BoundedCall`, a call that is waited for only so long; `weakly`, a callback that does
+not keep its object alive."""
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 Job = Callable[[], None]
 P = ParamSpec("P")
@@ -76,6 +78,39 @@ class Worker:
             return True
         thread.join(timeout)
         return not thread.is_alive()
+
+
+class BoundedCall(Generic[R]):
+    """One call on a thread of its own. A thread that does not come back in time is left behind: it cannot be ended."""
+
+    def __init__(self, job: Callable[[], R], *, name: str) -> None:
+        self._job = job
+        self._results: list[R] = []
+        self._error: BaseException | None = None
+        self.began = time.monotonic()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        try:
+            self.thread.start()
+        except RuntimeError:  # the interpreter is ending, and starts no more threads
+            self._run()
+
+    def _run(self) -> None:
+        try:
+            self._results.append(self._job())
+        except BaseException as error:
+            self._error = error
+
+    def wait(self, timeout: float) -> bool:
+        """Whether it is over within `timeout` seconds."""
+        if self.thread.ident is not None:
+            self.thread.join(max(0.0, timeout))
+        return not self.thread.is_alive()
+
+    def result(self) -> R:
+        """What the call returned, or raise what it raised. It must be over."""
+        if self._error is not None:
+            raise self._error
+        return self._results[0]
 
 
 def weakly(method: Callable[P, R]) -> Callable[P, R | None]:

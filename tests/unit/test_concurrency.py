@@ -6,7 +6,9 @@ import gc
 import threading
 import weakref
 
-from gradwire.concurrency import Worker, weakly
+import pytest
+
+from gradwire.concurrency import BoundedCall, Worker, weakly
 
 
 def test_jobs_run_in_order_on_one_other_thread():
@@ -60,6 +62,22 @@ def test_a_job_can_stop_its_own_worker():
     assert ended.wait(100), "what was put before is done"
     assert seen == [(True, True)]
     assert not worker.is_current_thread
+
+
+def test_a_call_is_waited_for_only_so_long_and_may_come_back_later():
+    gate = threading.Event()
+    call = BoundedCall(lambda: gate.wait(100) and 7, name="test-call")
+    assert not call.wait(0.01)
+    gate.set()
+    assert call.wait(100)
+    assert call.result() == 7
+
+
+def test_what_a_call_raises_is_raised_by_whoever_wants_its_result():
+    call = BoundedCall(lambda: 1 // 0, name="test-call")
+    assert call.wait(100)
+    with pytest.raises(ZeroDivisionError):
+        call.result()
 
 
 def test_a_weak_callback_calls_as_long_as_its_object_lives():

@@ -20,8 +20,10 @@ from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
+from gradwire.concurrency import BoundedCall
 from gradwire.errors import CollectiveTimeout
 
+_THREAD = "gradwire-store-call"
 _GRACE = 0.5
 """Seconds more than the time-out, so that a store that can tell more does so first."""
 _EXIT_GRACE = 5.0
@@ -35,52 +37,16 @@ def innermost(store: Any) -> Any:
     return store
 
 
-class _CallThread(threading.Thread):
-    """Told from other threads by its class."""
-
-
-class _Call:
-    """One job on a thread of its own."""
-
-    def __init__(self, job: Callable[[], Any]) -> None:
-        self._job = job
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self.began = time.monotonic()
-        self.thread = _CallThread(target=self._run, name="gradwire-store-call", daemon=True)
-        try:
-            self.thread.start()
-        except RuntimeError:  # the interpreter is ending, and starts no more threads
-            self._run()
-
-    def _run(self) -> None:
-        try:
-            self._result = self._job()
-        except BaseException as error:
-            self._error = error
-
-    def wait(self, timeout: float) -> bool:
-        """Whether it is over within `timeout` seconds."""
-        if self.thread.ident is not None:
-            self.thread.join(max(0.0, timeout))
-        return not self.thread.is_alive()
-
-    def result(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-
 def _await_calls() -> None:
     """At interpreter exit: wait until no thread is inside a store, for a moment."""
     deadline = time.monotonic() + _EXIT_GRACE
     for thread in threading.enumerate():
-        if isinstance(thread, _CallThread):
+        if thread.name == _THREAD:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
 # Finalizers run in the reverse order of their making: this one after those of all groups, which may still call the store.
-weakref.finalize(_Call, _await_calls)
+weakref.finalize(BoundedCall, _await_calls)
 
 
 def bounded(store: Any, timeout: float, who: object) -> Any:
@@ -96,7 +62,7 @@ class _Bounded:
         method = getattr(self._store, name)
 
         def call(*args: Any) -> Any:
-            made = _Call(lambda: method(*args))
+            made = BoundedCall(lambda: method(*args), name=_THREAD)
             if not made.wait(self._timeout + _GRACE):
                 raise CollectiveTimeout(
                     f"{self._who}: {name}{args} has not come back from the store through which ranks meet within "
@@ -118,7 +84,7 @@ class StoreCalls:
         self._attempts = attempts
         self._failures = 0
         self._lock = threading.RLock()  # abort() in a signal handler may interrupt a call of this thread's
-        self._call: _Call | None = None
+        self._call: BoundedCall[None] | None = None
         self._closed = False
 
     @property
@@ -147,7 +113,7 @@ class StoreCalls:
             if self._direct:
                 self._attempt(exchange, done)
                 return bool(done)
-            call = self._call = _Call(lambda: self._attempt(exchange, done))
+            call = self._call = BoundedCall(lambda: self._attempt(exchange, done), name=_THREAD)
             call.wait(deadline - time.monotonic())
             return bool(done)
         finally:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+
+from gradwire.testing.mpi.launch import SETTINGS, find_mpirun
 
 _ASK = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 _ASK_LIMIT = 60.0
@@ -36,9 +36,7 @@ class Launcher:
 
     def environment(self, ranks: int, *, cores: int) -> dict[str, str]:
         """What mpirun must find in its environment. Where ranks outnumber cores, Open MPI yields its core while it waits."""
-        found: dict[str, str] = {}
-        if os.geteuid() == 0:
-            found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        found = dict(SETTINGS) if os.geteuid() == 0 else {}
         if ranks > cores:
             found["OMPI_MCA_mpi_yield_when_idle"] = "1"
         return found
@@ -48,8 +46,7 @@ def find() -> Launcher | str:
     """Open MPI's launcher, or why there is none."""
     if importlib.util.find_spec("mpi4py") is None:
         return "mpi4py is not installed (pip install gradwire[mpi])"
-    beside = Path(sys.executable).with_name("mpirun")
-    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
+    mpirun = find_mpirun()
     if mpirun is None:
         return "there is no mpirun"
     try:

@@ -32,6 +32,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from gradwire.concurrency import BoundedCall
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
 from gradwire.groups.forked import finalize_here
 
@@ -110,25 +111,16 @@ class Runtime:
 
     def bounded(self, call: Callable[[], Any], limit: float, what: str) -> Any:
         """The result of an MPI call that may block, in a thread that is left behind if it does so for long."""
-        answer: list[Any] = []
-
-        def run() -> None:
-            try:
-                answer.append(call())
-            except Exception as error:
-                answer.append(error)
-
-        thread = threading.Thread(target=run, name="gradwire-mpi-call", daemon=True)
-        thread.start()
-        thread.join(limit)
-        if not answer:
-            self.remains.inside.append(thread)
+        made = BoundedCall(call, name="gradwire-mpi-call")
+        if not made.wait(limit):
+            self.remains.inside.append(made.thread)
             raise CollectiveTimeout(
                 f"{what}: not all of its ranks came within {limit:.3g} s. Look at the others for an exception."
             )
-        if isinstance(answer[0], Exception):
-            raise GroupError(f"{what}: MPI failed. It said: {answer[0]}") from answer[0]
-        return answer[0]
+        try:
+            return made.result()
+        except Exception as error:
+            raise GroupError(f"{what}: MPI failed. It said: {error}") from error
 
 
 @functools.cache

@@ -43,7 +43,7 @@ def _said(code: int, text: str):
 def _installed(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    (tmp_path / "mpirun").touch()
+    (tmp_path / "mpirun").touch(mode=0o755)
 
 
 @pytest.mark.usefixtures("_installed")
