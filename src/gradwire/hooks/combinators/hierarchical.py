@@ -129,15 +129,19 @@ class Hierarchical(Composite):
         host, index = layout.place(turn.rank)
         ranks, hosts = len(layout.hosts[host]), len(layout.hosts)
         counted = layout.size if turn.divisor is None else turn.divisor
-        alone = replace(turn, rank=index, world_size=ranks, divisor=None, hosts=None, path=f"{turn.path}/inside {host}")
-        value, sent = yield from _among(Scope.INSIDE, self.inside.reduce(grad, state.inside, alone))
+        within = replace(
+            turn, rank=index, world_size=ranks, divisor=None, hosts=None, path=f"{turn.path}/inside {host}"
+        )
+        value, sent = yield from _among(Scope.INSIDE, self.inside.reduce(grad, state.inside, within))
         value, sent = value.view(-1), sent.view(-1)
-        self._take_up(state, turn.spec, layout.width, index)
+        self._assign_slice(state, turn.spec, layout.width, index)
         row, lost = value[:0], value[:0]
         if state.mine is not None:
             own = _times(ranks * hosts / counted, value, state.mine.rows)
-            away = replace(alone, spec=state.mine.spec, rank=host, world_size=hosts, path=f"{turn.path}/across {index}")
-            row, contributed = yield from _among(Scope.ACROSS, self.across.reduce(own, state.across, away))
+            between = replace(
+                within, spec=state.mine.spec, rank=host, world_size=hosts, path=f"{turn.path}/across {index}"
+            )
+            row, contributed = yield from _among(Scope.ACROSS, self.across.reduce(own, state.across, between))
             lost = row[:0] if turn.donated else contributed - own
         out = grad if turn.donated else torch.empty_like(grad)
         yield from self._share(row, out, state, ranks, f"bucket {turn.spec.index}")
@@ -147,7 +151,7 @@ class Hierarchical(Composite):
         state.mine.rows.add(sent, lost * (counted / hosts))
         return Reduced(out, sent)
 
-    def _take_up(self, state: _Levels, spec: BucketSpec, lanes: int, index: int) -> None:
+    def _assign_slice(self, state: _Levels, spec: BucketSpec, lanes: int, index: int) -> None:
         """At the first reduction: determine the slice that this rank carries, and make the state for it."""
         if len(state.slices) != lanes:
             state.slices = slices(spec, lanes)

@@ -31,7 +31,16 @@ from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Wrapped
 from gradwire.hooks.dense import Mean, ReduceScatterMean
-from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, count, number_dtype, padded, real, refuse_sparse
+from gradwire.hooks.numerics.elementwise import (
+    as_dtype,
+    check_dense,
+    count,
+    float32_error,
+    number_dtype,
+    padded,
+    real,
+    refuse_sparse,
+)
 
 EXPONENTS = {torch.float16: 15, torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 """The largest scaled magnitude as a power of two: representable in each dtype, with some headroom."""
@@ -165,7 +174,7 @@ class Float8Mean(CommHook):
 
     def error(self, spec: BucketSpec) -> float:
         """Rounding in float32 and to the gradient's dtype; all other loss is part of `sent`."""
-        return 16 * max(torch.finfo(spec.dtype).eps, torch.finfo(torch.float32).eps)
+        return float32_error(spec)
 
     def __repr__(self) -> str:
         return f"scaled_cast({self.dtype}) > mean()"

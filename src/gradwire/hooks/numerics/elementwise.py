@@ -31,7 +31,7 @@ def real(flat: Tensor) -> Tensor:
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
-def length(flat: Tensor) -> Tensor:
+def _norm(flat: Tensor) -> Tensor:
     """The Euclidean norm of real numbers, as a float64 scalar on their device; NaN if it is not finite.
 
     In float32 the squares of gradients of 1e20 overflow, and clipping by an infinite norm gives zeros.
@@ -52,7 +52,7 @@ def clip_norms_(flat: Tensor, spec: BucketSpec, bound: float) -> None:
     """
     pair = 2 if spec.dtype.is_complex else 1
     for part in flat.split([pair * numel for numel in spec.numels]):
-        part.mul_((bound / length(part)).clamp(max=1))
+        part.mul_((bound / _norm(part)).clamp(max=1))
 
 
 def drop_nonfinite_(kept: Tensor) -> Tensor:
@@ -76,6 +76,11 @@ def as_dtype(row: Tensor, dtype: torch.dtype) -> Tensor:
     if not dtype.is_complex:
         return row.to(dtype)
     return torch.view_as_complex(row.to(dtype.to_real()).view(-1, 2))
+
+
+def float32_error(spec: BucketSpec) -> float:
+    """`CommHook.error` of a hook that sums in float32: its rounding, or that of the gradient's dtype if that is coarser."""
+    return 16 * max(torch.finfo(spec.dtype).eps, torch.finfo(torch.float32).eps)
 
 
 def check_dense(hook: object, spec: BucketSpec) -> None:

@@ -15,7 +15,7 @@ from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.compressors.quantized import codec
 from gradwire.hooks.compressors.quantized.layout import WIDTHS, Layout, Part, Rules, lay_out
-from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, real, refuse_sparse
+from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, float32_error, real, refuse_sparse
 from gradwire.hooks.numerics.rng import key as rng_key
 
 _ROUNDINGS = ("nearest", "stochastic")
@@ -99,7 +99,7 @@ class Quantize(CommHook):
 
     def error(self, spec: BucketSpec) -> float:
         """That of float32, in which sums are computed, or of the gradient's dtype if that is coarser."""
-        return 16 * max(torch.finfo(spec.dtype).eps, torch.finfo(torch.float32).eps)
+        return float32_error(spec)
 
     def __repr__(self) -> str:
         bits = self.rules[0][1] if len(self.rules) == 1 and self.rules[0][0] == "*" else dict(self.rules)

@@ -15,7 +15,7 @@ from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.compressors.quantized import codec
 from gradwire.hooks.compressors.quantized.layout import Layout, Part, Section
 from gradwire.hooks.compressors.quantized.quantize import parity
-from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, real, refuse_sparse
+from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, float32_error, real, refuse_sparse
 from gradwire.hooks.numerics.slices import Slices
 
 _SCALES = ("mean", "majority")
@@ -145,7 +145,7 @@ class Sign(CommHook):
 
     def error(self, spec: BucketSpec) -> float:
         """That of float32, in which sums are computed, or of the gradient's dtype if that is coarser."""
-        return 16 * max(torch.finfo(spec.dtype).eps, torch.finfo(torch.float32).eps)
+        return float32_error(spec)
 
     def __repr__(self) -> str:
         return f"sign(scale={self.scale!r}, per={self.per!r})"
