@@ -6,6 +6,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import types
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -113,12 +114,30 @@ class BoundedCall(Generic[R]):
         return self._results[0]
 
 
-def weakly(method: Callable[P, R]) -> Callable[P, R | None]:
-    """A bound method that does not keep its object alive: once that is gone, calls do nothing and return None."""
-    weak = weakref.WeakMethod(method)
+def weakly(fn: Callable[P, R]) -> Callable[P, R | None]:
+    """A bound method that does not keep its object alive: once that is gone, calls return None. Functions stay as they are.
+
+    >>> class Counter:
+    ...     n = 0
+    ...
+    ...     def add(self, n: int) -> int:
+    ...         self.n += n
+    ...         return self.n
+    >>> counter = Counter()
+    >>> add = weakly(counter.add)
+    >>> add(2), add(3)
+    (2, 5)
+    >>> del counter
+    >>> print(add(4))
+    None
+    """
+    if not isinstance(fn, types.MethodType):
+        return fn
+    owner, method = weakref.ref(fn.__self__), fn.__func__
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        alive = weak()
-        return None if alive is None else alive(*args, **kwargs)
+        alive = owner()
+        result: R | None = None if alive is None else method(alive, *args, **kwargs)
+        return result
 
     return call

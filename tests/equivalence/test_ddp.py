@@ -227,7 +227,7 @@ def over_shared_memory() -> list[dict[Any, Any]]:
         for (model, name), flags in ON_SHARED_MEMORY.items():
             ddp = DDP(bases()[model], process_group=group, **flags)
             found = train(ddp, MODELS[model][1], group.rank)
-            buffers = [storage.buffer for storage in ddp.replica.reducer.storages]
+            buffers = [storage.buffer for storage in ddp.replica.reducer.buckets.storages]
             done[model, name] = found, [group.in_heap(buffer) for buffer in buffers]
         return done
 

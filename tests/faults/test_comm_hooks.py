@@ -277,8 +277,8 @@ def test_a_rank_that_finished_the_step_goes_on_with_the_others() -> None:
             wait_for_failure(group)
         bad[0] = False
         trains_rightly(ddp, group)
-        assert ddp.replica.reducer.iteration == 3
-        return str(ddp.replica.reducer.last_error)
+        assert ddp.replica.reducer.iterations.number == 3
+        return str(ddp.replica.reducer.iterations.last_error)
 
     for kind in KINDS:
         said = run_ranks(rank_main, 2, kind=kind)
@@ -350,7 +350,7 @@ def generated_story(group: Group, collectives: int | None) -> dict[str, tuple[bo
         fault[0] = None
         trains_rightly(ddp, group)
         # Where the fault came after the collective, the other rank's step was done: it was warned before its next.
-        heard.setdefault(name, (True, str(ddp.replica.reducer.last_error)))
+        heard.setdefault(name, (True, str(ddp.replica.reducer.iterations.last_error)))
     return heard
 
 

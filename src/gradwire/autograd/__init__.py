@@ -4,18 +4,22 @@ Knows torch's engine and nothing of buckets, groups or `torch.distributed`.
 """
 
 from gradwire.autograd.attach import after_accumulate, after_node, attach, before_node, on_grad
+from gradwire.autograd.backward_end import at_backward_end
 from gradwire.autograd.chain import HookChain, Kind
+from gradwire.autograd.grad_hooks import GradHooks, HookMode, grad_hooks
 from gradwire.autograd.graph import reachable_parameters, tensors_in
-from gradwire.autograd.ready import GradReady
 
 __all__ = [
-    "GradReady",
+    "GradHooks",
     "HookChain",
+    "HookMode",
     "Kind",
     "after_accumulate",
     "after_node",
+    "at_backward_end",
     "attach",
     "before_node",
+    "grad_hooks",
     "on_grad",
     "reachable_parameters",
     "tensors_in",

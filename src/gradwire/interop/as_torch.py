@@ -10,17 +10,15 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import HookError, UsageError, UsageTypeError
-from gradwire.events import Handle
 from gradwire.groups.base import Group
 from gradwire.hooks.arguments import check_hooks
-from gradwire.hooks.base import CommHook, Turn
-from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.base import CommHook
+from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.periodic.base import OuterHook, check_outer
 from gradwire.interop.own_group import OwnGroup
-from gradwire.reducer.drive import Driver, Landed, carry_out
-from gradwire.reducer.hook_agreement import load_together
-from gradwire.reducer.hook_states import States, to_dict
-from gradwire.reducer.outer_optimizer import OuterHalf, after_every_step, cut, replace_handles
+from gradwire.reducer.drive import Landed
+from gradwire.reducer.hook_runner import HookRunner
+from gradwire.reducer.outer_optimizer import cut
 
 
 class TorchHook(Protocol):
@@ -89,14 +87,9 @@ class _Adapter:
         self._own = OwnGroup(group, doing=f"as_torch_hook({hook!r})")
         self._names = {id(p): name for name, p in named}
         self._device = named[0][1].device if named else torch.device("cpu")
-        # Only who moves parameters holds them: this adapter lives as long as torch's reducer.
+        # Only a hook that moves parameters holds them: this adapter lives as long as torch's reducer.
         self._named = [(n, p) for n, p in named if p.requires_grad] if isinstance(hook, OuterHook) else []
-        self._driver: Driver | None = None
-        self._step = -1
-        self._states = States(hook)
-        self._outer: OuterHalf | None = None
-        self._attended = False
-        self._optimizer_handles: list[Handle] = []
+        self._runner: HookRunner | None = None
         if isinstance(hook, OuterHook) and not self._named:
             raise UsageError(
                 f"as_torch_hook({hook!r}): it moves parameters, and was told of none. "
@@ -107,64 +100,40 @@ class _Adapter:
         if group is not None:
             self._begin()
 
-    def _begin(self, state: Any = None) -> Group:
-        """The original group; a hook that moves parameters takes note of them. It communicates nothing."""
+    def _begin(self, state: Any = None) -> HookRunner:
+        """The runner, over the original group; a hook that moves parameters takes note of them. Nothing is communicated."""
         group = self._own.original(state)
-        if self._outer is None and isinstance(self._hook, OuterHook):
-            self._use(self._states, self._outer_half(group, self._states))
-        return group
+        if self._runner is None:
+            self._runner = HookRunner(self._hook, group, self._named)
+        return self._runner
 
-    def _communicate(self, state: Any = None) -> tuple[Group, Driver]:
-        """The group of this hook alone, and what drives reductions over it. The first call is a collective."""
-        self._begin(state)
+    def _communicate(self, state: Any = None) -> HookRunner:
+        """The runner, over the group of this hook alone. The first call is a collective."""
+        runner = self._begin(state)
         group = self._own.get(self._device, state)
-        if self._driver is None:
-            self._driver = Driver(group)
-            if self._outer is not None:
-                self._outer.group = group
-        return group, self._driver
-
-    def _outer_half(self, group: Group, states: States, saved: Mapping[str, Any] | None = None) -> OuterHalf | None:
-        if not isinstance(self._hook, OuterHook):
-            return None
-        return OuterHalf(self._hook, group, self._named, states=states, saved=saved)
-
-    def _use(self, states: States, outer: OuterHalf | None) -> None:
-        self._states, self._outer = states, outer
-        self._step = states.step - 1
-        if outer is not None:
-            outer.attended = self._attended
+        if runner.group is not group:
+            runner.move_to_group(group)
+        return runner
 
     def reduce(self, torch_state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-        spec = self._spec(bucket)
-        self._device = spec.device
-        group, driver = self._communicate(torch_state)
-        self._step += spec.index == 0  # torch launches its buckets in index order
-        state, step = None, self._step
-        if self._outer is None:
-            state = self._states.of(spec)
-        else:
-            step = self._outer.step
-            if spec.index == 0:
-                self._outer.backward_begins()
-        turn = Turn(spec, group.rank, group.size, step, donated=True)
+        spec, buffer = self._spec(bucket), bucket.buffer()
+        self._device = device = spec.device
+        runner = self._communicate(torch_state)
+        if spec.index == 0:  # torch launches its buckets in index order
+            runner.next_step()
+        ours = GradBucket(spec, buffer, bucket.parameters(), is_last=False)  # which gradwire hooks do not see
         with torch.no_grad():
-            self._states.pay(spec, bucket.buffer())
-            if self._own.overlaps:
-                pending = driver.launch(self._hook, bucket.buffer(), state, turn)
-            else:
-                pending = Landed(carry_out(group, self._hook, bucket.buffer(), state, turn))
-        device = bucket.buffer().device
+            pending = runner.start(ours) if self._own.overlaps else Landed(runner.run(ours))
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
         if device.type == "cuda" or not self._own.overlaps:
             future.set_result(pending.wait())
             return future
 
-        def fulfil(driver: Driver = driver) -> None:  # kept until its reduction is over, whoever drops the model
+        def fulfil(kept: HookRunner = runner) -> None:  # until its reduction is over, even if the model is dropped
             try:
                 with torch.no_grad():
                     value = pending.wait()
-            except BaseException as error:  # whatever it is: torch waits for this future for ever
+            except BaseException as error:  # whatever it is: torch waits for this future without a time-out
                 future.set_exception(_as_exception(error, self._hook, spec))  # type: ignore[arg-type]  # a stub of torch's
             else:
                 future.set_result(value)
@@ -176,50 +145,37 @@ class _Adapter:
     # -- between steps ---------------------------------------------------------------------------------------------------
 
     def hook_state_dict(self) -> dict[str, Any]:
-        group = self._begin()
-        if self._outer is not None:
-            return self._outer.state_dict()
-        return to_dict(self._states, rank=group.rank, step=self._step + 1)
+        return self._begin().state_dict()
 
     def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
-        group, _ = self._communicate()
-
-        def build(states: States) -> tuple[States, OuterHalf | None]:
-            if not isinstance(self._hook, OuterHook):
-                states.rehearse(self._states.specs)
-            return states, self._outer_half(group, states, saved)
-
-        self._use(*load_together(saved, self._hook, group, device=self._device, build=build))
+        self._communicate().load_state_dict(saved, device=self._device)
 
     def attach_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
         if isinstance(self._hook, OuterHook):
-            handles = after_every_step(optimizers, [p for _, p in self._named], self.outer_step)
-            replace_handles(self._optimizer_handles, handles)
-            self._attended = True
-            if self._outer is not None:
-                self._outer.attended = True
+            self._begin().attach_optimizer(optimizers, self.outer_step)
 
     def outer_step(self) -> None:
         if not isinstance(self._hook, OuterHook):
             return
-        group, _ = self._communicate()
-        assert self._outer is not None  # made with the first communication
+        runner = self._communicate()
+        assert runner.outer is not None
         try:
-            self._outer.optimizer_stepped()
+            runner.outer.optimizer_stepped()
         except BaseException as error:
+            group = runner.group
             if group.failure is None:
                 group.abort(f"an outer step failed on rank {group.rank} with {type(error).__name__}: {error}")
             raise
 
     def average_parameters(self) -> None:
         if isinstance(self._hook, OuterHook):
-            self._communicate()
-            assert self._outer is not None  # made with the first communication
-            self._outer.average()
+            outer = self._communicate().outer
+            assert outer is not None
+            outer.average()
 
     def close(self) -> None:
-        if self._driver is not None:
-            self._driver.close()
+        if self._runner is not None:
+            self._runner.close()
         self._own.close()
 
     def _spec(self, bucket: Any) -> BucketSpec:

@@ -25,11 +25,9 @@ from torch.distributed import ReduceOp
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
 from gradwire.hooks.arguments import check_hooks
-from gradwire.hooks.base import CommHook, Turn
-from gradwire.hooks.bucket import BucketSpec
-from gradwire.reducer.drive import carry_out
-from gradwire.reducer.hook_agreement import load_together
-from gradwire.reducer.hook_states import States, to_dict
+from gradwire.hooks.base import CommHook
+from gradwire.hooks.bucket import BucketSpec, GradBucket
+from gradwire.reducer.hook_runner import HookRunner
 
 
 class FsdpHook:
@@ -51,15 +49,10 @@ class FsdpHook:
                 f"{doing}({hook!r}): its outer steps move whole parameters, and here each rank has a shard. Use "
                 "DistributedDataParallel or replicate(), or a hook that averages gradients."
             )
-        if parts:
-            hook.check(
-                _bucket(parts, 0, dtype, device)
-            )  # and once more with the first gradient, which may be of another dtype
-        self._hook = hook
-        self._group = group
+        if parts:  # and once more with the first gradient, which may be of another dtype
+            hook.check(_bucket(parts, 0, dtype, device))
+        self._runner = HookRunner(hook, group)
         self._parts = tuple(parts)
-        self._states = States(hook)
-        self._step = 0
         self._device = device
         self._doing = doing
         self._warned = False
@@ -72,12 +65,9 @@ class FsdpHook:
     def reduced(self, flat: Tensor) -> Tensor:
         """The average of `flat` over the group; `flat` may be written to."""
         self._device = flat.device
-        spec = self._spec(flat)
-        turn = Turn(spec, self._group.rank, self._group.size, self._step, donated=True)
-        self._step += 1
-        self._states.pay(spec, flat)
+        self._runner.next_step()
         # On CUDA this runs under FSDP's own stream, which the wait for each collective orders.
-        return carry_out(self._group, self._hook, flat, self._states.of(spec), turn)
+        return self._runner.run(GradBucket(self._spec(flat), flat, (), is_last=True))
 
     def _spec(self, flat: Tensor) -> BucketSpec:
         parts = self._parts
@@ -91,20 +81,14 @@ class FsdpHook:
 
     def hook_state_dict(self) -> dict[str, Any]:
         """The hook's state for this rank's shards, by parameter name: see `Replica.hook_state_dict`."""
-        return to_dict(self._states, rank=self._group.rank, step=self._step)
+        return self._runner.state_dict()
 
     def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from a saved state; every rank of the group calls it, between steps. It must be of the same shards."""
-
-        def build(states: States) -> States:
-            states.rehearse(self._states.specs)
-            return states
-
-        self._states = load_together(saved, self._hook, self._group, device=self._device, build=build)
-        self._step = self._states.step
+        self._runner.load_state_dict(saved, device=self._device)
 
     def __repr__(self) -> str:
-        return f"FsdpHook({self._hook!r}, {self._group})"
+        return f"FsdpHook({self._runner.hook!r}, {self._runner.group})"
 
 
 def as_fsdp_hook(hook: CommHook, group: Group, *, named_parameters: Iterable[tuple[str, Tensor]] = ()) -> FsdpHook:

@@ -25,6 +25,6 @@ class BufferHook:
 
     def run(self, replica: Replica) -> None:
         """Call it; remember its futures."""
-        futures = self.buffer_comm_hook(self.buffer_comm_hook_state, replica.named_buffers())
+        futures = self.buffer_comm_hook(self.buffer_comm_hook_state, replica.state.named_buffers())
         if futures is not None:
             replica.reducer.wait_at_end.extend(list(futures))

@@ -36,7 +36,7 @@ from gradwire.parallel.face import Logger, ReducerFace
 from gradwire.parallel.flags import Flags
 from gradwire.parallel.manual import ManualFinalization
 from gradwire.parallel.mixed import MixedPrecision
-from gradwire.parallel.replica import Replica
+from gradwire.parallel.replica import Replica, ReplicaPolicies
 from gradwire.parallel.uneven import Uneven
 from gradwire.policies import Buffers, NonFinite
 from gradwire.reducer.torch_hooks import check_torch_hook
@@ -144,15 +144,17 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
         self.replica = Replica(
             self.module,
             self.group,
-            buckets=self._flags.buckets,
-            graph=self._flags.graph,
-            gradients=self._flags.gradients,
-            buffers=self._flags.buffers,
-            ignore=self.parameters_to_ignore,
-            skip_unused=self._flags.skip_unused,
-            sync_at_start=init_sync,
-            nonfinite=self.nonfinite,
             hook=None if self._mixed is None else self._mixed.hook(),
+            policies=ReplicaPolicies(
+                buckets=self._flags.buckets,
+                graph=self._flags.graph,
+                gradients=self._flags.gradients,
+                buffers=self._flags.buffers,
+                ignore=self.parameters_to_ignore,
+                skip_unused=self._flags.skip_unused,
+                nonfinite=self.nonfinite,
+            ),
+            sync_at_start=init_sync,
         )
         self._apply_manual()
         self.reducer = ReducerFace(self.replica)
@@ -269,7 +271,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
             optimizer_in_backward_hook(self)
         if torch.is_grad_enabled() and replica.sync and self.logger is not None:
             self.logger.forward_begins()
-        with replica.hears_of_failures():
+        with replica.recovery.failing_forward():
             self._uneven.before_forward(self)
             replica.rebuild()
             self._sync_buffers(BufferHook.BEFORE)
@@ -295,13 +297,13 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
             return
         src = self._uneven.common_rank(True) if self._join_config.enable else 0
         if hook is None:
-            self.replica.sync_buffers(src)
+            self.replica.state.sync_buffers(src)
         else:
             hook.run(self.replica)
 
     def will_sync_module_buffers(self) -> bool:
         """Whether this forward makes buffers equal."""
-        return self.replica.sync_buffers_next and self.forward_sync_buffers and bool(self.replica.named_buffers())
+        return self.replica.sync_buffers_next and self.forward_sync_buffers and bool(self.replica.state.named_buffers())
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients without averaging; the first step outside averages what has accumulated."""
@@ -346,12 +348,12 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
     @property
     def modules_buffers(self) -> list[Tensor]:
         """The buffers that are synchronised."""
-        return list(self.replica.named_buffers().values())
+        return list(self.replica.state.named_buffers().values())
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
         """The same by name."""
-        return self.replica.named_buffers()
+        return self.replica.state.named_buffers()
 
     @property
     def _distributed_rank(self) -> int:
@@ -359,7 +361,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        return self.replica.reducer.rebuilt
+        return self.replica.reducer.order.rebuilt
 
     @property
     def _authoritative_rank(self) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gradwire.autograd.backward_end import at_backward_end
 from gradwire.collectives import ReduceOp, all_reduce
+from gradwire.concurrency import weakly
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
 from gradwire.parallel.broadcast import broadcast_coalesced
@@ -31,10 +32,8 @@ class Delayed:
         for p in self._parameters:
             self._views.append(self._buffer[offset : offset + p.numel()].view(p.shape))
             offset += p.numel()
-        weak = weakref.WeakMethod(
-            self._launch
-        )  # parameters own their hooks; a hook that owned parameters would be a cycle
-        trigger.register_hook(lambda grad: grad if (launch := weak()) is None else launch(grad))
+        launch = weakly(self._launch)  # parameters own their hooks; a hook that owned parameters would be a cycle
+        trigger.register_hook(lambda grad: launch())
 
     @classmethod
     def of(cls, ddp: Any, named: Any, trigger: Any) -> Delayed | None:
@@ -53,14 +52,9 @@ class Delayed:
         """Whether no parameter is left for buckets."""
         return all(name in ignore for name, p in module.named_parameters() if p.requires_grad)
 
-    def _launch(self, grad: Tensor) -> Tensor:
+    def _launch(self) -> None:
         work = self._group.submit(all_reduce(self._buffer, op=ReduceOp.AVG, label="delayed all-reduce"))
-
-        def wait() -> None:
-            work.wait()
-
-        torch.autograd.Variable._execution_engine.queue_callback(wait)
-        return grad
+        at_backward_end(lambda: work.wait())
 
     def after_forward(self, output: Any) -> Any:
         """Gradients accumulate into the buffer: point every `.grad` that is None at its place there, as zeros."""

@@ -34,7 +34,7 @@ class ReducerFace:
 
     def _run_comm_hook(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._replica.start(bucket).wait())
+        future.set_result(self._replica.reducer.reductions.runner.start(bucket).wait())
         return future
 
     def prepare_for_backward(self, outputs: Any) -> None:
@@ -42,11 +42,11 @@ class ReducerFace:
         self._replica.expect_backward(outputs)
 
     def _get_local_used_map(self) -> Tensor:
-        return self._replica.reducer.used_map()
+        return self._replica.reducer.used.counts
 
     def _ddp_graph_static(self) -> bool:
         """Whether the graph has been the same in all steps so far."""
-        return self._replica.reducer.graph_seems_static
+        return self._replica.reducer.order.graph_seems_static
 
     def _rebuild_buckets(self) -> bool:
         return self._replica.reducer.rebuild()
@@ -113,23 +113,23 @@ class Logger:
         """Everything known now."""
         reducer = self._replica.reducer
         data = {**self._fixed, **self.stats.data()}
-        error = self._error or reducer.last_error
+        error = self._error or reducer.iterations.last_error
         if error is not None:
             data |= {"has_error": 1, "error": error}
         if self._comm_hooks:
             data["comm_hook"] = _hook_name(*self._comm_hooks[0])
         data["static_graph"] = int(self._replica.graph is Graph.STATIC)
-        data["has_rebuilt_buckets"] = int(reducer.rebuilt)
-        data["num_buckets_reduced"] = reducer.buckets_reduced
-        data["can_set_static_graph"] = reducer.graph_seems_static
-        unused = reducer.unused_numel()
+        data["has_rebuilt_buckets"] = int(reducer.order.rebuilt)
+        data["num_buckets_reduced"] = reducer.reductions.number
+        data["can_set_static_graph"] = reducer.order.graph_seems_static
+        unused = reducer.order.unused_nbytes() if reducer.steps else 0
         if unused:
             data["unused_parameter_size"] = unused
-        if reducer.rebuilt:
+        if reducer.order.rebuilt:
             data["rebuilt_bucket_sizes"] = _sizes(reducer)
             data["rebuilt_per_bucket_param_indices"] = ", ".join(" ".join(map(str, m)) for m in reducer.layout.members)
-        if reducer.last_arrival:
-            data["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, reducer.last_arrival))
+        if reducer.order.last_arrival:
+            data["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, reducer.order.last_arrival))
         return data
 
 

@@ -50,8 +50,8 @@ class ManualFinalization:
         if not self._manual:
             return False
         reducer = self.replica.reducer
-        rebuilds = reducer.rebuild_limits is not None and not reducer.rebuilt
-        return self.mixed_precision is not None or rebuilds or reducer.learning
+        rebuilds = reducer.order.limits is not None and not reducer.order.rebuilt
+        return self.mixed_precision is not None or rebuilds or reducer.used.learning
 
     def finalize_backward(self) -> None:
         """Wait for the reductions of this step and put the averages into `.grad`: once for each synchronized backward."""
@@ -78,8 +78,8 @@ class ManualFinalization:
         """Let the reducer know. Its hooks must call at once, because a caller may finalize right after the last gradient."""
         reducer = self.replica.reducer
         reducer.manual = self._manual
-        if self._manual and reducer.ears is not None:
-            reducer.ears.listen_to(range(len(reducer.parameters)))
+        if self._manual:
+            reducer.listener.call_at_once()
 
     def _check_finalized(self) -> None:
         """Before a forward: the last backward must have been finalized. It still can be, so nothing is changed."""

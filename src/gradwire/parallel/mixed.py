@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_map
 
-from gradwire.autograd.ending import at_the_end
+from gradwire.autograd.backward_end import at_backward_end
 from gradwire.autograd.graph import tensors_in
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.hooks.base import CommHook
@@ -121,7 +121,7 @@ class _Substitution:
     """The low-precision tensors of one forward, in or out of the module: see Note [Low precision by substitution]."""
 
     _active: ClassVar[set[_Substitution]] = set()
-    """Those that a running backward will end; `at_the_end` holds them weakly."""
+    """Those that a running backward will end; `at_backward_end` holds them weakly."""
 
     def __init__(self, mixed: MixedPrecision, module: nn.Module) -> None:
         self._mixed = mixed
@@ -170,7 +170,7 @@ class _Substitution:
     def _backward_begins(self, _: Tensor) -> None:
         if self not in self._active:
             self._active.add(self)
-            at_the_end(self._backward_ends, lost=self._backward_ends)
+            at_backward_end(self._backward_ends, failed=self._backward_ends)
             with torch.enable_grad():  # a re-entrant checkpoint differentiates through what it finds
                 self.begin()
 

@@ -16,30 +16,41 @@ from gradwire.collectives import all_gather_into_tensor
 from gradwire.errors import NonFiniteGradient
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.reducer.drive import Pending
-from gradwire.reducer.reducer import Reducer, StepRejected
+from gradwire.reducer.hook_runner import HookRunner
+from gradwire.reducer.reductions import StepRejected
 
 Names = Callable[[], list[str]]
 """Returns the parameters with a value that is not finite; waits for the device."""
 
 
-class NonFiniteCheck:
-    """Looks at every bucket of a step, and rejects the step on all ranks if one of them has found something."""
+class NonFiniteChecked:
+    """A runner that looks at every bucket of a step, and rejects the step on all ranks if one of them finds something."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, inner: HookRunner, names: Sequence[str]) -> None:
+        self._inner = inner
         self._names = list(names)
         self._gradients: list[Names] = []
         self._averages: list[Names] = []
 
-    def around(self, bucket: GradBucket, start: Callable[[GradBucket], Pending], reducer: Reducer) -> Pending:
-        """Start the reduction of `bucket`, looking at what goes in and at what comes out."""
-        if self.verify not in reducer.before_put_back:  # the first bucket of a step
-            self._gradients, self._averages = [], []
-            self._group, self._step, self._device = reducer.group, reducer.steps, bucket.spec.device
-            reducer.before_put_back.append(self.verify)
-        self._gradients.append(look(bucket.spec, bucket.buffer()))
-        return _Looked(start(bucket), bucket.spec, self._averages)
+    @property
+    def checks(self) -> list[Callable[[int], None]]:
+        """The inner runner's."""
+        return self._inner.checks
 
-    def verify(self) -> None:
+    def start(self, bucket: GradBucket) -> Pending:
+        """Start the reduction of `bucket`, looking at what goes in and at what comes out."""
+        if self._verify not in self.checks:  # the first bucket of a step
+            self._gradients, self._averages = [], []
+            self._device = bucket.spec.device
+            self.checks.append(self._verify)
+        self._gradients.append(look(bucket.spec, bucket.buffer()))
+        return _Looked(self._inner.start(bucket), bucket.spec, self._averages)
+
+    def buckets_changed(self) -> None:
+        """As the inner runner."""
+        self._inner.buckets_changed()
+
+    def _verify(self, step: int) -> None:
         """Exchange what ranks have found. What is sent: 0, or the parameter's number from 1 on, negative for an average."""
         gradients, averages = _first(self._gradients), _first(self._averages)
         found = 0
@@ -48,14 +59,15 @@ class NonFiniteCheck:
         elif averages is not None:
             found = -(self._names.index(averages) + 1)
         mine = torch.tensor([found], device=self._device)
-        everybody = mine.new_empty(self._group.size)
-        self._group.submit(all_gather_into_tensor(everybody, mine, label="finite?")).wait()
+        group = self._inner.group
+        everybody = mine.new_empty(group.size)
+        group.submit(all_gather_into_tensor(everybody, mine, label="finite?")).wait()
         answers = everybody.tolist()
         if any(answers):
-            raise StepRejected(self._error(answers))
+            raise StepRejected(self._error(answers, step))
 
-    def _error(self, answers: list[int]) -> NonFiniteGradient:
-        doing = f"averaging gradients in step {self._step}"
+    def _error(self, answers: list[int], step: int) -> NonFiniteGradient:
+        doing = f"averaging gradients in step {step}"
         after = "No average was written and the model can be used again: call zero_grad() before the next backward."
         ranks = [rank for rank, answer in enumerate(answers) if answer > 0]
         if ranks:

@@ -13,7 +13,7 @@ from gradwire.errors import UsageError
 from gradwire.events import Handle
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
-from gradwire.parallel.replica import Replica
+from gradwire.parallel.replica import Replica, ReplicaPolicies
 from gradwire.policies import Buckets, Buffers, Gradients, Graph, NonFinite, ScaleCheck
 
 _MARK = "_gradwire_replica"
@@ -49,11 +49,8 @@ def replicate(
     """
     if getattr(module, _MARK, None) is not None:
         raise UsageError(f"replicate({type(module).__name__}): it is replicated already. detach() it first.")
-    replica = Replica(
-        module,
-        group,
-        hook=hook,
-        buckets=buckets,
+    policies = ReplicaPolicies(
+        buckets=Buckets() if buckets is None else buckets,
         graph=graph,
         gradients=gradients,
         buffers=buffers,
@@ -61,6 +58,7 @@ def replicate(
         scale_check=scale_check,
         nonfinite=nonfinite,
     )
+    replica = Replica(module, group, hook=hook, policies=policies)
     around = _Around(replica)
     removers = [
         module.register_forward_pre_hook(around.before),

@@ -9,29 +9,32 @@ from typing import Any
 from torch import nn
 
 from gradwire.events import Handle
-from gradwire.reducer.outer_optimizer import OuterHalf
+from gradwire.reducer.hook_runner import HookRunner
+from gradwire.reducer.outer_optimizer import OuterOptimizer
 
 
 class UnequalReplicas(UserWarning):
     """`state_dict()` of a model whose replicas differ."""
 
 
-def warn_when_saved(module: nn.Module, outer: OuterHalf) -> Handle:
-    """Warn, once, when `module.state_dict()` is called while the ranks' parameters differ."""
-    return Handle(module.register_state_dict_pre_hook(_Warning(outer)).remove)
+def warn_when_saved(module: nn.Module, runner: HookRunner) -> Handle:
+    """Warn when `module.state_dict()` is called while the ranks' parameters differ."""
+    return Handle(module.register_state_dict_pre_hook(_Warning(runner)).remove)
 
 
 class _Warning:
     """The hook on `state_dict()`. In a copy or a pickle of the module it does nothing."""
 
-    def __init__(self, outer: OuterHalf | None = None) -> None:
-        self._outer = None if outer is None else weakref.ref(outer)
+    def __init__(self, runner: HookRunner | None = None) -> None:
+        self._runner = None if runner is None else weakref.ref(runner)
+        self._warned: weakref.ref[OuterOptimizer] | None = None
 
     def __call__(self, *_: Any) -> None:
-        outer = None if self._outer is None else self._outer()
-        if outer is None or not outer.differ:
+        runner = None if self._runner is None else self._runner()
+        outer = None if runner is None else runner.outer
+        if outer is None or not outer.differ or (self._warned is not None and self._warned() is outer):
             return
-        self._outer = None
+        self._warned = weakref.ref(outer)
         warnings.warn(
             f"state_dict() on rank {outer.group.rank} after step {outer.step} with {outer.hook!r}: the ranks' parameters differ, "
             "and these are one rank's. Call average_parameters() on every rank first to save one model. To go on from here later, "

@@ -21,7 +21,6 @@ from torch import Tensor
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import EarlyTermination, UsageError
 from gradwire.groups.work import Work
-from gradwire.hooks.bucket import GradBucket
 from gradwire.interop.join import Join, Joinable, JoinHook, ShadowHook, notify
 from gradwire.parallel.replica import Replica
 
@@ -40,7 +39,7 @@ class Uneven:
     def context(self, model: Any, divide: bool, enable: bool, throw: bool) -> AbstractContextManager[Any]:
         """The context manager around a training loop."""
         hook = self._replica.hook
-        if enable and self._replica.torch_hook is None and hook.local:
+        if enable and self._replica.runner.torch_hook is None and hook.local:
             raise UsageError(
                 f"join() with {hook!r}: a rank that has run out of inputs makes no steps, so it would miss the outer steps of the "
                 "others. Give every rank the same number of batches."
@@ -61,15 +60,15 @@ class Uneven:
     def before_forward(self, model: Joinable) -> None:
         """Take part in the count of ranks that still have inputs."""
         replica, config = self._replica, model._join_config
-        replica.divisor = None
+        replica.runner.divisor = None
         if not config.enable:
             return
-        replica.mend()
+        replica.recovery.mend()
         if not self._own_join:
             work: Any = notify(model)
             if work is not None and not self._divide_by_all:
                 work.wait()
-                replica.divisor = int(work.result()[0].item())
+                replica.runner.divisor = int(work.result()[0].item())
             return
         count, self._counted = self._submit(1.0)
         if config.throw_on_early_termination:
@@ -81,7 +80,7 @@ class Uneven:
                 )
         if not self._divide_by_all:
             self._counted.wait()
-            replica.divisor = int(count.item())
+            replica.runner.divisor = int(count.item())
 
     def count_training(self) -> int:
         """How many ranks still have inputs; this one has none."""
@@ -96,15 +95,15 @@ class Uneven:
         """Leave the context: with `error`, on all ranks; without one, once `shadow` has matched the steps of all other ranks."""
         if error is not None:
             if not isinstance(error, EarlyTermination):
-                self._replica.loop_failed(error)
+                self._replica.recovery.loop_failed(error)
             return
         try:
-            self._replica.mend()
+            self._replica.recovery.mend()
             shadow()
         except EarlyTermination:
             raise
         except BaseException as failure:
-            self._replica.loop_failed(failure)
+            self._replica.recovery.loop_failed(failure)
             raise
 
     def _submit(self, value: float, op: ReduceOp = ReduceOp.SUM) -> tuple[Tensor, Work]:
@@ -133,26 +132,27 @@ class Uneven:
         replica.reducer.rebuild()
         ddp = self._ddp()
         if ddp is not None and ddp.will_sync_module_buffers():
-            replica.sync_buffers(self.common_rank(False))
+            replica.state.sync_buffers(self.common_rank(False))
         training = int(self._ask(0.0))
         replica.sync_buffers_next = training > 0
         if not replica.sync_buffers_next:
             return
         # The same collectives as the others, and the same result: the mean over all ranks, or over those that still train. The
         # zeros that this rank brings have no weight.
-        replica.divisor = None if self._divide_by_all else training
-        weight, replica.weight = replica.weight, 0.0
+        runner, reducer = replica.runner, replica.reducer
+        runner.divisor = None if self._divide_by_all else training
+        weight, runner.weight = runner.weight, 0.0
         try:
-            for reduction in [replica.start(bucket) for bucket in _zeros(replica)]:
+            for reduction in [reducer.reductions.runner.start(bucket) for bucket in reducer.buckets.zeros()]:
                 reduction.wait()
-            replica.reducer.shadow_step_ended()
+            reducer.shadow_step_ended()
         finally:
-            replica.weight = weight
+            runner.weight = weight
 
     def sync_final(self, is_last_joiner: bool) -> None:
         """Make everybody's model that of a rank that joined last."""
         self.authoritative_rank = self.common_rank(is_last_joiner)
-        self._replica.broadcast_state(self.authoritative_rank)
+        self._replica.state.broadcast(self.authoritative_rank)
 
 
 class _Join(Join):
@@ -180,19 +180,3 @@ class _Join(Join):
 
     def _notify_procs_to_terminate(self) -> None:
         self._uneven.terminate_early()
-
-
-def _zeros(replica: Replica) -> list[GradBucket]:
-    """The buckets with nothing in them, in launch order."""
-    reducer = replica.reducer
-    buckets = []
-    for storage, members in zip(reducer.storages, reducer.layout.members, strict=True):
-        parameters = [reducer.parameters[i] for i in members]
-        spec = storage.spec
-        shape = parameters[0].shape if spec.sparse else (spec.numel,)
-        buffer = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
-        if spec.sparse:
-            buffer = buffer.to_sparse(1)
-        last = storage is reducer.storages[-1]
-        buckets.append(GradBucket(storage.spec, buffer, parameters, is_last=last))
-    return buckets

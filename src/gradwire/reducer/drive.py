@@ -32,8 +32,9 @@ from gradwire.concurrency import Worker
 from gradwire.errors import CollectiveTimeout, HookError
 from gradwire.groups.base import Group
 from gradwire.groups.work import Work
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
-from gradwire.hooks.pump import begin
+from gradwire.hooks.base import CommHook, Reduction, Turn
+from gradwire.hooks.periodic.base import OuterHook
+from gradwire.hooks.pump import begin, pump
 
 
 class Pending(Protocol):
@@ -84,42 +85,34 @@ def _on(group: Group, carry_out: Callable[[Collective], Work]) -> Callable[[Coll
     return carry_out_here
 
 
-def run(reduction: Reduction, carry_out: Callable[[Collective], Awaitable]) -> Reduced:
-    """Advance to the end, waiting for each collective."""
-    try:
-        op = next(reduction)
-        while True:
-            try:
-                carry_out(op).wait()
-            except BaseException as error:
-                op = reduction.throw(error)
-            else:
-                op = next(reduction)
-    except StopIteration as stop:
-        result: Reduced = stop.value
-        return result
+def gradient_reduction(group: Group, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+    """The reduction of a gradient by `hook`, checked; the hook is told of the group's hosts."""
+    turn = _with_hosts(turn, group)
+    return begin(hook.reduce(grad, state, turn), hook, turn, grad.numel(), grad.dtype)
 
 
-def begin_on(
-    group: Group, hook: CommHook, grad: Tensor, state: Any, turn: Turn, *, method: str = "reduce"
-) -> Reduction:
-    """A reduction that is told of the group's hosts; what it yields is carried out by scope. See Note [Scopes]."""
-    if group.layout is not None:
-        turn = replace(turn, hosts=group.layout)
-    reduction = getattr(hook, method)(grad, state, turn)
-    return begin(reduction, hook, turn, grad.numel(), grad.dtype if method == "reduce" else None)
+def outer_reduction(group: Group, hook: OuterHook, parameters: Tensor, state: Any, turn: Turn) -> Reduction:
+    """The first half of an outer step by `hook`, checked; the hook is told of the group's hosts."""
+    turn = _with_hosts(turn, group)
+    return begin(hook.after_step(parameters, state, turn), hook, turn, parameters.numel())
 
 
-def carry_out(group: Group, hook: CommHook, grad: Tensor, state: Any, turn: Turn, *, method: str = "reduce") -> Tensor:
+def _with_hosts(turn: Turn, group: Group) -> Turn:
+    return turn if group.layout is None else replace(turn, hosts=group.layout)
+
+
+def carry_out(reduction: Reduction, group: Group) -> Tensor:
     """The value of a reduction that runs to its end in the caller's thread."""
-    return run(begin_on(group, hook, grad, state, turn, method=method), _on(group, group.submit)).value
+    return _run(reduction, _on(group, group.submit))
 
 
-def start_single(
-    group: Group, hook: CommHook, grad: Tensor, state: Any, turn: Turn, *, method: str = "reduce"
-) -> Pending:
-    """A reduction of one collective, submitted now in the caller's thread and finished by whoever waits for it."""
-    return _Single(begin_on(group, hook, grad, state, turn, method=method), group, repr(hook))
+def start_single(reduction: Reduction, group: Group, hook: CommHook) -> Pending:
+    """Start a reduction of one collective: submitted now in the caller's thread, and finished by the thread that waits."""
+    return _Single(reduction, group, repr(hook))
+
+
+def _run(reduction: Reduction, submit: Callable[[Collective], Awaitable]) -> Tensor:
+    return pump(reduction, lambda op: submit(op).wait()).value
 
 
 class Driver:
@@ -136,9 +129,9 @@ class Driver:
         """Start reducing `grad`; never waits for another rank, except on groups that block in `submit`."""
         if grad.device.type == "cuda" and self.group.orders_streams(grad.device):
             return self._launch_on_stream(hook, grad, state, turn)
+        reduction = gradient_reduction(self.group, hook, grad, state, turn)
         if hook.collectives == 1:
-            return start_single(self.group, hook, grad, state, turn)
-        reduction = begin_on(self.group, hook, grad, state, turn)
+            return start_single(reduction, self.group, hook)
         if hook.collectives == 0:
             return _Done(reduction, repr(hook))
         ordered = _Ordered(grad, self._stream(grad.device)) if grad.is_cuda else None
@@ -150,7 +143,7 @@ class Driver:
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             _keep(grad, side)
-            value = carry_out(self.group, hook, grad, state, turn)
+            value = carry_out(gradient_reduction(self.group, hook, grad, state, turn), self.group)
             event = torch.cuda.Event()
             event.record(side)
         return _OnStream(value, event)
@@ -188,7 +181,7 @@ class _Done:
 
     def __init__(self, reduction: Reduction, hook: str) -> None:
         self._hook = hook
-        self._value = run(reduction, self._refuse).value
+        self._value = _run(reduction, self._refuse)
 
     def wait(self) -> Tensor:
         return self._value
@@ -210,7 +203,7 @@ class _Single:
 
     def wait(self) -> Tensor:
         self._work.wait()
-        return run(self._reduction, self._refuse).value
+        return _run(self._reduction, self._refuse)
 
     def _refuse(self, op: Collective) -> Awaitable:
         raise HookError(
@@ -235,7 +228,7 @@ class _OnLane:
         def job() -> None:
             try:
                 with torch.no_grad(), ordered.here() if ordered else contextlib.nullcontext():
-                    self._value = run(reduction, _on(group, group.run)).value
+                    self._value = _run(reduction, _on(group, group.run))
             except BaseException as error:
                 self._error = error
             finally:

@@ -12,7 +12,7 @@ from gradwire.collectives import all_gather_into_tensor
 from gradwire.errors import HookError
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
-from gradwire.reducer.hook_states import States, from_dict
+from gradwire.reducer.hook_states import HookStates, from_dict
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ def odd_ones_out(group: Group, said: str, *, device: torch.device, label: str) -
 
 
 def load_together(
-    saved: Mapping[str, Any], hook: CommHook, group: Group, *, device: torch.device, build: Callable[[States], T]
+    saved: Mapping[str, Any], hook: CommHook, group: Group, *, device: torch.device, build: Callable[[HookStates], T]
 ) -> T:
     """What `build` makes of this rank's states. Every rank calls it; if one cannot load, or is at another step, none does.
 
@@ -36,7 +36,7 @@ def load_together(
     built, refused, at = [], None, repr(hook)
     try:
         states = from_dict(saved, hook, rank=group.rank)
-        at = f"{hook!r} at step {states.step}"
+        at = f"{hook!r} at step {states.steps}"
         said = f"{at}, an order of {sorted(saved.get('order', ()))}"
         built.append(build(states))
     except Exception as error:  # whatever it is, the others must not wait for a rank that has gone

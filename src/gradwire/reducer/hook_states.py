@@ -1,4 +1,4 @@
-"""`States`: the states of one hook on one model, made when a bucket first needs one, kept by parameter name in between.
+"""`HookStates`: the states of one hook on one model, made when a bucket first needs one, kept by parameter name in between.
 
 It does not know groups, models or backwards: whoever runs a hook owns one of these.
 
@@ -36,7 +36,7 @@ VERSION = 2
 _KEYS = {"version", "hook", "rank", "step", "state"}
 
 
-class States:
+class HookStates:
     """One state per bucket, and how many times the buckets have been reduced."""
 
     def __init__(
@@ -48,8 +48,8 @@ class States:
         owed: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.hook = hook
-        self.step = step
-        """The step at which a bucket begins that has not been reduced yet."""
+        self._step = step  # that of buckets that have not been reduced yet
+        self._next_steps: dict[int, int] = {}
         self._made: dict[int, tuple[BucketSpec, Any]] = {}
         self._saved: dict[str, Any] = dict(saved or {})
         self.owed: dict[str, Tensor] = dict(owed or {})
@@ -69,6 +69,23 @@ class States:
                 self._saved.pop(name, None)
             made = self._made[spec.index] = (spec, state)
         return made[1]
+
+    def begin(self, spec: BucketSpec, gradient: Tensor) -> int:
+        """The reduction of a bucket begins: the number of its step. What an earlier hook has not sent is added to `gradient`."""
+        step = self._next_steps.get(spec.index, self._step)
+        self._next_steps[spec.index] = step + 1
+        self.pay(spec, gradient)
+        return step
+
+    @property
+    def steps(self) -> int:
+        """How many times the buckets have been reduced."""
+        return max(self._next_steps.values(), default=self._step)
+
+    def next_step(self) -> None:
+        """Whatever bucket begins next, it begins the same step: that after the last one of any bucket."""
+        self._step = self.steps
+        self._next_steps.clear()
 
     @property
     def specs(self) -> list[BucketSpec]:
@@ -103,11 +120,11 @@ class States:
             if owed is not None:
                 gradient.narrow(0, offset, numel).add_(owed.to(gradient))
 
-    def hand_over(self, hook: CommHook, *, step: int) -> States:
+    def hand_over(self, hook: CommHook, *, step: int) -> HookStates:
         """The states with which another hook takes the place of this one after `step` steps. See Note [Another hook]."""
         parts = self.by_name()
         if hook.structure == self.hook.structure:
-            return States(hook, step=step, saved=parts, owed=self.owed)
+            return HookStates(hook, step=step, saved=parts, owed=self.owed)
         owed = add_owed(self.owed, self.hook.owed(parts))
         if owed is None:
             warnings.warn(
@@ -115,10 +132,10 @@ class States:
                 "they are dropped. Override CommHook.owed to have them sent.",
                 stacklevel=4,
             )
-        return States(hook, owed=self.owed if owed is None else owed)
+        return HookStates(hook, owed=self.owed if owed is None else owed)
 
 
-def to_dict(states: States, *, rank: int, step: int, **more: Any) -> dict[str, Any]:
+def to_dict(states: HookStates, *, rank: int, step: int, **more: Any) -> dict[str, Any]:
     """What `hook_state_dict()` gives: tensors, numbers, text and dicts of them."""
     return {
         "version": VERSION,
@@ -132,7 +149,7 @@ def to_dict(states: States, *, rank: int, step: int, **more: Any) -> dict[str, A
     }
 
 
-def from_dict(saved: Mapping[str, Any], hook: CommHook, *, rank: int) -> States:
+def from_dict(saved: Mapping[str, Any], hook: CommHook, *, rank: int) -> HookStates:
     """States as `to_dict` saved them, for this rank: see Note [Whose state it is]. HookError if they are not this hook's."""
     doing = f"load_hook_state_dict on rank {rank}"
     if not isinstance(saved, Mapping) or not saved.keys() >= _KEYS:
@@ -157,7 +174,7 @@ def from_dict(saved: Mapping[str, Any], hook: CommHook, *, rank: int) -> States:
     own = saved["rank"] == rank
     parts = saved["state"] if own else hook.shared(saved["state"])
     owed = saved.get("owed", {}) if own else {}
-    return States(hook, step=int(saved["step"]), saved=copy.deepcopy(dict(parts)), owed=copy.deepcopy(dict(owed)))
+    return HookStates(hook, step=int(saved["step"]), saved=copy.deepcopy(dict(parts)), owed=copy.deepcopy(dict(owed)))
 
 
 def _fits(saved: Mapping[str, Any], hook: CommHook) -> bool:

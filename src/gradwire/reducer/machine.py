@@ -178,6 +178,11 @@ class Machine:
         return self.state is State.LAUNCHED
 
     @property
+    def is_static(self) -> bool:
+        """Whether a static graph has been learned."""
+        return self.static_uses is not None
+
+    @property
     def next_bucket(self) -> int:
         """The bucket that is to be launched next."""
         return self._next

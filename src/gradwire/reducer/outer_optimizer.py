@@ -6,24 +6,23 @@ and these into pieces of limited size. They depend on nothing that happens in a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from gradwire.collectives import ReduceOp, all_reduce
-from gradwire.errors import UsageError, UsageTypeError
-from gradwire.events import Handle
+from gradwire.errors import UsageError
 from gradwire.groups.base import Group
 from gradwire.hooks.base import Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.periodic.base import OuterHook
 from gradwire.hooks.state import join_flat, split_flat
-from gradwire.reducer.drive import Landed, Pending, carry_out, start_single
-from gradwire.reducer.hook_states import States, to_dict
+from gradwire.reducer.attached_optimizers import AttachedOptimizers
+from gradwire.reducer.drive import Landed, Pending, carry_out, outer_reduction, start_single
+from gradwire.reducer.hook_states import HookStates, to_dict
 
 PIECE = 64 * 2**20
 """Bytes of parameters that are copied and sent at a time."""
@@ -52,7 +51,7 @@ class _Piece:
         torch._foreach_copy_(self.parameters, self.spec.views(row))
 
 
-class OuterHalf:
+class OuterOptimizer:
     """The outer half of one hook on one rank's parameters. Every rank makes it when its parameters are those of all."""
 
     @torch.no_grad()
@@ -62,18 +61,19 @@ class OuterHalf:
         group: Group,
         named_parameters: Iterable[tuple[str, Tensor]],
         *,
-        states: States | None = None,
+        states: HookStates | None = None,
         saved: Mapping[str, Any] | None = None,
+        optimizers: AttachedOptimizers | None = None,
     ) -> None:
         self.hook = hook
         self.group = group
-        self.step = 0 if states is None else states.step
+        self.step = 0 if states is None else states.steps
         """How many steps the optimizer has made."""
-        self.attended = False
-        """Whether somebody tells of the optimizer's steps."""
+        self.optimizers = optimizers or AttachedOptimizers()
         self.differ = saved is not None and self._differ_after(self.step)
         """Whether ranks may hold different parameters now."""
-        self._states = states or States(hook)
+        self._states = states or HookStates(hook)
+        self._stepped = False
         self._backwards = 0
         self._owed = False
         self._pieces = [
@@ -103,7 +103,7 @@ class OuterHalf:
         if self._fresh:
             self._fresh = False
             self._begin()  # a checkpoint may have been loaded into the model since
-        if self.attended:
+        if self._stepped or self.optimizers.attached:
             return
         if self._owed:
             raise UsageError(
@@ -118,7 +118,7 @@ class OuterHalf:
     @torch.no_grad()
     def optimizer_stepped(self) -> None:
         """The optimizer has made a step: have the outer steps that are due, in which every rank takes part."""
-        self.attended = True
+        self._stepped = True
         self._fresh = False
         self.step += 1
         for piece in self._pieces:
@@ -137,13 +137,12 @@ class OuterHalf:
         return not united and not self.hook.averages_gradients(step - 1) and self.group.size > 1
 
     def _send(self, piece: _Piece) -> None:
-        turn = self._turn(piece)
-        do = (self.group, self.hook, piece.flat(), piece.state, turn)
+        reduction = outer_reduction(self.group, self.hook, piece.flat(), piece.state, self._turn(piece))
         if self.hook.delay and self.hook.outer_collectives == 1:
             # On its way while the next steps are computed, and submitted here, in the order of all that this thread submits.
-            piece.came = start_single(*do, method="after_step")
+            piece.came = start_single(reduction, self.group, self.hook)
         else:
-            piece.came = Landed(carry_out(*do, method="after_step"))
+            piece.came = Landed(carry_out(reduction, self.group))
         piece.lands = self.step + self.hook.delay
         if not self.hook.delay:
             self._settle(piece)
@@ -218,48 +217,3 @@ def _spec(index: int, members: Sequence[tuple[str, Tensor]]) -> BucketSpec:
         dtype=first.dtype,
         device=first.device,
     )
-
-
-@dataclass(slots=True)
-class _Rounds:
-    """Calls `do` whenever every one of several optimizers has made a step."""
-
-    do: Callable[[], None]
-    number: int
-    stepped: set[int] = field(default_factory=set)
-
-    def of(self, index: int) -> Callable[..., None]:
-        def stepped(*_: Any) -> None:
-            self.stepped.add(index)
-            if len(self.stepped) == self.number:
-                self.stepped.clear()
-                self.do()
-
-        return stepped
-
-
-def after_every_step(
-    optimizers: Sequence[Optimizer], parameters: Iterable[Tensor], do: Callable[[], None]
-) -> list[Handle]:
-    """Call `do` after each step of the optimizer; of several, once all have made one."""
-    ours = {id(p) for p in parameters}
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise UsageTypeError(
-                f"attach_optimizer({optimizer!r}): not a torch.optim.Optimizer, so it cannot tell of its steps. Call "
-                "attach_optimizer() without it, and outer_step() after every step of it."
-            )
-        if not any(id(p) in ours for g in optimizer.param_groups for p in g["params"]):
-            raise UsageError(
-                f"attach_optimizer({type(optimizer).__name__}): it moves none of the model's parameters. Attach the optimizer "
-                "that was made of model.parameters()."
-            )
-    rounds = _Rounds(do, len(optimizers))
-    return [Handle(o.register_step_post_hook(rounds.of(i)).remove) for i, o in enumerate(optimizers)]
-
-
-def replace_handles(handles: list[Handle], by: list[Handle]) -> None:
-    """Optimizers that were attached before tell of their steps no longer: each step would count twice."""
-    for handle in handles:
-        handle.remove()
-    handles[:] = by

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from gradwire.autograd import GradReady, attach, on_grad
+from gradwire.autograd import HookMode, at_backward_end, attach, grad_hooks, on_grad
 from gradwire.errors import AutogradHookError
 
 pytestmark = pytest.mark.gpu
@@ -37,54 +36,62 @@ class Mixed(nn.Module):
         return self.device(self.host(x).cuda())
 
 
-def watch(params: list[torch.Tensor]) -> tuple[GradReady, list[Any]]:
-    events: list[Any] = []
-    ready = GradReady(
-        params,
-        events.append,
-        on_backward_end=lambda: events.append("end"),
-        on_interrupted=lambda: events.append("interrupted"),
-    )
-    return ready, events
+class Owner:
+    """Notes which gradients call, and the end of the backward in which they did, as a reducer does."""
+
+    def __init__(self, params: list[torch.Tensor]) -> None:
+        self.events: list[Any] = []
+        self.arrived: list[torch.Tensor] = []
+        self.hooks = grad_hooks(params, self.ready, self.arrived)
+
+    def ready(self, index: int) -> None:
+        if "end" not in self.events and not any(isinstance(e, int) for e in self.events):
+            at_backward_end(self.ended, failed=self.failed)
+        self.events.append(index)
+
+    def ended(self) -> None:
+        self.events.append("end")
+
+    def failed(self) -> None:
+        self.events.append("failed")
 
 
 def test_ready_then_end() -> None:
     model = Mixed()
-    ready, events = watch(list(model.parameters()))
+    owner = Owner(list(model.parameters()))
+    assert not owner.hooks.can_poll
     for _ in range(20):
         model(torch.ones(2, 4)).sum().backward()
-        assert sorted(events[:-1]) == list(range(6))
-        assert events[-1] == "end"
-        assert not ready.interrupted
-        events.clear()
+        assert sorted(e for e in owner.events if e != "end") == list(range(6))
+        assert "end" in owner.events
+        owner.events.clear()
 
 
-def test_reentrant_checkpoints_end_once() -> None:
-    inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).cuda()
-    ready, events = watch(list(inner.parameters()))
+def test_only_a_few_call_and_the_others_are_noted() -> None:
+    model = Mixed()
+    params = list(model.parameters())
+    owner = Owner(params)
+    owner.hooks.listen(HookMode.LAST_PER_BUCKET, [0])
+    model(torch.ones(2, 4)).sum().backward()
+    assert [e for e in owner.events if e != "end"] == [0]
+    assert {id(p) for p in owner.arrived} == {id(p) for p in params[1:]}
+    owner.hooks.remove()
+    owner.events.clear()
+    model(torch.ones(2, 4)).sum().backward()
+    assert owner.events == []
 
-    def level(depth: int, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda x: level(depth - 1, x), x, use_reentrant=True) if depth else inner(x)
 
-    for depth in (1, 3):
-        level(depth, torch.ones(2, 4, device="cuda", requires_grad=True)).sum().backward()
-        assert sorted(events[:-1]) == [0, 1, 2, 3]
-        assert events[-1] == "end"
-        assert not ready.interrupted
-        events.clear()
-
-
-def test_an_interruption_is_known_when_backward_has_raised() -> None:
+def test_a_failure_is_known_when_backward_has_raised() -> None:
     a, b = (torch.ones(4, device="cuda", requires_grad=True) for _ in range(2))
-    ready, events = watch([a, b])
+    owner = Owner([a, b])
     for _ in range(20):
         with pytest.raises(ValueError, match="on the way"):
             (Fail.apply(b * 1) * a).sum().backward()
-        assert ready.interrupted
+        assert owner.events == [0, "failed"]
+        owner.events.clear()
         (a * b).sum().backward()
-        assert events[:2] == [0, "interrupted"]
-        assert sorted(map(str, events[2:])) == ["0", "1", "end"]
-        events.clear()
+        assert sorted(map(str, owner.events)) == ["0", "1", "end"]
+        owner.events.clear()
 
 
 @pytest.mark.parametrize("kind", ["on_grad", "before_node", "after_node", "after_accumulate"])

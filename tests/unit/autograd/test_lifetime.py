@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire.autograd import GradReady, Kind, after_node, attach, on_grad
+from gradwire.autograd import Kind, after_node, attach, grad_hooks, on_grad
 
 
 class State:
@@ -138,11 +138,19 @@ def test_hooks_of_one_kind_share_one_torch_hook() -> None:
     assert len(w._backward_hooks) == 0
 
 
+class Heard:
+    number = 0
+
+    def ready(self, index: int) -> None:
+        self.number += 1
+
+
 @pytest.mark.usefixtures("no_gc")
 def test_steps_leave_nothing_behind() -> None:
     model = nn.Linear(2, 2)
     attach(model, "*", Kind.BEFORE_NODE, lambda grads: None)
-    ready = GradReady(list(model.parameters()), lambda index: None, on_backward_end=lambda: None)
+    heard = Heard()
+    hooks = grad_hooks(list(model.parameters()), heard.ready, [])
 
     def steps(count: int) -> int:
         for _ in range(count):
@@ -156,7 +164,8 @@ def test_steps_leave_nothing_behind() -> None:
     steps(10)
     before = steps(10)
     assert steps(200) - before < 20
-    assert not ready.running
+    assert heard.number == 220 * 2
+    hooks.remove()
 
 
 def test_nodes_of_custom_functions() -> None:
@@ -179,14 +188,17 @@ def test_nodes_of_custom_functions() -> None:
 
 EXIT = """
     import atexit, torch
-    from gradwire.autograd import GradReady, attach, after_node, on_grad
+    from gradwire.autograd import grad_hooks, attach, after_node, on_grad
     class Noisy:
         def __call__(self, *args): return None
         def __del__(self): print("freed")
     model = torch.nn.Linear(2, 2)
     for kind in ("on_grad", "before_node", "after_node", "after_accumulate"):
         attach(model, "*", kind, Noisy())
-    ready = GradReady(list(model.parameters()), lambda index: None, on_backward_end=lambda: None)
+    class Heard:
+        def ready(self, index): pass
+    heard = Heard()
+    hooks = grad_hooks(list(model.parameters()), heard.ready, [])
     loss = model(torch.ones(1, 2)).sum()
     kept = on_grad(loss, Noisy()), after_node(loss.grad_fn, Noisy())
     loss.backward(retain_graph=True)

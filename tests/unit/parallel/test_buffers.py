@@ -13,6 +13,7 @@ from gradwire.errors import UsageTypeError
 from gradwire.groups import Group, Recording
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import Replica, replicate
+from gradwire.parallel.replica import ReplicaPolicies
 from gradwire.policies import Buffers
 from gradwire.testing import run_ranks
 
@@ -180,8 +181,8 @@ def test_a_buffer_hook_must_be_callable() -> None:
 def test_a_replica_knows_its_buffers_by_name() -> None:
     def rank_main(group: Group) -> list[str]:
         model = Counter(0)
-        replica = Replica(model, group, ignore=["count"])
+        replica = Replica(model, group, policies=ReplicaPolicies(ignore=["count"]))
         replica.detach()
-        return list(replica.named_buffers())
+        return list(replica.state.named_buffers())
 
     assert run_ranks(rank_main, 1) == [["seen"]]

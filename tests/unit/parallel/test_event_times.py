@@ -63,7 +63,7 @@ def test_a_gradient_is_ready_and_its_bucket_launched_before_what_comes_next(
             ddp(torch.ones(1, 2)).sum().backward()
             if i >= steps_before:
                 assert times["ready", "b.weight"] < Slow.began < times["ready", "a.weight"]
-                if ddp.replica.reducer.rebuilt or "find_unused_parameters" in flags:
+                if ddp.replica.reducer.order.rebuilt or "find_unused_parameters" in flags:
                     assert times["launched", 0] < Slow.began < times["launched", 1]
 
     run_ranks(rank_main, 1)

@@ -204,7 +204,7 @@ def test_lazy_buckets_give_the_same_gradients_and_hold_no_memory_between_steps(
 ) -> None:
     def rank_main(group: Group) -> None:
         def hold() -> set[bool]:
-            return {s.buffer is None for s in lazy.replica.reducer.storages}
+            return {s.buffer is None for s in lazy.replica.reducer.buckets.storages}
 
         lazy = DDP(Model(), process_group=group, **{**flags, "lazy_bucket_allocation": True})
         eager = DDP(Model(), process_group=group, **{**flags, "lazy_bucket_allocation": False})
@@ -244,5 +244,5 @@ def test_replicate_has_it_as_a_policy() -> None:
         buckets = Buckets(memory=BucketMemory.DURING_BACKWARD)
         replica = replicate(model, group=group, buckets=buckets, gradients=Gradients.VIEWS)
         model(inputs(0)).sum().backward()
-        assert {s.buffer for s in replica.reducer.storages} == {None}
+        assert {s.buffer for s in replica.reducer.buckets.storages} == {None}
         replica.detach()

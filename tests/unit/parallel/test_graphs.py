@@ -364,7 +364,7 @@ def test_a_backward_that_was_interrupted_on_all_ranks_is_over(
         assert_gradients(ddp.module, expected)
 
     def local_means_after_recovery(group: Group, ddp: DDP) -> Any:
-        ddp.replica.recover()
+        ddp.replica.recovery.recover()
         return local_means(group, ddp.module, lambda m: m(inputs(group.rank)).sum())
 
     run_ranks(rank_main, 2)

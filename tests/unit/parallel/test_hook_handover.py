@@ -41,7 +41,7 @@ from gradwire.hooks import (
 )
 from gradwire.hooks.base import Trait
 from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.reducer.hook_states import States, from_dict, to_dict
+from gradwire.reducer.hook_states import HookStates, from_dict, to_dict
 from gradwire.testing import run_ranks
 
 NET = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
@@ -101,9 +101,9 @@ def test_what_is_owed_stays_owed_under_other_settings(gradients: str) -> None:
         torch.testing.assert_close(delivered, brought, rtol=1e-4, atol=1e-4)
 
 
-def states_of(hook: CommHook, *, step: int = 7) -> States:
+def states_of(hook: CommHook, *, step: int = 7) -> HookStates:
     """With all states that it makes for one bucket."""
-    states = States(hook, step=step)
+    states = HookStates(hook, step=step)
     states.of(SPEC)
     return states
 
@@ -134,7 +134,7 @@ def test_hooks_of_one_structure_take_each_others_states(one: CommHook, other: Co
         states.hand_over(other, step=9),
         from_dict(to_dict(states, rank=0, step=9), other, rank=0),
     ):
-        assert taken.step == 9
+        assert taken.steps == 9
         assert taken.hook is other
         taken.of(SPEC)
 
@@ -155,7 +155,7 @@ def test_hooks_of_one_structure_take_each_others_states(one: CommHook, other: Co
 def test_other_structures_start_at_step_0_and_are_not_loaded(one: CommHook, other: CommHook) -> None:
     assert one.structure != other.structure
     states = states_of(one)
-    assert states.hand_over(other, step=9).step == 0
+    assert states.hand_over(other, step=9).steps == 0
     with pytest.raises(HookError, match=r"Settings may differ, hooks may not"):
         from_dict(to_dict(states, rank=0, step=9), other, rank=0)
 
@@ -217,7 +217,7 @@ def test_states_of_the_format_before_load(hook: str, now: CommHook) -> None:
     residual = {"a": {"residual": torch.full((6,), 3.0)}, "b": {"residual": torch.full((4,), 4.0)}}
     old = {"version": 1, "hook": hook, "rank": 0, "step": 5, "state": residual}
     states = from_dict(old, now, rank=0)
-    assert states.step == 5
+    assert states.steps == 5
     assert states.of(SPEC).residual.tolist() == [3.0] * 6 + [4.0] * 4
     with pytest.raises(HookError, match="saved under the hook"):
         from_dict(old, mean(), rank=0)

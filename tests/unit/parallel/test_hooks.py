@@ -207,7 +207,7 @@ def bad_second(state: Any, b: list[int]) -> Any: ...
 def test_what_is_no_hook_is_refused_in_torchs_words(ddp: DDP, hook: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         ddp.register_comm_hook(None, hook)
-    assert ddp.replica.torch_hook is None
+    assert ddp.replica.runner.torch_hook is None
     ddp.register_comm_hook(None, mean())  # and the place is still free
 
 
@@ -459,7 +459,7 @@ def test_it_is_done_every_so_many_steps_and_costs_three_numbers() -> None:
 def test_torchs_hooks_are_checked_too() -> None:
     def rank_main(group: Group) -> None:
         ddp = DDP(copy.deepcopy(SEEDED), process_group=group)
-        ddp.replica.scale_check = ScaleCheck()
+        ddp.replica.runner.scale_check = ScaleCheck()
 
         def summing(state: Any, bucket: Any) -> Any:
             return group.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
@@ -476,7 +476,7 @@ def test_a_weighted_mean_is_measured_by_its_weights() -> None:
 
     def rank_main(group: Group) -> None:
         ddp = DDP(copy.deepcopy(SEEDED), process_group=group)
-        ddp.replica.scale_check = ScaleCheck(tolerance=0.05)
+        ddp.replica.runner.scale_check = ScaleCheck(tolerance=0.05)
         ddp.register_comm_hook(None, weighted_mean())
         for step in range(3):
             ddp.set_weight(1 + 9 * group.rank)

@@ -232,12 +232,12 @@ def test_several_optimizers_make_one_step_together() -> None:
             loss_on(model, group.rank, step).backward()
             for optimizer in pair:
                 optimizer.step()
-                assert replica._outer is not None
-                steps.append(replica._outer.step)
+                assert replica.runner.outer is not None
+                steps.append(replica.runner.outer.step)
         replica.detach()
         loss_on(model, group.rank, 5).backward()
         pair[0].step(), pair[1].step()  # detached: nobody hears
-        assert replica._outer.step == 3
+        assert replica.runner.outer.step == 3
         return steps
 
     assert run_ranks(rank_main, 2) == [[0, 1, 1, 2, 2, 3]] * 2
@@ -495,8 +495,8 @@ def test_a_failed_outer_step_ends_on_every_rank_and_the_model_can_be_used_again(
                     optimizer.step()
             else:
                 optimizer.step()
-        assert replica._outer is not None
-        assert replica._outer.step == 5
+        assert replica.runner.outer is not None
+        assert replica.runner.outer.step == 5
         replica.detach()
         return flat(model)
 

@@ -77,7 +77,7 @@ def test_gradients_are_views_of_the_buckets_by_default(alone: Group) -> None:
     model = mlp()
     replica = replicate(model, group=alone)
     model(inputs(0)).sum().backward()
-    buffers = {s.buffer.untyped_storage().data_ptr() for s in replica.reducer.storages}
+    buffers = {s.buffer.untyped_storage().data_ptr() for s in replica.reducer.buckets.storages}
     assert {p.grad.untyped_storage().data_ptr() for p in model.parameters()} == buffers
     replica.detach()
 

@@ -369,7 +369,7 @@ def test_what_cannot_be_replicated(alone: Group, model: nn.Module, words: str) -
 def test_events_tell_a_step_in_order(alone: Group) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     replica = Replica(model, alone)
-    replica.reducer.rebuild_limits = (1,)
+    replica.reducer.order.limits = (1,)
     for _ in range(2):
         events: list[Any] = []
         handle = replica.reducer.events.listen(events.append)

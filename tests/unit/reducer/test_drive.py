@@ -16,7 +16,8 @@ from gradwire.collectives import ReduceOp, all_gather_into_tensor, all_reduce
 from gradwire.errors import CollectiveTimeout, GroupAborted, HookError
 from gradwire.groups import Group, Recording, ThreadGroup
 from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, mean
-from gradwire.reducer.drive import Driver, run
+from gradwire.hooks.pump import pump
+from gradwire.reducer.drive import Driver
 from gradwire.testing import run_ranks
 
 PATIENCE = 120.0
@@ -217,7 +218,7 @@ def test_a_hook_may_catch_what_its_collective_failed_with() -> None:
         return Reduced(grad, grad)
 
     group.abort("for the test")
-    result = run(careful(torch.ones(1), Turn(spec(0), 0, 1)), group.submit)
+    result = pump(careful(torch.ones(1), Turn(spec(0), 0, 1)), lambda op: group.submit(op).wait())
     assert result.value.item() == 1.0
     assert len(caught) == 1
     group.close()

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from gradwire.errors import GroupAborted
 from gradwire.groups import Group, ThreadGroup
 from gradwire.hooks import GradBucket
-from gradwire.parallel.attach import attach_ready
-from gradwire.reducer import ParameterSpec, Reducer
+from gradwire.reducer import BucketLayout, ParameterSpec, Reducer, ReducerOptions
 from gradwire.reducer.machine import State
 
 
@@ -23,9 +22,11 @@ class Launcher:
     def __init__(self) -> None:
         self.launched: list[tuple[int, ...]] = []
         self.waited: list[int] = []
+        self.checks: list[Callable[[int], None]] = []
+        self.rebuilt = 0
         self.answer: Callable[[GradBucket], Tensor] = lambda bucket: bucket.buffer()
 
-    def __call__(self, bucket: GradBucket) -> Any:
+    def start(self, bucket: GradBucket) -> Any:
         self.launched.append(tuple(map(int, bucket.names())))
         launcher = self
 
@@ -35,6 +36,9 @@ class Launcher:
                 return launcher.answer(bucket)
 
         return Pending()
+
+    def buckets_changed(self) -> None:
+        self.rebuilt += 1
 
 
 class World:
@@ -47,13 +51,12 @@ class World:
         specs = [ParameterSpec.of(str(i), p) for i, p in enumerate(self.parameters)]
         self.reducer = Reducer(
             self.parameters,
-            specs,
-            [[3, 2], [1, 0]],
+            BucketLayout.make(specs, [[3, 2], [1, 0]]),
             group=group,
-            launch=self.launcher,
-            **{"rebuild_limits": (8,)} | named,
+            runner=self.launcher,
+            options=ReducerOptions(**{"rebuild_limits": (8,)} | named),
         )
-        self.handles = attach_ready(self.parameters, self.reducer, undefined_too=False)
+        self.reducer.listener.attach(self.reducer.on_ready)
 
     def backward(self, order: str = "3210") -> None:
         """Gradients 1, 2, 4, 8 times two, in this order: a chain of products would hide it, so one backward each."""
@@ -112,9 +115,9 @@ def test_checks_come_after_all_results_and_before_any_gradient(make: Any) -> Non
     seen: list[Any] = []
     world.launcher.answer = lambda bucket: bucket.buffer() * 10
     world.reducer.prepare()
-    world.reducer.before_put_back.append(lambda: seen.append((list(world.launcher.waited), world.gradients())))
+    world.launcher.checks.append(lambda step: seen.append((step, list(world.launcher.waited), world.gradients())))
     world.backward()
-    assert seen == [([0, 1], [1.0, 2.0, 4.0, 8.0])]
+    assert seen == [(0, [0, 1], [1.0, 2.0, 4.0, 8.0])]
     world.reducer.prepare()
     world.backward()
     assert len(seen) == 1  # for one step only
@@ -129,7 +132,7 @@ def test_a_failure_aborts_the_group_and_the_step(make: Any) -> None:
     assert isinstance(world.group.failure, GroupAborted)
     assert "step 0 failed on rank 0 with IndexError" in world.group.failure.reason
     assert world.reducer.machine.state is State.RESTING
-    assert "IndexError" in world.reducer.last_error
+    assert "IndexError" in world.reducer.iterations.last_error
     with pytest.raises(GroupAborted, match="IndexError"):  # nor is a second backward reduced
         world.backward("3")
     assert len(world.launcher.launched) == 2
@@ -137,19 +140,17 @@ def test_a_failure_aborts_the_group_and_the_step(make: Any) -> None:
 
 def test_buckets_are_rebuilt_once_in_the_order_of_arrival(make: Any) -> None:
     world = make()
-    layouts = []
-    world.reducer.on_relayout.append(layouts.append)
     assert not world.reducer.rebuild()
     world.reducer.prepare()
     world.backward("0312")
     assert world.reducer.rebuild()
     assert world.reducer.layout.members == ((0, 3), (1, 2))
-    assert [layout.members for layout in layouts] == [((0, 3), (1, 2))]
+    assert world.launcher.rebuilt == 1
     assert not world.reducer.rebuild()
     world.reducer.prepare()
     world.backward("3210")
     assert world.launcher.launched[2:] == [(0, 3), (1, 2)]
-    assert world.reducer.last_arrival == [3, 2, 1, 0]
+    assert world.reducer.order.last_arrival == [3, 2, 1, 0]
 
 
 def test_buckets_are_not_rebuilt_without_limits(make: Any) -> None:
@@ -190,7 +191,7 @@ def test_starting_over_goes_back_to_the_first_buckets(make: Any) -> None:
     world.reducer.start_over()
     assert world.reducer.machine.state is State.RESTING
     assert world.reducer.layout.members == ((3, 2), (1, 0))
-    assert not world.reducer.rebuilt
+    assert not world.reducer.order.rebuilt
     world.launcher.launched.clear()
     world.reducer.prepare()
     world.backward("1230")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from gradwire.hooks import GradBucket
 from gradwire.parallel import DistributedDataParallel, replicate
 from gradwire.parallel.replica import Replica
 from gradwire.policies import Buckets, Gradients, Graph
+from gradwire.reducer.arrivals import Arrivals
 from gradwire.reducer.machine import State
 from gradwire.testing import run_ranks
 
@@ -73,7 +74,7 @@ def replica_of(module: nn.Module) -> Replica:
 
 def is_silent(module: nn.Module) -> bool:
     """Whether the last step was silent to its end."""
-    return replica_of(module).reducer._silent
+    return replica_of(module).reducer.listener.listening.polling
 
 
 def step(module: nn.Module, order: str = "abc") -> None:
@@ -84,9 +85,8 @@ def step(module: nn.Module, order: str = "abc") -> None:
 def hooked(module: nn.Module) -> set[int]:
     """The parameters that carry anything of ours, or whose accumulator nodes do."""
     replica: Replica | None = module._gradwire_replica  # type: ignore[assignment]
-    ears: Any = None if replica is None else replica.reducer.ears
-    on_nodes = set() if ears is None else set(ears._few) | set(ears._for_good._calling if ears._for_good else ())
-    return on_nodes | {
+    hooks: Any = None if replica is None else replica.reducer.listener.hooks
+    return set(() if hooks is None else hooks.calling) | {
         i for i, p in enumerate(module.parameters()) if p._backward_hooks or p._post_accumulate_grad_hooks
     }
 
@@ -104,16 +104,16 @@ def assert_right(module: nn.Module, order: str = "abc", times: int = 1) -> None:
         assert torch.equal(p.grad, q.grad), name  # type: ignore[arg-type]
 
 
-def calls(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The indices for which the reducer is called from now on."""
-    reducer, seen = replica_of(module).reducer, []
-    inner: Callable[[Any, int], None] = type(reducer).on_ready
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The indices for which hooks call from now on."""
+    seen: list[int] = []
+    inner = Arrivals.called
 
-    def on_ready(self: Any, index: int) -> None:
+    def called(self: Arrivals, index: int) -> Any:
         seen.append(index)
-        inner(self, index)
+        return inner(self, index)
 
-    monkeypatch.setattr(type(reducer), "on_ready", on_ready)
+    monkeypatch.setattr(Arrivals, "called", called)
     return seen
 
 
@@ -122,7 +122,7 @@ def calls(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_only_gradients_that_launch_are_heard(model: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
     reducer = replica_of(model).reducer
-    seen = calls(model, monkeypatch)
+    seen = calls(monkeypatch)
     step(model)
     expected = {members[-1] for members in reducer.layout.members}
     assert set(seen) == expected == hooked(model)
@@ -147,17 +147,17 @@ def test_sampling_step_times_puts_no_hooks_on_accumulators(group: Group) -> None
         ddp.zero_grad()
         ddp(X).sum().backward()
     assert ddp.replica.reducer.events  # one of the first ten steps, whose times are all taken
-    assert not ddp.replica.reducer.ears._few  # type: ignore[union-attr]
+    assert not ddp.replica.reducer.listener.hooks.calling  # type: ignore[union-attr]
     assert ddp._get_ddp_logging_data()["avg_backward_compute_time"] > 0
     ddp.replica.detach()
 
 
 def test_the_order_last_seen_is_kept(model: Stages) -> None:
     reducer = replica_of(model).reducer
-    before = list(reducer.last_arrival)
+    before = list(reducer.order.last_arrival)
     step(model)
-    assert reducer.last_arrival == before
-    assert reducer.graph_seems_static
+    assert reducer.order.last_arrival == before
+    assert reducer.order.graph_seems_static
 
 
 def test_buckets_are_launched_before_backward_ends(group: Group) -> None:
@@ -165,13 +165,13 @@ def test_buckets_are_launched_before_backward_ends(group: Group) -> None:
     replica = replicate(module, group=group, buckets=Buckets((1,)))
     for _ in range(PLAIN_STEPS):
         step(module)
-    start = replica.start
+    start = replica.runner.start
 
     def spy(bucket: GradBucket) -> Any:
         launched.append(sum(p.grad is not None for p in module.parameters()))
         return start(bucket)
 
-    replica.reducer.launch = spy
+    replica.runner.start = spy  # type: ignore[method-assign]
     step(module)
     assert is_silent(module)
     assert launched == [1, 2, 3, 4, 5, 6]
@@ -182,8 +182,8 @@ def test_a_listener_hears_of_every_gradient_in_its_order(model: Stages) -> None:
     with reducer.events.listen(events.append):
         step(model, "cab")
     assert not is_silent(model)
-    assert [e.index for e in events if isinstance(e, GradientReady)] == reducer.last_arrival
-    assert reducer.last_arrival[:2] == [3, 2]
+    assert [e.index for e in events if isinstance(e, GradientReady)] == reducer.order.last_arrival
+    assert reducer.order.last_arrival[:2] == [3, 2]
     assert [e.bucket for e in events if isinstance(e, BucketLaunched)] == list(range(len(reducer.layout.members)))
     step(model, "cab")
     step(model, "cab")
@@ -243,12 +243,12 @@ def test_drop_in_class_is_silent_between_sampled_steps() -> None:
     for number in range(13):
         ddp.zero_grad()
         ddp(X).square().sum().backward()
-        assert ddp.replica.reducer._silent == (number >= 10)
+        assert ddp.replica.reducer.listener.listening.polling == (number >= 10)
         assert_right(module)
     ddp._set_ddp_runtime_logging_sample_rate(1)
     ddp.zero_grad()
     ddp(X).square().sum().backward()
-    assert not ddp.replica.reducer._silent
+    assert not ddp.replica.reducer.listener.listening.polling
     assert ddp._get_ddp_logging_data()["prev_iteration_grad_ready_order_indices"] == "5, 4, 3, 2, 1, 0"
     ddp.replica.detach()
     group.close()
@@ -279,8 +279,8 @@ def test_after_three_surprises_there_is_no_silence_any_more(model: Stages) -> No
         step(model)
         assert not is_silent(model)
         assert_right(model)
-    assert reducer.ears is not None
-    assert not reducer.ears.may_be_silent
+    assert reducer.listener.hooks is not None
+    assert not reducer.listener.hooks.can_poll
     assert hooked(model) == set(range(6))
 
 
@@ -301,8 +301,8 @@ def test_programs_that_are_not_plain_end_up_quiet(group: Group, how: str) -> Non
         loss.backward()
         assert not is_silent(module) or number < PLAIN_STEPS
         assert_right(module, times=2 if how == "accumulating" else 1)
-    assert replica.reducer.ears is not None
-    assert not replica.reducer.ears.may_be_silent
+    assert replica.reducer.listener.hooks is not None
+    assert not replica.reducer.listener.hooks.can_poll
 
 
 def test_a_parameter_without_gradient_is_named_in_the_next_step(model: Stages) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from gradwire.hooks import GradBucket
 from gradwire.parallel import replicate
 from gradwire.parallel.replica import Replica
 from gradwire.policies import Buckets, Gradients
+from gradwire.reducer.arrivals import Arrivals
 
 X = torch.arange(8.0).view(2, 4) / 8
 
@@ -54,7 +55,7 @@ def model(request: pytest.FixtureRequest, group: Group) -> Branches:
     """A model whose next step is quiet."""
     module = Branches()
     replica = replicate(module, group=group, buckets=Buckets(request.param), gradients=Gradients.COPIES)
-    replica.reducer.may_be_silent = False
+    replica.reducer.may_poll = False
     for _ in range(3):
         step(module)
     return module
@@ -70,16 +71,16 @@ def step(module: nn.Module, *args: Any, **kwargs: Any) -> None:
     module(X, *args, **kwargs).square().sum().backward()
 
 
-def calls(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The indices for which the reducer is called from now on."""
-    reducer, seen = replica_of(module).reducer, []
-    inner: Callable[[int], None] = type(reducer).on_ready
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The indices for which hooks call from now on."""
+    seen: list[int] = []
+    inner = Arrivals.called
 
-    def on_ready(self: Any, index: int) -> None:
+    def called(self: Arrivals, index: int) -> Any:
         seen.append(index)
-        inner(self, index)
+        return inner(self, index)
 
-    monkeypatch.setattr(type(reducer), "on_ready", on_ready)
+    monkeypatch.setattr(Arrivals, "called", called)
     return seen
 
 
@@ -94,12 +95,12 @@ def assert_right(module: Branches, *args: Any, **kwargs: Any) -> None:
 
 def test_only_gradients_that_launched_call_the_reducer(model: Branches, monkeypatch: pytest.MonkeyPatch) -> None:
     reducer = replica_of(model).reducer
-    before = reducer.last_arrival
-    seen = calls(model, monkeypatch)
+    before = reducer.order.last_arrival
+    seen = calls(monkeypatch)
     step(model)
     assert len(seen) == len(reducer.layout.members)
     assert set(seen) == {members[-1] for members in reducer.layout.members}
-    assert reducer.last_arrival == before
+    assert reducer.order.last_arrival == before
     assert reducer.steps == 4
     assert_right(model)
 
@@ -108,8 +109,8 @@ def test_a_listener_hears_of_every_gradient(model: Branches) -> None:
     reducer, events = replica_of(model).reducer, []
     with reducer.events.listen(events.append):
         step(model)
-    assert [e.index for e in events if isinstance(e, GradientReady)] == reducer.last_arrival
-    assert sorted(reducer.last_arrival) == [0, 1, 2, 3]
+    assert [e.index for e in events if isinstance(e, GradientReady)] == reducer.order.last_arrival
+    assert sorted(reducer.order.last_arrival) == [0, 1, 2, 3]
     step(model)
     assert reducer.steps == 5
 
@@ -118,15 +119,15 @@ def test_another_order_is_noticed_at_the_first_gradient_that_launches_nothing(
     model: Branches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reducer = replica_of(model).reducer
-    seen = calls(model, monkeypatch)
+    seen = calls(monkeypatch)
     step(model, "ba")
     assert reducer.steps == 4
     assert_right(model, "ba")
-    assert reducer.last_arrival == [1, 0, 3, 2]
-    assert reducer.last_arrival[-1] in seen
+    assert reducer.order.last_arrival == [1, 0, 3, 2]
+    assert reducer.order.last_arrival[-1] in seen
     seen.clear()
     step(model, "ba")  # by now it is the order to expect
-    assert len(seen) < len(reducer.last_arrival) or len(reducer.layout.members) > 1
+    assert len(seen) < len(reducer.order.last_arrival) or len(reducer.layout.members) > 1
     assert reducer.steps == 5
     assert_right(model, "ba")
 
@@ -134,8 +135,8 @@ def test_another_order_is_noticed_at_the_first_gradient_that_launches_nothing(
 def test_buckets_are_launched_before_backward_ends(group: Group) -> None:
     module, launched = Branches(), []
     replica = replicate(module, group=group, buckets=Buckets((1,)))
-    replica.reducer.may_be_silent = False
-    start = replica.start
+    replica.reducer.may_poll = False
+    start = replica.runner.start
 
     def spy(bucket: GradBucket) -> Any:
         launched.append((bucket.index(), [i for i, p in enumerate(module.parameters()) if p.grad is not None]))
@@ -144,9 +145,9 @@ def test_buckets_are_launched_before_backward_ends(group: Group) -> None:
     step(module)  # in one bucket, as the order is not known yet
     for order in ("ab", "ab", "ab", "ba", "ba", "ab"):
         launched.clear()
-        replica.reducer.launch = spy
+        replica.runner.start = spy  # type: ignore[method-assign]
         step(module, order)
-        replica.reducer.launch = start
+        replica.runner.start = start  # type: ignore[method-assign]
         assert [number for number, _ in launched] == [0, 1, 2, 3]
         if order == "ab":
             assert [len(there) for _, there in launched] == [1, 2, 3, 4]  # each as soon as its gradient is there
@@ -178,10 +179,10 @@ def test_what_comes_under_no_sync_is_not_counted(model: Branches) -> None:
     for order in ("ab", "b", "b"):
         with replica.no_sync():
             model(X, order).square().sum().backward()
-    assert len(replica.reducer.arrived) <= 4
+    assert len(replica.reducer.listener.arrived) <= 4
     model(X).square().sum().backward()
     assert replica.reducer.steps == 4
-    assert replica.reducer.arrived == []
+    assert replica.reducer.listener.arrived == []
 
 
 def test_a_backward_that_raised_has_failed_the_step(model: Branches) -> None:
@@ -206,7 +207,7 @@ def test_a_backward_that_raised_has_failed_the_step(model: Branches) -> None:
 def test_events_of_launches_do_not_depend_on_it(group: Group) -> None:
     module, launches = Branches(), []
     replica = replicate(module, group=group, buckets=Buckets((1,)))
-    replica.reducer.may_be_silent = False
+    replica.reducer.may_poll = False
     for _ in range(4):
         step(module)
     with replica.reducer.events.listen(lambda e: launches.append(e) if isinstance(e, BucketLaunched) else None):
@@ -217,12 +218,12 @@ def test_events_of_launches_do_not_depend_on_it(group: Group) -> None:
 def test_a_model_dropped_with_strays_is_freed_at_once(group: Group) -> None:
     module = Branches()
     replica = replicate(module, group=group)
-    replica.reducer.may_be_silent = False
+    replica.reducer.may_poll = False
     for _ in range(3):
         step(module)
     with replica.no_sync():
         step(module, "b")
-    assert replica.reducer.arrived
+    assert replica.reducer.listener.arrived
     gc.collect()
     gc.disable()
     try:

@@ -37,7 +37,7 @@ class ScaleChecked:
         self._result = self._pending.wait()
         return self._result
 
-    def verify(self) -> None:
+    def verify(self, step: int) -> None:
         """HookError if the result is off by a factor."""
         assert self._result is not None
         truth = self._contribution.to(self._result.device)

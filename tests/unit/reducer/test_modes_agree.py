@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gradwire.autograd.grad_hooks import HookMode
 from gradwire.errors import GradwireError
 from gradwire.groups import ThreadGroup
 from gradwire.hooks import GradBucket
@@ -67,20 +68,20 @@ class Program:
         self.module = Chain()
         self.replica: Replica = replicate(self.module, group=self.group, buckets=Buckets((limit,)), gradients=gradients)
         self.launches: list[int] = []
-        start = self.replica.start
+        start = self.replica.runner.start
 
         def launch(bucket: GradBucket) -> Any:
             self.launches.append(bucket.index())
             return start(bucket)
 
+        self.replica.runner.start = launch  # type: ignore[method-assign]
         reducer = self.replica.reducer
-        reducer.launch = launch
         if how != "silent":
             reducer.events.listen(lambda event: None)
         if how == "torch's hooks":
-            assert reducer.ears is not None
-            reducer.ears.listen_to(())
-            reducer.ears.listen_to_all()
+            assert reducer.listener.hooks is not None
+            reducer.listener.hooks.listen(HookMode.LAST_PER_BUCKET)
+            reducer.listener.hooks.listen(HookMode.ALL)
 
     def zero(self, step: Step, when: str) -> None:
         if step.zero == when:

@@ -1,4 +1,4 @@
-"""BriefHooks: told of every gradient while they are on, and nothing left on a parameter when they are off."""
+"""RemovableHooks: told of every gradient while they are on, and nothing left on a parameter when they are off."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradwire.autograd.brief import BriefHooks
-from gradwire.autograd.ending import at_the_end
+from gradwire.autograd.backward_end import at_backward_end
+from gradwire.autograd.removable_hooks import RemovableHooks
 
 
 class Listener:
@@ -21,8 +21,8 @@ class Listener:
     def __init__(self, count: int = 3) -> None:
         self.params = [nn.Parameter(torch.full((1,), 2.0 + i)) for i in range(count)]
         self.heard: list[tuple[int, float | None]] = []
-        self.hooks = BriefHooks(self.params, self.ready)
-        self.hooks.put_on()
+        self.hooks = RemovableHooks(self.params, self.ready)
+        self.hooks.register()
 
     def ready(self, index: int) -> None:
         grad = self.params[index].grad
@@ -74,8 +74,8 @@ def test_also_for_sparse_gradients() -> None:
             self.times += 1
 
     heard = Heard()
-    hooks = BriefHooks([table.weight], heard.ready)
-    hooks.put_on()
+    hooks = RemovableHooks([table.weight], heard.ready)
+    hooks.register()
     for times in (1, 2):
         table(torch.tensor([1])).sum().backward()
         assert heard.times == times
@@ -127,8 +127,8 @@ def test_a_gradient_that_somebody_took_away_at_once_is_told_of(listener: Listene
 
 
 def test_put_on_during_backward_they_hear_of_what_is_still_to_come(listener: Listener) -> None:
-    listener.hooks.take_off()
-    listener.params[1].register_post_accumulate_grad_hook(lambda _: listener.hooks.put_on())
+    listener.hooks.remove()
+    listener.params[1].register_post_accumulate_grad_hook(lambda _: listener.hooks.register())
     listener.product(0, 1, 2).backward()
     assert listener.heard == [(0, 12.0)]
 
@@ -159,21 +159,21 @@ def test_what_the_listener_raises_comes_out_of_backward(listener: Listener, monk
 
 
 def test_a_frozen_parameter_can_be_hooked_later(listener: Listener) -> None:
-    listener.hooks.take_off()
+    listener.hooks.remove()
     listener.params[0].requires_grad_(False)
-    listener.hooks.put_on()
+    listener.hooks.register()
     listener.params[0].requires_grad_(True)
-    listener.hooks.put_on()
+    listener.hooks.register()
     listener.product(0, 1).backward()
     assert [i for i, _ in listener.heard] == [1, 0]
 
 
 def test_taken_off_they_leave_no_trace(listener: Listener) -> None:
-    listener.hooks.take_off()
+    listener.hooks.remove()
     assert [p._backward_hooks for p in listener.params] == [None] * 3
     listener.product(0, 1, 2).backward()
     assert listener.heard == []
-    listener.hooks.put_on()
+    listener.hooks.register()
     listener.product(0).backward()
     assert [i for i, _ in listener.heard] == [0]
 
@@ -181,13 +181,13 @@ def test_taken_off_they_leave_no_trace(listener: Listener) -> None:
 @pytest.mark.parametrize("first", [True, False])
 def test_hooks_of_others_stay(listener: Listener, first: bool) -> None:
     theirs: list[float] = []
-    listener.hooks.take_off()
+    listener.hooks.remove()
     if not first:
-        listener.hooks.put_on()
+        listener.hooks.register()
     handle = listener.params[0].register_hook(lambda grad: theirs.append(grad.item()))
     if first:
-        listener.hooks.put_on()
-    listener.hooks.take_off()
+        listener.hooks.register()
+    listener.hooks.remove()
     listener.product(0).backward()
     assert theirs == [1.0]
     assert listener.heard == []
@@ -229,10 +229,10 @@ def test_an_ending_may_queue_another(listener: Listener) -> None:
 
     class Again(Ends):
         def ended(self) -> None:
-            at_the_end(ends.ended, lost=ends.lost)
+            at_backward_end(ends.ended, failed=ends.lost)
 
     again = Again()
-    listener.params[0].register_hook(lambda _: at_the_end(again.ended, lost=again.lost))
+    listener.params[0].register_hook(lambda _: at_backward_end(again.ended, failed=again.lost))
     listener.product(0).backward()
     assert ends.called == ["ended"]
 
@@ -241,7 +241,7 @@ def test_the_ending_of_a_backward_that_failed_is_lost(listener: Listener) -> Non
     ends = Ends()
 
     def fail(_: Tensor) -> None:
-        at_the_end(ends.ended, lost=ends.lost)
+        at_backward_end(ends.ended, failed=ends.lost)
         raise KeyError("here")
 
     listener.params[0].register_hook(fail)
@@ -253,7 +253,7 @@ def test_the_ending_of_a_backward_that_failed_is_lost(listener: Listener) -> Non
 def test_an_ending_whose_object_is_gone_is_nothing(listener: Listener) -> None:
     def queue(_: Tensor) -> None:
         ends = Ends()
-        at_the_end(ends.ended, lost=ends.lost)
+        at_backward_end(ends.ended, failed=ends.lost)
 
     listener.params[0].register_hook(queue)
     listener.product(0).backward()

@@ -1,0 +1,41 @@
+"""`at_backward_end`: run something when the backward now running has ended, or when it has failed.
+
+The only place that queues final callbacks on the autograd engine. It must not know what runs in them.
+
+The engine calls what was queued when the *current graph task* ends: for a re-entrant backward (a checkpoint with
+use_reentrant=True) that is the inner one. It drops the callbacks of a graph task that failed, so what is queued here is an
+object that notices its own deletion as soon as the failed backward has returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from gradwire.concurrency import weakly
+
+
+def at_backward_end(ended: Callable[[], object], *, failed: Callable[[], object] | None = None) -> None:
+    """Call `ended` when the current graph task has ended, or `failed` when it has raised.
+
+    The objects of bound methods are held weakly. What `ended` raises comes out of `backward()`; `failed` must not raise.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(ended, failed))
+
+
+class _BackwardEnd:
+    __slots__ = ("_ended", "_failed")
+
+    def __init__(self, ended: Callable[[], object], failed: Callable[[], object] | None) -> None:
+        self._ended = weakly(ended)
+        self._failed = None if failed is None else weakly(failed)
+
+    def __call__(self) -> None:
+        self._failed = None
+        self._ended()
+
+    def __del__(self) -> None:
+        failed = getattr(self, "_failed", None)  # compiled autograd makes such objects without calling __init__
+        if failed is not None:
+            failed()

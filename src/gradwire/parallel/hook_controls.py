@@ -1,0 +1,158 @@
+"""HookControls: what the owner of a replicated model can do about its hook between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gradwire.concurrency import weakly
+from gradwire.errors import HookError
+from gradwire.events import Handle
+from gradwire.hooks.base import CommHook
+from gradwire.hooks.periodic.base import check_outer
+from gradwire.parallel.module_state import ModuleState
+from gradwire.parallel.recovery import Recovery
+from gradwire.parallel.unequal import warn_when_saved
+from gradwire.reducer import Reducer
+from gradwire.reducer.hook_agreement import odd_ones_out
+from gradwire.reducer.hook_runner import HookRunner
+from gradwire.reducer.machine import State
+from gradwire.reducer.torch_hooks import TorchHook
+
+
+class HookControls:
+    """The half of a Replica that has to do with its communication hook."""
+
+    runner: HookRunner
+    reducer: Reducer
+    recovery: Recovery
+    state: ModuleState
+    _saving: Handle | None = None
+
+    @property
+    def hook(self) -> CommHook:
+        """The gradwire hook, unless one in torch's form has been registered."""
+        return self.runner.hook
+
+    @property
+    def weight(self) -> float:
+        """How much this rank's gradient counts under `hooks.weighted_mean()`."""
+        return self.runner.weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        self.runner.weight = weight
+
+    def set_hook(self, hook: CommHook) -> None:
+        """Use another hook from the next step on. Every rank must call it, between the same steps, with an equal hook.
+
+        Nothing that the hook before has not sent is lost: see Note [Another hook] in `reducer/hook_states.py`. After a
+        hook that leaves gradients on their rank the parameters are averaged first.
+        """
+        check_outer(hook, "set_hook")
+        self._check_between_steps(f"set_hook({hook!r})")
+        with self.recovery.failing_forward():
+            self.recovery.mend()
+        for spec in self.reducer.layout.buckets:
+            hook.check(spec)
+        rank, step = self.reducer.group.rank, self.reducer.steps
+        odd = odd_ones_out(self.reducer.group, f"{hook!r} at step {step}", device=self.reducer.device, label="set_hook")
+        if odd:
+            raise HookError(
+                f"set_hook({hook!r}) at step {step} on rank {rank}: ranks {odd} set another hook or "
+                "are at another step. Nothing was changed; call it with equal hooks after the same step on every rank."
+            )
+        if self.runner.outer is not None:
+            self.runner.outer.average()
+        self.use_hook(hook)
+
+    def use_hook(self, hook: CommHook | tuple[TorchHook, Any]) -> None:
+        """Use this hook, on this rank; a function in torch's form comes with its state."""
+        self.runner.replace(hook)
+        self._hook_changed()
+
+    def _hook_changed(self) -> None:
+        self.reducer.may_poll = self.runner.torch_hook is None  # torch's hooks see parameters, and may write to `.grad`
+        if self._saving is not None:
+            self._saving.remove()
+            self._saving = None
+        if self.runner.outer is not None:
+            self._saving = warn_when_saved(self.state.module, self.runner)
+
+    def hook_state_dict(self) -> dict[str, Any]:
+        """The hook's state on this rank, by parameter name, for `torch.save`: each rank saves its own.
+
+        `load_hook_state_dict` takes it in a world of any size: see Note [Whose state it is] in `reducer/hook_states.py`.
+        """
+        self._check_own_hook("hook_state_dict")
+        return self.runner.state_dict(order=self.reducer.order.names(self.reducer.layout))
+
+    def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from a state that `hook_state_dict` gave. Every rank calls it, between steps, under a hook of the same structure.
+
+        Settings, such as a ratio, may differ. Before the first step the buckets become those of the run that saved.
+
+        A rank takes its own state whole; of another rank's, only what all ranks share, so a new rank loads that of rank 0.
+        """
+        self._check_own_hook("load_hook_state_dict")
+        with self.recovery.failing_forward():
+            self.recovery.mend()
+        self.runner.load_state_dict(saved, device=self.reducer.device, specs=self.reducer.layout.buckets)
+        if not self.reducer.used.learning:
+            self.reducer.order.expect(saved.get("order", ()))
+
+    def settings(self) -> dict[str, Any]:
+        """The hook, its state and the weight, for a copy or a pickle of the model."""
+        torch_hook = self.runner.torch_hook
+        state = None if torch_hook is not None else self.hook_state_dict()
+        return {"hook": torch_hook or self.hook, "state": state, "weight": self.weight}
+
+    def restore(self, settings: Mapping[str, Any]) -> None:
+        """Take `settings()` of the model this one was copied from. Local: one rank may make a copy without the others."""
+        self.use_hook(settings["hook"])
+        if settings["state"] is not None:
+            self.runner.restore(settings["state"])
+        self.weight = settings["weight"]
+
+    def _check_between_steps(self, doing: str) -> None:
+        if self.reducer.machine.state in (State.RUNNING, State.LAUNCHED):
+            raise HookError(f"{doing} during backward. Call it between steps.")
+
+    def _check_own_hook(self, doing: str) -> None:
+        self._check_between_steps(f"{doing}()")
+        if self.runner.torch_hook is not None:
+            name = self.runner.name
+            raise HookError(
+                f"{doing}(): the model has the hook {name} in torch's form, which keeps its state itself. Save the state that you "
+                "registered it with.",
+                hook=name,
+            )
+
+    # -- outer steps -----------------------------------------------------------------------------------------------------
+
+    def attach_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Have outer steps, of hooks such as `diloco`, after the steps of this optimizer (of several: when all have made one).
+
+        Without an optimizer, you promise to call `outer_step()` after every step yourself. With other hooks it does nothing.
+        A second call takes the place of the first: steps of optimizers that were attached before no longer count.
+        """
+        self.runner.attach_optimizer(optimizers, weakly(self.outer_step))
+
+    def outer_step(self) -> None:
+        """The optimizer has made a step: communicate, if the hook has an outer half and it is time. Every rank calls it."""
+        if self.runner.outer is None:
+            return
+        try:
+            self.runner.outer.optimizer_stepped()
+        except BaseException as error:
+            self.reducer.iterations.fail(error)
+            raise
+
+    def average_parameters(self) -> None:
+        """Make the parameters their mean over all ranks: at the end of training with a hook that leaves them different."""
+        with self.recovery.failing_forward():
+            self.recovery.mend()
+            if self.runner.outer is not None:
+                self.runner.outer.average()

@@ -1,0 +1,122 @@
+"""Recovery: after a step that failed on some rank, all ranks meet and go on from rank 0's model.
+
+See [Iterations] in `reducer/iterations.py` for which rank raises in which iteration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+from gradwire.collectives import ReduceOp, all_reduce, broadcast
+from gradwire.errors import GroupAborted
+from gradwire.parallel.module_state import ModuleState
+from gradwire.reducer import Reducer
+from gradwire.reducer.hook_runner import HookRunner
+from gradwire.reducer.iterations import failed_iteration
+
+
+class Recovery:
+    """Recovers one model on one rank."""
+
+    def __init__(self, reducer: Reducer, runner: HookRunner, state: ModuleState) -> None:
+        self._reducer = reducer
+        self._runner = runner
+        self._state = state
+        self._recoveries = reducer.group.ledger.recoveries
+        self._iterations_behind = 0
+        self._loop_left = False
+
+    @contextlib.contextmanager
+    def failing_forward(self) -> Iterator[None]:
+        """What fails in here is raised to this rank's caller, to whom it need not be raised again."""
+        try:
+            yield
+        except BaseException as error:
+            if self._reducer.group.failure is not None:
+                self._reducer.iterations.fail_forward(error)
+            raise
+
+    def mend(self) -> None:
+        """Recover from a step that failed, or raise its failure where it was not raised to this rank's caller.
+
+        The step may have been another model's on this group: the first model that is used again recovers the group, and the
+        others start over when they are.
+        """
+        group, iterations = self._reducer.group, self._reducer.iterations
+        failure, ledger = group.failure, group.ledger
+        if failure is None:
+            if self._recoveries != ledger.recoveries:
+                self._start_over(iterations.begins)
+                self._iterations_behind = 0  # made up for by the model that has recovered the group
+            self._raise_behind()
+            return
+        iteration = failed_iteration(failure)
+        if ledger.reported is not failure:
+            if iteration is None or iterations.begins <= iteration:
+                raise failure
+            iterations.last_error = str(failure)
+            warnings.warn(
+                f"rank {group.rank} had finished step {iteration} when it failed on another rank, so it goes on, and "
+                f"parameters are taken from rank 0 ({failure}).",
+                stacklevel=2,
+            )
+        self.recover()
+        self._raise_behind()
+
+    def recover(self) -> None:
+        """After a step that failed on some rank: meet the others, and make the replicas equal again.
+
+        Some ranks may have stepped their optimizer and some not, so parameters and buffers are taken from rank 0. Hooks
+        start without states, at rank 0's step: some ranks' states have seen the failed step and some not, and a hook may have
+        been stopped halfway through writing one. What is lost with a residual is what was not sent yet, about one gradient.
+        """
+        begins, group = self._reducer.iterations.begins, self._reducer.group
+        self._runner.driver.drain(group.timeout)
+        group.recover()
+        group.ledger.recoveries += 1
+        self._start_over(begins)
+
+    def _start_over(self, begins: int) -> None:
+        """The other half of `recover`, on a group that works again, in the iteration of the number `begins`."""
+        reducer, group, iterations = self._reducer, self._reducer.group, self._reducer.iterations
+        self._recoveries = group.ledger.recoveries
+        self._runner.driver.drain(group.timeout)
+        iteration = torch.tensor([begins], device=reducer.device)
+        iterations.number = begins
+        group.submit(all_reduce(iteration, op=ReduceOp.MAX, label="recovery")).wait()
+        latest = int(iteration.item())
+        if self._loop_left:  # all ranks begin a new loop, wherever they were in the old one
+            iterations.number, self._loop_left = latest, False
+        self._iterations_behind = latest - iterations.number
+        step = torch.tensor([self._runner.step], device=reducer.device)
+        reducer.start_over()
+        self._state.broadcast()
+        group.submit(broadcast(step, src=0, label="recovery")).wait()
+        self._runner.start_over(int(step.item()))
+
+    def _raise_behind(self) -> None:
+        """Raise if this rank is to lose this iteration because others have."""
+        if self._iterations_behind:
+            iterations = self._reducer.iterations
+            self._iterations_behind -= 1
+            iterations.number += 1
+            raise GroupAborted(
+                f"step {iterations.number - 1} of {self._reducer.group}: other ranks have lost it, as they were in it when an "
+                f"earlier one failed here ({iterations.last_error}). Nothing was averaged; the next step is in step with theirs.",
+                reason="a step that other ranks have lost",
+            )
+
+    def loop_failed(self, error: BaseException) -> None:
+        """A training loop that all ranks leave together has ended with `error` on this rank: end it on the others too."""
+        iterations = self._reducer.iterations
+        if not self._reducer.group.closed:
+            (iterations.fail if iterations.expects_backward else iterations.fail_forward)(error)
+            self._loop_left = True
+
+    def moved_to_group(self) -> None:
+        """The model goes on with another group, whose failures before now are none of its own."""
+        self._recoveries = self._reducer.group.ledger.recoveries

@@ -1,0 +1,201 @@
+"""Buckets: the memory of all buckets of a model; gradients go in when a bucket is launched, averages come back out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from itertools import repeat
+from operator import attrgetter, eq, is_not
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import UnexpectedLayout
+from gradwire.groups.base import Group
+from gradwire.hooks.bucket import BucketSpec, GradBucket
+from gradwire.reducer.layout import BucketLayout
+
+# Copies record no graph whatever the gradients carry, and cost a fifth less than under no_grad, which asks autograd.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+_address: Callable[[Any], int] = Tensor.data_ptr
+_is_sparse = attrgetter("is_sparse")
+
+
+class Buckets:
+    """The buckets of one model in one layout.
+
+    With `keep_views`, gradients are views of the buckets after a step. With `lazy`, memory is allocated when a bucket is
+    launched and released at the end of the step.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], layout: BucketLayout, *, keep_views: bool, lazy: bool) -> None:
+        self.layout = layout
+        self.keep_views = keep_views
+        self.lazy = lazy
+        self.storages: list[Storage] = []
+        self.parameters: list[list[Tensor]] = []
+        """Of each bucket, its parameters."""
+        self._all_parameters = list(parameters)
+
+    def allocate(self, layout: BucketLayout, group: Group) -> None:
+        """Have buckets of this layout, in the group's memory."""
+        self.layout = layout
+        self.storages = [Storage(spec, None if self.lazy else group) for spec in layout.buckets]
+        self.parameters = [[self._all_parameters[i] for i in members] for members in layout.members]
+
+    def fill(self, bucket: int, gradients: Sequence[Tensor | None], group: Group, *, elsewhere: bool) -> Tensor:
+        """Bring gradients into a bucket. Returns its buffer, or the gradient itself if it is sparse.
+
+        `elsewhere`: all gradients are known to be there and not to lie in the bucket.
+        """
+        storage = self.storages[bucket]
+        if self.lazy:
+            storage.allocate(group)
+        if storage.buffer is None:
+            return _sparse(gradients[0], self.parameters[bucket][0])
+        try:
+            if elsewhere:
+                storage.copy_in(gradients)
+            else:
+                storage.take_in(gradients)
+        except RuntimeError as error:
+            storage.explain(gradients, error)
+            raise
+        return storage.buffer
+
+    def as_grad_bucket(self, bucket: int, buffer: Tensor, *, last: bool) -> GradBucket:
+        """What a hook sees of a bucket that was filled."""
+        storage = self.storages[bucket]
+        return GradBucket(storage.spec, buffer, self.parameters[bucket], is_last=last, views=storage.views or None)
+
+    def zeros(self) -> list[GradBucket]:
+        """All buckets with nothing in them, in launch order, in memory of their own."""
+        buckets = []
+        for storage, parameters in zip(self.storages, self.parameters, strict=True):
+            spec = storage.spec
+            shape = parameters[0].shape if spec.sparse else (spec.numel,)
+            buffer = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+            if spec.sparse:
+                buffer = buffer.to_sparse(1)
+            buckets.append(GradBucket(spec, buffer, parameters, is_last=storage is self.storages[-1]))
+        return buckets
+
+    def put_back(
+        self, bucket: int, result: Tensor, gradients: list[Tensor | None], unused: Collection[int] = ()
+    ) -> None:
+        """Make the average the parameters' gradients, which are `gradients` now. Those of `unused` parameters stay."""
+        storage, indices = self.storages[bucket], self.layout.members[bucket]
+        parameters, views = self.parameters[bucket], storage.views
+        if storage.buffer is None:
+            if indices[0] not in unused:
+                parameters[0].grad = result
+            return
+        storage.put(result)
+        if unused:
+            used = [k for k, i in enumerate(indices) if i not in unused]
+            parameters, views = [parameters[k] for k in used], [views[k] for k in used]
+            gradients = [gradients[k] for k in used]
+        if self.keep_views:
+            for parameter, grad, view in zip(parameters, gradients, views, strict=True):
+                if grad is not view:
+                    parameter.grad = view
+        else:
+            _copy_out(parameters, gradients, views)
+
+    def release(self, bucket: int) -> None:
+        """Give the memory of a bucket back, if it is allocated for each step."""
+        if self.lazy:
+            self.storages[bucket].release()
+
+
+def _copy_out(parameters: Sequence[Tensor], gradients: list[Tensor | None], views: Sequence[Tensor]) -> None:
+    """Copy `views` into the gradients; one that is absent, or sparse, becomes a tensor of its own."""
+    places, values = gradients, views
+    if not all_there(gradients) or any(map(_is_sparse, gradients)):
+        kept = [k for k, grad in enumerate(gradients) if grad is not None and not grad.is_sparse]
+        for k in set(range(len(gradients))).difference(kept):
+            parameters[k].grad = views[k].clone()
+        places, values = [gradients[k] for k in kept], [views[k] for k in kept]
+    if places:
+        with below_autograd():
+            torch._foreach_copy_(places, values)  # type: ignore[arg-type]
+
+
+def _sparse(grad: Tensor | None, parameter: Tensor) -> Tensor:
+    if grad is None:
+        return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device).to_sparse(1)
+    return grad.detach() if grad.is_sparse else grad.detach().to_sparse(1)
+
+
+class Storage:
+    """The buffer of one bucket. A sparse bucket has none: its gradient travels as it is."""
+
+    __slots__ = ("_addresses", "buffer", "spec", "views")
+
+    def __init__(self, spec: BucketSpec, group: Group | None) -> None:
+        self.spec = spec
+        self.buffer: Tensor | None = None
+        self.views: list[Tensor] = []
+        self._addresses: list[int] = []
+        if group is not None:
+            self.allocate(group)
+
+    def allocate(self, group: Group) -> None:
+        """Take the memory, unless it is there or none is needed."""
+        spec = self.spec
+        if self.buffer is None and not spec.sparse:
+            self.buffer = group.allocate(spec.numel, dtype=spec.dtype, device=spec.device).zero_()
+            self.views = spec.views(self.buffer)
+            self._addresses = [view.data_ptr() for view in self.views]
+
+    def release(self) -> None:
+        """Give the memory back; gradients that are views of it keep it until they go."""
+        self.buffer, self.views, self._addresses = None, [], []
+
+    def copy_in(self, gradients: Sequence[Tensor | None]) -> None:
+        """Copy gradients into the buffer, all of which are known to be there and to lie elsewhere."""
+        with below_autograd():
+            torch._foreach_copy_(self.views, gradients)  # type: ignore[arg-type]
+
+    def take_in(self, gradients: Sequence[Tensor | None]) -> None:
+        """Bring the gradients into the buffer: those that lie elsewhere are copied, absent ones are zero."""
+        if all_there(gradients) and not any(map(eq, map(_address, gradients), self._addresses)):
+            self.copy_in(gradients)
+            return
+        places, values = [], []
+        with below_autograd():
+            for view, address, grad in zip(self.views, self._addresses, gradients, strict=True):
+                if grad is view:
+                    continue
+                if grad is None:
+                    view.zero_()
+                elif grad.data_ptr() != address:
+                    places.append(view)
+                    values.append(grad)
+                elif grad.stride() != view.stride():
+                    places.append(view)
+                    values.append(grad.clone())  # it lies where it is to be written, in another order
+            if places:
+                torch._foreach_copy_(places, values)
+
+    def explain(self, gradients: Sequence[Tensor | None], error: RuntimeError) -> None:
+        """If gradients could not be copied because one is sparse, raise an error that names its parameter."""
+        for name, grad in zip(self.spec.names, gradients, strict=True):
+            if grad is not None and grad.layout != torch.strided:
+                raise UnexpectedLayout(
+                    f"filling {self.spec}: the gradient of {name} has layout {grad.layout}, and its bucket is dense. Only the "
+                    "weights of nn.Embedding and nn.EmbeddingBag with sparse=True get sparse buckets: use one of these modules, or "
+                    "sparse=False in torch.nn.functional.embedding."
+                ) from error
+
+    def put(self, result: Tensor) -> None:
+        """Make the reduced bucket the buffer's contents."""
+        buffer = self.buffer
+        assert buffer is not None
+        if result.data_ptr() != buffer.data_ptr() or result.dtype != buffer.dtype:
+            buffer.copy_(result.detach().reshape(-1))
+
+
+def all_there(gradients: Sequence[Tensor | None]) -> bool:
+    """Whether none is None. (`in` would compare tensors.)"""
+    return all(map(is_not, gradients, repeat(None)))

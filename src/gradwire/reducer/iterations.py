@@ -1,0 +1,124 @@
+"""Iterations: counts the iterations of a training loop, and fails one on all ranks when it fails on this one.
+
+Note [Iterations]
+A rank counts the iterations that are over for its caller: those that were averaged, and those that raised. When a step fails,
+its rank aborts the group and gives the number of that iteration in the reason, which is text because text is what every kind of
+group carries to the other ranks. A rank that has not come to the end of that iteration raises the failure there, once. A
+rank that has finished it already, because everything that it needed had been sent, must not raise in the next one: ranks would
+go on one iteration apart, and the last iteration would wait for a rank that has none left. It warns instead. And since an abort
+takes time to arrive, it may hit one rank in an earlier or a later iteration than another; so when all ranks meet in recovery
+they compare their counts, and one that is behind raises in as many further iterations as the others have lost.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradwire.autograd.failed import before_compiled_backward, on_failed_backward
+from gradwire.autograd.graph import reachable_parameters, reaches_mark
+from gradwire.concurrency import weakly
+from gradwire.errors import CompiledAutograd, GroupAborted
+from gradwire.groups.base import Group
+from gradwire.reducer.machine import Machine, State
+
+_REASON = re.compile(r"step (\d+) failed on rank \d+ with ")
+
+
+class Iterations:
+    """The iterations of one model on one rank.
+
+    `abandon(why)`, a bound method held weakly, drops what the step has in flight.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], group: Group, machine: Machine, *, abandon: Callable[[str], object]
+    ) -> None:
+        self.group = group
+        self.number = 0
+        """How many iterations have ended for the caller, averaged or failed: see [Iterations]."""
+        self.expects_backward = False
+        """Whether there was a forward, synchronized or not, since the last step ended."""
+        self.failure: BaseException | None = None
+        """What a further backward of the failed step raises."""
+        self.last_error: str | None = None
+        self._parameters = parameters
+        self._machine = machine
+        self._abandon = weakly(abandon)
+        on_failed_backward(self.backward_failed)
+        before_compiled_backward(self._refuse_compiled)
+
+    @property
+    def begins(self) -> int:
+        """At the beginning of a forward: the number of its iteration."""
+        unfinished = self._machine.state in (State.RUNNING, State.LAUNCHED)  # the last one ended without an error
+        return self.number + unfinished
+
+    def forward_ended(self) -> None:
+        """A forward with a graph has ended: the step fails if its backward does."""
+        self.expects_backward = True
+        self.failure = None
+
+    def ended(self) -> None:
+        """The iteration is over, averaged or dropped."""
+        self.number += 1
+        self.expects_backward = False
+
+    def fail(self, error: BaseException) -> None:
+        """The step is lost: drop what is in flight, and tell the other ranks, which may be waiting for this one.
+
+        The group is aborted, so that no rank hangs; before the next step all ranks recover it together.
+        """
+        iteration = self.number
+        self.reject(error)
+        if self.group.failure is None:
+            self.group.abort(reason(iteration, self.group.rank, error))
+        self.group.ledger.reported = self.failure = self.group.failure
+
+    def fail_forward(self, error: BaseException) -> None:
+        """As `fail`, before or after a forward, whose iteration it is."""
+        self.number = self.begins
+        self.fail(error)
+
+    def reject(self, error: BaseException) -> None:
+        """All ranks drop the step alike: the group stays as it is."""
+        self.last_error = f"{type(error).__name__}: {error}"
+        self._abandon(self.last_error)
+        self.ended()
+
+    def backward_failed(self, tensors: Any, error: BaseException) -> None:
+        """A backward has raised `error`, in this model or in another: if it was of this one, the step has failed."""
+        if self._is_of_this_model(tensors):
+            self.fail(error)
+
+    def _refuse_compiled(self, tensors: Any) -> None:
+        if self._is_of_this_model(tensors):
+            raise CompiledAutograd(
+                f"backward of a replicated model on rank {self.group.rank} under compiled autograd: it runs no callbacks at the "
+                "end of a backward, so gradients would never be averaged. Set torch._dynamo.config.compiled_autograd = False; "
+                "torch.compile of the model may stay."
+            )
+
+    def _is_of_this_model(self, tensors: Any) -> bool:
+        """Whether a backward from `tensors` is one that is expected. Outputs of the model are marked with this object."""
+        return self.expects_backward and (
+            bool(reachable_parameters(tensors, self._parameters)) or reaches_mark(tensors, self)
+        )
+
+
+def reason(iteration: int, rank: int, error: BaseException) -> str:
+    """Why the group is aborted: iteration number `iteration` raised `error` on `rank`.
+
+    >>> reason(3, 1, ValueError("no"))
+    'step 3 failed on rank 1 with ValueError: no'
+    """
+    return f"step {iteration} failed on rank {rank} with {type(error).__name__}: {error}"
+
+
+def failed_iteration(failure: BaseException) -> int | None:
+    """The iteration that a group's failure names, or None if it was aborted for another reason."""
+    found = _REASON.search(failure.reason) if isinstance(failure, GroupAborted) else None
+    return None if found is None else int(found.group(1))

@@ -1,0 +1,87 @@
+"""UsedParameters: which parameters got a gradient on any rank, and how often each is used in a static graph."""
+
+from __future__ import annotations
+
+import torch
+
+from gradwire.collectives import all_reduce
+from gradwire.groups.base import Group
+
+
+class UsedParameters:
+    """What this rank used in a step, and what no rank used: such gradients are left as they are.
+
+    Ranks exchange what they used at the end of every step (`track`), or once for a static graph.
+    """
+
+    def __init__(self, count: int, *, track: bool, device: torch.device) -> None:
+        self.track = track
+        self.counts = torch.zeros(count, dtype=torch.int32, device="cpu")
+        """How many ranks had a gradient for each parameter when they last exchanged it."""
+        self._first_uses: dict[int, int] | None = None  # in the first backward of a static graph, of each parameter
+        self._device = device
+        self._seen = [False] * count
+        self._static_unused: frozenset[int] | None = frozenset()
+        self.needs_all = track
+        """Whether every gradient of the next backward has to be reported."""
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether ranks exchange what they used at the end of this step."""
+        return self.track or self._static_unused is None
+
+    @property
+    def learning(self) -> bool:
+        """Whether the next backward shows what a static graph uses."""
+        return self._first_uses is not None
+
+    @property
+    def learning_unused(self) -> bool:
+        """Whether the end of this step shows what no rank uses in a static graph."""
+        return self._static_unused is None
+
+    def learn_static_graph(self) -> None:
+        """Count uses in the next backward, and exchange what is used once, at its end."""
+        self._first_uses = {}
+        self._static_unused = None
+        self.needs_all = True
+
+    def forget_first_uses(self) -> None:
+        """A backward that failed may have counted some."""
+        if self._first_uses is not None:
+            self._first_uses = {}
+
+    def count(self, index: int) -> None:
+        """In the first backward of a static graph, a parameter has got a gradient."""
+        assert self._first_uses is not None
+        self._first_uses[index] = self._first_uses.get(index, 0) + 1
+
+    def take_first_uses(self) -> dict[int, int]:
+        """How often each parameter got a gradient, in order of the first. If any did, the graph has been learned."""
+        uses = self._first_uses
+        if not uses:
+            return {}
+        self._first_uses = None
+        return uses
+
+    def seen(self, index: int) -> None:
+        """A gradient is there for this parameter, perhaps from under no_sync: what has accumulated there is reduced later."""
+        if self.exchanged:
+            self._seen[index] = True
+
+    def reset(self) -> None:
+        """Nothing has been seen in this step."""
+        self._seen = [False] * len(self._seen)
+
+    def unused_everywhere(self, group: Group) -> frozenset[int]:
+        """The parameters that no rank used. A collective, if they are exchanged in this step."""
+        if not self.exchanged:
+            return self._static_unused or frozenset()
+        self.counts = torch.tensor(self._seen, dtype=torch.int32, device=self._device)
+        group.submit(all_reduce(self.counts, label="used parameters")).wait()
+        self.reset()
+        unused = frozenset(i for i, ranks in enumerate(self.counts.tolist()) if ranks == 0)
+        if self._static_unused is None:
+            self._static_unused = unused
+            self.needs_all = self.track or self.learning
+        return unused
