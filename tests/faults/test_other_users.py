@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from gradwire.cli.experiment.seat import Seat
+from gradwire.cli.experiment.rank_context import RankContext
 from gradwire.cli.experiment.world import run_world
 from gradwire.errors import GroupError
 from gradwire.groups import Group, MPIGroup
@@ -273,20 +273,20 @@ def test_the_mpi_socket_lets_nobody_in(tmp_path: Path, monkeypatch: pytest.Monke
 def test_ranks_of_a_benchmark_let_nobody_in(tmp_path: Path) -> None:
     found: list[Any] = []
 
-    def task(seat: Seat) -> None:
-        seat.meeting.barrier()
-        if seat.rank == 0:
-            seat.tell(os.getpid())
-        seat.meeting.barrier()
+    def task(context: RankContext) -> None:
+        context.barrier.wait()
+        if context.rank == 0:
+            context.report(os.getpid())
+        context.barrier.wait()
 
-    def heard(pid: int) -> None:
+    def on_report(pid: int) -> None:
         pids = [os.getpid(), pid]
         found.append(listening(os.getpid())[1])
         found.append(
             assault(pids, tmp_path) + [f"{pid} listens on {listening(pid)}" for pid in pids if not loopback_only(pid)]
         )
 
-    run_world(task, 2, name="attacked", heard=heard)
+    run_world(task, 2, name="attacked", on_report=on_report)
     sockets, entered = found
     assert len(sockets) == 1  # the attack had something to try
     assert entered == []

@@ -116,14 +116,14 @@ def _sizes(sizes: Sequence[int], op: str, ranks: Sequence[int]) -> tuple[int, ..
 
 
 def _measure(race: Race, ranks: int, launcher: mpi.Launcher | str, timeout: float, console: Console) -> Sweep:
-    with bar(console, f"{ranks} ranks", race.rounds) as heard:
+    with bar(console, f"{ranks} ranks", race.rounds) as on_report:
         results = run_world(
             functools.partial(run_race, race),
             ranks,
             name=f"bench collectives --op {race.op}",
             launcher=launcher if isinstance(launcher, mpi.Launcher) else None,
             timeout=timeout,
-            heard=heard,
+            on_report=on_report,
         )
     series = {key: slowest(key[0], [result.seconds[key] for result in results]) for key in race.keys}
     return Sweep(ranks, race.sizes, race.names, series, results[0].blocks)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.cli.experiment import mpi, peers
-from gradwire.cli.experiment.seat import Seat
+from gradwire.cli.experiment.rank_context import RankContext
 from gradwire.errors import InternalError
 from gradwire.groups import SharedMemoryGroup
 
@@ -113,46 +113,48 @@ def _gradwire_calls(group: SharedMemoryGroup, b: Buffers) -> dict[str, Call]:
     }
 
 
-def _gradwire(seat: Seat, op: str, numel: int, stack: ExitStack, *, heap: bool) -> Contender:
+def _gradwire(context: RankContext, op: str, numel: int, stack: ExitStack, *, heap: bool) -> Contender:
     name = "heap" if heap else "ordinary"
-    group = SharedMemoryGroup(PrefixStore(name, seat.store), seat.rank, seat.size, timeout=seat.timeout, name=name)
+    group = SharedMemoryGroup(
+        PrefixStore(name, context.store), context.rank, context.size, timeout=context.timeout, name=name
+    )
     stack.callback(group.close)
-    buffers = Buffers.make(op, numel, seat.size, group.allocate if heap else _ordinary)
-    return Contender(op, buffers, lambda b: _gradwire_calls(group, b), seat.size)
+    buffers = Buffers.make(op, numel, context.size, group.allocate if heap else _ordinary)
+    return Contender(op, buffers, lambda b: _gradwire_calls(group, b), context.size)
 
 
-def _gloo(seat: Seat, op: str, numel: int, stack: ExitStack) -> Contender:
-    stack.enter_context(peers.gloo_world(seat.store, seat.rank, seat.size, timeout=seat.timeout))
-    buffers = Buffers.make(op, numel, seat.size, _ordinary)
-    return Contender(op, buffers, lambda b: peers.gloo_calls(b.full, b.part, b.other), seat.size)
+def _gloo(context: RankContext, op: str, numel: int, stack: ExitStack) -> Contender:
+    stack.enter_context(peers.gloo_world(context.store, context.rank, context.size, timeout=context.timeout))
+    buffers = Buffers.make(op, numel, context.size, _ordinary)
+    return Contender(op, buffers, lambda b: peers.gloo_calls(b.full, b.part, b.other), context.size)
 
 
-def _mpi(seat: Seat, op: str, numel: int, stack: ExitStack) -> Contender:
-    buffers = Buffers.make(op, numel, seat.size, _ordinary)
-    return Contender(op, buffers, lambda b: mpi.calls(b.full, b.part, b.other), seat.size)
+def _mpi(context: RankContext, op: str, numel: int, stack: ExitStack) -> Contender:
+    buffers = Buffers.make(op, numel, context.size, _ordinary)
+    return Contender(op, buffers, lambda b: mpi.calls(b.full, b.part, b.other), context.size)
 
 
-def _memcpy(seat: Seat, op: str, numel: int, stack: ExitStack) -> Contender:
-    buffers = Buffers.make(MEMCPY, numel, seat.size, _ordinary)
-    return Contender(MEMCPY, buffers, lambda b: {MEMCPY: lambda: b.other.copy_(b.full)}, seat.size)
+def _memcpy(context: RankContext, op: str, numel: int, stack: ExitStack) -> Contender:
+    buffers = Buffers.make(MEMCPY, numel, context.size, _ordinary)
+    return Contender(MEMCPY, buffers, lambda b: {MEMCPY: lambda: b.other.copy_(b.full)}, context.size)
 
 
 def _ordinary(numel: int) -> Tensor:
     return torch.empty(numel)
 
 
-def _heap_kind(seat: Seat, op: str, numel: int, stack: ExitStack) -> Contender:
-    return _gradwire(seat, op, numel, stack, heap=True)
+def _heap_kind(context: RankContext, op: str, numel: int, stack: ExitStack) -> Contender:
+    return _gradwire(context, op, numel, stack, heap=True)
 
 
-def _ordinary_kind(seat: Seat, op: str, numel: int, stack: ExitStack) -> Contender:
-    return _gradwire(seat, op, numel, stack, heap=False)
+def _ordinary_kind(context: RankContext, op: str, numel: int, stack: ExitStack) -> Contender:
+    return _gradwire(context, op, numel, stack, heap=False)
 
 
-CONTENDERS: Mapping[str, Callable[[Seat, str, int, ExitStack], Contender]] = MappingProxyType(
+CONTENDERS: Mapping[str, Callable[[RankContext, str, int, ExitStack], Contender]] = MappingProxyType(
     {HEAP: _heap_kind, ORDINARY: _ordinary_kind, GLOO: _gloo, MPI: _mpi, MEMCPY: _memcpy}
 )
-"""What each rank makes: `(seat, operation, elements, what to close) -> Contender`, in the same order on all ranks."""
+"""What each rank makes: `(context, operation, elements, what to close) -> Contender`, in the same order on all ranks."""
 
 
 def settings() -> dict[str, Any]:

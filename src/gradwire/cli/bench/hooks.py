@@ -132,7 +132,7 @@ def _measure(
 ) -> Measured:
     spec = bucket(nbytes, device)
     brought = gradients(spec, ranks)
-    with ExitStack() as stack, bar(console, size_words(nbytes), rounds) as heard:
+    with ExitStack() as stack, bar(console, size_words(nbytes), rounds) as on_report:
         runs: dict[str, Ours | Torchs | TorchsOnNccl] = {}
         for name in names:
             if name in NCCL_HOOKS:
@@ -145,7 +145,7 @@ def _measure(
                 runs[name] = run
             else:
                 runs[name] = Ours(RECIPES[name].build(), spec, brought)
-        interleave(runs, rounds=rounds, warm_up=_WARM_UP, after_round=heard)
+        interleave(runs, rounds=rounds, warm_up=_WARM_UP, after_round=on_report)
         return Measured(nbytes, {name: _figures(name, run.splits[-rounds:], run.outcome) for name, run in runs.items()})
 
 

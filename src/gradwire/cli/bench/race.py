@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from gradwire.cli.bench.contenders import CONTENDERS, Call
-from gradwire.cli.experiment.seat import Seat
+from gradwire.cli.experiment.rank_context import RankContext
 from gradwire.cli.experiment.timing import interleave
 
 Key = tuple[str, int]
@@ -44,16 +44,16 @@ class Laps:
     blocks: Mapping[Key, int]
 
 
-def run_race(race: Race, seat: Seat) -> Laps:
+def run_race(race: Race, context: RankContext) -> Laps:
     """Measure on this rank, together with all others."""
     with ExitStack() as stack:
         largest = race.sizes[-1] // _FLOAT32
-        made = {name: CONTENDERS[name](seat, race.op, largest, stack) for name in race.names}
+        made = {name: CONTENDERS[name](context, race.op, largest, stack) for name in race.names}
         for name, nbytes in race.keys:
-            made[name].check(name, nbytes // _FLOAT32, seat.rank)
-            seat.tell(0)
+            made[name].check(name, nbytes // _FLOAT32, context.rank)
+            context.report(0)
         calls = {(name, nbytes): made[name].call(nbytes // _FLOAT32) for name, nbytes in race.keys}
-        blocks = _agree(seat, {key: _block(seat, call, race.turn) for key, call in calls.items()})
+        blocks = _agree(context, {key: _block(context, call, race.turn) for key, call in calls.items()})
         gc.collect()
         gc.freeze()
         series = interleave(
@@ -62,16 +62,16 @@ def run_race(race: Race, seat: Seat) -> Laps:
             block={_text(key): block for key, block in blocks.items()},
             lead_in=1,
             warm_up=_WARM_UP,
-            fence=seat.meeting.barrier,
-            after_round=seat.tell if seat.rank == 0 else None,
+            fence=context.barrier.wait,
+            after_round=context.report if context.rank == 0 else None,
         )
-        seat.meeting.barrier()  # nobody closes while another still works
+        context.barrier.wait()  # nobody closes while another still works
     return Laps({key: series[_text(key)].seconds for key in calls}, blocks)
 
 
-def _block(seat: Seat, call: Call, turn: float) -> int:
+def _block(context: RankContext, call: Call, turn: float) -> int:
     """How many calls a turn should be, as this rank sees it."""
-    seat.meeting.barrier()
+    context.barrier.wait()
     call()
     begin = time.perf_counter()
     call()
@@ -80,11 +80,11 @@ def _block(seat: Seat, call: Call, turn: float) -> int:
     return max(1, min(_MOST_CALLS, round(turn / seconds)))
 
 
-def _agree(seat: Seat, blocks: Mapping[Key, int]) -> dict[Key, int]:
+def _agree(context: RankContext, blocks: Mapping[Key, int]) -> dict[Key, int]:
     """Rank 0's numbers, on every rank: all must make the same calls."""
-    if seat.rank == 0:
-        seat.store.set("bench/blocks", json.dumps(list(blocks.values())))
-    return dict(zip(blocks, json.loads(seat.store.get("bench/blocks")), strict=True))
+    if context.rank == 0:
+        context.store.set("bench/blocks", json.dumps(list(blocks.values())))
+    return dict(zip(blocks, json.loads(context.store.get("bench/blocks")), strict=True))
 
 
 def _text(key: Key) -> str:

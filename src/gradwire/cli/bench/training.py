@@ -72,13 +72,13 @@ def run(args: argparse.Namespace) -> int:
             "Ask for fewer, or for a larger model."
         )
     trial = Trial(size=args.size, batch=args.batch, tokens=args.tokens, rounds=args.steps // _BLOCK, block=_BLOCK)
-    with bar(console, f"{args.ranks} ranks", trial.rounds) as heard:
+    with bar(console, f"{args.ranks} ranks", trial.rounds) as on_report:
         times: list[Times] = run_world(
             functools.partial(run_trial, trial),
             args.ranks,
             name=f"bench training --size {args.size}",
             timeout=args.timeout,
-            heard=heard,
+            on_report=on_report,
         )
     series = {name: slowest(name, [rank.seconds[name] for rank in times]) for name in times[0].seconds}
     settings = _settings(trial, args.ranks, times[0])

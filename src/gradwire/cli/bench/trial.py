@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.cli.bench.models import GPT2, SIZES
 from gradwire.cli.experiment import peers
-from gradwire.cli.experiment.seat import Seat
+from gradwire.cli.experiment.rank_context import RankContext
 from gradwire.cli.experiment.timing import interleave
 from gradwire.errors import InternalError
 from gradwire.groups import Group, SharedMemoryGroup
@@ -55,24 +55,26 @@ class Times:
     parameters: int
 
 
-def run_trial(trial: Trial, seat: Seat) -> Times:
+def run_trial(trial: Trial, context: RankContext) -> Times:
     """Train on this rank, together with all others."""
     with ExitStack() as stack:
         stack.enter_context(
-            peers.gloo_world(PrefixStore("gloo", seat.store), seat.rank, seat.size, timeout=seat.timeout)
+            peers.gloo_world(PrefixStore("gloo", context.store), context.rank, context.size, timeout=context.timeout)
         )
-        group = SharedMemoryGroup(PrefixStore("gradwire", seat.store), seat.rank, seat.size, timeout=seat.timeout)
+        group = SharedMemoryGroup(
+            PrefixStore("gradwire", context.store), context.rank, context.size, timeout=context.timeout
+        )
         stack.callback(group.close)
         torch.manual_seed(0)
         start = GPT2(SIZES[trial.size])
-        torch.manual_seed(1 + seat.rank)  # every rank reads something else
+        torch.manual_seed(1 + context.rank)  # every rank reads something else
         inputs = start.batch(trial.batch)[:, : trial.tokens + 1]
         models = {name: wrap(copy.deepcopy(start)) for name, wrap in peers.wrappers(group).items()}
         steps = {name: _step(model, inputs, _RATE) for name, model in models.items()}
         for step in steps.values():
             for _ in range(_FIRST_STEPS):
                 step()
-            seat.tell(0)
+            context.report(0)
         check_same(start, {name: model for name, model in models.items() if name != peers.BARE}, group)
         quiet = {name + QUIET: _quiet(models[name], inputs) for name in models if name != peers.BARE}
         gc.collect()
@@ -83,10 +85,10 @@ def run_trial(trial: Trial, seat: Seat) -> Times:
             block=trial.block,
             lead_in=1,
             warm_up=1,
-            fence=seat.meeting.barrier,
-            after_round=seat.tell if seat.rank == 0 else None,
+            fence=context.barrier.wait,
+            after_round=context.report if context.rank == 0 else None,
         )
-        seat.meeting.barrier()  # nobody closes while another still works
+        context.barrier.wait()  # nobody closes while another still works
         for model in models.values():
             peers.unwrap(model)
     sizes = [p.numel() for p in start.parameters()]

@@ -24,10 +24,10 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
-from gradwire.cli.experiment.meeting import Meeting
+from gradwire.cli.experiment.barrier import Barrier
 from gradwire.cli.experiment.mpi import rank_under_mpirun
-from gradwire.cli.experiment.seat import Seat
-from gradwire.cli.experiment.world import HOSTED_PORT, Done, Failed, Hello, News, Start, Stop
+from gradwire.cli.experiment.rank_context import RankContext
+from gradwire.cli.experiment.world import HOSTED_PORT, Done, Failed, Hello, Report, Start, Stop
 from gradwire.errors import CollectiveTimeout
 from gradwire.groups.private_store import PrivateStore
 from gradwire.testing.private_socket import connect
@@ -61,12 +61,14 @@ def _perform(folder: Path, rank: int, start: Start, starter: Connection) -> obje
         store.set_timeout(limit)
     else:
         store = TCPStore(start.address, HOSTED_PORT, is_master=rank == 0, wait_for_workers=False, timeout=limit)
-    meeting = Meeting(folder / "meeting", rank=rank, size=start.size, timeout=start.timeout)
-    seat = Seat(rank, start.size, store, meeting, start.timeout, lambda news: starter.send(News(news)))
+    barrier = Barrier(folder / "barrier", rank=rank, size=start.size, timeout=start.timeout)
+    context = RankContext(
+        rank, start.size, store, barrier, start.timeout, lambda progress: starter.send(Report(progress))
+    )
     try:
-        return cloudpickle.loads(start.task)(seat)
+        return cloudpickle.loads(start.task)(context)
     finally:
-        meeting.close()
+        barrier.close()
 
 
 def _listen(starter: Connection) -> None:

@@ -1,6 +1,6 @@
 """A world of rank processes for one benchmark: started, listened to and ended by this process, under mpirun or without.
 
-`run_world(task, ranks)` calls `task(seat)` on every rank and returns what each returned. Every way in which ranks can fail to
+`run_world(task, ranks)` calls `task(context)` on every rank and returns what each returned. Every way in which ranks can fail to
 answer ends in one error that names the rank, and in no process left: see `rank.py` for their side.
 """
 
@@ -21,9 +21,9 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from gradwire.cli.experiment.meeting import Meeting
+from gradwire.cli.experiment.barrier import Barrier
 from gradwire.cli.experiment.mpi import Launcher
-from gradwire.cli.experiment.seat import Seat
+from gradwire.cli.experiment.rank_context import RankContext
 from gradwire.errors import CollectiveTimeout, GroupError, PeerLost
 from gradwire.groups.private_store import PrivateStore
 from gradwire.lab import Host
@@ -53,8 +53,8 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Starter: do this. `task` is a pickled function of a `Seat`. The store is the private one of that name; where ranks are on
-    hosts of their own there is none, and rank 0 hosts one at `address`."""
+    """Starter: do this. `task` is a pickled function of a `RankContext`. The store is the private one of that name; where ranks are
+    on hosts of their own there is none, and rank 0 hosts one at `address`."""
 
     size: int
     private: str
@@ -69,10 +69,10 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class Report:
     """Rank: this is how far we are."""
 
-    news: Any
+    progress: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,25 +92,25 @@ class Failed:
 
 
 def run_world(
-    task: Callable[[Seat], Any],
+    task: Callable[[RankContext], Any],
     ranks: int,
     *,
     name: str,
     launcher: Launcher | None = None,
     hosts: Sequence[Host] = (),
     timeout: float = TIMEOUT,
-    heard: Callable[[Any], object] = lambda news: None,
+    on_report: Callable[[Any], object] = lambda progress: None,
 ) -> list[Any]:
-    """Call `task(seat)` in `ranks` new processes and return the results in rank order.
+    """Call `task(context)` in `ranks` new processes and return the results in rank order.
 
-    With `hosts`, of `gradwire.lab`, ranks run on them in turn, and reach each other only over their links. `heard` is called with
-    what ranks tell on their way. After `timeout` seconds without news it is over.
+    With `hosts`, of `gradwire.lab`, ranks run on them in turn, and reach each other only over their links. `on_report` is called
+    with what ranks report on their way. The world is ended after `timeout` seconds without a report.
     """
     with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
         world = _World(Path(folder), ranks, name, timeout, tuple(hosts))
         try:
             world.start(launcher)
-            results = world.listen(cloudpickle.dumps(task), heard)
+            results = world.listen(cloudpickle.dumps(task), on_report)
             world.let_leave()
             return results
         except GroupError as error:
@@ -166,7 +166,7 @@ class _World:
 
     def start(self, launcher: Launcher | None) -> None:
         """Start the processes; they will connect."""
-        Meeting.prepare(self.folder / "meeting", size=self.size)
+        Barrier.prepare(self.folder / "barrier", size=self.size)
         cores = len(os.sched_getaffinity(0))
         command = [sys.executable, "-P", "-m", "gradwire.cli.experiment.rank", str(self.folder)]
         environment = {**os.environ, **WORKER_SETTINGS}
@@ -195,7 +195,7 @@ class _World:
 
     # -- listening -----------------------------------------------------------------------------------------------------------
 
-    def listen(self, task: bytes, heard: Callable[[Any], object]) -> list[Any]:
+    def listen(self, task: bytes, on_report: Callable[[Any], object]) -> list[Any]:
         """Every rank's result, or the error that stands for what went wrong."""
         private, address = ("", self.hosts[0].address) if self.hosts else (self.store.name, "")
         start = Start(self.size, private, address, self.timeout, task)
@@ -213,7 +213,7 @@ class _World:
                 elif isinstance(item, Connection) and item in self.strangers:
                     self._welcome(item, start)
                 elif isinstance(item, Connection):
-                    self._hear(item, heard)
+                    self._hear(item, on_report)
                 elif isinstance(item, int):
                     running.remove(item)
                     self._process_ended(self.processes[item])
@@ -232,7 +232,7 @@ class _World:
         with suppress(OSError):  # one that died meanwhile is heard of when it should answer
             connection.send(start)
 
-    def _hear(self, connection: Connection, heard: Callable[[Any], object]) -> None:
+    def _hear(self, connection: Connection, on_report: Callable[[Any], object]) -> None:
         rank = self.ranks[connection]
         try:
             message = connection.recv()
@@ -242,8 +242,8 @@ class _World:
                 "if there are none, look whether the machine ran out of memory.",
                 rank=rank.number,
             ) from None
-        if isinstance(message, News):
-            heard(message.news)
+        if isinstance(message, Report):
+            on_report(message.progress)
         elif isinstance(message, Done):
             rank.answer = message
         elif isinstance(message, Failed):

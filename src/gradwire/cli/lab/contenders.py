@@ -27,8 +27,8 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.cli.experiment import peers
+from gradwire.cli.experiment.rank_context import RankContext
 from gradwire.cli.experiment.recipes import RECIPES, Recipe
-from gradwire.cli.experiment.seat import Seat
 from gradwire.cli.experiment.torch_hooks import TORCH_HOOKS
 from gradwire.groups import C10dGroup, Group, SharedMemoryGroup
 from gradwire.interop import as_process_group
@@ -66,7 +66,7 @@ class Contender:
 
     name: str
     words: str
-    wrap: Callable[[nn.Module, Seat, Simulated | None, str], AbstractContextManager[Wrapped]]
+    wrap: Callable[[nn.Module, RankContext, Simulated | None, str], AbstractContextManager[Wrapped]]
     every: int = 1
     """After how many steps all replicas are equal."""
 
@@ -76,18 +76,18 @@ def _sent_over_link() -> float:
     return float(_COUNTER.read_text())
 
 
-def _group(seat: Seat, link: Simulated | None, name: str) -> Group:
-    store = PrefixStore(f"{name} gradwire", seat.store)
+def _group(context: RankContext, link: Simulated | None, name: str) -> Group:
+    store = PrefixStore(f"{name} gradwire", context.store)
     if link is None:
-        return C10dGroup.gloo(store, seat.rank, seat.size, timeout=seat.timeout, name=name)
-    inner = SharedMemoryGroup(store, seat.rank, seat.size, timeout=seat.timeout, name=name)
+        return C10dGroup.gloo(store, context.rank, context.size, timeout=context.timeout, name=name)
+    inner = SharedMemoryGroup(store, context.rank, context.size, timeout=context.timeout, name=name)
     return Throttled(inner, mbit=link.mbit, latency_ms=link.latency_ms)
 
 
 def _ours(recipe: Recipe) -> Contender:
     @contextmanager
-    def wrap(model: nn.Module, seat: Seat, link: Simulated | None, key: str) -> Iterator[Wrapped]:
-        group = _group(seat, link, key)
+    def wrap(model: nn.Module, context: RankContext, link: Simulated | None, key: str) -> Iterator[Wrapped]:
+        group = _group(context, link, key)
         try:
             ddp = DistributedDataParallel(model, process_group=group)
             ddp.set_hook(recipe.build())
@@ -105,14 +105,14 @@ def _ours(recipe: Recipe) -> Contender:
 
 def _torchs(name: str, words: str, register: Callable[[Any], object]) -> Contender:
     @contextmanager
-    def wrap(model: nn.Module, seat: Seat, link: Simulated | None, key: str) -> Iterator[Wrapped]:
+    def wrap(model: nn.Module, context: RankContext, link: Simulated | None, key: str) -> Iterator[Wrapped]:
         if link is None:
-            with peers.gloo_world(PrefixStore(key, seat.store), seat.rank, seat.size, timeout=seat.timeout):
+            with peers.gloo_world(PrefixStore(key, context.store), context.rank, context.size, timeout=context.timeout):
                 ddp = nn.parallel.DistributedDataParallel(model)
                 register(ddp)
                 yield Wrapped(ddp, _sent_over_link, keep=ddp.process_group)
             return
-        group = _group(seat, link, key)
+        group = _group(context, link, key)
         assert isinstance(group, Throttled)
         process_group = as_process_group(group)
         try:

@@ -2,7 +2,7 @@
 
 Note [What is timed]
 Steps are taken in stretches between two examinations. Ranks meet before and after each stretch, at counters in a mapped file and
-not over the link; the time between the two meetings counts, hence that of the slowest rank, and so do the bytes that have left
+not over the link; the time between the two barriers counts, hence that of the slowest rank, and so do the bytes that have left
 the link. Examinations, and what ranks tell each other about them, lie outside. So does a first try on a tiny model, in which
 loops are compiled.
 
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradwire.cli.demo.text import Corpus, standard_library
-from gradwire.cli.experiment.seat import Seat
+from gradwire.cli.experiment.rank_context import RankContext
 from gradwire.cli.lab.contenders import CONTENDERS, Contender, Simulated, Wrapped
 from gradwire.cli.lab.learner import Learner, start
 
@@ -100,59 +100,63 @@ class News:
     course: Course | None
 
 
-def run_courses(plan: Plan, seat: Seat) -> list[Course]:
+def run_courses(plan: Plan, context: RankContext) -> list[Course]:
     """Train on this rank, together with all others: every contender's way."""
     corpus = standard_library()
     courses: list[Course] = []
     kept: list[object] = []
     for name in plan.names:
         contender = CONTENDERS[name]
-        _try(plan, contender, corpus, seat, kept)
-        courses.append(_run(plan, contender, corpus, seat, kept, courses[0] if courses else None))
+        _try(plan, contender, corpus, context, kept)
+        courses.append(_run(plan, contender, corpus, context, kept, courses[0] if courses else None))
     return courses
 
 
-def _try(plan: Plan, contender: Contender, corpus: Corpus, seat: Seat, kept: list[object]) -> None:
+def _try(plan: Plan, contender: Contender, corpus: Corpus, context: RankContext, kept: list[object]) -> None:
     """A few steps of a tiny model: see Note [What is timed]."""
     model = start(_TINY, plan.seed)
-    with contender.wrap(model, seat, plan.link, f"{contender.name} try") as wrapped:
+    with contender.wrap(model, context, plan.link, f"{contender.name} try") as wrapped:
         kept.append(wrapped.keep)
-        learner = Learner(model, wrapped.model, corpus, rank=seat.rank, batch=1, rate=plan.rate, seed=plan.seed)
+        learner = Learner(model, wrapped.model, corpus, rank=context.rank, batch=1, rate=plan.rate, seed=plan.seed)
         wrapped.attach(learner.optimizer)
         for _ in range(_TRY):
             learner.step()
-        seat.meeting.barrier()  # nobody closes while another still works
-    seat.tell(None)
+        context.barrier.wait()  # nobody closes while another still works
+    context.report(None)
 
 
 def _run(
-    plan: Plan, contender: Contender, corpus: Corpus, seat: Seat, kept: list[object], reference: Course | None
+    plan: Plan, contender: Contender, corpus: Corpus, context: RankContext, kept: list[object], reference: Course | None
 ) -> Course:
     model = start(plan.size, plan.seed)
-    with contender.wrap(model, seat, plan.link, contender.name) as wrapped:
+    with contender.wrap(model, context, plan.link, contender.name) as wrapped:
         kept.append(wrapped.keep)
         learner = Learner(
-            model, wrapped.model, corpus, rank=seat.rank, batch=plan.batch, rate=plan.rate, seed=plan.seed
+            model, wrapped.model, corpus, rank=context.rank, batch=plan.batch, rate=plan.rate, seed=plan.seed
         )
         wrapped.attach(learner.optimizer)
         points = [Point(0, 0.0, 0.0, learner.examine())]
         over = False
         while not over:
-            points.append(_stretch(plan, contender, wrapped, learner, seat, points[-1]))
-            over = _agree(seat, f"{contender.name} {learner.steps}", _is_over(plan, points, contender.name, reference))
-            if seat.rank == 0:
+            points.append(_stretch(plan, contender, wrapped, learner, context, points[-1]))
+            over = _agree(
+                context, f"{contender.name} {learner.steps}", _is_over(plan, points, contender.name, reference)
+            )
+            if context.rank == 0:
                 done = Course(contender.name, tuple(points)) if over else None
-                seat.tell(News(contender.name, points[-1], done))
-        seat.meeting.barrier()
+                context.report(News(contender.name, points[-1], done))
+        context.barrier.wait()
     return Course(contender.name, tuple(points))
 
 
-def _stretch(plan: Plan, contender: Contender, wrapped: Wrapped, learner: Learner, seat: Seat, before: Point) -> Point:
-    seat.meeting.barrier()
+def _stretch(
+    plan: Plan, contender: Contender, wrapped: Wrapped, learner: Learner, context: RankContext, before: Point
+) -> Point:
+    context.barrier.wait()
     begin, sent = time.perf_counter(), wrapped.sent()
     for _ in range(plan.exam_every):
         learner.step()
-    seat.meeting.barrier()
+    context.barrier.wait()
     seconds, nbytes = time.perf_counter() - begin, wrapped.sent() - sent
     whole = learner.steps % contender.every == 0
     return Point(learner.steps, before.seconds + seconds, before.nbytes + nbytes, learner.examine(), whole)
@@ -168,8 +172,8 @@ def _is_over(plan: Plan, points: Sequence[Point], name: str, reference: Course |
     return here.seconds >= plan.patience * end.seconds or here.steps >= plan.patience * end.steps
 
 
-def _agree(seat: Seat, key: str, over: bool) -> bool:
+def _agree(context: RankContext, key: str, over: bool) -> bool:
     """Rank 0's word, on every rank."""
-    if seat.rank == 0:
-        seat.store.set(f"over {key}", "yes" if over else "no")
-    return bytes(seat.store.get(f"over {key}")) == b"yes"
+    if context.rank == 0:
+        context.store.set(f"over {key}", "yes" if over else "no")
+    return bytes(context.store.get(f"over {key}")) == b"yes"

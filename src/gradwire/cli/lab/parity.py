@@ -79,9 +79,9 @@ def run(args: argparse.Namespace) -> int:
     machine, console = describe(), Console(highlight=False)
     began = time.perf_counter()
     plan = Plan(args.task, names, args.seeds, steps)
-    with bar(console, f"{args.task}, {args.ranks} ranks", len(names) * args.seeds) as heard:
+    with bar(console, f"{args.task}, {args.ranks} ranks", len(names) * args.seeds) as on_report:
         results: list[Scores] = run_world(
-            functools.partial(run_plan, plan), args.ranks, name="lab parity", timeout=args.timeout, heard=heard
+            functools.partial(run_plan, plan), args.ranks, name="lab parity", timeout=args.timeout, on_report=on_report
         )
     scores = results[0]
     if not all(map(math.isfinite, _losses(scores[_DENSE]))):

@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     )
     courses: list[Course] = []
     failure: GroupError | None = None
-    with _machines(args) as machines, _progress(console, names, courses) as heard:
+    with _machines(args) as machines, _progress(console, names, courses) as on_report:
         try:
             run_world(
                 functools.partial(run_courses, plan),
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
                 name="lab slowlink",
                 hosts=machines,
                 timeout=args.timeout,
-                heard=heard,
+                on_report=on_report,
             )
         except GroupError as error:
             if not courses:
@@ -188,7 +188,7 @@ def _progress(console: Console, names: Sequence[str], courses: list[Course]) -> 
         whole = progress.add_task("contenders", total=len(names), words="starting")
         current = progress.add_task("", total=None, words="", visible=False)
 
-        def heard(news: News | None) -> None:
+        def on_report(news: News | None) -> None:
             if news is None:
                 return
             point = news.point
@@ -202,7 +202,7 @@ def _progress(console: Console, names: Sequence[str], courses: list[Course]) -> 
                 console.print(f"{news.name}: {words}")
 
         progress.refresh()
-        yield heard
+        yield on_report
 
 
 def _settings(args: argparse.Namespace, plan: Plan, parameters: int) -> dict[str, str]:

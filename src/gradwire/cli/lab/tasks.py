@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.cli.demo.model import SIZES, Shape, Transformer
 from gradwire.cli.demo.text import ALPHABET, even_windows, random_windows, standard_library
+from gradwire.cli.experiment.rank_context import RankContext
 from gradwire.cli.experiment.recipes import RECIPES, Recipe
-from gradwire.cli.experiment.seat import Seat
 from gradwire.collectives import ReduceOp
 from gradwire.groups import Group, SharedMemoryGroup
 from gradwire.parallel import DistributedDataParallel
@@ -165,18 +165,18 @@ class Plan:
     steps: int
 
 
-def run_plan(plan: Plan, seat: Seat) -> Scores:
+def run_plan(plan: Plan, context: RankContext) -> Scores:
     """Carry it out on this rank, together with all others."""
     task = TASKS[plan.task]()
     scores: dict[str, list[Score]] = {name: [] for name in plan.names}
     for seed in range(plan.seeds):
         for name in plan.names:
-            store = PrefixStore(f"{name} {seed}", seat.store)
-            with SharedMemoryGroup(store, seat.rank, seat.size, timeout=seat.timeout) as group:
+            store = PrefixStore(f"{name} {seed}", context.store)
+            with SharedMemoryGroup(store, context.rank, context.size, timeout=context.timeout) as group:
                 scores[name].append(train(task, RECIPES[name], seed, plan.steps, group))
-                seat.meeting.barrier()  # nobody closes while another still works
-            if seat.rank == 0:
-                seat.tell(sum(map(len, scores.values())))
+                context.barrier.wait()  # nobody closes while another still works
+            if context.rank == 0:
+                context.report(sum(map(len, scores.values())))
     return scores
 
 

@@ -180,17 +180,17 @@ def test_every_contender_computes_every_operation(open_mpi):
     launcher = open_mpi if isinstance(open_mpi, mpi.Launcher) else None
     names = [name for name in CONTENDERS if name != MPI or launcher is not None]
 
-    def task(seat):
+    def task(context):
         done = 0
         for op in OPERATIONS:
-            place = dataclasses.replace(seat, store=PrefixStore(op, seat.store))
+            place = dataclasses.replace(context, store=PrefixStore(op, context.store))
             with ExitStack() as stack:
                 for name in names:
-                    contender = CONTENDERS[name](place, op, 4 * seat.size, stack)
-                    for numel in (seat.size, 4 * seat.size):
-                        contender.check(name, numel, seat.rank)
+                    contender = CONTENDERS[name](place, op, 4 * context.size, stack)
+                    for numel in (context.size, 4 * context.size):
+                        contender.check(name, numel, context.rank)
                         done += 1
-                seat.meeting.barrier()
+                context.barrier.wait()
         return done
 
     assert run_world(task, 2, name="test", launcher=launcher, timeout=60.0) == [10 * len(names)] * 2
@@ -244,10 +244,10 @@ def _race() -> collectives.Race:
 def test_more_ranks_than_cores_is_said_at_once_and_progress_is_seen_without_a_terminal(monkeypatch, capsys):
     told = []
 
-    def run_world(*args, heard, **options):
+    def run_world(*args, on_report, **options):
         told.append(capsys.readouterr().err)
         for done in range(1, 21):
-            heard(done)
+            on_report(done)
         raise InternalError("far enough")
 
     monkeypatch.setattr(collectives, "run_world", run_world)

@@ -31,23 +31,23 @@ def _gone(pid: int) -> bool:
 
 
 def test_results_come_in_the_order_of_ranks_and_news_on_the_way():
-    def task(seat):
-        seat.tell(os.getpid())
-        seat.meeting.barrier()
-        seat.store.set(f"from {seat.rank}", str(seat.rank))
-        return seat.rank, seat.size, seat.store.get(f"from {1 - seat.rank}").decode()
+    def task(context):
+        context.report(os.getpid())
+        context.barrier.wait()
+        context.store.set(f"from {context.rank}", str(context.rank))
+        return context.rank, context.size, context.store.get(f"from {1 - context.rank}").decode()
 
     pids: list[int] = []
-    assert run_world(task, 2, name="test", heard=pids.append) == [(0, 2, "1"), (1, 2, "0")]
+    assert run_world(task, 2, name="test", on_report=pids.append) == [(0, 2, "1"), (1, 2, "0")]
     assert len(set(pids)) == 2
     assert all(map(_gone, pids))
 
 
 def test_what_a_rank_raises_is_told_with_its_traceback():
-    def task(seat):
-        if seat.rank == 1:
+    def task(context):
+        if context.rank == 1:
             raise ValueError("out of luck")
-        seat.meeting.barrier()
+        context.barrier.wait()
 
     with pytest.raises(GroupError, match="^test with 2 ranks: rank 1 failed: ValueError: out of luck") as caught:
         run_world(task, 2, name="test")
@@ -57,16 +57,16 @@ def test_what_a_rank_raises_is_told_with_its_traceback():
 def _killed(launcher):
     pids: list[int] = []
 
-    def task(seat):
-        seat.tell(os.getpid())
-        seat.meeting.barrier()
-        if seat.rank == 1:
+    def task(context):
+        context.report(os.getpid())
+        context.barrier.wait()
+        if context.rank == 1:
             print("my last words", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        seat.meeting.barrier()
+        context.barrier.wait()
 
     with pytest.raises(PeerLost, match="^test with 2 ranks: rank 1 died") as caught:
-        run_world(task, 2, name="test", launcher=launcher, heard=pids.append)
+        run_world(task, 2, name="test", launcher=launcher, on_report=pids.append)
     assert caught.value.rank == 1
     assert "my last words" in "\n".join(caught.value.__notes__)
     assert len(pids) == 2
@@ -84,27 +84,27 @@ def test_a_rank_that_dies_under_mpirun_ends_the_world(open_mpi):
 def test_a_rank_that_hangs_ends_the_world_and_shows_where_it_stood():
     pids: list[int] = []
 
-    def task(seat):
-        seat.tell(os.getpid())
-        if seat.rank == 0:
+    def task(context):
+        context.report(os.getpid())
+        if context.rank == 0:
             return
         time.sleep(1000.0)
 
     with pytest.raises(
         CollectiveTimeout, match=r"nothing was heard for 2 s, and ranks \[1\] have not finished"
     ) as caught:
-        run_world(task, 2, name="test", timeout=2.0, heard=pids.append)
+        run_world(task, 2, name="test", timeout=2.0, on_report=pids.append)
     assert (caught.value.joined, caught.value.missing) == ((0,), (1,))
     assert "in task" in "\n".join(caught.value.__notes__)
     assert all(map(_gone, pids))
 
 
 def test_a_rank_that_misses_the_barrier_is_named_by_the_others():
-    def task(seat):
-        if seat.rank == 0:
-            seat.meeting.barrier()
+    def task(context):
+        if context.rank == 0:
+            context.barrier.wait()
         while True:
-            seat.tell("still here")
+            context.report("still here")
             time.sleep(0.2)
 
     with pytest.raises(
@@ -121,24 +121,24 @@ def test_processes_that_do_not_start_are_reported(monkeypatch, tmp_path):
     with pytest.raises(
         GroupError, match="the process of rank . ended with status 3 before ranks .* had come"
     ) as caught:
-        run_world(lambda seat: None, 2, name="test")
+        run_world(lambda context: None, 2, name="test")
     assert "no such interpreter" in "\n".join(caught.value.__notes__)
 
 
 def test_an_interrupted_starter_leaves_no_rank():
     pids: list[int] = []
 
-    def task(seat):
-        seat.tell(os.getpid())
+    def task(context):
+        context.report(os.getpid())
         time.sleep(1000.0)
 
-    def heard(pid: int) -> None:
+    def on_report(pid: int) -> None:
         pids.append(pid)
         if len(pids) == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_world(task, 2, name="test", heard=heard)
+        run_world(task, 2, name="test", on_report=on_report)
     assert all(map(_gone, pids))
 
 
@@ -147,12 +147,12 @@ import os, time
 from gradwire.cli.experiment import mpi
 from gradwire.cli.experiment.world import run_world
 
-def task(seat):
-    seat.tell(os.getpid())
+def task(context):
+    context.report(os.getpid())
     time.sleep(1000.0)
 
 launcher = mpi.find() if {under_mpirun} else None
-run_world(task, 2, name="test", launcher=launcher, heard=lambda pid: print(pid, flush=True))
+run_world(task, 2, name="test", launcher=launcher, on_report=lambda pid: print(pid, flush=True))
 """
 
 

@@ -163,11 +163,11 @@ def test_where_hosts_are_not_permitted_the_simulated_link_is_offered(monkeypatch
 
 
 def test_what_was_done_before_a_failure_is_not_lost(monkeypatch, capsys, tmp_path):
-    def failing(task, ranks, *, heard, **named):
+    def failing(task, ranks, *, on_report, **named):
         for done in race().courses[:2]:
-            heard(None)
-            heard(News(done.name, done.points[1], None))
-            heard(News(done.name, done.last, done))
+            on_report(None)
+            on_report(News(done.name, done.points[1], None))
+            on_report(News(done.name, done.last, done))
         raise PeerLost("rank 1 died", rank=1)
 
     monkeypatch.setattr(slowlink, "run_world", failing)

@@ -1,4 +1,4 @@
-"""`Meeting`: where the ranks of a benchmark wait for each other between turns, by a means that none of the compared ones uses.
+"""`Barrier`: where the ranks of a benchmark wait for each other between turns, by a means that none of the compared ones uses.
 
 A file that all ranks have mapped holds one counter per rank, each written by its rank only. Nothing but these counters is read
 through it, so nothing has to be ordered with them.
@@ -25,14 +25,14 @@ _SPIN = 0.5e-3
 _NAP = 50e-6
 
 
-class Meeting:
-    """One rank's seat at the barrier of `size` ranks.
+class Barrier:
+    """One rank's view of the barrier of `size` ranks.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     Meeting.prepare(Path(folder) / "meeting", size=1)
-    ...     alone = Meeting(Path(folder) / "meeting", rank=0, size=1, timeout=1.0)
-    ...     alone.barrier()
+    ...     Barrier.prepare(Path(folder) / "barrier", size=1)
+    ...     alone = Barrier(Path(folder) / "barrier", rank=0, size=1, timeout=1.0)
+    ...     alone.wait()
     ...     alone.close()
     """
 
@@ -50,7 +50,7 @@ class Meeting:
         """Make the file, once, before any rank opens it."""
         path.write_bytes(bytes(size * _STRIDE))
 
-    def barrier(self) -> None:
+    def wait(self) -> None:
         """Return when every rank has called it as often as this one."""
         self._count += 1
         count, words = self._count, self._words

@@ -6,28 +6,28 @@ import threading
 
 import pytest
 
-from gradwire.cli.experiment.meeting import Meeting
+from gradwire.cli.experiment.barrier import Barrier
 from gradwire.errors import CollectiveTimeout
 
 
 @pytest.fixture
 def path(tmp_path):
-    Meeting.prepare(tmp_path / "meeting", size=3)
-    return tmp_path / "meeting"
+    Barrier.prepare(tmp_path / "barrier", size=3)
+    return tmp_path / "barrier"
 
 
 def test_nobody_leaves_before_all_have_come(path):
     here, seen, lock = [0] * 50, [], threading.Lock()
 
     def rank(number: int) -> None:
-        meeting = Meeting(path, rank=number, size=3, timeout=20.0)
+        barrier = Barrier(path, rank=number, size=3, timeout=20.0)
         for turn in range(50):
             with lock:
                 here[turn] += 1
-            meeting.barrier()
+            barrier.wait()
             with lock:
                 seen.append(here[turn])
-        meeting.close()
+        barrier.close()
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
     for thread in threads:
@@ -38,18 +38,18 @@ def test_nobody_leaves_before_all_have_come(path):
 
 
 def test_who_does_not_come_is_named(path):
-    meetings = [Meeting(path, rank=rank, size=3, timeout=0.05) for rank in (0, 2)]
-    for meeting in meetings:
+    barriers = [Barrier(path, rank=rank, size=3, timeout=0.05) for rank in (0, 2)]
+    for barrier in barriers:
         with pytest.raises(
             CollectiveTimeout, match=r"barrier 1 of the benchmark on rank . of 3: ranks \[.*1.*\] have not"
         ):
-            meeting.barrier()
-        meeting.close()
+            barrier.wait()
+        barrier.close()
 
 
 def test_the_missing_are_an_attribute(path):
-    meeting = Meeting(path, rank=1, size=3, timeout=0.01)
+    barrier = Barrier(path, rank=1, size=3, timeout=0.01)
     with pytest.raises(CollectiveTimeout) as caught:
-        meeting.barrier()
+        barrier.wait()
     assert (caught.value.joined, caught.value.missing) == ((1,), (0, 2))
-    meeting.close()
+    barrier.close()
