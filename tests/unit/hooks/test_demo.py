@@ -76,7 +76,7 @@ def test_no_more_than_a_row_of_padding() -> None:
 
 
 def test_as_in_the_paper() -> None:
-    """Two ranks, a matrix of four squares and a vector of two stretches, by loops and the formula."""
+    """Two ranks, a matrix of four squares and a vector of two ranges, by loops and the formula."""
     spec, ranks, s, k = spec_of((6, 6), (6,)), 2, 3, 2
     hook = decoupled_momentum(decay=0.9, chunk=s, k=k)
     basis = cosines(s, torch.zeros(0))

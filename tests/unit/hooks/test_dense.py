@@ -170,7 +170,7 @@ def test_cast_to_the_dtype_it_already_has_changes_nothing() -> None:
 
 
 def test_cast_leaves_complex_gradients_as_they_are() -> None:
-    """A narrow real dtype would drop their imaginary part without a word."""
+    """A narrow real dtype would silently drop their imaginary part."""
     done = simulate(chain(cast(torch.bfloat16), mean()), [torch.tensor([1 + 2j]), torch.tensor([3 + 4j])])
     assert done.reduced[0].value.item() == 2 + 3j
 
@@ -250,7 +250,7 @@ def test_cast_refuses_what_is_not_floating_point(dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_counts_of_samples_are_not_rounded(dtype: torch.dtype) -> None:
-    """257 is 256 in bfloat16, and the sum of two such counts more than float16's neighbours are apart."""
+    """257 is 256 in bfloat16, and float16 rounds the sum of two such counts."""
     done = simulate(
         weighted_mean(), [torch.full((1,), 1.0, dtype=dtype), torch.zeros(1, dtype=dtype)], weights=[1.0, 257.0]
     )

@@ -28,7 +28,7 @@ from gradwire.testing import check_hook, simulate
 
 
 class Whole(CommHook):
-    """Sends whole numbers only."""
+    """Sends integers only."""
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         sent = grad.trunc()

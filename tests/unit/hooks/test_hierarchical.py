@@ -118,7 +118,7 @@ def test_loss_between_hosts_is_in_the_carriers_sent() -> None:
     done = simulate(hierarchical(across=HALF), brought, hosts=[[0, 1, 2], [3]])
     sent = torch.stack([s for _, s in done.reduced])
     torch.testing.assert_close(done.reduced[0].value, sent.mean(0), rtol=1e-6, atol=0)
-    assert torch.equal(sent[1], brought[1])  # no carrier
+    assert torch.equal(sent[1], brought[1])  # not a carrier
     assert not torch.equal(sent[0], brought[0])
 
 
@@ -181,7 +181,7 @@ def test_state_of_other_lanes_is_dropped_if_hosts_have_changed() -> None:
 
 
 class Nothing(CommHook):
-    """Sends zeros, so that all is owed."""
+    """Sends zeros, so that the residual is the whole gradient."""
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         yield all_reduce(torch.zeros(1))
@@ -368,7 +368,7 @@ def test_replicas_train_with_it() -> None:
 
 
 class TorchBucket:
-    """What torch hands to its hooks."""
+    """What torch passes to its hooks."""
 
     def __init__(self, flat: Tensor, parameters: list[Tensor]) -> None:
         self._flat, self._parameters = flat, parameters

@@ -113,7 +113,7 @@ def test_batched_is_one_padded_square() -> None:
 
 
 def test_strides_are_followed() -> None:
-    """Rows are what lies together in memory: a channels_last or a turned parameter is the matrix that it is there."""
+    """Rows are contiguous in memory, also those of a channels_last or transposed parameter."""
     last = tuple(torch.empty((16, 4, 2, 2), device="meta").to(memory_format=torch.channels_last).stride())
     spec = BucketSpec(
         0, ("last", "turned"), ((16, 4, 2, 2), (16, 40)), (last, (1, 16)), torch.float32, torch.device("cpu")
@@ -176,7 +176,7 @@ def test_batched_state_is_for_the_same_bucket_only() -> None:
     assert torch.equal(hook.load(saved, spec).q.flat, states[0].q.flat)
     turned = bucket((7,), (20, 30), names=("p1", "p0"))
     assert torch.equal(hook.load(saved, turned).q.flat, hook.init(turned).q.flat)
-    # A bucket that was not reduced since hands on what it was given; one that was, its own.
+    # A bucket that was not reduced since saves what it loaded; one that was, its own state.
     fresh = hook.load(saved, turned)
     assert hook.save(fresh, turned) == saved
     simulate(hook, gradients(1, 607), spec=turned, states=[fresh])
@@ -216,7 +216,7 @@ def test_zeros_do_not_persist() -> None:
     assert not done.reduced[0].value.any()
     done = simulate(hook, gradients(2, 600), spec=spec, states=done.states, step=1)
     assert done.reduced[0].value.any()
-    # A gradient of rank 1 leaves nothing for the second column; it is used again when there is more.
+    # A gradient of rank 1 leaves the second column unchanged; it is used again at a higher rank.
     thin = torch.outer(torch.randn(20), torch.randn(30)).flatten()
     states = simulate(hook, [thin], spec=spec).states
     value = simulate(hook, gradients(1, 600), spec=spec, states=states, step=1).reduced[0].value
@@ -260,7 +260,7 @@ def test_columns_are_orthonormal_for_any_condition_number(way: Any, rank: int) -
     matrix = (u * torch.logspace(0, -5, rank)) @ v.mT
     (basis,) = way([matrix.clone()])
     torch.testing.assert_close(basis.mT @ basis, torch.eye(rank).expand(3, -1, -1), atol=1e-4, rtol=0)
-    # It spans the same: nothing is left of the matrix outside of it.
+    # It spans the same space: the projection of the matrix onto its complement is zero.
     torch.testing.assert_close(basis @ (basis.mT @ matrix), matrix, atol=1e-5, rtol=0)
 
 
@@ -286,7 +286,7 @@ def test_products_of_any_strides() -> None:
 
 
 class Passing(CommHook):
-    """Gives back the very tensor it was given."""
+    """Returns the tensor it was given."""
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         return Reduced(grad, grad)

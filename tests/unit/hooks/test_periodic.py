@@ -171,7 +171,7 @@ def test_the_inner_hook_compresses_the_progress() -> None:
 
 
 def test_a_narrow_model_has_a_wide_anchor() -> None:
-    """Small ways would be lost in bfloat16: 1 + 0.001 is 1 there."""
+    """Small progress would be lost in bfloat16: 1 + 0.001 is 1 there."""
     hook = diloco(every=1, outer_lr=0.25, outer_momentum=0.0)
     states, now = None, torch.ones(1, dtype=torch.bfloat16)
     for step in range(8):

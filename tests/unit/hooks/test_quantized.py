@@ -40,7 +40,7 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.fixture(params=["loops", "eager"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Once compiled, once as where numba is missing."""
+    """Once compiled, once as if numba were missing."""
     if request.param == "eager":
         monkeypatch.setattr(loops, "available", lambda: False)
     elif not loops.available():

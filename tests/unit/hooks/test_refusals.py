@@ -34,7 +34,7 @@ FED = chain(error_feedback(), HALF)
 
 
 class Local(CommHook):
-    """Leaves gradients where they are."""
+    """Leaves gradients on their rank."""
 
     traits = Trait.LOCAL
 

@@ -46,7 +46,7 @@ def test_numbers_depend_on_seed_step_and_bucket_and_on_nothing_else() -> None:
 
 @dataclass(frozen=True)
 class Draws(CommHook):
-    """Notes what it draws, for itself and with all."""
+    """Records what it draws, per rank and shared."""
 
     own: list[float] = field(default_factory=list)
     common: list[float] = field(default_factory=list)

@@ -58,7 +58,7 @@ def test_half_keeps_its_precision_at_any_magnitude(size: float, ranks: int) -> N
 
 
 def test_half_does_not_overflow_in_the_sum() -> None:
-    """Also where an engine adds all ranks' numbers in float16 before it divides."""
+    """Also if an engine adds all ranks' numbers in float16 before it divides."""
     brought = [torch.full((4,), 65504.0)] * 7
     done = simulate(HALF, brought)
     torch.testing.assert_close(done.reduced[0].value, brought[0], rtol=1e-3, atol=0)
