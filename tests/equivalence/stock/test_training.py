@@ -282,7 +282,7 @@ def test_a_missing_rank_ends_ddp_with_its_name(fresh: Callable[..., Any]) -> Non
         model = DistributedDataParallel(make_model())
         loss = model(torch.ones(2, 8)).sum()
         if rank == 1:
-            store.wait(["told"], timedelta(seconds=30))
+            store.wait(["told"], timedelta(seconds=100))
             return ""
         dist.group.WORLD.set_timeout(timedelta(seconds=0.8))
         try:

@@ -61,7 +61,7 @@ QUIET = {
 }
 
 
-def run(script: str, folder: Path, n: int = 2, limit: float = 60) -> tuple[int, str, float]:
+def run(script: str, folder: Path, n: int = 2, limit: float = 300) -> tuple[int, str, float]:
     """Exit code, all that was said, and the seconds it took."""
     began = time.perf_counter()
     done = subprocess.run(
@@ -80,7 +80,7 @@ def run(script: str, folder: Path, n: int = 2, limit: float = 60) -> tuple[int, 
 def test_it_ends_well(name: str, tmp_path: Path) -> None:
     code, said, seconds = run(PRELUDE + textwrap.dedent(QUIET[name]), tmp_path)
     assert (code, said) == (0, "")
-    assert seconds < 30
+    assert seconds < 150  # a rank that waits for another at exit waits longer
     assert not list(tmp_path.iterdir())
 
 
@@ -99,11 +99,11 @@ def test_an_uncaught_exception_ends_all_ranks_with_its_code(tmp_path: Path) -> N
     ("operations that never completed", "group.all_reduce(torch.ones(2), async_op=True)"),
 ])  # fmt: skip
 def test_a_rank_that_hangs_does_not_hold_the_job(how: str, body: str, tmp_path: Path) -> None:
-    script = f"runtime.EXIT_PATIENCE = 2\nif group.rank == 1: time.sleep(50)\n{body}"
+    script = f"runtime.EXIT_PATIENCE = 2\nif group.rank == 1: time.sleep(250)\n{body}"
     code, said, seconds = run(PRELUDE + script, tmp_path)
     assert code == 128 + signal.SIGALRM
     assert "Alarm clock" in said
-    assert seconds < 40
+    assert seconds < 200
 
 
 PAGE = (Path(__file__).parents[3] / "docs" / "mpi.md").read_text()
