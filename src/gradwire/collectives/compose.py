@@ -38,6 +38,10 @@ class Lowering(Protocol):
     @property
     def takes(self) -> Callable[[Collective], bool]: ...
 
+    @property
+    def asked(self) -> Collective:
+        """What the caller submitted, for errors."""
+
     def __call__(self, op: Collective) -> Program:
         """Carry out a collective by those that the engine takes."""
 
@@ -47,7 +51,7 @@ def compose(op: Collective, low: Lowering) -> Program:
     rule = _RULES.get(op.kind)
     if rule is None:
         raise UsageError(
-            f"{op}: the engine does not take it, and there is nothing simpler to make it of. Use a group that does."
+            f"{low.asked}: the engine does not take it, and there is nothing simpler to make it of. Use a group that does."
         )
     yield from rule(op, low)
 
@@ -82,7 +86,7 @@ def _broadcast(op: Collective, low: Lowering) -> Program:
         yield from low(build.all_gather_into_tensor(whole, place, label=op.label))
         place.copy_(whole.view(low.size, -1)[root] if place.numel() else place)
     else:
-        _refuse(op)
+        _refuse(low)
 
 
 def _all_gather_into_tensor(op: Collective, low: Lowering) -> Program:
@@ -101,7 +105,7 @@ def _all_gather_into_tensor(op: Collective, low: Lowering) -> Program:
         parts[low.rank].copy_(own)
         yield build.all_reduce(whole, label=op.label)
     else:
-        _refuse(op)
+        _refuse(low)
 
 
 def _put(source: Tensor, place: Tensor) -> None:
@@ -150,9 +154,9 @@ def _scatter(op: Collective, low: Lowering) -> Program:
         place.copy_(whole.view(low.size, -1)[low.rank])
 
 
-def _refuse(op: Collective) -> None:
+def _refuse(low: Lowering) -> None:
     raise UsageError(
-        f"{op}: the engine has no all-reduce, broadcast or all-gather to make it of. Implement one of them in the group."
+        f"{low.asked}: the engine has no all-reduce, broadcast or all-gather to make it of. Implement one of them in the group."
     )
 
 

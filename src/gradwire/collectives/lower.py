@@ -59,6 +59,7 @@ class _Lowering:
     rank: int
     size: int
     takes: Callable[[Collective], bool]
+    asked: Collective
 
     def __call__(self, op: Collective) -> Program:
         if self.takes(op):
@@ -89,7 +90,7 @@ def lower(op: Collective, *, rank: int, size: int, takes: Callable[[Collective],
     >>> list(ops)
     [all_reduce(uint8[1], SUM, label='start')]
     """
-    for step in writes(op.outputs, _Lowering(rank, size, takes)(apart(op, rank))):
+    for step in writes(op.outputs, _Lowering(rank, size, takes, op)(apart(op, rank))):
         yield step if op.timeout is None else step.within(op.timeout)
 
 

@@ -21,7 +21,7 @@ from torch.nn.parallel.scatter_gather import scatter_kwargs
 from gradwire.deprecated import renamed
 from gradwire.errors import GroupAndMeshGiven, HookAlreadyRegistered, NotPicklable, TrainingAlreadyStarted, UsageError
 from gradwire.groups.base import Group
-from gradwire.hooks.base import CommHook
+from gradwire.hooks.base import CommHook, Trait
 from gradwire.hooks.combinators.chain import chain
 from gradwire.hooks.dense import cast, mean
 from gradwire.interop import as_process_group, from_process_group
@@ -37,6 +37,7 @@ from gradwire.parallel.flags import Flags
 from gradwire.parallel.manual import ManualFinalization
 from gradwire.parallel.mixed import MixedPrecision
 from gradwire.parallel.replica import Replica, ReplicaPolicies
+from gradwire.parallel.trainable import check_module
 from gradwire.parallel.uneven import Uneven
 from gradwire.policies import Buffers, NonFinite
 from gradwire.reducer.torch_hooks import check_torch_hook
@@ -80,6 +81,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
+        check_module("DistributedDataParallel", module)
         if check_reduction:
             warnings.warn("`check_reduction` is deprecated and does nothing.", FutureWarning, stacklevel=2)
         flags = Flags(
@@ -226,6 +228,14 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
 
     def set_weight(self, weight: float) -> None:
         """How much this rank's gradient counts under `hooks.weighted_mean()`: usually the number of samples in its batch."""
+        runner = self.replica.runner
+        if runner.torch_hook is not None or Trait.WEIGHS not in runner.hook.traits:
+            warnings.warn(
+                f"set_weight({weight!r}) has no effect with the hook {runner.name}: all ranks count the same. Set the hook first: "
+                "model.set_hook(gw.hooks.weighted_mean()).",
+                UserWarning,
+                stacklevel=2,
+            )
         self.replica.weight = float(weight)
 
     def _register_buffer_comm_hook(self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = None) -> None:

@@ -14,6 +14,7 @@ from gradwire.events import Handle
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
 from gradwire.parallel.replica import Replica, ReplicaPolicies
+from gradwire.parallel.trainable import check_module
 from gradwire.policies import Buckets, Buffers, Gradients, Graph, NonFinite, ScaleCheck
 
 _MARK = "_gradwire_replica"
@@ -47,6 +48,7 @@ def replicate(
     >>> replica.detach()
     >>> group.close()
     """
+    check_module("replicate", module)
     if getattr(module, _MARK, None) is not None:
         raise UsageError(f"replicate({type(module).__name__}): it is replicated already. detach() it first.")
     policies = ReplicaPolicies(

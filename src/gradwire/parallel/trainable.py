@@ -10,9 +10,24 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from gradwire.deprecated import renamed
-from gradwire.errors import GroupAborted, NoTrainableParameters, ShardedParameter, UninitializedError, UsageError, again
+from gradwire.errors import (
+    GroupAborted,
+    NoTrainableParameters,
+    ShardedParameter,
+    UninitializedError,
+    UsageError,
+    UsageTypeError,
+    again,
+)
 from gradwire.groups.base import Group
 from gradwire.reducer import ParameterSpec
+
+
+def check_module(what: str, module: object) -> None:
+    """Refuse what is not a module before anything is looked up in it."""
+    if not isinstance(module, nn.Module):
+        given = f"the class {module.__name__}" if isinstance(module, type) else repr(module)
+        raise UsageTypeError(f"{what}(...): the model must be a torch.nn.Module, got {given}.")
 
 
 def check_engine_thread(group: Group, parameters: list[nn.Parameter]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradwire import jit
 from gradwire.collectives import ReduceOp, all_reduce
+from gradwire.errors import UsageTypeError
 from gradwire.hooks import (
     BucketSpec,
     CommHook,
@@ -106,3 +107,16 @@ def test_the_same_bits_without_numba(dtype: torch.dtype, monkeypatch: pytest.Mon
         jit._njit.cache_clear()
     assert torch.equal(compiled, plain)
     assert plain.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ([mean()], r"chain\(error_feedback\(\), mean\(\)\)"),
+        ([cast(torch.bfloat16)], r"chain\(error_feedback\(\), cast\(torch.bfloat16\), mean\(\)\)"),
+        ([3], r"chain\(error_feedback\(\), mean\(\)\)"),
+    ],
+)
+def test_a_hook_as_argument_is_an_error_that_says_what_to_write(given: list[Any], advice: str) -> None:
+    with pytest.raises(UsageTypeError, match=rf"takes no arguments. Chain it with the hook: {advice}"):
+        error_feedback(*given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -483,6 +484,31 @@ def test_a_weighted_mean_is_measured_by_its_weights() -> None:
             ddp(inputs(group.rank, step)).pow(2).sum().backward()
 
     run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("kind", ["mean", "torch's", "weighted_mean"])
+def test_a_weight_that_has_no_effect_is_a_warning(kind: str) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    from gradwire.hooks import weighted_mean
+
+    (group,) = ThreadGroup.world(1)
+    model = DDP(mlp(), process_group=group)
+    if kind == "torch's":
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    if kind == "weighted_mean":
+        model.set_hook(chain(cast(torch.bfloat16), weighted_mean()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.set_weight(3)
+    texts = [str(warning.message) for warning in caught]
+    if kind == "weighted_mean":
+        assert texts == []
+    else:
+        (text,) = texts
+        assert "set_weight(3) has no effect with the hook " + {"mean": "mean()"}.get(kind, "allreduce_hook") in text
+        assert "model.set_hook(gw.hooks.weighted_mean())" in text
+    group.close()
 
 
 def test_a_hook_of_torch_without_a_process_group_says_which_to_pass() -> None:

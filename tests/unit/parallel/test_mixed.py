@@ -337,7 +337,7 @@ def test_a_copy_keeps_mixed_precision_hook_state_and_weight(torch_world: Callabl
         with torch_world(group, "gloo"):
             ddp = DDP(plain(), mixed_precision=config(BF16, FP32))
             ddp.set_hook(chain(error_feedback(), top_k(ratio=0.1)))
-            ddp.set_weight(3.0)
+            ddp.replica.weight = 3.0
 
             def step(model: DDP, number: int) -> list[Tensor]:
                 model.zero_grad()

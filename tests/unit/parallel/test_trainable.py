@@ -10,11 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradwire.errors import GroupAborted, UsageError
+from gradwire.errors import GroupAborted, UsageError, UsageTypeError
 from gradwire.groups import Group, ThreadGroup
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.testing import run_ranks
+
+
+def replicate_over(model: Any, group: Group) -> Any:
+    return replicate(model, group=group)
 
 
 @pytest.fixture
@@ -103,3 +107,20 @@ def test_a_model_on_an_aborted_group_is_refused_with_what_to_do() -> None:
         DDP(nn.Linear(2, 2), process_group=group)
 
     run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        (abs, "<built-in function abs>"),
+        (None, "None"),
+        (nn.Linear, "the class Linear"),
+        ([nn.Linear(1, 1)], r"\[Linear"),
+    ],
+)
+@pytest.mark.parametrize("build", [lambda model, group: DDP(model, process_group=group), replicate_over])
+def test_what_is_not_a_module_is_named(build: Any, model: Any, named: str) -> None:
+    (group,) = ThreadGroup.world(1)
+    with pytest.raises(UsageTypeError, match=f"the model must be a torch.nn.Module, got {named}"):
+        build(model, group)
+    group.close()

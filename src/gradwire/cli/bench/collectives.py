@@ -27,7 +27,7 @@ from gradwire.cli.experiment.machine import describe
 from gradwire.cli.experiment.plot_file import check
 from gradwire.cli.experiment.report import add_json_option, present
 from gradwire.cli.experiment.timing import slowest
-from gradwire.cli.experiment.world import TIMEOUT, run_world
+from gradwire.cli.experiment.world import TIMEOUT, TIMEOUT_HELP, run_world
 from gradwire.errors import UsageError
 
 _SIZES = "4,256,4KiB,64KiB,1MiB,4MiB,25MiB,64MiB"
@@ -70,7 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         metavar="WHEN",
         help="auto: start ranks under mpirun if Open MPI is here; none: leave it out (default: %(default)s)",
     )
-    add("--timeout", type=at_least(1), default=TIMEOUT, metavar="SECONDS", help="without news (default: %(default)s)")
+    add("--timeout", type=at_least(1), default=TIMEOUT, metavar="SECONDS", help=TIMEOUT_HELP)
     add("--plot", type=Path, metavar="FILE", help="also draw all times into FILE (.png, .svg or .pdf)")
     add_json_option(parser)
     return parser

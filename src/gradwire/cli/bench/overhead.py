@@ -10,6 +10,7 @@ import argparse
 import copy
 import functools
 import gc
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -149,6 +150,12 @@ def _result(
         rows += [Row(theirs, theirs.median - bare.median), Row(ours, ours.median - bare.median, ratio)]
         kind = "with bucket views" if flags else "with default flags"
         what = "adds to the bare model" if over is not None else "takes for a step"
+        if math.isnan(ratio.of_medians):
+            lines.append(
+                f"What gradwire {what} cannot be compared with what torch does {kind}: torch's part is lost in noise. Take more "
+                "--steps, or a machine that nobody else uses."
+            )
+            continue
         lines.append(
             f"What gradwire {what} is {ratio.of_medians:.2f} of what torch does {kind} "
             f"(median over {ratio.rounds} rounds: {ratio.median_of_rounds:.2f})."

@@ -23,7 +23,7 @@ from gradwire.cli.experiment.bar import bar
 from gradwire.cli.experiment.machine import describe
 from gradwire.cli.experiment.report import MS, add_json_option, present
 from gradwire.cli.experiment.timing import Ratio, Series, compare, slowest
-from gradwire.cli.experiment.world import TIMEOUT, run_world
+from gradwire.cli.experiment.world import TIMEOUT, TIMEOUT_HELP, run_world
 from gradwire.errors import UsageError
 
 _BLOCK = 2
@@ -57,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     add("--batch", type=at_least(1), default=1, help="sequences a rank and step (default: %(default)s)")
     add("--tokens", type=at_least(1), default=_TOKENS, help="of a sequence (default: %(default)s)")
     add("--steps", type=at_least(4), default=30, help="timed steps of each variant (default: %(default)s)")
-    add("--timeout", type=at_least(1), default=TIMEOUT, metavar="SECONDS", help="without news (default: %(default)s)")
+    add("--timeout", type=at_least(1), default=TIMEOUT, metavar="SECONDS", help=TIMEOUT_HELP)
     add_json_option(parser)
     return parser
 

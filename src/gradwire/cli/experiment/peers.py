@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # if torch's DDP imports it later, its default arguments keep the process group alive
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore, Store
 

@@ -32,6 +32,7 @@ from gradwire.testing.private_socket import PrivateListener
 
 TIMEOUT = 120
 """Seconds without news of any rank after which a benchmark gives up, when not told otherwise."""
+TIMEOUT_HELP = "give up when no rank has reported progress for so long (default: %(default)s)"
 _START = 120.0
 """Seconds that ranks get at least to come: they import torch."""
 _LEAVE = 20.0

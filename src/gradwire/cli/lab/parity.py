@@ -22,7 +22,7 @@ from gradwire.cli.experiment.bar import bar
 from gradwire.cli.experiment.machine import describe
 from gradwire.cli.experiment.recipes import RECIPES, names_of
 from gradwire.cli.experiment.report import add_json_option, present
-from gradwire.cli.experiment.world import run_world
+from gradwire.cli.experiment.world import TIMEOUT_HELP, run_world
 from gradwire.cli.lab.noise import Comparison, Verdict, compare
 from gradwire.cli.lab.tasks import TASKS, Plan, Score, Scores, run_plan
 from gradwire.errors import UsageError
@@ -58,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         metavar="A,B",
         help=f"beside dense averaging: {', '.join(n for n in RECIPES if n != _DENSE)} (default: {', '.join(_DEFAULT)})",
     )
-    add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help="without news (default: %(default)s)")
+    add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help=TIMEOUT_HELP)
     add_json_option(parser)
     return parser
 

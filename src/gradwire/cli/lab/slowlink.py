@@ -21,7 +21,7 @@ from gradwire.cli.experiment.machine import describe
 from gradwire.cli.experiment.plot_file import check
 from gradwire.cli.experiment.recipes import names_of
 from gradwire.cli.experiment.report import add_json_option, present
-from gradwire.cli.experiment.world import TIMEOUT, run_world
+from gradwire.cli.experiment.world import TIMEOUT, TIMEOUT_HELP, run_world
 from gradwire.cli.lab import charts
 from gradwire.cli.lab.contenders import CONTENDERS, REFERENCE, Simulated, default_names
 from gradwire.cli.lab.course import Course, News, Plan, run_courses
@@ -88,7 +88,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         metavar="MS",
         help="of the simulated link (default: %(default)g)",
     )
-    add("--timeout", type=at_least(1), default=TIMEOUT, metavar="SECONDS", help="without news (default: %(default)s)")
+    add("--timeout", type=at_least(1), default=TIMEOUT, metavar="SECONDS", help=TIMEOUT_HELP)
     add("--plot", type=Path, metavar="FILE", help="also draw loss against seconds and bytes (.png, .svg or .pdf)")
     add("--html", type=Path, metavar="FILE", help="also write a page with the table and the same charts")
     add_json_option(parser)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.errors import UsageError
+from gradwire.errors import UsageError, UsageTypeError
 from gradwire.hooks.arguments import NamedStage
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
@@ -131,7 +131,7 @@ def _shares(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def error_feedback() -> Stage:
+def error_feedback(*hooks: object) -> Stage:
     """Add what was not sent in a step to the next step's gradient. On the wire: as the inner hook.
 
     Every lossy hook (quantize, sign, top_k, random_k, threshold, power_sgd) needs it. Memory: one tensor of the bucket's size,
@@ -140,6 +140,15 @@ def error_feedback() -> Stage:
     values are not kept, so a NaN affects one step. The finite rest of such a step is kept at its scale: if a loss scaler skips
     the step and changes its scale, that rest is sent at the old one.
     """
+
+    if hooks:
+        parts = [repr(hook) for hook in hooks if isinstance(hook, CommHook | NamedStage)]
+        if not isinstance(hooks[-1], CommHook):
+            parts.append("mean()")
+        raise UsageTypeError(
+            f"error_feedback({', '.join(map(repr, hooks))}): it is a stage, which takes no arguments. Chain it with the hook: "
+            f"chain(error_feedback(), {', '.join(parts)})."
+        )
 
     def stage(inner: CommHook) -> CommHook:
         return ErrorFeedback(inner)

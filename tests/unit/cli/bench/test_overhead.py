@@ -125,6 +125,13 @@ def test_on_the_cpu_what_is_added_to_bare_is_compared_and_on_cuda_the_step():
         assert [row.more for row in result.rows if row.more is not None] == pytest.approx([5e-3, 2e-3, 4e-3, 1e-3])
 
 
+def test_a_difference_that_vanished_in_noise_is_not_a_number_to_show():
+    series = _series(bare=20, torch=19, gradwire=22, torch_views=24, gradwire_views=21)
+    noise, compared = overhead._result({}, {}, series, torch.device("cpu")).lines
+    assert "cannot be compared with what torch does with default flags: torch's part is lost in noise" in noise
+    assert "is 0.25 of what torch does with bucket views" in compared
+
+
 def test_the_machine_has_a_name():
     facts = describe()
     assert set(facts) == {"cpu", "system", "software", "loops", "load"}
