@@ -33,7 +33,7 @@ from gradwire.launch.process import RankProcess
 from gradwire.launch.screen import RankStream, Screen
 from gradwire.launch.store_host import StoreHost
 from gradwire.launch.tracebacks import TracebackHold
-from gradwire.launch.verdict import Ending, brief, described, last_words, summary
+from gradwire.launch.verdict import Ending, brief, described, final_output, summary
 
 COMPANIONS = 1.0
 _CHUNK = 1 << 16
@@ -247,7 +247,7 @@ class _Supervisor:
             if left_out:
                 where = f"in full in {self._run.log_dir}" if self._run.log_dir is not None else "--debug shows all"
                 self._say(f"gradwire run: {left_out} traceback{'s' if left_out > 1 else ''} cut to a line: {where}")
-            if len(self._ranks) > 1 and (words := last_words(first.words)):
+            if len(self._ranks) > 1 and (words := final_output(first.words)):
                 self._say("", f"gradwire run: last output of rank {first.rank}:", *words, "")
             self._say(f"gradwire run: {summary(first, course.endings)}")
         elif course.lost is not None:

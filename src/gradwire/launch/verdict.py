@@ -1,4 +1,4 @@
-"""What came of a run: which rank failed first, what its last words were, and the launcher's exit code. Pure.
+"""What came of a run: which rank failed first, what its final output was, and the launcher's exit code. Pure.
 
 Note [What looks like a consequence]
 `root_cause.py` says which failure is shown. What looks like a consequence is told by the exception's name at the end of the rank's
@@ -83,7 +83,7 @@ class Ending:
         """Whether the rank was interrupted as it imported modules or met the others."""
         if raised(self.words) != _INTERRUPT:
             return False
-        frames = last_words(self.words)
+        frames = final_output(self.words)
         # The script is the first module; Python leaves the import system's own frames out where there are others.
         return sum(line.endswith(_MODULE) for line in frames) > 1 or any(
             m in line for line in frames for m in _STARTING
@@ -183,7 +183,7 @@ def brief(lines: Sequence[bytes]) -> list[bytes]:
     return [line]
 
 
-def last_words(lines: Sequence[bytes]) -> Sequence[bytes]:
+def final_output(lines: Sequence[bytes]) -> Sequence[bytes]:
     """The last traceback, with those it was chained to and what was written after it; without one, the last few lines."""
     heads = [i for i, line in enumerate(lines) if HEAD in line]
     if not heads:

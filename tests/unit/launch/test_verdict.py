@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.launch.verdict import Ending, brief, first_failure, last_words, raised, summary
+from gradwire.launch.verdict import Ending, brief, final_output, first_failure, raised, summary
 
 TRACE = b"Traceback (most recent call last):"
 
@@ -72,7 +72,7 @@ def test_exit_codes_are_those_of_shells():
     assert [Ending(0, status, 0.0).exit_code for status in (0, 7, -9, -15)] == [0, 7, 137, 143]
 
 
-def test_the_last_words_are_the_last_traceback_with_its_causes():
+def test_the_final_output_is_the_last_traceback_with_its_causes():
     chained = [
         b"old news",
         TRACE,
@@ -87,14 +87,14 @@ def test_the_last_words_are_the_last_traceback_with_its_causes():
         b"RuntimeError: 3",
         b"after",
     ]
-    assert last_words(chained) == chained[4:]
-    assert last_words(chained[:4]) == chained[1:4]
+    assert final_output(chained) == chained[4:]
+    assert final_output(chained[:4]) == chained[1:4]
 
 
 def test_without_a_traceback_the_last_lines_are_shown():
     lines = [b"%d" % i for i in range(50)]
-    assert last_words(lines) == lines[30:]
-    assert last_words([]) == []
+    assert final_output(lines) == lines[30:]
+    assert final_output([]) == []
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,6 @@ def test_the_prefix_of_torchs_tracebacks_is_seen_through():
     assert brief(by_torch((TRACE, b"KeyboardInterrupt", b"bye"))) == [b"bye"]
     link = b"During handling of the above exception, another exception occurred:"
     chained = by_torch([*first, b"", link, b"", TRACE, b"KeyError: two"])
-    assert last_words(chained) == chained
+    assert final_output(chained) == chained
     lost = Ending(0, 1, 1.0, words=tuple(by_torch(LOST[1:])))
     assert lost.is_consequence

@@ -20,7 +20,7 @@ from gradwire.testing import kinds, run_ranks
 
 _OPERATION_LIMIT = 120.0
 """Seconds that one collective may take before the demo says who is missing."""
-_LAST_WORDS = 5.0
+_END_LIMIT = 5.0
 """Seconds that ranks which are threads get to come to an end after Ctrl-C."""
 
 
@@ -88,7 +88,7 @@ def _run_world(job: Job, ranks: int, *, kind: str, timeout: float) -> list[Repor
     except KeyboardInterrupt:
         # A thread that is inside torch when the interpreter ends can take the process down with it.
         for thread in set(threading.enumerate()) - others:
-            thread.join(_LAST_WORDS)
+            thread.join(_END_LIMIT)
         raise
     finally:
         torch.set_num_threads(threads)

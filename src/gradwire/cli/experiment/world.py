@@ -226,7 +226,7 @@ class _World:
             rank = _Rank(hello.rank, os.pidfd_open(hello.pid))
         except (EOFError, OSError):
             raise PeerLost(
-                f"{self.name} with {self.size} ranks: a rank died as it was starting. Its last words, if any, are below."
+                f"{self.name} with {self.size} ranks: a rank died as it was starting. Its output, if any, is below."
             ) from None
         self.strangers.remove(connection)
         self.ranks[connection] = rank
@@ -239,7 +239,7 @@ class _World:
             message = connection.recv()
         except (EOFError, OSError):
             raise PeerLost(
-                f"{self.name} with {self.size} ranks: rank {rank.number} died. Its last words, if any, are below; "
+                f"{self.name} with {self.size} ranks: rank {rank.number} died. Its output, if any, is below; "
                 "if there are none, look whether the machine ran out of memory.",
                 rank=rank.number,
             ) from None

@@ -1,6 +1,6 @@
 """The board: where ranks tell each other, in words of the segment, how far they are, how they left, and what is where.
 
-    header | per rank: posts, state, recoveries | bells | last words | tables | mailboxes | staging | heaps
+    header | per rank: posts, state, recoveries | bells | failure records | tables | mailboxes | staging | heaps
 
 Every word has one writer, the rank it belongs to; only bells are put out by others. `sync.py` argues why that is enough.
 """
@@ -16,7 +16,7 @@ from gradwire.groups.shared_memory.sync import Bell, Fence, Sleep
 ABSENT, HERE, LEFT, FAILED = range(4)
 """What a rank says of itself."""
 
-LAST_WORDS = 4096
+FAILURE_RECORD = 4096
 """Bytes that a rank has for the reason of its failure."""
 
 SLOTS = 32
@@ -62,9 +62,9 @@ class Plan:
         self.recoveries = self.states + size * 8
         self.pids = self.recoveries + size * 8
         self.bells = _pages(self.pids + size * 8)
-        self.last_words = _pages(self.bells + size * Bell.STRIDE)
+        self.failure_records = _pages(self.bells + size * Bell.STRIDE)
         # Two rows of digests, and two tables per rank, used in turn: see Note [What may be written when] in agreement.py.
-        self.digests = self.last_words + size * LAST_WORDS
+        self.digests = self.failure_records + size * FAILURE_RECORD
         self.tables = _pages(self.digests + 2 * size * DIGEST)
         self.table_stride = -(-(_TABLE.size + 16 * size) // 64) * 64
         # For each pair of sender and receiver; those from rank 0 come first.
@@ -155,7 +155,7 @@ class Board:
     def set_state(self, state: int, words: str = "") -> None:
         """Say what this rank is, from any thread, with a reason."""
         if words:
-            text = words.encode(errors="backslashreplace")[: LAST_WORDS - 4]
+            text = words.encode(errors="backslashreplace")[: FAILURE_RECORD - 4]
             struct.pack_into(f"<I{len(text)}s", self._memory, self._words_of(self.rank), len(text), text)
         fence = Fence()  # the board's own belongs to the driving thread
         fence()
@@ -164,13 +164,13 @@ class Board:
         self.bell.ring()
 
     def _words_of(self, rank: int) -> int:
-        return self.plan.last_words + rank * LAST_WORDS
+        return self.plan.failure_records + rank * FAILURE_RECORD
 
     def words(self, rank: int) -> str:
         """The reason a rank gave."""
         offset = self._words_of(rank)
         (length,) = struct.unpack_from("<I", self._memory, offset)
-        return self._memory[offset + 4 : offset + 4 + min(length, LAST_WORDS - 4)].decode(errors="replace")
+        return self._memory[offset + 4 : offset + 4 + min(length, FAILURE_RECORD - 4)].decode(errors="replace")
 
     # -- tables --------------------------------------------------------------------------------------------------------
 

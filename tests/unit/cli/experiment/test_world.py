@@ -61,14 +61,14 @@ def _killed(launcher):
         context.report(os.getpid())
         context.barrier.wait()
         if context.rank == 1:
-            print("my last words", file=sys.stderr, flush=True)
+            print("my last line", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         context.barrier.wait()
 
     with pytest.raises(PeerLost, match="^test with 2 ranks: rank 1 died") as caught:
         run_world(task, 2, name="test", launcher=launcher, on_report=pids.append)
     assert caught.value.rank == 1
-    assert "my last words" in "\n".join(caught.value.__notes__)
+    assert "my last line" in "\n".join(caught.value.__notes__)
     assert len(pids) == 2
     assert all(map(_gone, pids))
 
