@@ -18,19 +18,19 @@ NEAR = 1.0
 T = TypeVar("T")
 
 
-def root_cause(failures: Iterable[T], *, when: Callable[[T], float], guilt: Callable[[T], int]) -> T | None:
-    """The failure to show: of those near the earliest, the one of the least `guilt`, and of these the earliest. None of none.
+def root_cause(failures: Iterable[T], *, when: Callable[[T], float], consequence: Callable[[T], int]) -> T | None:
+    """The failure to show: of those near the earliest, the one of the least `consequence`, and of these the earliest. None of none.
 
-    `guilt` is 0 for a failure of the rank's own; the higher, the more it looks like a consequence of another rank's.
+    `consequence` is 0 for a failure of the rank's own; the higher, the more it looks like a consequence of another rank's.
 
     >>> failures = [(3.0, "PeerLost"), (3.2, "ValueError"), (9.0, "ValueError")]
-    >>> root_cause(failures, when=lambda f: f[0], guilt=lambda f: int(f[1] == "PeerLost"))
+    >>> root_cause(failures, when=lambda f: f[0], consequence=lambda f: int(f[1] == "PeerLost"))
     (3.2, 'ValueError')
     """
     known = list(failures)
     limit = min(map(when, known), default=0.0) + NEAR
     return min(
         (failure for failure in known if when(failure) <= limit),
-        key=lambda failure: (guilt(failure), when(failure)),
+        key=lambda failure: (consequence(failure), when(failure)),
         default=None,
     )

@@ -102,7 +102,7 @@ SCRIPTS = {
         from gradwire.groups import C10dGroup
         child = os.fork()  # nothing has started a thread
         rank = 0 if child else 1
-        # Neither rank may remove the file: a FileStore whose file has become shorter reads for ever.
+        # Neither rank may remove the file: a FileStore whose file has become shorter reads forever.
         group = C10dGroup.gloo(dist.FileStore(sys.argv[1], 2), rank, 2, timeout=30)
         group.barrier()
         works = [group.recv(torch.ones(3), src=1 - rank, tag=tag, async_op=True) for tag in range(50)]

@@ -3,7 +3,7 @@
 Note [Store calls without a deadline]
 A store's own time-out covers waiting for a key, not waiting for an answer: every call of a TCPStore blocks for as long as the
 process that hosts it is stopped, or the host has lost its power. torch's FileStore appends records to a file, and reads one to its
-end; if a process is killed while it writes, the record has no end, and every call of the others reads for ever. So calls are made
+end; if a process is killed while it writes, the record has no end, and every call of the others reads forever. So calls are made
 on a thread, and given up when the time is over. That thread cannot be ended; it is left behind, and the store is not called again.
 
 At interpreter exit such threads get a moment to come back, after the last group has ended: a thread that comes back from C++ later

@@ -34,8 +34,8 @@ from gradwire.collectives import build
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.groups.c10d import C10dGroup
-from gradwire.interop.face import Face
 from gradwire.interop.options import read_settings
+from gradwire.interop.process_group_base import ProcessGroupBase
 from gradwire.interop.untraced import untraced
 from gradwire.interop.work import TorchWork
 
@@ -46,7 +46,7 @@ OneList: TypeAlias = Any
 
 
 @untraced
-class GradwireProcessGroup(Face):
+class GradwireProcessGroup(ProcessGroupBase):
     """A gradwire group as torch sees it. Made by `as_process_group`; `.group` is the gradwire group."""
 
     asynchronous = True
@@ -189,7 +189,7 @@ class GradwireProcessGroup(Face):
         return self.submit(s, build.recv(self._only("recv", tensors), src=src, tag=tag, label=s.label))
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> TorchWork:
-        """Receive from whoever sends first."""
+        """Receive from the rank that sends first."""
         s = read_settings("recv_anysource")
         return self.submit(s, build.recv(self._only("recv_anysource", tensors), tag=tag, label=s.label))
 

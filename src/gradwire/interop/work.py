@@ -4,8 +4,8 @@ Note [Who keeps a Work alive]
 c10d's C++ reaches a Work written in Python through a trampoline that finds its methods only while the Python object lives.
 The torch versions we support wrap what a Python group returns in a holder with a reference to that object, so a Work that
 only C++ knows, such as the one behind a functional collective, stays whole. The gradwire Work beneath needs no such care:
-the group's ledger holds it until it is settled, whoever forgot it. An older torch would call the empty base class instead,
-which waits for ever; nothing on this side of the boundary could prevent that.
+the group's ledger holds it until it is settled, even if it was dropped. An older torch would call the empty base class instead,
+which waits forever; nothing on this side of the boundary could prevent that.
 
 Note [Errors in futures]
 `torch.futures.Future.set_exception` stores the exception as a value that Python's `wait()` and `value()` raise. C++ reads the

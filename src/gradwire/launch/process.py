@@ -94,7 +94,7 @@ class RankProcess:
             self.stderr.close()
             raise
         self.ended = os.pidfd_open(self.pid)
-        """A descriptor that can be read from once the process has ended, whoever else holds its pipes."""
+        """A descriptor that can be read from once the process has ended, even if another process holds its pipes."""
         for pipe in (self.stdout, self.stderr):
             os.set_blocking(pipe.fileno(), False)
 

@@ -176,7 +176,7 @@ def arrive(store: Store, world: World, *, timeout: float) -> None:
 
 
 def say_goodbye(store: Store, world: World, *, patience: float) -> None:
-    """Say that this rank needs the store no more; whoever hosts it stays until all have said so, or patience ends."""
+    """Say that this rank no longer needs the store; the rank that hosts it stays until all have said so, or patience ends."""
     if world.size == 1 or world.hosted or isinstance(innermost(store), PrivateStore):  # which nobody hosts
         return
     store = bounded(store, patience, f"leaving on {world}")

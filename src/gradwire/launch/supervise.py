@@ -1,11 +1,11 @@
 """`supervise`: start the ranks of a run, show their output, pass signals on, end them all, and say what came of it.
 
-One thread and one loop: pipes, ended processes and signals all wake the same `select`. What to do is decided in `course.py`, what
-to say in `verdict.py`; here it is done.
+One thread and one loop: pipes, ended processes and signals all wake the same `select`. What to do is decided in `shutdown.py`, what
+to say in `first_failure.py`; here it is done.
 
 Note [When everything has been read]
 What a rank has written is in its pipe when it ends, so after its end the pipe is read until it is empty, not until it is closed:
-something that the rank started may hold it open for ever. At the end of the run such companions get `COMPANIONS` seconds to end
+something that the rank started may hold it open forever. At the end of the run such companions get `COMPANIONS` seconds to end
 by themselves (multiprocessing's resource tracker needs them to clean up after a rank that was killed); then they are killed, and
 what they wrote until then is shown too.
 """
@@ -28,12 +28,12 @@ from types import FrameType
 from typing import BinaryIO
 
 from gradwire.errors import UsageError
-from gradwire.launch.course import Course
+from gradwire.launch.first_failure import Ending, brief, described, final_output, summary
 from gradwire.launch.process import RankProcess
 from gradwire.launch.screen import RankStream, Screen
+from gradwire.launch.shutdown import Shutdown
 from gradwire.launch.store_host import StoreHost
 from gradwire.launch.tracebacks import TracebackHold
-from gradwire.launch.verdict import Ending, brief, described, final_output, summary
 
 COMPANIONS = 1.0
 _CHUNK = 1 << 16
@@ -71,7 +71,7 @@ def supervise(run: Run) -> int:
 class _Supervisor:
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._course = Course(len(run.environments), grace=run.grace)
+        self._shutdown = Shutdown(len(run.environments), grace=run.grace)
         self._began = time.monotonic()
         self._out, self._err = Screen(1, os.environ), Screen(2, os.environ)
         self._ranks: list[RankProcess] = []
@@ -125,7 +125,7 @@ class _Supervisor:
         return time.monotonic() - self._began
 
     def run(self) -> int:
-        course = self._course
+        course = self._shutdown
         while not course.is_over(self._now):
             at = self._next_time
             for key, _ in self._selector.select(None if at is None else max(0.0, at - self._now)):
@@ -146,12 +146,12 @@ class _Supervisor:
     @property
     def _next_time(self) -> float | None:
         """When to go on if nothing happens before."""
-        held = [self._streams[rank][1].due for rank in self._course.running]
-        return min((time for time in (self._course.next_time, *held) if time is not None), default=None)
+        held = [self._streams[rank][1].due for rank in self._shutdown.running]
+        return min((time for time in (self._shutdown.next_time, *held) if time is not None), default=None)
 
     def _release_held(self) -> None:
         """A rank that goes on after a traceback has not ended by it: show it."""
-        for rank in self._course.running:
+        for rank in self._shutdown.running:
             stream = self._streams[rank][1]
             if stream.due is not None and self._now >= stream.due:
                 stream.release()
@@ -180,7 +180,7 @@ class _Supervisor:
             if status == 0:
                 self._streams[process.rank][1].release()
             words = tuple(self._streams[process.rank][1].tail.lines)
-            self._course.ended(Ending(process.rank, status, after, words=words))
+            self._shutdown.ended(Ending(process.rank, status, after, words=words))
 
         return end
 
@@ -193,7 +193,9 @@ class _Supervisor:
         if ended is not None:
             self._selector.unregister(store.ended)
             status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-            self._course.lose(f"the process that hosts the store has ended ({described(status, self._now)})", self._now)
+            self._shutdown.lose(
+                f"the process that hosts the store has ended ({described(status, self._now)})", self._now
+            )
 
     def _drain(self, process: RankProcess) -> None:
         """See Note [When everything has been read]."""
@@ -216,7 +218,7 @@ class _Supervisor:
 
     def _take_signals(self) -> None:
         while self._signals:
-            self._course.signalled(self._signals.pop(0), self._now)
+            self._shutdown.signalled(self._signals.pop(0), self._now)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -241,7 +243,7 @@ class _Supervisor:
                 stream.end(now=self._now)
 
     def _report(self) -> None:
-        course, first = self._course, self._course.first
+        course, first = self._shutdown, self._shutdown.first
         if first is not None:
             left_out = self._summarize([ending.rank for ending in course.endings if ending.rank != first.rank])
             if left_out:
@@ -313,7 +315,7 @@ def _log(folder: Path, rank: int) -> BinaryIO:
 
 @contextmanager
 def _passing_on(handler: Callable[[int, FrameType | None], None]) -> Iterator[int]:
-    """Signals go to `handler`, and wake whoever watches the descriptor that this gives.
+    """Signals go to `handler`, and wake the thread that watches the descriptor that this gives.
 
     What was ignored before (SIGHUP under nohup) stays so. A stop from the keyboard stops the ranks too, and they go on with us.
     """

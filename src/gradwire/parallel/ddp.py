@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel.scatter_gather import gather as gather_outputs
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
@@ -27,18 +28,17 @@ from gradwire.hooks.dense import cast, mean
 from gradwire.interop import as_process_group, from_process_group
 from gradwire.interop.defaults import default_process_group, is_default, mesh_group
 from gradwire.interop.in_backward import optimizer_in_backward_hook
-from gradwire.interop.join import Joinable
 from gradwire.interop.untraced import untraced_call
-from gradwire.parallel.bufferhook import BufferHook
+from gradwire.parallel.buffer_hook import BufferHook
 from gradwire.parallel.delayed import Delayed
 from gradwire.parallel.devices import check_devices, move_to
-from gradwire.parallel.face import Logger, ReducerFace
 from gradwire.parallel.flags import Flags
+from gradwire.parallel.join import UnevenInputs
 from gradwire.parallel.manual import ManualFinalization
 from gradwire.parallel.mixed import MixedPrecision
 from gradwire.parallel.replica import Replica, ReplicaPolicies
+from gradwire.parallel.torch_reducer_compat import Logger, ReducerCompat
 from gradwire.parallel.trainable import check_module
-from gradwire.parallel.uneven import Uneven
 from gradwire.policies import Buffers, NonFinite
 from gradwire.reducer.torch_hooks import check_torch_hook
 
@@ -159,9 +159,9 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
             sync_at_start=init_sync,
         )
         self._apply_manual()
-        self.reducer = ReducerFace(self.replica)
+        self.reducer = ReducerCompat(self.replica)
         self.logger = Logger(self)
-        self._uneven = Uneven(self.replica, weakref.ref(self))
+        self._uneven = UnevenInputs(self.replica, weakref.ref(self))
 
     @property
     def _module_parameters(self) -> list[nn.Parameter]:

@@ -21,7 +21,7 @@ def names_of(module: nn.Module, parameters: Sequence[Tensor], ignore: Collection
             if id(parameter) not in place:
                 raise UsageError(
                     f"Param with name {full} found in module parameters, but not DDP parameters. It was added after the "
-                    "model was replicated; replicate it anew."
+                    "model was replicated; replicate it again."
                 )
             names[place[id(parameter)]] = full
     if len(names) != len(place):

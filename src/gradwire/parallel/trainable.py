@@ -35,7 +35,7 @@ def check_engine_thread(group: Group, parameters: list[nn.Parameter]) -> None:
     if group.in_one_process and group.size > 1 and any(p.device.type == "cuda" for p in parameters):
         raise UsageError(
             f"replicating a model on {parameters[0].device} over {group}: its ranks are threads of one process, whose autograd "
-            "engine has one thread per CUDA device, so they would wait for each other for ever. Use ranks in processes."
+            "engine has one thread per CUDA device, so they would wait for each other forever. Use ranks in processes."
         )
 
 

@@ -3,7 +3,7 @@
 Note [Where a reduction runs]
 On CUDA, if the group orders streams, it runs straight through in the caller's thread under a side stream: `wait` then does
 not block the host, so the whole hook is enqueued while backward goes on. Elsewhere a hook of no collective is done at once; a
-hook of one is submitted at once and finished by whoever waits for it; a hook of several runs on the group's lane, one bucket
+hook of one is submitted at once and finished by its waiter; a hook of several runs on the group's lane, one bucket
 after another, so that all ranks submit their collectives in the same order whatever the timing. What the lane does on CUDA (gloo
 takes CUDA tensors and orders no streams) is on the side stream, behind what the caller had enqueued at launch.
 
@@ -237,7 +237,7 @@ class _OnLane:
         lane.put(job)
 
     def wait(self) -> Tensor:
-        # The steps have deadlines of their own; this one only guards against a hook that computes for ever.
+        # The steps have deadlines of their own; this one only guards against a hook that computes forever.
         limit = 10 * self._group.timeout
         if not self._done.wait(limit):
             raise CollectiveTimeout(

@@ -1,6 +1,6 @@
 """`HookStates`: the states of one hook on one model, made when a bucket first needs one, kept by parameter name in between.
 
-It does not know groups, models or backwards: whoever runs a hook owns one of these.
+It does not know groups, models or backwards: the HookRunner owns one.
 
 Note [Whose state it is]
 A hook's state belongs to the rank that made it: a residual is what this rank has not sent. So a saved state tells its rank.

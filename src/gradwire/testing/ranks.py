@@ -129,12 +129,12 @@ def _verdict(outcomes: Sequence[Outcome], request: Request) -> list[Any]:
 def _first(failures: Sequence[Outcome]) -> Outcome:
     """See Note [Which failure is raised]."""
 
-    def guilt(outcome: Outcome) -> int:
+    def consequence(outcome: Outcome) -> int:
         if outcome.fate is Fate.DIED:
             return 1
         return 2 if isinstance(outcome.error, (PeerLost, GroupAborted)) else 0
 
-    return root_cause(failures, when=lambda outcome: outcome.when, guilt=guilt) or failures[0]
+    return root_cause(failures, when=lambda outcome: outcome.when, consequence=consequence) or failures[0]
 
 
 def _error(outcome: Outcome, request: Request) -> BaseException:

@@ -16,7 +16,7 @@ import pytest
 
 from gradwire import root_cause
 from gradwire.errors import UsageError
-from gradwire.launch import course, tracebacks
+from gradwire.launch import shutdown, tracebacks
 from gradwire.launch.process import RankProcess
 from gradwire.launch.supervise import Run, supervise
 
@@ -177,7 +177,7 @@ def raise_as(name, message):
 @pytest.fixture
 def patience(monkeypatch):
     """However slow the machine, a rank comes to its end soon enough to count as the cause of the others' failures."""
-    for module in (course, root_cause):
+    for module in (shutdown, root_cause):
         monkeypatch.setattr(module, "NEAR", 60.0)
 
 

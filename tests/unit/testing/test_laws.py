@@ -142,7 +142,7 @@ class DividesByNothing(Average):
 
 
 class NeverForgets(Average):
-    """A momentum that keeps a NaN for ever."""
+    """A momentum that keeps a NaN forever."""
 
     traits = Trait.REMEMBERS
 
@@ -155,7 +155,7 @@ class NeverForgets(Average):
 
 
 class SendsOne(Average):
-    """The first element, always: the others are owed for ever."""
+    """The first element, always: the others are owed forever."""
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         first = torch.zeros_like(grad)

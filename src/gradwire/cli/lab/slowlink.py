@@ -1,6 +1,6 @@
 """`gradwire lab slowlink`: how long a model takes to a given loss over a slow link, with torch's DDP and with each hook.
 
-Ranks are processes on hosts of their own (`gradwire.lab.hosts`), joined by a real link whose rate is limited; `course.py` is what
+Ranks are processes on hosts of their own (`gradwire.lab.hosts`), joined by a real link whose rate is limited; `shutdown.py` is what
 a rank does, `figures.py` what came of it in numbers, `charts.py` how it looks.
 """
 

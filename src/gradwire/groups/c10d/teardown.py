@@ -77,7 +77,7 @@ def quiesce(engines: Sequence[Any], natives: Callable[[], Sequence[Any]], patien
 def destroy(owned: list[Any], *, leak: Sequence[Any]) -> None:
     """Drop the references to the engines in `owned`, the last ones.
 
-    With operations in them that cannot be stopped, `leak`, engines and operations live on for ever: a destructor would wait.
+    With operations in them that cannot be stopped, `leak`, engines and operations live on forever: a destructor would wait.
     """
     if leak and owned:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object([*leak, *owned]))

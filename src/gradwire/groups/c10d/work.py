@@ -35,7 +35,7 @@ def wait_slice(native: Any, limit: float = _SLICE) -> bool:
     is closing: a thread that sits inside the engine when the interpreter ends may take the process down with it.
     """
     try:
-        native.wait(timedelta(seconds=max(limit, 0.002)))  # c10d rounds to milliseconds, and 0 would mean "for ever"
+        native.wait(timedelta(seconds=max(limit, 0.002)))  # c10d rounds to milliseconds, and 0 would mean "forever"
     except RuntimeError:
         if not native.is_completed():
             return False

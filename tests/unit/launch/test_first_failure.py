@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.launch.verdict import Ending, brief, final_output, first_failure, raised, summary
+from gradwire.launch.first_failure import Ending, brief, final_output, first_failure, raised, summary
 
 TRACE = b"Traceback (most recent call last):"
 

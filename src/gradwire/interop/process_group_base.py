@@ -1,4 +1,4 @@
-"""`Face`: everything torch asks of a process group beside collectives: names, life, hooks, parts, sequence numbers.
+"""`ProcessGroupBase`: the non-collective half of torch's ProcessGroup API: names, life, hooks, parts, sequence numbers.
 
 The collectives are in `process_group.py`, which builds on this. All of it is said on behalf of one gradwire group.
 
@@ -37,7 +37,7 @@ from gradwire.interop.work import TorchWork
 
 
 @untraced
-class Face(OperationHooks, dist.ProcessGroup):
+class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
     """A gradwire group's names and life as torch sees them."""
 
     supports_splitting = False

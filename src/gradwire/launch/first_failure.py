@@ -1,4 +1,4 @@
-"""What came of a run: which rank failed first, what its final output was, and the launcher's exit code. Pure.
+"""What came of a run: which rank failed first, what it printed last, and the launcher's exit code. Pure.
 
 Note [What looks like a consequence]
 `root_cause.py` says which failure is shown. What looks like a consequence is told by the exception's name at the end of the rank's
@@ -72,7 +72,7 @@ class Ending:
         return self.status > 0 and raised(self.words) in _CONSEQUENCES
 
     @property
-    def guilt(self) -> int:
+    def consequence(self) -> int:
         """0 for a failure of the rank's own, 1 for a time-out, 2 for a consequence."""
         if self.is_consequence:
             return 2
@@ -118,7 +118,7 @@ def _name(number: int) -> str:
 def first_failure(endings: Iterable[Ending]) -> Ending | None:
     """The failure that the others follow from."""
     failures = sorted((ending for ending in endings if ending.failed), key=lambda ending: ending.rank)
-    return root_cause(failures, when=lambda ending: ending.after, guilt=lambda ending: ending.guilt)
+    return root_cause(failures, when=lambda ending: ending.after, consequence=lambda ending: ending.consequence)
 
 
 def summary(first: Ending, endings: Iterable[Ending]) -> str:

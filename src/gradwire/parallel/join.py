@@ -17,15 +17,15 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import EarlyTermination, UsageError
 from gradwire.groups.work import Work
-from gradwire.interop.join import Join, Joinable, JoinHook, ShadowHook, notify
 from gradwire.parallel.replica import Replica
 
 
-class Uneven:
+class UnevenInputs:
     """One replica's part in torch's Join."""
 
     def __init__(self, replica: Replica, ddp: weakref.ref[Any]) -> None:
@@ -55,7 +55,7 @@ class Uneven:
         ddp = self._ddp()
         if ddp is not None and ddp.logger is not None:
             ddp.logger.joins_uneven_inputs()
-        return ShadowHook(self)
+        return _ShadowHook(self)
 
     def before_forward(self, model: Joinable) -> None:
         """Take part in the count of ranks that still have inputs."""
@@ -65,7 +65,7 @@ class Uneven:
             return
         replica.recovery.mend()
         if not self._own_join:
-            work: Any = notify(model)
+            work: Any = Join.notify_join_context(model)
             if work is not None and not self._divide_by_all:
                 work.wait()
                 replica.runner.divisor = int(work.result()[0].item())
@@ -158,7 +158,7 @@ class Uneven:
 class _Join(Join):
     """torch's Join over the model's group: see Note [Join over the model's group]."""
 
-    def __init__(self, uneven: Uneven, model: Joinable, enable: bool, throw: bool, divide: bool) -> None:
+    def __init__(self, uneven: UnevenInputs, model: Joinable, enable: bool, throw: bool, divide: bool) -> None:
         self._uneven = uneven
         super().__init__([model], enable, throw, divide_by_initial_world_size=divide)
 
@@ -180,3 +180,18 @@ class _Join(Join):
 
     def _notify_procs_to_terminate(self) -> None:
         self._uneven.terminate_early()
+
+
+class _ShadowHook(JoinHook):
+    """What torch's Join runs on a rank that has run out of inputs: the collectives of the others' steps, until all have joined."""
+
+    def __init__(self, inputs: UnevenInputs) -> None:
+        self._inputs = inputs
+
+    def main_hook(self) -> None:
+        """One step of the others."""
+        self._inputs.shadow_step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All have joined."""
+        self._inputs.sync_final(is_last_joiner)

@@ -1,9 +1,9 @@
-"""The course of a run: ranks end, signals come, time passes; out come the signals to send. No processes and no clock inside.
+"""How a run ends: from ranks that end, signals and the time, the signals to send. No processes and no clock inside.
 
 Note [How a run is ended]
 After a failure the other ranks get SIGTERM and, if they have not ended after `grace` seconds, SIGKILL. A failure that looks like
 the consequence of another one is given `NEAR` seconds first, in which the rank that caused it may print its traceback and end;
-SIGTERM would take the words out of its mouth.
+SIGTERM would cut its output short.
 
 A signal that the launcher gets is passed on at once (by the handler, not here). SIGTERM and SIGHUP mean "end soon": SIGKILL
 follows after `grace`. SIGINT and SIGQUIT leave ranks the time they want, for a checkpoint perhaps; but once one of them has ended
@@ -18,11 +18,11 @@ import signal
 from collections.abc import Iterable
 from dataclasses import replace
 
-from gradwire.launch.verdict import Ending, first_failure
+from gradwire.launch.first_failure import Ending, first_failure
 from gradwire.root_cause import NEAR
 
 LAST_LIMIT = 10.0
-"""Seconds after SIGKILL after which the launcher no longer waits: a process may sit in the kernel for ever."""
+"""Seconds after SIGKILL after which the launcher no longer waits: a process may sit in the kernel forever."""
 
 _ENDING_SOON = frozenset({signal.SIGTERM, signal.SIGHUP})
 STOPPING = _ENDING_SOON | {signal.SIGINT, signal.SIGQUIT, signal.SIGPIPE}
@@ -30,7 +30,7 @@ STOPPING = _ENDING_SOON | {signal.SIGINT, signal.SIGQUIT, signal.SIGPIPE}
 Send = tuple[signal.Signals, tuple[int, ...]]
 
 
-class Course:
+class Shutdown:
     """How far a run of `size` ranks has come."""
 
     def __init__(self, size: int, *, grace: float) -> None:
@@ -54,7 +54,7 @@ class Course:
         ending = replace(ending, stopped=self._told or (self._is_ending and ending.status != 0))
         self.endings.append(ending)
         if ending.failed:
-            at = ending.after + (NEAR if ending.guilt else 0.0)
+            at = ending.after + (NEAR if ending.consequence else 0.0)
             self._stop_at = _earlier(self._stop_at, at)
         elif ending.status != 0 and not self._told:
             self._kill_at = _earlier(self._kill_at, ending.after + self._grace)
@@ -70,7 +70,7 @@ class Course:
 
     def lose(self, what: str, now: float) -> None:
         """Something that the ranks need has ended: stop them as after a failure."""
-        if self.first is None or self.first.guilt:
+        if self.first is None or self.first.consequence:
             self.lost = self.lost or what
         self._stop_at = _earlier(self._stop_at, now)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gradwire.parallel.ddp import DistributedDataParallel
 
 
-class ReducerFace:
+class ReducerCompat:
     """torch's C++ Reducer, as its Python callers see it."""
 
     def __init__(self, replica: Replica) -> None:
