@@ -58,6 +58,11 @@ class Turn:
             object.__setattr__(self, "origin", (self.rank, self.step))
 
     @property
+    def counted(self) -> int:
+        """The number of ranks in the average."""
+        return self.world_size if self.divisor is None else self.divisor
+
+    @property
     def share(self) -> float:
         """The factor from the mean over all ranks to the mean over those that count: 1, or more under `join`."""
         return 1.0 if self.divisor is None else self.world_size / self.divisor

@@ -43,6 +43,10 @@ class Mean(CommHook):
         return "mean()"
 
 
+MEAN = Mean()
+"""The default of hooks that take another."""
+
+
 def mean() -> CommHook:
     """The plain average, one all-reduce per bucket. On the wire: 2 (n - 1) / n of the bucket's bytes for n ranks."""
     return Mean()
@@ -112,8 +116,7 @@ class WeightedMean(CommHook):
         # If no rank has a sample the result is zero: all that was summed is zero then.
         total = torch.where(value[-1:] == 0, torch.ones_like(weight), value[-1:])
         mean = value[:-1].div_(total).to(grad.dtype)
-        counted = turn.world_size if turn.divisor is None else turn.divisor
-        return Reduced(mean, mean if turn.donated else (grad * (weight * counted / total)).to(grad.dtype))
+        return Reduced(mean, mean if turn.donated else (grad * (weight * turn.counted / total)).to(grad.dtype))
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         """2 (n - 1) / n of the bucket and one element."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradwire.errors import UsageError
 from gradwire.hooks.arguments import NamedStage
-from gradwire.hooks.base import CommHook, Reduction, Stage, Trait, Turn
+from gradwire.hooks.base import Reduction, Stage, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Wrapped
 from gradwire.hooks.numerics.elementwise import check_dense, clip_norms_, real, refuse_sparse, wide
@@ -80,11 +80,8 @@ def clip(*, norm: float | None = None, value: float | None = None) -> Stage:
     bound = norm if norm is not None else value
     if bound is None or not (bound > 0 and math.isfinite(bound)):
         raise UsageError(f"{what}: the bound must be finite and above 0.")
-
-    def stage(inner: CommHook) -> CommHook:
-        return Clip(inner, norm, value)
-
-    return NamedStage(f"clip(norm={norm})" if value is None else f"clip(value={value})", stage)
+    call = f"clip(norm={norm})" if value is None else f"clip(value={value})"
+    return NamedStage(call, lambda inner: Clip(inner, norm, value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +129,4 @@ def add_noise(*, std: float, seed: int = 0) -> Stage:
     """
     if not (std > 0 and math.isfinite(std)):
         raise UsageError(f"add_noise(std={std}): the standard deviation must be finite and above 0.")
-
-    def stage(inner: CommHook) -> CommHook:
-        return AddNoise(inner, std, seed)
-
-    return NamedStage(f"add_noise(std={std})", stage)
+    return NamedStage(f"add_noise(std={std})", lambda inner: AddNoise(inner, std, seed))

@@ -140,7 +140,6 @@ def error_feedback(*hooks: object) -> Stage:
     values are not kept, so a NaN affects one step. The finite rest of such a step is kept at its scale: if a loss scaler skips
     the step and changes its scale, that rest is sent at the old one.
     """
-
     if hooks:
         parts = [repr(hook) for hook in hooks if isinstance(hook, CommHook | NamedStage)]
         if not isinstance(hooks[-1], CommHook):
@@ -149,8 +148,4 @@ def error_feedback(*hooks: object) -> Stage:
             f"error_feedback({', '.join(map(repr, hooks))}): it is a stage, which takes no arguments. Chain it with the hook: "
             f"chain(error_feedback(), {', '.join(parts)})."
         )
-
-    def stage(inner: CommHook) -> CommHook:
-        return ErrorFeedback(inner)
-
-    return NamedStage("error_feedback()", stage)
+    return NamedStage("error_feedback()", ErrorFeedback)

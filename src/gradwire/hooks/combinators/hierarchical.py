@@ -36,13 +36,11 @@ from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, is_dense
 from gradwire.hooks.composite import Composite
-from gradwire.hooks.dense import Mean
+from gradwire.hooks.dense import MEAN
 from gradwire.hooks.numerics.elementwise import check_dense, refuse_sparse
 from gradwire.hooks.numerics.slices import Slices
 from gradwire.hooks.pump import relay
 from gradwire.hooks.state import bundle, pick
-
-_MEAN = Mean()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +126,6 @@ class Hierarchical(Composite):
             return (yield from self.inside.reduce(grad, state.inside, replace(turn, hosts=None)))
         host, index = layout.place(turn.rank)
         ranks, hosts = len(layout.hosts[host]), len(layout.hosts)
-        counted = layout.size if turn.divisor is None else turn.divisor
         within = replace(
             turn, rank=index, world_size=ranks, divisor=None, hosts=None, path=f"{turn.path}/inside {host}"
         )
@@ -137,7 +134,7 @@ class Hierarchical(Composite):
         self._assign_slice(state, turn.spec, layout.width, index)
         row, lost = value[:0], value[:0]
         if state.mine is not None:
-            own = _times(ranks * hosts / counted, value, state.mine.rows)
+            own = _times(ranks * hosts / turn.counted, value, state.mine.rows)
             between = replace(
                 within, spec=state.mine.spec, rank=host, world_size=hosts, path=f"{turn.path}/across {index}"
             )
@@ -148,7 +145,7 @@ class Hierarchical(Composite):
         if turn.donated or state.mine is None:
             return Reduced(out, sent)
         sent = sent.clone()
-        state.mine.rows.add(sent, lost * (counted / hosts))
+        state.mine.rows.add(sent, lost * (turn.counted / hosts))
         return Reduced(out, sent)
 
     def _assign_slice(self, state: _Levels, spec: BucketSpec, lanes: int, index: int) -> None:
@@ -248,7 +245,7 @@ def _among(scope: Scope, reduction: Reduction) -> Reduction:
     return relay(reduction, scoped)
 
 
-def hierarchical(*, across: CommHook, inside: CommHook = _MEAN) -> CommHook:
+def hierarchical(*, across: CommHook, inside: CommHook = MEAN) -> CommHook:
     """`inside` among the ranks of a host, then `across` between hosts, on the hosts' means.
 
     If ranks of a host share memory or NVLink and hosts are connected by a network, only what crosses the network is worth

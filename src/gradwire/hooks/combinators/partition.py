@@ -22,11 +22,9 @@ from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Composite
-from gradwire.hooks.dense import Mean
+from gradwire.hooks.dense import MEAN
 from gradwire.hooks.numerics.slices import Slices
 from gradwire.hooks.state import add_owed
-
-_MEAN = Mean()
 
 Mask = Callable[[str, tuple[int, ...]], bool]
 """Selects parameters by name and shape."""
@@ -244,7 +242,7 @@ def partition(hooks: Mapping[str, CommHook]) -> CommHook:
     )
 
 
-def masked(mask: str | Sequence[str] | Mask, hook: CommHook, *, otherwise: CommHook = _MEAN) -> CommHook:
+def masked(mask: str | Sequence[str] | Mask, hook: CommHook, *, otherwise: CommHook = MEAN) -> CommHook:
     """`hook` for the parameters that `mask` selects, `otherwise` for the rest.
 
     The mask is a pattern of names, several of them, or a function of name and shape. Ranks compare hooks by their repr, so give a
@@ -271,7 +269,7 @@ def masked(mask: str | Sequence[str] | Mask, hook: CommHook, *, otherwise: CommH
 
 
 def by_size(
-    *, large: CommHook, small: CommHook = _MEAN, numel: int | None = None, nbytes: int | None = None
+    *, large: CommHook, small: CommHook = MEAN, numel: int | None = None, nbytes: int | None = None
 ) -> CommHook:
     """`large` for parameters of at least `numel` elements, or `nbytes` bytes, and `small` for those below.
 

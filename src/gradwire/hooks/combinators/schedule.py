@@ -15,11 +15,9 @@ from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Composite
-from gradwire.hooks.dense import Mean
+from gradwire.hooks.dense import MEAN
 from gradwire.hooks.numerics.elementwise import check_dense, refuse_sparse, wide
 from gradwire.hooks.state import add_owed, bundle, join_flat, pick, split_flat
-
-_MEAN = Mean()
 
 
 class _ByStep(Composite):
@@ -99,7 +97,7 @@ class After(_ByStep):
         return f"after({self.step}, {self.hook!r}, before={self.before!r})"
 
 
-def after(step: int, hook: CommHook, *, before: CommHook = _MEAN) -> CommHook:
+def after(step: int, hook: CommHook, *, before: CommHook = MEAN) -> CommHook:
     """`before` in a bucket's first `step` steps, then `hook`, whose state and step count start there.
 
     Compression often hurts most early in training, while gradients are large; the plain mean for the first hundred steps costs
@@ -224,7 +222,7 @@ def every(n: int, hook: CommHook, *, otherwise: CommHook | None = None) -> CommH
     >>> every(4, mean())
     every(4, mean())
     """
-    check_hooks("every", hook=hook, otherwise=_MEAN if otherwise is None else otherwise)
+    check_hooks("every", hook=hook, otherwise=MEAN if otherwise is None else otherwise)
     if n < 1:
         raise UsageError(f"every({n}, {hook!r}): there is no such step. Choose 1 or more.")
     if otherwise is not None and otherwise.local != hook.local:

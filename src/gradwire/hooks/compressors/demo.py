@@ -170,7 +170,7 @@ class DecoupledMomentum(CommHook):
         sizes = [t.tiles * t.k for t in tilings]
         lists = zip(*(_split(pairs, sizes) for pairs in ranks), strict=True)
         value = torch.zeros_like(state.flat)
-        self._write(value, list(lists), state, turn.spec, tilings, turn.divisor or turn.world_size)
+        self._write(value, list(lists), state, turn.spec, tilings, turn.counted)
         return Reduced(value.to(grad.dtype), own.to(grad.dtype))
 
     def _fastest(self, matrix: Tensor, tiling: Tiling, state: _Momentum, form: Format) -> Pairs:

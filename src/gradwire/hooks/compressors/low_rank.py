@@ -28,14 +28,12 @@ from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, is_dense
-from gradwire.hooks.dense import Mean
+from gradwire.hooks.dense import MEAN
 from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, number_dtype, real, refuse_sparse
 from gradwire.hooks.numerics.orthogonal import FACTOR_KERNELS, keep_directions, multiply, orthonormal
 from gradwire.hooks.numerics.rng import key, named_generator, noise
 from gradwire.hooks.numerics.slices import Slices
 from gradwire.jit import kernels
-
-_MEAN = Mean()
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +198,7 @@ class PowerSGD(CommHook):
         refuse_sparse(grad, self, turn.spec)
         plan = state.plan
         if not plan.by_rows:
-            return (yield from _MEAN.reduce(grad, None, turn))
+            return (yield from MEAN.reduce(grad, None, turn))
         row, head, q = state.row, plan.rest.numel, state.q.flat
         if not self.warm_start:
             # Any numbers that are the same on devices of different models.

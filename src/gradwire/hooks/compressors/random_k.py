@@ -116,8 +116,4 @@ def random_k(ratio: float, *, seed: int = 0) -> Stage:
     (tensor(2.), 8)
     """
     check_ratio(f"random_k({ratio})", ratio)
-
-    def stage(inner: CommHook) -> CommHook:
-        return RandomK(inner, ratio, seed)
-
-    return NamedStage(f"random_k({ratio})", stage)
+    return NamedStage(f"random_k({ratio})", lambda inner: RandomK(inner, ratio, seed))

@@ -143,7 +143,7 @@ class Float8Mean(CommHook):
         outgoing = self._encode(slices)
         incoming = torch.empty_like(outgoing)
         yield all_to_all_single(incoming, outgoing, label=label)
-        mean = self._decode(incoming).sum(0, keepdim=True).div_(turn.divisor or size)
+        mean = self._decode(incoming).sum(0, keepdim=True).div_(turn.counted)
         rounded = self._encode(mean)
         gathered = torch.empty_like(outgoing)
         yield all_gather_into_tensor(gathered, rounded, label=label)
@@ -151,7 +151,7 @@ class Float8Mean(CommHook):
         if turn.donated:
             return Reduced(value, value)
         sent = self._decode(outgoing)
-        sent[turn.rank] += (self._decode(rounded) - mean).view(-1) * (turn.divisor or size)
+        sent[turn.rank] += (self._decode(rounded) - mean).view(-1) * turn.counted
         return Reduced(value, self._row(sent, turn.spec))
 
     def _encode(self, rows: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def exchange(chosen: Pairs, form: Format, turn: Turn) -> Reduction:
 def _rows(lists: list[Pairs], chosen: Pairs, turn: Turn) -> Reduced:
     dtype, numel = turn.spec.dtype, count(turn.spec)
     number = number_dtype(dtype)
-    value = add_up(lists, numel, number, divisor=turn.divisor or turn.world_size)
+    value = add_up(lists, numel, number, divisor=turn.counted)
     sent = value if turn.donated else scatter(chosen, numel, number)  # not needed if donated
     return Reduced(as_dtype(value, dtype), as_dtype(sent, dtype))
 

@@ -14,7 +14,7 @@ of a bit per element.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from gradwire.errors import UsageError
@@ -48,6 +48,10 @@ class Part:
     def row(self) -> int:
         """Elements per row."""
         return self.blocks * self.block
+
+    def owned_by(self, rank: int) -> Part:
+        """The part of it that `rank` sums: its row."""
+        return replace(self, numel=min(max(self.numel - rank * self.row, 0), self.row))
 
     @property
     def planes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -14,7 +14,7 @@ from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.compressors.quantized import codec
-from gradwire.hooks.compressors.quantized.layout import WIDTHS, Layout, Part, Rules, lay_out
+from gradwire.hooks.compressors.quantized.layout import WIDTHS, Layout, Rules, lay_out
 from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, float32_error, real, refuse_sparse
 from gradwire.hooks.numerics.rng import key as rng_key
 
@@ -48,7 +48,6 @@ class Quantize(CommHook):
         refuse_sparse(grad, self, turn.spec)
         label = f"bucket {turn.spec.index}"
         flat = real(grad.view(-1))
-        count = turn.world_size if turn.divisor is None else turn.divisor
         pairs = list(zip(state.sections, state.parts(turn.world_size), strict=True))
         message = flat.new_empty((turn.world_size, state.stride(turn.world_size)), dtype=torch.uint8)
         answer = flat.new_empty((1, message.shape[1]), dtype=torch.uint8)
@@ -61,9 +60,9 @@ class Quantize(CommHook):
 
         sent = None if turn.donated else torch.empty_like(flat)
         for section, part in pairs:
-            own = _owned(part, turn.rank)
+            own = part.owned_by(turn.rank)
             mean = torch.empty(own.numel, dtype=torch.float32, device=flat.device)
-            codec.total(received, mean, own, 1 / count)
+            codec.total(received, mean, own, 1 / turn.counted)
             codec.quantize(mean, answer, own, parity(turn) if part.bits == 1 else next(keys))
             if sent is not None:
                 room = section.slices.room(sent) if sent.dtype == torch.float32 else mean.new_empty(part.numel)
@@ -71,7 +70,7 @@ class Quantize(CommHook):
                 if own.numel:  # this rank's slice: its error when it rounded the mean
                     rounded = torch.empty_like(mean)
                     codec.dequantize(answer, rounded, own)
-                    room.narrow(0, turn.rank * part.row, own.numel).add_(rounded.sub_(mean), alpha=count)
+                    room.narrow(0, turn.rank * part.row, own.numel).add_(rounded.sub_(mean), alpha=turn.counted)
                 section.slices.put(sent, room)
         gathered = received  # the same size, and no longer needed
         yield all_gather_into_tensor(gathered, answer, label=label)
@@ -156,8 +155,3 @@ def quantize(
 def parity(turn: Turn) -> int:
     """Which zeros are encoded as positive with one bit: alternates with step and rank."""
     return (turn.step + turn.rank) % 2
-
-
-def _owned(part: Part, rank: int) -> Part:
-    """The part of it that `rank` owns."""
-    return replace(part, numel=min(max(part.numel - rank * part.row, 0), part.row))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -95,10 +95,10 @@ class Sign(CommHook):
             total.add_(contribution)
             if rank == turn.rank:
                 sent = contribution
-        return Reduced(total.mul_(1 / _count(turn)), sent)
+        return Reduced(total.mul_(1 / turn.counted), sent)
 
     def _majority(self, flat: Tensor, scales: Tensor, groups: _ScaleGroups, turn: Turn) -> Reduction:
-        size, count, label = turn.world_size, _count(turn), f"bucket {turn.spec.index}"
+        size, count, label = turn.world_size, turn.counted, f"bucket {turn.spec.index}"
         part = _part(groups.numel, size)
         ours = scales.view(1, -1).view(torch.uint8)
         message = torch.cat([_signs(flat, part, size, parity(turn)), ours.expand(size, -1)], 1)
@@ -107,7 +107,7 @@ class Sign(CommHook):
 
         signs, theirs = _apart(received, part)
         low = turn.rank * part.row
-        own = replace(part, numel=min(max(part.numel - low, 0), part.row))
+        own = part.owned_by(turn.rank)
         votes = torch.zeros(own.numel, dtype=torch.float32, device=flat.device)
         total = torch.zeros_like(votes)
         tie = votes
@@ -180,10 +180,6 @@ def sign(scale: Literal["mean", "majority"] = "mean", *, per: Literal["parameter
 def _counts(spec: BucketSpec, per: str) -> tuple[int, ...]:
     reals = 2 if spec.dtype.is_complex else 1
     return tuple(reals * numel for numel in spec.numels) if per == "parameter" else (reals * spec.numel,)
-
-
-def _count(turn: Turn) -> int:
-    return turn.world_size if turn.divisor is None else turn.divisor
 
 
 def _part(numel: int, rows: int) -> Part:
