@@ -36,13 +36,18 @@ QUIET = {
         group.all_reduce(torch.ones(9, dtype=torch.bfloat16), async_op=True)
     """,
     "operations that nobody joined": """
+        import os, pathlib
+        submitted = pathlib.Path(os.environ["TMPDIR"], "submitted")
         if group.rank == 0:
             works = [group.all_reduce(torch.ones(100_000), async_op=True) for _ in range(3)]
             works.append(group.all_reduce(torch.ones(3, dtype=torch.bfloat16), async_op=True))
             works += [group.recv(torch.ones(3), src=1, async_op=True), group.send(torch.ones(3), dst=1, async_op=True)]
             future = works[0].get_future()
+            submitted.touch()
         else:
-            time.sleep(1)  # a rank that has left is told to the other, which could then submit no more
+            while not submitted.exists():  # rank 0 could submit no more to a group that this rank has left
+                time.sleep(0.01)
+            submitted.unlink()
     """,
     "closed and aborted": """
         part, other = group.split(0), group.split(0)
