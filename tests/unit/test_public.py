@@ -71,9 +71,21 @@ def test_the_readme_has_code():
     assert len(BLOCKS) >= 3
 
 
-def test_the_readme_points_at_what_is_there():
-    folders = re.findall(r"`(src/gradwire/[\w./]*)`", README)
-    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)]*)\)", README)]
-    assert len(folders) >= 5
-    for path in [*folders, *links]:
+def test_the_readme_is_one_page():
+    assert len(README.splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_pages_point_at_what_is_there(page):
+    text = (ROOT / page).read_text()
+    paths = re.findall(r"`((?:src/gradwire|tests)/[\w./]*)`", text)
+    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)]*)\)", text)]
+    assert len([*paths, *links]) >= 5
+    for path in [*paths, *links]:
         assert (ROOT / path).exists(), path
+
+
+def test_anchors_in_the_readme_exist():
+    for page, anchor in re.findall(r"\]\(([\w/]+\.md)#([\w-]+)\)", README):
+        headings = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), re.M)
+        assert anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, (page, anchor)
