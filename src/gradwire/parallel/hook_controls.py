@@ -78,8 +78,8 @@ class HookControls:
         if self._saving is not None:
             self._saving.remove()
             self._saving = None
-        if self.runner.outer is not None:
-            self._saving = warn_when_saved(self.state.module, self.runner)
+        if self.runner.outer is not None and (module := self.state.module_or_none) is not None:
+            self._saving = warn_when_saved(module, self.runner)
 
     def hook_state_dict(self) -> dict[str, Any]:
         """The hook's state on this rank, by parameter name, for `torch.save`: each rank saves its own.

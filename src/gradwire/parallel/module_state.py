@@ -30,10 +30,15 @@ class ModuleState:
     @property
     def module(self) -> nn.Module:
         """The replicated module."""
-        module = self._module()
+        module = self.module_or_none
         if module is None:
             raise UsageError("the replicated module is gone. Keep a reference to it.")
         return module
+
+    @property
+    def module_or_none(self) -> nn.Module | None:
+        """The replicated module, or None if it has been freed."""
+        return self._module()
 
     def named_buffers(self) -> dict[str, Tensor]:
         """The module's buffers, looked up each time: modules may reassign them.
