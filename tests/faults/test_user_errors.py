@@ -117,7 +117,7 @@ def train(
             story.append(f"{model.first.weight.grad.item():g}")
         if kind is SystemExit and i in faults and group.rank == rank:
             break
-    assert (ddp.reducer if by_function else ddp.replica.reducer).iteration == iterations
+    assert (ddp.reducer if by_function else ddp.replica.reducer).iterations.number == iterations
     return story
 
 

@@ -24,6 +24,10 @@ and opens another goes on counting where it was.
 Then a page may be of before: a rank that left when it had joined no more collectives than this rank at the time it opened its group
 may be about to open one as well. That is no proof that it is lost, and neither is a failure that was recorded then. A time-out
 names such a rank all the same: it has not joined. Collectives that bypass gradwire (`dist.all_reduce`) are not counted.
+
+A process group that is destroyed and made again may have the same store and the same keys. Each rank therefore numbers the process
+groups over a store in which it has opened groups, and writes its number into its page. Of a rank with another number nothing is
+known, not even whether it has joined, so a time-out that would depend on it names nobody.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ import sys
 import threading
 import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -56,17 +60,63 @@ _LONGEST_QUIET_PAUSE = 1.0
 
 @dataclass(slots=True)
 class Member:
-    """What is known of one rank."""
+    """One rank's page."""
 
     host: str = ""
     pid: int = 0
     start: str = ""
     joined: int = 0
     left: str = ""
+    number: int = 0
+    """Which process group over the store it is about: see Note [One membership per process group]."""
 
-    def is_dead(self, here: str) -> bool:
-        """Whether its process, if it is on this host, has ended."""
-        return bool(self.pid) and self.host == here and is_dead(self.pid, self.start)
+
+@dataclass(slots=True)
+class Peers:
+    """The other ranks, by their pages as last read."""
+
+    members: dict[int, Member]
+    number: int = 0
+    before: int = -1
+    """What ranks wrote when they had joined no more than so many collectives may be about an earlier group."""
+    here: str = field(default_factory=host_identity)
+
+    @classmethod
+    def of(cls, rank: int, size: int, *, number: int = 0, before: int = -1) -> Peers:
+        """Nothing is known of them yet."""
+        return cls({r: Member() for r in range(size) if r != rank}, number, before)
+
+    def joined(self, place: int) -> tuple[int, ...] | None:
+        """Those that have joined at least `place` collectives. None if that is not known of one."""
+        if any(member.pid and member.number != self.number for member in self.members.values()):
+            return None
+        return tuple(rank for rank, member in self.members.items() if member.joined >= place)
+
+    def dead(self) -> int | None:
+        """One whose process on this host has ended without leaving."""
+        for rank, member in self.members.items():
+            on_this_host = bool(member.pid) and member.host == self.here
+            if on_this_host and not self._has_left(member) and is_dead(member.pid, member.start):
+                return rank
+        return None
+
+    def left_before(self, joined: int) -> int | None:
+        """One that left before it had joined `joined` collectives."""
+        for rank, member in self.members.items():
+            if self._has_left(member) and member.joined < joined:
+                return rank
+        return None
+
+    def all_left(self) -> int | None:
+        """One of them, if all have left."""
+        return max(self.members) if self.members and all(map(self._has_left, self.members.values())) else None
+
+    def _has_left(self, member: Member) -> bool:
+        return bool(member.left) and self.is_current(member.number, member.joined)
+
+    def is_current(self, number: int, joined: int) -> bool:
+        """Whether what a rank wrote is certainly about the present groups."""
+        return number == self.number and joined > self.before
 
 
 class _PartOfStore(PrefixStore):
@@ -86,6 +136,10 @@ class Progress:
 class Membership(Progress):
     """One rank's page in the store, and its view of the others' pages."""
 
+    peers: Peers
+    _epoch: int = 0
+    """How often the ranks have recovered together."""
+
     def __init__(
         self, connection: Any, rank: int, size: int, *, key: str = "", resumes: Membership | None = None
     ) -> None:
@@ -97,15 +151,11 @@ class Membership(Progress):
         self.rank = rank
         self.size = size
         self.joined = 0 if resumes is None else resumes.joined
-        self._before = -1 if resumes is None else resumes.joined
-        """What ranks wrote when they had joined no more than so many collectives may be of an earlier group."""
-        self.members = {r: Member() for r in range(size)}
         self.failure_record: tuple[int | None, str] | None = None
         """The rank that another rank has reported lost, or None for an aborted group, and why."""
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         """The groups that share it. One that is dropped without being closed does not count any more."""
         self._left = ""
-        self._here = host_identity()
         self._start = process_start(os.getpid()) or ""
         self._published: tuple[int, str] | None = None
         self._seen = -1
@@ -116,7 +166,15 @@ class Membership(Progress):
         who = f"the membership of rank {rank} of {size}"
         meeting = Rendezvous(connection, rank, size, timeout=_STORE_PATIENCE.total_seconds(), who=who)
         self._base = f"gradwire/{key}" if key else meeting.next_key("gradwire")
-        self._epoch: int = 0 if resumes is None else resumes._epoch
+        if resumes is None:
+            number = meeting.store.add(f"{self._base}/{rank}/number", 1) if key else 0
+            self.peers = Peers.of(rank, size, number=number)
+        else:
+            self._epoch = resumes._epoch
+            self.peers = Peers.of(rank, size, number=resumes.peers.number, before=self.joined)
+            meeting.store.set(
+                self._recovery_keys()[rank], ""
+            )  # it may have called recover() in the earlier group, in vain
         self.publish()
 
     @classmethod
@@ -146,29 +204,41 @@ class Membership(Progress):
     def _prefix(self) -> str:
         return f"{self._base}/{self._epoch}"
 
-    def start_over(self, in_flight: int, timeout: float) -> tuple[int, bool]:
-        """Meet all ranks after a failure and begin a new epoch: (its number, whether all were in step).
+    def _recovery_keys(self) -> list[str]:
+        """Where ranks write that they have come to the next recovery; empty: not yet."""
+        return [f"{self._base}/recover/{self.peers.number}/{self._epoch + 1}/{r}" for r in range(self.size)]
+
+    def start_over(self, in_flight: int, timeout: float) -> tuple[str, bool]:
+        """Meet all ranks after a failure and begin a new epoch: (its prefix in the store, whether all were in step).
 
         In step means that every rank has joined as many collectives and none is in flight: then the engine is as good as
         new. Raises TimeoutError naming who did not come.
         """
         store = bounded(self._connection, timeout, f"recovery on rank {self.rank} of {self.size}")
-        keys = [f"{self._base}/recover/{self._epoch + 1}/{r}" for r in range(self.size)]
+        keys = self._recovery_keys()
         store.set(keys[self.rank], json.dumps([self.joined, in_flight]))
         deadline, pause = time.monotonic() + timeout, 0.005
-        while missing := [] if store.check(keys) else [r for r, key in enumerate(keys) if not store.check([key])]:
+        while not all(told := [store.get(key) for key in keys] if store.check(keys) else [b""]):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"ranks {missing} have not called recover()")
+                raise TimeoutError(self._not_recovered(store, keys))
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
-        states = [json.loads(store.get(key)) for key in keys]
+        states = [json.loads(state) for state in told]
         self._epoch += 1
-        self.joined, self._before = 0, -1
-        self.members = {r: Member() for r in range(self.size)}
+        self.joined = 0
+        self.peers = Peers.of(self.rank, self.size, number=self.peers.number)
         self.failure_record = None
         self._published, self._seen = None, -1
         self.publish()
-        return self._epoch, len({joined for joined, _ in states}) == 1 and not any(pending for _, pending in states)
+        in_step = len({joined for joined, _ in states}) == 1 and not any(pending for _, pending in states)
+        return f"{self._base}/recovered/{self.peers.number}/{self._epoch}", in_step
+
+    def _not_recovered(self, store: Any, keys: list[str]) -> str:
+        self.refresh()
+        if self.peers.joined(0) is None:
+            return "not all ranks have called recover(); which have not is not known"
+        missing = [r for r, key in enumerate(keys) if not (store.check([key]) and store.get(key))]
+        return f"ranks {missing} have not called recover()"
 
     @property
     def store_lost(self) -> bool:
@@ -206,7 +276,9 @@ class Membership(Progress):
         """Tell everybody that `rank` is lost, or, if it is None, that the group is."""
         if self.failure_record is None:
             self.failure_record = (rank, reason)
-            self._calls.run(lambda: self._put("lost", [rank, reason, self.joined]), within=_REPORTED_WITHIN)
+            self._calls.run(
+                lambda: self._put("lost", [rank, reason, self.peers.number, self.joined]), within=_REPORTED_WITHIN
+            )
 
     def leave(self, how: str, group: object = None) -> None:
         """Write that this rank has left, and `how`, then let go of the store's connection; if no group but `group` shares it."""
@@ -231,8 +303,8 @@ class Membership(Progress):
         page = (self.joined, self._left)
         if page == self._published:
             return
-        me = {"host": self._here, "pid": os.getpid(), "start": self._start, "joined": page[0], "left": page[1]}
-        self._put(f"{self.rank}", me)
+        me = Member(self.peers.here, os.getpid(), self._start, *page, self.peers.number)
+        self._put(f"{self.rank}", asdict(me))
         self._published = page
 
     def _read(self) -> None:
@@ -249,10 +321,10 @@ class Membership(Progress):
             keys = [f"{self._prefix}/{r}" for r in others]
         pages = store.multi_get(keys) if keys and store.has_extended_api() else [store.get(key) for key in keys]
         for r, page in zip(others, pages, strict=True):
-            self.members[r] = Member(**json.loads(page))
+            self.peers.members[r] = Member(**json.loads(page))
         if self.failure_record is None and store.check([f"{self._prefix}/lost"]):
-            rank, reason, joined = json.loads(store.get(f"{self._prefix}/lost"))
-            if joined > self._before:
+            rank, reason, number, joined = json.loads(store.get(f"{self._prefix}/lost"))
+            if self.peers.is_current(number, joined):
                 self.failure_record = (rank, reason)
         self._seen = changes
 
@@ -263,50 +335,26 @@ class Membership(Progress):
     # -- who is missing ------------------------------------------------------------------------------------------------
 
     def have_joined(self, place: int) -> tuple[int, ...] | None:
-        """The ranks that have joined at least `place` collectives, as of now if the store answers soon; None if it is lost."""
+        """The ranks that have joined at least `place` collectives, as of now if the store answers soon; None if it is not known."""
         self.refresh(_REPORTED_WITHIN)
-        if self.store_lost:
-            return None
-        return tuple(r for r, m in self.members.items() if r == self.rank or m.joined >= place)
-
-    def _has_left(self, member: Member) -> bool:
-        """Whether it has left for good, as far as can be told: see Note [One membership per process group]."""
-        return bool(member.left) and member.joined > self._before
-
-    def dead(self) -> int | None:
-        """A rank whose process on this host has ended without leaving."""
-        for rank, member in self.members.items():
-            if rank != self.rank and not self._has_left(member) and member.is_dead(self._here):
-                return rank
-        return None
-
-    def left_before(self, joined: int) -> int | None:
-        """A rank that left before it had joined `joined` collectives."""
-        for rank, member in self.members.items():
-            if rank != self.rank and self._has_left(member) and member.joined < joined:
-                return rank
-        return None
-
-    def left_alone(self) -> int | None:
-        """One of the other ranks, if all of them have left."""
-        others = [rank for rank in self.members if rank != self.rank]
-        return others[-1] if others and all(self._has_left(self.members[rank]) for rank in others) else None
+        others = None if self.store_lost else self.peers.joined(place)
+        return None if others is None else tuple(sorted((self.rank, *others)))
 
     def find_culprit(self, joined: int, patience: float = 1.0) -> tuple[int | None, str]:
         """Who is to blame for a broken connection: looks for at most `patience` seconds."""
         deadline = time.monotonic() + patience
         while True:
             self.refresh(max(0.1, deadline - time.monotonic()))
-            dead = self.dead()
+            dead = self.peers.dead()
             if dead is not None:
-                return dead, f"rank {dead} (process {self.members[dead].pid}) has died"
+                return dead, f"rank {dead} (process {self.peers.members[dead].pid}) has died"
             if self.failure_record is not None:
                 return self.failure_record
             over = time.monotonic() >= deadline or self.store_lost
             # A rank that gave this operation up has joined it; but one that finished it may leave too, and others are to blame.
-            gone = self.left_before(sys.maxsize if over else joined)
+            gone = self.peers.left_before(sys.maxsize if over else joined)
             if gone is not None:
-                how = self.members[gone].left
+                how = self.peers.members[gone].left
                 return gone, f"rank {gone} has left ({how})" + (f". {UNEVEN}" if how == "closed" else "")
             if over:
                 return None, "a peer has died or closed its connections; which one is not known"

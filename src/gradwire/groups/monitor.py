@@ -60,16 +60,16 @@ class Monitor:
         """The failure of a peer that the membership, as last read, proves; `pending` are the slow operations."""
         first = next(iter(pending), None)
         where = self._ledger.where(first)
-        rank, why = membership.dead(), "its process has died"
+        rank, why = membership.peers.dead(), "its process has died"
         if rank is None and membership.failure_record is not None:
             rank, why = membership.failure_record
             if rank is None:
                 return GroupAborted(f"{where}: the group was aborted: {why}", reason=why)
         if rank is None:
-            rank = membership.left_before(max((work.place for work in pending), default=0))
+            rank = membership.peers.left_before(max((work.place for work in pending), default=0))
             why = f"it has left the group. {UNEVEN}"
         if rank is None and any(work.op.kind is Kind.RECV and work.op.peer is None for work in pending):
-            rank, why = membership.left_alone(), "it has left the group, as all the others have"
+            rank, why = membership.peers.all_left(), "it has left the group, as all the others have"
         if rank is None:
             return None
         message = f"{where}: rank {rank} is lost: {why}. Look at its output for the cause; make a new group to go on."
@@ -87,14 +87,14 @@ class Monitor:
             reason = error.reason if isinstance(error, GroupAborted) else str(error)
             self.membership.record_failure(None, f"rank {mine} aborted: {reason}")
 
-    def recover(self, timeout: float, *, stuck: int = 0) -> tuple[int, bool]:
-        """Meet all ranks after a failure: (the new epoch, whether the engine may be kept).
+    def recover(self, timeout: float, *, stuck: int = 0) -> tuple[str, bool]:
+        """Meet all ranks after a failure: (a new prefix in the store, whether the engine may be kept).
 
         It may if all ranks have joined as many collectives and none has one that is `stuck` in its engine.
         """
         if self.membership is None:
             self.progress.joined = 0
-            return 0, True
+            return "", True
         try:
             return self.membership.start_over(stuck, timeout)
         except TimeoutError as error:

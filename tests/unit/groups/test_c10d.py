@@ -121,12 +121,16 @@ def test_pages_are_read_by_the_others():
     b.joined = 3
     b.publish()
     a.refresh()
-    assert (a.members[1].joined, a.members[1].pid, a.members[1].host) == (3, os.getpid(), host_identity())
-    assert a.dead() is None
+    assert (a.peers.members[1].joined, a.peers.members[1].pid, a.peers.members[1].host) == (
+        3,
+        os.getpid(),
+        host_identity(),
+    )
+    assert a.peers.dead() is None
     b.leave("closed")
     a.refresh()
-    assert a.left_before(4) == 1
-    assert a.left_before(3) is None
+    assert a.peers.left_before(4) == 1
+    assert a.peers.left_before(3) is None
 
 
 def test_a_rank_is_told_that_it_is_left_alone() -> None:
@@ -134,10 +138,10 @@ def test_a_rank_is_told_that_it_is_left_alone() -> None:
     ranks = [Membership(store, rank, 3) for rank in range(3)]
     ranks[1].leave("closed")
     ranks[0].refresh()
-    assert ranks[0].left_alone() is None
+    assert ranks[0].peers.all_left() is None
     ranks[2].leave("closed")
     ranks[0].refresh()
-    assert ranks[0].left_alone() == 2
+    assert ranks[0].peers.all_left() == 2
 
 
 def test_a_lost_rank_is_reported_to_everybody_and_the_first_stays():
@@ -166,8 +170,8 @@ def test_a_part_shares_the_connection_and_not_the_pages():
     parts[1].publish()
     for membership in (whole[0], parts[0]):
         membership.refresh()
-    assert parts[0].members[1].joined == 5
-    assert whole[0].members[1].joined == 0
+    assert parts[0].peers.members[1].joined == 5
+    assert whole[0].peers.members[1].joined == 0
     for membership in (*whole, *parts):
         membership.leave("closed")
     with pytest.raises(ClosedError, match="sub-group 'late': the group that it is part of is closed"):

@@ -61,7 +61,7 @@ def test_traffic_while_everybody_waits(size: int, monkeypatch: pytest.MonkeyPatc
         now[0] = 1000.0 + tick / 10
         for rank in ranks:
             rank.tick(slow=True)
-    assert all(member.joined == 1 for rank in ranks for r, member in rank.members.items() if r != rank.rank)
+    assert all(member.joined == 1 for rank in ranks for member in rank.peers.members.values())
     assert sum(calls.values()) <= 20 * size, calls
 
 
@@ -79,7 +79,7 @@ def test_operations_that_finish_at_once_are_not_written(monkeypatch: pytest.Monk
         rank.tick(slow=False)
     assert calls == {"set": 1, "add": 1}
     other.refresh()
-    assert other.members[0].joined == 100
+    assert other.peers.members[0].joined == 100
 
 
 def test_a_process_that_cannot_be_looked_at_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,8 +246,8 @@ def test_a_rank_that_has_closed_its_group_and_will_open_another_is_not_lost(rank
             ready.wait(60)
             for other in (world[0], world[2]):
                 other.membership().refresh()
-                assert other.membership().members[1].left == "closed"
-                assert other.membership().left_before(2) is None
+                assert other.membership().peers.members[1].left == "closed"
+                assert other.membership().peers.left_before(2) is None
                 other.opened[-1].check_peers()
         tensor = torch.ones(3)
         group = rank.open()
@@ -277,6 +277,74 @@ def test_a_failure_of_an_earlier_group_is_not_one_of_the_next(ranks: Any) -> Non
         rank.opened[-1].barrier()
 
     ranks(abort_and_reopen)
+
+
+class Opened:
+    """A group over a process group, as far as its membership is concerned."""
+
+    def __init__(self, pg: object, store: dist.Store, rank: int) -> None:
+        self.rank, self.size = rank, 2
+        self.membership = Membership.of(pg, store, self)
+
+    def close(self) -> None:
+        self.membership.leave("closed", self)
+
+
+class ProcessGroup:
+    """Nothing but an identity."""
+
+
+def test_a_process_group_that_is_made_again_over_the_same_store() -> None:
+    """As after destroy_process_group under torchrun: what ranks wrote about the first is not about the second."""
+    store = dist.HashStore()
+    first, second = [ProcessGroup(), ProcessGroup()], [ProcessGroup(), ProcessGroup()]
+    ranks = [Opened(first[rank], store, rank) for rank in range(2)]
+    for each in ranks:
+        each.membership.joined = 57
+        each.membership.record_failure(None, "rank 1 aborted")
+        each.close()
+    new = Opened(second[0], store, 0)
+    new.membership.joined = 1
+    assert new.membership.have_joined(1) is None
+    assert new.membership.peers.left_before(100) is None
+    assert new.membership.failure_record is None
+    other = Opened(second[1], store, 1)
+    assert new.membership.have_joined(1) == (0,)
+    other.membership.joined = 1
+    other.membership.publish()
+    assert new.membership.have_joined(1) == (0, 1)
+    other.close()
+    assert new.membership.have_joined(2) == (0,)
+    assert new.membership.peers.left_before(2) == 1
+
+
+def test_a_recovery_that_failed_is_not_taken_for_one_of_the_next_group() -> None:
+    store, pgs = dist.HashStore(), [ProcessGroup(), ProcessGroup()]
+    ranks = [Opened(pgs[rank], store, rank) for rank in range(2)]
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] have not called recover"):
+        ranks[0].membership.start_over(0, 0.01)
+    for each in ranks:
+        each.close()
+    ranks = [Opened(pgs[rank], store, rank) for rank in range(2)]
+    with pytest.raises(TimeoutError, match=r"ranks \[0\] have not called recover"):
+        ranks[1].membership.start_over(0, 0.01)
+    with ThreadPoolExecutor(2) as pool:
+        prefixes = list(pool.map(lambda each: each.membership.start_over(0, 60), ranks))
+    assert prefixes[0] == prefixes[1]
+    assert prefixes[0][1]
+
+
+def test_ranks_that_number_process_groups_differently_name_nobody() -> None:
+    """Rank 0 alone has opened a group over a process group that was made again since."""
+    store = dist.HashStore()
+    first, second = ProcessGroup(), [ProcessGroup(), ProcessGroup()]
+    Opened(first, store, 0).close()
+    ranks = [Opened(second[rank], store, rank) for rank in range(2)]
+    ranks[1].membership.joined = 1
+    ranks[1].membership.publish()
+    assert [each.membership.have_joined(1) for each in ranks] == [None, None]
+    with pytest.raises(TimeoutError, match="which have not is not known"):
+        ranks[0].membership.start_over(0, 0.01)
 
 
 def test_who_has_joined_is_not_known_once_the_store_is_lost() -> None:

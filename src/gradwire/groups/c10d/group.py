@@ -264,13 +264,13 @@ class C10dGroup(Group):
             super().recover(timeout)
             return
         stuck = sum(isinstance(work, C10dWork) and work.left_in_engine for work in self._unfinished)
-        epoch, in_step = self._monitor.recover(self._recovery_limit(timeout), stuck=stuck)
+        prefix, in_step = self._monitor.recover(self._recovery_limit(timeout), stuck=stuck)
         if not in_step:
-            self._replace_engine(epoch)
+            self._replace_engine(prefix)
         self._unfinished.clear()
         self.failure = None
 
-    def _replace_engine(self, epoch: int) -> None:
+    def _replace_engine(self, prefix: str) -> None:
         engine = self._backend(torch.device("cpu"))[1]  # and not the back end, whose last reference must not be here
         if engine.stream_ordered:
             raise UsageError(
@@ -280,7 +280,7 @@ class C10dGroup(Group):
         idle = quiesce([backend for backend, _ in self._backends.values()], self._poller.take_abandoned, 0.0)
         self._backends.clear()
         destroy(self._owned, leak=[] if idle else self._poller.take_abandoned())
-        store = PrefixStore(f"gradwire/recovered/{self.name}/{epoch}", self._store)
+        store = PrefixStore(f"{prefix}/{self.name}", self._store)
         self._own(make_gloo(store, self.rank, self.size, self.timeout))
 
     def arrivals(self, work: Work) -> Arrivals | None:
