@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from gradwire.collectives.op import Signature
+    from gradwire.collectives.signature import Signature
 
 
 class GradwireError(Exception):

@@ -18,7 +18,8 @@ from gradwire.collectives.build import (
 )
 from gradwire.collectives.kinds import Kind, ReduceOp, Scope
 from gradwire.collectives.layout import Layout
-from gradwire.collectives.op import Collective, Signature
+from gradwire.collectives.op import Collective
+from gradwire.collectives.signature import Signature
 
 __all__ = [
     "Collective",

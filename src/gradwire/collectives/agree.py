@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradwire.collectives.kinds import Kind
-from gradwire.collectives.op import Signature
+from gradwire.collectives.signature import Signature
 from gradwire.errors import CollectiveMismatch
 
 # Kinds in which ranks may bring tensors of different shapes, or different numbers of them.

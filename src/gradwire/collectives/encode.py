@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from gradwire.collectives.kinds import Kind, ReduceOp, Scope
-from gradwire.collectives.op import Signature
+from gradwire.collectives.signature import Signature
 from gradwire.errors import GroupError
 
 LIMIT = 1 << 24

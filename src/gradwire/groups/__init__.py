@@ -10,7 +10,8 @@ from gradwire.groups.kinds import GroupKind, Ranks, known_kinds, register_kind
 from gradwire.groups.mpi import MPIGroup
 from gradwire.groups.shared_memory import SharedMemoryGroup
 from gradwire.groups.threads import ThreadGroup
-from gradwire.groups.work import Work, WorkInfo
+from gradwire.groups.work import Work
+from gradwire.groups.work_info import WorkInfo
 from gradwire.groups.wrappers import Deadline, GroupWrapper, Latched, NanCheck, Recording, TrackedWrapper, Verified
 
 __all__ = [

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from gradwire.concurrency import Worker
 from gradwire.errors import HookError, UsageTypeError
 from gradwire.events import Callbacks, Handle
-from gradwire.groups.work import WorkInfo
+from gradwire.groups.work_info import WorkInfo
 
 CompletionHook = Callable[[WorkInfo], None]
 

@@ -1,4 +1,4 @@
-"""`Work`: one submitted collective on its way, and `WorkInfo`: what is known about it afterwards.
+"""`Work`: one submitted collective on its way.
 
 A group makes a Work with `Group.begin(op)` and settles it exactly once, from any thread, with `finish()` or `fail(error)`;
 the first call wins. Callers wait. This module knows no engine: a Work whose engine can be waited on directly (a CUDA
@@ -17,51 +17,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective, Kind, Signature
+from gradwire.collectives import Collective, Kind
 from gradwire.collectives.timeouts import wait_seconds
 from gradwire.errors import UsageError, again
 from gradwire.events import is_kept
 from gradwire.groups.forked import refusal
 from gradwire.groups.futures import FutureQueue
+from gradwire.groups.work_info import WorkInfo
 
 if TYPE_CHECKING:
     from gradwire.groups.ledger import Ledger
-
-
-@dataclass(frozen=True, slots=True)
-class WorkInfo:
-    """A finished operation: what completion hooks receive."""
-
-    op: Signature
-    group: str
-    rank: int
-    seq: int
-    bytes: int
-    started: float
-    finished: float
-    error: BaseException | None
-
-    @property
-    def kind(self) -> str:
-        """The operation's name, such as "all_reduce"."""
-        return str(self.op.kind.value)
-
-    @property
-    def label(self) -> str:
-        """The caller's name for it."""
-        return self.op.label
-
-    @property
-    def duration(self) -> float:
-        """Seconds from submission to completion."""
-        return self.finished - self.started
 
 
 def seconds(timeout: float | timedelta | None) -> float | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from gradwire.groups.work import WorkInfo
+from gradwire.groups.work_info import WorkInfo
 from gradwire.interop.work import op_type
 
 

@@ -11,7 +11,7 @@ import pytest
 from gradwire.collectives import Kind, Signature
 from gradwire.errors import HookError, UsageTypeError
 from gradwire.groups.completion import CompletionHooks, name_of
-from gradwire.groups.work import WorkInfo
+from gradwire.groups.work_info import WorkInfo
 
 
 def info(seq: int) -> WorkInfo:

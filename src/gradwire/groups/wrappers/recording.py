@@ -6,7 +6,8 @@ from collections import deque
 
 from gradwire.collectives import Collective, Signature
 from gradwire.groups.base import Group
-from gradwire.groups.work import Work, WorkInfo
+from gradwire.groups.work import Work
+from gradwire.groups.work_info import WorkInfo
 from gradwire.groups.wrappers.base import GroupWrapper
 
 

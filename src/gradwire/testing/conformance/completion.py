@@ -17,7 +17,7 @@ from gradwire.events import (
     Handle,
 )
 from gradwire.groups.base import Group
-from gradwire.groups.work import WorkInfo
+from gradwire.groups.work_info import WorkInfo
 from gradwire.testing.conformance.compare import Problems, holds, raises, same
 from gradwire.testing.conformance.side import PATIENCE, beside, meet
 
