@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from gradwire.collectives import Collective, Kind, ReduceOp
-from gradwire.collectives.lower import is_plain
+from gradwire.collectives.lower import Program, is_plain, lower
 from gradwire.groups.c10d.pieces import cut
 
 _ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
@@ -39,6 +39,10 @@ class Engine:
     """Whether a finished wait() only means "ordered on the current CUDA stream", as NCCL's does."""
     may_block: bool = False
     """Whether a call may last until the peers have called too; it is then made on the group's lane, and not by the caller."""
+
+    def program(self, op: Collective, *, rank: int, size: int) -> Program:
+        """The collective as steps that the engine takes."""
+        return lower(op, rank=rank, size=size, takes=self.takes)
 
 
 def is_usual(op: Collective) -> bool:

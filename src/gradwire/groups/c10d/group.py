@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore
 from gradwire.collectives import Collective
 from gradwire.collectives.aliasing import apart
 from gradwire.collectives.inference import writing
-from gradwire.collectives.lower import Program, is_identity, lower
+from gradwire.collectives.lower import is_identity
 from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.concurrency import Worker
 from gradwire.errors import GroupAborted, GroupError, PeerLost, UsageError
@@ -152,7 +152,7 @@ class C10dGroup(Group):
     def _run_program(self, work: C10dWork, backend: Any, engine: Engine, ready: torch.cuda.Event | None) -> None:
         """On the lane: one step after another, each waited for."""
         work.ledger.started(work, time.perf_counter())
-        program = self._program(work.op, engine)
+        program = engine.program(work.op, rank=self.rank, size=self.size)
         try:
             with self._side_stream(work.op.device, ready), writing(work.op.outputs):
                 for step in program:
@@ -175,7 +175,7 @@ class C10dGroup(Group):
         """Stream-ordered engines: enqueue everything now; the poller notices when the device has done it."""
         work.ledger.started(work, time.perf_counter())
         try:
-            for step in self._program(work.op, engine):
+            for step in engine.program(work.op, rank=self.rank, size=self.size):
                 native = engine.call(backend, step, work.timeout + ENGINE_MARGIN)
                 native.wait()
         except Exception as error:
@@ -183,13 +183,10 @@ class C10dGroup(Group):
             return
         work.watch_stream(self._poller)
 
-    def _program(self, op: Collective, engine: Engine) -> Program:
-        return lower(op, rank=self.rank, size=self.size, takes=engine.takes)
-
     def _start_p2p(self, work: C10dWork, backend: Any, engine: Engine) -> None:
         """Sends and receives do not queue behind anything: see Note [Threads for messages]."""
         work.ledger.started(work, time.perf_counter())
-        program = self._program(work.op, engine)
+        program = engine.program(work.op, rank=self.rank, size=self.size)
         try:
             with writing(work.op.outputs):
                 native = engine.call(backend, next(program), work.timeout)

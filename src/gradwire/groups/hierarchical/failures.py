@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost
 from gradwire.groups.membership import Membership
+from gradwire.groups.work import Work
 
 G = TypeVar("G", bound=GroupError)
 
@@ -35,6 +36,13 @@ def told_by(
     if isinstance(error, GroupAborted):
         return chained(GroupAborted(f"{where}: the group was aborted: {error.reason}", reason=error.reason), error)
     return chained(PeerLost(f"{where}: {why}. {error}", op=error.op), error)
+
+
+def interrupted(work: Work, error: BaseException) -> GroupAborted:
+    """The error for an operation that `error`, such as Ctrl-C, has broken off on this rank."""
+    why = f"rank {work.ledger.rank} broke {work.op} off: {type(error).__name__}{f': {error}' if str(error) else ''}"
+    where = work.ledger.where(work)
+    return GroupAborted(f"{where}: {why}. Every rank can call recover() to go on.", reason=why)
 
 
 def for_part(error: BaseException, members: Sequence[int], name: str) -> BaseException:

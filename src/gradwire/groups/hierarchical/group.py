@@ -34,7 +34,7 @@ from gradwire.events import is_kept
 from gradwire.groups.base import DEFAULT_TIMEOUT, BuildGroup, Group
 from gradwire.groups.c10d import C10dGroup
 from gradwire.groups.forked import finalize_here
-from gradwire.groups.hierarchical.failures import chained, for_part, told_by
+from gradwire.groups.hierarchical.failures import chained, for_part, interrupted, told_by
 from gradwire.groups.hierarchical.meeting import ask_around, find_hosts
 from gradwire.groups.hierarchical.parts import Parts, make_parts
 from gradwire.groups.hierarchical.programs import TwoLevel
@@ -103,8 +103,10 @@ class HierarchicalGroup(Group):
         self._watchdog.on_tick.append(self._monitor.tick)
         # After the base class's finalizer was made, so that at exit this thread ends first.
         self._lane_finalizer = finalize_here(self, self._lane.stop, 2.0)
+        # Nobody has a group before everybody has: what a rank does first must not wait for another that is still being made.
         try:
-            self._meet()
+            for step in self._two_level.carry_out(build.barrier(label="all here?")):
+                parts.part(step.where).submit_and_wait(step.op.within(self.timeout))
         except BaseException as error:
             self._monitor.leave(error)
             raise
@@ -149,11 +151,6 @@ class HierarchicalGroup(Group):
                 name=name,
                 timeout=timeout,
             )
-
-    def _meet(self) -> None:
-        """Nobody has a group before everybody has: what a rank does first must not wait for another that is still being made."""
-        for step in self._two_level.carry_out(build.barrier(label="all here?")):
-            self._parts.part(step.where).submit_and_wait(step.op.within(self.timeout))
 
     # -- the one verb --------------------------------------------------------------------------------------------------
 
@@ -221,16 +218,11 @@ class HierarchicalGroup(Group):
         except Exception as error:
             work.fail(self._told_by(part, error, work, work.place))
         except BaseException as error:  # Ctrl-C, in the caller's thread: the others take steps that this rank will not
-            work.fail(self._broken_off(work, error))
+            work.fail(interrupted(work, error))
             if not is_kept(error):
                 raise
         finally:
             program.close()
-
-    def _broken_off(self, work: Work, error: BaseException) -> GroupAborted:
-        why = f"rank {self.rank} broke {work.op} off: {type(error).__name__}{f': {error}' if str(error) else ''}"
-        where = self.ledger.where(work)
-        return GroupAborted(f"{where}: {why}. Every rank can call recover() to go on.", reason=why)
 
     def _told_by(self, part: Group, error: Exception, work: Work | None, place: int = 0) -> Exception:
         """A part's error in terms of the whole."""
