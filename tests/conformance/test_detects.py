@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ from gradwire.collectives import Collective, Kind, ReduceOp
 from gradwire.errors import ClosedError, GroupError, UsageError
 from gradwire.events import CollectiveFinished
 from gradwire.groups import Group, GroupWrapper, ThreadGroup, Work, WorkInfo
+from gradwire.groups.ledger import Ledger
 from gradwire.testing import run_ranks
 from gradwire.testing.conformance import ConformanceError, Failure, Report, check_group, check_names
 
@@ -244,6 +246,24 @@ class WritesInItsOwnMode(Faulty):
         return super().submit(op)
 
 
+class AbandonsWhenDropped(Faulty):
+    def __init__(self, inner: Group) -> None:
+        super().__init__(inner)
+        weakref.finalize(self, _abandon, self.ledger).atexit = False
+
+
+def _abandon(ledger: Ledger) -> None:
+    for work in list(ledger.pending.values()):
+        work.fail(GroupError("the group was dropped"))
+
+
+class WaitsForNobody(Faulty):
+    def submit(self, op: Collective) -> Work:
+        if op.label == "from anyone":
+            return Work(op, self.ledger, seq=0, timeout=op.timeout or 1.0)
+        return super().submit(op)
+
+
 FAULTS: list[tuple[type[Faulty], str]] = [
     (OffByOne, "all_reduce_ops"),
     (RanksDiffer, "all_reduce_same_bits"),
@@ -283,10 +303,23 @@ FAULTS: list[tuple[type[Faulty], str]] = [
 
 @pytest.mark.parametrize(("fault", "check"), FAULTS, ids=lambda value: getattr(value, "__name__", value))
 def test_a_fault_is_found(fault: type[Faulty], check: str) -> None:
+    # Without an abort that wakes them, ranks end by the check's own deadlines, after 10 s or more.
+    timeout = 60.0 if fault is AbortsQuietly else 8.0
     with pytest.raises(ConformanceError) as caught:
-        check_group(lambda fn: run_ranks(fn, 3, timeout=8.0, wrap=fault), only=[check])
+        check_group(lambda fn: run_ranks(fn, 3, timeout=timeout, wrap=fault), only=[check])
     assert {failure.check for failure in caught.value.failures} == {check}
     assert f"  {check}" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["threads", "shared_memory", "gloo"])
+@pytest.mark.parametrize(
+    ("fault", "check"), [(AbandonsWhenDropped, "dropped_group"), (WaitsForNobody, "recv_any_alone")]
+)
+def test_a_fault_is_found_on_every_kind(fault: type[Faulty], check: str, kind: str) -> None:
+    """Those of what a group does when it, or everybody else, is gone."""
+    with pytest.raises(ConformanceError) as caught:
+        check_group(lambda fn: run_ranks(fn, 3, kind=kind, timeout=30.0, wrap=fault), only=[check])
+    assert {failure.check for failure in caught.value.failures} == {check}
 
 
 def test_the_faultless_wrapper_passes() -> None:

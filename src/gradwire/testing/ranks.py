@@ -180,7 +180,8 @@ def _mention(outcome: Outcome, request: Request) -> str:
 def _run_threads(request: Request) -> list[Outcome]:
     store, timeout = HashStore(), request.timeout + GROUP_MARGIN
     build, name = request.kind.build, request.kind.name
-    groups = [build(store, rank, request.n, timeout=timeout, name=name) for rank in range(request.n)]
+    built = [build(store, rank, request.n, timeout=timeout, name=name) for rank in range(request.n)]
+    groups = list(built)
     answers: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
 
     def rank_thread(rank: int) -> None:
@@ -201,13 +202,13 @@ def _run_threads(request: Request) -> list[Outcome]:
             thread.start()
         outcomes = _await_threads(threads, answers, request.timeout)
     except BaseException:
-        groups[0].abort("run_ranks was interrupted")
+        built[0].abort("run_ranks was interrupted")
         for group in groups:
             with suppress(Exception):
                 group.close()
         raise
     if any(outcome.fate is Fate.STUCK for outcome in outcomes):
-        groups[0].abort("run_ranks: the time of some ranks was up")
+        built[0].abort("run_ranks: the time of some ranks was up")  # whatever the wrapper does with an abort
     deadline = time.monotonic() + ABORT_GRACE
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))

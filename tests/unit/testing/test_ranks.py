@@ -559,3 +559,25 @@ def test_installed_modules_travel_by_reference() -> None:
 def test_classes_of_the_test_come_home_as_themselves() -> None:
     (result,) = run_ranks(lambda group: LocalError("a result"), 1, kind="gloo")
     assert type(result) is LocalError
+
+
+class Deaf(GroupWrapper):
+    """Does nothing about an abort."""
+
+    def abort(self, reason: str = "") -> None:
+        pass
+
+
+def test_threads_are_stopped_whatever_their_wrapper_does_with_an_abort():
+    told = []
+
+    def wait_alone(group):
+        if group.rank == 0:
+            try:
+                group.barrier()
+            except GroupError as error:
+                told.append(type(error))
+
+    with pytest.raises(CollectiveTimeout, match=r"ranks \[0\] had not returned after 0.3 s"):
+        run_ranks(wait_alone, 2, timeout=0.3, wrap=Deaf)
+    assert told == [GroupAborted]

@@ -221,14 +221,24 @@ def check_peer_leaves(group: Group) -> Problems:
 
 
 def check_recv_any_alone(group: Group) -> Problems:
-    """A receive from any rank fails when all the others have closed their groups, by its deadline at the latest."""
+    """A receive from any rank fails when all the others have closed their groups, by its deadline at the latest.
+
+    A group that fails receives from one such rank with PeerLost notices that ranks leave, so it does the same here.
+    """
     side = beside(group)
     if group.rank == 0:
         waiting = group.submit(build.recv(torch.zeros(1), label="from anyone").within(SOON))
         meet(side)
         meet(side)
         later = build.recv(torch.zeros(1), tag=3, label="from no one").within(SHORT)
-        yield from raises(GroupError, "a receive from any rank, when all others have closed", waiting.wait)
+        error = yield from raises(GroupError, "a receive from any rank, when all others have closed", waiting.wait)
+        if isinstance(error, CollectiveTimeout):
+            named = build.recv(torch.zeros(1), src=1, tag=4, label="from rank 1").within(SOON)
+            told = yield from raises(GroupError, "a receive from a rank that has closed", lambda: group.run(named))
+            late = (
+                "a receive from any rank waited for its deadline when all others had closed; one from rank 1 does not"
+            )
+            yield from holds(not isinstance(told, PeerLost), f"{late}: {told}")
         yield from raises(GroupError, "a receive from any rank after all others have closed", lambda: group.run(later))
     else:
         meet(side)
