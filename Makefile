@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-torch lint types layers tests format clean
+.PHONY: help setup demo quick test test-torch lint types layers tests format clean
 
 help: ## say what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 18
@@ -27,6 +27,13 @@ types: $(READY) ## mypy, strict
 
 layers: $(READY) ## import-linter: imports point down the layers
 	$(BIN)/lint-imports
+
+QUICK := tests/unit/collectives tests/unit/reducer tests/unit/autograd tests/unit/test_errors.py tests/unit/test_events.py \
+	tests/unit/groups/test_base.py tests/unit/groups/test_work.py tests/unit/groups/test_threads.py tests/unit/groups/test_wrappers.py \
+	tests/conformance/test_threads.py
+
+quick: lint types layers ## the inner loop, under two minutes: lint, types, layers, and tests that start no processes
+	$(BIN)/python -m pytest $(QUICK)
 
 tests: $(READY) ## pytest: tests, and the examples in docstrings and documents
 	$(BIN)/python -m pytest
