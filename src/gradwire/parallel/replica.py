@@ -181,7 +181,7 @@ class Replica(HookControls):
         self.sync_buffers_next = True
         self.expect_backward(output)
         if self.graph is Graph.FIND_UNUSED or self.reducer.used.learning:
-            return through_sink(self, output)
+            return through_sink(output, self.reducer.backward_begins, clone=self.sink_clones)
         return output
 
     def expect_backward(self, output: Any) -> None:

@@ -9,41 +9,39 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-if TYPE_CHECKING:
-    from gradwire.parallel.replica import Replica
+from gradwire.concurrency import weakly
 
 
 class _Sink(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weak: weakref.ref[Replica], *values: Any) -> tuple[Any, ...]:
+    def forward(ctx: Any, begun: Callable[[], object], clone: bool, *values: Any) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)  # None stays None
-        ctx.weak = weak
-        replica = weak()
-        if replica is not None and replica.sink_clones:
+        ctx.begun = begun
+        if clone:
             # A loss computed in place on an output would otherwise be refused as a write into a view.
             return tuple(v.clone() if isinstance(v, Tensor) else v for v in values)
         return values
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        replica = ctx.weak()
-        if replica is not None:
-            replica.reducer.backward_begins()
-        return (None, *grads)
+        ctx.begun()
+        return (None, None, *grads)
 
 
-def through_sink(replica: Replica, output: Any) -> Any:
-    """The same structure of outputs, with every tensor that has a history passed through the sink."""
+def through_sink(output: Any, begun: Callable[[], object], *, clone: bool) -> Any:
+    """The same structure of outputs, with every tensor that has a history passed through the sink.
+
+    The bound method `begun`, whose object is held weakly, is called when a backward comes to the sink.
+    """
     values, rebuild = _take_apart(output)
-    passed = _Sink.apply(weakref.ref(replica), *values)
+    passed = _Sink.apply(weakly(begun), clone, *values)
     kept = [v if isinstance(v, Tensor) and v.grad_fn is None else p for v, p in zip(values, passed, strict=True)]
     return rebuild(iter(kept))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,6 @@ from gradwire.interop.defaults import backend_name
 from gradwire.parallel.replica import Replica
 from gradwire.parallel.stats import StepStats
 from gradwire.policies import Graph
-
-if TYPE_CHECKING:
-    from gradwire.parallel.ddp import DistributedDataParallel
 
 
 class ReducerCompat:
@@ -79,7 +76,7 @@ _DTYPE_NAMES = {
 class Logger:
     """Gathers what `_get_ddp_logging_data` returns."""
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: Any) -> None:
         self.stats = StepStats()
         self._listening: Handle | None = None
         self._replica = ddp.replica
@@ -144,7 +141,7 @@ def _sizes(reducer: Any) -> str:
     return ", ".join(str(sum(parameters[i].nbytes for i in m)) for m in reducer.layout.members)
 
 
-def _construction_data(ddp: DistributedDataParallel) -> dict[str, Any]:
+def _construction_data(ddp: Any) -> dict[str, Any]:
     parameters = ddp.replica.reducer.layout.parameters
     dtypes = list(dict.fromkeys(_DTYPE_NAMES.get(p.dtype, str(p.dtype)) for p in parameters))
     name = backend_name(ddp.process_group)

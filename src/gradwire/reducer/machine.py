@@ -119,13 +119,6 @@ class Machine:
         self.arrival += indices
         return self._count(self.bucket_of[indices[0]], len(indices))
 
-    def all_told(self, indices: Sequence[int]) -> None:
-        """These gradients had been accumulated when the step failed: nothing is launched, but they are not missing."""
-        for i in indices:
-            self._ready[i] = True
-        if indices and self.state is State.ARMED:
-            self.state = State.RUNNING
-
     def _use(self, index: int) -> Sequence[Launch]:
         if self.static_uses is not None:
             self._uses[index] -= 1
@@ -176,11 +169,6 @@ class Machine:
     def complete(self) -> bool:
         """Whether every bucket has been launched in this step."""
         return self.state is State.LAUNCHED
-
-    @property
-    def is_static(self) -> bool:
-        """Whether a static graph has been learned."""
-        return self.static_uses is not None
 
     @property
     def next_bucket(self) -> int:

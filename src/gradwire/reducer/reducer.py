@@ -161,8 +161,9 @@ class Reducer:
         self.reductions.unused = frozenset(unused) if self._skip_unused else ()
         self.iterations.forward_ended()
         self.used.forget_first_uses()
+        static = self.machine.static_uses is not None
         self._arrivals.prepare(
-            need_all=not self.order.rebuilt or self.used.needs_all or self.machine.is_static or bool(self.events),
+            need_all=not self.order.rebuilt or self.used.needs_all or static or bool(self.events),
             can_poll=self.may_poll and not self.leave_gradients,
             at_once=self.events.wants(GradientReady),
         )

@@ -269,16 +269,6 @@ def test_gradients_told_of_together_count_as_each_alone(
     assert tell(together, runs, Machine.all_ready) == expected
 
 
-def test_what_was_there_when_a_step_failed_is_not_missing() -> None:
-    machine = Machine(TWO, NAMES)
-    play(machine, ["prepare", 3])
-    machine.all_told([1])
-    assert machine.missing() == [0, 2]
-    assert machine.is_ready(1)
-    with pytest.raises(Unfinished, match="rank 0: a, c\n"):
-        machine.prepare()
-
-
 def test_gradients_that_changed_too_late_are_named() -> None:
     error = Machine(TWO, NAMES, rank=3).late([2, 0])
     assert isinstance(error, ReadyTwice)

@@ -30,15 +30,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from gradwire.concurrency import BoundedCall
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
 from gradwire.groups.forked import finalize_here
-
-if TYPE_CHECKING:
-    from gradwire.groups.mpi.engine import Engine
-    from gradwire.groups.mpi.flight import Flight
 
 MPI: TypeAlias = Any
 Comm: TypeAlias = Any
@@ -48,13 +44,27 @@ EXIT_PATIENCE = 30
 _PAUSE = 0.0002
 
 
+class UnfinishedRequests(Protocol):
+    """Requests that a closed group has left: a Flight."""
+
+    def test(self, mpi: MPI, /) -> bool:
+        """Whether they are over."""
+
+
+class DepartingGroup(Protocol):
+    """A group that waits for its peers to leave: an Engine."""
+
+    def settle_departure(self) -> bool:
+        """Whether every rank has left; the communicator is free then."""
+
+
 class Remains:
     """What must outlive the groups: requests that never completed, threads inside MPI, groups that wait for peers to leave."""
 
     def __init__(self) -> None:
-        self.flights: list[Flight] = []
+        self.flights: list[UnfinishedRequests] = []
         self.inside: list[threading.Thread] = []
-        self.departing: list[Engine] = []
+        self.departing: list[DepartingGroup] = []
         self.making: list[tuple[Comm, Any]] = []
         """Communicators on their way, and their requests."""
         self.retired: list[object] = []
