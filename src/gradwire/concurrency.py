@@ -46,8 +46,10 @@ class Worker:
         """Start the thread now, not with the first job."""
         with self._starting:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"gradwire-{self._name}", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=f"gradwire-{self._name}", daemon=True)
+                if self._thread is None:  # a signal handler may have put a job meanwhile
+                    self._thread = thread
+                    thread.start()
 
     def put(self, job: Job) -> None:
         """Do `job()` after those put before it. A job handles its own errors.

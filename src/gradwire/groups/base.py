@@ -68,7 +68,7 @@ class Group(Verbs, ABC):
         self.rank = rank
         self.size = size
         self.name = name or type(self).__name__
-        self.timeout = timeout_seconds(type(self).__name__, timeout)
+        self.timeout = timeout_seconds(type(self).__name__, timeout) if wraps is None else timeout
         self._splits = 0
         self.ledger: Ledger
         self._watchdog: Watchdog
@@ -132,12 +132,18 @@ class Group(Verbs, ABC):
 
     @failure.setter
     def failure(self, error: BaseException | None) -> None:
-        self.ledger.failure = error
+        if "ledger" in self.__dict__:  # else a subclass sets it before it calls __init__
+            self.ledger.failure = error
 
     @property
     def closed(self) -> bool:
         """Whether close() was called."""
         return self.ledger.closed
+
+    @closed.setter
+    def closed(self, closed: bool) -> None:
+        if "ledger" in self.__dict__:  # else a subclass sets it before it calls __init__
+            self.ledger.closed = closed
 
     @property
     def forked(self) -> bool:

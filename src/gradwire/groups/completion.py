@@ -68,7 +68,7 @@ class CompletionHooks:
 
     def flush(self, timeout: float) -> bool:
         """Wait until the hooks have been told of everything queued so far. True if they have."""
-        if self._worker.idle or self._worker.is_current_thread:
+        if self._worker.idle or self._worker.is_current_thread or self._worker.stopping.is_set():
             return True
         reached = threading.Event()
         self._worker.put(reached.set)

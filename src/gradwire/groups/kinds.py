@@ -82,6 +82,8 @@ def register_kind(kind: GroupKind) -> Handle:
     """
     if not isinstance(kind, GroupKind):
         raise UsageTypeError(f"register_kind({kind!r}): not a GroupKind. Pass GroupKind(name, build).")
+    if not isinstance(kind.name, str) or not callable(kind.build):
+        raise UsageTypeError(f"register_kind({kind}): pass GroupKind(name, build) with a text and a function.")
     if not kind.name or kind.name == AUTO:
         raise UsageError(f"register_kind({kind}): the name {kind.name!r} cannot be used. Choose another.")
     if kind.name in _KINDS:
@@ -99,14 +101,15 @@ def registered_kinds() -> tuple[GroupKind, ...]:
 
 def known_kinds() -> tuple[str, ...]:
     """The names of all kinds: gradwire's own, those registered, and those of entry points, which need not be loadable."""
-    return tuple(dict.fromkeys((*_KINDS, *(point.name for point in entry_points(group=ENTRY_POINTS)))))
+    provided = (point.name for point in entry_points(group=ENTRY_POINTS) if point.name != AUTO)
+    return tuple(dict.fromkeys((*_KINDS, *provided)))
 
 
 def find_kind(name: str, *, who: str, also: Sequence[str] = ()) -> GroupKind:
     """The kind of that name, asked for by `who`. UsageError if there is none (known names: `also` too) or it cannot be loaded."""
-    if name in _KINDS:
+    if isinstance(name, str) and name in _KINDS:
         return _KINDS[name]
-    points = list(entry_points(group=ENTRY_POINTS, name=name))
+    points = list(entry_points(group=ENTRY_POINTS, name=name)) if isinstance(name, str) and name != AUTO else []
     if not points:
         raise UsageError(f"{who}: there is no such kind. Known kinds: {', '.join((*also, *known_kinds()))}.")
     if len(points) > 1:
@@ -119,7 +122,7 @@ def find_kind(name: str, *, who: str, also: Sequence[str] = ()) -> GroupKind:
 def _load(point: EntryPoint, who: str) -> GroupKind:
     try:
         found: Any = point.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a module may try to end the program when it is imported
         raise UsageError(
             f"{who}: the entry point {_described(point)} cannot be loaded: {type(error).__name__}: {error}. Mend or uninstall "
             "the package that provides it."
@@ -132,6 +135,13 @@ def _load(point: EntryPoint, who: str) -> GroupKind:
             "a group."
         )
     return GroupKind(point.name, found)
+
+
+def check_built(group: Any, kind: GroupKind, *, who: str) -> Group:
+    """What a kind's `build` has made, if it is a group."""
+    if not isinstance(group, Group):
+        raise UsageTypeError(f"{who}: the kind {kind.name!r} has built {group!r}, which is not a gradwire Group.")
+    return group
 
 
 def _described(point: EntryPoint) -> str:

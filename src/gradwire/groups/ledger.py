@@ -11,7 +11,9 @@ import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from gradwire.deprecated import renamed
 from gradwire.errors import CollectiveTimeout, HookError
 from gradwire.events import CollectiveFailed, CollectiveFinished, CollectiveStarted, CollectiveSubmitted, Emitter
 from gradwire.groups.completion import CompletionHooks
@@ -123,3 +125,7 @@ class Ledger:
         except IndexError:
             return
         raise error
+
+
+if not TYPE_CHECKING:  # or else any name would pass
+    __getattr__ = renamed(__name__, Attendance="gradwire.groups.ledger.Arrivals")

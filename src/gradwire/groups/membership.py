@@ -172,9 +172,9 @@ class Membership(Progress):
         else:
             self._epoch = resumes._epoch
             self.peers = Peers.of(rank, size, number=resumes.peers.number, before=self.joined)
-            meeting.store.set(
-                self._recovery_keys()[rank], ""
-            )  # it may have called recover() in the earlier group, in vain
+            # It may have called recover() in the earlier group, in vain.
+            meeting.store.set(self._recovery_keys()[rank], "")
+            self._calls.run(self._date_earlier_group, within=_STORE_PATIENCE.total_seconds())
         self.publish()
 
     @classmethod
@@ -306,6 +306,15 @@ class Membership(Progress):
         me = Member(self.peers.here, os.getpid(), self._start, *page, self.peers.number)
         self._put(f"{self.rank}", asdict(me))
         self._published = page
+
+    def _date_earlier_group(self) -> None:
+        """What ranks have written when they left, or failed, is about the earlier group, however many collectives they counted."""
+        self._read()
+        earlier = [self.peers.before]
+        earlier += [m.joined for m in self.peers.members.values() if m.left and m.number == self.peers.number]
+        if self._connection.check([f"{self._prefix}/lost"]):
+            earlier.append(json.loads(self._connection.get(f"{self._prefix}/lost"))[3])
+        self.peers.before, self.failure_record = max(earlier), None
 
     def _read(self) -> None:
         store = self._connection

@@ -16,6 +16,7 @@ from gradwire.hooks.base import CommHook
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.periodic.base import OuterHook, check_outer
 from gradwire.interop.own_group import OwnGroup
+from gradwire.reducer.attached_optimizers import AttachedOptimizers
 from gradwire.reducer.drive import Landed
 from gradwire.reducer.hook_runner import HookRunner
 from gradwire.reducer.outer_optimizer import cut
@@ -90,6 +91,7 @@ class _Adapter:
         # Only a hook that moves parameters holds them: this adapter lives as long as torch's reducer.
         self._named = [(n, p) for n, p in named if p.requires_grad] if isinstance(hook, OuterHook) else []
         self._runner: HookRunner | None = None
+        self._optimizers = AttachedOptimizers()
         if isinstance(hook, OuterHook) and not self._named:
             raise UsageError(
                 f"as_torch_hook({hook!r}): it moves parameters, and was told of none. "
@@ -104,7 +106,7 @@ class _Adapter:
         """The runner, over the original group; a hook that moves parameters takes note of them. Nothing is communicated."""
         group = self._own.original(state)
         if self._runner is None:
-            self._runner = HookRunner(self._hook, group, self._named)
+            self._runner = HookRunner(self._hook, group, self._named, optimizers=self._optimizers)
         return self._runner
 
     def _communicate(self, state: Any = None) -> HookRunner:
@@ -152,7 +154,7 @@ class _Adapter:
 
     def attach_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
         if isinstance(self._hook, OuterHook):
-            self._begin().attach_optimizer(optimizers, self.outer_step)
+            self._optimizers.attach(optimizers, [p for _, p in self._named], self.outer_step)
 
     def outer_step(self) -> None:
         if not isinstance(self._hook, OuterHook):
@@ -174,6 +176,7 @@ class _Adapter:
             outer.average()
 
     def close(self) -> None:
+        self._optimizers.detach()
         if self._runner is not None:
             self._runner.close()
         self._own.close()

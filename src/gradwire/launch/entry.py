@@ -23,7 +23,7 @@ from gradwire.errors import UsageError
 from gradwire.groups import Group
 from gradwire.groups.base import DEFAULT_TIMEOUT, MEETING_TIMEOUT
 from gradwire.groups.bounded_store import bounded
-from gradwire.groups.kinds import AUTO, default_kind, find_kind, registered_kinds
+from gradwire.groups.kinds import AUTO, check_built, default_kind, find_kind, registered_kinds
 from gradwire.groups.private_meeting import release
 from gradwire.interop.defaults import WORLD
 from gradwire.launch.memory import SharedMemory
@@ -83,11 +83,12 @@ def init(
             found = find_kind(agreed, who=f"gw.init() on {world}, where rank 0 has chosen kind {agreed!r}")
             options = memory.options if found.shares_memory else {}
             meet = PrefixStore(agreed, ours)
-            group = found.build(meet, world.rank, world.size, timeout=meeting, name=name, **options)
+            built = found.build(meet, world.rank, world.size, timeout=meeting, name=name, **options)
+            group = check_built(built, found, who=f"gw.init() on {world}")
+            group.set_timeout(timeout)
         except BaseException:
             release(store)
             raise
-        group.set_timeout(timeout)
         atexit.unregister(leave)
         atexit.register(leave)  # after the group has made its finalizers, so that it runs before them
         # An earlier group was closed on all ranks, or they would not have come; its store is let go only now, because rank 0

@@ -29,6 +29,7 @@ from gradwire.errors import UsageError, UsageTypeError
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.combinators.chain import chain
 from gradwire.hooks.dense import cast, mean
+from gradwire.interop.untraced import untraced_call
 
 
 class MixedPrecision:
@@ -161,6 +162,7 @@ class _Substitution:
             rnn._flat_weights, rnn._flat_weight_refs = weights, refs
         self._swaps, self._rnns = [], []
 
+    @untraced_call
     def repeat_in_backward_of(self, output: Any) -> None:
         """Substitute again while a backward from `output` runs."""
         outputs = [t for t in tensors_in(output) if t.grad_fn is not None]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import all_gather_into_tensor
+from gradwire.concurrency import weakly
 from gradwire.errors import NonFiniteGradient
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.reducer.drive import Pending
@@ -31,6 +32,7 @@ class NonFiniteChecked:
         self._names = list(names)
         self._gradients: list[Names] = []
         self._averages: list[Names] = []
+        self._check = weakly(self._verify)  # the runner, which this object holds, holds the check
 
     @property
     def checks(self) -> list[Callable[[int], None]]:
@@ -39,10 +41,10 @@ class NonFiniteChecked:
 
     def start(self, bucket: GradBucket) -> Pending:
         """Start the reduction of `bucket`, looking at what goes in and at what comes out."""
-        if self._verify not in self.checks:  # the first bucket of a step
+        if self._check not in self.checks:  # the first bucket of a step
             self._gradients, self._averages = [], []
             self._device = bucket.spec.device
-            self.checks.append(self._verify)
+            self.checks.append(self._check)
         self._gradients.append(look(bucket.spec, bucket.buffer()))
         return _Looked(self._inner.start(bucket), bucket.spec, self._averages)
 

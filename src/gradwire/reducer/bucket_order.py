@@ -59,12 +59,11 @@ class BucketOrder:
         self._learned = None
 
     def rebuild(self, group: Group, device: torch.device) -> BucketLayout | None:
-        """Buckets in the order in which rank 0's gradients arrived; None before it is known, and if that was done. A collective."""
+        """Buckets in the order in which rank 0's gradients arrived; None before it is known, and once `rebuilt`. A collective."""
         if self.rebuilt or self.limits is None or self._learned is None:
             return None
         order = torch.tensor(self._learned, dtype=torch.int64, device=device)
         group.submit(broadcast(order, src=0, label="bucket order")).wait()
-        self.rebuilt = True
         return BucketLayout.make(self._parameters, by_size(self._parameters, self.limits, order=order.tolist()))
 
     def unused_nbytes(self) -> int:

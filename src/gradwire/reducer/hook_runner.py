@@ -38,7 +38,14 @@ _NO_STATE = mean()
 class HookRunner:
     """Runs one hook, ours or one in torch's form. `named_parameters` are needed by hooks that move parameters."""
 
-    def __init__(self, hook: CommHook, group: Group, named_parameters: Iterable[tuple[str, Tensor]] = ()) -> None:
+    def __init__(
+        self,
+        hook: CommHook,
+        group: Group,
+        named_parameters: Iterable[tuple[str, Tensor]] = (),
+        *,
+        optimizers: AttachedOptimizers | None = None,
+    ) -> None:
         self.hook = hook
         self.torch_hook: tuple[TorchHook, Any] | None = None
         """A hook in torch's form, with its state, in place of `hook`."""
@@ -49,7 +56,7 @@ class HookRunner:
         self.checks: list[Callable[[int], None]] = []
         """To be called with the number of the step when all its reductions are over, before any result is used."""
         self.outer: OuterOptimizer | None = None
-        self.optimizers = AttachedOptimizers()
+        self.optimizers = optimizers or AttachedOptimizers()
         self.driver = Driver(group)
         self._named_parameters = list(named_parameters)
         self.start_over()
@@ -63,39 +70,40 @@ class HookRunner:
 
     def start(self, bucket: GradBucket) -> Pending:
         """Start the reduction of a bucket; never waits for another rank, except on groups that block in `submit`."""
-        step = self._states.begin(bucket.spec, bucket.buffer())
-        if self.outer is not None:
-            return self.driver.launch(self.hook, bucket.buffer(), None, self._outer_turn(bucket, self.outer))
+        state, step = self._begin(bucket)
         policy = self.scale_check
-        if policy is None or step % policy.every:
-            return self._start(bucket, step)
+        if policy is None or step % policy.every or self.outer is not None:
+            return self._start(bucket, state, step)
         check = ScaleChecked(bucket, self.group, policy, hook=self.name, weight=self.weight)
         self.checks.append(check.verify)
-        return check.watch(self._start(bucket, step))
+        return check.watch(self._start(bucket, state, step))
 
-    def _start(self, bucket: GradBucket, step: int) -> Pending:
+    def _start(self, bucket: GradBucket, state: Any, step: int) -> Pending:
         if self.torch_hook is not None:
             return TorchHookRun(*self.torch_hook, bucket, self.group)
-        return self.driver.launch(self.hook, bucket.buffer(), self._states.of(bucket.spec), self._turn(bucket, step))
+        return self.driver.launch(self.hook, bucket.buffer(), state, self._turn(bucket, step))
 
     def run(self, bucket: GradBucket) -> Tensor:
         """Reduce a bucket to the end, in this thread. Not for hooks in torch's form."""
-        step = self._states.begin(bucket.spec, bucket.buffer())
-        if self.outer is not None:
-            state, turn = None, self._outer_turn(bucket, self.outer)
-        else:
-            state, turn = self._states.of(bucket.spec), self._turn(bucket, step)
+        state, step = self._begin(bucket)
+        turn = self._turn(bucket, step)
         return carry_out(gradient_reduction(self.group, self.hook, bucket.buffer(), state, turn), self.group)
+
+    def _begin(self, bucket: GradBucket) -> tuple[Any, int]:
+        """The state and the step of a bucket. What an earlier hook has not sent is added to its gradient, if it is not refused."""
+        outer = self.outer
+        # The states of a hook with an outer half belong to that half.
+        state = None if outer is not None or self.torch_hook is not None else self._states.of(bucket.spec)
+        step = self._states.begin(bucket.spec, bucket.buffer())
+        if outer is None:
+            return state, step
+        if bucket.index() == 0:
+            outer.backward_begins()
+        return None, outer.step
 
     def _turn(self, bucket: GradBucket, step: int) -> Turn:
         group = self.group
         return Turn(bucket.spec, group.rank, group.size, step, donated=True, divisor=self.divisor, weight=self.weight)
-
-    def _outer_turn(self, bucket: GradBucket, outer: OuterOptimizer) -> Turn:
-        """For the gradients of a hook whose state belongs to its outer half."""
-        if bucket.index() == 0:
-            outer.backward_begins()
-        return self._turn(bucket, outer.step)
 
     def next_step(self) -> None:
         """All buckets of the last step have been started: those that start from now on belong to the next one.

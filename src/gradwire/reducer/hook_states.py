@@ -130,7 +130,7 @@ class HookStates:
             warnings.warn(
                 f"{hook!r} takes the place of {self.hook!r}, which keeps gradients that it has not sent and cannot tell which: "
                 "they are dropped. Override CommHook.owed to have them sent.",
-                stacklevel=4,
+                stacklevel=5,
             )
         return HookStates(hook, owed=self.owed if owed is None else owed)
 

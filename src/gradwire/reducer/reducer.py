@@ -107,6 +107,7 @@ class Reducer:
         if layout is None:
             return False
         self._use_layout(layout)
+        self.order.rebuilt = True  # not before: memory may be short, and the next forward tries again
         return True
 
     def _use_layout(self, layout: BucketLayout) -> None:
@@ -304,7 +305,11 @@ class Reducer:
 
     def shadow_step_ended(self) -> None:
         """Take part in the end of a step of other ranks, without gradients of its own."""
-        self.reductions.run_checks(self.steps)
+        try:
+            self.reductions.run_checks(self.steps)
+        except StepRejected as rejected:
+            self.iterations.reject(rejected.error)
+            raise rejected.error from None
         first_of_static = self.used.learning_unused
         self.used.reset()
         self.used.unused_everywhere(self.group)

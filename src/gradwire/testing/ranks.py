@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.errors import CollectiveTimeout, GroupAborted, PeerLost, UsageError
 from gradwire.groups import Group, HierarchicalGroup
-from gradwire.groups.kinds import GroupKind, Ranks, find_kind, known_kinds, registered_kinds
+from gradwire.groups.kinds import GroupKind, Ranks, check_built, find_kind, known_kinds, registered_kinds
 from gradwire.root_cause import root_cause
 from gradwire.testing.mpi import default_worlds
 from gradwire.testing.pool import ABORT_GRACE, GROUP_MARGIN, Fate, LeftBehind, Outcome, default_pool
@@ -180,7 +180,15 @@ def _mention(outcome: Outcome, request: Request) -> str:
 def _run_threads(request: Request) -> list[Outcome]:
     store, timeout = HashStore(), request.timeout + GROUP_MARGIN
     build, name = request.kind.build, request.kind.name
-    built = [build(store, rank, request.n, timeout=timeout, name=name) for rank in range(request.n)]
+    built: list[Group] = []
+    try:
+        for rank in range(request.n):
+            made = build(store, rank, request.n, timeout=timeout, name=name)
+            built.append(check_built(made, request.kind, who=str(request)))
+    except BaseException:
+        for group in built:
+            group.close(timeout=0)
+        raise
     groups = list(built)
     answers: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
 

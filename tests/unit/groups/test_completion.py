@@ -178,3 +178,16 @@ def test_names() -> None:
     assert name_of(Hook()) == "<Hook>"
     assert name_of(Odd()) == "<Odd>"
     assert name_of(partial(print)) == "<partial>"
+
+
+def test_nothing_is_flushed_after_the_end() -> None:
+    """A hook that hangs outlives stop(); asking again must not start another thread."""
+    gate = threading.Event()
+    hooks = CompletionHooks("test")
+    hooks.add(lambda _: gate.wait(100) and None)
+    hooks.put(info(0))
+    hooks.stop(timeout=0.02)
+    before = threading.active_count()
+    assert hooks.flush(timeout=0.02)
+    assert threading.active_count() == before
+    gate.set()

@@ -176,6 +176,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
         "number = 3\n"
     )
     (tmp_path / "kinds_that_fail.py").write_text("raise OSError('no licence')\n")
+    (tmp_path / "kinds_that_exit.py").write_text("raise SystemExit('on import')\n")
 
     def install(package: str, entry_point: str) -> None:
         folder = tmp_path / f"{package}-1.0.dist-info"
@@ -226,3 +227,32 @@ def test_two_packages_with_one_kind(install: Callable[[str, str], None]) -> None
         UsageError, match="several packages provide this kind: same = .* of (one|two) 1.0, same = .*Uninstall"
     ):
         find_kind("same", who="test")
+
+
+@pytest.mark.parametrize("kind", [GroupKind(3, recorded_gloo), GroupKind("nothing", None)])  # type: ignore[arg-type]
+def test_a_kind_has_a_name_and_a_function(kind: GroupKind) -> None:
+    with pytest.raises(UsageTypeError, match="with a text and a function"):
+        register_kind(kind)
+
+
+def test_an_entry_point_that_ends_the_program_is_named(install: Callable[[str, str], None]) -> None:
+    install("exiting", "exits = kinds_that_exit:kind")
+    with pytest.raises(UsageError, match="cannot be loaded: SystemExit: on import"):
+        run_ranks(str, 1, kind="exits")
+
+
+def test_what_is_built_must_be_a_group_and_what_was_built_before_is_closed() -> None:
+    built: list[Group] = []
+
+    def second_is_none(store: Any, rank: int, size: int, *, timeout: float, name: str) -> Any:
+        if rank:
+            return "no group"
+        built.append(ThreadGroup.world(1, timeout=timeout)[0])
+        return built[0]
+
+    with (
+        register_kind(GroupKind("odd", second_is_none, Ranks.THREADS)),
+        pytest.raises(UsageTypeError, match="the kind 'odd' has built 'no group'"),
+    ):
+        run_ranks(str, 2, kind="odd")
+    assert built[0].closed

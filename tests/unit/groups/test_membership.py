@@ -357,3 +357,26 @@ def test_who_has_joined_is_not_known_once_the_store_is_lost() -> None:
 
     ranks[0]._connection = Gone()
     assert [ranks[0].have_joined(1) for _ in range(3)][-1] is None
+
+
+def test_what_ranks_wrote_at_the_end_of_an_earlier_group_is_not_about_the_next(ranks: Any) -> None:
+    """However many collectives they had counted: some may have gone through torch on one rank and through gradwire on another."""
+    ready = threading.Barrier(SIZE)
+
+    def count_differently(rank: Rank) -> None:
+        group = rank.open()
+        group.barrier()
+        ready.wait(60)
+        rank.membership().joined += 2 * (rank.rank == 0)
+        ready.wait(60)
+        if rank.rank == 0:
+            group.abort("enough")
+        ready.wait(60)
+        group.close()
+        ready.wait(60)
+        rank.open().check_peers()
+        ready.wait(60)
+        rank.opened[-1].check_peers()
+        rank.opened[-1].barrier()
+
+    ranks(count_differently)

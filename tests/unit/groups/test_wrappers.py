@@ -16,7 +16,7 @@ from gradwire.errors import (
     NonFiniteGradient,
     UsageError,
 )
-from gradwire.groups import Deadline, Latched, NanCheck, Recording, ThreadGroup, Verified
+from gradwire.groups import Deadline, GroupWrapper, Latched, NanCheck, Recording, ThreadGroup, Verified
 from gradwire.testing import run_ranks
 
 
@@ -205,3 +205,43 @@ def test_nan_check_refuses_to_send():
         return t.item()
 
     assert run_ranks(rank, 2, wrap=NanCheck) == [4.0, 4.0]
+
+
+def test_a_wrapper_may_ask_its_inner_group_in_properties_that_the_constructor_sets():
+    class Slower(GroupWrapper):
+        @property
+        def timeout(self):
+            return 2 * self.inner.timeout
+
+        @timeout.setter
+        def timeout(self, seconds):
+            pass
+
+    (group,) = ThreadGroup.world(1, timeout=5)
+    with Slower(group) as slower:
+        assert slower.timeout == 10
+
+
+def test_a_wrapper_takes_whatever_time_out_its_inner_group_has():
+    (group,) = ThreadGroup.world(1)
+    group.timeout = float("inf")
+    with Recording(group) as recording:
+        assert recording.timeout == float("inf")
+
+
+def test_a_group_may_set_its_own_end_before_and_after_construction():
+    class Own(GroupWrapper):
+        def __init__(self, inner):
+            self.closed, self.failure = False, None
+            super().__init__(inner)
+
+        def close(self, timeout=5.0):
+            super().close(timeout)
+            self.closed = True
+
+    (group,) = ThreadGroup.world(1)
+    own = Own(group)
+    assert not own.closed
+    own.close()
+    assert own.closed
+    assert group.closed

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from gradwire.collectives import all_reduce
 from gradwire.errors import HookError, UsageError, UsageTypeError
 from gradwire.groups import Group, ThreadGroup
-from gradwire.hooks import BucketSpec, CommHook, Reduction, Turn, cast, chain, mean, quantize
+from gradwire.hooks import BucketSpec, CommHook, Reduction, Turn, cast, chain, local_sgd, mean, quantize
 from gradwire.interop import as_torch_hook
 from gradwire.testing import run_ranks
 
@@ -198,3 +198,12 @@ def test_it_needs_no_result_of_several_collectives_to_return() -> None:
         return future.wait().tolist()
 
     assert run_ranks(rank_main, 2, kind="threads") == [[2.0, 2.0]] * 2
+
+
+def test_an_optimizer_can_be_attached_before_there_is_a_process_group() -> None:
+    model = nn.Linear(2, 2)
+    hook = as_torch_hook(local_sgd(every=2), named_parameters=model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook.attach_optimizer(optimizer)
+    hook.close()
+    optimizer.step()  # calls nothing any more

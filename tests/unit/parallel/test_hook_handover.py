@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.errors import HookError
-from gradwire.groups import Group
+from gradwire.groups import Group, ThreadGroup
 from gradwire.hooks import (
     BucketSpec,
     CommHook,
@@ -41,6 +41,7 @@ from gradwire.hooks import (
 )
 from gradwire.hooks.base import Trait
 from gradwire.parallel import DistributedDataParallel as DDP
+from gradwire.parallel import replicate
 from gradwire.reducer.hook_states import HookStates, from_dict, to_dict
 from gradwire.testing import run_ranks
 
@@ -201,6 +202,18 @@ def test_a_hook_that_cannot_tell_what_it_owes_is_warned_of() -> None:
         warnings.simplefilter("error")
         states_of(Hoarder()).hand_over(Hoarder(), step=1)
         states_of(chain(add_noise(std=1.0), quantize(bits=8))).hand_over(mean(), step=1)
+
+
+def test_the_warning_names_the_line_that_set_the_hook() -> None:
+    (group,) = ThreadGroup.world(1)
+    model = nn.Linear(2, 1)
+    replica = replicate(model, group=group, hook=Hoarder())
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.warns(UserWarning, match="they are dropped") as caught:
+        replica.set_hook(mean())
+    assert caught[0].filename == __file__
+    replica.detach()
+    group.close()
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import re
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.errors import NonFiniteGradient
-from gradwire.groups import Group, Recording
+from gradwire.groups import Group, Recording, ThreadGroup
 from gradwire.hooks import CommHook, cast, chain, diloco, error_feedback, mean, quantize, top_k
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
-from gradwire.policies import Gradients, NonFinite
+from gradwire.policies import Buckets, Gradients, NonFinite
 from gradwire.testing import run_ranks
 
 SMALL = 0.0001
@@ -213,3 +215,20 @@ def test_the_page_tells_the_truth() -> None:
     assert blocks
     for block in blocks:
         exec(block, {})
+
+
+def test_a_model_dropped_in_the_middle_of_a_step_is_freed_at_once() -> None:
+    (group,) = ThreadGroup.world(1)
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    replica = replicate(module, group=group, nonfinite=NonFinite.RAISE, buckets=Buckets((1,), from_start=True))
+    module(torch.ones(1, 2))
+    module[1](torch.ones(1, 2)).sum().backward()  # half of the gradients
+    weak = weakref.ref(module[0].weight)
+    gc.collect()
+    gc.disable()
+    try:
+        del module, replica
+        assert weak() is None
+    finally:
+        gc.enable()
+    group.close()

@@ -230,3 +230,24 @@ def test_a_first_static_backward_that_fails_is_learnt_anew(make: Any) -> None:
     sum(world.parameters).sum().backward()  # type: ignore[union-attr]
     assert world.launcher.launched == [(3, 2), (1, 0)]
     assert world.reducer.machine.static_uses == [1, 1, 1, 1]
+
+
+def test_buckets_for_which_there_was_no_memory_are_built_the_next_time(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make()
+    world.reducer.prepare()
+    world.backward("0312")
+
+    def out_of_memory(*args: Any, **kwargs: Any) -> Tensor:
+        raise MemoryError("once")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(world.group, "allocate", out_of_memory)
+        with pytest.raises(MemoryError):
+            world.reducer.rebuild()
+    assert world.reducer.rebuild()
+    assert world.reducer.layout.members == ((0, 3), (1, 2))
+    world.reducer.prepare()
+    world.backward("0312")
+    assert world.reducer.steps == 2

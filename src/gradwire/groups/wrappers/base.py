@@ -28,6 +28,7 @@ class GroupWrapper(Group):
     """Whether the inner group's ledger counts the operations, once for however many wrappers."""
 
     def __init__(self, inner: Group) -> None:
+        self.inner = inner  # first: a subclass may have properties that ask it
         super().__init__(
             inner.rank,
             inner.size,
@@ -35,7 +36,6 @@ class GroupWrapper(Group):
             timeout=inner.timeout,
             wraps=inner if self.shares_ledger else None,
         )
-        self.inner = inner
 
     @property
     def tells_mismatch(self) -> bool:  # type: ignore[override]
