@@ -1,9 +1,8 @@
 """Communication hooks: what happens to a bucket on its way to the wire."""
 
-import importlib
-import warnings
-from typing import Any
+from typing import TYPE_CHECKING
 
+from gradwire.deprecated import renamed
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.combinators.chain import chain
@@ -70,11 +69,5 @@ __all__ = [
     "weighted_mean",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "as_torch_hook":
-        warnings.warn(
-            "gradwire.hooks.as_torch_hook is now gradwire.interop.as_torch_hook.", DeprecationWarning, stacklevel=2
-        )
-        return importlib.import_module("gradwire.interop").as_torch_hook
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # or else any name would pass
+    __getattr__ = renamed(__name__, as_torch_hook="gradwire.interop.as_torch_hook")

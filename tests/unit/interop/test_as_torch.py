@@ -205,5 +205,6 @@ def test_an_optimizer_can_be_attached_before_there_is_a_process_group() -> None:
     hook = as_torch_hook(local_sgd(every=2), named_parameters=model.named_parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     hook.attach_optimizer(optimizer)
+    assert len(optimizer._optimizer_step_post_hooks) == 1
     hook.close()
-    optimizer.step()  # calls nothing any more
+    assert not optimizer._optimizer_step_post_hooks

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +22,6 @@ from gradwire.hooks import GradBucket
 from gradwire.parallel import replicate
 from gradwire.parallel.replica import Replica
 from gradwire.policies import Buckets, Gradients
-from gradwire.reducer.arrivals import Arrivals
 
 X = torch.arange(8.0).view(2, 4) / 8
 
@@ -71,19 +70,6 @@ def step(module: nn.Module, *args: Any, **kwargs: Any) -> None:
     module(X, *args, **kwargs).square().sum().backward()
 
 
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The indices for which hooks call from now on."""
-    seen: list[int] = []
-    inner = Arrivals.called
-
-    def called(self: Arrivals, index: int) -> Any:
-        seen.append(index)
-        return inner(self, index)
-
-    monkeypatch.setattr(Arrivals, "called", called)
-    return seen
-
-
 def assert_right(module: Branches, *args: Any, **kwargs: Any) -> None:
     alone = Branches()
     alone.load_state_dict(module.state_dict())
@@ -93,10 +79,10 @@ def assert_right(module: Branches, *args: Any, **kwargs: Any) -> None:
         assert torch.equal(p.grad, q.grad), name  # type: ignore[arg-type]
 
 
-def test_only_gradients_that_launched_call_the_reducer(model: Branches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_gradients_that_launched_call_the_reducer(model: Branches, calls: Callable[[], list[int]]) -> None:
     reducer = replica_of(model).reducer
     before = reducer.order.last_arrival
-    seen = calls(monkeypatch)
+    seen = calls()
     step(model)
     assert len(seen) == len(reducer.layout.members)
     assert set(seen) == {members[-1] for members in reducer.layout.members}
@@ -116,10 +102,10 @@ def test_a_listener_hears_of_every_gradient(model: Branches) -> None:
 
 
 def test_another_order_is_noticed_at_the_first_gradient_that_launches_nothing(
-    model: Branches, monkeypatch: pytest.MonkeyPatch
+    model: Branches, calls: Callable[[], list[int]]
 ) -> None:
     reducer = replica_of(model).reducer
-    seen = calls(monkeypatch)
+    seen = calls()
     step(model, "ba")
     assert reducer.steps == 4
     assert_right(model, "ba")

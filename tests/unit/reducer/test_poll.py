@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ from gradwire.hooks import GradBucket
 from gradwire.parallel import DistributedDataParallel, replicate
 from gradwire.parallel.replica import Replica
 from gradwire.policies import Buckets, Gradients, Graph
-from gradwire.reducer.arrivals import Arrivals
 from gradwire.reducer.machine import State
 from gradwire.testing import run_ranks
 
@@ -104,25 +103,12 @@ def assert_right(module: nn.Module, order: str = "abc", times: int = 1) -> None:
         assert torch.equal(p.grad, q.grad), name  # type: ignore[arg-type]
 
 
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The indices for which hooks call from now on."""
-    seen: list[int] = []
-    inner = Arrivals.called
-
-    def called(self: Arrivals, index: int) -> Any:
-        seen.append(index)
-        return inner(self, index)
-
-    monkeypatch.setattr(Arrivals, "called", called)
-    return seen
-
-
 # -- silence ---------------------------------------------------------------------------------------------------------------
 
 
-def test_only_gradients_that_launch_are_heard(model: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_gradients_that_launch_are_heard(model: Stages, calls: Callable[[], list[int]]) -> None:
     reducer = replica_of(model).reducer
-    seen = calls(monkeypatch)
+    seen = calls()
     step(model)
     expected = {members[-1] for members in reducer.layout.members}
     assert set(seen) == expected == hooked(model)
