@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gradwire.collectives import Collective, Kind
+from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.agree import mismatch
 from gradwire.collectives.reference import perform, store
 from gradwire.groups import Group, GroupKind, Ranks, Work, register_kind
@@ -65,7 +65,7 @@ class Table:
             for half in self.halves:
                 if half[0] == name and not half[1].is_completed() and fits(half[1], work):
                     self.halves.remove(half)
-                    return [half[1], work] if work.op.kind is Kind.RECV else [work, half[1]]
+                    return [half[1], work] if work.op.kind is OpKind.RECV else [work, half[1]]
             self.halves.append((name, work))
             return []
 

@@ -17,9 +17,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from gradwire.deprecated import renamed
+
 if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports what is named, from `_HOME`
     from gradwire import autograd, collectives, errors, events, groups, hooks, interop, lab, launch, policies, testing
-    from gradwire.collectives import Collective, Kind, ReduceOp, Signature
+    from gradwire.collectives import Collective, OpKind, ReduceOp, Signature
     from gradwire.errors import (
         ClosedError,
         CollectiveMismatch,
@@ -62,7 +64,7 @@ __version__ = "0.1.0"
 # Nothing is imported before it is named: the command `gradwire` and the launcher need no torch, training no tools for tests.
 _LAYERS = "autograd collectives errors events groups hooks interop lab launch policies testing"
 _NAMES = {
-    "collectives": "Collective Kind ReduceOp Signature",
+    "collectives": "Collective OpKind ReduceOp Signature",
     "errors": "ClosedError CollectiveMismatch CollectiveTimeout GradwireError GroupAborted GroupError HookError InternalError "
     "LayoutError NonFiniteGradient PeerLost StepError UsageError",
     "groups": "C10dGroup Deadline Group GroupKind GroupWrapper HierarchicalGroup Latched MPIGroup NanCheck Recording "
@@ -72,13 +74,14 @@ _NAMES = {
     "parallel": "DistributedDataParallel Replica broadcast_coalesced replicate",
 }
 _HOME = {name: layer for layer, names in _NAMES.items() for name in names.split()}
+_renamed = renamed(__name__, level=3, Kind="gradwire.OpKind")
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAYERS.split():
         return importlib.import_module(f"gradwire.{name}")
     if name not in _HOME:
-        raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
+        return _renamed(name)
     value = globals()[name] = getattr(importlib.import_module(f"gradwire.{_HOME[name]}"), name)
     return value
 
@@ -104,12 +107,12 @@ __all__ = [
     "HierarchicalGroup",
     "HookError",
     "InternalError",
-    "Kind",
     "Latched",
     "LayoutError",
     "MPIGroup",
     "NanCheck",
     "NonFiniteGradient",
+    "OpKind",
     "PeerLost",
     "Recording",
     "ReduceOp",

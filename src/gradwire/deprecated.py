@@ -8,14 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 
-def renamed(module: str, **names: str) -> Callable[[str], Any]:
-    """A module's `__getattr__` for old names: `names` maps each to what it is now, as a dotted path."""
+def renamed(module: str, *, level: int = 2, **names: str) -> Callable[[str], Any]:
+    """A module's `__getattr__` for old names: `names` maps each to what it is now, as a dotted path.
+
+    `level` is the warning's `stacklevel`: 2 if the module's `__getattr__` is what this returns, 3 if it calls it."""
 
     def get(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         new = names[name]
-        warnings.warn(f"{module}.{name} is now {new}.", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{module}.{name} is now {new}.", DeprecationWarning, stacklevel=level)
         home, _, attribute = new.rpartition(".")
         return getattr(importlib.import_module(home), attribute)
 

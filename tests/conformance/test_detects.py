@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from gradwire.collectives import Collective, Kind, ReduceOp
+from gradwire.collectives import Collective, OpKind, ReduceOp
 from gradwire.errors import ClosedError, GroupError, UsageError
 from gradwire.events import CollectiveFinished
 from gradwire.groups import Group, GroupWrapper, ThreadGroup, Work, WorkInfo
@@ -26,7 +26,7 @@ class Faulty(GroupWrapper):
 class OffByOne(Faulty):
     def submit(self, op: Collective) -> Work:
         work = super().submit(op)
-        if op.kind is Kind.ALL_REDUCE and op.outputs[0].numel() == 7:
+        if op.kind is OpKind.ALL_REDUCE and op.outputs[0].numel() == 7:
             work.wait()
             with torch.no_grad():
                 op.outputs[0].view(-1)[-1:].fill_(1)
@@ -45,7 +45,7 @@ class RanksDiffer(Faulty):
 class WritesInputs(Faulty):
     def submit(self, op: Collective) -> Work:
         work = super().submit(op)
-        if op.kind is Kind.ALL_GATHER:
+        if op.kind is OpKind.ALL_GATHER:
             work.wait()
             op.inputs[0].detach().zero_()
         return work
@@ -54,7 +54,7 @@ class WritesInputs(Faulty):
 class WritesOffTheRoot(Faulty):
     def submit(self, op: Collective) -> Work:
         work = super().submit(op)
-        if op.kind is Kind.REDUCE and self.rank != op.root:
+        if op.kind is OpKind.REDUCE and self.rank != op.root:
             work.wait()
             op.outputs[0].detach().zero_()
         return work
@@ -72,7 +72,7 @@ class WritesGaps(Faulty):
 
 class WritesFirst(Faulty):
     def submit(self, op: Collective) -> Work:
-        if op.kind is Kind.ALL_TO_ALL_SINGLE:
+        if op.kind is OpKind.ALL_TO_ALL_SINGLE:
             op.outputs[0].detach().zero_()
         return super().submit(op)
 
@@ -87,7 +87,7 @@ class IgnoresFactors(Faulty):
 class WrongSource(Faulty):
     def submit(self, op: Collective) -> Work:
         work = super().submit(op)
-        if op.kind is Kind.RECV and op.peer is None:
+        if op.kind is OpKind.RECV and op.peer is None:
             work.wait()
             work.source = (work.source_rank() + 1) % self.size
         return work
@@ -106,7 +106,7 @@ class LosesLabels(Faulty):
 class Blocks(Faulty):
     def submit(self, op: Collective) -> Work:
         work = super().submit(op)
-        if op.kind is Kind.BARRIER:
+        if op.kind is OpKind.BARRIER:
             work.limit(0.5)
             work.wait()
         return work
@@ -333,7 +333,7 @@ def test_the_faultless_wrapper_passes() -> None:
 def test_a_broken_world_ends_the_shared_run_and_says_what_was_not_reached() -> None:
     class Broken(Faulty):
         def submit(self, op: Collective) -> Work:
-            if op.kind is Kind.GATHER and self.rank == 1:
+            if op.kind is OpKind.GATHER and self.rank == 1:
                 raise OSError("the cable is out")
             return super().submit(op)
 
@@ -432,7 +432,7 @@ def test_a_check_goes_on_after_a_wrong_value() -> None:
     class Wrong(Faulty):
         def submit(self, op: Collective) -> Work:
             work = super().submit(op)
-            if op.kind is Kind.BROADCAST and self.rank == 1 and op.outputs[0].numel():
+            if op.kind is OpKind.BROADCAST and self.rank == 1 and op.outputs[0].numel():
                 work.wait()
                 op.outputs[0].detach().fill_(0)
             return work

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
-from gradwire.collectives import Collective, Kind, ReduceOp
+from gradwire.collectives import Collective, OpKind, ReduceOp
 from gradwire.collectives.lower import Program, is_plain, lower
 from gradwire.groups import (
     C10dGroup,
@@ -105,11 +105,17 @@ class Spartan(TrackedWrapper):
         return lower(op, rank=self.rank, size=self.size, takes=self._takes)
 
     def _takes(self, op: Collective) -> bool:
-        if op.kind is Kind.ALL_REDUCE:
+        if op.kind is OpKind.ALL_REDUCE:
             (one, *more) = op.inputs
             return not more and is_plain(one) and one.dtype is torch.float32 and op.reduce_op is ReduceOp.SUM
-        moves = (Kind.BROADCAST, Kind.ALL_GATHER_INTO_TENSOR, Kind.ALL_TO_ALL_SINGLE, Kind.GATHER, Kind.SCATTER)
-        both_splits = op.kind is not Kind.ALL_TO_ALL_SINGLE or (op.splits is not None and all(op.splits))
+        moves = (
+            OpKind.BROADCAST,
+            OpKind.ALL_GATHER_INTO_TENSOR,
+            OpKind.ALL_TO_ALL_SINGLE,
+            OpKind.GATHER,
+            OpKind.SCATTER,
+        )
+        both_splits = op.kind is not OpKind.ALL_TO_ALL_SINGLE or (op.splits is not None and all(op.splits))
         plain_bytes = all(is_plain(t) and t.dtype is torch.uint8 and t.dim() == 1 for t in op.inputs + op.outputs)
         return op.kind in moves and plain_bytes and both_splits and len(op.tensors) <= 1
 

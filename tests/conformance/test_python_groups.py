@@ -23,7 +23,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import gradwire as gw
-from gradwire.collectives import Kind, build
+from gradwire.collectives import OpKind, build
 from gradwire.errors import GroupError, UsageError
 from gradwire.groups import C10dGroup, Group, GroupWrapper
 from gradwire.groups.c10d.abilities import METHODS, find_engine, own_methods
@@ -381,7 +381,7 @@ def test_methods_of_its_own_are_found_wherever_they_are_defined() -> None:
 
 
 def test_every_kind_has_its_methods() -> None:
-    assert set(METHODS) == set(Kind) - {Kind.REDUCE}
+    assert set(METHODS) == set(OpKind) - {OpKind.REDUCE}
     for names in METHODS.values():
         assert any(hasattr(dist.ProcessGroup, name) for name in names)
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective, Kind, ReduceOp, build
+from gradwire.collectives import Collective, OpKind, ReduceOp, build
 from gradwire.collectives.reference import perform
 from gradwire.groups import Group
 from gradwire.groups.shared_memory.board import CHUNK, SMALL
@@ -306,7 +306,7 @@ def test_random_operations_end_with_the_bits_of_the_reference(kind: str) -> None
     total = Counter()
     for one in counts:
         total.update(one)
-    assert set(total) == {k.value for k in Kind}
+    assert set(total) == {k.value for k in OpKind}
     collectives = sum(n for name, n in counts[0].items() if name not in ("send", "recv"))
     assert collectives + total["send"] == limits.operations
     assert total["send"] == total["recv"]

@@ -12,6 +12,8 @@ from gradwire import groups
 @pytest.mark.parametrize(
     ("old", "new"),
     [
+        ("gradwire.Kind", "gradwire.OpKind"),
+        ("gradwire.collectives.Kind", "gradwire.collectives.OpKind"),
         ("gradwire.groups.BookedWrapper", "gradwire.groups.TrackedWrapper"),
         ("gradwire.groups.ProgramWrapper", "gradwire.groups.TrackedWrapper"),
         ("gradwire.interop.in_backward.NoOverlap", "gradwire.errors.OverlapNotSupported"),
@@ -23,8 +25,9 @@ from gradwire import groups
 )
 def test_an_old_name_warns_and_works(old: str, new: str) -> None:
     module, _, name = old.rpartition(".")
-    with pytest.warns(DeprecationWarning, match=f"{old} is now {new}"):
+    with pytest.warns(DeprecationWarning, match=f"{old} is now {new}") as caught:
         found = getattr(importlib.import_module(module), name)
+    assert caught[0].filename == __file__
     home, _, name = new.rpartition(".")
     assert found is getattr(importlib.import_module(home), name)
 

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from gradwire import errors
-from gradwire.collectives import Kind, ReduceOp, Signature
+from gradwire.collectives import OpKind, ReduceOp, Signature
 from gradwire.errors import (
     ClosedError,
     CollectiveMismatch,
@@ -25,7 +25,7 @@ from gradwire.errors import (
     UsageTypeError,
 )
 
-OP = Signature(Kind.ALL_REDUCE, ((3,),), ("float32",), ReduceOp.SUM, label="loss")
+OP = Signature(OpKind.ALL_REDUCE, ((3,),), ("float32",), ReduceOp.SUM, label="loss")
 
 EXAMPLES = [
     GradwireError("what, why, advice"),

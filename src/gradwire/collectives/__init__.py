@@ -1,5 +1,7 @@
 """Collectives as values, their constructors and the reference that defines what each means."""
 
+from typing import TYPE_CHECKING
+
 from gradwire.collectives.build import (
     all_gather,
     all_gather_into_tensor,
@@ -16,15 +18,16 @@ from gradwire.collectives.build import (
     scatter,
     send,
 )
-from gradwire.collectives.kinds import Kind, ReduceOp, Scope
 from gradwire.collectives.layout import Layout
 from gradwire.collectives.op import Collective
+from gradwire.collectives.op_kinds import OpKind, ReduceOp, Scope
 from gradwire.collectives.signature import Signature
+from gradwire.deprecated import renamed
 
 __all__ = [
     "Collective",
-    "Kind",
     "Layout",
+    "OpKind",
     "ReduceOp",
     "Scope",
     "Signature",
@@ -43,3 +46,6 @@ __all__ = [
     "scatter",
     "send",
 ]
+
+if not TYPE_CHECKING:  # or else any name would pass
+    __getattr__ = renamed(__name__, Kind="gradwire.collectives.OpKind")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradwire.collectives.kinds import Kind
+from gradwire.collectives.op_kinds import OpKind
 from gradwire.collectives.signature import Signature
 from gradwire.errors import CollectiveMismatch
 
 # Kinds in which ranks may bring tensors of different shapes, or different numbers of them.
-_FREE_SHAPES = frozenset({Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.ALL_TO_ALL_SINGLE})
+_FREE_SHAPES = frozenset({OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL, OpKind.ALL_TO_ALL_SINGLE})
 
 
 _NAMES = ("kind", "dtype", "shape", "op", "root", "label")
@@ -32,7 +32,7 @@ def disagreement(signatures: Sequence[Signature], ranks: Sequence[int] | None = 
     """Say in one sentence how the ranks' signatures differ, naming the ranks that differ from the majority, or None.
 
     >>> from gradwire.collectives import ReduceOp
-    >>> a, b = (Signature(Kind.ALL_REDUCE, (n,), ("float32",), ReduceOp.SUM) for n in ((3,), (4,)))
+    >>> a, b = (Signature(OpKind.ALL_REDUCE, (n,), ("float32",), ReduceOp.SUM) for n in ((3,), (4,)))
     >>> disagreement([a, a, b])
     'ranks differ in shape: rank 2 has [[4]], the others have [[3]]'
     """

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradwire.collectives.kinds import Kind
+from gradwire.collectives.op_kinds import OpKind
 
 if TYPE_CHECKING:
     from gradwire.collectives.op import Collective
@@ -62,14 +62,14 @@ def _meeting(outputs: Sequence[Tensor], start: int, end: int) -> list[int]:
 def _in_place(op: Collective, i: int, j: int, rank: int) -> bool:
     """Whether input `i` and output `j` overlap in this rank's own part only: see Note [In place]."""
     kind, source, target = op.kind, op.inputs[i], op.outputs[j]
-    if kind is Kind.ALL_GATHER_INTO_TENSOR:
+    if kind is OpKind.ALL_GATHER_INTO_TENSOR:
         return i == j and _is_part(source, target, rank)
-    if kind is Kind.REDUCE_SCATTER_TENSOR:
+    if kind is OpKind.REDUCE_SCATTER_TENSOR:
         return i == j and _is_part(target, source, rank)
     own = {
-        Kind.ALL_GATHER: (0, rank), Kind.GATHER: (0, rank), Kind.ALL_TO_ALL: (rank, rank),
-        Kind.REDUCE_SCATTER: (rank, 0), Kind.SCATTER: (rank, 0),
-        Kind.ALL_REDUCE: (i, i), Kind.BROADCAST: (i, i), Kind.REDUCE: (i, i),
+        OpKind.ALL_GATHER: (0, rank), OpKind.GATHER: (0, rank), OpKind.ALL_TO_ALL: (rank, rank),
+        OpKind.REDUCE_SCATTER: (rank, 0), OpKind.SCATTER: (rank, 0),
+        OpKind.ALL_REDUCE: (i, i), OpKind.BROADCAST: (i, i), OpKind.REDUCE: (i, i),
     }.get(kind)  # fmt: skip
     same = source.data_ptr() == target.data_ptr() and source.shape == target.shape
     return own == (i, j) and same and source.stride() == target.stride()

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from gradwire.collectives.kinds import Kind, ReduceOp
 from gradwire.collectives.op import Collective
+from gradwire.collectives.op_kinds import OpKind, ReduceOp
 
-_ALL_REDUCE = Kind.ALL_REDUCE
+_ALL_REDUCE = OpKind.ALL_REDUCE
 
 
 def _tuple(tensors: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -31,26 +31,26 @@ def all_reduce(
 def broadcast(tensors: Tensor | Sequence[Tensor], *, src: int, label: str = "") -> Collective:
     """Make every rank's tensors equal to those of `src`, in place."""
     ts = _tuple(tensors)
-    return Collective(Kind.BROADCAST, ts, ts, root=src, label=label)
+    return Collective(OpKind.BROADCAST, ts, ts, root=src, label=label)
 
 
 def reduce(
     tensor: Tensor, *, dst: int, op: ReduceOp = ReduceOp.SUM, factor: float | Tensor | None = None, label: str = ""
 ) -> Collective:
     """Reduce over all ranks into the tensor of `dst`; the other ranks' tensors keep their values."""
-    return Collective(Kind.REDUCE, (tensor,), (tensor,), reduce_op=op, root=dst, factor=factor, label=label)
+    return Collective(OpKind.REDUCE, (tensor,), (tensor,), reduce_op=op, root=dst, factor=factor, label=label)
 
 
 def all_gather(outputs: Sequence[Tensor], tensor: Tensor, *, label: str = "") -> Collective:
     """Fill `outputs[i]` with rank i's `tensor`; sizes may differ between ranks."""
-    return Collective(Kind.ALL_GATHER, (tensor,), tuple(outputs), label=label)
+    return Collective(OpKind.ALL_GATHER, (tensor,), tuple(outputs), label=label)
 
 
 def all_gather_into_tensor(
     outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], *, label: str = ""
 ) -> Collective:
     """Concatenate all ranks' inputs into each output. Several pairs are one operation (torch's …_coalesced)."""
-    return Collective(Kind.ALL_GATHER_INTO_TENSOR, _tuple(inputs), _tuple(outputs), label=label)
+    return Collective(OpKind.ALL_GATHER_INTO_TENSOR, _tuple(inputs), _tuple(outputs), label=label)
 
 
 def reduce_scatter(
@@ -62,7 +62,7 @@ def reduce_scatter(
     label: str = "",
 ) -> Collective:
     """Reduce `inputs[i]` over all ranks into rank i's `output`."""
-    return Collective(Kind.REDUCE_SCATTER, tuple(inputs), (output,), reduce_op=op, factor=factor, label=label)
+    return Collective(OpKind.REDUCE_SCATTER, tuple(inputs), (output,), reduce_op=op, factor=factor, label=label)
 
 
 def reduce_scatter_tensor(
@@ -75,13 +75,13 @@ def reduce_scatter_tensor(
 ) -> Collective:
     """Cut each input into one part per rank and reduce part i into rank i's output. Several pairs are one operation."""
     return Collective(
-        Kind.REDUCE_SCATTER_TENSOR, _tuple(inputs), _tuple(outputs), reduce_op=op, factor=factor, label=label
+        OpKind.REDUCE_SCATTER_TENSOR, _tuple(inputs), _tuple(outputs), reduce_op=op, factor=factor, label=label
     )
 
 
 def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, label: str = "") -> Collective:
     """Send `inputs[j]` to rank j and receive `outputs[i]` from rank i."""
-    return Collective(Kind.ALL_TO_ALL, tuple(inputs), tuple(outputs), label=label)
+    return Collective(OpKind.ALL_TO_ALL, tuple(inputs), tuple(outputs), label=label)
 
 
 def all_to_all_single(
@@ -96,29 +96,29 @@ def all_to_all_single(
     splits = None
     if output_split_sizes or input_split_sizes:
         splits = (tuple(output_split_sizes or ()), tuple(input_split_sizes or ()))
-    return Collective(Kind.ALL_TO_ALL_SINGLE, (tensor,), (output,), splits=splits, label=label)
+    return Collective(OpKind.ALL_TO_ALL_SINGLE, (tensor,), (output,), splits=splits, label=label)
 
 
 def gather(tensor: Tensor, outputs: Sequence[Tensor] | None = None, *, dst: int, label: str = "") -> Collective:
     """Bring every rank's tensor to `dst`, which alone passes `outputs`, one per rank."""
-    return Collective(Kind.GATHER, (tensor,), tuple(outputs or ()), root=dst, label=label)
+    return Collective(OpKind.GATHER, (tensor,), tuple(outputs or ()), root=dst, label=label)
 
 
 def scatter(output: Tensor, inputs: Sequence[Tensor] | None = None, *, src: int, label: str = "") -> Collective:
     """Hand `inputs[i]` of `src`, which alone passes them, to rank i."""
-    return Collective(Kind.SCATTER, tuple(inputs or ()), (output,), root=src, label=label)
+    return Collective(OpKind.SCATTER, tuple(inputs or ()), (output,), root=src, label=label)
 
 
 def send(tensor: Tensor, *, dst: int, tag: int = 0, label: str = "") -> Collective:
     """Send to `dst`; done when it has been received."""
-    return Collective(Kind.SEND, (tensor,), peer=dst, tag=tag, label=label)
+    return Collective(OpKind.SEND, (tensor,), peer=dst, tag=tag, label=label)
 
 
 def recv(tensor: Tensor, *, src: int | None = None, tag: int = 0, label: str = "") -> Collective:
     """Receive from `src`, or from whoever sends first; the Work's `source_rank` tells who."""
-    return Collective(Kind.RECV, outputs=(tensor,), peer=src, tag=tag, label=label)
+    return Collective(OpKind.RECV, outputs=(tensor,), peer=src, tag=tag, label=label)
 
 
 def barrier(*, label: str = "") -> Collective:
     """Done when every rank has come."""
-    return Collective(Kind.BARRIER, label=label)
+    return Collective(OpKind.BARRIER, label=label)

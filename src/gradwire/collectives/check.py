@@ -15,19 +15,19 @@ from torch import Tensor
 
 from gradwire.collectives.aliasing import overlapping
 from gradwire.collectives.dtypes import MOVES, ONLY_BITS, REDUCES, SPARSE, SPARSE_OPS
-from gradwire.collectives.kinds import Kind, ReduceOp, Scope
+from gradwire.collectives.op_kinds import OpKind, ReduceOp, Scope
 from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.errors import UsageError, UsageTypeError
 
 if TYPE_CHECKING:
     from gradwire.collectives.op import Collective
 
-_SUM, _BARRIER, _ALL_REDUCE = ReduceOp.SUM, Kind.BARRIER, Kind.ALL_REDUCE
+_SUM, _BARRIER, _ALL_REDUCE = ReduceOp.SUM, OpKind.BARRIER, OpKind.ALL_REDUCE
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 _INEXACT_ONLY = frozenset({ReduceOp.AVG, ReduceOp.PREMUL_SUM})
-_ROOTED = frozenset({Kind.BROADCAST, Kind.REDUCE, Kind.GATHER, Kind.SCATTER})
-_NUMBERED = _ROOTED | {Kind.SEND, Kind.RECV}
-_FREE_IN_WORLD = frozenset({Kind.BARRIER, Kind.ALL_REDUCE})
+_ROOTED = frozenset({OpKind.BROADCAST, OpKind.REDUCE, OpKind.GATHER, OpKind.SCATTER})
+_NUMBERED = _ROOTED | {OpKind.SEND, OpKind.RECV}
+_FREE_IN_WORLD = frozenset({OpKind.BARRIER, OpKind.ALL_REDUCE})
 """Kinds that any rank of any world can submit."""
 
 
@@ -129,7 +129,7 @@ def _check_numbers(op: Collective) -> None:
             _refuse(op, f"{name} is {value}, which is negative", "Ranks and tags count from 0.")
     if op.timeout is not None:
         timeout_seconds(op.kind.value, op.timeout)
-    if op.kind is Kind.SEND and op.peer is None:
+    if op.kind is OpKind.SEND and op.peer is None:
         _refuse(op, "no destination was given", "Say dst=.")
 
 
@@ -157,7 +157,7 @@ def _check_alike(op: Collective, tensors: Sequence[Tensor]) -> None:
                         f"tensors have different dtypes: {_describe(first)} and {_describe(t)}",
                         "Convert them to one dtype.",
                     )
-    if first_sparse and (tensors[0].layout is not torch.sparse_coo or op.kind is not Kind.ALL_REDUCE):
+    if first_sparse and (tensors[0].layout is not torch.sparse_coo or op.kind is not OpKind.ALL_REDUCE):
         _refuse(
             op,
             f"layout {tensors[0].layout} is not supported",
@@ -248,7 +248,7 @@ def _pairs(op: Collective) -> None:
                 f"an input and its output differ in dtype: {_describe(i)} and {_describe(o)}",
                 "Convert one of them.",
             )
-        whole, part = (o, i) if op.kind is Kind.ALL_GATHER_INTO_TENSOR else (i, o)
+        whole, part = (o, i) if op.kind is OpKind.ALL_GATHER_INTO_TENSOR else (i, o)
         if whole.numel() and (part.numel() == 0 or whole.numel() % part.numel()):
             _refuse(
                 op,
@@ -285,20 +285,20 @@ def _send(op: Collective) -> None:
     _one_input(op)
 
 
-_PAIRED = frozenset({Kind.ALL_REDUCE, Kind.BROADCAST, Kind.ALL_GATHER_INTO_TENSOR, Kind.REDUCE_SCATTER_TENSOR})
-_SHAPE_RULES: dict[Kind, Callable[[Collective], None]] = {
-    Kind.ALL_REDUCE: _in_place,
-    Kind.BROADCAST: _in_place,
-    Kind.REDUCE: _one_in_place,
-    Kind.ALL_GATHER: _one_input,
-    Kind.ALL_GATHER_INTO_TENSOR: _pairs,
-    Kind.REDUCE_SCATTER: _one_output,
-    Kind.REDUCE_SCATTER_TENSOR: _pairs,
-    Kind.ALL_TO_ALL_SINGLE: _single,
-    Kind.GATHER: _one_input,
-    Kind.SCATTER: _one_output,
-    Kind.SEND: _send,
-    Kind.RECV: _one_output,
+_PAIRED = frozenset({OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER_TENSOR})
+_SHAPE_RULES: dict[OpKind, Callable[[Collective], None]] = {
+    OpKind.ALL_REDUCE: _in_place,
+    OpKind.BROADCAST: _in_place,
+    OpKind.REDUCE: _one_in_place,
+    OpKind.ALL_GATHER: _one_input,
+    OpKind.ALL_GATHER_INTO_TENSOR: _pairs,
+    OpKind.REDUCE_SCATTER: _one_output,
+    OpKind.REDUCE_SCATTER_TENSOR: _pairs,
+    OpKind.ALL_TO_ALL_SINGLE: _single,
+    OpKind.GATHER: _one_input,
+    OpKind.SCATTER: _one_output,
+    OpKind.SEND: _send,
+    OpKind.RECV: _one_output,
 }
 
 
@@ -317,24 +317,24 @@ def check_in_world(op: Collective, rank: int, size: int) -> None:
                 f"{name} is {value}, but the group has ranks 0 to {size - 1}",
                 "Ranks are those of this group, not of the whole job.",
             )
-    if kind is Kind.SEND and op.peer == rank:
+    if kind is OpKind.SEND and op.peer == rank:
         _refuse(op, f"rank {rank} sends to itself", "Copy the tensor instead.")
-    if kind is Kind.RECV and op.peer == rank:
+    if kind is OpKind.RECV and op.peer == rank:
         _refuse(op, f"rank {rank} receives from itself", "Copy the tensor instead.")
-    if kind is Kind.ALL_GATHER:
+    if kind is OpKind.ALL_GATHER:
         _count(op, "outputs", op.outputs, size)
         _same_size(op, op.outputs[rank], op.inputs[0], f"outputs[{rank}], this rank's place,", "the input")
-    elif kind is Kind.REDUCE_SCATTER:
+    elif kind is OpKind.REDUCE_SCATTER:
         _count(op, "inputs", op.inputs, size)
         _same_size(op, op.inputs[rank], op.outputs[0], f"inputs[{rank}], this rank's part,", "the output")
-    elif kind is Kind.ALL_TO_ALL:
+    elif kind is OpKind.ALL_TO_ALL:
         _count(op, "inputs", op.inputs, size)
         _count(op, "outputs", op.outputs, size)
         _same_size(op, op.outputs[rank], op.inputs[rank], f"outputs[{rank}]", f"inputs[{rank}], which stays here,")
-    elif kind is Kind.ALL_TO_ALL_SINGLE:
+    elif kind is OpKind.ALL_TO_ALL_SINGLE:
         _check_parts(op, size)
-    elif kind in (Kind.ALL_GATHER_INTO_TENSOR, Kind.REDUCE_SCATTER_TENSOR):
-        gather = kind is Kind.ALL_GATHER_INTO_TENSOR
+    elif kind in (OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER_TENSOR):
+        gather = kind is OpKind.ALL_GATHER_INTO_TENSOR
         for i, o in zip(op.inputs, op.outputs, strict=True):
             whole, part = (o, i) if gather else (i, o)
             if whole.numel() != part.numel() * size:
@@ -343,9 +343,9 @@ def check_in_world(op: Collective, rank: int, size: int) -> None:
                     f"{_describe(whole)} is not {size} times {_describe(part)}",
                     f"There are {size} ranks, so it must be {part.numel() * size} elements.",
                 )
-    elif kind is Kind.GATHER:
+    elif kind is OpKind.GATHER:
         _check_rooted_list(op, "outputs", op.outputs, op.inputs[0], rank, size)
-    elif kind is Kind.SCATTER:
+    elif kind is OpKind.SCATTER:
         _check_rooted_list(op, "inputs", op.inputs, op.outputs[0], rank, size)
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import build
-from gradwire.collectives.kinds import Kind
 from gradwire.collectives.op import Collective
+from gradwire.collectives.op_kinds import OpKind
 from gradwire.errors import UsageError
 
 Program = Generator[Collective, None, None]
@@ -160,10 +160,10 @@ def _refuse(low: Lowering) -> None:
     )
 
 
-_RULES: dict[Kind, Callable[[Collective, Lowering], Program]] = {
-    Kind.BROADCAST: _broadcast,
-    Kind.ALL_GATHER_INTO_TENSOR: _all_gather_into_tensor,
-    Kind.ALL_TO_ALL_SINGLE: _all_to_all_single,
-    Kind.GATHER: _gather,
-    Kind.SCATTER: _scatter,
+_RULES: dict[OpKind, Callable[[Collective, Lowering], Program]] = {
+    OpKind.BROADCAST: _broadcast,
+    OpKind.ALL_GATHER_INTO_TENSOR: _all_gather_into_tensor,
+    OpKind.ALL_TO_ALL_SINGLE: _all_to_all_single,
+    OpKind.GATHER: _gather,
+    OpKind.SCATTER: _scatter,
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from gradwire.collectives.kinds import ReduceOp
+from gradwire.collectives.op_kinds import ReduceOp
 
 _ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT})
 _ORDERED = frozenset({ReduceOp.MIN, ReduceOp.MAX})

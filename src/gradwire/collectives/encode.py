@@ -9,7 +9,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from gradwire.collectives.kinds import Kind, ReduceOp, Scope
+from gradwire.collectives.op_kinds import OpKind, ReduceOp, Scope
 from gradwire.collectives.signature import Signature
 from gradwire.errors import GroupError
 
@@ -20,7 +20,7 @@ LIMIT = 1 << 24
 def encode(signature: Signature, *, limit: int = LIMIT) -> bytes:
     """At most `limit` bytes that describe `signature`.
 
-    >>> encode(Signature(Kind.BARRIER, label="end"))
+    >>> encode(Signature(OpKind.BARRIER, label="end"))
     b'["barrier",[],[],null,null,null,0,"world","end"]'
     """
     data = _dump(signature)
@@ -32,14 +32,14 @@ def encode(signature: Signature, *, limit: int = LIMIT) -> bytes:
 def decode(data: bytes, *, rank: int) -> Signature:
     """The signature that `rank` has encoded. Raises GroupError if it is not one.
 
-    >>> signature = Signature(Kind.ALL_REDUCE, ((3,),), ("float32",), ReduceOp.SUM)
+    >>> signature = Signature(OpKind.ALL_REDUCE, ((3,),), ("float32",), ReduceOp.SUM)
     >>> decode(encode(signature), rank=1) == signature
     True
     """
     try:
         kind, shapes, dtypes, reduce_op, root, peer, tag, scope, label = json.loads(data)
         return Signature(
-            Kind(kind),
+            OpKind(kind),
             tuple(tuple(map(_integer, shape)) for shape in shapes),
             tuple(map(_text, dtypes)),
             None if reduce_op is None else ReduceOp(reduce_op),

@@ -21,8 +21,8 @@ from gradwire.collectives.aliasing import apart
 from gradwire.collectives.compose import Program as Program
 from gradwire.collectives.compose import compose, exchanges_bytes
 from gradwire.collectives.inference import writes
-from gradwire.collectives.kinds import Kind, ReduceOp
 from gradwire.collectives.op import Collective
+from gradwire.collectives.op_kinds import OpKind, ReduceOp
 from gradwire.collectives.reference import reduce_tensors, store, working_dtype
 
 
@@ -34,7 +34,7 @@ def is_plain(t: Tensor) -> bool:
 def is_identity(op: Collective) -> bool:
     """Whether one rank alone has the result before it begins."""
     in_place = op.outputs is op.inputs
-    return in_place and (op.kind is Kind.BROADCAST or (op.kind is Kind.ALL_REDUCE and op.factor is None))
+    return in_place and (op.kind is OpKind.BROADCAST or (op.kind is OpKind.ALL_REDUCE and op.factor is None))
 
 
 def flat(t: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class _Lowering:
 def lower(op: Collective, *, rank: int, size: int, takes: Callable[[Collective], bool]) -> Program:
     """Carry out `op` by collectives that the engine takes.
 
-    >>> ops = lower(build.barrier(label="start"), rank=0, size=2, takes=lambda op: op.kind is Kind.ALL_REDUCE)
+    >>> ops = lower(build.barrier(label="start"), rank=0, size=2, takes=lambda op: op.kind is OpKind.ALL_REDUCE)
     >>> list(ops)
     [all_reduce(uint8[1], SUM, label='start')]
     """
@@ -371,19 +371,19 @@ def _taken(op: Collective, low: _Lowering) -> Program:
         yield from compose(op, low)
 
 
-_RULES: dict[Kind, Callable[[Collective, _Lowering], Program]] = {
-    Kind.ALL_REDUCE: _all_reduce,
-    Kind.BROADCAST: _broadcast,
-    Kind.REDUCE: _reduce,
-    Kind.ALL_GATHER: _all_gather,
-    Kind.ALL_GATHER_INTO_TENSOR: _all_gather_into_tensor,
-    Kind.REDUCE_SCATTER: _reduce_scatter,
-    Kind.REDUCE_SCATTER_TENSOR: _reduce_scatter_tensor,
-    Kind.ALL_TO_ALL: _all_to_all,
-    Kind.ALL_TO_ALL_SINGLE: _all_to_all_single,
-    Kind.GATHER: _gather,
-    Kind.SCATTER: _scatter,
-    Kind.SEND: _send,
-    Kind.RECV: _recv,
-    Kind.BARRIER: _barrier,
+_RULES: dict[OpKind, Callable[[Collective, _Lowering], Program]] = {
+    OpKind.ALL_REDUCE: _all_reduce,
+    OpKind.BROADCAST: _broadcast,
+    OpKind.REDUCE: _reduce,
+    OpKind.ALL_GATHER: _all_gather,
+    OpKind.ALL_GATHER_INTO_TENSOR: _all_gather_into_tensor,
+    OpKind.REDUCE_SCATTER: _reduce_scatter,
+    OpKind.REDUCE_SCATTER_TENSOR: _reduce_scatter_tensor,
+    OpKind.ALL_TO_ALL: _all_to_all,
+    OpKind.ALL_TO_ALL_SINGLE: _all_to_all_single,
+    OpKind.GATHER: _gather,
+    OpKind.SCATTER: _scatter,
+    OpKind.SEND: _send,
+    OpKind.RECV: _recv,
+    OpKind.BARRIER: _barrier,
 }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.check import check_alone, check_in_world
-from gradwire.collectives.kinds import Kind, ReduceOp, Scope
+from gradwire.collectives.op_kinds import OpKind, ReduceOp, Scope
 from gradwire.collectives.signature import Signature
 from gradwire.collectives.timeouts import timeout_seconds
 
@@ -32,7 +32,7 @@ class Collective:
     all_reduce(float32[3], SUM, label='loss')
     """
 
-    kind: Kind
+    kind: OpKind
     inputs: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...] = ()
     reduce_op: ReduceOp | None = None
@@ -65,7 +65,7 @@ class Collective:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """What this rank contributes, or, where it contributes nothing, what it receives."""
-        return self.outputs if self.kind is Kind.SCATTER else self.inputs or self.outputs
+        return self.outputs if self.kind is OpKind.SCATTER else self.inputs or self.outputs
 
     @property
     def nbytes(self) -> int:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.inference import writing
-from gradwire.collectives.kinds import Kind, ReduceOp
 from gradwire.collectives.op import Collective
+from gradwire.collectives.op_kinds import OpKind, ReduceOp
 
 _NARROW = frozenset({
     torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
@@ -174,17 +174,17 @@ def _scatter(ops: Sequence[Collective]) -> _Writes:
     return [(op.outputs[0], v) for op, v in zip(ops, values, strict=True)]
 
 
-_PERFORM: dict[Kind, Callable[[Sequence[Collective]], _Writes]] = {
-    Kind.ALL_REDUCE: _all_reduce,
-    Kind.BROADCAST: _broadcast,
-    Kind.REDUCE: _reduce,
-    Kind.ALL_GATHER: _all_gather,
-    Kind.ALL_GATHER_INTO_TENSOR: _all_gather_into_tensor,
-    Kind.REDUCE_SCATTER: _reduce_scatter,
-    Kind.REDUCE_SCATTER_TENSOR: _reduce_scatter_tensor,
-    Kind.ALL_TO_ALL: _all_to_all,
-    Kind.ALL_TO_ALL_SINGLE: _all_to_all_single,
-    Kind.GATHER: _gather,
-    Kind.SCATTER: _scatter,
-    Kind.BARRIER: lambda ops: [],
+_PERFORM: dict[OpKind, Callable[[Sequence[Collective]], _Writes]] = {
+    OpKind.ALL_REDUCE: _all_reduce,
+    OpKind.BROADCAST: _broadcast,
+    OpKind.REDUCE: _reduce,
+    OpKind.ALL_GATHER: _all_gather,
+    OpKind.ALL_GATHER_INTO_TENSOR: _all_gather_into_tensor,
+    OpKind.REDUCE_SCATTER: _reduce_scatter,
+    OpKind.REDUCE_SCATTER_TENSOR: _reduce_scatter_tensor,
+    OpKind.ALL_TO_ALL: _all_to_all,
+    OpKind.ALL_TO_ALL_SINGLE: _all_to_all_single,
+    OpKind.GATHER: _gather,
+    OpKind.SCATTER: _scatter,
+    OpKind.BARRIER: lambda ops: [],
 }

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradwire.collectives.kinds import Kind, ReduceOp, Scope
+from gradwire.collectives.op_kinds import OpKind, ReduceOp, Scope
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
     """A collective without its tensors: what ranks compare, and what errors, events and traces carry."""
 
-    kind: Kind
+    kind: OpKind
     shapes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
     reduce_op: ReduceOp | None = None

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gradwire.collectives.kinds import Kind
 from gradwire.collectives.op import Collective
+from gradwire.collectives.op_kinds import OpKind
 
 
 def sent_bytes(op: Collective, rank: int, size: int) -> float:
@@ -22,26 +22,26 @@ def sent_bytes(op: Collective, rank: int, size: int) -> float:
     others = (size - 1) / size
     given = float(sum(map(_nbytes, op.inputs)))
     match op.kind:
-        case Kind.ALL_REDUCE:
+        case OpKind.ALL_REDUCE:
             return 2 * others * given
-        case Kind.ALL_GATHER | Kind.ALL_GATHER_INTO_TENSOR:
+        case OpKind.ALL_GATHER | OpKind.ALL_GATHER_INTO_TENSOR:
             return (size - 1) * given
-        case Kind.BROADCAST | Kind.REDUCE | Kind.REDUCE_SCATTER | Kind.REDUCE_SCATTER_TENSOR:
+        case OpKind.BROADCAST | OpKind.REDUCE | OpKind.REDUCE_SCATTER | OpKind.REDUCE_SCATTER_TENSOR:
             return others * given
-        case Kind.ALL_TO_ALL:
+        case OpKind.ALL_TO_ALL:
             return given - _nbytes(op.inputs[rank])
-        case Kind.ALL_TO_ALL_SINGLE if op.splits is not None and op.splits[1]:
+        case OpKind.ALL_TO_ALL_SINGLE if op.splits is not None and op.splits[1]:
             rows = sum(op.splits[1])
             return given * (rows - op.splits[1][rank]) / rows if rows else 0.0
-        case Kind.ALL_TO_ALL_SINGLE:
+        case OpKind.ALL_TO_ALL_SINGLE:
             return others * given
-        case Kind.GATHER:
+        case OpKind.GATHER:
             return 0.0 if rank == op.root else given
-        case Kind.SCATTER:
+        case OpKind.SCATTER:
             return given - _nbytes(op.inputs[rank]) if rank == op.root else 0.0
-        case Kind.SEND:
+        case OpKind.SEND:
             return given
-        case Kind.RECV | Kind.BARRIER:
+        case OpKind.RECV | OpKind.BARRIER:
             return 0.0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore
 
-from gradwire.collectives import Kind
+from gradwire.collectives import OpKind
 from gradwire.errors import UNEVEN, CollectiveTimeout, GroupAborted, GroupError, PeerLost
 from gradwire.groups.base import Group
 from gradwire.groups.ledger import Arrivals
@@ -68,7 +68,7 @@ class Monitor:
         if rank is None:
             rank = membership.peers.left_before(max((work.place for work in pending), default=0))
             why = f"it has left the group. {UNEVEN}"
-        if rank is None and any(work.op.kind is Kind.RECV and work.op.peer is None for work in pending):
+        if rank is None and any(work.op.kind is OpKind.RECV and work.op.peer is None for work in pending):
             rank, why = membership.peers.all_left(), "it has left the group, as all the others have"
         if rank is None:
             return None

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from gradwire.collectives import Collective, Kind
+from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.agree import mismatch
 from gradwire.collectives.reference import perform, store
 from gradwire.errors import (
@@ -203,7 +203,7 @@ class _Table:
                 self._p2p.remove(match)
         if match is not None:
             other, other_rank = match
-            if work.op.kind is Kind.SEND:
+            if work.op.kind is OpKind.SEND:
                 _deliver(work, rank, other)
             else:
                 _deliver(other, other_rank, work)

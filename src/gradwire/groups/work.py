@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective, Kind
+from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.timeouts import wait_seconds
 from gradwire.errors import UsageError, again
 from gradwire.events import is_kept
@@ -63,7 +63,7 @@ class Work:
         self.timeout = timeout
         self.started = time.perf_counter()
         self.finished: float | None = None
-        self.source: int | None = op.peer if op.kind is Kind.RECV else None
+        self.source: int | None = op.peer if op.kind is OpKind.RECV else None
         """The rank that a receive came from, where it is known: see `source_rank`."""
         self._error: BaseException | None = None
         self.settled = False

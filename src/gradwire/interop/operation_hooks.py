@@ -14,36 +14,36 @@ from typing import Any
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from gradwire.collectives import Collective, Kind
+from gradwire.collectives import Collective, OpKind
 from gradwire.errors import UsageTypeError
 from gradwire.events import CollectiveFailed, Event, Handle
 from gradwire.groups.base import Group
 from gradwire.interop.untraced import untraced
 
-_NAMES: Mapping[Kind, str] = MappingProxyType(
+_NAMES: Mapping[OpKind, str] = MappingProxyType(
     {
-        Kind.ALL_REDUCE: "ALLREDUCE",
-        Kind.BROADCAST: "BROADCAST",
-        Kind.REDUCE: "REDUCE",
-        Kind.ALL_GATHER: "ALLGATHER",
-        Kind.ALL_GATHER_INTO_TENSOR: "ALLGATHER_BASE",
-        Kind.REDUCE_SCATTER: "REDUCE_SCATTER",
-        Kind.REDUCE_SCATTER_TENSOR: "REDUCE_SCATTER_BASE",
-        Kind.ALL_TO_ALL: "ALLTOALL",
-        Kind.ALL_TO_ALL_SINGLE: "ALLTOALL_BASE",
-        Kind.GATHER: "GATHER",
-        Kind.SCATTER: "SCATTER",
-        Kind.SEND: "SEND",
-        Kind.RECV: "RECV",
-        Kind.BARRIER: "BARRIER",
+        OpKind.ALL_REDUCE: "ALLREDUCE",
+        OpKind.BROADCAST: "BROADCAST",
+        OpKind.REDUCE: "REDUCE",
+        OpKind.ALL_GATHER: "ALLGATHER",
+        OpKind.ALL_GATHER_INTO_TENSOR: "ALLGATHER_BASE",
+        OpKind.REDUCE_SCATTER: "REDUCE_SCATTER",
+        OpKind.REDUCE_SCATTER_TENSOR: "REDUCE_SCATTER_BASE",
+        OpKind.ALL_TO_ALL: "ALLTOALL",
+        OpKind.ALL_TO_ALL_SINGLE: "ALLTOALL_BASE",
+        OpKind.GATHER: "GATHER",
+        OpKind.SCATTER: "SCATTER",
+        OpKind.SEND: "SEND",
+        OpKind.RECV: "RECV",
+        OpKind.BARRIER: "BARRIER",
     }
 )
-_SEVERAL: Mapping[Kind, str] = MappingProxyType(
+_SEVERAL: Mapping[OpKind, str] = MappingProxyType(
     {
-        Kind.ALL_REDUCE: "ALLREDUCE_COALESCED",
-        Kind.ALL_GATHER: "ALLGATHER_COALESCED",
-        Kind.ALL_GATHER_INTO_TENSOR: "ALLGATHER_INTO_TENSOR_COALESCED",
-        Kind.REDUCE_SCATTER_TENSOR: "REDUCE_SCATTER_TENSOR_COALESCED",
+        OpKind.ALL_REDUCE: "ALLREDUCE_COALESCED",
+        OpKind.ALL_GATHER: "ALLGATHER_COALESCED",
+        OpKind.ALL_GATHER_INTO_TENSOR: "ALLGATHER_INTO_TENSOR_COALESCED",
+        OpKind.REDUCE_SCATTER_TENSOR: "REDUCE_SCATTER_TENSOR_COALESCED",
     }
 )
 
@@ -152,7 +152,7 @@ class OperationHooks:
 
 def _name(ops: Sequence[Collective]) -> Any:
     kind = ops[0].kind
-    several = len(ops) > 1 or (len(ops[0].inputs) > 1 and kind is not Kind.ALL_GATHER)
+    several = len(ops) > 1 or (len(ops[0].inputs) > 1 and kind is not OpKind.ALL_GATHER)
     name = _SEVERAL.get(kind, _NAMES[kind]) if several else _NAMES[kind]
     names = getattr(c10d, "HookOpName", None)
     return name if names is None else getattr(names, name)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from gradwire.collectives import Kind
+from gradwire.collectives import OpKind
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
 from gradwire.groups.work import Work, seconds
 from gradwire.interop.untraced import untraced
@@ -34,24 +34,24 @@ OpType: Any = c10d.OpType  # type: ignore[attr-defined]  # torch's stubs leave b
 WorkResult: Any = c10d.WorkResult  # type: ignore[attr-defined]
 
 _OP_TYPES = {
-    Kind.ALL_REDUCE: OpType.ALLREDUCE,
-    Kind.BROADCAST: OpType.BROADCAST,
-    Kind.REDUCE: OpType.REDUCE,
-    Kind.ALL_GATHER: OpType.ALLGATHER,
-    Kind.ALL_GATHER_INTO_TENSOR: OpType._ALLGATHER_BASE,
-    Kind.REDUCE_SCATTER: OpType.REDUCE_SCATTER,
-    Kind.REDUCE_SCATTER_TENSOR: OpType._REDUCE_SCATTER_BASE,
-    Kind.ALL_TO_ALL: OpType.ALLTOALL,
-    Kind.ALL_TO_ALL_SINGLE: OpType.ALLTOALL_BASE,
-    Kind.GATHER: OpType.GATHER,
-    Kind.SCATTER: OpType.SCATTER,
-    Kind.SEND: OpType.SEND,
-    Kind.RECV: OpType.RECV,
-    Kind.BARRIER: OpType.BARRIER,
+    OpKind.ALL_REDUCE: OpType.ALLREDUCE,
+    OpKind.BROADCAST: OpType.BROADCAST,
+    OpKind.REDUCE: OpType.REDUCE,
+    OpKind.ALL_GATHER: OpType.ALLGATHER,
+    OpKind.ALL_GATHER_INTO_TENSOR: OpType._ALLGATHER_BASE,
+    OpKind.REDUCE_SCATTER: OpType.REDUCE_SCATTER,
+    OpKind.REDUCE_SCATTER_TENSOR: OpType._REDUCE_SCATTER_BASE,
+    OpKind.ALL_TO_ALL: OpType.ALLTOALL,
+    OpKind.ALL_TO_ALL_SINGLE: OpType.ALLTOALL_BASE,
+    OpKind.GATHER: OpType.GATHER,
+    OpKind.SCATTER: OpType.SCATTER,
+    OpKind.SEND: OpType.SEND,
+    OpKind.RECV: OpType.RECV,
+    OpKind.BARRIER: OpType.BARRIER,
 }
 
 
-def op_type(kind: Kind) -> Any:
+def op_type(kind: OpKind) -> Any:
     """c10d's name for a kind of collective."""
     return _OP_TYPES.get(kind, OpType.UNKNOWN)
 

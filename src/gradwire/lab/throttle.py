@@ -29,7 +29,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from gradwire.collectives import Collective, Kind
+from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.traffic import sent_bytes
 from gradwire.errors import CollectiveTimeout, UsageError
 from gradwire.groups.base import Group
@@ -214,10 +214,10 @@ def crossing_bytes(op: Collective, rank: int, size: int) -> float:
     >>> crossing_bytes(recv(torch.zeros(10), src=1), rank=0, size=2)
     40
     """
-    if op.kind is Kind.RECV:
+    if op.kind is OpKind.RECV:
         return sum(t.nbytes for t in op.outputs)
-    if op.kind is Kind.GATHER and rank == op.root:
+    if op.kind is OpKind.GATHER and rank == op.root:
         return (size - 1) * sum(t.nbytes for t in op.inputs)
-    if op.kind is Kind.SCATTER and rank != op.root:
+    if op.kind is OpKind.SCATTER and rank != op.root:
         return sum(t.nbytes for t in op.outputs)
     return sent_bytes(op, rank, size)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradwire.collectives import Collective, Kind, build
+from gradwire.collectives import Collective, OpKind, build
 from gradwire.collectives.aliasing import apart, overlapping, span
 
 HOME = torch.zeros(64, dtype=torch.int16)
@@ -49,7 +49,7 @@ def test_in_place_is_not_copied() -> None:
     assert copied(build.reduce_scatter_tensor(whole[4:8], whole), 1) == []
     assert copied(build.gather(p[1], p, dst=1), 1) == []
     assert copied(build.scatter(p[1], p, src=1), 1) == []
-    assert copied(Collective(Kind.BROADCAST, (p[0], p[1]), (p[0], p[1]), root=0), 1) == []
+    assert copied(Collective(OpKind.BROADCAST, (p[0], p[1]), (p[0], p[1]), root=0), 1) == []
 
 
 def test_only_what_is_overwritten_is_copied() -> None:
@@ -61,7 +61,7 @@ def test_only_what_is_overwritten_is_copied() -> None:
     assert copied(build.all_gather_into_tensor(whole, whole[:4]), 1) == [0]
     assert copied(build.reduce_scatter(p[0], p), 1) == [0]
     assert copied(build.all_to_all_single(whole, whole), 1) == [0]
-    assert copied(Collective(Kind.BROADCAST, (p[0], p[1]), (p[1], p[0]), root=0), 1) == [0, 1]
+    assert copied(Collective(OpKind.BROADCAST, (p[0], p[1]), (p[1], p[0]), root=0), 1) == [0, 1]
 
 
 def test_one_memory_under_two_storages_is_seen() -> None:

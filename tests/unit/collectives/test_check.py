@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from gradwire.collectives import Collective, Kind, ReduceOp, build
+from gradwire.collectives import Collective, OpKind, ReduceOp, build
 from gradwire.errors import UsageError, UsageTypeError
 
 
@@ -35,13 +35,13 @@ Make = Callable[[], Collective]
 
 ALONE: list[tuple[str, Make]] = [
     ("no tensors were given", lambda: build.all_reduce([])),
-    ("no tensors were given", lambda: Collective(Kind.SEND, peer=1)),
-    ("has no root", lambda: Collective(Kind.BROADCAST, (two,), (two,))),
-    ("has no root", lambda: Collective(Kind.SCATTER, (), (two,))),
+    ("no tensors were given", lambda: Collective(OpKind.SEND, peer=1)),
+    ("has no root", lambda: Collective(OpKind.BROADCAST, (two,), (two,))),
+    ("has no root", lambda: Collective(OpKind.SCATTER, (), (two,))),
     ("root is -1", lambda: build.broadcast(two, src=-1)),
     ("peer is -2", lambda: build.send(two, dst=-2)),
     ("tag is -1", lambda: build.recv(two, tag=-1)),
-    ("no destination", lambda: Collective(Kind.SEND, (two,))),
+    ("no destination", lambda: Collective(OpKind.SEND, (two,))),
     ("timeout is 0", lambda: build.barrier().within(0)),
     ("timeout is -1", lambda: build.barrier().within(-1)),
     ("different devices", lambda: build.all_reduce([two, zeros(2, device="meta")])),
@@ -64,15 +64,15 @@ ALONE: list[tuple[str, Make]] = [
     (r"factor has shape \[2\]", lambda: build.all_reduce(two, op=ReduceOp.PREMUL_SUM, factor=two)),
     ("factor is complex", lambda: build.all_reduce(two, op=ReduceOp.PREMUL_SUM, factor=torch.tensor(1j))),
     ("factor is complex", lambda: build.all_reduce(two, op=ReduceOp.PREMUL_SUM, factor=1j)),  # type: ignore[arg-type]
-    ("does not reduce", lambda: Collective(Kind.BROADCAST, (two,), (two,), root=0, reduce_op=ReduceOp.SUM)),
-    ("does not reduce", lambda: Collective(Kind.BARRIER, factor=2.0)),
-    ("do not pair up", lambda: Collective(Kind.ALL_REDUCE, (two,), (three,), reduce_op=ReduceOp.SUM)),
-    ("do not pair up", lambda: Collective(Kind.BROADCAST, (two, two), (two,), root=0)),
-    ("do not pair up", lambda: Collective(Kind.ALL_REDUCE, (two,), (integers,), reduce_op=ReduceOp.SUM)),
-    ("2 inputs were given", lambda: Collective(Kind.REDUCE, (two, two), (two, two), reduce_op=ReduceOp.SUM, root=0)),
-    ("2 inputs were given", lambda: Collective(Kind.ALL_GATHER, (two, two), (two, two))),
-    ("2 inputs were given", lambda: Collective(Kind.GATHER, (two, two), root=0)),
-    ("2 inputs were given", lambda: Collective(Kind.SEND, (two, two), peer=0)),
+    ("does not reduce", lambda: Collective(OpKind.BROADCAST, (two,), (two,), root=0, reduce_op=ReduceOp.SUM)),
+    ("does not reduce", lambda: Collective(OpKind.BARRIER, factor=2.0)),
+    ("do not pair up", lambda: Collective(OpKind.ALL_REDUCE, (two,), (three,), reduce_op=ReduceOp.SUM)),
+    ("do not pair up", lambda: Collective(OpKind.BROADCAST, (two, two), (two,), root=0)),
+    ("do not pair up", lambda: Collective(OpKind.ALL_REDUCE, (two,), (integers,), reduce_op=ReduceOp.SUM)),
+    ("2 inputs were given", lambda: Collective(OpKind.REDUCE, (two, two), (two, two), reduce_op=ReduceOp.SUM, root=0)),
+    ("2 inputs were given", lambda: Collective(OpKind.ALL_GATHER, (two, two), (two, two))),
+    ("2 inputs were given", lambda: Collective(OpKind.GATHER, (two, two), root=0)),
+    ("2 inputs were given", lambda: Collective(OpKind.SEND, (two, two), peer=0)),
     ("share memory", lambda: build.all_reduce([two, two])),
     ("has no data", lambda: build.all_reduce(zeros(2, device="meta"))),
     ("has no data", lambda: build.send(zeros(2, device="meta"), dst=1)),
@@ -84,9 +84,9 @@ ALONE: list[tuple[str, Make]] = [
     ("no arithmetic for this dtype", lambda: build.all_reduce(torch.empty(2, dtype=torch.float8_e8m0fnu))),
     ("no arithmetic", lambda: build.reduce_scatter(two.to(torch.float8_e8m0fnu), [two.to(torch.float8_e8m0fnu)])),
     ("SUM of a sparse tensor, bool", lambda: build.all_reduce(sparse().to(torch.bool))),
-    ("2 outputs were given", lambda: Collective(Kind.RECV, outputs=(two, two))),
-    ("2 outputs were given", lambda: Collective(Kind.SCATTER, outputs=(two, two), root=0)),
-    ("2 outputs were given", lambda: Collective(Kind.REDUCE_SCATTER, (two,), (two, two), reduce_op=ReduceOp.SUM)),
+    ("2 outputs were given", lambda: Collective(OpKind.RECV, outputs=(two, two))),
+    ("2 outputs were given", lambda: Collective(OpKind.SCATTER, outputs=(two, two), root=0)),
+    ("2 outputs were given", lambda: Collective(OpKind.REDUCE_SCATTER, (two,), (two, two), reduce_op=ReduceOp.SUM)),
     ("1 inputs but 2 outputs", lambda: build.all_gather_into_tensor(twos(2), [two])),
     ("differ in dtype", lambda: build.all_gather_into_tensor(zeros(4), integers)),
     ("differ in dtype", lambda: build.reduce_scatter_tensor(integers, zeros(4))),
@@ -193,7 +193,7 @@ def test_what_rank_1_of_3_cannot_submit(problem: str, make: Make) -> None:
         lambda: build.scatter(two, src=2),
         lambda: build.recv(two),
         lambda: build.barrier(),
-        lambda: Collective(Kind.ALL_REDUCE, (two,), (zeros(2),), reduce_op=ReduceOp.SUM),
+        lambda: Collective(OpKind.ALL_REDUCE, (two,), (zeros(2),), reduce_op=ReduceOp.SUM),
     ],
 )
 def test_what_rank_1_of_3_can_submit(make: Make) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gradwire
-from gradwire.collectives import Kind, ReduceOp, Scope, Signature, all_gather, all_gather_into_tensor, build
+from gradwire.collectives import OpKind, ReduceOp, Scope, Signature, all_gather, all_gather_into_tensor, build
 from gradwire.collectives.encode import decode, encode
 from gradwire.errors import GroupError
 from gradwire.groups import Group, HierarchicalGroup, Verified
@@ -21,12 +21,12 @@ from gradwire.testing import run_ranks
 @pytest.mark.parametrize(
     "signature",
     [
-        Signature(Kind.BARRIER),
+        Signature(OpKind.BARRIER),
         Signature(
-            Kind.ALL_REDUCE, ((2, 3), (), (0,)), ("float32", "bool", "complex64"), ReduceOp.AVG, label="a \udc80 ü\n"
+            OpKind.ALL_REDUCE, ((2, 3), (), (0,)), ("float32", "bool", "complex64"), ReduceOp.AVG, label="a \udc80 ü\n"
         ),
-        Signature(Kind.RECV, ((1,),), ("int8",), peer=None, tag=2**40),
-        Signature(Kind.REDUCE, ((1,),), ("int8",), ReduceOp.PREMUL_SUM, root=3, scope=Scope.INSIDE),
+        Signature(OpKind.RECV, ((1,),), ("int8",), peer=None, tag=2**40),
+        Signature(OpKind.REDUCE, ((1,),), ("int8",), ReduceOp.PREMUL_SUM, root=3, scope=Scope.INSIDE),
     ],
 )
 def test_signatures_survive(signature: Signature) -> None:
@@ -34,7 +34,7 @@ def test_signatures_survive(signature: Signature) -> None:
 
 
 def test_many_tensors_are_described_by_their_number() -> None:
-    signature = Signature(Kind.ALL_REDUCE, ((3,),) * 1000, ("float32",) * 1000, ReduceOp.SUM)
+    signature = Signature(OpKind.ALL_REDUCE, ((3,),) * 1000, ("float32",) * 1000, ReduceOp.SUM)
     data = encode(signature, limit=200)
     assert len(data) <= 200
     assert decode(data, rank=0).label == "1000 tensors"

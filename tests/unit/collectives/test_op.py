@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from gradwire.collectives import Collective, Kind, ReduceOp, Signature, build
+from gradwire.collectives import Collective, OpKind, ReduceOp, Signature, build
 from gradwire.errors import UsageError
 
 T = torch.zeros(3)
@@ -93,14 +93,14 @@ def test_within_only_shortens() -> None:
 
 
 def test_signature_defaults_show_nothing() -> None:
-    assert str(Signature(Kind.BARRIER)) == "barrier()"
+    assert str(Signature(OpKind.BARRIER)) == "barrier()"
 
 
 def test_kinds_know_what_they_are() -> None:
-    assert {kind for kind in Kind if kind.is_p2p} == {Kind.SEND, Kind.RECV}
-    assert {kind for kind in Kind if kind.reduces} == {
-        Kind.ALL_REDUCE,
-        Kind.REDUCE,
-        Kind.REDUCE_SCATTER,
-        Kind.REDUCE_SCATTER_TENSOR,
+    assert {kind for kind in OpKind if kind.is_p2p} == {OpKind.SEND, OpKind.RECV}
+    assert {kind for kind in OpKind if kind.reduces} == {
+        OpKind.ALL_REDUCE,
+        OpKind.REDUCE,
+        OpKind.REDUCE_SCATTER,
+        OpKind.REDUCE_SCATTER_TENSOR,
     }

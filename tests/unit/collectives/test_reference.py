@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradwire.collectives import Collective, Kind, ReduceOp, build
+from gradwire.collectives import Collective, OpKind, ReduceOp, build
 from gradwire.collectives.reference import cut, perform, reduce_tensors, store, working_dtype
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -240,11 +240,11 @@ def test_coalesced_pairs_are_one_operation() -> None:
 
 def test_outputs_may_be_other_tensors_than_inputs() -> None:
     ins, outs = [torch.ones(2), torch.ones(2)], [torch.zeros(2), torch.zeros(2)]
-    perform([Collective(Kind.ALL_REDUCE, (i,), (o,), reduce_op=ReduceOp.SUM) for i, o in zip(ins, outs, strict=True)])
+    perform([Collective(OpKind.ALL_REDUCE, (i,), (o,), reduce_op=ReduceOp.SUM) for i, o in zip(ins, outs, strict=True)])
     assert [o.tolist() for o in outs] == [[2.0, 2.0]] * 2
     assert [i.tolist() for i in ins] == [[1.0, 1.0]] * 2
     sent = [torch.full((2,), 3.0), torch.full((2,), 4.0)]
-    perform([Collective(Kind.BROADCAST, (i,), (o,), root=1) for i, o in zip(sent, outs, strict=True)])
+    perform([Collective(OpKind.BROADCAST, (i,), (o,), root=1) for i, o in zip(sent, outs, strict=True)])
     assert [o.tolist() for o in outs] == [[4.0, 4.0]] * 2
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from gradwire.collectives import Kind, Signature
+from gradwire.collectives import OpKind, Signature
 from gradwire.errors import HookError, UsageTypeError
 from gradwire.groups.completion import CompletionHooks, name_of
 from gradwire.groups.work_info import WorkInfo
@@ -16,7 +16,7 @@ from gradwire.groups.work_info import WorkInfo
 
 def info(seq: int) -> WorkInfo:
     return WorkInfo(
-        op=Signature(Kind.BARRIER, label=f"op {seq}"),
+        op=Signature(OpKind.BARRIER, label=f"op {seq}"),
         group="g",
         rank=0,
         seq=seq,

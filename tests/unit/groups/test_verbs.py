@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from gradwire.collectives import Collective, Kind, ReduceOp, build
+from gradwire.collectives import Collective, OpKind, ReduceOp, build
 from gradwire.errors import CollectiveTimeout
 from gradwire.groups import Group, Work
 
@@ -88,7 +88,7 @@ def test_a_verb_makes_its_collective_and_waits(group: Notes, call: Callable[...,
 
 
 def test_there_is_a_verb_for_every_kind() -> None:
-    assert {op.kind for _, op in VERBS} == set(Kind)
+    assert {op.kind for _, op in VERBS} == set(OpKind)
 
 
 def test_a_monitored_barrier_has_its_own_deadline_and_label(group: Notes) -> None:

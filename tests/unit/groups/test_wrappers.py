@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from gradwire.collectives import Kind, ReduceOp, build
+from gradwire.collectives import OpKind, ReduceOp, build
 from gradwire.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -149,7 +149,7 @@ def test_verified_says_who_disagrees_in_what(what, kind):
 
     for text, kinds in run_ranks(rank, 3, kind=kind, wrap=Verified):
         assert f"ranks differ in {what}: rank 1 has" in text
-        assert kinds[0] is (Kind.BROADCAST if what == "root" else Kind.ALL_REDUCE)
+        assert kinds[0] is (OpKind.BROADCAST if what == "root" else OpKind.ALL_REDUCE)
         assert sorted(kinds) == [0, 1, 2]
 
 

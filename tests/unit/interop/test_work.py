@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from gradwire import ThreadGroup
-from gradwire.collectives import Kind
+from gradwire.collectives import OpKind
 from gradwire.errors import CollectiveTimeout, GroupAborted, UsageError
 from gradwire.interop import GradwireProcessGroup, TorchWork, as_process_group
 from gradwire.interop.work import op_type
@@ -169,8 +169,8 @@ def test_no_work_at_all_is_done() -> None:
 
 
 def test_every_kind_has_a_name_in_c10d() -> None:
-    assert {op_type(kind) for kind in Kind} >= {c10d.OpType.ALLREDUCE, c10d.OpType.BARRIER, c10d.OpType.RECV}
-    assert c10d.OpType.UNKNOWN not in {op_type(kind) for kind in Kind}
+    assert {op_type(kind) for kind in OpKind} >= {c10d.OpType.ALLREDUCE, c10d.OpType.BARRIER, c10d.OpType.RECV}
+    assert c10d.OpType.UNKNOWN not in {op_type(kind) for kind in OpKind}
 
 
 # -- life time -----------------------------------------------------------------------------------------------------------

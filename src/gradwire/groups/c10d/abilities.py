@@ -28,36 +28,36 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from gradwire.collectives import Collective, Kind, ReduceOp
+from gradwire.collectives import Collective, OpKind, ReduceOp
 from gradwire.collectives.timeouts import LONGEST
 from gradwire.groups.c10d.engine import GLOO, KNOWN, Engine, call, is_usual, one_size
 from gradwire.groups.c10d.python_work import adapt
 
-METHODS: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
+METHODS: Mapping[OpKind, tuple[str, ...]] = MappingProxyType(
     {
-        Kind.ALL_REDUCE: ("allreduce",),
-        Kind.BROADCAST: ("broadcast",),
-        Kind.ALL_GATHER: ("allgather",),
-        Kind.ALL_GATHER_INTO_TENSOR: (
+        OpKind.ALL_REDUCE: ("allreduce",),
+        OpKind.BROADCAST: ("broadcast",),
+        OpKind.ALL_GATHER: ("allgather",),
+        OpKind.ALL_GATHER_INTO_TENSOR: (
             "_allgather_base",
             "all_gather_single",
             "allgather_into_tensor_coalesced",
             "all_gather_single_coalesced",
         ),
-        Kind.REDUCE_SCATTER: ("reduce_scatter",),
-        Kind.REDUCE_SCATTER_TENSOR: (
+        OpKind.REDUCE_SCATTER: ("reduce_scatter",),
+        OpKind.REDUCE_SCATTER_TENSOR: (
             "_reduce_scatter_base",
             "reduce_scatter_single",
             "reduce_scatter_tensor_coalesced",
             "reduce_scatter_single_coalesced",
         ),
-        Kind.ALL_TO_ALL: ("alltoall",),
-        Kind.ALL_TO_ALL_SINGLE: ("alltoall_base", "all_to_all_single"),
-        Kind.GATHER: ("gather",),
-        Kind.SCATTER: ("scatter",),
-        Kind.SEND: ("send",),
-        Kind.RECV: ("recv",),
-        Kind.BARRIER: ("barrier",),
+        OpKind.ALL_TO_ALL: ("alltoall",),
+        OpKind.ALL_TO_ALL_SINGLE: ("alltoall_base", "all_to_all_single"),
+        OpKind.GATHER: ("gather",),
+        OpKind.SCATTER: ("scatter",),
+        OpKind.SEND: ("send",),
+        OpKind.RECV: ("recv",),
+        OpKind.BARRIER: ("barrier",),
     }
 )
 """The names that torch's versions have for each kind, in the order in which they are looked for."""
@@ -156,7 +156,7 @@ def _python_engine(pg: Any, own: Mapping[str, Callable[..., Any]], beneath: Engi
     kinds = {kind: next((name for name in names if name in own), None) for kind, names in METHODS.items()}
 
     def method_of(op: Collective) -> str | None:
-        if op.kind is Kind.RECV and op.peer is None:
+        if op.kind is OpKind.RECV and op.peer is None:
             return _RECV_ANY if _RECV_ANY in own else None
         return kinds.get(op.kind)
 
@@ -195,21 +195,21 @@ class _Spelling:
 def _asks_little(op: Collective) -> bool:
     """Whether every implementation of the kind can be expected to carry out this one."""
     kind = op.kind
-    if kind is Kind.BARRIER:
+    if kind is OpKind.BARRIER:
         return True
     if not is_usual(op):
         return False
     if kind.reduces and op.reduce_op is not ReduceOp.SUM:
         return False
-    if kind in (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE):
+    if kind in (OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.REDUCE):
         return len(op.inputs) == 1 and op.inputs[0] is op.outputs[0]
-    if kind in (Kind.ALL_GATHER_INTO_TENSOR, Kind.REDUCE_SCATTER_TENSOR):
+    if kind in (OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER_TENSOR):
         # The whole of parts [2, 3] may be [4, 3] as well as [2, 2, 3]: only flat ones are clear.
         return len(op.inputs) == 1 and op.inputs[0].dim() == op.outputs[0].dim() == 1
-    if kind is Kind.ALL_GATHER:
+    if kind is OpKind.ALL_GATHER:
         return one_size(op.outputs)
-    if kind is Kind.REDUCE_SCATTER:
+    if kind is OpKind.REDUCE_SCATTER:
         return one_size(op.inputs)
-    if kind is Kind.ALL_TO_ALL_SINGLE:
+    if kind is OpKind.ALL_TO_ALL_SINGLE:
         return op.splits is None or all(op.splits)
     return True

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from gradwire.collectives import Collective, Kind, ReduceOp
+from gradwire.collectives import Collective, OpKind, ReduceOp
 from gradwire.collectives.lower import Program, is_plain, lower
 from gradwire.groups.c10d.pieces import cut
 
@@ -66,24 +66,24 @@ def _plain(op: Collective) -> bool:
 
 def _gloo_takes(op: Collective) -> bool:
     kind = op.kind
-    if kind is Kind.BARRIER:
+    if kind is OpKind.BARRIER:
         return True
     if not _plain(op) or not (_movable(op) or kind.is_p2p):
         return False
     if kind.is_p2p and op.device.type != "cpu":
         return False  # it would hand the system an address of the device
-    if kind in (Kind.ALL_REDUCE, Kind.BROADCAST):
-        return len(op.inputs) == 1 and op.inputs[0] is op.outputs[0] and (kind is Kind.BROADCAST or _gloo_reduces(op))
-    if kind is Kind.ALL_GATHER:
+    if kind in (OpKind.ALL_REDUCE, OpKind.BROADCAST):
+        return len(op.inputs) == 1 and op.inputs[0] is op.outputs[0] and (kind is OpKind.BROADCAST or _gloo_reduces(op))
+    if kind is OpKind.ALL_GATHER:
         return one_size(op.outputs)
-    if kind is Kind.ALL_GATHER_INTO_TENSOR:
+    if kind is OpKind.ALL_GATHER_INTO_TENSOR:
         # Gloo compares shapes, but the whole of parts [2, 3] may be [4, 3] as well as [2, 2, 3]: only flat ones are clear.
         return len(op.inputs) == 1 and op.inputs[0].dim() == op.outputs[0].dim() == 1
-    if kind is Kind.ALL_TO_ALL_SINGLE:
+    if kind is OpKind.ALL_TO_ALL_SINGLE:
         return op.splits is None or all(op.splits)
     # Gloo's reduce may write into tensors that are not the root's, its reduce-scatter and its all-to-all of lists are
     # recent and partial; they are made of others.
-    return kind in (Kind.GATHER, Kind.SCATTER, Kind.SEND, Kind.RECV)
+    return kind in (OpKind.GATHER, OpKind.SCATTER, OpKind.SEND, OpKind.RECV)
 
 
 def _gloo_reduces(op: Collective) -> bool:
@@ -95,25 +95,25 @@ def _gloo_reduces(op: Collective) -> bool:
 
 def _nccl_takes(op: Collective) -> bool:
     kind = op.kind
-    if kind is Kind.BARRIER:
+    if kind is OpKind.BARRIER:
         return True
     if not _plain(op) or not _movable(op):
         return False
     if kind.reduces:
         if op.reduce_op in _BITWISE or op.reduce_op is ReduceOp.PREMUL_SUM:
             return False
-        in_place = kind not in (Kind.ALL_REDUCE, Kind.REDUCE) or op.inputs[0] is op.outputs[0]
+        in_place = kind not in (OpKind.ALL_REDUCE, OpKind.REDUCE) or op.inputs[0] is op.outputs[0]
         return len(op.inputs) == 1 and in_place
-    if kind is Kind.BROADCAST:
+    if kind is OpKind.BROADCAST:
         return len(op.inputs) == 1 and op.inputs[0] is op.outputs[0]
-    if kind is Kind.ALL_GATHER:
+    if kind is OpKind.ALL_GATHER:
         return one_size(op.outputs)
-    if kind is Kind.ALL_GATHER_INTO_TENSOR:
+    if kind is OpKind.ALL_GATHER_INTO_TENSOR:
         return len(op.inputs) == 1
-    if kind is Kind.ALL_TO_ALL_SINGLE:
+    if kind is OpKind.ALL_TO_ALL_SINGLE:
         return op.splits is None or all(op.splits)
-    return kind in (Kind.ALL_TO_ALL, Kind.GATHER, Kind.SCATTER, Kind.SEND) or (
-        kind is Kind.RECV and op.peer is not None
+    return kind in (OpKind.ALL_TO_ALL, OpKind.GATHER, OpKind.SCATTER, OpKind.SEND) or (
+        kind is OpKind.RECV and op.peer is not None
     )
 
 
@@ -135,7 +135,7 @@ def _set(options: Any, op: Collective, timeout: timedelta) -> Any:
         options.reduceOp = _reduce_op(op)
     if op.root is not None:
         options.rootRank = op.root
-    if op.kind is Kind.BROADCAST:
+    if op.kind is OpKind.BROADCAST:
         options.rootTensor = 0
     return options
 
@@ -178,21 +178,21 @@ def _recv(pg: Any, op: Collective, ins: list[Tensor], outs: list[Tensor], timeou
     return pg.recv_anysource(outs, op.tag) if op.peer is None else pg.recv(outs, op.peer, op.tag)
 
 
-_CALLS: dict[Kind, Callable[[Any, Collective, list[Tensor], list[Tensor], timedelta], Any]] = {
-    Kind.ALL_REDUCE: _all_reduce,
-    Kind.BROADCAST: lambda pg, op, i, o, t: pg.broadcast(i, _set(c10d.BroadcastOptions(), op, t)),
-    Kind.REDUCE: lambda pg, op, i, o, t: pg.reduce(i, _set(c10d.ReduceOptions(), op, t)),
-    Kind.ALL_GATHER: lambda pg, op, i, o, t: pg.allgather([o], i, _set(c10d.AllgatherOptions(), op, t)),
-    Kind.ALL_GATHER_INTO_TENSOR: _all_gather_into_tensor,
-    Kind.REDUCE_SCATTER: lambda pg, op, i, o, t: pg.reduce_scatter(o, [i], _set(c10d.ReduceScatterOptions(), op, t)),
-    Kind.REDUCE_SCATTER_TENSOR: _reduce_scatter_tensor,
-    Kind.ALL_TO_ALL: lambda pg, op, i, o, t: pg.alltoall(o, i, _set(c10d.AllToAllOptions(), op, t)),
-    Kind.ALL_TO_ALL_SINGLE: _all_to_all_single,
-    Kind.GATHER: lambda pg, op, i, o, t: pg.gather([o] if o else [], i, _set(c10d.GatherOptions(), op, t)),
-    Kind.SCATTER: lambda pg, op, i, o, t: pg.scatter(o, [i] if i else [], _set(c10d.ScatterOptions(), op, t)),
-    Kind.SEND: lambda pg, op, i, o, t: pg.send(i, op.peer, op.tag),
-    Kind.RECV: _recv,
-    Kind.BARRIER: lambda pg, op, i, o, t: pg.barrier(_set(c10d.BarrierOptions(), op, t)),
+_CALLS: dict[OpKind, Callable[[Any, Collective, list[Tensor], list[Tensor], timedelta], Any]] = {
+    OpKind.ALL_REDUCE: _all_reduce,
+    OpKind.BROADCAST: lambda pg, op, i, o, t: pg.broadcast(i, _set(c10d.BroadcastOptions(), op, t)),
+    OpKind.REDUCE: lambda pg, op, i, o, t: pg.reduce(i, _set(c10d.ReduceOptions(), op, t)),
+    OpKind.ALL_GATHER: lambda pg, op, i, o, t: pg.allgather([o], i, _set(c10d.AllgatherOptions(), op, t)),
+    OpKind.ALL_GATHER_INTO_TENSOR: _all_gather_into_tensor,
+    OpKind.REDUCE_SCATTER: lambda pg, op, i, o, t: pg.reduce_scatter(o, [i], _set(c10d.ReduceScatterOptions(), op, t)),
+    OpKind.REDUCE_SCATTER_TENSOR: _reduce_scatter_tensor,
+    OpKind.ALL_TO_ALL: lambda pg, op, i, o, t: pg.alltoall(o, i, _set(c10d.AllToAllOptions(), op, t)),
+    OpKind.ALL_TO_ALL_SINGLE: _all_to_all_single,
+    OpKind.GATHER: lambda pg, op, i, o, t: pg.gather([o] if o else [], i, _set(c10d.GatherOptions(), op, t)),
+    OpKind.SCATTER: lambda pg, op, i, o, t: pg.scatter(o, [i] if i else [], _set(c10d.ScatterOptions(), op, t)),
+    OpKind.SEND: lambda pg, op, i, o, t: pg.send(i, op.peer, op.tag),
+    OpKind.RECV: _recv,
+    OpKind.BARRIER: lambda pg, op, i, o, t: pg.barrier(_set(c10d.BarrierOptions(), op, t)),
 }
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from gradwire.collectives import Collective, Kind
+from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.lower import as_bytes
 
 PIECE = 256 * 1024
@@ -37,14 +37,14 @@ Step = tuple[Any, Callable[[], object]]
 
 def cut(pg: Any, op: Collective, timeout: float, call: Call) -> Any:
     """`op`, begun in pieces, as something to be waited for like c10d's Work; None if it is not to be cut."""
-    equal = op.kind is Kind.ALL_GATHER_INTO_TENSOR or (op.kind is Kind.ALL_TO_ALL_SINGLE and op.splits is None)
+    equal = op.kind is OpKind.ALL_GATHER_INTO_TENSOR or (op.kind is OpKind.ALL_TO_ALL_SINGLE and op.splits is None)
     if not equal or op.device.type != "cpu" or len(op.inputs) != 1 or pg.size() == 1:
         return None
     whole = op.outputs[0].nbytes // pg.size()
     if whole < 2 * PIECE:
         return None
     ins, outs = as_bytes(op.inputs[0]), as_bytes(op.outputs[0]).view(pg.size(), whole)
-    if op.kind is Kind.ALL_TO_ALL_SINGLE:
+    if op.kind is OpKind.ALL_TO_ALL_SINGLE:
         ins = ins.view(outs.shape)
     length = max(PIECE, -(-whole // _MOST // 16) * 16)
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.collectives import Collective, Kind
+from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.reference import store
 from gradwire.errors import UsageTypeError
 
@@ -146,9 +146,9 @@ class _PythonWork(PythonOutcome):
         value = self._future.wait()
         if isinstance(value, BaseException):  # what set_exception stores, after the future has been through C++
             raise value
-        if self._op.kind is Kind.ALL_REDUCE:
+        if self._op.kind is OpKind.ALL_REDUCE:
             _take(value, self._op.outputs)
-        if self._op.kind is Kind.RECV and self._op.peer is None:
+        if self._op.kind is OpKind.RECV and self._op.peer is None:
             self._source = int(self._work._source_rank())
 
     def _release(self) -> None:

@@ -30,7 +30,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective, Kind, Layout, ReduceOp, Scope, build
+from gradwire.collectives import Collective, Layout, OpKind, ReduceOp, Scope, build
 from gradwire.collectives.inference import writes
 from gradwire.collectives.lower import flat, is_plain, lower
 from gradwire.collectives.reference import cut, perform, store, working_dtype
@@ -53,10 +53,10 @@ Sizes = Callable[[int, int], int]
 """How many elements one rank has for another."""
 
 _NATIVE = frozenset({
-    Kind.ALL_REDUCE, Kind.BROADCAST, Kind.ALL_GATHER, Kind.ALL_GATHER_INTO_TENSOR, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL,
-    Kind.ALL_TO_ALL_SINGLE, Kind.GATHER, Kind.SCATTER, Kind.BARRIER,
+    OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL,
+    OpKind.ALL_TO_ALL_SINGLE, OpKind.GATHER, OpKind.SCATTER, OpKind.BARRIER,
 })  # fmt: skip
-_ONE_INPUT = frozenset({Kind.ALL_REDUCE, Kind.BROADCAST, Kind.ALL_GATHER_INTO_TENSOR})
+_ONE_INPUT = frozenset({OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER_INTO_TENSOR})
 
 
 def takes(op: Collective) -> bool:
@@ -65,7 +65,7 @@ def takes(op: Collective) -> bool:
         return False
     if op.kind in _ONE_INPUT and len(op.inputs) != 1:
         return False
-    if op.kind in (Kind.ALL_REDUCE, Kind.BROADCAST) and op.inputs[0] is not op.outputs[0]:
+    if op.kind in (OpKind.ALL_REDUCE, OpKind.BROADCAST) and op.inputs[0] is not op.outputs[0]:
         return False
     return all(is_plain(t) for t in op.inputs) and all(is_plain(t) for t in op.outputs)
 
@@ -110,27 +110,27 @@ class TwoLevel:
 
     def _native(self, op: Collective) -> Steps:
         kind, label = op.kind, op.label
-        if kind is Kind.ALL_REDUCE:
+        if kind is OpKind.ALL_REDUCE:
             yield from self._all_reduce(flat(op.inputs[0]), op.reduce_op or ReduceOp.SUM, label)
-        elif kind is Kind.BROADCAST:
+        elif kind is OpKind.BROADCAST:
             yield from self._broadcast(flat(op.inputs[0]), op.root or 0, label)
-        elif kind is Kind.BARRIER:
+        elif kind is OpKind.BARRIER:
             yield from self._barrier(label)
-        elif kind is Kind.ALL_GATHER:
+        elif kind is OpKind.ALL_GATHER:
             yield from self._all_gather([flat(t) for t in op.outputs], flat(op.inputs[0]), label)
-        elif kind is Kind.ALL_GATHER_INTO_TENSOR:
+        elif kind is OpKind.ALL_GATHER_INTO_TENSOR:
             whole, mine = flat(op.outputs[0]), flat(op.inputs[0])
             yield from self._all_gather(_cut(whole, [mine.numel()] * self.size), mine, label)
-        elif kind is Kind.REDUCE_SCATTER:
+        elif kind is OpKind.REDUCE_SCATTER:
             parts = [flat(t) for t in op.inputs]
             yield from self._reduce_scatter(flat(op.outputs[0]), parts, op.reduce_op or ReduceOp.SUM, label)
-        elif kind is Kind.GATHER:
+        elif kind is OpKind.GATHER:
             yield from self._gather(op)
-        elif kind is Kind.SCATTER:
+        elif kind is OpKind.SCATTER:
             yield from self._scatter(op)
-        elif kind is Kind.ALL_TO_ALL:
+        elif kind is OpKind.ALL_TO_ALL:
             yield from self._all_to_all(op.outputs, op.inputs, label)
-        elif kind is Kind.ALL_TO_ALL_SINGLE:
+        elif kind is OpKind.ALL_TO_ALL_SINGLE:
             to, of = op.splits or ((), ())
             yield from self._all_to_all(cut(op.outputs[0], to, self.size), cut(op.inputs[0], of, self.size), label)
         else:

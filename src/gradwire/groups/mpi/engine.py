@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.collectives import Collective, Kind
+from gradwire.collectives import Collective, OpKind
 from gradwire.groups.mpi.flight import Flight
 from gradwire.groups.mpi.inbox import Inbox
 from gradwire.groups.mpi.mail import Mailbox, Message
@@ -105,7 +105,7 @@ class Engine:
         with self.runtime.lock:
             if self._gone:
                 return None
-            flight = Flight(self._inbox, op, cancelable=op.kind is Kind.RECV)
+            flight = Flight(self._inbox, op, cancelable=op.kind is OpKind.RECV)
             try:
                 self._native.post(flight, op)
             except BaseException:

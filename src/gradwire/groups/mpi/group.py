@@ -19,7 +19,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from gradwire.collectives import Collective, Kind
+from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.lower import Program, lower
 from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.concurrency import Worker, weakly
@@ -174,7 +174,7 @@ class MPIGroup(Group):
                 f"{step} on rank {self.rank} of {self}: rank {misfit.sender} sent {misfit.length} bytes, but there is room for "
                 f"{misfit.place.nbytes}. Both sides need the same dtype and number of elements."
             )
-        return flight.receives[0].sender if step.kind is Kind.RECV else None
+        return flight.receives[0].sender if step.kind is OpKind.RECV else None
 
     # -- failures ------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective, Kind, ReduceOp
+from gradwire.collectives import Collective, OpKind, ReduceOp
 from gradwire.collectives.aliasing import apart, span
 from gradwire.collectives.lower import as_bytes, is_plain
 from gradwire.collectives.reference import store
@@ -66,13 +66,13 @@ class Native:
         kind, same = op.kind, op.outputs is op.inputs
         if not all(is_plain(t) for t in op.inputs) or not (same or all(is_plain(t) for t in op.outputs)):
             return False
-        if kind is Kind.BROADCAST:
+        if kind is OpKind.BROADCAST:
             return len(op.inputs) == 1 and (same or op.inputs[0] is op.outputs[0])
-        if kind in (Kind.ALL_REDUCE, Kind.REDUCE):
+        if kind in (OpKind.ALL_REDUCE, OpKind.REDUCE):
             return len(op.inputs) == 1 and (same or op.inputs[0] is op.outputs[0]) and self._reduces(op)
-        if kind is Kind.REDUCE_SCATTER_TENSOR:
+        if kind is OpKind.REDUCE_SCATTER_TENSOR:
             return self._reduces(op) and all(t.numel() <= self._most for t in op.inputs)
-        return kind is not Kind.REDUCE_SCATTER
+        return kind is not OpKind.REDUCE_SCATTER
 
     def _reduces(self, op: Collective) -> bool:
         return all(self._dtype(t.dtype, op.reduce_op) is not None for t in op.inputs)
@@ -92,10 +92,10 @@ class Native:
     def post(self, flight: Flight, op: Collective) -> None:
         """Ask MPI to begin `op`, which it takes; `flight` gets the requests. Under the lock; returns at once."""
         comm = flight.inbox.comm
-        if op.kind is Kind.RECV:
+        if op.kind is OpKind.RECV:
             source = self._mpi.ANY_SOURCE if op.peer is None else op.peer
             self._expect(flight, op.outputs[0], source, op.tag)
-        elif op.kind is Kind.SEND:  # synchronous: done when it has been received, as `build.send` says
+        elif op.kind is OpKind.SEND:  # synchronous: done when it has been received, as `build.send` says
             flight.requests.append(comm.Issend(self._bytes(op.inputs[0]), dest=op.peer, tag=op.tag))
         else:
             alone = apart(op, comm.rank)
@@ -212,16 +212,16 @@ class Native:
         flight.requests.append(comm.Ibarrier())
 
 
-_POSTS: dict[Kind, Callable[[Native, Comm, Collective, Flight], None]] = {
-    Kind.ALL_REDUCE: Native._all_reduce,
-    Kind.BROADCAST: Native._broadcast,
-    Kind.REDUCE: Native._reduce,
-    Kind.ALL_GATHER: Native._all_gather,
-    Kind.ALL_GATHER_INTO_TENSOR: Native._all_gather_into_tensor,
-    Kind.REDUCE_SCATTER_TENSOR: Native._reduce_scatter_tensor,
-    Kind.ALL_TO_ALL: Native._all_to_all,
-    Kind.ALL_TO_ALL_SINGLE: Native._all_to_all_single,
-    Kind.GATHER: Native._gather,
-    Kind.SCATTER: Native._scatter,
-    Kind.BARRIER: Native._barrier,
+_POSTS: dict[OpKind, Callable[[Native, Comm, Collective, Flight], None]] = {
+    OpKind.ALL_REDUCE: Native._all_reduce,
+    OpKind.BROADCAST: Native._broadcast,
+    OpKind.REDUCE: Native._reduce,
+    OpKind.ALL_GATHER: Native._all_gather,
+    OpKind.ALL_GATHER_INTO_TENSOR: Native._all_gather_into_tensor,
+    OpKind.REDUCE_SCATTER_TENSOR: Native._reduce_scatter_tensor,
+    OpKind.ALL_TO_ALL: Native._all_to_all,
+    OpKind.ALL_TO_ALL_SINGLE: Native._all_to_all_single,
+    OpKind.GATHER: Native._gather,
+    OpKind.SCATTER: Native._scatter,
+    OpKind.BARRIER: Native._barrier,
 }

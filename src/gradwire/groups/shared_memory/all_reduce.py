@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective, Kind, ReduceOp
+from gradwire.collectives import Collective, OpKind, ReduceOp
 from gradwire.collectives.lower import flat
 from gradwire.groups.shared_memory.agreement import Agreement, Steps
 from gradwire.groups.shared_memory.board import BUFFERS, DIGEST, SMALL, Board
@@ -43,7 +43,7 @@ from gradwire.groups.shared_memory.views import CACHED, Cache, Views
 COMPILED = 1 << 20
 """Bytes of heap memory from which sums in it are worth a compiled loop."""
 
-_ALL_REDUCE, _SUM, _AVG = Kind.ALL_REDUCE, ReduceOp.SUM, ReduceOp.AVG
+_ALL_REDUCE, _SUM, _AVG = OpKind.ALL_REDUCE, ReduceOp.SUM, ReduceOp.AVG
 
 
 class AllReduce:

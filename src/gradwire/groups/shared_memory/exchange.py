@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gradwire.collectives import Collective, Kind
+from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.lower import as_bytes, flat
 from gradwire.collectives.reference import cut
 from gradwire.errors import CollectiveMismatch, InternalError
@@ -137,26 +137,26 @@ class Exchange:
     def _parts(self, op: Collective) -> tuple[list[Tensor], dict[int, Tensor]]:
         """What this rank brings (one part for all, or one per rank), and where what comes from which rank goes."""
         kind, everybody = op.kind, range(self.size)
-        if kind is Kind.BROADCAST:
+        if kind is OpKind.BROADCAST:
             at_root = self.rank == op.root
             return [op.inputs[0]] if at_root else [], {} if at_root else {op.root or 0: op.outputs[0]}
-        if kind is Kind.ALL_GATHER:
+        if kind is OpKind.ALL_GATHER:
             return [op.inputs[0]], dict(enumerate(op.outputs))
-        if kind is Kind.ALL_GATHER_INTO_TENSOR:
+        if kind is OpKind.ALL_GATHER_INTO_TENSOR:
             return [op.inputs[0]], dict(enumerate(_equal(op.outputs[0], self.size)))
-        if kind is Kind.REDUCE_SCATTER:
+        if kind is OpKind.REDUCE_SCATTER:
             return list(op.inputs), dict.fromkeys(everybody, op.outputs[0])
-        if kind is Kind.REDUCE_SCATTER_TENSOR:
+        if kind is OpKind.REDUCE_SCATTER_TENSOR:
             return list(_equal(op.inputs[0], self.size)), dict.fromkeys(everybody, op.outputs[0])
-        if kind is Kind.ALL_TO_ALL:
+        if kind is OpKind.ALL_TO_ALL:
             return list(op.inputs), dict(enumerate(op.outputs))
-        if kind is Kind.ALL_TO_ALL_SINGLE:
+        if kind is OpKind.ALL_TO_ALL_SINGLE:
             outputs, inputs = op.splits or ((), ())
             brought = cut(op.inputs[0], inputs, self.size)
             return list(brought), dict(enumerate(cut(op.outputs[0], outputs, self.size)))
-        if kind is Kind.GATHER:
+        if kind is OpKind.GATHER:
             return [op.inputs[0]], dict(enumerate(op.outputs)) if self.rank == op.root else {}
-        if kind is Kind.SCATTER:
+        if kind is OpKind.SCATTER:
             return list(op.inputs) if self.rank == op.root else [], {op.root or 0: op.outputs[0]}
         raise InternalError(f"{op}: there is no program for it.")
 

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Kind
+from gradwire.collectives import OpKind
 from gradwire.collectives.lower import is_plain
 from gradwire.collectives.reference import store
 from gradwire.errors import CollectiveMismatch, GroupError
@@ -91,7 +91,7 @@ class Post:
 
     def letter(self, work: Work) -> Letter:
         """A new one."""
-        if work.op.kind is Kind.SEND:
+        if work.op.kind is OpKind.SEND:
             return Sending(work, self)
         receiving = Receiving(work, self)
         self._receiving.append(receiving)

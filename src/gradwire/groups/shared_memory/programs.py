@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective, Kind, ReduceOp
+from gradwire.collectives import Collective, OpKind, ReduceOp
 from gradwire.collectives.aliasing import apart
 from gradwire.collectives.inference import writes
 from gradwire.collectives.lower import is_plain, lower
@@ -31,11 +31,11 @@ from gradwire.groups.shared_memory.exchange import Exchange
 from gradwire.groups.shared_memory.views import Views
 
 _NATIVE = frozenset({
-    Kind.ALL_REDUCE, Kind.BROADCAST, Kind.ALL_GATHER, Kind.ALL_GATHER_INTO_TENSOR, Kind.REDUCE_SCATTER,
-    Kind.REDUCE_SCATTER_TENSOR, Kind.ALL_TO_ALL, Kind.ALL_TO_ALL_SINGLE, Kind.GATHER, Kind.SCATTER, Kind.BARRIER,
+    OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER,
+    OpKind.REDUCE_SCATTER_TENSOR, OpKind.ALL_TO_ALL, OpKind.ALL_TO_ALL_SINGLE, OpKind.GATHER, OpKind.SCATTER, OpKind.BARRIER,
 })  # fmt: skip
 _ONE_INPUT = frozenset({
-    Kind.ALL_REDUCE, Kind.BROADCAST, Kind.ALL_GATHER_INTO_TENSOR, Kind.REDUCE_SCATTER_TENSOR
+    OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER_TENSOR
 })  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def takes(op: Collective) -> bool:
         return False
     if op.kind in _ONE_INPUT and len(op.inputs) != 1:
         return False
-    if op.kind in (Kind.ALL_REDUCE, Kind.BROADCAST) and op.inputs[0] is not op.outputs[0]:
+    if op.kind in (OpKind.ALL_REDUCE, OpKind.BROADCAST) and op.inputs[0] is not op.outputs[0]:
         return False
     tensors = op.inputs if op.outputs is op.inputs else op.inputs + op.outputs
     return all(map(is_plain, tensors))
@@ -80,7 +80,7 @@ class Programs:
             for step in lower(op, rank=self.board.rank, size=self.board.size, takes=takes):
                 yield from self._native(step, op, digest)
         except CollectiveMismatch as error:
-            if error.ops or op.kind is not Kind.ALL_REDUCE:
+            if error.ops or op.kind is not OpKind.ALL_REDUCE:
                 raise
             # Sparse tensors of different sparse dimensions: not all ranks notice, and those that did not go on to the next step.
             raise GroupError(f"{error} It is part of {op}.") from error
@@ -101,9 +101,9 @@ class Programs:
         """One collective: `whole` is what the caller submitted, of which `op` may be a part."""
         kind = op.kind
         try:
-            if kind is Kind.ALL_REDUCE:
+            if kind is OpKind.ALL_REDUCE:
                 yield from self.all_reduce.general(op, whole, digest)
-            elif kind is Kind.BARRIER:
+            elif kind is OpKind.BARRIER:
                 yield self.agreement.announce(digest, None)
                 yield from self.agreement.check(whole, digest)
             else:

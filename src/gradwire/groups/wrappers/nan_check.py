@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective, Kind, all_gather_into_tensor
+from gradwire.collectives import Collective, OpKind, all_gather_into_tensor
 from gradwire.collectives.dtypes import ALWAYS_FINITE
 from gradwire.collectives.lower import Program
 from gradwire.errors import NonFiniteGradient
@@ -24,13 +24,13 @@ class NanCheck(TrackedWrapper):
 
     def submit(self, op: Collective) -> Work:
         """A send is checked here, alone; collectives are checked together."""
-        if op.kind is Kind.SEND and not _finite(op.inputs):
+        if op.kind is OpKind.SEND and not _finite(op.inputs):
             raise self._error(op, self.rank)
         return super().submit(op)
 
     def program(self, op: Collective) -> Program:
         """Gather one flag per rank, then let the operation go."""
-        contributes = op.root is None or op.kind not in (Kind.BROADCAST, Kind.SCATTER) or op.root == self.rank
+        contributes = op.root is None or op.kind not in (OpKind.BROADCAST, OpKind.SCATTER) or op.root == self.rank
         if op.tensors and (op.tensors[0].dtype.is_floating_point or op.tensors[0].dtype.is_complex):
             bad = contributes and not _finite(op.inputs)
             flags = torch.empty(self.size, dtype=torch.uint8, device="cpu")
@@ -39,7 +39,8 @@ class NanCheck(TrackedWrapper):
             if culprits:
                 raise self._error(op, culprits[0], culprits)
         yield op
-        if op.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE_SCATTER_TENSOR) and not _finite(op.outputs):
+        sums = op.kind in (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER, OpKind.REDUCE_SCATTER_TENSOR)
+        if sums and not _finite(op.outputs):
             raise NonFiniteGradient(
                 f"{op} of {self.name}: every rank's values were finite, their {op.reduce_op and op.reduce_op.name} is not. "
                 "Scale down before the reduction, or reduce in a wider dtype.",

@@ -19,7 +19,7 @@ class Recording(GroupWrapper):
     >>> (group,) = map(Recording, ThreadGroup.world(1))
     >>> work = group.all_reduce(torch.zeros(3), label="loss")
     >>> group.submitted
-    [Signature(kind=<Kind.ALL_REDUCE: 'all_reduce'>, shapes=((3,),), dtypes=('float32',), reduce_op=..., label='loss')]
+    [Signature(kind=<OpKind.ALL_REDUCE: 'all_reduce'>, shapes=((3,),), dtypes=('float32',), reduce_op=..., label='loss')]
     >>> group.finished[0].kind, group.finished[0].bytes
     ('all_reduce', 12)
     >>> group.close()

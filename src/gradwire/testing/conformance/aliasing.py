@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective, Kind, ReduceOp, build
+from gradwire.collectives import Collective, OpKind, ReduceOp, build
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
 from gradwire.testing.conformance.compare import Case, Problems, against_reference, raises, same
@@ -84,16 +84,16 @@ def _cases(size: int, n: int, home: Home) -> list[Case]:
         a, b = home(2 * size * n, rank).split(size * n)
         return build.reduce_scatter_tensor([b[:n], a[-n:]], [a, b])
 
-    def other_output(rank: int, kind: Kind) -> Collective:
+    def other_output(rank: int, kind: OpKind) -> Collective:
         a, b = shifted(rank)
-        root = None if kind is Kind.ALL_REDUCE else size - 1
-        return Collective(kind, (a,), (b,), None if kind is Kind.BROADCAST else ReduceOp.SUM, root)
+        root = None if kind is OpKind.ALL_REDUCE else size - 1
+        return Collective(kind, (a,), (b,), None if kind is OpKind.BROADCAST else ReduceOp.SUM, root)
 
     last = size - 1
     makers: dict[str, Callable[[int], Collective]] = {
-        "all_reduce into a tensor that overlaps it": lambda rank: other_output(rank, Kind.ALL_REDUCE),
-        "reduce into a tensor that overlaps it": lambda rank: other_output(rank, Kind.REDUCE),
-        "broadcast into a tensor that overlaps it": lambda rank: other_output(rank, Kind.BROADCAST),
+        "all_reduce into a tensor that overlaps it": lambda rank: other_output(rank, OpKind.ALL_REDUCE),
+        "reduce into a tensor that overlaps it": lambda rank: other_output(rank, OpKind.REDUCE),
+        "broadcast into a tensor that overlaps it": lambda rank: other_output(rank, OpKind.BROADCAST),
         "all_gather of its first output": lambda rank: all_gather(rank, 0),
         "all_gather of its last output": lambda rank: all_gather(rank, last),
         "all_gather of its own place": lambda rank: all_gather(rank, rank),

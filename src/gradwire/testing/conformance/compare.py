@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective, Kind, ReduceOp
+from gradwire.collectives import Collective, OpKind, ReduceOp
 from gradwire.collectives.reference import perform
 from gradwire.groups.base import Group
 from gradwire.testing.conformance.data import FLOAT8, LARGEST
@@ -82,7 +82,7 @@ def against_reference(group: Group, cases: Sequence[Case]) -> Problems:
 
 
 def _differences(what: str, group: Group, op: Collective, want: Collective) -> Problems:
-    changed = op.kind is not Kind.REDUCE or op.root == group.rank
+    changed = op.kind is not OpKind.REDUCE or op.root == group.rank
     for index, (got, right) in enumerate(zip(op.outputs, want.outputs, strict=True)):
         reduced = op.kind.reduces and changed
         name = f"{what}: {op}: output {index}" if changed else f"{what}: {op}: a tensor that is not the root's"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from gradwire.collectives import Kind, ReduceOp, build
+from gradwire.collectives import OpKind, ReduceOp, build
 from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups import Group, HierarchicalGroup, Recording, ThreadGroup
 from gradwire.groups.hierarchical import Layout
@@ -61,7 +61,7 @@ def test_every_byte_of_an_all_reduce_is_in_one_lane(layout: Layout) -> None:
 
 
 def test_small_tensors_use_one_lane() -> None:
-    def kinds(world: Group) -> list[Kind]:
+    def kinds(world: Group) -> list[OpKind]:
         inside, across = _parts(world, TWO_BY_TWO)
         assert across is not None
         with HierarchicalGroup(inside, (record := Recording(across))) as group:
@@ -69,7 +69,7 @@ def test_small_tensors_use_one_lane() -> None:
             group.all_reduce(torch.ones(10))
             return [signature.kind for signature in record.submitted[before:]]
 
-    assert on_threads(kinds) == [[Kind.ALL_REDUCE], [], [Kind.ALL_REDUCE], []]
+    assert on_threads(kinds) == [[OpKind.ALL_REDUCE], [], [OpKind.ALL_REDUCE], []]
 
 
 @pytest.mark.parametrize("layout", [TWO_BY_TWO, UNEVEN], ids=["2 + 2", "3 + 1"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 
-class Kind(Enum):
+class OpKind(Enum):
     """What a collective does. The value is the name people read."""
 
     ALL_REDUCE = "all_reduce"
@@ -46,9 +46,9 @@ class Kind(Enum):
     __hash__ = object.__hash__
 
 
-for _kind in Kind:
-    _kind.is_p2p = _kind in (Kind.SEND, Kind.RECV)
-    _kind.reduces = _kind in (Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE_SCATTER_TENSOR)
+for _kind in OpKind:
+    _kind.is_p2p = _kind in (OpKind.SEND, OpKind.RECV)
+    _kind.reduces = _kind in (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.REDUCE_SCATTER, OpKind.REDUCE_SCATTER_TENSOR)
 
 
 class Scope(Enum):
