@@ -104,27 +104,27 @@ def test_a_rank_that_exits_is_told_to_every_survivor() -> None:
 # -- in the middle of a large operation over shared memory ---------------------------------------------------------------
 
 
-def _in_the_middle(group: Any, end: Callable[[], None], post: int, in_heap: bool, run: bool) -> dict[str, Any]:
-    """The victim ends at its `post`-th post of a large sum. The others are told long before the deadline."""
+def _in_the_middle(group: Any, end: Callable[[], None], nth: int, in_heap: bool, run: bool) -> dict[str, Any]:
+    """The victim ends at its `nth` signal of a large sum. The others are told long before the deadline."""
     t = group.allocate(LARGE) if in_heap else torch.empty(LARGE)
     t.fill_(1.0)
     group.barrier()
     board = group._board
     if group.rank == VICTIM:
-        real, before = board.post, board.posted
+        real, before = board.signal, board.signaled
 
-        def last_post() -> int:
-            if board.posted - before == post - 1:
+        def last_signal() -> int:
+            if board.signaled - before == nth - 1:
                 end()
             return real()
 
-        board.post = last_post
+        board.signal = last_signal
     op = build.all_reduce(t, label="in the middle").within(DEADLINE)
     return _facts(group, lambda: group.run(op) if run else group.submit(op).wait())
 
 
 @pytest.mark.parametrize(
-    ("in_heap", "post", "run"),
+    ("in_heap", "nth", "run"),
     [
         pytest.param(True, 2, True, id="one pass, its share done"),
         pytest.param(False, 1, False, id="before it has announced"),
@@ -132,10 +132,10 @@ def _in_the_middle(group: Any, end: Callable[[], None], post: int, in_heap: bool
         pytest.param(False, 7, False, id="between chunks"),
     ],
 )
-def test_killed_in_the_middle_of_a_large_sum(in_heap: bool, post: int, run: bool) -> None:
+def test_killed_in_the_middle_of_a_large_sum(in_heap: bool, nth: int, run: bool) -> None:
     """After its share of a one-pass sum, or between the chunks of a sum of ordinary memory."""
     results = run_ranks(
-        lambda group: _in_the_middle(group, _killed, post, in_heap, run), SIZE, kind="shared_memory", lost=[VICTIM]
+        lambda group: _in_the_middle(group, _killed, nth, in_heap, run), SIZE, kind="shared_memory", lost=[VICTIM]
     )
     _check(results, "in the middle")
 
@@ -166,20 +166,20 @@ def test_silence_is_no_death(kind: str, tmp_path: Path) -> None:
     assert missing == (1,)
 
 
-def _sigstop(group: Any, post: int) -> dict[str, Any]:
-    """Rank 2 is stopped at its `post`-th post of a large sum; rank 0 wakes it when the others have given up."""
+def _sigstop(group: Any, nth: int) -> dict[str, Any]:
+    """Rank 2 is stopped at its `nth` signal of a large sum; rank 0 wakes it when the others have given up."""
     pid = int(group._board.pids[VICTIM])
     group.barrier()
     if group.rank == VICTIM:
         board = group._board
-        real, before = board.post, board.posted
+        real, before = board.signal, board.signaled
 
-        def stopped_post() -> int:
-            if board.posted - before == post - 1:
+        def stopped_signal() -> int:
+            if board.signaled - before == nth - 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
             return real()
 
-        board.post = stopped_post
+        board.signal = stopped_signal
     facts: dict[str, Any] = {"error": None}
     began = time.perf_counter()
     try:
@@ -199,9 +199,9 @@ def _sigstop(group: Any, post: int) -> dict[str, Any]:
     return facts
 
 
-@pytest.mark.parametrize("post", [1, 4])
-def test_a_rank_that_is_stopped_is_named_at_the_deadline(post: int) -> None:
-    results = run_ranks(lambda group: _sigstop(group, post), SIZE, kind="shared_memory")
+@pytest.mark.parametrize("nth", [1, 4])
+def test_a_rank_that_is_stopped_is_named_at_the_deadline(nth: int) -> None:
+    results = run_ranks(lambda group: _sigstop(group, nth), SIZE, kind="shared_memory")
     assert results[0]["victim was"] == "T", "the fault did not fire"
     for rank, facts in enumerate(results):
         assert facts["closing"] < SOON

@@ -2,9 +2,9 @@
 
 Note [What may be written when]
 Small slots and tables are used in turn, by the parity of the collective's number n, and are written before the announcement
-of n is posted. Their last use was n - 2, and nobody can still be reading that: this rank has finished n - 1, so it has seen
-everybody's announcement of n - 1, which each makes after it has finished n - 2. Staging buffers are written only after
-everybody's announcement of n was seen, which each makes after finishing n - 1.
+of n is signaled. Their last use was n - 2, and no rank can still be reading that: this rank has finished n - 1, so it has seen
+every rank's announcement of n - 1, which each makes after it has finished n - 2. Staging buffers are written only after
+every rank's announcement of n was seen, which each makes after finishing n - 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gradwire.groups.shared_memory.board import DIGEST, Board
 from gradwire.groups.shared_memory.views import CACHED, Cache, Views
 
 Steps = Generator[int, None, None]
-"""Yields how many posts every rank must have made before it goes on."""
+"""Yields how many signals every rank must have given before it goes on."""
 
 
 class Agreement:
@@ -43,12 +43,12 @@ class Agreement:
         return known
 
     def announce(self, digest: bytes, parts: list[tuple[int, int]] | None, *, hold: bool = False) -> int:
-        """Announce the next collective and post: how many posts all ranks must have made for it."""
+        """Announce the next collective and signal; returns the number of signals that every rank must have given by then."""
         board = self.board
         board.announce(board.turn, digest)
         if parts is not None:
             board.write_table(board.turn, parts, hold=hold)
-        return board.post()
+        return board.signal()
 
     def check(self, op: Collective, digest: bytes) -> Steps:
         """All ranks have announced: raise unless it is the same collective."""
@@ -62,7 +62,7 @@ class Agreement:
         described = len(described).to_bytes(8, "little") + described
         offset = plan.buffer(board.rank, 0)
         memory[offset : offset + len(described)] = described
-        yield board.post()
+        yield board.signal()
         signatures = []
         for rank in range(board.size):
             offset = plan.buffer(rank, 0)

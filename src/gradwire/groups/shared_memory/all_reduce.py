@@ -8,7 +8,7 @@ every run.
 
 Note [When loops are compiled]
 Where numba is installed, a sum or mean in one pass is a compiled loop: see `loops.py`. Loading numba takes about a second. Within
-an operation that would be a second in which a peer's deadline runs, and in which a rank that dies is not noticed. So it is done
+an operation that would be a second in which a peer's deadline runs, and in which a rank's death is not noticed. So it is done
 when memory is allocated, which happens before training, and only for a block of a mebibyte or more: a program that reduces small
 tensors never pays. Ranks need not agree on it. Both ways give the same bits.
 
@@ -16,12 +16,12 @@ Note [Three buffers]
 An all-reduce of ordinary memory goes through the staging buffers in chunks, and each chunk in two halves: "in" (what the others
 will reduce is copied in) and "reduced" (this rank has reduced its share in its own buffer). A rank copies in chunk k + 1 before
 it waits for the others' chunk k, so that a slow rank does not hold up a fast one. It may do so in a third buffer: it has seen
-everybody post "reduced" of chunk k - 1, which each did after copying out chunk k - 2, the one that was in that buffer before.
+every rank signal "reduced" of chunk k - 1, which each did after copying out chunk k - 2, the one that was in that buffer before.
 
 Note [Plain sums]
 A sum of a few numbers costs what Python costs. So sums of plain tensors have programs with as little of it as possible: numpy
 and memmove in place of torch (a third of the time per call, and the same sums bit by bit), one generator, nothing checked twice.
-What they write and post is what the general program writes and posts.
+They write what the general program writes, and signal when it signals.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class AllReduce:
         self.compiled: dict[tuple[ReduceOp, torch.dtype], Fold] = {}
 
     def prepare(self, dtype: torch.dtype, nbytes: int) -> None:
-        """So much was allocated in the heap. See Note [When loops are compiled]."""
+        """Called when `nbytes` were allocated in the heap. See Note [When loops are compiled]."""
         if nbytes < COMPILED or dtype in self._prepared:
             return
         self._prepared.add(dtype)
@@ -117,7 +117,7 @@ class AllReduce:
             digests, (first, *others, total), address = self._slots.get(key) or self._new_slots(op, key)
             ctypes.memmove(self._small[turn & 1], t.data_ptr(), nbytes)
             board.announce(turn, digests[:DIGEST])
-            yield board.post()
+            yield board.signal()
             if not board.agreed(turn, digests):
                 yield from self._agreement.compare(op)
             if others:
@@ -164,7 +164,7 @@ class AllReduce:
         fold = self.compiled.get((fold.op, fold.dtype), fold)
         for pieces in self._blocks_of(offsets, t.nbytes, fold):
             fold.everywhere(pieces)
-        yield self.board.post()
+        yield self.board.signal()
 
     def _blocks_of(self, offsets: list[int], nbytes: int, fold: Fold) -> list[list[Piece]]:
         """This rank's share of the tensors at `offsets`, in blocks: one piece per rank each. See Note [One pass]."""
@@ -188,7 +188,7 @@ class AllReduce:
     def _in_chunks(self, t: Tensor, fold: Fold) -> Steps:
         """See Note [Three buffers]."""
         rank, size, nbytes, item = self.rank, self.size, t.nbytes, t.element_size()
-        post, address = self.board.post, self._views.address
+        signal, address = self.board.signal, self._views.address
         source = t.data_ptr()
         whole: Piece = t if fold.array is None else t.numpy()
         places = [[self._plan.buffer(r, number) for number in range(BUFFERS)] for r in range(size)]
@@ -203,7 +203,7 @@ class AllReduce:
             low, high = (full if number < count - 1 else last)[rank]
             ctypes.memmove(own, source + start, low)
             ctypes.memmove(own + high, source + start + high, min(chunk, nbytes - start) - high)
-            return post()
+            return signal()
 
         ready = copy_in(0)
         for number in range(count):
@@ -219,7 +219,7 @@ class AllReduce:
                 mine = parts[rank]
                 parts[rank] = whole[(start + low) // item : (start + high) // item]
                 fold(parts, mine)
-            done = post()
+            done = signal()
             ctypes.memmove(source + start + low, address + buffers[rank] + low, high - low)
             yield done
             for r in range(size):

@@ -1,8 +1,8 @@
-"""The board: where ranks tell each other, in words of the segment, how far they are, how they left, and what is where.
+"""The board: shared words of the segment in which each rank publishes its progress, its state and where its data lies.
 
-    header | per rank: posts, state, recoveries | bells | failure records | tables | mailboxes | staging | heaps
+    header | per rank: signals, state, recoveries | wait queue | failure records | tables | message slots | staging | heaps
 
-Every word has one writer, the rank it belongs to; only bells are put out by others. `sync.py` argues why that is enough.
+Every word has one writer, the rank it belongs to; only sleep flags are cleared by others. `sync.py` argues why that is enough.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import struct
 from dataclasses import dataclass
 
 from gradwire.groups.shared_memory.segment import PAGE, Segment
-from gradwire.groups.shared_memory.sync import Bell, Fence, Sleep
+from gradwire.groups.shared_memory.sync import Fence, Sleep, WaitQueue
 
 ABSENT, HERE, LEFT, FAILED = range(4)
-"""What a rank says of itself."""
+"""The state that a rank publishes."""
 
 FAILURE_RECORD = 4096
 """Bytes that a rank has for the reason of its failure."""
 
 SLOTS = 32
-"""Messages from one rank to another that can lie in their mailbox at a time."""
+"""Messages from one rank to another that can be under way at a time."""
 
 SLOT = 64
 """Bytes of one message's slot."""
@@ -57,19 +57,19 @@ class Plan:
         self.nbytes = nbytes
         self.chunk = chunk
         # Four rows of one u64 per rank, side by side, so that one call reads a row.
-        self.posts = PAGE
-        self.states = self.posts + size * 8
+        self.signals = PAGE
+        self.states = self.signals + size * 8
         self.recoveries = self.states + size * 8
         self.pids = self.recoveries + size * 8
-        self.bells = _pages(self.pids + size * 8)
-        self.failure_records = _pages(self.bells + size * Bell.STRIDE)
+        self.wait_queue = _pages(self.pids + size * 8)
+        self.failure_records = _pages(self.wait_queue + size * WaitQueue.STRIDE)
         # Two rows of digests, and two tables per rank, used in turn: see Note [What may be written when] in agreement.py.
         self.digests = self.failure_records + size * FAILURE_RECORD
         self.tables = _pages(self.digests + 2 * size * DIGEST)
         self.table_stride = -(-(_TABLE.size + 16 * size) // 64) * 64
         # For each pair of sender and receiver; those from rank 0 come first.
-        self.mailboxes = _pages(self.tables + 2 * size * self.table_stride)
-        self.staging = _pages(self.mailboxes + size * size * SLOTS * SLOT)
+        self.message_slots = _pages(self.tables + 2 * size * self.table_stride)
+        self.staging = _pages(self.message_slots + size * size * SLOTS * SLOT)
         self.staging_stride = 2 * SMALL + BUFFERS * chunk
         self.heaps = _pages(self.staging + size * self.staging_stride)
         self.heap_stride = max(0, (nbytes - self.heaps) // size // PAGE * PAGE)
@@ -94,9 +94,9 @@ class Plan:
         """The table that `rank` uses in collective number `turn`."""
         return self.tables + (2 * rank + (turn & 1)) * self.table_stride
 
-    def mailbox(self, sender: int, receiver: int) -> int:
+    def slots(self, sender: int, receiver: int) -> int:
         """The slots for messages of one pair."""
-        return self.mailboxes + (sender * self.size + receiver) * SLOTS * SLOT
+        return self.message_slots + (sender * self.size + receiver) * SLOTS * SLOT
 
     def heap(self, rank: int) -> int:
         """Where the heap of `rank` begins."""
@@ -104,7 +104,7 @@ class Plan:
 
 
 class Board:
-    """One rank's access to the board. Only the thread that drives the group posts; states may be set from any."""
+    """One rank's access to the board. Only the thread that drives the group signals; states may be set from any."""
 
     def __init__(self, segment: Segment, plan: Plan, rank: int, sleep: Sleep) -> None:
         self.plan = plan
@@ -116,44 +116,44 @@ class Board:
         def words(offset: int) -> memoryview:
             return view[offset : offset + plan.size * 8].cast("Q")
 
-        self.posts = words(plan.posts)
+        self.signals = words(plan.signals)
         self.states = words(plan.states)
         self.recoveries = words(plan.recoveries)
         self.pids = words(plan.pids)
-        self.bell = Bell(view, plan.bells, rank, plan.size, sleep)
+        self.wait_queue = WaitQueue(view, plan.wait_queue, rank, plan.size, sleep)
         self.fence = Fence()
-        self.posted = 0
+        self.signaled = 0
         self.turn = 0
         """The number of the collective that is being carried out, or else of the next one."""
         self._digests = [plan.digests, plan.digests + plan.size * DIGEST]
         self._my_digest = rank * DIGEST
         self._first_parts = [[plan.table(r, turn) + _TABLE.size for r in range(plan.size)] for turn in (0, 1)]
 
-    def post(self) -> int:
-        """Everything written so far is there: count it, and wake the ranks that wait for it. The number of posts so far."""
-        self.posted = posted = self.posted + 1
+    def signal(self) -> int:
+        """Publish everything written so far: raise this rank's counter and wake the ranks that wait for it. Returns the counter."""
+        self.signaled = signaled = self.signaled + 1
         fence = self.fence
         fence.release()
         fence.acquire()
-        self.posts[self.rank] = posted
+        self.signals[self.rank] = signaled
         fence.release()
         fence.acquire()
-        self.bell.ring()
-        return posted
+        self.wait_queue.wake_all()
+        return signaled
 
     def start_over(self) -> None:
         """Count from the beginning again, together with all ranks."""
-        self.posted = self.turn = 0
-        self.posts[self.rank] = 0
+        self.signaled = self.turn = 0
+        self.signals[self.rank] = 0
 
     def behind(self, target: int) -> list[int]:
-        """Ranks that have posted less often than `target`."""
-        return [rank for rank, count in enumerate(self.posts.tolist()) if count < target]
+        """Ranks whose counter is below `target`."""
+        return [rank for rank, count in enumerate(self.signals.tolist()) if count < target]
 
-    # -- coming, failing, leaving --------------------------------------------------------------------------------------
+    # -- joining, failing, leaving -------------------------------------------------------------------------------------
 
     def set_state(self, state: int, words: str = "") -> None:
-        """Say what this rank is, from any thread, with a reason."""
+        """Publish this rank's state, with a reason; from any thread."""
         if words:
             text = words.encode(errors="backslashreplace")[: FAILURE_RECORD - 4]
             struct.pack_into(f"<I{len(text)}s", self._memory, self._words_of(self.rank), len(text), text)
@@ -161,7 +161,7 @@ class Board:
         fence()
         self.states[self.rank] = state
         fence()
-        self.bell.ring()
+        self.wait_queue.wake_all()
 
     def _words_of(self, rank: int) -> int:
         return self.plan.failure_records + rank * FAILURE_RECORD
@@ -175,7 +175,7 @@ class Board:
     # -- tables --------------------------------------------------------------------------------------------------------
 
     def announce(self, turn: int, digest: bytes) -> None:
-        """Say what collective number `turn` is."""
+        """Publish what collective number `turn` is."""
         offset = self._digests[turn & 1] + self._my_digest
         self._memory[offset : offset + DIGEST] = digest
 
@@ -185,9 +185,9 @@ class Board:
         return self._memory[offset : offset + len(digests)] == digests
 
     def write_table(self, turn: int, parts: list[tuple[int, int]], *, hold: bool) -> None:
-        """Say where each part lies (-1: in the staging buffers) and its length.
+        """Publish where each part lies (-1: in the staging buffers) and its length.
 
-        `hold` says that parts lie in memory of the caller's, which others must have read before the collective is over.
+        `hold`: parts lie in the caller's memory, which the other ranks must have read before the collective is over.
         """
         offset = self.plan.table(self.rank, turn)
         _TABLE.pack_into(self._memory, offset, hold, len(parts))
@@ -214,7 +214,7 @@ class Table:
     flat: tuple[int, ...]
 
     def part_for(self, rank: int) -> tuple[int, int]:
-        """(offset, length) of what is meant for `rank`; one part is meant for everybody."""
+        """(offset, length) of what is meant for `rank`; a single part is meant for every rank."""
         if not self.flat:
             return -1, 0
         i = 2 * rank if len(self.flat) > 2 else 0

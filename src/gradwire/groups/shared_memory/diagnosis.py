@@ -1,4 +1,4 @@
-"""What is wrong with a group, as one rank sees it: reads the board and the pulse of the processes, and changes nothing."""
+"""What is wrong with a group, as one rank sees it: reads the board and the state of the processes, and changes nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Waiting:
     messages: Sequence[Work] = ()
 
     def for_rank(self, rank: int) -> Work | None:
-        """What to name when `rank` is lost: the collective, or else a message, best one of that rank."""
+        """What to name when `rank` is lost: the collective, or else a message, preferably one of that rank."""
         if self.collective is not None:
             return self.collective
         return next(iter(sorted(self.messages, key=lambda work: work.op.peer != rank)), None)

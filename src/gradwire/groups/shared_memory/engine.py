@@ -1,29 +1,30 @@
-"""Who moves the bytes: whoever waits, or else a thread of the group's own.
+"""The engine: which thread moves the bytes. That is the caller that waits, or else the group's own thread.
 
-Collectives are carried out one after another, in the order in which they were submitted; sends and receives beside them, as
-they find their letters. A thread *drives* the group while it holds the driving lock: it advances the program at the head of the
-queue and all letters, and when nothing moves it spins a little, then sleeps on the rank's bell.
+Collectives are carried out one after another, in the order in which they were submitted; sends and receives independently of
+them, as their messages arrive. A thread *drives* the group while it holds the driving lock: it advances the program at the head of
+the queue and all messages, and when nothing moves it spins for a while, then sleeps on the wait queue.
 
 Note [Who drives]
 A caller that is going to wait anyway (`Group.run`) drives, in its own thread: no hand-over, no switch. An operation that was
 submitted to be waited for later is driven by the group's thread, which starts with the first such operation; it also takes over
-what a caller leaves behind. Whoever finds the lock taken leaves its operation in the queue, wakes the one that drives, and
+what a caller leaves behind. A thread that finds the lock taken leaves its operation in the queue, wakes the one that drives, and
 waits for its Work as always.
 
 Note [Giving up]
-When a deadline passes, the Work has failed, but its program may have posted; the ranks are out of step, and a late rank must not
-pair its operation with a later one of ours. So this rank says so on the board, and the group fails with the error of that
-operation; a rank that comes late, or waits for this one, is told at once. `recover` brings all ranks back into step.
+When a deadline passes, the Work has failed, but its program may have signaled; the ranks are out of step, and a late rank must not
+pair its operation with a later one of ours. So this rank publishes its failure on the board, and the group fails with the error of
+that operation; a rank that arrives late, or waits for this one, fails at once. `recover` brings all ranks back into step.
 
 Note [Breaking off]
 A program may also end in the middle on this rank alone: there was no memory for a copy, or Ctrl-C hit the thread that drives,
-at a point where nobody can say whether it has posted. The others would wait for posts that never come. So the group fails here
-and now, and they hear why. The one error that leaves ranks in step is CollectiveMismatch, which a program raises after its last
-post.
+at a point where it is not known whether it has signaled. The others would wait for signals that never arrive. So the group fails
+here and now, and publishes why. The one error that leaves ranks in step is CollectiveMismatch, which a program raises after its
+last signal.
 
 Note [The last reference]
 Operations in flight keep their group, so the last reference to it may go when one of them is settled: here, in the thread that
-drives. The group's finalizer unmaps the segment. So whoever takes up an operation keeps the group until it has stopped driving.
+drives. The group's finalizer unmaps the segment. So the thread that takes up an operation keeps the group until it has stopped
+driving.
 """
 
 from __future__ import annotations
@@ -42,24 +43,24 @@ from gradwire.groups.shared_memory.agreement import Steps
 from gradwire.groups.shared_memory.board import HERE, LEFT, Board
 from gradwire.groups.shared_memory.diagnosis import CLOSED, Diagnosis, Waiting
 from gradwire.groups.shared_memory.liveness import Pulse
-from gradwire.groups.shared_memory.mail import Letter, Post
+from gradwire.groups.shared_memory.p2p import Mailbox, Message
 from gradwire.groups.shared_memory.programs import Programs
 from gradwire.groups.shared_memory.recovery import Recovery
-from gradwire.groups.shared_memory.sync import SLICE, looks_before_sleep, pause, usable_cores
+from gradwire.groups.shared_memory.sync import SLICE, pause, spins_before_sleep, usable_cores
 from gradwire.groups.work import Work
 
-_ASIDE_LOOKS = 30
-"""How often the group's own thread looks, with the interpreter lock in its hands, before it lingers."""
+_THREAD_SPINS = 30
+"""How often the group's own thread checks while it holds the interpreter lock, before it starts to release it at each check."""
 
-_LINGER = 800
-"""How often a thread then looks, giving up the interpreter lock each time, before it sleeps: one to two milliseconds.
+_YIELDS = 800
+"""How often a thread then checks, releasing the interpreter lock each time, before it sleeps: one to two milliseconds.
 
-To look at one letter is a look: many letters make each round of looks as much longer, and the wait must not grow with them.
+To check one message is one check: many messages make each round as much longer, and the wait must not grow with them.
 """
 
 
 class _Current(NamedTuple):
-    """The collective that is being carried out, and how many posts of every rank it waits for."""
+    """The collective that is being carried out, and how many signals of every rank it waits for."""
 
     work: Work
     steps: Steps
@@ -74,7 +75,7 @@ class Engine:
         name: str,
         board: Board,
         programs: Programs,
-        post: Post,
+        mailbox: Mailbox,
         pulse: Pulse,
         fail: Callable[[BaseException], None],
     ) -> None:
@@ -82,42 +83,42 @@ class Engine:
         self.rank, self.size = board.rank, board.size
         self.board = board
         self.programs = programs
-        self.post = post
+        self.mailbox = mailbox
         self.diagnosis = Diagnosis(name, board, pulse)
         self.recovery = Recovery(board, self.diagnosis)
         self._fail = fail
         self._driving = threading.Lock()
         self._queue: deque[Work] = deque()
-        self._arrived: deque[Work] = deque()
-        self._letters: list[Letter] = []
+        self._new_p2p: deque[Work] = deque()
+        self._messages: list[Message] = []
         self._current: _Current | None = None
         self._keep: object = None
         self._all_here = [HERE] * self.size
         self._stopping = False
-        self._something = threading.Semaphore(0)
+        self._submitted = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         cores = usable_cores()
         self._crowded = self.size > cores
         # See Note [Ranks of one process] in sync.py.
         shares = board.pids.tolist().count(os.getpid()) > 1
-        self._lingers = not self._crowded and not shares
-        self._looks = 1 if shares else looks_before_sleep(self.size, cores=cores)
-        self._aside_looks = 1 if shares else _ASIDE_LOOKS
+        self._yields = not self._crowded and not shares
+        self._spins = 1 if shares else spins_before_sleep(self.size, cores=cores)
+        self._thread_spins = 1 if shares else _THREAD_SPINS
 
     # -- for the group -------------------------------------------------------------------------------------------------
 
     def put(self, work: Work) -> None:
         """Queue an operation, in the order of submission."""
         if work.op.kind.is_p2p:
-            self._arrived.append(work)
+            self._new_p2p.append(work)
         else:
             self._queue.append(work)
 
     def wake(self) -> None:
-        """See that somebody drives what was put."""
+        """Make sure that a thread drives what was queued."""
         if self._driving.locked():
-            self.board.bell.ring_one(self.rank)  # the one that drives may sleep
+            self.board.wait_queue.wake(self.rank)  # the one that drives may sleep
         if self._thread is None:
             with self._starting:
                 if self._thread is None and not self._stopping:
@@ -125,14 +126,14 @@ class Engine:
                         target=self._serve, name=f"gradwire-shm-{self.name}-{self.rank}", daemon=True
                     )
                     self._thread.start()
-        self._something.release()
+        self._submitted.release()
 
     def drive_for(self, work: Work) -> bool:
         """Drive in this thread until `work` is over. False if another thread drives."""
         if not self._driving.acquire(blocking=False):
             return False
         try:
-            self._drive(work, self._looks)
+            self._drive(work, self._spins)
         except BaseException as error:
             self._broken_off(error)
             raise
@@ -151,16 +152,16 @@ class Engine:
             return False
         steps: Steps | None = None
         try:
-            # Only who drives may look: an operation that somebody is taking up is neither in the queue nor current.
-            if self._current is not None or self._queue or self._letters or self._arrived:
+            # Only the driving thread may check: an operation that is being taken up is neither in the queue nor current.
+            if self._current is not None or self._queue or self._messages or self._new_p2p:
                 return False
             steps = self.programs.all_reduce.plain_sum(op)
             if steps is None:
                 return False
-            posts, fence = self.board.posts, self.board.fence
+            signals, fence = self.board.signals, self.board.fence
             for target in steps:
-                for _ in range(self._looks):
-                    if min(posts.tolist()) >= target:
+                for _ in range(self._spins):
+                    if min(signals.tolist()) >= target:
                         fence()
                         break
                     if self._crowded:
@@ -168,7 +169,7 @@ class Engine:
                 else:
                     work = begin()
                     self._current = _Current(work, steps, target)
-                    self._drive(work, self._looks)
+                    self._drive(work, self._spins)
                     break
             else:
                 return True
@@ -186,12 +187,12 @@ class Engine:
         return work
 
     def _hand_over(self) -> None:
-        """What came in while this thread was driving is for the group's own."""
-        if self._queue or self._arrived or self._letters or self._current is not None:
+        """Leave to the group's own thread what was submitted while this one was driving."""
+        if self._queue or self._new_p2p or self._messages or self._current is not None:
             self.wake()
 
     def arrivals(self, work: Work) -> Arrivals:
-        """Who has come as far as the operation waits for; an operation that is queued waits for the one before it."""
+        """Which ranks have come as far as the operation waits for; an operation that is queued waits for the one before it."""
         current = self._current
         missing = [] if current is None or work.is_completed() else self.board.behind(current.target)
         return Arrivals(tuple(r for r in range(self.size) if r not in missing), tuple(missing))
@@ -201,59 +202,59 @@ class Engine:
     def _serve(self) -> None:
         """The group's own thread."""
         while True:
-            self._something.acquire()
-            while self._something.acquire(blocking=False):
+            self._submitted.acquire()
+            while self._submitted.acquire(blocking=False):
                 pass
             if self._stopping:
                 return
             with self._driving:
                 try:
-                    self._drive(None, self._aside_looks)
-                except BaseException as error:  # whoever waits must hear of it, and the thread is needed again
+                    self._drive(None, self._thread_spins)
+                except BaseException as error:  # those who wait must get the error, and the thread is needed again
                     self._broken_off(error)
                 keep, self._keep = self._keep, None
             del keep  # see Note [The last reference]
 
     def _drive(self, until: Work | None, patience: int) -> None:
-        looks = 0
+        spins = 0
         while not self._stopping:
             moved = self._advance()
             if until is not None and until.settled:
                 return
             if moved:
-                looks = 0
+                spins = 0
                 continue
-            if self._current is None and not self._letters and not self._queue and not self._arrived:
+            if self._current is None and not self._messages and not self._queue and not self._new_p2p:
                 return
-            looks += max(1, len(self._letters))
-            if looks < patience:
+            spins += max(1, len(self._messages))
+            if spins < patience:
                 if self._crowded:
                     os.sched_yield()
                 continue
-            if self._lingers and looks < patience + _LINGER:
+            if self._yields and spins < patience + _YIELDS:
                 pause()
                 continue
-            looks = 0
-            self._look_around()
+            spins = 0
+            self._check_ranks()
             if until is not None and time.perf_counter() >= until.deadline:
                 until.ledger.expire(until)
                 continue
-            self.board.bell.sleep(self._can_move, self.board.fence, SLICE)
+            self.board.wait_queue.sleep(self._can_move, self.board.fence, SLICE)
 
     def _can_move(self) -> bool:
         """For a rank about to sleep: has something changed?"""
         if self._queue and self._current is None:
             return True
-        if self._arrived or self._stopping:
+        if self._new_p2p or self._stopping:
             return True
         current = self._current
-        if current is not None and (current.work.settled or min(self.board.posts.tolist()) >= current.target):
+        if current is not None and (current.work.settled or min(self.board.signals.tolist()) >= current.target):
             return True
         if self.board.states.tolist() != self._all_here and (
             self.diagnosis.failure(self.waiting()) is not None or self._stranded()[1]
         ):
             return True
-        return any(letter.step() for letter in self._letters)
+        return any(message.step() for message in self._messages)
 
     def _advance(self) -> bool:
         """One step of everything that can take one."""
@@ -266,25 +267,25 @@ class Engine:
         elif current.work.settled:
             self._give_up(current)
             moved = True
-        elif min(self.board.posts.tolist()) >= current.target:
+        elif min(self.board.signals.tolist()) >= current.target:
             self.board.fence()
             self._go_on(current.work, current.steps)
             moved = True
-        if self._arrived:
-            work = self._arrived.popleft()
+        if self._new_p2p:
+            work = self._new_p2p.popleft()
             self._keep = work.group
-            self._letters.append(self.post.letter(work))
+            self._messages.append(self.mailbox.message(work))
             moved = True
-        if self._letters:
-            for letter in self._letters:
-                moved = letter.step() or moved
-            self._letters = [letter for letter in self._letters if not letter.over]
+        if self._messages:
+            for message in self._messages:
+                moved = message.step() or moved
+            self._messages = [message for message in self._messages if not message.over]
         return moved
 
     def _begin(self, work: Work) -> None:
         self._keep = work.group
         steps = self.programs.carry_out(work.op)
-        self._current = _Current(work, steps, self.board.posted)
+        self._current = _Current(work, steps, self.board.signaled)
         if work.settled:  # given up before it began: the others may be waiting for it
             self._give_up(self._current)
             return
@@ -298,7 +299,7 @@ class Engine:
         except StopIteration:
             self._current = None
             work.finish()
-        except CollectiveMismatch as error:  # every rank has posted as often as the others
+        except CollectiveMismatch as error:  # every rank has signaled as often as the others
             self._current = None
             work.fail(error)
         except Exception as error:
@@ -323,8 +324,8 @@ class Engine:
 
     # -- when nothing moves --------------------------------------------------------------------------------------------
 
-    def _look_around(self) -> None:
-        """Nothing has moved for a while: are all ranks still there?"""
+    def _check_ranks(self) -> None:
+        """Nothing has moved for a while: check whether all ranks are still there."""
         waiting = self.waiting()
         if self.board.states.tolist() != self._all_here:
             error = self.diagnosis.failure(waiting)
@@ -344,15 +345,17 @@ class Engine:
     def waiting(self) -> Waiting:
         """What this rank waits for now."""
         current = self._current
-        messages = [letter.work for letter in self._letters if not letter.over]
+        messages = [message.work for message in self._messages if not message.over]
         return Waiting(None if current is None else current.work, messages)
 
     def _stranded(self) -> tuple[int, list[Work]]:
         """A rank that has closed its group, and the operations that wait for it in vain."""
         current, left = self._current, self.diagnosis.left()
         for rank in left:
-            works = [letter.work for letter in self._letters if letter.is_stranded(rank, left) and not letter.step()]
-            if current is not None and self.board.posts[rank] < current.target:
+            works = [
+                message.work for message in self._messages if message.is_stranded(rank, left) and not message.step()
+            ]
+            if current is not None and self.board.signals[rank] < current.target:
                 works.append(current.work)
             if works:
                 return rank, works
@@ -361,21 +364,21 @@ class Engine:
     # -- after a failure, and at the end -------------------------------------------------------------------------------
 
     def recover(self, timeout: float) -> None:
-        """Meet all ranks, forget what was under way, and count from the beginning."""
+        """Meet all ranks, drop what was under way, and count from the beginning."""
         deadline = time.perf_counter() + timeout
-        self.board.bell.ring_one(self.rank)
+        self.board.wait_queue.wake(self.rank)
         if not self._driving.acquire(timeout=timeout):
             raise CollectiveTimeout(
                 f"recovery of {self.name} on rank {self.rank}: another thread still drives an operation after {timeout:.3g} s."
             )
         try:
             self._queue.clear()
-            self._arrived.clear()
-            self._letters.clear()
+            self._new_p2p.clear()
+            self._messages.clear()
             if self._current is not None:
                 self._current.steps.close()
                 self._current = None
-            self.recovery.run(deadline, timeout, self.post.start_over)
+            self.recovery.run(deadline, timeout, self.mailbox.start_over)
         finally:
             self._driving.release()
 
@@ -383,8 +386,8 @@ class Engine:
         """End the thread; leave the board."""
         self._stopping = True
         thread = self._thread
-        self.board.bell.ring_one(self.rank)
-        self._something.release()
+        self.board.wait_queue.wake(self.rank)
+        self._submitted.release()
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
         state = self.board.states[self.rank] & 0xFF

@@ -69,14 +69,14 @@ class Exchange:
                     window = t[low : low + capacity]
                     at = self._plan.buffer(self.rank, number) + i * capacity
                     self._views.tensor(at, window.numel()).copy_(window)
-            yield self.board.post()
+            yield self.board.signal()
             self._pull(wanted, low, low + capacity, self._windows(tables, number, capacity))
             low += capacity
         longest = max((t.numel() for t in wanted.places.values()), default=0)
         if low < longest:  # what did not have to be staged
             self._pull(wanted, low, longest, {})
         if any(table.hold for table in tables):
-            yield self.board.post()
+            yield self.board.signal()
         if wrong:
             raise CollectiveMismatch(
                 f"{op} of {self._agreement.name}: rank {self.rank} expects other sizes than it was sent: "
@@ -136,7 +136,7 @@ class Exchange:
 
     def _parts(self, op: Collective) -> tuple[list[Tensor], dict[int, Tensor]]:
         """What this rank brings (one part for all, or one per rank), and where what comes from which rank goes."""
-        kind, everybody = op.kind, range(self.size)
+        kind, ranks = op.kind, range(self.size)
         if kind is OpKind.BROADCAST:
             at_root = self.rank == op.root
             return [op.inputs[0]] if at_root else [], {} if at_root else {op.root or 0: op.outputs[0]}
@@ -145,9 +145,9 @@ class Exchange:
         if kind is OpKind.ALL_GATHER_INTO_TENSOR:
             return [op.inputs[0]], dict(enumerate(_equal(op.outputs[0], self.size)))
         if kind is OpKind.REDUCE_SCATTER:
-            return list(op.inputs), dict.fromkeys(everybody, op.outputs[0])
+            return list(op.inputs), dict.fromkeys(ranks, op.outputs[0])
         if kind is OpKind.REDUCE_SCATTER_TENSOR:
-            return list(_equal(op.inputs[0], self.size)), dict.fromkeys(everybody, op.outputs[0])
+            return list(_equal(op.inputs[0], self.size)), dict.fromkeys(ranks, op.outputs[0])
         if kind is OpKind.ALL_TO_ALL:
             return list(op.inputs), dict(enumerate(op.outputs))
         if kind is OpKind.ALL_TO_ALL_SINGLE:

@@ -45,7 +45,7 @@ def divide(array: np.ndarray[Any, Any], count: int, call: Callable[..., Any] = l
 
 
 def quiet() -> Callable[..., Any]:
-    """`call(fn, *args)` that keeps numpy's floating-point warnings away: infinities are the caller's business, as with torch.
+    """`call(fn, *args)` that suppresses numpy's floating-point warnings: infinities are the caller's business, as with torch.
 
     Not for two threads at a time. `np.errstate` takes longer than a small sum; numpy 2 has its state in a context variable, and a
     context in which that was set once does the same in a tenth of the time.
@@ -120,8 +120,8 @@ class CompiledFold(Fold):
     def find(cls, op: ReduceOp, dtype: torch.dtype, size: int) -> CompiledFold | None:
         """The one for `size` ranks, ready to run; None where there is no numba, or no loop.
 
-        The first time it loads numba, which takes about a second, and compiles, which takes another if nobody has done so on this
-        machine before. So ask where nobody waits.
+        The first time it loads numba, which takes about a second, and compiles, which takes another unless it has been done on this
+        machine before. So call it where no rank waits.
         """
         if size < 2 or (op is not _SUM and op is not _AVG) or (dtype not in SUMMED and dtype is not torch.bfloat16):
             return None

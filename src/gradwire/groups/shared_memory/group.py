@@ -4,8 +4,8 @@
     bucket = group.allocate(1_000_000)       # in the heap that all ranks can reach
     group.all_reduce(bucket)                 # nothing is copied
 
-The segment (`segment.py`) holds the board (`board.py`), mailboxes, staging buffers and one heap per rank (`heap.py`);
-`programs.py` picks the program of a collective, `mail.py` has sends and receives. `engine.py` drives both, `diagnosis.py` finds out
+The segment (`segment.py`) holds the board (`board.py`), message slots, staging buffers and one heap per rank (`heap.py`);
+`programs.py` picks the program of a collective, `p2p.py` has sends and receives. `engine.py` drives both, `diagnosis.py` finds out
 which rank is missing or has failed, `recovery.py` brings all ranks back into step, and `sync.py` argues why all that is right.
 """
 
@@ -38,7 +38,7 @@ from gradwire.groups.shared_memory.diagnosis import report
 from gradwire.groups.shared_memory.engine import Engine
 from gradwire.groups.shared_memory.heap import Heap
 from gradwire.groups.shared_memory.liveness import Pulse
-from gradwire.groups.shared_memory.mail import Post
+from gradwire.groups.shared_memory.p2p import Mailbox
 from gradwire.groups.shared_memory.programs import Programs
 from gradwire.groups.shared_memory.segment import Segment, Ticket, default_directory, warn_once
 from gradwire.groups.shared_memory.sync import Futex, Polling, Sleep
@@ -46,7 +46,7 @@ from gradwire.groups.shared_memory.views import Views
 from gradwire.groups.work import Work
 
 ROOM, ROOM_PER_RANK = 64 << 30, 16 << 30
-"""Address space of a segment, in bytes, when the group was not told otherwise: the larger of the two, the second for each rank.
+"""Address space of a segment, in bytes, unless `room` is given: the larger of the two, the second for each rank.
 Memory is taken only as the heaps grow."""
 
 _SMALLEST_HEAP = 1 << 20
@@ -72,7 +72,7 @@ class SharedMemoryGroup(Group):
     ) -> None:
         """`directory` is where the segment lies (a tmpfs; /dev/shm), `room` how many bytes it can
         become, for all ranks together. `waiting` names how ranks
-        sleep, where the best way is not wanted; it must be the same on all ranks."""
+        sleep, where the best way must not be used; it must be the same on all ranks."""
         super().__init__(rank, size, name=name or "shared-memory", timeout=timeout)
         self._store = store
         self._meeting = ""
@@ -103,13 +103,13 @@ class SharedMemoryGroup(Group):
             segment.unlink()
             self._views = Views(segment, plan, rank)
             programs = Programs(self.name, self._board, self._views)
-            post = Post(segment, self._board, self._heap, self._views)
+            mailbox = Mailbox(segment, self._board, self._heap, self._views)
             pulse = Pulse(dict(enumerate(self._board.pids.tolist())))
         except BaseException:
             segment.close()
             raise
         self._segment = segment
-        self._engine = Engine(self.name, self._board, programs, post, pulse, weakly(self.fail))
+        self._engine = Engine(self.name, self._board, programs, mailbox, pulse, weakly(self.fail))
         # After the base class's finalizer was made, so that at exit this one runs first.
         self._engine_finalizer = finalize_here(self, _stop, self._engine, segment)
 
@@ -125,7 +125,7 @@ class SharedMemoryGroup(Group):
     def submit_and_wait(self, op: Collective) -> Work:
         """Carry it out in this thread, unless another one is driving the group."""
         engine, ledger = self._engine, self.ledger
-        # A plain sum can be wrong for this group in its scope only, and nothing may be posted before that is looked at.
+        # A plain sum can be wrong for this group in its scope only, and nothing may be signaled before that is checked.
         if self.size > 1 and op.scope is _WORLD and not ledger.events and not ledger.hooks:
             self.check_usable(op)
             started = time.perf_counter()
@@ -174,7 +174,7 @@ class SharedMemoryGroup(Group):
         return t.device.type == "cpu" and self._views.offset_in_heap(t) >= 0
 
     def arrivals(self, work: Work) -> Arrivals | None:
-        """Who has come: read from the board."""
+        """Which ranks have arrived: read from the board."""
         if work.op.kind.is_p2p:
             return None if work.op.peer is None else Arrivals((self.rank,), (work.op.peer,))
         return self._engine.arrivals(work)
@@ -193,16 +193,16 @@ class SharedMemoryGroup(Group):
     # -- failures and the end ------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Fail here, and tell the other ranks."""
+        """Fail here, and notify the other ranks."""
         first = self.failure is None
         super().fail(error)
         if first and not self.closed and not self.forked:
             self._heap.hold_back()
             self._board.set_state(*report(error))
-            self._board.bell.ring_one(self.rank)
+            self._board.wait_queue.wake(self.rank)
 
     def check_peers(self) -> None:
-        """Look at the board and at the processes now."""
+        """Check the board and the other ranks' processes now."""
         if self.failure is None and not self.closed and not self.forked:
             error = self._engine.diagnosis.trouble(self._engine.waiting())
             if error is not None:
@@ -210,7 +210,7 @@ class SharedMemoryGroup(Group):
         super().check_peers()
 
     def recover(self, timeout: float | None = None) -> None:
-        """Meet the other ranks and start counting afresh."""
+        """Meet the other ranks and count operations from the beginning."""
         self.refuse_in_child("recover()")
         if isinstance(self.failure, PeerLost):
             raise again(self.failure)
@@ -257,12 +257,12 @@ def _meet(group: SharedMemoryGroup, meeting: Rendezvous, directory: str, room: i
             raise
         store.set(f"{base}/ticket", json.dumps({**asdict(ticket), "chunk": plan.chunk}))
         return segment, plan.chunk
-    told = json.loads(meeting.receive(f"{base}/ticket", source=0))
-    if "refused" in told:
-        raise GroupError(f"{group}: rank 0 could not make the segment: {told['refused']}")
+    announced = json.loads(meeting.receive(f"{base}/ticket", source=0))
+    if "refused" in announced:
+        raise GroupError(f"{group}: rank 0 could not make the segment: {announced['refused']}")
     try:
-        chunk: int = told.pop("chunk")
-        return _join(group, Ticket(**told)), chunk
+        chunk: int = announced.pop("chunk")
+        return _join(group, Ticket(**announced)), chunk
     except Exception as error:
         store.set(f"{base}/refused", f"rank {rank}: {error}")
         raise
@@ -283,20 +283,20 @@ def _join(group: SharedMemoryGroup, ticket: Ticket) -> Segment:
 def _all_here(group: SharedMemoryGroup, board: Board, meeting: Rendezvous) -> None:
     """Wait until every rank has mapped the segment."""
     deadline = time.perf_counter() + group.timeout
-    next_look, store = 0.0, meeting.store
+    next_check, store = 0.0, meeting.store
 
     def all_mapped() -> bool:
         return 0 not in board.states.tolist()
 
     while not all_mapped():
         now = time.perf_counter()
-        if now >= next_look:
-            next_look = now + 0.2
+        if now >= next_check:
+            next_check = now + 0.2
             if store.check([f"{group._meeting}/refused"]):
                 raise GroupError(f"{group}: {store.get(f'{group._meeting}/refused').decode()}")
         if now > deadline:
             states = board.states.tolist()
             missing = [r for r, state in enumerate(states) if not state]
             raise meeting.absent(missing, [r for r, state in enumerate(states) if state])
-        board.bell.sleep(all_mapped, board.fence, 0.05)
+        board.wait_queue.sleep(all_mapped, board.fence, 0.05)
     board.fence()

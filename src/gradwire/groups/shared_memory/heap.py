@@ -1,12 +1,12 @@
 """One rank's heap in the segment: memory that the other ranks can reach, handed out as tensors.
 
 A block goes back to the heap when the last tensor that lies in it is gone: the tensor's storage holds the block's numpy
-array, and a finalizer of that array is what frees it. Blocks are found first fit, and neighbours that are free become one.
+array, and a finalizer of that array is what frees it. Blocks are found first fit, and neighbors that are free become one.
 
-Note [Blocks that somebody may still write]
+Note [Blocks that another rank may still write]
 A collective in the heap is carried out by all ranks: others write into this rank's block. When it fails here, another rank may
 still be at it. From a failure until all ranks have met again (`Group.recover`), freed blocks are therefore kept back, so that
-a late write cannot land in somebody else's tensor.
+a late write cannot land in another tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from gradwire.errors import SharedMemoryFull
 
 ALIGNMENT = 4096
-"""Blocks begin at pages: a block's first and last bytes share no cache line, and no page, with a neighbour."""
+"""Blocks begin at pages: a block's first and last bytes share no cache line, and no page, with a neighbor."""
 
 _GROWTH = 4 << 20
 
@@ -120,7 +120,7 @@ class Heap:
         self._free.insert(i, (offset, nbytes))
 
     def hold_back(self) -> None:
-        """From now on keep what is freed: see Note [Blocks that somebody may still write]."""
+        """From now on keep what is freed: see Note [Blocks that another rank may still write]."""
         self._holding = True
 
     def let_go(self) -> None:

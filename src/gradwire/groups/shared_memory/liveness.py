@@ -1,7 +1,7 @@
-"""The pulse of the other ranks' processes.
+"""Whether the other ranks' processes are alive.
 
-A process that has died, even if nobody has waited for it yet, makes its pidfd readable, and a number that was given to another
-process in the meantime cannot be mistaken for it. Where there are no pidfds, the process's entry in /proc is read.
+A process that has died, even if its parent has not waited for it yet, makes its pidfd readable, and a number that was given to
+another process in the meantime cannot be mistaken for it. Where there are no pidfds, the process's entry in /proc is read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gradwire.groups.host import is_dead, process_start
 
 
 class Pulse:
-    """Tells which of the processes of other ranks have died."""
+    """Watches which of the other ranks' processes have died."""
 
     def __init__(self, pids: Mapping[int, int]) -> None:
         """`pids` maps each rank to its process."""

@@ -1,11 +1,11 @@
 """Sums of all ranks' pieces as compiled loops: every piece is read once, and the sum written in its place.
 
-Without numba there are none, and `fold.py` goes numpy's way, which gives the same bits.
+Without numba there are none, and `fold.py` uses numpy, which gives the same bits.
 
 Note [Once through the cache]
 numpy adds in one pass and copies the sum to the other ranks in another. A block that is large enough for numpy's price per call
 has left the first-level cache by then, and so every byte crosses it twice. A compiled loop has no price per call: of two and of
-four ranks it stores each sum where it was read from, in the same breath; of other numbers it goes in blocks of 256 elements, which
+four ranks it stores each sum where it was read from, at once; of other numbers it goes in blocks of 256 elements, which
 stay in the innermost cache until they are stored.
 
 Note [The same bits]

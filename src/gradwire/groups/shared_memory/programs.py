@@ -1,10 +1,10 @@
-"""Collectives over shared memory, as programs: generators that yield a number of posts and go on once all ranks have made it.
+"""Collectives over shared memory, as programs: generators that yield a number of signals and go on once all ranks have given it.
 
-A rank *announces* a collective (a table that says what it is and where its parts lie), *posts*, and waits for the others'
-posts; then it *pulls* what it needs straight from where the others have it. A part lies in one of three places:
+A rank *announces* a collective (a table of what it is and where its parts lie), *signals*, and waits for the others'
+signals; then it *pulls* what it needs straight from where the others have it. A part lies in one of three places:
 
-- up to SMALL bytes: copied into the rank's small slot together with the announcement, so that one post is all;
-- in the rank's heap: where it is; nothing is copied, and all ranks post once more when they have read it;
+- up to SMALL bytes: copied into the rank's small slot together with the announcement, so that one signal is enough;
+- in the rank's heap: where it is; nothing is copied, and all ranks signal once more when they have read it;
 - elsewhere: copied window by window through the rank's staging buffers.
 
 Each rank chooses for itself, and writes it into its table. This module picks the program: `agreement.py` has the announcement,

@@ -41,13 +41,13 @@ class Recovery:
             raise
 
     def meet(self, deadline: float, timeout: float) -> None:
-        """A barrier of its own: nobody posts here."""
+        """A barrier of its own, without signals."""
         board, diagnosis = self.board, self._diagnosis
         target = board.recoveries[board.rank] + 1
         board.fence()
         board.recoveries[board.rank] = target
         board.fence()
-        board.bell.ring()
+        board.wait_queue.wake_all()
 
         def all_there() -> bool:
             return min(board.recoveries.tolist()) >= target
@@ -68,5 +68,5 @@ class Recovery:
                     joined=[r for r in range(board.size) if r not in missing],
                     missing=missing,
                 )
-            board.bell.sleep(all_there, board.fence, SLICE)
+            board.wait_queue.sleep(all_there, board.fence, SLICE)
         board.fence()

@@ -4,7 +4,7 @@ Note [A file without a name]
 A file under /dev/shm with a name stays there when its makers are killed before they can unlink it. So the segment never has
 one: `O_TMPFILE` makes a file that is in no directory, with mode 0600, and the other ranks open it through
 `/proc/<pid>/fd/<number>`, which the kernel allows to processes of the same user. The number of the process, of the descriptor
-and of the inode, and a random token that is also written into the segment, travel through the rendezvous store; whoever opens
+and of the inode, and a random token that is also written into the segment, travel through the rendezvous store; a rank that opens
 it checks all of them, the owner, the size and the version. When the last process has gone, however it went, the kernel frees
 the memory. Where there is no `O_TMPFILE` or no /proc, the file has a random name of 128 bits and is unlinked once all ranks
 have it mapped.
@@ -129,7 +129,7 @@ class Segment:
             if status.st_size != ticket.nbytes:
                 raise GroupError(
                     f"{what}: has {status.st_size} bytes where {ticket.nbytes} were announced. It is not used: somebody has "
-                    "written to it. Start all ranks anew."
+                    "written to it. Restart all ranks."
                 )
             segment = cls(os.dup(fd), ticket.nbytes)
         except OSError as error:
@@ -224,14 +224,14 @@ def default_directory() -> str:
 def _check_header(segment: Segment, ticket: Ticket, what: str) -> None:
     magic, version, ranks, token, nbytes = _HEADER.unpack_from(segment.memory, 0)
     if magic != _MAGIC:
-        raise GroupError(f"{what}: does not begin as one of ours. It is not used: start all ranks anew.")
+        raise GroupError(f"{what}: does not begin as one of ours. It is not used: restart all ranks.")
     if version != VERSION:
         raise GroupError(
             f"{what}: has layout version {version}, this process knows {VERSION}. Run the same gradwire on all ranks."
         )
     if token.hex() != ticket.token or ranks != ticket.ranks or nbytes != ticket.nbytes:
         raise GroupError(
-            f"{what}: belongs to another group ({ranks} ranks, {nbytes} bytes). It is not used: start all ranks anew."
+            f"{what}: belongs to another group ({ranks} ranks, {nbytes} bytes). It is not used: restart all ranks."
         )
 
 

@@ -1,6 +1,6 @@
-"""Waiting and waking between processes that share memory: a fence, counters, and a bell per rank.
+"""Waiting and waking between processes that share memory: a fence, counters, and a wait queue.
 
-Everything here is single-writer: a word is written by one rank only, except a bell, which anybody may put out. Nothing needs
+Everything here is single-writer: a word is written by one rank only, except a sleep flag, which any rank may clear. Nothing needs
 an atomic read-modify-write, which Python does not have.
 
 Note [Loads and stores]
@@ -20,32 +20,32 @@ This covers x86-64 and ARMv8, on which it was measured. On POWER and RISC-V a re
 before a later load: data and counters are still in order there, but a sleeper and a writer can miss each other, and the wake-up is
 then late by `SLICE`, never lost.
 
-    writer: bytes; fence; counter += 1; fence; look whether the reader sleeps
-    reader: look at the counter; fence; bytes
+    writer: bytes; fence; counter += 1; fence; check whether the reader sleeps
+    reader: read the counter; fence; bytes
 
 The first fence of the writer and the one of the reader order the bytes with the counter. The writer's second fence and the
-one in `Bell.sleep` are the two halves of the next note.
+one in `WaitQueue.sleep` are the two halves of the next note.
 
 Note [No wake-up is lost]
-A sleeper writes 1 into its bell, fences, looks once more at what it waits for, and only then sleeps, in the kernel, while the
-bell is 1. A writer changes its counter, fences, looks at the bell, and if it is 1 writes 0 and wakes. With a full fence between
+A sleeper writes 1 into its sleep flag, fences, checks once more what it waits for, and only then sleeps, in the kernel, while the
+flag is 1. A writer changes its counter, fences, reads the flag, and if it is 1 writes 0 and wakes. With a full fence between
 the store and the load on both sides at least one of them sees the other's store: either the sleeper sees the counter and does
-not sleep, or the writer sees the bell. The kernel compares the bell with 1 under its own lock, so a writer that puts the bell
-out between the sleeper's last look and its sleep is noticed too. Two writers may both see 1: one wake-up too many is harmless.
-A writer may be killed between writing 0 and waking; therefore nobody sleeps longer than `SLICE` at a time, and everybody looks
-at the living after each.
+not sleep, or the writer sees the flag. The kernel compares the flag with 1 under its own lock, so a writer that clears the flag
+between the sleeper's last check and its sleep is noticed too. Two writers may both see 1: one wake-up too many is harmless.
+A writer may be killed between writing 0 and waking; therefore no rank sleeps longer than `SLICE` at a time, and each checks
+after every sleep whether the others are alive.
 
 Note [Spin, then sleep]
-A sleep and a wake-up cost 20 to 60 us and two switches; a peer that is about to post comes within a few. So a waiter looks a
+A sleep and a wake-up cost 20 to 60 us and two switches; a peer that is about to signal does so within a few. So a waiter checks a
 number of times before it sleeps, as long as there is a core for every rank: first without pause, then, for a millisecond or
-two, giving up the interpreter lock at each look, since ranks that have just shared a piece of work are seldom further apart.
-Where ranks outnumber cores a spinning rank keeps the one it waits for from running; it gives up the core at each look instead,
+two, giving up the interpreter lock at each check, since ranks that have just shared a piece of work are rarely further apart.
+Where ranks outnumber cores a spinning rank keeps the one it waits for from running; it gives up the core at each check instead,
 and sleeps soon.
 
 Note [Ranks of one process]
 Ranks that are threads of one process share its interpreter lock. A rank that spins keeps it from the very rank it waits for. To
-give it up at each look does not help: a thread that waits for the lock needs longer to wake than the look's pause is, finds it
-taken again, and gets it by force after the interpreter's switch interval, 5 ms. So such a rank looks once and sleeps.
+give it up at each check does not help: a thread that waits for the lock needs longer to wake than the pause lasts, finds it
+taken again, and gets it only after the interpreter's switch interval, 5 ms. So such a rank checks once and sleeps.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 SLICE = 0.05
-"""The longest sleep, in seconds, before a waiter looks around."""
+"""The longest sleep, in seconds, before a waiter checks on the other ranks."""
 
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
@@ -82,13 +82,13 @@ class Fence:
 
 
 class Sleep(Protocol):
-    """How a rank sleeps until its bell is put out, and how another one wakes it."""
+    """How a rank sleeps until its flag is cleared, and how another rank wakes it."""
 
     def sleep(self, word: int, seconds: float) -> None:
         """Sleep while the word at offset `word` is 1, at most `seconds`. May return early for no reason."""
 
     def wake(self, word: int) -> None:
-        """Wake who sleeps at `word`, which has been put out."""
+        """Wake the rank that sleeps at `word`, which has been cleared."""
 
 
 class Futex:
@@ -135,7 +135,7 @@ class Futex:
 
 
 class Polling:
-    """Where there is no futex: look again after a sleep that grows from 20 us to 1 ms. Nobody needs waking."""
+    """Where there is no futex: check again after a sleep that grows from 20 us to 1 ms. No wake-up is needed."""
 
     def __init__(self, view: memoryview) -> None:
         self._words = view.cast("I")
@@ -152,13 +152,13 @@ class Polling:
         """The sleeper will see it."""
 
 
-class Bell:
-    """What a rank sleeps on, and by which the others wake it. One word per rank, each on a cache line of its own."""
+class WaitQueue:
+    """What ranks sleep on, and by which they wake each other. One sleep flag per rank, each on a cache line of its own."""
 
     STRIDE = 64
 
     def __init__(self, view: memoryview, offset: int, rank: int, size: int, sleep: Sleep) -> None:
-        """`view` is the whole mapping, `offset` where the bells begin."""
+        """`view` is the whole mapping, `offset` where the sleep flags begin."""
         self._words = view[offset : offset + size * self.STRIDE].cast("I")
         self._step = self.STRIDE // 4
         self._offset = offset
@@ -167,19 +167,19 @@ class Bell:
         self._others = [r * self._step for r in range(size) if r != rank]
         self._sleep = sleep
 
-    def ring(self) -> None:
+    def wake_all(self) -> None:
         """Wake every other rank that sleeps. Fence before."""
         words = self._words
         for index in self._others:
             if words[index]:
-                self._put_out(index)
+                self._clear(index)
 
-    def ring_one(self, rank: int) -> None:
+    def wake(self, rank: int) -> None:
         """Wake one rank, perhaps this one, if it sleeps. Fence before."""
         if self._words[rank * self._step]:
-            self._put_out(rank * self._step)
+            self._clear(rank * self._step)
 
-    def _put_out(self, index: int) -> None:
+    def _clear(self, index: int) -> None:
         self._words[index] = 0
         self._sleep.wake(self._offset + index * 4)
 
@@ -207,8 +207,8 @@ def _pause() -> Callable[[], object]:
 pause = _pause()
 
 
-def looks_before_sleep(size: int, *, cores: int) -> int:
-    """How often to look for a peer before going to sleep: see Note [Spin, then sleep]."""
+def spins_before_sleep(size: int, *, cores: int) -> int:
+    """How often to check for a peer before going to sleep: see Note [Spin, then sleep]."""
     return 300 if size <= cores else 40
 
 

@@ -83,7 +83,7 @@ def test_a_local_failure_in_the_middle_is_told_to_the_others(world: Any, everywh
     groups = world(3)
     calls = 0 if where == "before the announcement" else 1
     board = groups[1]._board
-    board.post = Once(board.post, MemoryError("no memory on rank 1"), calls=calls)
+    board.signal = Once(board.signal, MemoryError("no memory on rank 1"), calls=calls)
     began = time.perf_counter()
 
     def reduce(group: Any) -> None:
@@ -103,29 +103,29 @@ def test_a_local_failure_in_the_middle_is_told_to_the_others(world: Any, everywh
 
 
 @pytest.mark.parametrize("size", [1, LARGE])
-@pytest.mark.parametrize("place", ["before the post", "between the halves of a fence", "asleep"])
+@pytest.mark.parametrize("place", ["before the signal", "between the halves of a fence", "asleep"])
 def test_ctrl_c_in_the_thread_that_drives(world: Any, everywhere: Any, size: int, place: str) -> None:
     """KeyboardInterrupt goes to the caller; the other ranks hear of it at once, and all can recover."""
     groups = world(2)
     board = groups[0]._board
-    if place == "before the post":
-        board.post = Once(board.post, KeyboardInterrupt())
+    if place == "before the signal":
+        board.signal = Once(board.signal, KeyboardInterrupt())
     elif place == "between the halves of a fence":
         board.fence.acquire = Once(board.fence.acquire, KeyboardInterrupt())
     else:
-        board.bell.sleep = Once(board.bell.sleep, KeyboardInterrupt())
+        board.wait_queue.sleep = Once(board.wait_queue.sleep, KeyboardInterrupt())
     began = time.perf_counter()
 
     def reduce(group: Any) -> None:
         if group.rank == 1 and place == "asleep":
-            while board.bell.sleep.error is not None:  # until rank 0 has gone to sleep, and was interrupted there
+            while board.wait_queue.sleep.error is not None:  # until rank 0 has gone to sleep, and was interrupted there
                 time.sleep(0.001)
         group.all_reduce(torch.ones(size), label="interrupted")
 
     errors = everywhere(groups, reduce)
     assert time.perf_counter() - began < 30
     assert isinstance(errors[0], KeyboardInterrupt)
-    if place != "asleep" or errors[1] is not None:  # asleep, rank 0 had posted: a small sum is then done on rank 1
+    if place != "asleep" or errors[1] is not None:  # asleep, rank 0 had signaled: a small sum is then done on rank 1
         assert isinstance(errors[1], GroupAborted)
         assert "broken off on rank 0 by KeyboardInterrupt" in str(errors[1])
     with pytest.raises(GroupAborted, match="broken off on rank 0 by KeyboardInterrupt"):
@@ -138,18 +138,18 @@ def test_ctrl_c_while_a_sum_spins_leaves_nothing_that_counts_later(world: Any, e
     groups = world(2)
     board = groups[0]._board
 
-    class Posts:
-        """As if Ctrl-C came while rank 0 looks for the others' posts."""
+    class Signals:
+        """As if Ctrl-C came while rank 0 looks for the others' signals."""
 
         def tolist(self) -> list[int]:
             raise KeyboardInterrupt
 
-    posts, board.posts = board.posts, Posts()
-    board.post = lambda: setattr(board, "posted", board.posted + 1) or board.posted
+    signals, board.signals = board.signals, Signals()
+    board.signal = lambda: setattr(board, "signaled", board.signaled + 1) or board.signaled
     with pytest.raises(KeyboardInterrupt) as caught:
         groups[0].all_reduce(torch.ones(3))
-    board.posts = posts
-    del board.post
+    board.signals = signals
+    del board.signal
     assert everywhere(groups, lambda group: group.recover(10.0)) == [None, None]
     caught.value.__traceback__ = None
     del caught
@@ -276,15 +276,15 @@ def test_recovery_after_every_kind_of_failure_again_and_again(world: Any, everyw
         assert all(isinstance(error, CollectiveTimeout) and error.missing == (0,) for error in errors[1:])
         recovered(groups, everywhere)
 
-        def letters(group: Any) -> Any:
+        def messages(group: Any) -> Any:
             if group.rank == 0:
                 sends = [group.send(torch.ones(9), dst=1, tag=tag, async_op=True) for tag in range(40)]
                 time.sleep(0.05)
-                group.abort("letters are under way")
+                group.abort("messages are under way")
                 return [type(send.exception()) for send in sends]
             return None
 
-        assert everywhere(groups, letters)[0] == [GroupAborted] * 40
+        assert everywhere(groups, messages)[0] == [GroupAborted] * 40
         recovered(groups, everywhere)
 
 
@@ -353,7 +353,7 @@ def test_what_was_in_flight_does_not_reach_the_recovered_group(world: Any, every
     doomed = groups[0].allocate(LARGE)
     place = doomed.data_ptr()
     work = groups[0].all_reduce(doomed, async_op=True)
-    while groups[0]._board.posts[0] < 1:
+    while groups[0]._board.signals[0] < 1:
         time.sleep(0.001)
     groups[0].abort("on a whim")
     with pytest.raises(GroupAborted):
@@ -470,7 +470,7 @@ def test_the_shortest_way_is_not_taken_past_an_operation_that_is_being_taken_up(
         assert engine.sum_now(build.all_reduce(torch.ones(1)), lambda: pytest.fail("begun")) is False
     finally:
         engine._driving = driving
-    assert groups[0]._board.posted == 1
+    assert groups[0]._board.signaled == 1
     engine.wake()
     groups[1].barrier()
     first.wait()

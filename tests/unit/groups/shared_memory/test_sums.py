@@ -1,4 +1,4 @@
-"""Sums on the shortest way: what they check before they post, and what they do not say."""
+"""Sums on the shortest way: what they check before they signal, and what they do not say."""
 
 from __future__ import annotations
 

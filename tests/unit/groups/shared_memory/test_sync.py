@@ -1,4 +1,4 @@
-"""Fence, bell, futex and polling: no wake-up is lost, and every sleep ends."""
+"""Fence, wait queue, futex and polling: no wake-up is lost, and every sleep ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 
 from gradwire.groups import Group, SharedMemoryGroup
 from gradwire.groups.shared_memory import sync
-from gradwire.groups.shared_memory.sync import Bell, Fence, Futex, Polling, Sleep, looks_before_sleep, usable_cores
+from gradwire.groups.shared_memory.sync import Fence, Futex, Polling, Sleep, WaitQueue, spins_before_sleep, usable_cores
 from gradwire.testing import check_group, default_pool
 
 Make = Callable[[mmap.mmap], Sleep]
@@ -144,58 +144,58 @@ def test_where_there_is_no_futex(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_futex_a_group_polls(world: Any, everywhere: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Futex, "available", staticmethod(lambda: False))
     groups = world(2)
-    assert all(isinstance(group._board.bell._sleep, Polling) for group in groups)
+    assert all(isinstance(group._board.wait_queue._sleep, Polling) for group in groups)
     assert [type(result).__name__ for result in everywhere(groups, lambda group: group.barrier())] == ["Work"] * 2
 
 
-# -- the bell ------------------------------------------------------------------------------------------------------------------
+# -- the wait queue ------------------------------------------------------------------------------------------------------------
 
 
-def bells(memory: mmap.mmap, make: Make) -> list[Bell]:
-    return [Bell(memoryview(memory), 128, rank, 2, make(memory)) for rank in range(2)]
+def queues(memory: mmap.mmap, make: Make) -> list[WaitQueue]:
+    return [WaitQueue(memoryview(memory), 128, rank, 2, make(memory)) for rank in range(2)]
 
 
 def test_whoever_is_ready_does_not_sleep_and_puts_its_bell_out(make: Make, memory: mmap.mmap) -> None:
-    bell = bells(memory, make)[0]
+    queue = queues(memory, make)[0]
     seen = []
 
     def ready() -> bool:
         seen.append(memory[128])
         return True
 
-    assert timed(lambda: bell.sleep(ready, Fence(), 90)) < 30
+    assert timed(lambda: queue.sleep(ready, Fence(), 90)) < 30
     assert seen == [1]
     assert memory[128] == 0
 
 
 def test_one_bell_is_put_out_and_no_other(make: Make, memory: mmap.mmap) -> None:
-    first, second = bells(memory, make)
+    first, second = queues(memory, make)
     memory[128], memory[128 + 64] = 1, 1
-    first.ring()
+    first.wake_all()
     assert (memory[128], memory[128 + 64]) == (1, 0)
-    second.ring_one(0)
+    second.wake(0)
     assert (memory[128], memory[128 + 64]) == (0, 0)
 
 
 def test_a_spurious_wake_is_only_an_early_look(make: Make, memory: mmap.mmap) -> None:
     """`sleep` returns, the caller looks again and sleeps again."""
-    bell = bells(memory, make)[0]
+    queue = queues(memory, make)[0]
     looks = []
     done = threading.Event()
 
     def sleeper() -> None:
         while not done.is_set():
             looks.append(1)
-            bell.sleep(done.is_set, Fence(), 0.05)
+            queue.sleep(done.is_set, Fence(), 0.05)
 
     thread = threading.Thread(target=sleeper)
     thread.start()
-    other = bells(memory, make)[1]
+    other = queues(memory, make)[1]
     for _ in range(20):
-        other.ring_one(0)
+        other.wake(0)
         time.sleep(0.001)
     done.set()
-    other.ring_one(0)
+    other.wake(0)
     thread.join(60)
     assert not thread.is_alive()
     assert looks
@@ -207,7 +207,7 @@ ROUNDS = 10_000
 def _ping_pong(memory: mmap.mmap, rank: int, make: Make) -> tuple[float, int]:
     """Two processes count in turn and sleep for long in between: a lost wake-up costs a minute. The longest wait, and sleeps."""
     words = memoryview(memory)[:128].cast("Q")
-    bell, fence = Bell(memoryview(memory), 128, rank, 2, make(memory)), Fence()
+    queue, fence = WaitQueue(memoryview(memory), 128, rank, 2, make(memory)), Fence()
     longest, sleeps = 0.0, 0
     for turn in range(ROUNDS):
 
@@ -217,12 +217,12 @@ def _ping_pong(memory: mmap.mmap, rank: int, make: Make) -> tuple[float, int]:
         began = time.perf_counter()
         while not ready():
             sleeps += 1
-            bell.sleep(ready, fence, 60.0)
+            queue.sleep(ready, fence, 60.0)
             assert time.perf_counter() - began < 100
         longest = max(longest, time.perf_counter() - began)
         words[8 * rank] = turn + 1
         fence()
-        bell.ring()
+        queue.wake_all()
     return longest, sleeps
 
 
@@ -253,7 +253,7 @@ def test_no_wake_up_is_lost_between_processes(make: Make, memory: mmap.mmap) -> 
 
 
 def test_ranks_without_a_core_look_less_often() -> None:
-    assert looks_before_sleep(2, cores=2) > looks_before_sleep(3, cores=2) > 0
+    assert spins_before_sleep(2, cores=2) > spins_before_sleep(3, cores=2) > 0
     assert usable_cores("/nowhere") == len(os.sched_getaffinity(0))
 
 

@@ -1,4 +1,4 @@
-"""Letters: more than there are slots for, tags in any order, from anybody, what does not fit, and what was taken back."""
+"""Messages: more than there are slots for, tags in any order, from anybody, what does not fit, and what was withdrawn."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from gradwire.collectives import build
 from gradwire.collectives.reference import store
 from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError
-from gradwire.groups.shared_memory import mail
+from gradwire.groups.shared_memory import p2p
 from gradwire.groups.shared_memory.board import SLOTS
-from gradwire.groups.shared_memory.engine import _ASIDE_LOOKS, _LINGER
+from gradwire.groups.shared_memory.engine import _THREAD_SPINS, _YIELDS
 
 
 def number(value: float, n: int = 3) -> torch.Tensor:
@@ -23,7 +23,7 @@ def number(value: float, n: int = 3) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("receiver_first", [False, True])
-def test_more_letters_than_slots_arrive_in_order(world: Any, everywhere: Any, receiver_first: bool) -> None:
+def test_more_messages_than_slots_arrive_in_order(world: Any, everywhere: Any, receiver_first: bool) -> None:
     groups = world(2)
     many = 5 * SLOTS + 3
 
@@ -48,14 +48,14 @@ def test_more_letters_than_slots_arrive_in_order(world: Any, everywhere: Any, re
 
 
 @pytest.mark.parametrize("shares", [True, False], ids=["ranks of one process", "ranks of several"])
-def test_who_waits_for_many_letters_sleeps_soon(world: Any, shares: bool) -> None:
-    """At once where it would keep the interpreter lock from the sender; else after as many looks at letters as at one letter."""
+def test_who_waits_for_many_messages_sleeps_soon(world: Any, shares: bool) -> None:
+    """At once where it would keep the interpreter lock from the sender; else after as many looks at messages as at one message."""
     group, many = world(2)[0], 5 * SLOTS + 3
     engine, looks, slept, rounds = group._engine, [0], threading.Event(), []
-    assert not engine._lingers
+    assert not engine._yields
     if not shares:
-        engine._lingers, engine._aside_looks = True, _ASIDE_LOOKS
-    advance, sleep = engine._advance, engine.board.bell.sleep
+        engine._yields, engine._thread_spins = True, _THREAD_SPINS
+    advance, sleep = engine._advance, engine.board.wait_queue.sleep
 
     def counting() -> bool:
         moved = advance()
@@ -63,24 +63,24 @@ def test_who_waits_for_many_letters_sleeps_soon(world: Any, shares: bool) -> Non
         return moved
 
     def sleeping(*args: Any) -> None:
-        if len(engine._letters) == many:
+        if len(engine._messages) == many:
             rounds.append(looks[0])
             slept.set()
         sleep(*args)
 
-    engine._advance, engine.board.bell.sleep = counting, sleeping
+    engine._advance, engine.board.wait_queue.sleep = counting, sleeping
     works = [group.recv(torch.empty(3), src=1, async_op=True) for _ in range(many)]
     assert slept.wait(100)
     group.abort("enough")
     for work in works:
         with pytest.raises(GroupAborted):
             work.wait()
-    assert rounds[0] <= (1 if shares else 1 + (_ASIDE_LOOKS + _LINGER) // many)
+    assert rounds[0] <= (1 if shares else 1 + (_THREAD_SPINS + _YIELDS) // many)
 
 
 def test_tags_in_any_order(world: Any, everywhere: Any) -> None:
     groups = world(2)
-    tags = list(range(SLOTS))  # all of them lie in the box before the first is taken
+    tags = list(range(SLOTS))  # all of them lie in the slots before the first is taken
 
     def use(group: Any) -> list[float]:
         if group.rank == 0:
@@ -97,10 +97,10 @@ def test_tags_in_any_order(world: Any, everywhere: Any) -> None:
     assert everywhere(groups, use)[1] == [0.0] * len(tags)
 
 
-def test_letters_of_one_tag_are_taken_in_the_order_they_were_sent_while_others_wait(
+def test_messages_of_one_tag_are_taken_in_the_order_they_were_sent_while_others_wait(
     world: Any, everywhere: Any
 ) -> None:
-    """Slots are taken out of order, so their places say nothing about the order of the letters."""
+    """Slots are taken out of order, so their places say nothing about the order of the messages."""
     groups = world(2)
 
     def use(group: Any) -> list[float]:
@@ -116,7 +116,7 @@ def test_letters_of_one_tag_are_taken_in_the_order_they_were_sent_while_others_w
         assert all(values == sorted(values) for values in seen.values())
         return sorted(value for values in seen.values() for value in values)
 
-    groups[0]._engine.post._free[1].reverse()
+    groups[0]._engine.mailbox._free[1].reverse()
     assert everywhere(groups, use)[1] == [float(i) for i in range(200)]
 
 
@@ -129,8 +129,8 @@ def test_from_anybody_serves_everybody_and_keeps_each_ones_order(world: Any, eve
             for work in [group.send(number(i), dst=1, async_op=True) for i in range(each)]:
                 work.wait()
             return []
-        while any(len(other._engine.post._free[1]) > 0 for other in groups if other.rank != 1):
-            time.sleep(0.001)  # all boxes are full: from here on it is the receiver that chooses
+        while any(len(other._engine.mailbox._free[1]) > 0 for other in groups if other.rank != 1):
+            time.sleep(0.001)  # all slots are taken: from here on it is the receiver that chooses
         found = []
         for _ in range(3 * each):
             t = torch.empty(3)
@@ -141,12 +141,14 @@ def test_from_anybody_serves_everybody_and_keeps_each_ones_order(world: Any, eve
     found = everywhere(groups, use)[1]
     for rank in (0, 2, 3):
         assert [value for source, value in found if source == rank] == [float(i) for i in range(each)]
-    assert {source for source, _ in found[:3]} == {0, 2, 3}, "a rank with many letters does not keep the others waiting"
+    assert {source for source, _ in found[:3]} == {0, 2, 3}, (
+        "a rank with many messages does not keep the others waiting"
+    )
     assert all({s for s, _ in found[i : i + 3]} == {0, 2, 3} for i in range(0, 60, 3))
 
 
 def test_receives_are_served_in_the_order_of_submission(world: Any, everywhere: Any) -> None:
-    """One from anybody stands before one from rank 0: the first letter is its."""
+    """One from anybody stands before one from rank 0: the first message is its."""
     groups = world(3)
     first, second, other = torch.empty(3), torch.empty(3), torch.empty(3)
     works = [
@@ -202,7 +204,7 @@ def test_a_place_that_cannot_be_written_fails_both_sides_and_nothing_else(
             raise MemoryError("no memory on rank 1")
         store(output, value)
 
-    monkeypatch.setattr(mail, "store", no_memory)
+    monkeypatch.setattr(p2p, "store", no_memory)
     receiving = groups[1].recv(place, src=0, async_op=True)
     with pytest.raises(GroupError, match="rank 1 could not write what was sent where it was to be received"):
         groups[0].send(number(1), dst=1)
@@ -212,35 +214,35 @@ def test_a_place_that_cannot_be_written_fails_both_sides_and_nothing_else(
     beside.wait()
 
 
-def test_letters_that_were_given_up_are_taken_back_and_their_slots_used_again(world: Any) -> None:
+def test_messages_that_were_given_up_are_withdrawn_and_their_slots_used_again(world: Any) -> None:
     groups = world(2)
-    post = groups[0]._engine.post
+    mailbox = groups[0]._engine.mailbox
     for round_ in range(2):
         given_up = [groups[0].submit(build.send(number(-1), dst=1, tag=9).within(0.05)) for _ in range(SLOTS)]
         for send in given_up:
             with pytest.raises(CollectiveTimeout):
                 send.wait()
         deadline = time.perf_counter() + 5
-        while post._free[1] or len(post._left_lying) < SLOTS:
+        while mailbox._free[1] or len(mailbox._withdrawn) < SLOTS:
             assert time.perf_counter() < deadline
             time.sleep(0.005)
-        # All slots hold letters that were taken back. The next is put when the receiver has looked into its box.
+        # All slots hold messages that were withdrawn. The next is put when the receiver has looked at its slots.
         sending = groups[0].send(number(round_), dst=1, tag=9, async_op=True)
         assert not sending.is_completed()
         t = torch.empty(3)
         groups[1].recv(t, src=0, tag=9)
         sending.wait()
-        assert t.eq(round_).all(), "a letter that was taken back was delivered"
-    assert len(post._free[1]) + len(post._left_lying) == SLOTS
+        assert t.eq(round_).all(), "a message that was withdrawn was delivered"
+    assert len(mailbox._free[1]) + len(mailbox._withdrawn) == SLOTS
 
 
-def test_a_slot_that_is_used_again_is_not_taken_for_taken_back(world: Any) -> None:
+def test_a_slot_that_is_used_again_is_not_taken_for_withdrawn(world: Any) -> None:
     groups = world(2)
-    post = groups[0]._engine.post
+    mailbox = groups[0]._engine.mailbox
     send = groups[0].submit(build.send(number(-1), dst=1).within(0.05))
     with pytest.raises(CollectiveTimeout):
         send.wait()
-    while not post._left_lying:  # until then it can be received
+    while not mailbox._withdrawn:  # until then it can be received
         time.sleep(0.005)
     for i in range(3 * SLOTS):
         t = torch.empty(3)
@@ -248,7 +250,7 @@ def test_a_slot_that_is_used_again_is_not_taken_for_taken_back(world: Any) -> No
         groups[0].send(number(i), dst=1)
         work.wait()
         assert t.eq(i).all()
-    assert len(post._free[1]) >= SLOTS - 1
+    assert len(mailbox._free[1]) >= SLOTS - 1
 
 
 def test_a_send_that_ran_out_of_time_before_it_had_a_slot(world: Any) -> None:
