@@ -26,10 +26,10 @@ from gradwire.errors import (
 )
 from gradwire.groups import Group
 from gradwire.groups.mpi import MPIGroup
-from gradwire.groups.mpi.flight import Flight
-from gradwire.groups.mpi.inbox import Inbox, Receive
-from gradwire.groups.mpi.meet import members
+from gradwire.groups.mpi.group import world_ranks
 from gradwire.groups.mpi.native import Native
+from gradwire.groups.mpi.p2p import Receive, ReceiveMatcher
+from gradwire.groups.mpi.pending_requests import PendingRequests
 from gradwire.groups.mpi.runtime import Runtime, runtime
 from gradwire.groups.rendezvous import Rendezvous
 from gradwire.testing import check_group, run_ranks
@@ -102,14 +102,14 @@ def test_processes_of_several_worlds_are_told_to_use_one_mpirun() -> None:
     store = dist.HashStore()
     store.set("gradwire/mpi/1/1", "0")
     with pytest.raises(UsageError, match=r"processes \[0, 0\] of MPI's world of 1.*mpirun -n 2"):
-        members(Rendezvous(store, 0, 2, timeout=1, who="making it"), 0, 1, what="making it")
+        world_ranks(Rendezvous(store, 0, 2, timeout=1, who="making it"), 0, 1, what="making it")
 
 
 def test_who_did_not_come_to_the_store_is_named() -> None:
     store = dist.HashStore()
     store.set("gradwire/mpi/1/2", "2")
     with pytest.raises(CollectiveTimeout, match=r"making it: ranks \[1, 3\] have not come") as caught:
-        members(Rendezvous(store, 0, 4, timeout=0.05, who="making it"), 0, 4, what="making it")
+        world_ranks(Rendezvous(store, 0, 4, timeout=0.05, who="making it"), 0, 4, what="making it")
     assert (caught.value.joined, caught.value.missing) == ((0, 2), (1, 3))
 
 
@@ -178,7 +178,7 @@ LENGTHS = (2, 8, 5000, 40_000)
 
 @needs_mpi
 def test_a_message_of_another_size_is_a_mismatch_and_nothing_is_overwritten() -> None:
-    """See Note [Why a message is matched before it is received] in inbox.py."""
+    """See Note [Why a message is matched before it is received] in p2p.py."""
 
     def rank_main(group: Group) -> float:
         if group.rank == 0:
@@ -266,19 +266,19 @@ def test_a_receive_that_was_given_up_writes_into_nobodys_memory(n: int) -> None:
 def test_an_operation_that_was_begun_in_part_keeps_its_memory() -> None:
     def rank_main(group: Group) -> tuple[int, int]:
         assert isinstance(group, MPIGroup)
-        remains, native, calls = runtime().remains, group._native, [0]
-        before, tell = len(remains.flights), native._bytes
+        keep_alive, datatypes, calls = runtime().keep_alive, group._native.datatypes, [0]
+        before, real = len(keep_alive.requests), datatypes.bytes_of
 
         def failing(t: torch.Tensor) -> Any:
             calls[0] += 1
             if calls[0] == 4:
                 raise MemoryError("no memory for the second send")
-            return tell(t)
+            return real(t)
 
-        native._bytes = failing  # type: ignore[method-assign]
+        datatypes.bytes_of = failing  # type: ignore[method-assign]
         with pytest.raises(MemoryError):
             group.all_to_all([torch.empty(2) for _ in range(3)], [torch.ones(2) for _ in range(3)])
-        (kept,) = remains.flights[before:]
+        (kept,) = keep_alive.requests[before:]
         return len(kept.requests), len(kept.receives)
 
     assert on_ranks(rank_main, 3) == [(1, 0)] * 3
@@ -297,25 +297,25 @@ class FakeRequest:
         return answer
 
 
-class FakeInbox:
+class FakeMatcher:
     """One receive that never comes."""
 
     comm = None
 
-    def expect(self, receive: Receive) -> None: ...
+    def add(self, receive: Receive) -> None: ...
 
-    def forget(self, receive: Receive) -> None: ...
+    def remove(self, receive: Receive) -> None: ...
 
-    def look(self) -> None: ...
+    def match(self) -> None: ...
 
 
 def test_a_request_that_fails_does_not_end_the_others() -> None:
     fake: Any = types.SimpleNamespace(Exception=ValueError)
-    flight = Flight(FakeInbox(), "the memory")  # type: ignore[arg-type]
-    flight.requests += [FakeRequest(ValueError("first")), FakeRequest(False, False, True), FakeRequest(True)]
-    assert [flight.test(fake) for _ in range(3)] == [False, False, True]
-    assert str(flight.error) == "first"
-    assert flight.keep == "the memory"
+    pending = PendingRequests(FakeMatcher(), "the memory")  # type: ignore[arg-type]
+    pending.requests += [FakeRequest(ValueError("first")), FakeRequest(False, False, True), FakeRequest(True)]
+    assert [pending.test(fake) for _ in range(3)] == [False, False, True]
+    assert str(pending.error) == "first"
+    assert pending.keep == "the memory"
 
 
 def test_a_receive_that_mpi_cannot_look_for_is_over() -> None:
@@ -326,11 +326,11 @@ def test_a_receive_that_mpi_cannot_look_for_is_over() -> None:
             raise ValueError("gone")
 
     fake: Any = types.SimpleNamespace(Exception=ValueError, Status=lambda: None, ANY_SOURCE=-1)
-    flight = Flight(Inbox(fake, Broken()), None)
+    pending = PendingRequests(ReceiveMatcher(fake, Broken()), None)
     for source in (0, 1):
-        flight.expect(Receive(torch.empty(1), None, source, 3))
-    assert flight.test(fake)
-    assert str(flight.error) == "gone"
+        pending.add_receive(Receive(torch.empty(1), None, source, 3))
+    assert pending.test(fake)
+    assert str(pending.error) == "gone"
 
 
 # -- mistakes ------------------------------------------------------------------------------------------------------------
@@ -409,9 +409,9 @@ def test_communicators_are_freed_when_all_have_left_and_all_is_well() -> None:
         torn.close()
         group.barrier()
         deadline = time.perf_counter() + 10
-        while any(engine in runtime().remains.departing for engine in engines) and time.perf_counter() < deadline:
+        while any(engine in runtime().keep_alive.departing for engine in engines) and time.perf_counter() < deadline:
             runtime().sweep()
-        assert not set(engines) & set(runtime().remains.departing)
+        assert not set(engines) & set(runtime().keep_alive.departing)
         return engines[0].comm == null, engines[1].comm == null
 
     assert on_ranks(rank_main) == [(True, False)] * 2

@@ -1,19 +1,20 @@
 """`MPIGroup`: the ranks of an MPI communicator as a Group. Starts under `mpirun`; needs no rebuild of torch.
 
 What MPI takes is handed to it in the caller's thread, in order; what it lacks is lowered to what it takes and runs as a program
-on the group's lane. `native.py` knows MPI's collectives, `engine.py` who makes progress and who has joined, `runtime.py` how
-the process ends.
+on the group's lane. `native.py` posts MPI's collectives, `engine.py` makes progress and keeps track of which ranks have joined,
+`runtime.py` ends the process in order.
 
 Note [An operation that was given up]
 When a deadline passes, the operation fails here; in MPI it goes on, and so does a program on the lane, because the others may
 still come, and the n-th collectives of all ranks must meet. If they come, the group works on. What the operation writes
-then, it writes into tensors that nobody waits for: leave them alone until the group is closed or has recovered.
+then, it writes into tensors that no caller waits for: leave them alone until the group is closed or has recovered.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,9 +29,8 @@ from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.ledger import Arrivals
 from gradwire.groups.mpi.engine import Engine, tag_of
-from gradwire.groups.mpi.flight import Flight
-from gradwire.groups.mpi.meet import members
 from gradwire.groups.mpi.native import Native
+from gradwire.groups.mpi.pending_requests import PendingRequests
 from gradwire.groups.mpi.runtime import Comm, runtime
 from gradwire.groups.mpi.work import MPIWork
 from gradwire.groups.rendezvous import Rendezvous
@@ -43,7 +43,7 @@ _FINAL_MESSAGES = 0.3
 class MPIGroup(Group):
     """Ranks of an MPI communicator: of all processes that mpirun started, or of `comm`, which every one of its ranks passes.
 
-    The group speaks in a duplicate, so it never meets other users of `comm`, nor other groups over it. Tensors are on the CPU.
+    The group communicates in a duplicate, apart from other users of `comm` and other groups over it. Tensors are on the CPU.
     """
 
     def __init__(self, comm: Any = None, *, timeout: float = DEFAULT_TIMEOUT, name: str | None = None) -> None:
@@ -71,19 +71,19 @@ class MPIGroup(Group):
         cls, store: Store, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT, name: str | None = None
     ) -> MPIGroup:
         """The group of `size` processes of one mpirun that meet in `store`, in the order of the ranks they claim there."""
-        timeout_seconds("MPIGroup.over_store", timeout)  # before anybody is waited for
+        timeout_seconds("MPIGroup.over_store", timeout)  # before any wait
         here = runtime()
         world = here.mpi.COMM_WORLD
         what = f"making MPIGroup {name or 'mpi'!r} on rank {rank} of {size}"
         meeting = Rendezvous(store, rank, size, timeout=timeout, who=what)
-        ranks, key = members(meeting, world.rank, world.size, what=what)
+        ranks, key = world_ranks(meeting, world.rank, world.size, what=what)
         tag = tag_of(f"{name} {ranks} {key}", Native(here.mpi).tag_limit)
         part = here.bounded(lambda: world.Create_group(world.Get_group().Incl(ranks), tag), timeout, what)
         return cls(_Owned(part), timeout=timeout, name=name)
 
     def _engine_on(self, comm: Comm, spare: Comm) -> Engine:
         label = f"{self.name}-{self.rank}"
-        return Engine(self._runtime, self._native, comm, spare, name=label, on_news=weakly(self._look))
+        return Engine(self._runtime, self._native, comm, spare, name=label, on_change=weakly(self._check_news))
 
     @property
     def _engine(self) -> Engine:
@@ -127,22 +127,22 @@ class MPIGroup(Group):
             return
         work.ledger.started(work, time.perf_counter())
 
-        def landed(flight: Flight) -> None:
+        def done(pending: PendingRequests) -> None:
             try:
-                source = self._source(step, flight)
+                source = self._source(step, pending)
                 next(program, None)
                 work.finish(source_rank=source)
             except Exception as error:
-                self._broken(work, error)
+                self._fail_operation(work, error)
 
         try:
             step = next(program)
-            flight = engine.post(step, landed)
+            pending = engine.post(step, done)
         except Exception as error:
-            self._broken(work, error)
+            self._fail_operation(work, error)
             return
-        if flight is not None:  # else the group is ending, and fails what is in its books
-            work.watch(engine, flight)
+        if pending is not None:  # else the group is ending, and fails what is in its ledger
+            work.watch(engine, pending)
 
     def _run_program(self, work: MPIWork, engine: Engine) -> None:
         """On the lane: one step after another. See Note [An operation that was given up]."""
@@ -150,35 +150,35 @@ class MPIGroup(Group):
         program = self._program(work.op)
         try:
             for step in program:
-                flight = None if engine.over else engine.post(step)
-                if flight is None or not engine.wait(flight, float("inf"), lambda: engine.over):
+                pending = None if engine.ended else engine.post(step)
+                if pending is None or not engine.wait(pending, float("inf"), lambda: engine.ended):
                     engine.clean = False  # the others may have begun steps that this rank never will
                     return
-                self._source(step, flight)
+                self._source(step, pending)
             work.finish()
         except Exception as error:
-            self._broken(work, error)
+            self._fail_operation(work, error)
         finally:
             program.close()
 
     def _program(self, op: Collective) -> Program:
         return lower(op, rank=self.rank, size=self.size, takes=self._native.takes)
 
-    def _source(self, step: Collective, flight: Flight) -> int | None:
-        """Who sent, if it is a receive; raises if the flight did not end well."""
-        if flight.error is not None:
-            raise flight.error
-        misfit = flight.misfit
-        if misfit is not None:
+    def _source(self, step: Collective, pending: PendingRequests) -> int | None:
+        """The sender, if it is a receive; raises if a request failed or a message has another length."""
+        if pending.error is not None:
+            raise pending.error
+        wrong = pending.mismatched
+        if wrong is not None:
             raise CollectiveMismatch(
-                f"{step} on rank {self.rank} of {self}: rank {misfit.sender} sent {misfit.length} bytes, but there is room for "
-                f"{misfit.place.nbytes}. Both sides need the same dtype and number of elements."
+                f"{step} on rank {self.rank} of {self}: rank {wrong.sender} sent {wrong.length} bytes, but there is room for "
+                f"{wrong.place.nbytes}. Both sides need the same dtype and number of elements."
             )
-        return flight.receives[0].sender if step.kind is OpKind.RECV else None
+        return pending.receives[0].sender if step.kind is OpKind.RECV else None
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
-    def _broken(self, work: MPIWork, error: Exception) -> None:
+    def _fail_operation(self, work: MPIWork, error: Exception) -> None:
         """MPI failed: so does the operation, and, unless it was a message, the group, whose ranks are not in step any more."""
         if isinstance(error, self._runtime.mpi.Exception):
             where = f"{work.op} (operation #{work.seq} of {self.name}) on rank {self.rank} of {self.size}"
@@ -197,21 +197,21 @@ class MPIGroup(Group):
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Fail here, and tell the other ranks."""
+        """Fail here, and notify the other ranks."""
         if self.forked:
             return
         first = self.failure is None
         self._fail_here(error)
         if first:
             reason = error.reason if isinstance(error, GroupAborted) else f"{type(error).__name__}: {error}"
-            self._engine.shout(f"rank {self.rank} aborted: {reason}")
+            self._engine.send_abort(f"rank {self.rank} aborted: {reason}")
 
     def _fail_here(self, error: BaseException) -> None:
         super().fail(error)
-        self._engine.over = True
+        self._engine.ended = True
 
-    def _look(self) -> None:
-        """In the engine's thread, when there is news: has a rank aborted, or left before it joined what is in flight here?"""
+    def _check_news(self) -> None:
+        """In the engine's thread: fail if a rank has aborted, or has left before it joined what is in flight here."""
         if self.failure is not None or self.closed:
             return
         engine, pending = self._engine, list(self.ledger.pending.values())
@@ -243,9 +243,9 @@ class MPIGroup(Group):
                     return
 
     def check_peers(self) -> None:
-        """Read the mail now; raise if a rank has aborted."""
+        """Handle control messages now; raise if a rank has aborted."""
         if self.failure is None and not self.closed and not self.forked:
-            self._engine.turn()
+            self._engine.progress()
         super().check_peers()
 
     def recover(self, timeout: float | None = None) -> None:
@@ -259,7 +259,7 @@ class MPIGroup(Group):
             return
         limit = self._recovery_limit(timeout)
         old = self._engine
-        old.over = True
+        old.ended = True
         self.ledger.fail_all(
             GroupAborted(f"{self}: recover() was called with the operation in flight.", reason="recovery")
         )
@@ -274,7 +274,7 @@ class MPIGroup(Group):
         old.retire()
 
     def arrivals(self, work: Work) -> Arrivals | None:
-        """Who has joined, as they say themselves."""
+        """Which ranks have joined, by their control messages."""
         if work.op.kind.is_p2p:
             return None if work.op.peer is None else Arrivals((self.rank,), (work.op.peer,))
         place, engine = work.place if isinstance(work, MPIWork) else 0, self._engine
@@ -304,9 +304,22 @@ class _Owned:
         self.comm = comm
 
 
+def world_ranks(meeting: Rendezvous, world_rank: int, world_size: int, *, what: str) -> tuple[list[int], str]:
+    """The MPI ranks of processes that meet in a store, in the order of their ranks there, and the group's key in the store."""
+    key, size = meeting.next_key("gradwire/mpi"), meeting.size
+    ranks = [int(value) for value in meeting.exchange(f"{key}/", str(world_rank))]
+    twice = [r for r, times in Counter(ranks).items() if times > 1]
+    if twice:
+        raise UsageError(
+            f"{what}: its ranks are processes {ranks} of MPI's world of {world_size}, so {twice} stand for several. "
+            f"Start all {size} processes with one mpirun (mpirun -n {size} python ...), not by torchrun or by hand."
+        )
+    return ranks, key
+
+
 def _leave(lane: Worker, engines: list[Engine]) -> None:
     for engine in engines:
-        engine.over = True
+        engine.ended = True
     lane.stop(timeout=2.0)
     for engine in engines:
         engine.leave()

@@ -1,21 +1,21 @@
 """The process's MPI: loaded with the first group, shared by all of them, and left in order at exit.
 
-Note [Who may call MPI when]
+Note [Which thread may call MPI]
 A group's thread, the caller and a lane all call MPI, so MPI must have been started with THREAD_MULTIPLE. Among ourselves the
-calls of all groups are serialised by one lock nevertheless: a request may be tested by one thread at a time, and an MPI library
+calls of all groups are serialized by one lock nevertheless: a request may be tested by one thread at a time, and an MPI library
 takes a lock of its own inside anyway. Only calls that return at once are made under it. It is reentrant, because the garbage
 collector may finalize a dropped group at any point of a thread that holds it.
 
 Note [What never completes]
-MPI cannot take back a collective that some ranks have begun. When an operation fails by its deadline its requests stay, and
+MPI cannot cancel a collective that some ranks have begun. When an operation fails by its deadline its requests stay, and
 complete if the missing ranks come after all. A group that is closed before that hands them to the runtime, which keeps them,
 and the memory they may still write, as long as the process lives, which is longer than Python does. A communicator with such a
 request is never freed: Open MPI would crash, and a new one of the same number could receive the old one's messages.
 
 Note [How a process ends]
-MPI_Finalize meets all ranks of the job, and does so well with requests that never completed. What it must not do is wait for
-ever for a rank that hangs. So a process that ends after an uncaught exception, or with operations that never completed, gives
-its peers EXIT_PATIENCE seconds to end as well; then the kernel ends it (SIGALRM, which needs no thread and no Python), and
+MPI_Finalize waits for all ranks of the job, and copes with requests that never completed. It must not wait forever for a rank
+that hangs. So a process that ends after an uncaught exception, or with operations that never completed, gives its
+peers EXIT_PATIENCE seconds to end as well; then the kernel ends it (SIGALRM, which needs no thread and no Python), and
 mpirun ends the job with an error. A process that ends well waits for its peers as any MPI program does.
 """
 
@@ -45,7 +45,7 @@ _PAUSE = 0.0002
 
 
 class UnfinishedRequests(Protocol):
-    """Requests that a closed group has left: a Flight."""
+    """Requests that a closed group has left: a PendingRequests."""
 
     def test(self, mpi: MPI, /) -> bool:
         """Whether they are over."""
@@ -58,43 +58,43 @@ class DepartingGroup(Protocol):
         """Whether every rank has left; the communicator is free then."""
 
 
-class Remains:
+class KeepAlive:
     """What must outlive the groups: requests that never completed, threads inside MPI, groups that wait for peers to leave."""
 
     def __init__(self) -> None:
-        self.flights: list[UnfinishedRequests] = []
-        self.inside: list[threading.Thread] = []
+        self.requests: list[UnfinishedRequests] = []
+        self.threads: list[threading.Thread] = []
         self.departing: list[DepartingGroup] = []
-        self.making: list[tuple[Comm, Any]] = []
-        """Communicators on their way, and their requests."""
-        self.retired: list[object] = []
+        self.creating: list[tuple[Comm, Any]] = []
+        """Communicators that are being made, and their requests."""
+        self.memory: list[object] = []
         """Other memory that MPI may still write."""
 
-    def stuck(self, mpi: MPI) -> bool:
-        """Whether something here will never complete, as far as one can see."""
-        return any(not flight.test(mpi) for flight in self.flights) or any(t.is_alive() for t in self.inside)
+    def unfinished(self, mpi: MPI) -> bool:
+        """Whether something here has not completed yet."""
+        return any(not pending.test(mpi) for pending in self.requests) or any(t.is_alive() for t in self.threads)
 
 
 class Runtime:
-    """MPI, a lock, and what remains."""
+    """MPI, a lock, and what must be kept alive."""
 
     def __init__(self, mpi: MPI) -> None:
         self.mpi = mpi
         self.lock = threading.RLock()
-        self.remains = Remains()
+        self.keep_alive = KeepAlive()
         started_here = _start(mpi)
         # Finalizers run in reverse order at exit: those of the groups, which are made later, come first.
-        self._finalizer = finalize_here(self, _at_exit, mpi, self.remains, started_here)
+        self._finalizer = finalize_here(self, _at_exit, mpi, self.keep_alive, started_here)
 
     def sweep(self) -> None:
         """Free the communicators that every rank has left."""
-        for engine in list(self.remains.departing):
+        for engine in list(self.keep_alive.departing):
             if engine.settle_departure():
                 with suppress(ValueError):  # another thread was faster
-                    self.remains.departing.remove(engine)
+                    self.keep_alive.departing.remove(engine)
 
     def duplicate(self, comm: Comm, limit: float, what: str) -> Comm:
-        """A communicator of the same ranks in which nobody else speaks. All of them must ask for it."""
+        """A communicator of the same ranks that has no other users. Collective: all of them must call it."""
         with self.lock:
             making = comm.Idup()
         return self.made(making, limit, what)
@@ -103,13 +103,13 @@ class Runtime:
         """The communicator that a request makes, if it does so within `limit` seconds."""
         twin, request = making
         deadline = time.perf_counter() + limit
-        self.remains.making.append(
+        self.keep_alive.creating.append(
             making
-        )  # MPI will write the communicator's handle there, whoever has given up by then
+        )  # MPI will write the communicator's handle there, even after the deadline
         while True:
             with self.lock:
                 if request.Test():
-                    self.remains.making = [other for other in self.remains.making if other is not making]
+                    self.keep_alive.creating = [other for other in self.keep_alive.creating if other is not making]
                     twin.Set_errhandler(self.mpi.ERRORS_RETURN)
                     return twin
             if time.perf_counter() > deadline:
@@ -123,7 +123,7 @@ class Runtime:
         """The result of an MPI call that may block, in a thread that is left behind if it does so for long."""
         made = BoundedCall(call, name="gradwire-mpi-call")
         if not made.wait(limit):
-            self.remains.inside.append(made.thread)
+            self.keep_alive.threads.append(made.thread)
             raise CollectiveTimeout(
                 f"{what}: not all of its ranks came within {limit:.3g} s. Look at the others for an exception."
             )
@@ -147,7 +147,7 @@ def runtime() -> Runtime:
 
 
 def _start(mpi: MPI) -> bool:
-    """Start MPI if nobody has. True if it was started here."""
+    """Start MPI unless it has been started. True if it was started here."""
     if mpi.Is_finalized():
         raise UsageError("MPIGroup: MPI has been finalized in this process. Make groups before MPI.Finalize().")
     started_here = not mpi.Is_initialized()
@@ -159,19 +159,19 @@ def _start(mpi: MPI) -> bool:
         if started_here:
             mpi.Finalize()
         raise UsageError(
-            f"MPIGroup: MPI runs with THREAD_{names.get(level, level)}, but a group has a thread of its own beside the "
-            "program's and needs THREAD_MULTIPLE. Do not set mpi4py.rc.thread_level, or use an MPI library that has it."
+            f"MPIGroup: MPI runs with THREAD_{names.get(level, level)}, but a group has a thread of its own, next to "
+            "the program's, and needs THREAD_MULTIPLE. Do not set mpi4py.rc.thread_level, or use an MPI library that has it."
         )
     return started_here
 
 
-def _at_exit(mpi: MPI, remains: Remains, started_here: bool) -> None:
+def _at_exit(mpi: MPI, keep_alive: KeepAlive, started_here: bool) -> None:
     """See Note [How a process ends]."""
     if mpi.Is_finalized():
         return
     # mpi4py finalizes MPI when Python's objects are gone. What requests may still write must be there then: it is never freed.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(remains))
-    if hasattr(sys, "last_type") or remains.stuck(mpi):
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(keep_alive))
+    if hasattr(sys, "last_type") or keep_alive.unfinished(mpi):
         with suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(EXIT_PATIENCE)

@@ -7,34 +7,33 @@ import time
 from gradwire.collectives import Collective
 from gradwire.groups.ledger import Ledger
 from gradwire.groups.mpi.engine import Engine
-from gradwire.groups.mpi.flight import Flight
+from gradwire.groups.mpi.pending_requests import PendingRequests
 from gradwire.groups.work import Work
 
 
 class MPIWork(Work):
-    """An operation that is one flight; one that is a program of several has none, and is settled by the lane."""
+    """An operation that is one PendingRequests; one that is a program of several has none, and is settled by the lane."""
 
     def __init__(self, op: Collective, ledger: Ledger, *, seq: int, timeout: float) -> None:
         super().__init__(op, ledger, seq=seq, timeout=timeout)
-        """Which collective of the group it is, counted from 1; 0 for a message."""
-        self._flight: tuple[Engine, Flight] | None = None
+        self._pending: tuple[Engine, PendingRequests] | None = None
 
-    def watch(self, engine: Engine, flight: Flight) -> None:
-        """From now on `flight` tells how it goes."""
-        self._flight = engine, flight
+    def watch(self, engine: Engine, pending: PendingRequests) -> None:
+        """From now on, `pending` settles it."""
+        self._pending = engine, pending
         if self.settled:
-            self._flight = None
+            self._pending = None
 
     def _settle(self, error: BaseException | None, source_rank: int | None) -> bool:
-        self._flight = None  # whoever keeps this Work must not keep the requests
+        self._pending = None  # a caller that keeps this Work must not keep the requests
         return super()._settle(error, source_rank)
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or badly."""
-        watched = self._flight
+        """Whether it is over, done or failed."""
+        watched = self._pending
         if watched is not None and not self.settled:
-            engine, flight = watched
-            engine.poll(flight)
+            engine, pending = watched
+            engine.poll(pending)
         return self.settled
 
     def is_success(self) -> bool:
@@ -44,8 +43,8 @@ class MPIWork(Work):
     def wait_settled(self, limit: float) -> bool:
         """As in Work, inside the engine."""
         until = time.perf_counter() + limit
-        watched = self._flight
+        watched = self._pending
         if watched is not None:
-            engine, flight = watched
-            engine.wait(flight, until, lambda: self.settled)
+            engine, pending = watched
+            engine.wait(pending, until, lambda: self.settled)
         return super().wait_settled(max(0.0, until - time.perf_counter()))

@@ -1,6 +1,6 @@
-"""Small messages between the ranks of a group, beside the data: how far each has come, that one aborts, that one leaves.
+"""Small control messages between the ranks of a group: how many collectives a rank has joined, that it aborts, that it leaves.
 
-A receive from anybody is always posted; sending never waits. All under the runtime's lock.
+A receive from any rank is always posted; sending never waits. All under the runtime's lock.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _LONGEST = _ROOM // 8
 Message = Mapping[str, Any]
 
 
-class Mailbox:
-    """One rank's box in one communicator."""
+class ControlMessages:
+    """What one rank sends and receives in one communicator."""
 
     def __init__(self, mpi: MPI, comm: Comm, tag: int) -> None:
         self._mpi = mpi
@@ -29,33 +29,33 @@ class Mailbox:
         self._status = mpi.Status()
         self._receive: Any = None
         self._sends: list[tuple[Any, bytes]] = []
-        self._post()
+        self._post_receive()
 
-    def _post(self) -> None:
+    def _post_receive(self) -> None:
         self._receive = self._comm.Irecv([self._room, self._mpi.BYTE], source=self._mpi.ANY_SOURCE, tag=self._tag)
 
     def send(self, rank: int, **message: Any) -> None:
         """Send `message` to `rank`."""
         short = {key: value[:_LONGEST] if isinstance(value, str) else value for key, value in message.items()}
-        letter = json.dumps(short).encode()
-        request = self._comm.Isend([letter, len(letter), self._mpi.BYTE], dest=rank, tag=self._tag)
+        data = json.dumps(short).encode()
+        request = self._comm.Isend([data, len(data), self._mpi.BYTE], dest=rank, tag=self._tag)
         if not request.Test():
-            self._sends.append((request, letter))
+            self._sends.append((request, data))
 
     def receive(self) -> Iterator[tuple[int, Message]]:
-        """What has come: (from whom, what)."""
+        """The messages that have arrived: (source, message)."""
         while self._receive is not None and self._receive.Test(self._status):
-            letter = bytes(self._room[: self._status.Get_count(self._mpi.BYTE)])
+            data = bytes(self._room[: self._status.Get_count(self._mpi.BYTE)])
             source = self._status.Get_source()
-            self._post()
-            yield source, json.loads(letter)
+            self._post_receive()
+            yield source, json.loads(data)
         for sending in list(self._sends):  # in place: a signal handler may send in between
             if sending[0].Test():
                 self._sends.remove(sending)
 
     @property
     def sent(self) -> bool:
-        """Whether everything is on its way."""
+        """Whether all sends are over."""
         return not self._sends
 
     def close(self) -> None:
