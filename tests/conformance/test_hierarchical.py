@@ -27,8 +27,8 @@ def by(layout: Layout, wrap: Callable[[Group], Group] = lambda group: group) -> 
         if len(layout.hosts) == 1 and across is not None:
             across.close()
             across = None
-        lane = None if across is None else wrap(across)
-        return HierarchicalGroup(wrap(inside), lane, messages=wrap(world), rank=world.rank)
+        rail = None if across is None else wrap(across)
+        return HierarchicalGroup(wrap(inside), rail, messages=wrap(world), rank=world.rank)
 
     return make
 
@@ -39,7 +39,7 @@ LAYOUTS = {
     "3 + 1": Layout(((0, 2, 3), (1,))),
     "1 + 3": Layout(((3,), (0, 1, 2))),
     "3 + 2": Layout(((4, 1, 0), (3, 2))),
-    "leaders": Layout(((0, 1), (2, 3)), lanes=1),
+    "leaders": Layout(((0, 1), (2, 3)), rails=1),
     "one each": Layout(((1,), (0,), (2,))),
     "one host": Layout(((2, 0, 1),)),
     "2 + 2 + 2": Layout(((0, 3), (1, 4), (2, 5))),

@@ -1,19 +1,20 @@
 """Which rank is on which host, and which of them take part in a collective: pure data.
 
-Note [Lanes]
-The first `width` ranks of every host are its *carriers*: they alone talk to other hosts. The carriers with the same place in
-their hosts form a *lane*, so there are `width` lanes, each with one rank per host; a lane is one group, the `across` of its
+Note [Rails]
+The first `width` ranks of every host are its *carriers*: only they communicate with other hosts. The carriers with the same place
+in their hosts form a *rail*, so there are `width` rails, each with one rank per host; a rail is one group, the `across` of its
 ranks. `width` is the size of the smallest host. Where hosts are alike every rank is a carrier, and all of them drive the link
-at once; where they are not, the ranks past `width` leave the link to the others. One leader per host is the case of one lane,
+at once; where they are not, the ranks past `width` leave the link to the others. One leader per host is the case of one rail,
 and needs no code of its own.
 
-A rank that is no carrier speaks through one: rank i of a host belongs to lane i modulo `width`.
+A rank that is not a carrier communicates through one: rank i of a host belongs to rail i modulo `width`.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 from gradwire.errors import UsageError
 
@@ -25,15 +26,20 @@ class Layout:
     >>> layout = Layout(((0, 2, 4), (1, 3)))
     >>> layout.size, layout.width, layout.place(3)
     (5, 2, (1, 1))
-    >>> layout.lane(0, 0), layout.lane(0, 1), layout.lane(1, 1)
+    >>> layout.rail(0, 0), layout.rail(0, 1), layout.rail(1, 1)
     ((0, 4), (2,), (3,))
     """
 
     hosts: tuple[tuple[int, ...], ...]
-    lanes: int | None = None
-    """How many ranks of each host talk to others; as many as the smallest host has, where it is not said."""
+    rails: int | None = None
+    """How many ranks of each host communicate with other hosts; None: as many as the smallest host has."""
+    lanes: InitVar[int | None] = None
+    """The old name of `rails`."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, lanes: int | None) -> None:
+        if lanes is not None and self.rails is None:
+            warnings.warn("Layout(lanes=...) is deprecated. Write rails=...", DeprecationWarning, stacklevel=3)
+            object.__setattr__(self, "rails", lanes)
         ranks = [rank for host in self.hosts for rank in host]
         if not ranks or not all(self.hosts) or sorted(ranks) != list(range(len(ranks))):
             raise UsageError(
@@ -41,9 +47,9 @@ class Layout:
                 "Give every rank its own number, and all of them."
             )
         smallest = min(len(host) for host in self.hosts)
-        if self.lanes is not None and not 1 <= self.lanes <= smallest:
+        if self.rails is not None and not 1 <= self.rails <= smallest:
             raise UsageError(
-                f"Layout({self.hosts}, lanes={self.lanes}): the smallest host has {smallest} ranks. Choose from 1 to {smallest}."
+                f"Layout({self.hosts}, rails={self.rails}): the smallest host has {smallest} ranks. Choose from 1 to {smallest}."
             )
 
     @property
@@ -53,8 +59,8 @@ class Layout:
 
     @property
     def width(self) -> int:
-        """How many lanes there are. See Note [Lanes]."""
-        return min(len(host) for host in self.hosts) if self.lanes is None else self.lanes
+        """How many rails there are. See Note [Rails]."""
+        return min(len(host) for host in self.hosts) if self.rails is None else self.rails
 
     @property
     def even(self) -> bool:
@@ -68,12 +74,20 @@ class Layout:
                 return number, host.index(rank)
         raise UsageError(f"rank {rank} of {self}: there is no such rank. Ranks count from 0 to {self.size - 1}.")
 
-    def lane(self, host: int, number: int) -> tuple[int, ...]:
-        """The ranks of a host that speak through its carrier of lane `number`, which is the first of them."""
+    def rail(self, host: int, number: int) -> tuple[int, ...]:
+        """The ranks of a host that communicate through its carrier of rail `number`, which is the first of them."""
         return self.hosts[host][number :: self.width]
+
+    def lane(self, host: int, number: int) -> tuple[int, ...]:
+        """The old name of `rail`."""
+        warnings.warn("Layout.lane() is now Layout.rail().", DeprecationWarning, stacklevel=2)
+        return self.rail(host, number)
 
     def within(self, ranks: Sequence[int]) -> Layout:
         """The layout of a sub-group of `ranks`, in that order."""
         numbers = {rank: number for number, rank in enumerate(ranks)}
         hosts = (tuple(sorted(numbers[r] for r in host if r in numbers)) for host in self.hosts)
         return Layout(tuple(sorted(host for host in hosts if host)))
+
+
+Layout.lanes = property(lambda layout: layout.rails)  # type: ignore[attr-defined]  # the old name can be read, too

@@ -86,7 +86,7 @@ def test_each_level_sees_its_own_ranks() -> None:
     hook = hierarchical(inside=Seen(inside), across=Seen(across))
     simulate(hook, [torch.ones(8)] * 5, hosts=[[0, 2, 4], [1, 3]], step=7)
     assert sorted((t.world_size, t.rank) for t in inside) == [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]
-    assert sorted((t.world_size, t.rank) for t in across) == [(2, 0), (2, 0), (2, 1), (2, 1)]  # two lanes
+    assert sorted((t.world_size, t.rank) for t in across) == [(2, 0), (2, 0), (2, 1), (2, 1)]  # two rails
     assert {(t.step, t.divisor, t.hosts) for t in inside + across} == {(7, None, None)}
     assert {t.spec.numel for t in across} == {4}
 
@@ -107,7 +107,7 @@ def test_only_traffic_between_hosts_counts_and_is_compressed() -> None:
     assert done.wire_bytes == hook.bytes_between(spec, layout) == 20 * 2
     assert hook.wire_bytes(spec, 4) is None
     assert hierarchical(across=Seen([])).bytes_between(spec, layout) is None
-    three = Layout(((0, 1), (2, 3), (4, 5)), lanes=1)
+    three = Layout(((0, 1), (2, 3), (4, 5)), rails=1)
     done = simulate(hook, [torch.randn(40) for _ in range(6)], spec=spec, hosts=three)
     assert done.wire_bytes == hook.bytes_between(spec, three) == 2 * (2 / 3) * 40 * 2
 
@@ -175,6 +175,7 @@ def test_state_of_other_lanes_is_dropped_if_hosts_have_changed() -> None:
     done = simulate(hook, [torch.randn(8) for _ in range(4)], spec=spec, hosts=[[0, 1], [2, 3]])
     saved = hook.save(done.states[0], spec)
     assert saved["p0"]["across"]["state"]["residual"].numel() == 4
+    assert (saved["p0"]["across"]["lane"], saved["p0"]["across"]["lanes"]) == (0, 2)  # the file format's names of rails
     states = [hook.load(saved, spec) for _ in range(2)]
     simulate(hook, [torch.randn(8) for _ in range(2)], spec=spec, states=states, hosts=[[0], [1]])
     assert hook.save(states[0], spec)["p0"]["across"]["state"]["residual"].numel() == 8

@@ -81,7 +81,7 @@ def test_two_parts_of_a_combinator_draw_different_numbers() -> None:
 def test_shared_numbers_are_those_of_the_ranks_that_meet() -> None:
     hook = Draws()
     simulate(hierarchical(inside=hook, across=hook), [torch.ones(8)] * 4, hosts=[[0, 1], [2, 3]])
-    assert sorted(map(hook.common.count, set(hook.common))) == [2, 2, 2, 2]  # two hosts, two lanes
+    assert sorted(map(hook.common.count, set(hook.common))) == [2, 2, 2, 2]  # two hosts, two rails
 
 
 def test_a_turn_keeps_its_original_rank_and_step() -> None:

@@ -127,7 +127,7 @@ class HierarchicalGroup(Group):
         """Find out through `store` which ranks share a host, and make the parts.
 
         `across(store, rank, size, timeout=…, name=…)` makes a group between hosts: gloo's unless you say otherwise; it is called
-        for this rank's lane and for `messages`. `host` is what tells hosts apart, this machine's identity unless you say otherwise.
+        for this rank's rail and for `messages`. `host` is what tells hosts apart, this machine's identity unless you say otherwise.
         """
         name = name or "hierarchical"
         timeout_seconds(f"HierarchicalGroup.discover of {name!r}", timeout)  # before anybody is waited for
@@ -140,10 +140,10 @@ class HierarchicalGroup(Group):
             return build(PrefixStore(f"{base}/{part}", store), at, of, timeout=timeout, name=f"{name}/{part}")
 
         parts = make_parts(layout, rank, inside=partial(make, inside), across=partial(make, across))
-        with parts as (one, lane, flat):
+        with parts as (one, rail, flat):
             return cls(
                 one,
-                lane,
+                rail,
                 messages=flat,
                 rank=rank,
                 layout=layout,
@@ -312,10 +312,10 @@ class HierarchicalGroup(Group):
             return messages.subgroup([ranks[r] for r in members], name=f"{name}/{part}")
 
         rank = ranks.index(self.rank)
-        with make_parts(layout, rank, inside=inside, across=across) as (one, lane, flat):
+        with make_parts(layout, rank, inside=inside, across=across) as (one, rail, flat):
             return type(self)(
                 one,
-                lane,
+                rail,
                 messages=flat,
                 rank=rank,
                 layout=layout,

@@ -20,7 +20,7 @@ class Report:
 
 
 Column = list[tuple[int, list[Report]]]
-"""What a lane's ranks have told each other, by host: the place in the host, and all reports of that host."""
+"""What a rail's ranks have told each other, by host: the place in the host, and all reports of that host."""
 
 
 def from_reports(mates: Sequence[Report], columns: Sequence[Column | None]) -> Layout:
@@ -32,7 +32,7 @@ def from_reports(mates: Sequence[Report], columns: Sequence[Column | None]) -> L
     tables = [[reports for _, reports in column] for column in told] or [[list(mates)]]
     hosts = tables[0]
     if any(table != hosts for table in tables):
-        _refuse("the lanes do not meet the same hosts in the same order", "in every `across`, number the hosts alike")
+        _refuse("the rails do not meet the same hosts in the same order", "in every `across`, number the hosts alike")
     for number, column in enumerate(told):
         places = [place for place, _ in column]
         if any(place != number for place in places):
@@ -59,7 +59,7 @@ def from_reports(mates: Sequence[Report], columns: Sequence[Column | None]) -> L
         _refuse("some ranks were told their number, some not", "pass rank= everywhere or nowhere")
     numbers = iter(range(len(given)))
     by_host = tuple(tuple(next(numbers) if r.rank is None else r.rank for r in host) for host in hosts)
-    return Layout(by_host, lanes=widths[0] or None)
+    return Layout(by_host, rails=widths[0] or None)
 
 
 def _refuse(problem: str, advice: str) -> None:

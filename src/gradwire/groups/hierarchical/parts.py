@@ -1,7 +1,7 @@
 """`Parts`: the groups that a two-level group is made of, and which ranks of the whole are in each.
 
 Note [Three parts]
-`inside` has the ranks of this host. `across` has, for each carrier, the ranks with its place in all hosts (see Note [Lanes]).
+`inside` has the ranks of this host. `across` has, for each carrier, the ranks with its place in all hosts (see Note [Rails]).
 `messages`, if there is one, has all ranks in order, and carries sends and receives, also those within a host. They could go through
 `inside` where both ends are on one host. But a receive from anybody would then have to wait in two groups at once, and an engine
 cannot be asked to forget the receive that lost: it would swallow a later message. A sender does not know what its receiver has
@@ -38,12 +38,12 @@ def make_parts(
             made.callback(group.close, 0)
             return group
 
-        within, lane, messages = make(inside, f"inside-{host}", layout.hosts[host]), None, None
+        within, rail, messages = make(inside, f"inside-{host}", layout.hosts[host]), None, None
         if several and index < layout.width:
-            lane = make(across, f"across-{index}", [ranks[index] for ranks in layout.hosts])
+            rail = make(across, f"across-{index}", [ranks[index] for ranks in layout.hosts])
         if several:
             messages = make(across, "messages", range(layout.size))
-        yield within, lane, messages
+        yield within, rail, messages
         made.pop_all()
 
 

@@ -1,12 +1,12 @@
-"""Every collective in two levels: generators that yield steps, each a collective of the host's own group or of a lane.
+"""Every collective in two levels: generators that yield steps, each a collective of the host's own group or of a rail.
 
 What a step's ranks are is said by `layout.py`; who carries it out, and what happens when it fails, by `group.py`. No group, no
 thread and no engine in here, so it is tested with simulated ranks.
 
 Note [All-reduce in two levels]
-Reduce-scatter inside the host, one slice for each carrier; all-reduce of each slice in its lane; all-gather inside. With h hosts,
+Reduce-scatter inside the host, one slice for each carrier; all-reduce of each slice in its rail; all-gather inside. With h hosts,
 n bytes leave and enter a host 2 (h - 1) / h times, however many ranks it has; a ring over all ranks of all hosts does as well
-only if hosts follow each other in it, and loads one link after the other. All lanes work at the same time, so the link is filled by
+only if hosts follow each other in it, and loads one link after the other. All rails work at the same time, so the link is filled by
 as many connections as there are carriers. Inside, with shared memory, each byte is read once and written once in each half.
 
 Note [Rounded once on each level]
@@ -16,7 +16,7 @@ would not fit never exists; where hosts differ in size that would weigh ranks di
 
 Note [Moving pieces]
 Gather, scatter and all-to-all are one thing: every rank has a piece, perhaps empty, for every other. A piece goes to its sender's
-carrier (unless that is the sender), in the lane to the other host, and there to its receiver. Pieces for the same host travel as
+carrier (unless that is the sender), in the rail to the other host, and there to its receiver. Pieces for the same host travel as
 one message. How large a piece is must be known to those it passes: in gathers and scatters all are alike, in an all-to-all the
 ranks tell each other first.
 """
@@ -173,7 +173,7 @@ class TwoLevel:
         return op, 1
 
     def _broadcast(self, t: Tensor, root: int, label: str) -> Steps:
-        """To all ranks of the root's host; a slice in each lane; the slices to all ranks of the other hosts."""
+        """To all ranks of the root's host; a slice in each rail; the slices to all ranks of the other hosts."""
         host, index = self.layout.place(root)
         slices = self._slices(t)
         mine = slices[self.index]
@@ -194,31 +194,31 @@ class TwoLevel:
 
     # -- one part per rank ---------------------------------------------------------------------------------------------
 
-    def _bundle(self, sizes: Sequence[int], host: int, lane: int) -> list[int]:
-        return [sizes[rank] for rank in self.layout.lane(host, lane)]
+    def _bundle(self, sizes: Sequence[int], host: int, rail: int) -> list[int]:
+        return [sizes[rank] for rank in self.layout.rail(host, rail)]
 
     def _all_gather(self, outputs: Sequence[Tensor], mine: Tensor, label: str) -> Steps:
-        """To the carriers; in each lane, a bundle of every host; all bundles to all ranks. Each host's bytes enter another once."""
+        """To the carriers; in each rail, a bundle of every host; all bundles to all ranks. Each host's bytes enter another once."""
         sizes, hosts = [t.numel() for t in outputs], range(len(self.layout.hosts))
-        per_lane = [[sum(self._bundle(sizes, h, lane)) for h in hosts] for lane in range(self.width)]
+        per_rail = [[sum(self._bundle(sizes, h, rail)) for h in hosts] for rail in range(self.width)]
         bundle = yield from self._to_carriers(mine, lambda rank: sizes[rank], label)
-        received = mine.new_empty(sum(per_lane[self.index])) if self.carries else mine[:0]
+        received = mine.new_empty(sum(per_rail[self.index])) if self.carries else mine[:0]
         if self.carries and self.others:
-            yield Step("across", build.all_gather(_cut(received, per_lane[self.index]), bundle, label=label))
+            yield Step("across", build.all_gather(_cut(received, per_rail[self.index]), bundle, label=label))
         elif self.carries:
             received.copy_(bundle)
-        wholes = [mine.new_empty(sum(per_lane[i]) if i < self.width else 0) for i in range(len(self.mates))]
+        wholes = [mine.new_empty(sum(per_rail[i]) if i < self.width else 0) for i in range(len(self.mates))]
         if self.alone:
             wholes = [received]
         else:
             yield Step("inside", build.all_gather(wholes, received, label=label))
-        for lane in range(self.width):
-            ranks = [rank for h in hosts for rank in self.layout.lane(h, lane)]
-            for rank, piece in zip(ranks, _cut(wholes[lane], [sizes[rank] for rank in ranks]), strict=True):
+        for rail in range(self.width):
+            ranks = [rank for h in hosts for rank in self.layout.rail(h, rail)]
+            for rank, piece in zip(ranks, _cut(wholes[rail], [sizes[rank] for rank in ranks]), strict=True):
                 store(outputs[rank], piece)
 
     def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, label: str) -> Steps:
-        """A bundle for each carrier, reduced in the host; reduced in the lane; to the ranks it is for."""
+        """A bundle for each carrier, reduced in the host; reduced in the rail; to the ranks it is for."""
         if self._must_widen(op, output.dtype):
             dtype = working_dtype(output.dtype)
             wide = output.to(dtype)
@@ -228,7 +228,7 @@ class TwoLevel:
         each, last = self._levels(op, output.dtype)
         hosts = range(len(self.layout.hosts))
         by_lane = [
-            torch.cat([inputs[rank] for h in hosts for rank in self.layout.lane(h, lane)]) for lane in range(self.width)
+            torch.cat([inputs[rank] for h in hosts for rank in self.layout.rail(h, rail)]) for rail in range(self.width)
         ]
         by_lane += [output[:0]] * (len(self.mates) - self.width)
         mine = by_lane[self.index]
@@ -245,7 +245,7 @@ class TwoLevel:
         yield from self._from_carriers(output, bundle, lambda rank: inputs[rank].numel(), label)
 
     def _to_carriers(self, mine: Tensor, size_of: Callable[[int], int], label: str) -> Generator[Step, None, Tensor]:
-        """Hand `mine` to this rank's carrier; a carrier gets what its lane has brought, in one row."""
+        """Hand `mine` to this rank's carrier; a carrier gets what its rail has brought, in one row."""
         if len(self.mates) == self.width:
             return mine
         carrier = self.index % self.width
@@ -257,7 +257,7 @@ class TwoLevel:
         return row
 
     def _from_carriers(self, output: Tensor, row: Tensor, size_of: Callable[[int], int], label: str) -> Steps:
-        """The way back: a carrier hands each rank of its lane its piece of `row`."""
+        """The way back: a carrier hands each rank of its rail its piece of `row`."""
         if len(self.mates) == self.width:
             store(output, row)
             return
@@ -292,14 +292,14 @@ class TwoLevel:
 
     def _move(self, places: Sequence[Tensor], pieces: Sequence[Tensor], sizes: Sizes, label: str) -> Steps:
         """Bring `pieces[rank]` of every rank to each rank's `places[sender]`. See Note [Moving pieces]."""
-        lane, hosts = self.index % self.width, self.layout.hosts
+        rail, hosts = self.index % self.width, self.layout.hosts
         far = [rank for h in self.others for rank in hosts[h]]
         packed = torch.cat([pieces[rank] for rank in far]) if far else pieces[0][:0]
         brought = yield from self._to_carriers(packed, lambda rank: sum(sizes(rank, to) for to in far), label)
-        # In the lane: for each other host, what the ranks of this lane have for its ranks; and from each, the reverse.
+        # In the rail: for each other host, what the ranks of this rail have for its ranks; and from each, the reverse.
         arrived: dict[tuple[int, int], Tensor] = {}
         if self.carries and self.others:
-            crew = self.layout.lane(self.host, lane)
+            crew = self.layout.rail(self.host, rail)
             keys = [(source, to) for source in crew for to in far]
             leaving = dict(zip(keys, _cut(brought, [sizes(*key) for key in keys]), strict=True))
             messages = [
@@ -307,7 +307,7 @@ class TwoLevel:
                 for h in range(len(hosts))
             ]
             expected = [
-                [(s, to) for s in self.layout.lane(h, lane) for to in self.mates] if h != self.host else []
+                [(s, to) for s in self.layout.rail(h, rail) for to in self.mates] if h != self.host else []
                 for h in range(len(hosts))
             ]
             lengths = [sum(sizes(*key) for key in keys) for keys in expected]
@@ -329,7 +329,7 @@ class TwoLevel:
 
         def senders(index: int) -> list[int]:
             """Whose pieces the mate at `index` hands out."""
-            far = [s for h in self.others for s in self.layout.lane(h, index)] if index < self.width else []
+            far = [s for h in self.others for s in self.layout.rail(h, index)] if index < self.width else []
             return [self.mates[index], *far]
 
         def piece(sender: int, to: int) -> Tensor:

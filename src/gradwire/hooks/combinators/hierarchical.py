@@ -2,15 +2,15 @@
 
 Note [Two levels of a reduction]
 Within the host, all ranks reduce the bucket with the `inside` hook, so that each holds the host's mean. Then every carrier (see
-Note [Lanes] in `collectives.layout`) takes its slice of it, reduces that with the `across` hook over the carriers of its lane, one
-per host, and the slices are gathered within the host. All lanes use the link at the same time, and each byte crosses it once.
+Note [Rails] in `collectives.layout`) takes its slice of it, reduces that with the `across` hook over the carriers of its rail, one
+per host, and the slices are gathered within the host. All rails use the link at the same time, and each byte crosses it once.
 Within the host a reduce-scatter would move less than an all-reduce; but a hook's result is the whole bucket, and in shared memory,
 where buckets are allocated, an all-reduce is one pass over memory already.
 
 Note [Slices are rows]
 A carrier's slice consists of rows of every parameter, not of one range of the bucket. So the `across` hook sees a bucket of the
 same parameters with fewer rows each, matrices stay matrices, patterns of names match, and its state belongs to a parameter's rows,
-whichever bucket the parameter is in after a rebuild. A parameter with fewer rows than there are lanes, or whose rows are not
+whichever bucket the parameter is in after a rebuild. A parameter with fewer rows than there are rails, or whose rows are not
 contiguous, is split as a vector.
 
 Note [Hosts of different size]
@@ -45,41 +45,41 @@ from gradwire.hooks.state import bundle, pick
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The part of a bucket that one lane carries."""
+    """The part of a bucket that one rail carries."""
 
     spec: BucketSpec
     rows: Slices
 
 
-def slices(spec: BucketSpec, lanes: int) -> tuple[Slice, ...]:
-    """The bucket, split into one slice per lane. See Note [Slices are rows]."""
-    if lanes == 1:
+def slices(spec: BucketSpec, rails: int) -> tuple[Slice, ...]:
+    """The bucket, split into one slice per rail. See Note [Slices are rows]."""
+    if rails == 1:
         return (Slice(spec, Slices.of([(0, spec.numel)])),)
-    cuts = [_cut(*one, lanes) for one in zip(spec.shapes, spec.strides, spec.offsets, strict=True)]
+    cuts = [_cut(*one, rails) for one in zip(spec.shapes, spec.strides, spec.offsets, strict=True)]
     return tuple(
         Slice(
             replace(
                 spec,
-                shapes=tuple(cut[lane][0] for cut in cuts),
-                strides=tuple(cut[lane][1] for cut in cuts),
+                shapes=tuple(cut[rail][0] for cut in cuts),
+                strides=tuple(cut[rail][1] for cut in cuts),
             ),
-            Slices.of([cut[lane][2] for cut in cuts]),
+            Slices.of([cut[rail][2] for cut in cuts]),
         )
-        for lane in range(lanes)
+        for rail in range(rails)
     )
 
 
 def _cut(
-    shape: tuple[int, ...], stride: tuple[int, ...], offset: int, lanes: int
+    shape: tuple[int, ...], stride: tuple[int, ...], offset: int, rails: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, int]]]:
-    """Shape, strides and range in the bucket of each lane's part of a parameter."""
+    """Shape, strides and range in the bucket of each rail's part of a parameter."""
     numel = torch.Size(shape).numel()
     if not (
-        len(shape) > 1 and numel and shape[0] >= lanes and stride[0] * shape[0] == numel and is_dense(shape, stride)
+        len(shape) > 1 and numel and shape[0] >= rails and stride[0] * shape[0] == numel and is_dense(shape, stride)
     ):
         shape, stride = (numel,), (1,)
     row = numel // shape[0] if numel else 0
-    bounds = [lane * shape[0] // lanes for lane in range(lanes + 1)]
+    bounds = [rail * shape[0] // rails for rail in range(rails + 1)]
     return [
         ((end - start, *shape[1:]), stride, (offset + start * row, (end - start) * row))
         for start, end in pairwise(bounds)
@@ -92,7 +92,7 @@ class _Levels:
     saved: dict[str, Any]
     """What was loaded for the hook between hosts, until it is known which slice this rank carries."""
     slices: tuple[Slice, ...] = ()
-    lane: int = 0
+    rail: int = 0
     mine: Slice | None = None
     across: Any = None
 
@@ -148,15 +148,15 @@ class Hierarchical(Composite):
         state.mine.rows.add(sent, lost * (turn.counted / hosts))
         return Reduced(out, sent)
 
-    def _assign_slice(self, state: _Levels, spec: BucketSpec, lanes: int, index: int) -> None:
+    def _assign_slice(self, state: _Levels, spec: BucketSpec, rails: int, index: int) -> None:
         """At the first reduction: determine the slice that this rank carries, and make the state for it."""
-        if len(state.slices) != lanes:
-            state.slices = slices(spec, lanes)
-            state.lane = index
-            state.mine = state.slices[index] if index < lanes else None
+        if len(state.slices) != rails:
+            state.slices = slices(spec, rails)
+            state.rail = index
+            state.mine = state.slices[index] if index < rails else None
             if state.mine is not None:
                 inner = state.mine.spec
-                kept = {n: s["state"] for n, s in state.saved.items() if (s["lane"], s["lanes"]) == (index, lanes)}
+                kept = {n: s["state"] for n, s in state.saved.items() if (s["lane"], s["lanes"]) == (index, rails)}
                 state.across = self.across.load(kept, inner) if kept else self.across.init(inner)
             state.saved = {}
 
@@ -188,7 +188,7 @@ class Hierarchical(Composite):
         """The inner level's state of each parameter, and the outer level's of the rows that this rank carries."""
         across = state.saved
         if state.mine is not None:
-            rows = {"lane": state.lane, "lanes": len(state.slices)}
+            rows = {"lane": state.rail, "lanes": len(state.slices)}
             across = {n: rows | {"state": s} for n, s in self.across.save(state.across, state.mine.spec).items()}
         return bundle(
             inside=self.inside.save(state.inside, spec),

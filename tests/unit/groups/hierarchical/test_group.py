@@ -41,7 +41,7 @@ def on_threads(fn: Callable[[Group], Any], layout: Layout = TWO_BY_TWO) -> list[
 
 
 @pytest.mark.parametrize(
-    "layout", [TWO_BY_TWO, UNEVEN, Layout(((0, 1), (2, 3)), lanes=1)], ids=["2 + 2", "3 + 1", "leaders"]
+    "layout", [TWO_BY_TWO, UNEVEN, Layout(((0, 1), (2, 3)), rails=1)], ids=["2 + 2", "3 + 1", "leaders"]
 )
 def test_every_byte_of_an_all_reduce_is_in_one_lane(layout: Layout) -> None:
     n = 10_007
@@ -157,7 +157,7 @@ def test_without_messages_a_message_goes_where_both_ends_are() -> None:
     def talk(world: Group) -> list[Any]:
         with _made(world, TWO_BY_TWO) as group:
             got: list[Any] = []
-            for a, b in ((0, 1), (0, 2)):  # in a host, in a lane
+            for a, b in ((0, 1), (0, 2)):  # in a host, in a rail
                 t = torch.tensor([10 * a + b])
                 if group.rank == a:
                     group.send(t, dst=b)

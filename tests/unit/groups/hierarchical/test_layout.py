@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ def test_lanes_cover_every_rank_once() -> None:
     layout = Layout(((0, 1, 2, 3, 4), (7, 6), (5, 8, 9)))
     assert layout.width == 2
     for host, ranks in enumerate(layout.hosts):
-        assert sorted(layout.lane(host, 0) + layout.lane(host, 1)) == sorted(ranks)
-        assert [layout.lane(host, i)[0] for i in range(2)] == list(ranks[:2])
+        assert sorted(layout.rail(host, 0) + layout.rail(host, 1)) == sorted(ranks)
+        assert [layout.rail(host, i)[0] for i in range(2)] == list(ranks[:2])
     assert not layout.even
     assert Layout(((0, 1), (2, 3))).even
 
@@ -26,10 +27,10 @@ def test_a_layout_has_every_rank_once(hosts: Any) -> None:
         Layout(hosts)
 
 
-@pytest.mark.parametrize("lanes", [0, 2])
-def test_lanes_are_no_more_than_the_smallest_host_has(lanes: int) -> None:
+@pytest.mark.parametrize("rails", [0, 2])
+def test_lanes_are_no_more_than_the_smallest_host_has(rails: int) -> None:
     with pytest.raises(UsageError, match="the smallest host has 1 ranks. Choose from 1 to 1"):
-        Layout(((0, 1), (2,)), lanes=lanes)
+        Layout(((0, 1), (2,)), rails=rails)
 
 
 def test_a_rank_that_is_not_there() -> None:
@@ -61,9 +62,9 @@ def _columns(*hosts: list[Report]) -> list[Column | None]:
 
 def test_ranks_are_numbered_host_by_host_unless_they_say_otherwise() -> None:
     one, two = _host(0, "cc."), _host(1, "cc")
-    assert from_reports(one, _columns(one, two)) == Layout(((0, 1, 2), (3, 4)), lanes=2)
+    assert from_reports(one, _columns(one, two)) == Layout(((0, 1, 2), (3, 4)), rails=2)
     one, two = _host(0, "c.", ranks=[3, 0]), _host(1, "c.", ranks=[1, 2])
-    assert from_reports(one, _columns(one, two)) == Layout(((3, 0), (1, 2)), lanes=1)
+    assert from_reports(one, _columns(one, two)) == Layout(((3, 0), (1, 2)), rails=1)
 
 
 def test_no_lane_is_one_host() -> None:
@@ -92,3 +93,12 @@ def test_lanes_that_do_not_fit() -> None:
         from_reports(one, [[(0, one), (1, two)], [(1, one), (0, two)]])
     with pytest.raises(UsageError, match="do not meet the same hosts in the same order"):
         from_reports(one, [[(0, one), (0, two)], [(1, one), (1, _host(1, "cc."))]])
+
+
+def test_the_old_name_of_rails_works_and_warns() -> None:
+    with pytest.warns(DeprecationWarning, match=r"Write rails="):
+        old = Layout(((0, 1), (2, 3)), lanes=1)
+    assert old == Layout(((0, 1), (2, 3)), rails=1)
+    assert (old.lanes, old.width, replace(old, rails=2).width) == (1, 1, 2)
+    with pytest.warns(DeprecationWarning, match=r"Layout\.rail"):
+        assert old.lane(1, 0) == old.rail(1, 0) == (2, 3)
