@@ -20,7 +20,20 @@ from typing import TYPE_CHECKING, Any
 from gradwire.deprecated import renamed
 
 if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports what is named, from `_HOME`
-    from gradwire import autograd, collectives, errors, events, groups, hooks, interop, lab, launch, policies, testing
+    from gradwire import (
+        autograd,
+        collectives,
+        errors,
+        events,
+        groups,
+        hooks,
+        interop,
+        lab,
+        launch,
+        optim,
+        policies,
+        testing,
+    )
     from gradwire.collectives import Collective, OpKind, ReduceOp, Signature
     from gradwire.errors import (
         ClosedError,
@@ -62,7 +75,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports what i
 __version__ = "0.1.0"
 
 # Nothing is imported before it is named: the command `gradwire` and the launcher need no torch, training no tools for tests.
-_LAYERS = "autograd collectives errors events groups hooks interop lab launch policies testing"
+_LAYERS = "autograd collectives errors events groups hooks interop lab launch optim policies testing"
 _NAMES = {
     "collectives": "Collective OpKind ReduceOp Signature",
     "errors": "ClosedError CollectiveMismatch CollectiveTimeout GradwireError GroupAborted GroupError HookError InternalError "
@@ -139,6 +152,7 @@ __all__ = [
     "interop",
     "lab",
     "launch",
+    "optim",
     "policies",
     "register_backend",
     "register_kind",

@@ -16,6 +16,7 @@ from gradwire import groups
         ("gradwire.collectives.Kind", "gradwire.collectives.OpKind"),
         ("gradwire.groups.BookedWrapper", "gradwire.groups.TrackedWrapper"),
         ("gradwire.groups.ProgramWrapper", "gradwire.groups.TrackedWrapper"),
+        ("gradwire.hooks.SignSGD", "gradwire.optim.SignSGD"),
         ("gradwire.interop.in_backward.NoOverlap", "gradwire.errors.OverlapNotSupported"),
         ("gradwire.parallel.ddp.OnlyOnce", "gradwire.errors.HookAlreadyRegistered"),
         ("gradwire.parallel.ddp.TooLate", "gradwire.errors.TrainingAlreadyStarted"),

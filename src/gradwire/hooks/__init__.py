@@ -24,7 +24,6 @@ from gradwire.hooks.periodic.diloco import diloco, streaming_diloco
 from gradwire.hooks.periodic.gossip import gossip
 from gradwire.hooks.periodic.local_sgd import local_sgd, post_local_sgd
 from gradwire.hooks.shaping import add_noise, clip
-from gradwire.hooks.sign_sgd import SignSGD
 
 __all__ = [
     "BucketSpec",
@@ -34,7 +33,6 @@ __all__ = [
     "OuterHook",
     "Reduced",
     "Reduction",
-    "SignSGD",
     "Stage",
     "Trait",
     "Turn",
@@ -70,4 +68,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # or else any name would pass
-    __getattr__ = renamed(__name__, as_torch_hook="gradwire.interop.as_torch_hook")
+    __getattr__ = renamed(__name__, as_torch_hook="gradwire.interop.as_torch_hook", SignSGD="gradwire.optim.SignSGD")

@@ -1,7 +1,7 @@
 """`DistributedDataParallel`: torch's class, torch's constructor, on our replica. Flags become policies at the door.
 
-What is torch's face and nothing else lives in `face.py` (the reducer and logger that torch's own code looks for), `stats.py`
-(logging data), `mixed.py`, `delayed.py` and `uneven.py`.
+What only torch's interface needs is in `torch_reducer_compat.py` (the reducer and logger that torch's own code looks for),
+`logging_data.py`, `mixed.py`, `delayed.py` and `join.py`.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
         """Where Join's flags travel."""
         return self.process_group
 
-    # -- the rest of torch's face ----------------------------------------------------------------------------------------
+    # -- the rest of torch's interface -------------------------------------------------------------------------------------
 
     @property
     def broadcast_buffers(self) -> bool:

@@ -13,8 +13,8 @@ from gradwire.events import Handle
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.bucket import GradBucket
 from gradwire.interop.defaults import backend_name
+from gradwire.parallel.logging_data import StepStats
 from gradwire.parallel.replica import Replica
-from gradwire.parallel.stats import StepStats
 from gradwire.policies import Graph
 
 

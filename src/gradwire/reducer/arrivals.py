@@ -15,8 +15,8 @@ from torch import Tensor
 from gradwire.autograd.backward_end import at_backward_end
 from gradwire.autograd.grad_hooks import GradHooks, HookMode, NodeHooks, OnReady, grad_hooks
 from gradwire.concurrency import weakly
+from gradwire.reducer.bucket_buffers import Buckets, all_there
 from gradwire.reducer.bucket_order import BucketOrder
-from gradwire.reducer.buckets import Buckets, all_there
 from gradwire.reducer.listening import Listening
 from gradwire.reducer.machine import Launch, Machine, State
 
@@ -189,7 +189,7 @@ class Arrivals:
             launches += self.fall_back()
         return launches
 
-    def quiet(self) -> list[Launch]:
+    def uncalled(self) -> list[Launch]:
         """Gradients have arrived without a call: see [Last per bucket] in `listening.py`."""
         return self._arrived(self._listener.take_arrived())
 

@@ -5,7 +5,7 @@ from, which flags a user passed, or what a module is.
 
 Note [The parts of a step]
 `machine.py` counts gradients down to launches. `listening.py` chooses for each step how gradients are reported, `arrivals.py`
-carries that out and turns what is reported into launches. `buckets.py` holds the memory, `reductions.py` launches
+carries that out and turns what is reported into launches. `bucket_buffers.py` holds the memory, `reductions.py` launches
 buckets and puts averages back, with a `hook_runner.py` that reduces them. `iterations.py` fails a step on all ranks together.
 """
 
@@ -25,8 +25,8 @@ from gradwire.errors import GradwireError
 from gradwire.events import BackwardEnded, Emitter, GradientReady, StepEnded
 from gradwire.groups.base import Group
 from gradwire.reducer.arrivals import Arrivals, GradListener
+from gradwire.reducer.bucket_buffers import Buckets
 from gradwire.reducer.bucket_order import BucketOrder
-from gradwire.reducer.buckets import Buckets
 from gradwire.reducer.iterations import Iterations
 from gradwire.reducer.layout import BucketLayout
 from gradwire.reducer.machine import Launch, Machine, State
@@ -197,7 +197,7 @@ class Reducer:
     def catch_up(self) -> None:
         """Count the gradients that have arrived without a call."""
         if self.listener.arrived:
-            self._launch(self._arrivals.quiet)
+            self._launch(self._arrivals.uncalled)
 
     def fall_back(self) -> None:
         """Be called for every gradient still to come, and count those that are there."""

@@ -15,7 +15,7 @@ from gradwire.events import BucketFull, BucketLaunched, BucketReduced, Emitter
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
 from gradwire.reducer.arrivals import GradListener
-from gradwire.reducer.buckets import Buckets, all_there
+from gradwire.reducer.bucket_buffers import Buckets, all_there
 from gradwire.reducer.drive import Pending
 from gradwire.reducer.machine import Launch
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import UsageError, UsageTypeError
-from gradwire.hooks import BucketSpec, CommHook, SignSGD, chain, decoupled_momentum, error_feedback, mean
+from gradwire.hooks import BucketSpec, CommHook, chain, decoupled_momentum, error_feedback, mean
 from gradwire.hooks.compressors.demo import Tiling, cosines, turned
+from gradwire.optim import SignSGD
 from gradwire.testing import check_hook, simulate
 
 HOOKS = [

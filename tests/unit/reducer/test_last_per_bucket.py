@@ -1,4 +1,4 @@
-"""Quiet gradients: once a step has shown which gradients launch buckets, the others only note that they came.
+"""LAST_PER_BUCKET: once a step has shown which gradients launch buckets, the others only note that they came.
 
 That is how it is on CUDA, and on the CPU in programs whose steps are not plain; here every one is taken for such a program.
 """
@@ -51,7 +51,7 @@ def group() -> Iterator[Group]:
 
 @pytest.fixture(params=[(1 << 30,), (1,)], ids=["one bucket", "a bucket each"])
 def model(request: pytest.FixtureRequest, group: Group) -> Branches:
-    """A model whose next step is quiet."""
+    """A model whose next step calls once per bucket."""
     module = Branches()
     replica = replicate(module, group=group, buckets=Buckets(request.param), gradients=Gradients.COPIES)
     replica.reducer.may_poll = False
@@ -183,7 +183,7 @@ def test_a_backward_that_raised_has_failed_the_step(model: Branches) -> None:
 
     handle = model.a.register_forward_hook(spoil)
     with pytest.raises(Raised):
-        step(model)  # the gradients of `b` have come, quietly
+        step(model)  # the gradients of `b` have come, without a call
     handle.remove()
     assert "Raised" in model._gradwire_replica.reducer.group.failure.reason  # type: ignore[union-attr]
     step(model)

@@ -1,4 +1,4 @@
-"""Silent gradients against loud ones: random programs, step by step, must end in the same gradients and the same errors."""
+"""POLL against ALL: random programs, step by step, must end in the same gradients and the same errors."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Program:
 
         self.replica.runner.start = launch  # type: ignore[method-assign]
         reducer = self.replica.reducer
-        if how != "silent":
+        if how != "polling":
             reducer.events.listen(lambda event: None)
         if how == "torch's hooks":
             assert reducer.listener.hooks is not None
@@ -167,8 +167,10 @@ def compare(how: str, steps: list[Step], limit: int, gradients: Gradients) -> No
 @given(**ways)
 @example([Step((ORDER[::-1],))], 1 << 20, Gradients.COPIES)
 @example([Step(((0, 1), (2, 3, 4)))], 16, Gradients.COPIES)
-def test_silent_steps_are_like_loud_ones(steps: list[Step], limit: int, gradients: Gradients) -> None:
-    compare("silent", steps, limit, gradients)
+def test_polled_steps_are_like_steps_in_which_every_gradient_calls(
+    steps: list[Step], limit: int, gradients: Gradients
+) -> None:
+    compare("polling", steps, limit, gradients)
 
 
 @settings(max_examples=50, deadline=None)

@@ -1,4 +1,4 @@
-"""Silent gradients: after a plain step only a few parameters have hooks, and every other way a step can go is noticed."""
+"""POLL: after a plain step only a few parameters have hooks, and every other way a step can go is noticed."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def limits(request: pytest.FixtureRequest) -> tuple[int, ...]:
 
 @pytest.fixture(params=[Gradients.COPIES, Gradients.VIEWS], ids=["copies", "views"])
 def model(request: pytest.FixtureRequest, group: Group, limits: tuple[int, ...]) -> Stages:
-    """A model that was silent in the last step, and will be in the next."""
+    """A model that was polled in the last step, and will be in the next."""
     module = Stages()
     replicate(module, group=group, buckets=Buckets(limits), gradients=request.param)
     for _ in range(PLAIN_STEPS):
         step(module)
-    assert is_silent(module)
+    assert is_polling(module)
     return module
 
 
@@ -71,8 +71,8 @@ def replica_of(module: nn.Module) -> Replica:
     return replica
 
 
-def is_silent(module: nn.Module) -> bool:
-    """Whether the last step was silent to its end."""
+def is_polling(module: nn.Module) -> bool:
+    """Whether the last step was polled to its end."""
     return replica_of(module).reducer.listener.listening.polling
 
 
@@ -159,7 +159,7 @@ def test_buckets_are_launched_before_backward_ends(group: Group) -> None:
 
     replica.runner.start = spy  # type: ignore[method-assign]
     step(module)
-    assert is_silent(module)
+    assert is_polling(module)
     assert launched == [1, 2, 3, 4, 5, 6]
 
 
@@ -167,13 +167,13 @@ def test_a_listener_hears_of_every_gradient_in_its_order(model: Stages) -> None:
     reducer, events = replica_of(model).reducer, []
     with reducer.events.listen(events.append):
         step(model, "cab")
-    assert not is_silent(model)
+    assert not is_polling(model)
     assert [e.index for e in events if isinstance(e, GradientReady)] == reducer.order.last_arrival
     assert reducer.order.last_arrival[:2] == [3, 2]
     assert [e.bucket for e in events if isinstance(e, BucketLaunched)] == list(range(len(reducer.layout.members)))
     step(model, "cab")
     step(model, "cab")
-    assert is_silent(model)
+    assert is_polling(model)
     assert_right(model, "cab")
 
 
@@ -182,7 +182,7 @@ def test_a_forward_without_backward_changes_nothing(model: Stages) -> None:
     model(X)
     model(X)
     model(X).square().sum().backward()
-    assert is_silent(model)
+    assert is_polling(model)
     assert_right(model)
 
 
@@ -192,7 +192,7 @@ def test_a_shared_parameter_is_looked_at_once_all_its_uses_are_summed(group: Gro
     replicate(module, group=group, buckets=Buckets((1,)))
     for _ in range(PLAIN_STEPS + 1):
         step(module, "abca")
-    assert is_silent(module)
+    assert is_polling(module)
     found = [g.clone() for g in gradients(module)]
     alone = Stages()
     alone.c = alone.a
@@ -206,8 +206,8 @@ def test_no_sync_is_not_reduced_and_not_heard_of(model: Stages) -> None:
     with replica.no_sync():
         model(X).square().sum().backward()
     assert replica.reducer.steps == PLAIN_STEPS
-    model(X).square().sum().backward()  # something is left over: not silent
-    assert not is_silent(model)
+    model(X).square().sum().backward()  # something is left over: not polled
+    assert not is_polling(model)
     assert replica.reducer.steps == PLAIN_STEPS + 1
     assert_right(model, times=2)
 
@@ -222,7 +222,7 @@ def test_autograd_grad_accumulates_nothing(model: Stages) -> None:
         assert_right(model)
 
 
-def test_drop_in_class_is_silent_between_sampled_steps() -> None:
+def test_drop_in_class_polls_between_sampled_steps() -> None:
     (group,) = ThreadGroup.world(1)
     module = Stages()
     ddp = DistributedDataParallel(module, process_group=group)
@@ -263,7 +263,7 @@ def test_after_three_surprises_there_is_no_silence_any_more(model: Stages) -> No
         assert_right(model, order)
     for _ in range(3):
         step(model)
-        assert not is_silent(model)
+        assert not is_polling(model)
         assert_right(model)
     assert reducer.listener.hooks is not None
     assert not reducer.listener.hooks.can_poll
@@ -285,7 +285,7 @@ def test_programs_that_are_not_plain_end_up_quiet(group: Group, how: str) -> Non
         if how == "between":
             module.zero_grad()
         loss.backward()
-        assert not is_silent(module) or number < PLAIN_STEPS
+        assert not is_polling(module) or number < PLAIN_STEPS
         assert_right(module, times=2 if how == "accumulating" else 1)
     assert replica.reducer.listener.hooks is not None
     assert not replica.reducer.listener.hooks.can_poll
@@ -340,14 +340,14 @@ class _Result:
 
 
 @pytest.mark.parametrize(
-    ("wrap", "look", "silent"),
+    ("wrap", "look", "polling"),
     [
         (lambda t: {"a": [t], "b": None}, lambda found: found["a"][0], True),
         (_Result, lambda found: found.value, False),
     ],
     ids=["nested", "hidden"],
 )
-def test_what_can_be_found_in_an_output(group: Group, wrap: Any, look: Any, silent: bool) -> None:
+def test_what_can_be_found_in_an_output(group: Group, wrap: Any, look: Any, polling: bool) -> None:
     class Wrapped(Stages):
         def forward(self, x: Tensor, order: str = "abc") -> Any:
             return wrap(super().forward(x, order))
@@ -358,7 +358,7 @@ def test_what_can_be_found_in_an_output(group: Group, wrap: Any, look: Any, sile
         module.zero_grad()
         look(module(X)).square().sum().backward()
         assert_right(module)
-    assert is_silent(module) is silent
+    assert is_polling(module) is polling
 
 
 def test_check_finished_knows_of_gradients_that_came_unheard(model: Stages) -> None:
@@ -460,7 +460,7 @@ def test_a_program_that_writes_to_gradients_during_backward_is_not_plain(group: 
     for _ in range(8):
         module.zero_grad()
         module(X.clone().requires_grad_()).square().sum().backward()
-        assert not is_silent(module)
+        assert not is_polling(module)
     assert replica.reducer.steps == 8
     assert_right(module)
 
@@ -477,7 +477,7 @@ def test_torch_hooks_may_write_to_gradients_so_there_is_no_silence(group: Group)
     replica.use_hook((hook, None))
     for _ in range(5):
         step(module)
-        assert not is_silent(module)
+        assert not is_polling(module)
         assert_right(module)
 
 
@@ -487,7 +487,7 @@ def test_graphs_that_say_more_about_themselves_are_always_heard(group: Group, gr
     replicate(module, group=group, graph=graph)
     for _ in range(5):
         step(module)
-        assert not is_silent(module)
+        assert not is_polling(module)
         assert_right(module)
 
 
@@ -513,7 +513,7 @@ def test_sparse_and_mixed_parameters(group: Group) -> None:
             assert p.grad is not None
             assert q.grad is not None
             assert torch.equal(p.grad.to_dense(), q.grad.to_dense())
-    assert is_silent(module)
+    assert is_polling(module)
 
 
 # -- more than one rank ------------------------------------------------------------------------------------------------------
@@ -544,7 +544,7 @@ def test_detaching_leaves_nothing_on_the_parameters(model: Stages) -> None:
     assert hooked(model) == set()
 
 
-def test_a_silent_model_that_is_dropped_is_freed_at_once(group: Group) -> None:
+def test_a_polled_model_that_is_dropped_is_freed_at_once(group: Group) -> None:
     module = Stages()
     replica = replicate(module, group=group)
     for _ in range(PLAIN_STEPS):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.groups import Group, GroupWrapper, ThreadGroup
 from gradwire.hooks import BucketSpec
-from gradwire.reducer.buckets import Storage
+from gradwire.reducer.bucket_buffers import Storage
 
 CPU = torch.device("cpu")
 SPEC = BucketSpec(0, ("a", "b", "c"), ((2,), (2, 2), ()), ((1,), (1, 2), ()), torch.float32, CPU)

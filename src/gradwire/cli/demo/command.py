@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from gradwire.cli.arguments import at_least
-from gradwire.cli.demo.model import SIZES
 from gradwire.cli.demo.progress import progress
 from gradwire.cli.demo.summary import show
 from gradwire.cli.demo.train import Job, Report, train
+from gradwire.cli.demo.transformer import SIZES
 from gradwire.groups import Deadline, Group
 from gradwire.testing import kinds, run_ranks
 

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradwire.cli.demo.model import SIZES, Transformer
 from gradwire.cli.demo.text import ALPHABET, Corpus, decode, encode, even_windows, random_windows, standard_library
+from gradwire.cli.demo.transformer import SIZES, Transformer
 from gradwire.collectives import ReduceOp
 from gradwire.groups import Group
 from gradwire.parallel import replicate

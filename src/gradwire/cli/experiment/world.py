@@ -169,7 +169,7 @@ class _World:
         """Start the processes; they will connect."""
         Barrier.prepare(self.folder / "barrier", size=self.size)
         cores = len(os.sched_getaffinity(0))
-        command = [sys.executable, "-P", "-m", "gradwire.cli.experiment.rank", str(self.folder)]
+        command = [sys.executable, "-P", "-m", "gradwire.cli.experiment.rank_main", str(self.folder)]
         environment = {**os.environ, **WORKER_SETTINGS}
         if launcher is not None:
             environment |= launcher.environment(self.size, cores=cores)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradwire.cli.lab.contenders import CONTENDERS
-from gradwire.cli.lab.course import Course, Point
+from gradwire.cli.lab.curve import Curve, Point
 from gradwire.cli.lab.figures import HEADS, Race, cells, lines
 
 if TYPE_CHECKING:
@@ -51,10 +51,10 @@ def _figure(race: Race, facts: Mapping[str, str]) -> Figure:
     figure = Figure(figsize=(13, 5.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True)
-    for number, course in enumerate(race.courses):
+    for number, curve in enumerate(race.curves):
         style = _style(race, number)
-        _line(left, race, course, style, lambda p: p.seconds)
-        _line(right, race, course, style, lambda p: p.nbytes / 1e6)
+        _line(left, race, curve, style, lambda p: p.seconds)
+        _line(right, race, curve, style, lambda p: p.nbytes / 1e6)
     for axes, words in ((left, "seconds of training"), (right, "MB that a rank has sent")):
         axes.set_xscale("log")
         axes.set_xlabel(words)
@@ -82,24 +82,24 @@ def _figure(race: Race, facts: Mapping[str, str]) -> Figure:
 
 
 def _style(race: Race, number: int) -> dict[str, Any]:
-    name = race.courses[number].name
-    torchs = [c.name for c in race.courses if c.name.startswith("torch")]
+    name = race.curves[number].name
+    torchs = [c.name for c in race.curves if c.name.startswith("torch")]
     if name in torchs:
         return {
             "color": _TORCH_COLOURS[torchs.index(name)],
             "linestyle": "--",
             "marker": _MARKERS[number % len(_MARKERS)],
         }
-    place = [c.name for c in race.courses if c.name not in torchs].index(name)
+    place = [c.name for c in race.curves if c.name not in torchs].index(name)
     return {"color": _COLOURS[place % len(_COLOURS)], "marker": _MARKERS[number % len(_MARKERS)]}
 
 
-def _line(axes: Axes, race: Race, course: Course, style: dict[str, Any], place: Any) -> None:
-    points: list[Point] = [p for p in course.points if p.steps and p.whole]
-    ratio = race.ratio(course)
-    label = course.name if ratio is None or course is race.reference else f"{course.name}  {ratio:.1f}x"
+def _line(axes: Axes, race: Race, curve: Curve, style: dict[str, Any], place: Any) -> None:
+    points: list[Point] = [p for p in curve.points if p.steps and p.whole]
+    ratio = race.ratio(curve)
+    label = curve.name if ratio is None or curve is race.reference else f"{curve.name}  {ratio:.1f}x"
     axes.plot([place(p) for p in points], [p.loss for p in points], label=label, markersize=3.5, linewidth=1.3, **style)
-    reached = race.reached(course)
+    reached = race.reached(curve)
     if reached is not None:
         axes.plot([place(reached)], [reached.loss], markersize=9, **(style | {"linestyle": ""}))
 
@@ -117,10 +117,10 @@ def write_page(file: Path, race: Race, facts: Mapping[str, str]) -> None:
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     heads = "".join(f"<th>{html.escape(head)}</th>" for head in (*HEADS, "what it is"))
     rows = "\n".join(
-        f"<tr{' class=best' if course is race.best else ''}>"
-        + "".join(f"<td>{html.escape(cell)}</td>" for cell in (*cells(race, course), CONTENDERS[course.name].words))
+        f"<tr{' class=best' if curve is race.best else ''}>"
+        + "".join(f"<td>{html.escape(cell)}</td>" for cell in (*cells(race, curve), CONTENDERS[curve.name].words))
         + "</tr>"
-        for course in race.courses
+        for curve in race.curves
     )
     said = "\n".join(f"<p>{html.escape(line)}</p>" for line in lines(race))
     listed = "\n".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(str(v))}</dd>" for k, v in facts.items())

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from gradwire.cli.lab.contenders import CONTENDERS
-from gradwire.cli.lab.course import Course, Point
+from gradwire.cli.lab.curve import Curve, Point
 
 _MB = 1e6
 
@@ -19,43 +19,43 @@ class Race:
     """All ways over a link of `mbit`; the first is the reference."""
 
     mbit: float
-    courses: Sequence[Course]
+    curves: Sequence[Curve]
 
     @property
-    def reference(self) -> Course:
+    def reference(self) -> Curve:
         """torch's DDP."""
-        return self.courses[0]
+        return self.curves[0]
 
     @property
     def mark(self) -> float:
         """The loss that is to be reached."""
         return self.reference.mark
 
-    def reached(self, course: Course) -> Point | None:
+    def reached(self, curve: Curve) -> Point | None:
         """Where a contender reached the mark, if it did."""
-        return course.reached(self.mark)
+        return curve.reached(self.mark)
 
-    def ratio(self, course: Course) -> float | None:
+    def ratio(self, curve: Curve) -> float | None:
         """How many times sooner than the reference it reached the mark."""
-        mine, theirs = self.reached(course), self.reached(self.reference)
+        mine, theirs = self.reached(curve), self.reached(self.reference)
         return None if mine is None or theirs is None else theirs.seconds / mine.seconds
 
     @property
-    def best(self) -> Course | None:
+    def best(self) -> Curve | None:
         """Who was the first to reach it, the reference aside."""
-        ratios = {course.name: ratio for course in self.courses[1:] if (ratio := self.ratio(course)) is not None}
-        return max(self.courses[1:], key=lambda course: ratios.get(course.name, 0.0)) if ratios else None
+        ratios = {curve.name: ratio for curve in self.curves[1:] if (ratio := self.ratio(curve)) is not None}
+        return max(self.curves[1:], key=lambda curve: ratios.get(curve.name, 0.0)) if ratios else None
 
 
 HEADS = ("contender", "s a step", "MB a step", "steps to the mark", "seconds to it", "times sooner")
 
 
-def cells(race: Race, course: Course) -> list[str]:
+def cells(race: Race, curve: Curve) -> list[str]:
     """The row of a contender, under `HEADS`."""
-    point, ratio = race.reached(course), race.ratio(course)
-    row = [course.name, f"{course.step_seconds:.3f}", f"{course.step_bytes / _MB:.3g}"]
+    point, ratio = race.reached(curve), race.ratio(curve)
+    row = [curve.name, f"{curve.step_seconds:.3f}", f"{curve.step_bytes / _MB:.3g}"]
     if point is None:
-        return [*row, f"not in {course.last.steps}", f"not in {course.last.seconds:.0f}", "-"]
+        return [*row, f"not in {curve.last.steps}", f"not in {curve.last.seconds:.0f}", "-"]
     return [*row, str(point.steps), f"{point.seconds:.1f}", "-" if ratio is None else f"{ratio:.1f}"]
 
 
@@ -69,8 +69,8 @@ def table(race: Race) -> Table:
     for number, head in enumerate(HEADS):
         words = head.replace(" to ", "\nto ").replace("times ", "times\n").replace(" a ", "\na ")
         made.add_column(words, justify="right" if number else "left", no_wrap=number == 0)
-    for course in race.courses:
-        made.add_row(*cells(race, course), style="bold" if course is race.best else "")
+    for curve in race.curves:
+        made.add_row(*cells(race, curve), style="bold" if curve is race.best else "")
     return made
 
 
@@ -83,7 +83,7 @@ def lines(race: Race) -> list[str]:
         f"{race.best.name} ({CONTENDERS[race.best.name].words}) was the first to reach the mark, in {point.seconds:.1f} s: "
         f"{race.ratio(race.best):.1f} times sooner than torch's DDP."
     ]
-    late = [course.name for course in race.courses[1:] if (race.ratio(course) or 0.0) <= 1.0]
+    late = [curve.name for curve in race.curves[1:] if (race.ratio(curve) or 0.0) <= 1.0]
     if late:
         said.append(f"Did not pay on this link: {', '.join(late)}.")
     return said
@@ -96,22 +96,22 @@ def as_json(race: Race, facts: Mapping[str, Any]) -> dict[str, Any]:
         "facts": dict(facts),
         "mbit": race.mbit,
         "mark": race.mark,
-        "contenders": {course.name: _course(race, course) for course in race.courses},
+        "contenders": {curve.name: _curve(race, curve) for curve in race.curves},
     }
 
 
-def _course(race: Race, course: Course) -> dict[str, Any]:
-    point = race.reached(course)
+def _curve(race: Race, curve: Curve) -> dict[str, Any]:
+    point = race.reached(curve)
     return {
-        "words": CONTENDERS[course.name].words,
-        "seconds_a_step": course.step_seconds,
-        "bytes_a_step": course.step_bytes,
+        "words": CONTENDERS[curve.name].words,
+        "seconds_a_step": curve.step_seconds,
+        "bytes_a_step": curve.step_bytes,
         "to_the_mark": None
         if point is None
         else {"steps": point.steps, "seconds": point.seconds, "bytes": point.nbytes},
-        "times_sooner": race.ratio(course),
+        "times_sooner": race.ratio(curve),
         "points": [
             {"steps": p.steps, "seconds": p.seconds, "bytes": p.nbytes, "loss": p.loss, "whole": p.whole}
-            for p in course.points
+            for p in curve.points
         ],
     }

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradwire.cli.demo.model import SIZES as DEMO_SIZES
-from gradwire.cli.demo.model import Shape, Transformer
 from gradwire.cli.demo.text import ALPHABET, Corpus, even_windows, random_windows
+from gradwire.cli.demo.transformer import SIZES as DEMO_SIZES
+from gradwire.cli.demo.transformer import Shape, Transformer
 
 SIZES: Mapping[str, Shape] = MappingProxyType(
     {

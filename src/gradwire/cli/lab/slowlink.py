@@ -24,7 +24,7 @@ from gradwire.cli.experiment.report import add_json_option, present
 from gradwire.cli.experiment.world import TIMEOUT, TIMEOUT_HELP, run_world
 from gradwire.cli.lab import charts
 from gradwire.cli.lab.contenders import CONTENDERS, REFERENCE, Simulated, default_names
-from gradwire.cli.lab.course import Course, News, Plan, run_courses
+from gradwire.cli.lab.curve import Curve, News, Plan, run_contenders
 from gradwire.cli.lab.figures import Race, as_json, lines, table
 from gradwire.cli.lab.learner import SIZES, start
 from gradwire.errors import GroupError, UsageError
@@ -120,12 +120,12 @@ def run(args: argparse.Namespace) -> int:
         patience=args.patience,
         link=Simulated(args.mbit, args.latency_ms) if args.throttled else None,
     )
-    courses: list[Course] = []
+    curves: list[Curve] = []
     failure: GroupError | None = None
-    with _machines(args) as machines, _progress(console, names, courses) as on_report:
+    with _machines(args) as machines, _progress(console, names, curves) as on_report:
         try:
             run_world(
-                functools.partial(run_courses, plan),
+                functools.partial(run_contenders, plan),
                 args.hosts,
                 name="lab slowlink",
                 hosts=machines,
@@ -133,11 +133,11 @@ def run(args: argparse.Namespace) -> int:
                 on_report=on_report,
             )
         except GroupError as error:
-            if not courses:
+            if not curves:
                 raise
             failure = error  # minutes of training are not thrown away because a later contender failed
     parameters = sum(p.numel() for p in start(plan.size, plan.seed).parameters())
-    race = Race(args.mbit, courses)
+    race = Race(args.mbit, curves)
     facts = {**machine, **_settings(args, plan, parameters)}
     if args.plot is not None:
         charts.draw(args.plot, race, facts)
@@ -147,9 +147,7 @@ def run(args: argparse.Namespace) -> int:
     for file in filter(None, (args.plot, args.html)):
         console.print(f"Charts are in {file}.", style="dim")
     if failure is not None:
-        failure.add_note(
-            f"What is shown above is what {', '.join(course.name for course in courses)} had done by then."
-        )
+        failure.add_note(f"What is shown above is what {', '.join(curve.name for curve in curves)} had done by then.")
         raise failure
     return 0
 
@@ -171,8 +169,8 @@ def _machines(args: argparse.Namespace) -> Iterator[Sequence[Host]]:
 
 
 @contextmanager
-def _progress(console: Console, names: Sequence[str], courses: list[Course]) -> Iterator[Any]:
-    """A bar of contenders, and where the present one is; `courses` gets those that are over.
+def _progress(console: Console, names: Sequence[str], curves: list[Curve]) -> Iterator[Any]:
+    """A bar of contenders, and where the present one is; `curves` gets those that are over.
 
     It is drawn when there is news, and not by a thread all the time: the ranks need the cores.
     """
@@ -193,12 +191,12 @@ def _progress(console: Console, names: Sequence[str], courses: list[Course]) -> 
                 return
             point = news.point
             words = f"step {point.steps}, {point.seconds:.1f} s, loss {point.loss:.3f}"
-            if news.course is not None:
-                courses.append(news.course)
-            done = len(courses)
+            if news.curve is not None:
+                curves.append(news.curve)
+            done = len(curves)
             progress.update(whole, completed=done, words=f"{done} of {len(names)}")
             progress.update(current, description=news.name, words=words, visible=True, refresh=True)
-            if news.course is not None and not console.is_terminal:
+            if news.curve is not None and not console.is_terminal:
                 console.print(f"{news.name}: {words}")
 
         progress.refresh()

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 
-from gradwire.cli.demo.model import SIZES, Shape, Transformer
 from gradwire.cli.demo.text import ALPHABET, even_windows, random_windows, standard_library
+from gradwire.cli.demo.transformer import SIZES, Shape, Transformer
 from gradwire.cli.experiment.rank_context import RankContext
 from gradwire.cli.experiment.recipes import RECIPES, Recipe
 from gradwire.collectives import ReduceOp

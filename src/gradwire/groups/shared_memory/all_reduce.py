@@ -37,7 +37,7 @@ from gradwire.collectives import Collective, OpKind, ReduceOp
 from gradwire.collectives.lower import flat
 from gradwire.groups.shared_memory.agreement import Agreement, Steps
 from gradwire.groups.shared_memory.board import BUFFERS, DIGEST, SMALL, Board
-from gradwire.groups.shared_memory.fold import SUMMED, CompiledFold, Fold, Piece, combine, divide, quiet
+from gradwire.groups.shared_memory.fold import SUMMED, CompiledFold, Fold, Piece, combine, divide, without_warnings
 from gradwire.groups.shared_memory.views import CACHED, Cache, Views
 
 COMPILED = 1 << 20
@@ -61,7 +61,7 @@ class AllReduce:
             CACHED // self.size
         )
         self._small = [views.address + self._plan.small(self.rank, turn) for turn in (0, 1)]
-        self._quietly = quiet()
+        self._call = without_warnings()
         self._prepared: set[torch.dtype] = set()
         self.compiled: dict[tuple[ReduceOp, torch.dtype], Fold] = {}
 
@@ -121,12 +121,12 @@ class AllReduce:
             if not board.agreed(turn, digests):
                 yield from self._agreement.compare(op)
             if others:
-                quietly = self._quietly
-                quietly(np.add, first, others[0], total)
+                call = self._call
+                call(np.add, first, others[0], total)
                 for other in others[1:]:
-                    quietly(np.add, total, other, total)
+                    call(np.add, total, other, total)
                 if op.reduce_op is _AVG:
-                    divide(total, self.size, quietly)
+                    divide(total, self.size, call)
                 ctypes.memmove(t.data_ptr(), address, nbytes)
         finally:
             board.turn = turn + 1

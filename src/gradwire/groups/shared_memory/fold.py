@@ -37,14 +37,14 @@ _SIMPLE = frozenset({
 
 
 def divide(array: np.ndarray[Any, Any], count: int, call: Callable[..., Any] = lambda fn, *args: fn(*args)) -> None:
-    """In place. By a power of two it is a product, which is quicker, and rounds to the same bits. `call` may be `quiet()`."""
+    """In place; by a power of two as a product, which is faster and rounds to the same bits. `call` may be `without_warnings()`."""
     if count & (count - 1):
         call(np.divide, array, count, array)
     else:
         call(np.multiply, array, 1.0 / count, array)
 
 
-def quiet() -> Callable[..., Any]:
+def without_warnings() -> Callable[..., Any]:
     """`call(fn, *args)` that suppresses numpy's floating-point warnings: infinities are the caller's business, as with torch.
 
     Not for two threads at a time. `np.errstate` takes longer than a small sum; numpy 2 has its state in a context variable, and a

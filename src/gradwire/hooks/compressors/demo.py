@@ -247,9 +247,9 @@ def decoupled_momentum(
 
     Each rank adds its gradients to its own momentum, which is never synchronized. Matrices are split into squares of `chunk` x
     `chunk`, vectors into ranges of `chunk`; parameters of more dimensions are matrices of the first by the rest. The largest
-    frequencies of each chunk are extracted and averaged over the ranks. Use `SignSGD` as the optimizer: no other momentum, and
-    steps by the sign only. `values`, such as torch.bfloat16, is the dtype in which frequencies are sent; the rounding stays in the
-    momentum. Without it those of float16 gradients are sent as float32, since they may overflow float16. Non-finite values are
+    frequencies of each chunk are extracted and averaged over the ranks. Use `optim.SignSGD` as the optimizer: no other momentum,
+    and steps by the sign only. `values`, such as torch.bfloat16, is the dtype in which frequencies are sent; the rounding stays in
+    the momentum. Without it those of float16 gradients are sent as float32, since they may overflow float16. Non-finite values are
     sent once and not kept.
 
     On the wire: (n - 1) times the number of chunks times k (2 + itemsize(values)) bytes for n ranks; 4 + itemsize(values) if

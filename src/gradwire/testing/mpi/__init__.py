@@ -1,5 +1,5 @@
 """Warm worlds of MPI ranks: one `mpirun` per number of ranks, kept between calls. The pool's workers, started by mpirun."""
 
-from gradwire.testing.mpi.worlds import MPIWorlds, default_worlds, missing
+from gradwire.testing.mpi.warm_worlds import MPIWorlds, default_worlds, missing
 
 __all__ = ["MPIWorlds", "default_worlds", "missing"]

@@ -56,7 +56,7 @@ class Launch:
         self.ranks: list[MPIRank] = []
         self._folder = tempfile.mkdtemp(prefix="gradwire-mpi-")
         self._door = PrivateListener(self._folder, backlog=size)
-        main = f"{QUICK_START}; from gradwire.testing.mpi.rank import main; main({self._folder!r}, {store!r})"
+        main = f"{QUICK_START}; from gradwire.testing.mpi.rank_main import main; main({self._folder!r}, {store!r})"
         self._mpirun = subprocess.Popen(
             [mpirun, "-n", str(size), *OPTIONS, sys.executable, "-P", "-c", main],
             stdin=subprocess.DEVNULL,

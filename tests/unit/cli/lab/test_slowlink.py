@@ -1,4 +1,4 @@
-"""`gradwire lab slowlink`: figures and charts of known courses, what it refuses, and a small run over a simulated link."""
+"""`gradwire lab slowlink`: figures and charts of known curves, what it refuses, and a small run over a simulated link."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from gradwire.cli import main
 from gradwire.cli.lab import charts, slowlink
-from gradwire.cli.lab.course import Course, News, Plan, Point, _is_over
+from gradwire.cli.lab.curve import Curve, News, Plan, Point, _is_over
 from gradwire.cli.lab.figures import Race, as_json, lines, table
 from gradwire.errors import PeerLost
 
@@ -23,20 +23,20 @@ def _wide(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
 
 
-def course(name: str, seconds: float, losses: list[float], *, every: int = 1, nbytes: float = 1e6) -> Course:
+def curve(name: str, seconds: float, losses: list[float], *, every: int = 1, nbytes: float = 1e6) -> Curve:
     points = [Point(5 * i, 5 * i * seconds, 5 * i * nbytes, loss, 5 * i % every == 0) for i, loss in enumerate(losses)]
-    return Course(name, tuple(points))
+    return Curve(name, tuple(points))
 
 
 def race() -> Race:
     return Race(
         100.0,
         [
-            course("torch", 3.0, [4.0, 3.5, 3.0], nbytes=4e7),
-            course("mean", 3.0, [4.0, 3.5, 3.001], nbytes=4e7),
-            course("quantize8", 0.5, [4.0, 3.6, 3.2, 2.9], nbytes=1e7),
-            course("diloco", 0.2, [4.0, 2.9, 2.8], every=10, nbytes=1e5),
-            course("top_k", 0.4, [4.0, 3.9, 3.8], nbytes=1e5),
+            curve("torch", 3.0, [4.0, 3.5, 3.0], nbytes=4e7),
+            curve("mean", 3.0, [4.0, 3.5, 3.001], nbytes=4e7),
+            curve("quantize8", 0.5, [4.0, 3.6, 3.2, 2.9], nbytes=1e7),
+            curve("diloco", 0.2, [4.0, 2.9, 2.8], every=10, nbytes=1e5),
+            curve("top_k", 0.4, [4.0, 3.9, 3.8], nbytes=1e5),
         ],
     )
 
@@ -46,7 +46,7 @@ FACTS = {"cpu": "a core", "software": "gradwire", "model": "transformer", "link"
 
 def test_who_reaches_the_mark_and_how_much_sooner():
     known = race()
-    by_name = {c.name: known.ratio(c) for c in known.courses}
+    by_name = {c.name: known.ratio(c) for c in known.curves}
     assert known.mark == pytest.approx(3.003)
     assert by_name["torch"] == 1.0
     assert by_name["mean"] == 1.0  # a thousandth above counts
@@ -67,7 +67,7 @@ def test_the_table_fits_80_columns_and_the_words_say_the_same():
         "diloco (gradwire: parameters every 50 steps) was the first to reach the mark, in 2.0 s: 15.0 times"
     )
     assert second == "Did not pay on this link: mean, top_k."
-    assert lines(Race(1.0, race().courses[:1])) == ["Nobody but torch's DDP reached the mark."]
+    assert lines(Race(1.0, race().curves[:1])) == ["Nobody but torch's DDP reached the mark."]
 
 
 def test_json_holds_every_examination():
@@ -108,14 +108,14 @@ def plan(**changed) -> Plan:
 
 
 def test_when_a_contender_is_over():
-    reference, slow = race().reference, course("top_k", 1.0, [4.0, 3.9])
+    reference, slow = race().reference, curve("top_k", 1.0, [4.0, 3.9])
     assert not _is_over(plan(), reference.points[:2], "torch", None)
     assert _is_over(plan(), reference.points, "torch", None)
     assert _is_over(plan(seconds=15.0), reference.points[:2], "torch", None)
     assert not _is_over(plan(), slow.points, "top_k", reference)
     assert _is_over(plan(patience=0.5), slow.points, "top_k", reference)  # as many steps
     assert _is_over(plan(patience=0.1), slow.points, "top_k", reference)
-    assert _is_over(plan(), race().courses[2].points, "quantize8", reference)
+    assert _is_over(plan(), race().curves[2].points, "quantize8", reference)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_where_hosts_are_not_permitted_the_simulated_link_is_offered(monkeypatch
 
 def test_what_was_done_before_a_failure_is_not_lost(monkeypatch, capsys, tmp_path):
     def failing(task, ranks, *, on_report, **named):
-        for done in race().courses[:2]:
+        for done in race().curves[:2]:
             on_report(None)
             on_report(News(done.name, done.points[1], None))
             on_report(News(done.name, done.last, done))

@@ -1,4 +1,4 @@
-"""The program of one rank process of a benchmark: `python -m gradwire.cli.experiment.rank FOLDER [RANK]`.
+"""The program of one rank process of a benchmark: `python -m gradwire.cli.experiment.rank_main FOLDER [RANK]`.
 
 It connects to the process that started it, is told what to do, does it and says what came of it. Without RANK it was started
 by mpirun, which says the rank in the environment.

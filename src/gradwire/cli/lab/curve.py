@@ -1,4 +1,4 @@
-"""What each rank does in `gradwire lab slowlink`: train with one contender after another, and note the way of each.
+"""What each rank does in `gradwire lab slowlink`: train with one contender after another, and record the loss curve of each.
 
 Note [What is timed]
 Steps are taken in stretches between two examinations. Ranks meet before and after each stretch, at counters in a mapped file and
@@ -60,8 +60,8 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """One contender's way."""
+class Curve:
+    """One contender's loss curve."""
 
     name: str
     points: tuple[Point, ...]
@@ -97,19 +97,19 @@ class News:
 
     name: str
     point: Point
-    course: Course | None
+    curve: Curve | None
 
 
-def run_courses(plan: Plan, context: RankContext) -> list[Course]:
+def run_contenders(plan: Plan, context: RankContext) -> list[Curve]:
     """Train on this rank, together with all others: every contender's way."""
     corpus = standard_library()
-    courses: list[Course] = []
+    curves: list[Curve] = []
     kept: list[object] = []
     for name in plan.names:
         contender = CONTENDERS[name]
         _try(plan, contender, corpus, context, kept)
-        courses.append(_run(plan, contender, corpus, context, kept, courses[0] if courses else None))
-    return courses
+        curves.append(_run(plan, contender, corpus, context, kept, curves[0] if curves else None))
+    return curves
 
 
 def _try(plan: Plan, contender: Contender, corpus: Corpus, context: RankContext, kept: list[object]) -> None:
@@ -126,8 +126,8 @@ def _try(plan: Plan, contender: Contender, corpus: Corpus, context: RankContext,
 
 
 def _run(
-    plan: Plan, contender: Contender, corpus: Corpus, context: RankContext, kept: list[object], reference: Course | None
-) -> Course:
+    plan: Plan, contender: Contender, corpus: Corpus, context: RankContext, kept: list[object], reference: Curve | None
+) -> Curve:
     model = start(plan.size, plan.seed)
     with contender.wrap(model, context, plan.link, contender.name) as wrapped:
         kept.append(wrapped.keep)
@@ -143,10 +143,10 @@ def _run(
                 context, f"{contender.name} {learner.steps}", _is_over(plan, points, contender.name, reference)
             )
             if context.rank == 0:
-                done = Course(contender.name, tuple(points)) if over else None
+                done = Curve(contender.name, tuple(points)) if over else None
                 context.report(News(contender.name, points[-1], done))
         context.barrier.wait()
-    return Course(contender.name, tuple(points))
+    return Curve(contender.name, tuple(points))
 
 
 def _stretch(
@@ -162,11 +162,11 @@ def _stretch(
     return Point(learner.steps, before.seconds + seconds, before.nbytes + nbytes, learner.examine(), whole)
 
 
-def _is_over(plan: Plan, points: Sequence[Point], name: str, reference: Course | None) -> bool:
+def _is_over(plan: Plan, points: Sequence[Point], name: str, reference: Curve | None) -> bool:
     here = points[-1]
     if reference is None:
         return here.steps >= plan.steps if plan.seconds is None else here.seconds >= plan.seconds
-    if Course(name, tuple(points)).reached(reference.mark) is not None:
+    if Curve(name, tuple(points)).reached(reference.mark) is not None:
         return True
     end = reference.last
     return here.seconds >= plan.patience * end.seconds or here.steps >= plan.patience * end.steps

@@ -1,4 +1,4 @@
-"""`SignSGD`: the optimizer for `decoupled_momentum`."""
+"""`SignSGD`: the optimizer for the hook `decoupled_momentum`."""
 
 from __future__ import annotations
 
