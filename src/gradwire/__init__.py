@@ -74,7 +74,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports what i
 
 __version__ = "0.1.0"
 
-# Nothing is imported before it is named: the command `gradwire` and the launcher need no torch, training no tools for tests.
+# Lazy imports: the command `gradwire` and the launcher do not need torch, and training does not need the testing tools.
 _LAYERS = "autograd collectives errors events groups hooks interop lab launch optim policies testing"
 _NAMES = {
     "collectives": "Collective OpKind ReduceOp Signature",

@@ -1,5 +1,5 @@
-"""`Worker`, a thread that does jobs in order; `BoundedCall`, a call that is waited for only so long; `weakly`, a callback that does
-not keep its object alive."""
+"""`Worker`, a thread that runs jobs in order; `BoundedCall`, a call with a bounded wait; `weakly`, a callback that does not keep
+its object alive."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ R = TypeVar("R")
 
 
 class Worker:
-    """A thread that does jobs in the order they were put, started with the first. Holds no reference to its owner but through jobs.
+    """A thread that runs jobs in FIFO order, started by the first job. Only the jobs hold references to its owner.
 
-    For what needs several steps and must not block the caller. A collective that an engine lacks, say, is a program of several
-    collectives; all ranks must submit those in the same order, so the programs of one group run one after another on its worker.
+    For work that takes several steps and must not block the caller. For example, a collective that an engine lacks is a program of
+    several collectives; all ranks must submit those in the same order, so the programs of one group run one by one on its worker.
     """
 
     def __init__(self, name: str) -> None:
@@ -34,7 +34,7 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        """Whether every job put so far is done. Exact only for the thread that puts them."""
+        """Whether every job put so far is done. Exact only in the thread that puts them."""
         return not self._unfinished
 
     @property
@@ -43,7 +43,7 @@ class Worker:
         return threading.current_thread() is self._thread
 
     def start(self) -> None:
-        """Start the thread now, not with the first job."""
+        """Start the thread now instead of with the first job."""
         with self._starting:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=f"gradwire-{self._name}", daemon=True)
@@ -52,9 +52,9 @@ class Worker:
                     thread.start()
 
     def put(self, job: Job) -> None:
-        """Do `job()` after those put before it. A job handles its own errors.
+        """Run `job()` after those put before it. A job handles its own errors.
 
-        Once the thread runs it takes no lock: `abort()` in a signal handler may interrupt any thread anywhere, also in here.
+        Takes no lock once the thread runs: a signal handler that calls `abort()` may interrupt any thread anywhere, even in here.
         """
         if self._thread is None:
             self.start()
@@ -84,7 +84,7 @@ class Worker:
 
 
 class BoundedCall(Generic[R]):
-    """One call on a thread of its own. A thread that does not come back in time is left behind: it cannot be ended."""
+    """One call on its own thread. A thread that does not return in time is abandoned: it cannot be stopped."""
 
     def __init__(self, job: Callable[[], R], *, name: str) -> None:
         self._job = job
@@ -94,7 +94,7 @@ class BoundedCall(Generic[R]):
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         try:
             self.thread.start()
-        except RuntimeError:  # the interpreter is ending, and starts no more threads
+        except RuntimeError:  # the interpreter is shutting down and starts no more threads
             self._run()
 
     def _run(self) -> None:
@@ -104,20 +104,20 @@ class BoundedCall(Generic[R]):
             self._error = error
 
     def wait(self, timeout: float) -> bool:
-        """Whether it is over within `timeout` seconds."""
+        """Whether the call finished within `timeout` seconds."""
         if self.thread.ident is not None:
             self.thread.join(max(0.0, timeout))
         return not self.thread.is_alive()
 
     def result(self) -> R:
-        """What the call returned, or raise what it raised. It must be over."""
+        """Return what the call returned, or raise what it raised. The call must have finished."""
         if self._error is not None:
             raise self._error
         return self._results[0]
 
 
 def weakly(fn: Callable[P, R]) -> Callable[P, R | None]:
-    """A bound method that does not keep its object alive: once that is gone, calls return None. Functions stay as they are.
+    """A bound method that does not keep its object alive: once the object is gone, calls return None. Functions are returned as is.
 
     >>> class Counter:
     ...     n = 0

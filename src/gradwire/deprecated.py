@@ -1,4 +1,4 @@
-"""Old names that still work for one version."""
+"""Deprecated names, kept for one version."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 
 def renamed(module: str, *, level: int = 2, **names: str) -> Callable[[str], Any]:
-    """A module's `__getattr__` for old names: `names` maps each to what it is now, as a dotted path.
+    """A module's `__getattr__` for old names: `names` maps each to the dotted path of its replacement.
 
-    `level` is the warning's `stacklevel`: 2 if the module's `__getattr__` is what this returns, 3 if it calls it."""
+    `level` is the warning's `stacklevel`: 2 if the module's `__getattr__` is the returned function, 3 if it calls it."""
 
     def get(name: str) -> Any:
         if name not in names:

@@ -1,8 +1,8 @@
-"""Every error that gradwire raises on purpose, as one tree; `testing` adds that of its conformance suite.
+"""Every error that gradwire raises on purpose, as one tree; `testing` adds the error of its conformance suite.
 
 A message has three parts: what was being done with which values, what is wrong, what to do about it. The facts are
-attributes too, so that code need not parse text. Where torch raises a documented built-in type for the same mistake, ours
-is an instance of that type as well. All errors pickle with their facts: they cross process boundaries in `testing`.
+attributes too, so code need not parse messages. Where torch raises a documented built-in type for the same mistake, ours
+is an instance of that type as well. All errors pickle with their attributes: they cross process boundaries in `testing`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ E = TypeVar("E", bound=BaseException)
 
 
 def again(error: E) -> E:
-    """A copy of an error that is kept, to be raised in its place: same type, facts, notes and cause.
+    """A copy of a stored error, to be raised in its place: same type, attributes, notes and cause.
 
-    To raise one object many times makes its traceback longer each time, and keeps all frames in it, with their tensors, alive.
+    Raising one object many times makes its traceback longer each time, and keeps all its frames, with their tensors, alive.
     """
     try:
         twin = copy.copy(error)
-    except Exception:  # a class of the caller's whose constructor takes other arguments than `args`
+    except Exception:  # a user's class whose constructor does not take `args`
         return error.with_traceback(None)
     if "__notes__" in twin.__dict__:
         twin.__dict__["__notes__"] = list(twin.__dict__["__notes__"])
@@ -77,10 +77,10 @@ class HookAnnotationError(UsageError):
 
 
 class AutogradHookError(HookError):
-    """An autograd hook could not be registered, or gave back what it must not.
+    """An autograd hook could not be registered, or returned something it must not.
 
-    `kind` is the kind of hook, `place` its place in the chain counted from 1 (None at registration), `target` the
-    tensor, parameter or node it was put on, in words.
+    `kind` is the kind of hook, `place` its position in the chain counted from 1 (None at registration), `target` a
+    description of the tensor, parameter or node it was registered on.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class AutogradHookError(HookError):
 
 
 class AutogradHookTypeError(AutogradHookError, TypeError):
-    """An autograd hook gave back a value of the wrong type, where torch raises TypeError."""
+    """An autograd hook returned a value of the wrong type, where torch raises TypeError."""
 
 
 class LayoutError(UsageError, RuntimeError):
@@ -101,7 +101,7 @@ class LayoutError(UsageError, RuntimeError):
 
 
 class ClosedError(UsageError, RuntimeError):
-    """Used after it was closed."""
+    """Something was used after it was closed."""
 
 
 class NoDefaultGroup(UsageError, RuntimeError):
@@ -133,7 +133,7 @@ class UninitializedError(UsageError, RuntimeError):
 
 
 class TrainingAlreadyStarted(UsageError, RuntimeError):
-    """A choice that must be made before the first step."""
+    """A setting was changed that is fixed once training has started."""
 
 
 class OverlapNotSupported(UsageError, RuntimeError):
@@ -141,7 +141,7 @@ class OverlapNotSupported(UsageError, RuntimeError):
 
 
 class CompiledAutograd(UsageError, RuntimeError):
-    """A backward that is to be averaged runs under compiled autograd."""
+    """A backward whose gradients are to be averaged runs under compiled autograd."""
 
 
 class UnexpectedLayout(UsageError, RuntimeError):
@@ -149,15 +149,15 @@ class UnexpectedLayout(UsageError, RuntimeError):
 
 
 class NotFinalizable(UsageError, RuntimeError):
-    """`finalize_backward()`, or a forward, where it cannot be."""
+    """`finalize_backward()`, or a forward, was called where it is not allowed."""
 
 
 class NotPicklable(UsageError, RuntimeError):
-    """Pickling a model whose process group cannot be found again."""
+    """A model was pickled whose process group cannot be found again when it is loaded."""
 
 
 class StepError(GradwireError, RuntimeError):
-    """A backward that cannot be averaged: its graph or its inputs are not what was declared."""
+    """A backward whose gradients cannot be averaged: its graph or its inputs are not what was declared."""
 
 
 class ReadyTwice(StepError):
@@ -177,11 +177,11 @@ class EarlyTermination(StepError):
 
 
 class GroupError(GradwireError, RuntimeError):
-    """The world's fault: a peer, the network, or an engine failed."""
+    """Not the caller's fault: a peer, the network, or an engine failed."""
 
 
 class PeerLost(GroupError):
-    """A rank has died or left. `rank` is None where the engine cannot tell which."""
+    """A rank has died or left. `rank` is None where it is not known which."""
 
     def __init__(self, message: str, *, rank: int | None = None, op: Signature | None = None) -> None:
         super().__init__(message)
@@ -190,11 +190,11 @@ class PeerLost(GroupError):
 
 
 UNEVEN = "If it had fewer batches than this rank, train inside `with model.join():`"
-"""What errors advise when a rank has closed its group while another waits for it."""
+"""The advice in errors about a rank that has closed its group while another waits for it."""
 
 
 class CollectiveTimeout(GroupError):
-    """A deadline passed. `joined` and `missing` are None where the group cannot know who took part."""
+    """A deadline passed. `joined` and `missing` are None where the group cannot know which ranks took part."""
 
     def __init__(
         self,
@@ -227,11 +227,11 @@ class GroupAborted(GroupError):
 
 
 class SharedMemoryFull(GroupError):
-    """There is not as much shared memory as was asked for."""
+    """There is less shared memory than was requested."""
 
 
 class PrivateFileGone(GroupError):
-    """No process has the private file open under this name any more."""
+    """No process has the private file open under this name anymore."""
 
 
 class NonFiniteGradient(GradwireError, RuntimeError):

@@ -1,14 +1,14 @@
-"""Typed events, and the emitter that carries them to listeners.
+"""Typed events, and the emitter that delivers them to listeners.
 
-Every layer that communicates holds an `Emitter` and tells it what happens. Nothing is built, formatted or timed when nobody
-listens, because an emitter is tested for truth first: `if events: events.emit(...)`. Listeners run in the thread in which
-the thing happened and must be quick; what one raises is warned about once, kept in `Emitter.errors` and never thrown into the
-layer that emitted. This module knows no other layer.
+Every layer that communicates holds an `Emitter` and emits events. Nothing is built, formatted or timed when there is no
+listener, because an emitter's truth value is tested first: `if events: events.emit(...)`. Listeners run in the thread that
+emits and must be quick. What a listener raises is warned about once, kept in `Emitter.errors` and never raised in the
+emitting layer. This module depends on no other layer.
 
 Note [SystemExit in callbacks]
-A callback of a user's may raise SystemExit or KeyboardInterrupt. In the main thread they must end the program, so there they are
-raised. In any other thread they would end that thread only, in silence, and it may be the one that all later operations of a group
-need. There they are kept like every other exception.
+A user's callback may raise SystemExit or KeyboardInterrupt. In the main thread they must end the program, so they are raised there.
+In any other thread they would silently end only that thread, which all later operations of a group may need. There they are kept
+like any other exception.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CollectiveSubmitted(CollectiveEvent):
 
 @dataclass(frozen=True, slots=True)
 class CollectiveStarted(CollectiveEvent):
-    """The engine took it up: its call was made, or every peer has joined."""
+    """The engine has started it: its call was made, or every peer has joined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class CollectiveFinished(CollectiveEvent):
 
 @dataclass(frozen=True, slots=True)
 class CollectiveFailed(CollectiveEvent):
-    """It will never finish; `error` says why."""
+    """It will never finish; `error` is the cause."""
 
     duration: float
     error: BaseException
@@ -75,7 +75,7 @@ class RankEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class GradientReady(RankEvent):
-    """A parameter's gradient has been accumulated: the only time that tells a slow rank from one that waits."""
+    """A parameter's gradient has been accumulated: the only event whose time distinguishes a slow rank from one that waits."""
 
     parameter: str
     index: int
@@ -99,14 +99,14 @@ class BucketLaunched(RankEvent):
 
 @dataclass(frozen=True, slots=True)
 class BucketReduced(RankEvent):
-    """The averages of a bucket are back in `.grad`. On CUDA they are once its stream has come that far."""
+    """The averages of a bucket are back in `.grad`; on CUDA, once the stream has reached this point."""
 
     bucket: int
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardEnded(RankEvent):
-    """The engine has computed every gradient; what follows is waiting for reductions."""
+    """Autograd has computed every gradient; the rest of the step waits for reductions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class StepEnded(RankEvent):
 
 
 class Handle:
-    """Takes one registration back. Removing twice is a no-op; as a context manager it removes on exit."""
+    """Removes one registration. Removing twice is a no-op; as a context manager it removes on exit."""
 
     __slots__ = ("_remove",)
 
@@ -125,7 +125,7 @@ class Handle:
         self._remove: Callable[[], None] | None = remove
 
     def remove(self) -> None:
-        """Take the registration back."""
+        """Remove the registration."""
         remove, self._remove = self._remove, None
         if remove is not None:
             remove()
@@ -141,7 +141,7 @@ F = TypeVar("F")
 
 
 class Callbacks(Generic[F]):
-    """Callables in registration order. Iterating walks a snapshot, so any of them may add or remove during the walk."""
+    """Callables in registration order. Iteration is over a snapshot, so callables may be added or removed during it."""
 
     __slots__ = ("_entries", "_lock")
 
@@ -150,7 +150,7 @@ class Callbacks(Generic[F]):
         self._lock = threading.Lock()
 
     def add(self, fn: F) -> Handle:
-        """Register `fn`; the same function may stand here more than once."""
+        """Register `fn`; the same function may be registered more than once."""
         key = object()
         with self._lock:
             self._entries += ((key, fn),)
@@ -171,7 +171,7 @@ class Callbacks(Generic[F]):
 
 
 def is_kept(error: BaseException) -> bool:
-    """Whether what a callback has raised in this thread is kept, and not raised: see Note [SystemExit in callbacks]."""
+    """Whether an error that a callback raised in this thread is kept instead of raised: see Note [SystemExit in callbacks]."""
     return isinstance(error, Exception) or threading.current_thread() is not threading.main_thread()
 
 
@@ -180,7 +180,7 @@ Kinds = type["Event"] | tuple[type["Event"], ...]
 
 
 class Emitter:
-    """Carries events to listeners.
+    """Delivers events to listeners.
 
     >>> events, seen = Emitter(), []
     >>> handle = events.listen(seen.append)
@@ -209,11 +209,11 @@ class Emitter:
         return self._listeners.add((fn, only))
 
     def wants(self, kind: type[Event]) -> bool:
-        """Whether somebody listens to events of this class."""
+        """Whether there is a listener for events of this class."""
         return any(issubclass(kind, only) for _, only in self._listeners)
 
     def emit(self, event: Event) -> None:
-        """Tell every listener; one that raises does not disturb the others or the caller."""
+        """Call every listener; one that raises does not affect the others or the caller."""
         for listener, only in self._listeners:
             if not isinstance(event, only):
                 continue

@@ -1,12 +1,12 @@
-"""Loops over numpy arrays, compiled by numba where it is installed (the extra `gradwire[jit]`); and whether there is Triton.
+"""Loops over numpy arrays, compiled by numba if it is installed (the extra `gradwire[jit]`); and whether Triton is available.
 
 numpy and torch make one pass over memory per operation. A loop that adds and stores twice, or scales, rounds and packs, makes one
-pass in all. Without numba the caller goes its slower way, which must give the same bits; tests run both.
+pass in total. Without numba the caller takes a slower path, which must give the same bits; tests run both.
 
 Note [What a compiled loop may assume]
-It is compiled at its first call for the types it is called with, without the interpreter lock, on one thread (a rank has one
-core), and without liberties in arithmetic: sums keep their order, NaN stays NaN. The compiled code is kept on disk beside the
-source, or in the user's cache folder, or, where neither can be written, in memory only.
+It is compiled at its first call for the argument types of that call, runs without the interpreter lock, on one thread (a rank has
+one core), and without fast-math: sums keep their order, NaN stays NaN. The compiled code is cached on disk next to the source, or
+in the user's cache folder, or, where neither is writable, in memory only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 @functools.cache
 def _njit() -> Callable[..., Any] | None:
-    """numba's decorator; None where numba is missing, does not fit the other libraries, or is told not to compile."""
+    """numba's decorator; None where numba is missing, is incompatible with the other libraries, or has compilation disabled."""
     try:
         numba: Any = importlib.import_module("numba")
     except ImportError:  # also where it was built for another numpy
@@ -31,7 +31,7 @@ def _njit() -> Callable[..., Any] | None:
 
 
 def compiler() -> str | None:
-    """What compiles loops, and its version; None where nothing does. Loads it, which takes about a second."""
+    """The compiler of loops and its version, or None if there is none. Imports it, which takes about a second."""
     return None if _njit() is None else f"numba {metadata.version('numba')}"
 
 
@@ -58,7 +58,7 @@ class Loop:
             options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
             try:
                 self._compiled = njit(self._function, cache=True, **options)
-            except RuntimeError:  # no folder to keep it in
+            except RuntimeError:  # no writable cache folder
                 self._compiled = njit(self._function, **options)
         return self._compiled
 

@@ -17,9 +17,9 @@ class Graph(Enum):
     ALL_USED = "all used"
     """Every parameter does, in every step, on every rank. One that does not is an error that names it."""
     FIND_UNUSED = "find unused"
-    """Some may not: the graph is searched after every forward, and ranks tell each other what they used."""
+    """Some may not: the graph is searched after every forward, and ranks exchange which parameters they used."""
     STATIC = "static"
-    """The same ones, the same number of times, in every step; learnt in the first."""
+    """The same ones, the same number of times, in every step; learned in the first."""
 
 
 class Gradients(Enum):
@@ -39,7 +39,7 @@ class Buffers(Enum):
     AT_START = "at start"
     """Once, when the model is replicated."""
     NEVER = "never"
-    """They stay each rank's own."""
+    """Each rank keeps its own."""
 
 
 class NonFinite(Enum):
@@ -52,7 +52,7 @@ class NonFinite(Enum):
 
 
 class BucketMemory(Enum):
-    """How long the memory of a bucket is allocated."""
+    """How long the memory of a bucket stays allocated."""
 
     KEPT = "kept"
     """From the first step on."""
@@ -65,9 +65,9 @@ class Buckets:
     """How large buckets are. The first to be launched is small, so that communication starts early."""
 
     limits: tuple[int, ...] = (1 * MiB, 25 * MiB)
-    """Bytes of the first, second, … bucket; the last limit holds for all that follow."""
+    """Bytes of the first, second, … bucket; the last limit applies to all that follow."""
     from_start: bool = False
-    """Whether they hold in the first step too. Normally its one bucket is everything, since the order is not known yet."""
+    """Whether the limits apply to the first step too. Normally it has one bucket, since the order of gradients is not known yet."""
     memory: BucketMemory = BucketMemory.KEPT
 
     def __post_init__(self) -> None:
@@ -79,8 +79,8 @@ class Buckets:
 class ScaleCheck:
     """Compares a hook's result with the true mean, on a projection of one number per bucket, every `every` steps.
 
-    Catches a hook that sums where it should average, or averages twice. `tolerance` is how far, relatively, a lossy hook may
-    be off. On the wire: three float64 a bucket.
+    Catches a hook that sums where it should average, or averages twice. `tolerance` is the relative error that a lossy hook
+    may have. On the wire: three float64 per bucket.
     """
 
     every: int = 1
@@ -92,7 +92,7 @@ class ScaleCheck:
 
 
 def check_policies(**given: tuple[object, Any]) -> None:
-    """Raise unless every value is of its policy's type: what is not would be the default, silently.
+    """Raise unless every value has its policy's type: any other value would silently act as the default.
 
     >>> check_policies(nonfinite=(True, NonFinite))
     Traceback (most recent call last):

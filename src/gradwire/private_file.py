@@ -1,12 +1,12 @@
-"""A file that only processes of this user can open, and that leaves nothing behind. Without torch: the launcher makes one.
+"""A file that only processes of this user can open, and that leaves nothing behind. Does not import torch: the launcher uses it.
 
 Note [A file behind a process]
 The file is a memfd, which is in no directory. Others open it as `/proc/<pid>/fd/<number>` of the process that made it, which the
-kernel allows to processes of the same user only. Each then has a descriptor of its own: the file lives until the last of them has
-ended, however it ended, and `/proc/<pid>` is not used again, where some day another process could be found.
+kernel allows only to processes of the same user. Each then has its own descriptor: the file lives until the last of them has
+exited, in whatever way, and `/proc/<pid>` is not used again, since the pid may be reused.
 
-The name travels through places that another user may write to. So it consists of numbers only, and what it leads to is checked: a
-memfd of ours, this very inode, of this user, closed to others. A name cannot be made to lead to any other file of this user.
+The name travels through places that another user may write to. So it consists of numbers only, and the file it leads to is checked:
+a memfd of ours, with this inode, owned by this user, closed to others. A name cannot lead to any other file of this user.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _NAME = re.compile(r"(\d{1,10}):(\d{1,10}):(\d{1,20}):(\d{1,20})", re.ASCII)
 _HINTS = dict.fromkeys(
     (errno.EMFILE, errno.ENFILE), "Raise the limit on open files (ulimit -n), or close some before ranks meet."
 )
-_REPLACED = "another file has taken its place. It is not used: start all ranks anew."
+_REPLACED = "another file has taken its place. It is not used: restart all ranks."
 
 
 def available() -> bool:
-    """Whether this system has such files: Linux has."""
+    """Whether this system has such files; Linux does."""
     return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 
 
 def create(label: str = STORE) -> int:
-    """The descriptor of a new file: one page of zeros. It is opened by name and `label`, which tells its use."""
+    """The descriptor of a new file: one page of zeros. It is opened by its name and `label`, which states its purpose."""
     try:
         fd = os.memfd_create(label, os.MFD_CLOEXEC)
     except OSError as error:
@@ -50,7 +50,7 @@ def create(label: str = STORE) -> int:
 
 
 def name_of(fd: int) -> str:
-    """By which other processes of this user open the file, while this process has it open."""
+    """The name by which other processes of this user open the file, while this process has it open."""
     status = os.fstat(fd)
     return f"{os.getpid()}:{fd}:{status.st_dev}:{status.st_ino}"
 
@@ -61,27 +61,25 @@ def is_name(text: str) -> bool:
 
 
 def open_private(name: str, label: str = STORE) -> int:
-    """A descriptor of one's own to the file; refused with the reason if it is not one of ours, or not this user's."""
+    """A new descriptor of the file; raises if the file is not one of ours, or not this user's."""
     match = _NAME.fullmatch(name)
     if match is None:
-        raise GroupError(
-            f"opening the private store {name[:80]!r}: this is not the name of one. See who has changed it."
-        )
+        raise GroupError(f"opening the private store {name[:80]!r}: not a valid name. Find out who changed it.")
     pid, number, device, inode = map(int, match.groups())
     what = f"opening the private store of process {pid} (descriptor {number})"
     try:
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
     except PermissionError as error:
         raise GroupError(
-            f"{what}: {error.strerror}. The process is another user's, or cannot be looked into. The store is not used: start all "
-            "ranks as one user."
+            f"{what}: {error.strerror}. The process belongs to another user, or cannot be inspected. The store is not used: start "
+            "all ranks as one user."
         ) from error
     except OSError as error:
         if error.errno in _HINTS:
             raise GroupError(f"{what}: {error.strerror}. {_HINTS[error.errno]}") from error
         raise PrivateFileGone(
-            f"{what}: there is no such process here, or it has closed the store ({error.strerror}). It has ended, or runs on "
-            "another host or in another container. Look at its output; ranks that are said to be on one host must see each other's "
+            f"{what}: there is no such process here, or it has closed the store ({error.strerror}). It has exited, or runs on "
+            "another host or in another container. Look at its output; ranks declared to be on one host must see each other's "
             "processes."
         ) from error
     try:
@@ -90,7 +88,7 @@ def open_private(name: str, label: str = STORE) -> int:
             raise PrivateFileGone(f"{what}: {_REPLACED}")
         if status.st_mode & 0o077:
             raise GroupError(
-                f"{what}: other users can open it (mode {status.st_mode & 0o777:o}). It is not used: see who has changed that."
+                f"{what}: other users can open it (mode {status.st_mode & 0o777:o}). It is not used: find out who changed that."
             )
     except BaseException:
         os.close(fd)
@@ -101,11 +99,11 @@ def open_private(name: str, label: str = STORE) -> int:
 def check_identity(
     what: str, fd: int, *, device: int, inode: int, error: type[GroupError] = GroupError
 ) -> os.stat_result:
-    """Raise unless the file behind `fd` is this user's, and the very one that was announced: `error` if it is another one."""
+    """Raise unless the file behind `fd` belongs to this user and is the one that was announced: `error` if it is another file."""
     status = os.fstat(fd)
     if status.st_uid != os.geteuid():
         raise GroupError(
-            f"{what}: it belongs to user {status.st_uid}, this process runs as {os.geteuid()}. It is not used: somebody else has "
+            f"{what}: it belongs to user {status.st_uid}, this process runs as {os.geteuid()}. It is not used: another user has "
             "offered it, or ranks run as different users. Start all ranks as one user."
         )
     if (status.st_dev, status.st_ino) != (device, inode) or not stat.S_ISREG(status.st_mode):

@@ -1,10 +1,10 @@
-"""Which of several ranks' failures the others follow from.
+"""Which of several ranks' failures caused the others.
 
 Note [Which failure is shown]
-When a rank fails the others usually fail after it, because their peer is lost or the group was aborted under them. So the
-earliest failure is the one to show. But a rank that raises aborts its group before it has printed its traceback and ended, clocks
-and threads blur what is earliest, and a peer may come to its own end before it. So among failures within `NEAR` seconds of the
-earliest, one that does not look like a consequence goes first.
+When a rank fails the others usually fail after it, because their peer is lost or the group was aborted. So the earliest failure
+is the one to show. But a rank that raises aborts its group before it has printed its traceback and exited, clocks and threads
+make times inexact, and a peer may exit first. So among failures within `NEAR` seconds of the earliest, one that does not look
+like a consequence goes first.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 
 def root_cause(failures: Iterable[T], *, when: Callable[[T], float], consequence: Callable[[T], int]) -> T | None:
-    """The failure to show: of those near the earliest, the one of the least `consequence`, and of these the earliest. None of none.
+    """The failure to show: of those near the earliest, the one with the lowest `consequence`, then the earliest. None if empty.
 
-    `consequence` is 0 for a failure of the rank's own; the higher, the more it looks like a consequence of another rank's.
+    `consequence` is 0 for a failure of the rank itself; the higher, the more it looks like a consequence of another rank's.
 
     >>> failures = [(3.0, "PeerLost"), (3.2, "ValueError"), (9.0, "ValueError")]
     >>> root_cause(failures, when=lambda f: f[0], consequence=lambda f: int(f[1] == "PeerLost"))

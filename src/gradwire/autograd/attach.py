@@ -11,7 +11,7 @@ Note [One torch hook per chain]
 
 Note [Where the chain lives]
     Only in torch's own table of hooks, which dies with the tensor or node; we find it there again by registering a
-    candidate and looking at its neighbours. So there is no table of ours to keep a tensor alive, and a tensor changed in
+    candidate and looking at its neighbors. So there is no table of ours to keep a tensor alive, and a tensor changed in
     place, for which torch begins a new table, gets a new chain just as it gets new hooks.
 """
 

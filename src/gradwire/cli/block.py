@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron, each on a normalised residual stream."""
+    """Attention, then a perceptron, each on a normalized residual stream."""
 
     def __init__(self, *, width: int, heads: int, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

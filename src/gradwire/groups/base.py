@@ -30,7 +30,7 @@ from gradwire.groups.watchdog import Watchdog
 from gradwire.groups.work import Work
 
 DEFAULT_TIMEOUT = 1800.0
-"""Seconds until an operation fails when the group was not told otherwise: torch.distributed's own, for engines on the CPU."""
+"""Seconds until an operation fails, by default: torch.distributed's default for CPU backends."""
 MEETING_TIMEOUT = 300.0
 """Seconds within which all ranks must have called `gw.init()`: the default of torch's stores."""
 
@@ -42,14 +42,14 @@ class Group(Verbs, ABC):
     """Ranks that communicate. Submit from one thread, or agree on an order: the n-th collectives of all ranks meet."""
 
     tells_mismatch: bool = False
-    """Whether ranks that submit different collectives are told so. Engines that do not look may hang, mix data up or, as
-    gloo does on different sizes, take the process down; the `Verified` wrapper makes any group look."""
+    """Whether ranks that submit different collectives get CollectiveMismatch. Engines that do not check may hang, mix up data or,
+    as gloo does on different sizes, crash the process; the `Verified` wrapper adds the check to any group."""
 
     in_one_process: bool = False
     """Whether all ranks are threads of this process, which share its autograd engine."""
 
     layout: Layout | None = None
-    """Which ranks share a host, where the group knows of hosts and takes collectives of a scope other than all ranks."""
+    """Which ranks share a host, if the group knows hosts and accepts collectives whose scope is not all ranks."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class Group(Verbs, ABC):
         watchdog: Watchdog | None = None,
         wraps: Group | None = None,
     ) -> None:
-        """`watchdog` is one that several groups of a process share. `wraps` is a group whose ledger this one shares; what ends with
-        a group (threads, queues) then ends with that one."""
+        """`watchdog` may be shared by several groups of a process. `wraps` is a group whose ledger this one shares; threads and
+        queues then belong to that group and end with it."""
         if not 0 <= rank < size:
             raise UsageError(f"{type(self).__name__}: rank {rank} of size {size}. Ranks count from 0 to size - 1.")
         self.rank = rank
@@ -79,14 +79,14 @@ class Group(Verbs, ABC):
         self.ledger.arrivals = weakly(self.arrivals)
         self._watchdog = watchdog or Watchdog(f"{self.name}-{rank}")
         self._watchdog.watch(self.ledger)
-        # Runs at interpreter exit too: daemon threads must not be left running into the interpreter's end.
+        # Runs at interpreter exit too: daemon threads must not be running when the interpreter shuts down.
         self._finalizer = finalize_here(self, _stop, self._watchdog, self.ledger)
 
     # -- the one verb --------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def submit(self, op: Collective) -> Work:
-        """Start `op` and return its Work, without waiting for anybody."""
+        """Start `op` and return its Work without waiting for other ranks."""
 
     @overload
     def begin(self, op: Collective) -> Work: ...
@@ -101,7 +101,7 @@ class Group(Verbs, ABC):
         work.group = self
         try:
             self.ledger.submitted(work)
-        except BaseException as error:  # of a listener, in the main thread: the operation will never be carried out
+        except BaseException as error:  # from a listener, in the main thread: the operation will never run
             work.fail(error)
             raise
         failure = self.ledger.failure
@@ -114,8 +114,8 @@ class Group(Verbs, ABC):
     def check_usable(self, op: Collective) -> None:
         """Raise if the group was closed, has failed or belongs to another process.
 
-        What a completion hook raised is no reason to refuse an operation: the other ranks do submit theirs, and from then on
-        operations of different steps would meet. It is raised by the next wait.
+        An error of a completion hook is no reason to refuse an operation: the other ranks submit theirs, and from then on
+        operations of different steps would be matched. The next wait raises it.
         """
         if self.forked:
             self.refuse_in_child(str(op))
@@ -127,7 +127,7 @@ class Group(Verbs, ABC):
 
     @property
     def failure(self) -> BaseException | None:
-        """What the group has failed with: every operation in flight has failed with it, and new ones are refused."""
+        """The error that the group has failed with: all operations in flight have failed with it, and new ones are refused."""
         return self.ledger.failure
 
     @failure.setter
@@ -147,7 +147,7 @@ class Group(Verbs, ABC):
 
     @property
     def forked(self) -> bool:
-        """Whether this is a child, by os.fork, of the process that made the group."""
+        """Whether this process was forked from the one that made the group."""
         return os.getpid() != self.ledger.pid
 
     def refuse_in_child(self, what: str) -> None:
@@ -156,56 +156,56 @@ class Group(Verbs, ABC):
             raise UsageError(refusal(f"{what} on {self}", self.ledger.pid))
 
     def standing(self, op: Collective) -> tuple[int, int]:
-        """This rank's number among those that take part in `op`, whose scope is not all ranks, and how many those are."""
+        """(this rank's index, their number) among the ranks that take part in `op`, whose scope is not all ranks."""
         raise UsageError(
             f"{op} on {self}: the group does not know which ranks share a host. Submit it to a HierarchicalGroup, or "
             "without a scope."
         )
 
     def set_timeout(self, timeout: float) -> None:
-        """Give operations that are submitted from now on so many seconds."""
+        """Set the timeout, in seconds, of operations submitted from now on."""
         self.timeout = timeout_seconds(f"set_timeout of {self}", timeout)
 
     def orders_streams(self, device: torch.device) -> bool:
-        """Whether `wait` on tensors of `device` only orders its current stream and does not block the host, as NCCL's."""
+        """Whether `wait` on tensors of `device` only orders its current stream and does not block the host, as with NCCL."""
         return False
 
     # -- memory and members --------------------------------------------------------------------------------------------
 
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
-        """A flat tensor in the memory that this group moves best. Its contents are undefined."""
+        """A flat tensor in the memory that this group communicates fastest. Its contents are undefined."""
         return torch.empty(numel, dtype=dtype, device=device)
 
     def split(self, color: int | None, key: int | None = None) -> Group | None:
-        """Divide the group: ranks that pass the same `color` form a new group, ordered by `key`, then by rank.
+        """Split the group: ranks that pass the same `color` form a new group, ordered by `key`, then by rank.
 
-        Every rank must call it; one that passes None joins no new group and gets None.
+        Every rank must call it; a rank that passes None joins no new group and gets None.
         """
         if color is not None and color < 0:
             raise UsageError(f"split of {self}: color {color} is negative. Colors count from 0; None joins no group.")
         mine = torch.tensor(
             [-1 if color is None else color, self.rank if key is None else key], dtype=torch.int64, device="cpu"
         )
-        everybody = torch.empty(self.size * 2, dtype=torch.int64, device="cpu")
-        work = self.submit(build.all_gather_into_tensor(everybody, mine, label="split"))
-        # Counted once submitted: a call that was refused here has not happened on the other ranks.
+        gathered = torch.empty(self.size * 2, dtype=torch.int64, device="cpu")
+        work = self.submit(build.all_gather_into_tensor(gathered, mine, label="split"))
+        # Counted only once submitted: a call that was refused here has not happened on the other ranks either.
         number = self._splits
         self._splits += 1
-        work.wait_done()  # and not wait(): a rank whose hook has raised must make the sub-group with the others all the same
-        table = everybody.view(self.size, 2).tolist()
+        work.wait_done()  # not wait(): a rank whose completion hook has raised must still make the subgroup with the others
+        table = gathered.view(self.size, 2).tolist()
         if color is None:
             return None
         ranks = [r for _, r in sorted((table[r][1], r) for r in range(self.size) if table[r][0] == color)]
         return self.subgroup(ranks, name=f"{self.name}/{number}.{color}")
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
-        """The group of `ranks` of this one, in that order. Called on each of them at the same point, by `split`."""
+        """A group of these `ranks` of this group, in this order. `split` calls it on each of them at the same point."""
         raise UsageError(
-            f"{type(self).__name__} does not make sub-groups. Override subgroup(ranks, name=...) to return one."
+            f"{type(self).__name__} does not make subgroups. Override subgroup(ranks, name=...) to return one."
         )
 
     def arrivals(self, work: Work) -> Arrivals | None:
-        """Who has joined `work`, where the group can know. Time-outs name the missing."""
+        """Which ranks have joined `work`, if the group can know. Timeouts name the missing ones."""
         return None
 
     attendance = arrivals
@@ -227,37 +227,37 @@ class Group(Verbs, ABC):
 
     @property
     def events(self) -> Emitter:
-        """What happens here, as typed events: `group.events.listen(fn)`."""
+        """The typed events of this group: `group.events.listen(fn)`."""
         return self.ledger.events
 
     def on_completion(self, fn: CompletionHook) -> Handle:
         """Call `fn(info)` once per finished operation, in completion order, on a thread of its own.
 
-        Operations never wait for hooks, so what a slow hook has not been called for yet is queued, without a limit: some hundred
-        bytes for each operation.
+        Operations never wait for hooks. What a slow hook has not been called for yet is queued without a limit, at a few hundred
+        bytes per operation.
         """
         return self.ledger.hooks.add(fn)
 
     def flush_completions(self, timeout: float = 10.0) -> bool:
-        """Wait until completion hooks were told of everything that has finished. True if they were."""
+        """Wait until completion hooks have been called for everything that has finished. False on timeout."""
         return self.ledger.hooks.flush(wait_seconds(f"flush_completions of {self}", timeout))
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """Fail everything in flight now, and every later submit, with GroupAborted. Never waits; call it from any thread."""
+        """Fail everything in flight, and every later submit, with GroupAborted. Never waits; may be called from any thread."""
         self.fail(GroupAborted(f"{self} was aborted: {reason}", reason=reason))
 
     def check_peers(self) -> None:
-        """Look now whether the group has failed, here or on another rank, and raise what it failed with."""
+        """Check now whether the group has failed, here or on another rank, and raise the error."""
         self.refuse_in_child("check_peers()")
         if self.failure is not None:
             raise again(self.failure)
 
     def recover(self, timeout: float | None = None) -> None:
-        """Make an aborted group usable again. Every rank calls it; what was in flight is lost.
+        """Make an aborted group usable again. Every rank calls it; operations in flight are lost.
 
-        Raises what the group failed with where that cannot be mended: a lost peer stays lost.
+        Raises the group's failure if it is permanent: a lost peer stays lost.
         """
         self.refuse_in_child("recover()")
         self._recovery_limit(timeout)
@@ -269,7 +269,7 @@ class Group(Verbs, ABC):
         return self.timeout if timeout is None else timeout_seconds(f"recover of {self}", timeout)
 
     def fail(self, error: BaseException) -> None:
-        """As `abort`, with an error of your choice. The first failure is the one that stays."""
+        """Like `abort`, with the given error. The first failure is kept."""
         if self.forked:
             return
         if self.failure is None:
@@ -277,10 +277,10 @@ class Group(Verbs, ABC):
         self.ledger.fail_all(self.failure)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Leave politely: let what is in flight finish, at most `timeout` seconds, tell the hooks, end the threads.
+        """Leave gracefully: let operations in flight finish, for at most `timeout` seconds, call the hooks, end the threads.
 
-        What has not finished by then fails with ClosedError. Closing twice is a no-op. An error that a completion hook
-        raised and nobody has seen yet comes out here. In a forked child nothing happens: the group is its parent's.
+        What has not finished by then fails with ClosedError. Closing twice is a no-op. An error of a completion hook that no
+        wait has raised yet is raised here. A no-op in a forked child: the group belongs to its parent.
         """
         timeout = wait_seconds(f"close of {self}", timeout)
         if self.closed or self.forked:
@@ -296,7 +296,7 @@ class Group(Verbs, ABC):
             self.ledger.raise_hook_error()
 
     def _release(self) -> None:
-        """What a group gives back when it is closed: sockets, threads, memory."""
+        """Release what the group holds (sockets, threads, memory), when it is closed."""
 
     def _close_part(self, part: Group, timeout: float = 0.0) -> None:
         """Close a group that this one is made of. An error of its completion hooks is raised by this group's `close`."""
@@ -328,7 +328,7 @@ class BuildGroup(Protocol):
     """Makes one rank's group."""
 
     def __call__(self, store: Any, rank: int, size: int, *, timeout: float, name: str) -> Group:
-        """The group of `rank`; all ranks meet in `store`, which is theirs alone."""
+        """The group of `rank`; all ranks meet in `store`, which they share with no other group."""
 
 
 def _stop(watchdog: Watchdog, ledger: Ledger) -> None:

@@ -1,13 +1,13 @@
-"""Calls of a rendezvous store that come back in time.
+"""Calls to a rendezvous store with a bounded duration.
 
 Note [Store calls without a deadline]
-A store's own time-out covers waiting for a key, not waiting for an answer: every call of a TCPStore blocks for as long as the
-process that hosts it is stopped, or the host has lost its power. torch's FileStore appends records to a file, and reads one to its
-end; if a process is killed while it writes, the record has no end, and every call of the others reads forever. So calls are made
-on a thread, and given up when the time is over. That thread cannot be ended; it is left behind, and the store is not called again.
+A store's own timeout covers waiting for a key, not waiting for an answer: every call to a TCPStore blocks for as long as the
+process that hosts it is stopped, or its host is down. torch's FileStore appends records to a file; if a process is killed while it
+writes, the record is incomplete, and every call of the others reads forever. So calls are made on a thread and abandoned when the
+time is up. That thread cannot be stopped; it is left behind, and the store is not called again.
 
-At interpreter exit such threads get a moment to come back, after the last group has ended: a thread that comes back from C++ later
-takes the process down with it. See Note [The engine's threads and the interpreter's end].
+At interpreter exit, after the last group has ended, such threads get a moment to return: a thread that returns from C++ later
+crashes the process. See Note [The engine's threads and the interpreter's end].
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from gradwire.errors import CollectiveTimeout
 
 _THREAD = "gradwire-store-call"
 _GRACE = 0.5
-"""Seconds more than the time-out, so that a store that can tell more does so first."""
+"""Seconds added to the timeout, so that a store that can report more does so first."""
 _EXIT_GRACE = 5.0
-"""Seconds that calls under way get at interpreter exit."""
+"""Seconds that calls in progress get at interpreter exit."""
 
 
 def innermost(store: Any) -> Any:
-    """What is under all prefixes."""
+    """The store below all PrefixStores."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
 
 
 def _await_calls() -> None:
-    """At interpreter exit: wait until no thread is inside a store, for a moment."""
+    """At interpreter exit: wait briefly until no thread is inside a store."""
     deadline = time.monotonic() + _EXIT_GRACE
     for thread in threading.enumerate():
         if thread.name == _THREAD:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-# Finalizers run in the reverse order of their making: this one after those of all groups, which may still call the store.
+# Finalizers run in reverse order of creation: this one after those of all groups, which may still call the store.
 weakref.finalize(BoundedCall, _await_calls)
 
 
 def bounded(store: Any, timeout: float, who: object) -> Any:
-    """`store` with calls that take at most `timeout`; itself if it is in this process. `who` waits, for the error."""
+    """`store` with calls that take at most `timeout`; unchanged if it is in this process. Errors begin with `who`."""
     return store if isinstance(innermost(store), HashStore) else _Bounded(store, timeout, who)
 
 
@@ -65,9 +65,9 @@ class _Bounded:
             made = BoundedCall(lambda: method(*args), name=_THREAD)
             if not made.wait(self._timeout + _GRACE):
                 raise CollectiveTimeout(
-                    f"{self._who}: {name}{args} has not come back from the store through which ranks meet within "
-                    f"{self._timeout:.3g} s. The process that hosts it is stopped or its host cannot be reached; where it is a "
-                    "file, a rank has probably died while it wrote. Look at the others' output, and meet through another store."
+                    f"{self._who}: the rendezvous store has not answered {name}{args} within {self._timeout:.3g} s. The process "
+                    "that hosts it is stopped or its host cannot be reached; if the store is a file, a rank has probably died "
+                    "while writing. Look at the other ranks' output, and use a new store."
                 )
             return made.result()
 
@@ -75,15 +75,15 @@ class _Bounded:
 
 
 class StoreCalls:
-    """Exchanges with one store, one at a time, that a caller waits for only as long as it wants."""
+    """Exchanges with one store, one at a time, each with a bounded wait."""
 
     def __init__(self, store: Any, *, patience: float, attempts: int = 3) -> None:
-        """After `attempts` failures in a row, or one exchange that takes more than `patience` seconds, the store is lost."""
+        """After `attempts` failures in a row, or one exchange that takes more than `patience` seconds, the store counts as lost."""
         self._direct = isinstance(innermost(store), HashStore)
         self._patience = patience
         self._attempts = attempts
         self._failures = 0
-        self._lock = threading.RLock()  # abort() in a signal handler may interrupt a call of this thread's
+        self._lock = threading.RLock()  # abort() in a signal handler may interrupt a call on the same thread
         self._call: BoundedCall[None] | None = None
         self._closed = False
 
@@ -96,12 +96,12 @@ class StoreCalls:
 
     @property
     def busy(self) -> bool:
-        """Whether an exchange is under way."""
+        """Whether an exchange is in progress."""
         call = self._call
         return call is not None and call.thread.is_alive()
 
     def run(self, exchange: Callable[[], Any], *, within: float) -> bool:
-        """Carry out `exchange` on a thread; whether it went well within so many seconds. It may go well later."""
+        """Run `exchange` on a thread; whether it succeeded `within` that many seconds. It may still succeed later."""
         deadline = time.monotonic() + within
         if not self._lock.acquire(timeout=max(0.0, within)):
             return False
@@ -129,5 +129,5 @@ class StoreCalls:
             done.append(True)
 
     def close(self) -> None:
-        """Call the store no more."""
+        """Do not call the store again."""
         self._closed = True

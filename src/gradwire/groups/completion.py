@@ -1,7 +1,7 @@
-"""Completion hooks: user callables told of every finished operation, off the caller's thread, in completion order.
+"""Completion hooks: user callables, called for every finished operation, off the caller's thread, in completion order.
 
-The seed's PythonOnCompletionHook lets an exception escape into the engine's thread. Here one thread per group, started with
-the first hook, calls them; what one raises is kept and comes out, named and chained, of the group's next wait.
+torch's PythonOnCompletionHook lets an exception escape into the engine's thread. Here one thread per group, started with
+the first hook, calls them. What a hook raises is kept, and the group's next wait raises it, chained and with the hook's name.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CompletionHooks:
         return self._hooks.add(fn)
 
     def put(self, info: WorkInfo) -> None:
-        """Queue one finished operation. One that ends after the group did is not reported."""
+        """Queue one finished operation. One that finishes after the group has ended is not reported."""
         if not self._worker.stopping.is_set():
             self._worker.put(lambda: self._call(info))
 
@@ -60,14 +60,14 @@ class CompletionHooks:
     def _wrap(self, fn: CompletionHook, info: WorkInfo, error: BaseException) -> HookError:
         wrapped = HookError(
             f"completion hook {name_of(fn)!r} of {self._owner} raised {type(error).__name__}: {error} "
-            f"when told of operation #{info.seq}, {info.op}. The operation itself is not affected; mend or remove the hook.",
+            f"when called for operation #{info.seq}, {info.op}. The operation itself is not affected; fix or remove the hook.",
             hook=name_of(fn),
         )
         wrapped.__cause__ = error
         return wrapped
 
     def flush(self, timeout: float) -> bool:
-        """Wait until the hooks have been told of everything queued so far. True if they have."""
+        """Wait until the hooks have been called for everything queued so far. False on timeout."""
         if self._worker.idle or self._worker.is_current_thread or self._worker.stopping.is_set():
             return True
         reached = threading.Event()
@@ -75,5 +75,5 @@ class CompletionHooks:
         return reached.wait(timeout)
 
     def stop(self, timeout: float) -> None:
-        """Tell the hooks what is queued, then end the thread."""
+        """Call the hooks for what is queued, then end the thread."""
         self._worker.stop(timeout)

@@ -1,9 +1,9 @@
 """Groups and `os.fork`: a group belongs to the process that made it.
 
-A forked child has a copy of every group and none of their threads. At its end it would mark the rank as left, in memory or a store
+A forked child has a copy of every group and none of their threads. At exit it would mark the rank as left, in memory or a store
 that the other ranks read, although its parent has not left. So finalizers and `close()` do nothing in a child, and every other use
-of the group raises UsageError. A child that is to communicate makes its own group, best in a fresh process (multiprocessing's
-"spawn").
+of the group raises UsageError. A child that needs to communicate makes its own group, preferably in a fresh process
+(multiprocessing's "spawn").
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def finalize_here(owner: object, fn: Callable[..., object], *args: Any) -> weakref.finalize[..., Any]:
-    """As `weakref.finalize(owner, fn, *args)`, but nothing happens in processes forked from this one."""
+    """Like `weakref.finalize(owner, fn, *args)`, but a no-op in processes forked from this one."""
     return weakref.finalize(owner, _if_in, os.getpid(), fn, *args)
 
 
@@ -26,7 +26,7 @@ def _if_in(pid: int, fn: Callable[..., object], *args: Any) -> None:
 
 
 def leak_in_child(owner: object, engines: list[Any]) -> None:
-    """In forked children never destroy what is in `engines`: a destructor in C++ joins threads that a child does not have."""
+    """Never destroy `engines` in forked children: a C++ destructor joins threads that a child does not have."""
     weakref.finalize(owner, _leak_outside, os.getpid(), engines)
 
 
@@ -36,7 +36,7 @@ def _leak_outside(pid: int, engines: list[Any]) -> None:
 
 
 def refusal(what: str, pid: int) -> str:
-    """What to tell who does `what` in a child of the process `pid`, which made the group."""
+    """The error message for `what` in a child of the process `pid`, which made the group."""
     return (
         f"{what}: process {os.getpid()} was forked from process {pid}, which made the group. A group cannot be used in a "
         'forked child. Make a new group there, or start the child with multiprocessing\'s "spawn".'

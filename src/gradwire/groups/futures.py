@@ -2,13 +2,13 @@
 
 Note [Callbacks that wait]
 `future.then(fn)` runs `fn` in the thread that completes the future. That must not be the thread that settles the operation: it may
-drive the group, or be another rank's, and `fn` may wait for a second operation, which then nobody carries out. torch's PowerSGD
+drive the group, or belong to another rank, and `fn` may wait for a second operation, which then would never run. torch's PowerSGD
 hook does that in every step. So a group has a thread for futures, started by the first `get_future()`. One thread, because
 callbacks that submit operations must do so in the same order on all ranks, which is the order in which operations are settled.
 
-A callback may also wait for the *future* of an operation that it has submitted itself, as PowerSGD does: not in the thread that
-would complete it. So futures that are taken inside a callback belong to a second thread, those taken in the callbacks of these to a
-third, and so on: a thread for each depth.
+A callback may also wait for the *future* of an operation that it has submitted itself, as PowerSGD does. The thread that would
+complete that future cannot wait for it. So futures created inside a callback belong to a second thread, those created in their
+callbacks to a third, and so on: one thread per depth.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable
 Job = Callable[[], None]
 
 _CURRENT = threading.local()
-"""`depth`: how deep in callbacks of futures the current thread is."""
+"""`depth`: the nesting depth of future callbacks in the current thread."""
 
 
 class FutureQueue:
@@ -35,7 +35,7 @@ class FutureQueue:
         self._thread.start()
 
     def put(self, job: Job) -> None:
-        """Do `job()`, which raises nothing, after those put before; at once if the thread has been stopped."""
+        """Run `job()`, which must not raise, after those put before; at once if the thread has been stopped."""
         self._jobs.put(job)
         if self._stopped:
             self._drain()
@@ -47,7 +47,7 @@ class FutureQueue:
             del job
 
     def stop(self, until: float) -> None:
-        """Do what was put so far and end the thread. Whatever a thread that blocks has left at `until` is done here."""
+        """Run what was put so far and end the thread. If the thread is blocked at `until`, the rest is run here."""
         self._jobs.put(None)
         self._stopped = True
         if self._thread is not threading.current_thread():
@@ -73,17 +73,17 @@ class FutureThreads:
         self._queues: dict[int, FutureQueue] = {}
         self._stopped = False
         self.lock = threading.Lock()
-        """Held while a future is made. Never taken by who settles an operation."""
+        """Held while a future is made. Never taken by a thread that settles an operation."""
 
     def queue_for_caller(self) -> FutureQueue | None:
-        """The queue for futures taken by the current thread. Call it under `lock`. None if the group has ended."""
+        """The queue for futures created in the current thread, or None if the group has ended. Call it under `lock`."""
         depth: int = getattr(_CURRENT, "depth", 0)
         if depth not in self._queues and not self._stopped:
             self._queues[depth] = FutureQueue(self._name, depth)
         return self._queues.get(depth)
 
     def stop(self, timeout: float) -> None:
-        """Complete what is settled, then end the threads."""
+        """Complete the futures of settled operations, then end the threads."""
         until = time.perf_counter() + timeout
         with self.lock:
             self._stopped = True

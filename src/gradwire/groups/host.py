@@ -1,4 +1,4 @@
-"""Which host this is, and which processes on it live."""
+"""The identity of this host, and which of its processes are alive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _read(path: str) -> str:
 
 
 def host_identity() -> str:
-    """The same for two processes exactly when one can see the other by its process number."""
+    """The same for two processes exactly if each can see the other by its pid."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -24,13 +24,13 @@ def host_identity() -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """What the kernel tells of a process, from its state on; raises OSError where it cannot be read."""
+    """The fields of /proc/<pid>/stat from the state on; raises OSError where it cannot be read."""
     with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
         return file.read().rpartition(")")[2].split()
 
 
 def is_dead(pid: int, start: str) -> bool:
-    """Whether the process that started at `start` has ended. Only on proof: one that cannot be looked at lives."""
+    """Whether the process that started at `start` has ended. Only on proof: one that cannot be inspected counts as alive."""
     if not os.path.isdir("/proc/self"):
         try:
             os.kill(pid, 0)
@@ -43,13 +43,13 @@ def is_dead(pid: int, start: str) -> bool:
         facts = _stat(pid)
     except (FileNotFoundError, ProcessLookupError):
         return True
-    except OSError:  # this process has no file descriptor left, perhaps
+    except OSError:  # perhaps this process has no file descriptors left
         return False
     return bool(facts) and (facts[0] in "ZX" or (bool(start) and facts[19] != start))
 
 
 def process_start(pid: int) -> str | None:
-    """When the process started, in the kernel's ticks; "" where that cannot be known, None if it is dead or a zombie."""
+    """When the process started, in clock ticks; "" where that is not available, None if it is dead or a zombie."""
     if is_dead(pid, ""):
         return None
     try:

@@ -1,15 +1,15 @@
-"""The registry of group kinds: what `gw.init`, `register_backend`, `run_ranks` and the command line can be asked for by name.
+"""The registry of group kinds: the names that `gw.init`, `register_backend`, `run_ranks` and the command line accept.
 
     register_kind(GroupKind("mine", build_mine))
     gw.init(kind="mine")
 
-A package that is installed can provide kinds without being imported, by an entry point of the group `gradwire.groups`. The entry
-point's name is the kind's, and it refers to a GroupKind or to a function that makes a group:
+An installed package can provide kinds without being imported, by an entry point of the group `gradwire.groups`. The entry point's
+name is the kind's name, and it refers to a GroupKind or to a function that makes a group:
 
     [project.entry-points."gradwire.groups"]
     mine = "my_package:build_mine"
 
-It is loaded when its kind is asked for. So one that cannot be loaded troubles nobody else.
+It is loaded only when its kind is requested, so one that cannot be loaded does not affect other kinds.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ ENTRY_POINTS = "gradwire.groups"
 
 
 class Ranks(Enum):
-    """What the ranks of a group are: tells `run_ranks` how to start them."""
+    """What the ranks of a group are, and so how `run_ranks` starts them."""
 
     PROCESSES = "processes"
-    """Processes, each started by anybody. One can die while the others live."""
+    """Processes, started in any way. One can die while the others live."""
     MPI = "MPI processes"
     """Processes that one mpirun has started. When one dies, mpirun ends all."""
     THREADS = "threads"
@@ -53,25 +53,25 @@ def _never(size: int, local_size: int | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GroupKind:
-    """A kind of group that can be asked for by name."""
+    """A kind of group that can be requested by name."""
 
     name: str
     build: BuildGroup
-    """Makes one rank's group: `build(store, rank, size, timeout=..., name=...)`. All ranks meet in `store`, theirs alone."""
+    """Makes one rank's group: `build(store, rank, size, timeout=..., name=...)`. No other group uses `store`."""
     ranks: Ranks = Ranks.PROCESSES
     on_cuda: bool = True
-    """Whether it takes CUDA tensors: `register_backend` then offers it to torch for them."""
+    """Whether it accepts CUDA tensors: `register_backend` then registers it with torch for them."""
     needs_gpu: bool = False
     """Whether every rank needs a CUDA device."""
     shares_memory: bool = False
     """Whether `build` takes `directory=` and `room=` as well, as SharedMemoryGroup does."""
     default_when: Callable[[int, int | None], bool] = _never
-    """Whether `gw.init()` takes it for a world of `size` ranks, `local_size` of them (None: unknown) on this host. Kinds that were
-    registered go first, the last of them before the others. Rank 0 decides."""
+    """Whether `gw.init()` picks it by default for `size` ranks, `local_size` of them (None: unknown) on this host. Registered kinds
+    come before gradwire's own, the last registered first. Rank 0 decides."""
 
 
 def register_kind(kind: GroupKind) -> Handle:
-    """Make a kind of group known by its name. The handle takes it back.
+    """Register a kind of group under its name. The handle removes it.
 
     >>> def build(store, rank, size, *, timeout, name):
     ...     return Recording(C10dGroup.gloo(store, rank, size, timeout=timeout, name=name))
@@ -83,12 +83,12 @@ def register_kind(kind: GroupKind) -> Handle:
     if not isinstance(kind, GroupKind):
         raise UsageTypeError(f"register_kind({kind!r}): not a GroupKind. Pass GroupKind(name, build).")
     if not isinstance(kind.name, str) or not callable(kind.build):
-        raise UsageTypeError(f"register_kind({kind}): pass GroupKind(name, build) with a text and a function.")
+        raise UsageTypeError(f"register_kind({kind}): pass GroupKind(name, build) with a string and a function.")
     if not kind.name or kind.name == AUTO:
         raise UsageError(f"register_kind({kind}): the name {kind.name!r} cannot be used. Choose another.")
     if kind.name in _KINDS:
         raise UsageError(
-            f"register_kind({kind}): there is a kind {kind.name!r} already, {_KINDS[kind.name]}. Choose another name."
+            f"register_kind({kind}): the kind {kind.name!r} is already registered, as {_KINDS[kind.name]}. Choose another name."
         )
     _KINDS[kind.name] = kind
     return Handle(partial(_KINDS.__delitem__, kind.name))
@@ -100,13 +100,13 @@ def registered_kinds() -> tuple[GroupKind, ...]:
 
 
 def known_kinds() -> tuple[str, ...]:
-    """The names of all kinds: gradwire's own, those registered, and those of entry points, which need not be loadable."""
+    """The names of all kinds: gradwire's own, registered ones, and those of entry points, which may fail to load."""
     provided = (point.name for point in entry_points(group=ENTRY_POINTS) if point.name != AUTO)
     return tuple(dict.fromkeys((*_KINDS, *provided)))
 
 
 def find_kind(name: str, *, who: str, also: Sequence[str] = ()) -> GroupKind:
-    """The kind of that name, asked for by `who`. UsageError if there is none (known names: `also` too) or it cannot be loaded."""
+    """The kind of that name, requested by `who`. UsageError, which lists `also` as known, if it is unknown or fails to load."""
     if isinstance(name, str) and name in _KINDS:
         return _KINDS[name]
     points = list(entry_points(group=ENTRY_POINTS, name=name)) if isinstance(name, str) and name != AUTO else []
@@ -122,9 +122,9 @@ def find_kind(name: str, *, who: str, also: Sequence[str] = ()) -> GroupKind:
 def _load(point: EntryPoint, who: str) -> GroupKind:
     try:
         found: Any = point.load()
-    except (Exception, SystemExit) as error:  # a module may try to end the program when it is imported
+    except (Exception, SystemExit) as error:  # a module may call sys.exit() when it is imported
         raise UsageError(
-            f"{who}: the entry point {_described(point)} cannot be loaded: {type(error).__name__}: {error}. Mend or uninstall "
+            f"{who}: the entry point {_described(point)} cannot be loaded: {type(error).__name__}: {error}. Fix or uninstall "
             "the package that provides it."
         ) from error
     if isinstance(found, GroupKind):
@@ -138,9 +138,9 @@ def _load(point: EntryPoint, who: str) -> GroupKind:
 
 
 def check_built(group: Any, kind: GroupKind, *, who: str) -> Group:
-    """What a kind's `build` has made, if it is a group."""
+    """Return what a kind's `build` returned, if it is a group; raise otherwise."""
     if not isinstance(group, Group):
-        raise UsageTypeError(f"{who}: the kind {kind.name!r} has built {group!r}, which is not a gradwire Group.")
+        raise UsageTypeError(f"{who}: the kind {kind.name!r} returned {group!r}, which is not a gradwire Group.")
     return group
 
 
@@ -150,7 +150,7 @@ def _described(point: EntryPoint) -> str:
 
 
 def default_kind(size: int, local_size: int | None) -> str:
-    """The kind for tensors on the CPU that `gw.init()` takes for a world of `size` ranks, `local_size` of them on this host.
+    """The default kind of `gw.init()` for CPU tensors and a world of `size` ranks, `local_size` of them on this host.
 
     >>> default_kind(1, 1), default_kind(4, 4), default_kind(4, 2), default_kind(4, None)
     ('threads', 'shared_memory', 'hierarchical', 'gloo')
@@ -168,7 +168,7 @@ def _threads(store: Any, rank: int, size: int, *, timeout: float, name: str) -> 
     if not isinstance(store, HashStore):
         others = [kind.name for kind in registered_kinds() if kind.ranks is not Ranks.THREADS]
         raise UsageError(
-            f"kind 'threads' on rank {rank} of {size}: ranks that are processes cannot be threads of one. Choose another kind: "
+            f"kind 'threads' on rank {rank} of {size}: all ranks must be threads of one process. Choose another kind: "
             f"{', '.join(others)}."
         )
     if store not in _THREADS:
@@ -177,7 +177,7 @@ def _threads(store: Any, rank: int, size: int, *, timeout: float, name: str) -> 
 
 
 _THREADS: weakref.WeakKeyDictionary[HashStore, list[ThreadGroup]] = weakref.WeakKeyDictionary()
-"""The groups of ranks that are made one after another."""
+"""The groups of worlds whose ranks are built one after another."""
 
 
 def _hierarchical(

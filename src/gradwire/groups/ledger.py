@@ -1,8 +1,8 @@
-"""The state of one group on one rank: numbers operations, keeps what is in flight, calls listeners and hooks, and whether the group
-has failed or was closed.
+"""The state of one group on one rank: numbers operations, tracks those in flight, calls listeners and hooks, and records whether
+the group has failed or was closed.
 
-A wrapper that adds nothing of its own shares its inner group's ledger, so an operation is counted once however many
-wrappers it passes.
+A wrapper without operations of its own shares its inner group's ledger, so an operation is counted once however many
+wrappers it passes through.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from gradwire.groups.work import Work
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Who has joined an operation and who has not, as far as this rank can know."""
+    """Which ranks have joined an operation and which have not, as far as this rank can know."""
 
     joined: tuple[int, ...]
     missing: tuple[int, ...]
 
 
 class Ledger:
-    """Operations of one group on one rank."""
+    """The operations of one group on one rank."""
 
     def __init__(self, *, name: str, rank: int, size: int) -> None:
         self.name = name
         self.rank = rank
         self.size = size
         self.pid = os.getpid()
-        """The process whose group it is: see forked.py."""
+        """The process that made the group: see forked.py."""
         self.events = Emitter()
         self.hooks = CompletionHooks(f"{name}, rank {rank}")
         self.hook_errors = self.hooks.errors
@@ -48,9 +48,9 @@ class Ledger:
         self.failure: BaseException | None = None
         self.closed = False
         self.reported: BaseException | None = None
-        """The failure of the group that its caller on this rank has heard of."""
+        """The group's failure that was already raised to the caller on this rank."""
         self.recoveries = 0
-        """How often replicated models have met again on this group after a failed step: equal on all ranks."""
+        """How often replicated models have recovered on this group after a failed step: equal on all ranks."""
 
     def next_seq(self) -> int:
         """The number of the next operation; they count from 0."""
@@ -63,12 +63,12 @@ class Ledger:
             self.events.emit(CollectiveSubmitted(work.started, *self._facts(work)))
 
     def started(self, work: Work, time: float) -> None:
-        """The engine took an operation up."""
+        """The engine has started an operation."""
         if self.events:
             self.events.emit(CollectiveStarted(time, *self._facts(work)))
 
     def settled(self, work: Work) -> None:
-        """An operation is over."""
+        """An operation has finished or failed."""
         self.pending.pop(work.seq, None)
         if self.hooks:
             self.hooks.put(work.info)
@@ -88,38 +88,38 @@ class Ledger:
             work.fail(error)
 
     def expire(self, work: Work) -> None:
-        """The operation's deadline has passed: it fails, unless it was over in the meantime."""
+        """The operation's deadline has passed: fail it, unless it has finished in the meantime."""
         if not work.is_completed():
             work.fail(self.timed_out(work, work.timeout))
 
     def timed_out(self, work: Work, limit: float) -> CollectiveTimeout:
-        """The error for an operation that was not over after `limit` seconds."""
+        """The error for an operation that has not finished after `limit` seconds."""
         known = self.arrivals(work)
         if known is None:
-            who = "This group cannot tell who is missing."
+            who = "This group cannot determine which ranks are missing."
         elif known.missing:
             who = f"Joined: ranks {list(known.joined)}; missing: ranks {list(known.missing)}."
         else:
             who = f"All ranks {list(known.joined)} have joined: the engine or the link is slow or stuck."
         return CollectiveTimeout(
             f"{self.where(work)}: not finished after {limit:.3g} s. {who} Look at the missing ranks for "
-            "an exception, a different order of operations or slow work between them; raise the time-out if they are only slow.",
+            "an exception, a different order of operations or slow work between them; raise the timeout if they are just slow.",
             op=work.op.signature,
             joined=None if known is None else known.joined,
             missing=None if known is None else known.missing,
         )
 
     def where(self, work: Work | None) -> str:
-        """What an error message begins with: the operation, or the group if there is none, and this rank."""
+        """The beginning of an error message: the operation, or the group if there is none, and this rank."""
         what = self.name if work is None else f"{work.op} (operation #{work.seq} of {self.name})"
         return f"{what} on rank {self.rank} of {self.size}"
 
     def collect_hook_errors_of(self, part: Ledger) -> None:
-        """What completion hooks of a part raise is raised by the waits of this group too: nobody waits on the part itself."""
+        """Let this group's waits raise the errors of a part's completion hooks too: nothing waits on the part itself."""
         part.hook_errors = part.hooks.errors = self.hook_errors
 
     def raise_hook_error(self) -> None:
-        """Raise, once, what a completion hook raised."""
+        """Raise the first kept error of a completion hook, once."""
         try:
             error: HookError = self.hook_errors.popleft()
         except IndexError:

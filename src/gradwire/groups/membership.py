@@ -1,33 +1,33 @@
-"""Membership: what ranks in different processes know of each other apart from the data, over the rendezvous store.
+"""Membership: the state of the ranks of a group in different processes, kept in the rendezvous store.
 
-Engines report little: gloo's "connection closed by peer" names no rank, and a time-out names nobody. So every rank writes a page
-into the store: who it is (host, process), how many collectives it has joined, and how it left. It reads the others' pages when an
+Engines report little: gloo's "connection closed by peer" names no rank, and neither does a timeout. So every rank writes a page
+into the store: its host and process, how many collectives it has joined, and how it left. It reads the others' pages when an
 operation has been in flight for a while.
 
 Note [Dead, or only silent]
-A rank is called dead only on proof: its process, on this host, is gone or a zombie, or it wrote that it left, or another
-rank wrote that it is lost. Silence is no proof: a rank that computes, or is stopped in a debugger, is silent too. Nor is a process
-that cannot be looked at, because this one has no file descriptor left.
+A rank counts as dead only on proof: its process, on this host, is gone or a zombie, or it wrote that it left, or another rank wrote
+that it is lost. Silence is not proof: a rank that computes, or is stopped in a debugger, is silent too. Neither is a process that
+cannot be inspected because this one has no file descriptors left.
 
 Note [Membership traffic]
 Nothing is written or read for operations that finish at once. A rank writes its count of collectives when one of them is slow, and
-after a pause between operations, at first a short one, later `_LONGEST_QUIET_PAUSE` seconds. A rank with a slow operation reads one
-number, the count of all pages' changes, at pauses that double up to `_LONGEST_PAUSE`; pages are read, all in one call, only when it
-has changed. When an operation times out they are read once more, so that the missing ranks are named as of then.
+after a pause between operations, a short one at first, later `_LONGEST_QUIET_PAUSE` seconds. A rank with a slow operation reads one
+number, how often any page has changed, at intervals that double up to `_LONGEST_PAUSE`; pages are read, all in one call, only when
+it has changed. When an operation times out they are read once more, so that the missing ranks are up to date.
 
 Note [One membership per process group]
-Groups over one process group hand their operations to the same engine, so they share a membership: its count is that of the
-process group. Nothing makes ranks open and close such groups alike: one rank may open a group alone to look at it, and close it
-again. So there is nothing to number that ranks would agree on but the collectives themselves. A rank that has closed its last group
-and opens another goes on counting where it was.
+Groups over one process group submit their operations to the same engine, so they share a membership, which counts the collectives
+of the process group. Ranks need not open and close such groups alike: one rank may open a group alone to inspect it, and close it
+again. So the collectives themselves are the only thing that ranks can number consistently. A rank that has closed its last group
+and opens another continues its count.
 
-Then a page may be of before: a rank that left when it had joined no more collectives than this rank at the time it opened its group
-may be about to open one as well. That is no proof that it is lost, and neither is a failure that was recorded then. A time-out
-names such a rank all the same: it has not joined. Collectives that bypass gradwire (`dist.all_reduce`) are not counted.
+A page may therefore be stale: a rank that left when it had joined no more collectives than this rank at the time it opened its
+group may be about to open one as well. That does not prove that it is lost, and neither does a failure that was recorded then. A
+timeout still names such a rank: it has not joined. Collectives that bypass gradwire (`dist.all_reduce`) are not counted.
 
 A process group that is destroyed and made again may have the same store and the same keys. Each rank therefore numbers the process
-groups over a store in which it has opened groups, and writes its number into its page. Of a rank with another number nothing is
-known, not even whether it has joined, so a time-out that would depend on it names nobody.
+groups over a store in which it has opened groups, and writes its number into its page. Nothing is known of a rank with another
+number, not even whether it has joined, so a timeout that would depend on it names no ranks.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from gradwire.groups.rendezvous import Rendezvous
 
 _STORE_PATIENCE = timedelta(seconds=3)
 _REPORTED_WITHIN = 1.0
-"""Seconds that a failure is held up by a store that does not answer."""
+"""Seconds by which a store that does not answer may delay a failure."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 _LONGEST_QUIET_PAUSE = 1.0
-"""Less than the watchdog ticks after the last operation."""
+"""Shorter than the time for which the watchdog keeps ticking after the last operation."""
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Member:
     joined: int = 0
     left: str = ""
     number: int = 0
-    """Which process group over the store it is about: see Note [One membership per process group]."""
+    """Which process group over the store the page is about: see Note [One membership per process group]."""
 
 
 @dataclass(slots=True)
@@ -78,16 +78,16 @@ class Peers:
     members: dict[int, Member]
     number: int = 0
     before: int = -1
-    """What ranks wrote when they had joined no more than so many collectives may be about an earlier group."""
+    """Pages that ranks wrote when they had joined at most this many collectives may be about an earlier group."""
     here: str = field(default_factory=host_identity)
 
     @classmethod
     def of(cls, rank: int, size: int, *, number: int = 0, before: int = -1) -> Peers:
-        """Nothing is known of them yet."""
+        """The peers of `rank`, before any page was read."""
         return cls({r: Member() for r in range(size) if r != rank}, number, before)
 
     def joined(self, place: int) -> tuple[int, ...] | None:
-        """Those that have joined at least `place` collectives. None if that is not known of one."""
+        """Those that have joined at least `place` collectives. None if that is unknown for any of them."""
         if any(member.pid and member.number != self.number for member in self.members.values()):
             return None
         return tuple(rank for rank, member in self.members.items() if member.joined >= place)
@@ -115,12 +115,12 @@ class Peers:
         return bool(member.left) and self.is_current(member.number, member.joined)
 
     def is_current(self, number: int, joined: int) -> bool:
-        """Whether what a rank wrote is certainly about the present groups."""
+        """Whether what a rank wrote is certainly about the current groups."""
         return number == self.number and joined > self.before
 
 
 class _PartOfStore(PrefixStore):
-    """The keys of a sub-group, and the connection to them that memberships share."""
+    """The keys of a subgroup, and the connection to them that memberships share."""
 
     def __init__(self, prefix: str, store: Any, connection: Any) -> None:
         super().__init__(prefix, store)
@@ -143,10 +143,10 @@ class Membership(Progress):
     def __init__(
         self, connection: Any, rank: int, size: int, *, key: str = "", resumes: Membership | None = None
     ) -> None:
-        """`connection` is a store that nobody waits in for long: `over` makes one.
+        """`connection` is a store in which no call blocks for long: `over` makes one.
 
-        All ranks pass the same `key`, or none and make their memberships over a store in the same order. `resumes` is the
-        membership of this process with that key which was left.
+        All ranks pass the same `key`, or none, and then make their memberships over a store in the same order. `resumes` is
+        this process's previous membership with that key, which has left.
         """
         self.rank = rank
         self.size = size
@@ -154,7 +154,7 @@ class Membership(Progress):
         self.failure_record: tuple[int | None, str] | None = None
         """The rank that another rank has reported lost, or None for an aborted group, and why."""
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
-        """The groups that share it. One that is dropped without being closed does not count any more."""
+        """The groups that share it. One that is garbage-collected without being closed no longer counts."""
         self._left = ""
         self._start = process_start(os.getpid()) or ""
         self._published: tuple[int, str] | None = None
@@ -172,7 +172,7 @@ class Membership(Progress):
         else:
             self._epoch = resumes._epoch
             self.peers = Peers.of(rank, size, number=resumes.peers.number, before=self.joined)
-            # It may have called recover() in the earlier group, in vain.
+            # This rank may have called recover() in the earlier group without success.
             meeting.store.set(self._recovery_keys()[rank], "")
             self._calls.run(self._date_earlier_group, within=_STORE_PATIENCE.total_seconds())
         self.publish()
@@ -195,9 +195,9 @@ class Membership(Progress):
             return known
 
     def part_of(self, store: Any, name: str) -> PrefixStore:
-        """The part of `store` for a sub-group, whose membership uses the same connection: its messages are short."""
+        """The part of `store` for a subgroup, whose membership uses the same connection: its calls are short."""
         if self._connection is None:
-            raise ClosedError(f"sub-group {name!r}: the group that it is part of is closed. Split one that is open.")
+            raise ClosedError(f"subgroup {name!r}: its parent group is closed. Split before close().")
         return _PartOfStore(name, store, self._connection)
 
     @property
@@ -205,25 +205,25 @@ class Membership(Progress):
         return f"{self._base}/{self._epoch}"
 
     def _recovery_keys(self) -> list[str]:
-        """Where ranks write that they have come to the next recovery; empty: not yet."""
+        """The keys that ranks set when they reach the next recovery; empty: not yet."""
         return [f"{self._base}/recover/{self.peers.number}/{self._epoch + 1}/{r}" for r in range(self.size)]
 
     def start_over(self, in_flight: int, timeout: float) -> tuple[str, bool]:
         """Meet all ranks after a failure and begin a new epoch: (its prefix in the store, whether all were in step).
 
-        In step means that every rank has joined as many collectives and none is in flight: then the engine is as good as
-        new. Raises TimeoutError naming who did not come.
+        In step means that every rank has joined the same number of collectives and none is in flight: then the engine can be
+        kept. Raises TimeoutError naming the missing ranks.
         """
         store = bounded(self._connection, timeout, f"recovery on rank {self.rank} of {self.size}")
         keys = self._recovery_keys()
         store.set(keys[self.rank], json.dumps([self.joined, in_flight]))
         deadline, pause = time.monotonic() + timeout, 0.005
-        while not all(told := [store.get(key) for key in keys] if store.check(keys) else [b""]):
+        while not all(values := [store.get(key) for key in keys] if store.check(keys) else [b""]):
             if time.monotonic() > deadline:
                 raise TimeoutError(self._not_recovered(store, keys))
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
-        states = [json.loads(state) for state in told]
+        states = [json.loads(value) for value in values]
         self._epoch += 1
         self.joined = 0
         self.peers = Peers.of(self.rank, self.size, number=self.peers.number)
@@ -236,7 +236,7 @@ class Membership(Progress):
     def _not_recovered(self, store: Any, keys: list[str]) -> str:
         self.refresh()
         if self.peers.joined(0) is None:
-            return "not all ranks have called recover(); which have not is not known"
+            return "not all ranks have called recover(); the missing ones are not known"
         missing = [r for r, key in enumerate(keys) if not (store.check([key]) and store.get(key))]
         return f"ranks {missing} have not called recover()"
 
@@ -246,7 +246,7 @@ class Membership(Progress):
         return self._calls.lost
 
     def tick(self, *, slow: bool) -> None:
-        """Publish and refresh if it is time, without waiting for the store. `slow`: an operation has been in flight for long."""
+        """Publish and refresh when due, without waiting for the store. `slow`: an operation has been in flight for long."""
         now = time.monotonic()
         if slow:
             self._quiet_pause = _SHORTEST_PAUSE
@@ -265,15 +265,15 @@ class Membership(Progress):
             self._calls.run(self._write, within=0.0)
 
     def publish(self) -> None:
-        """Write this rank's page if it has changed; waits for the store for a moment."""
+        """Write this rank's page if it has changed; waits briefly for the store."""
         self._calls.run(self._write, within=_STORE_PATIENCE.total_seconds())
 
     def refresh(self, within: float | None = None) -> None:
-        """Read the others' pages, and who was reported lost; waits for the store for a moment."""
+        """Read the others' pages and the failure record; waits briefly for the store."""
         self._calls.run(self._read, within=_STORE_PATIENCE.total_seconds() if within is None else within)
 
     def record_failure(self, rank: int | None, reason: str) -> None:
-        """Tell everybody that `rank` is lost, or, if it is None, that the group is."""
+        """Report to all ranks that `rank` is lost, or, if it is None, that the group is aborted."""
         if self.failure_record is None:
             self.failure_record = (rank, reason)
             self._calls.run(
@@ -281,7 +281,7 @@ class Membership(Progress):
             )
 
     def leave(self, how: str, group: object = None) -> None:
-        """Write that this rank has left, and `how`, then let go of the store's connection; if no group but `group` shares it."""
+        """Unless a group other than `group` still uses it: write that this rank has left, and `how`, and drop the connection."""
         if group is not None:
             self.users.discard(group)
         if self.users:
@@ -308,7 +308,7 @@ class Membership(Progress):
         self._published = page
 
     def _date_earlier_group(self) -> None:
-        """What ranks have written when they left, or failed, is about the earlier group, however many collectives they counted."""
+        """Treat everything that ranks wrote when they left or failed as about the earlier group, whatever their counts."""
         self._read()
         earlier = [self.peers.before]
         earlier += [m.joined for m in self.peers.members.values() if m.left and m.number == self.peers.number]
@@ -344,13 +344,13 @@ class Membership(Progress):
     # -- who is missing ------------------------------------------------------------------------------------------------
 
     def have_joined(self, place: int) -> tuple[int, ...] | None:
-        """The ranks that have joined at least `place` collectives, as of now if the store answers soon; None if it is not known."""
+        """The ranks that have joined at least `place` collectives, up to date if the store answers soon; None if unknown."""
         self.refresh(_REPORTED_WITHIN)
         others = None if self.store_lost else self.peers.joined(place)
         return None if others is None else tuple(sorted((self.rank, *others)))
 
     def find_culprit(self, joined: int, patience: float = 1.0) -> tuple[int | None, str]:
-        """Who is to blame for a broken connection: looks for at most `patience` seconds."""
+        """(rank, reason) for a broken connection; searches for at most `patience` seconds."""
         deadline = time.monotonic() + patience
         while True:
             self.refresh(max(0.1, deadline - time.monotonic()))
@@ -360,7 +360,7 @@ class Membership(Progress):
             if self.failure_record is not None:
                 return self.failure_record
             over = time.monotonic() >= deadline or self.store_lost
-            # A rank that gave this operation up has joined it; but one that finished it may leave too, and others are to blame.
+            # A rank that gave up on this operation has joined it; so has one that finished it and left, which is not the culprit.
             gone = self.peers.left_before(sys.maxsize if over else joined)
             if gone is not None:
                 how = self.peers.members[gone].left
@@ -371,7 +371,7 @@ class Membership(Progress):
 
 
 def _connection(store: Any) -> Any:
-    """A connection of its own to `store`: the caller's may be inside a blocking wait."""
+    """A separate connection to `store`: the caller's may be inside a blocking wait."""
     if isinstance(store, _PartOfStore):
         return store.connection
     if not isinstance(innermost(store), HashStore | FileStore | PrivateStore):  # which have no connection to share
@@ -379,7 +379,7 @@ def _connection(store: Any) -> Any:
             store = store.clone()
             store.set_timeout(_STORE_PATIENCE)
         except (RuntimeError, NotImplementedError):
-            pass  # one of the user's, that cannot
+            pass  # a user's store that cannot be cloned
     return store
 
 

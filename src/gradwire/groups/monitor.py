@@ -1,7 +1,7 @@
 """`Monitor`: watches the other ranks of a group through its membership.
 
-It reports this rank's progress and its failures, fails the group when a peer has died, left or aborted, and answers who has joined
-an operation. It is for groups whose engine cannot do so itself. Without a membership, which needs a store, nothing is known.
+It reports this rank's progress and failures, fails the group when a peer has died, left or aborted, and finds which ranks have
+joined an operation. It is for groups whose engine cannot do so itself. Without a membership, which needs a store, it does nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gradwire.groups.membership import Membership, Progress
 from gradwire.groups.work import Work
 
 _SLOW = 0.3
-"""Seconds after which an operation in flight is a reason to look at the peers."""
+"""An operation that is in flight for so many seconds is a reason to check the peers."""
 
 
 class Monitor:
@@ -69,14 +69,16 @@ class Monitor:
             rank = membership.peers.left_before(max((work.place for work in pending), default=0))
             why = f"it has left the group. {UNEVEN}"
         if rank is None and any(work.op.kind is OpKind.RECV and work.op.peer is None for work in pending):
-            rank, why = membership.peers.all_left(), "it has left the group, as all the others have"
+            rank, why = membership.peers.all_left(), "it has left the group, as have all the others"
         if rank is None:
             return None
-        message = f"{where}: rank {rank} is lost: {why}. Look at its output for the cause; make a new group to go on."
+        message = (
+            f"{where}: rank {rank} is lost: {why}. Look at its output for the cause; make a new group to continue."
+        )
         return PeerLost(message, rank=rank, op=None if first is None else first.op.signature)
 
     def report(self, error: BaseException) -> None:
-        """Record this rank's failure for the others."""
+        """Publish this rank's failure."""
         if self.membership is None:
             return
         mine = self._ledger.rank
@@ -90,7 +92,7 @@ class Monitor:
     def recover(self, timeout: float, *, stuck: int = 0) -> tuple[str, bool]:
         """Meet all ranks after a failure: (a new prefix in the store, whether the engine may be kept).
 
-        It may if all ranks have joined as many collectives and none has one that is `stuck` in its engine.
+        It may if all ranks have joined the same number of collectives and none has one that is `stuck` in its engine.
         """
         if self.membership is None:
             self.progress.joined = 0
@@ -101,7 +103,7 @@ class Monitor:
             raise CollectiveTimeout(f"recovery of {self._group()}: {error} within {timeout:.3g} s.") from None
 
     def arrivals(self, work: Work) -> Arrivals | None:
-        """Who has joined `work`."""
+        """Which ranks have joined `work`."""
         rank, size, op = self._ledger.rank, self._ledger.size, work.op
         if op.kind.is_p2p:
             return None if op.peer is None else Arrivals((rank,), (op.peer,))
@@ -113,11 +115,11 @@ class Monitor:
         return Arrivals(joined, tuple(r for r in range(size) if r not in joined))
 
     def part_of(self, store: Any, name: str) -> PrefixStore:
-        """The part of `store`, the group's own, for a sub-group."""
+        """The part of the group's own `store` for a subgroup."""
         return PrefixStore(name, store) if self.membership is None else self.membership.part_of(store, name)
 
     def leave(self, failure: BaseException | None) -> None:
-        """Publish that this rank has left, and whether by a failure."""
+        """Publish that this rank has left, and whether because of a failure."""
         if self.membership is not None:
             how = "closed" if failure is None else f"failed: {type(failure).__name__}"
             self.membership.leave(how, self._group())

@@ -2,21 +2,21 @@
 
 Note [A log that survives its writers]
 The file is a log of records: a key and its value, or that it was deleted. Its first page holds two numbers, the start and the end
-of the log. A writer locks the file, appends its records, and only then moves the end: one that is killed half-way has written
-nothing, its lock is released by the kernel, and the next writer overwrites what it left. torch's FileStore has no such end: a
-record that a killed process left half-written makes all others read without end. A writer that is stopped while it has the lock
-stops other writers only, and these give up after `_LOCK_PATIENCE` seconds. Between two attempts to lock the file, other threads of
+of the log. A writer locks the file, appends its records, and only then moves the end: one that is killed halfway has written
+nothing, its lock is released by the kernel, and the next writer overwrites what it left. torch's FileStore has no such end marker:
+a record that a killed process left half-written makes all others read forever. A writer that is stopped while it holds the lock
+blocks only other writers, which give up after `_LOCK_PATIENCE` seconds. Between two attempts to lock the file, other threads of
 the process can read.
 
 Note [Forked children]
 The kernel's lock belongs to an open file description, which a forked child shares with its parent: both could hold the lock at
 once, and the lock of a killed parent would be held as long as a child lives. So in a child, before any other code runs, each log
-gets a description of its own, and a new mutex: the old one may be locked by a thread that the child does not have.
+gets its own description and a new mutex: the old one may be locked by a thread that the child does not have.
 
 Note [Readers without a lock]
-What lies before the end does not change, so readers need no lock. The end is written by a call of its own: the kernel's lock on the
-file orders it after the records. A log that is mostly out of date is written anew behind its end; then the start is moved, and the
-memory before it given back. A reader that finds the start behind its place begins again from there.
+Everything before the end is immutable, so readers need no lock. The end is written by a separate call: the kernel's lock on the
+file orders it after the records. A log that is mostly out of date is rewritten after its end; then the start is moved, and the
+memory before it is freed. A reader that finds the start beyond its own position starts again from there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WORD = struct.Struct("=Q")
 _DELETED = -1
 _START, _END = 0, 1
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 100e-6, 5e-3
-"""Seconds between two looks at the file, a tenth of what has been waited already; a look takes microseconds."""
+"""Seconds between two polls of the file, a tenth of the time waited so far; a poll takes microseconds."""
 _LOCK_PATIENCE = 10.0
 _COMPACT_FROM = 1 << 20
 """Bytes of log below which out-of-date records are left alone."""
@@ -60,7 +60,7 @@ class PrivateLog:
             raise
         self._fd = fd
         self._words = memoryview(self._map).cast("Q")
-        self._mutex = threading.Lock()  # flock is the file's, which all threads of a process have together
+        self._mutex = threading.Lock()  # flock is per file description, which all threads of a process share
         self._closed = ""
         self._values: dict[str, bytes] = {}
         self._live = 0
@@ -68,7 +68,7 @@ class PrivateLog:
 
     @property
     def name(self) -> str:
-        """By which other processes open it, as long as it is open here."""
+        """The name by which other processes open it, while it is open here."""
         return name_of(self._fd)
 
     def holds(self, fd: int) -> bool:
@@ -79,13 +79,13 @@ class PrivateLog:
             return False
 
     def close(self) -> None:
-        """Let go of the file. Never waits: a garbage collection may call it on a thread that is inside; the last one out closes."""
+        """Release the file. Never waits: garbage collection may call it on a thread that is inside; the last one out closes it."""
         self._closed = self._closed or "is closed: the group or launcher that it belongs to has ended"
         self._let_go()
 
     def _let_go(self) -> None:
         if not self._mutex.acquire(blocking=False):
-            return  # the thread inside does it
+            return  # the thread that is inside closes it
         try:
             fd, self._fd = self._fd, -1
             if fd >= 0:
@@ -97,7 +97,7 @@ class PrivateLog:
             self._mutex.release()
 
     def _leads_to_file(self, fd: int) -> bool:
-        """False if somebody has closed our descriptor; its number may be another file's by now."""
+        """False if our descriptor was closed by other code; its number may belong to another file by now."""
         try:
             return os.fstat(fd).st_ino == self._inode
         except OSError:
@@ -119,17 +119,17 @@ class PrivateLog:
 
     @contextmanager
     def _mine(self) -> Iterator[None]:
-        """This thread alone in this process."""
+        """Exclude the other threads of this process."""
         if not self._mutex.acquire(timeout=_LOCK_PATIENCE):
-            raise DistStoreError(f"the private store: another thread has been in it for {_LOCK_PATIENCE:.0f} s")
+            raise DistStoreError(f"the private store: another thread has held its mutex for {_LOCK_PATIENCE:.0f} s")
         try:
             if self._closed:
                 raise DistStoreError(f"the private store {self._closed}")
             yield
         except OSError as error:
             raise DistStoreError(
-                f"the private store cannot be read or written: {error}. It is a file in memory: see how much is left, and that the "
-                "limit on file size (ulimit -f) is not too low."
+                f"the private store cannot be read or written: {error}. It is a file in memory: check the free memory and "
+                "the limit on file size (ulimit -f)."
             ) from error
         finally:
             self._mutex.release()
@@ -138,14 +138,14 @@ class PrivateLog:
 
     @contextmanager
     def reading(self) -> Iterator[dict[str, bytes]]:
-        """The values as they are now."""
+        """The current values."""
         with self._mine():
             self._refresh()
             yield self._values
 
     @contextmanager
     def locked(self) -> Iterator[dict[str, bytes]]:
-        """The values as they are now, and no other process writes: `append` may be called."""
+        """The current values, with other writers locked out: `append` may be called."""
         began = time.monotonic()
         while True:
             with self._mine():
@@ -167,7 +167,7 @@ class PrivateLog:
 
     def _check_descriptor(self) -> None:
         if not self._leads_to_file(self._fd):
-            raise DistStoreError(f"the private store: somebody has closed its descriptor, {self._fd}")
+            raise DistStoreError(f"the private store: its descriptor {self._fd} was closed by other code")
 
     def _refresh(self) -> None:
         """Read what is new. See Note [Readers without a lock]."""
@@ -177,7 +177,7 @@ class PrivateLog:
                 return
             data = self._read(self._at, end)
             start = max(PAGE, self._words[_START])
-            if start > self._at:  # the log has been written anew, perhaps while it was read
+            if start > self._at:  # the log has been compacted, perhaps while it was read
                 self._values.clear()
                 self._live, self._at = 0, start
                 continue
@@ -190,7 +190,7 @@ class PrivateLog:
         while begin < end:
             piece = os.pread(self._fd, end - begin, begin)
             if not piece:
-                raise DistStoreError(f"the private store: somebody has cut its file off at byte {begin} of {end}")
+                raise DistStoreError(f"the private store: its file was truncated at byte {begin} of {end}")
             pieces.append(piece)
             begin += len(piece)
         return b"".join(pieces)
@@ -211,7 +211,7 @@ class PrivateLog:
                 self._live += _RECORD.size + key_length + length
 
     def append(self, records: Sequence[tuple[str, bytes | None]]) -> None:
-        """With the file locked, and read to its end."""
+        """Append records. The file must be locked and read to its end."""
         data = b"".join(_record(key, value) for key, value in records)
         self._write(data, self._at)
         os.pwrite(self._fd, _WORD.pack(self._at + len(data)), _WORD.size * _END)
@@ -221,7 +221,7 @@ class PrivateLog:
             self._compact()
 
     def _compact(self) -> None:
-        """Write what is not out of date behind the end, start there, and give the memory before it back."""
+        """Rewrite the current values after the end, move the start there, and free the memory before it."""
         start = self._at
         data = b"".join(_record(key, value) for key, value in self._values.items())
         self._write(data, start)
@@ -239,7 +239,7 @@ class PrivateLog:
 
 
 def _map(fd: int) -> mmap.mmap:
-    """The first page. Forked children inherit the mapping: it must not keep alive the description that is locked."""
+    """The first page. Forked children inherit the mapping: it must not keep the locked file description alive."""
     another = _reopen(fd)
     try:
         return mmap.mmap(another, PAGE)
@@ -248,12 +248,12 @@ def _map(fd: int) -> mmap.mmap:
 
 
 def _reopen(fd: int) -> int:
-    """The same file through an open file description of its own."""
+    """The same file through a new open file description."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 
 def pause(began: float) -> None:
-    """Between two looks at the file."""
+    """Sleep between two polls of the file."""
     time.sleep(min(max(_SHORTEST_PAUSE, (time.monotonic() - began) / 10), _LONGEST_PAUSE))
 
 

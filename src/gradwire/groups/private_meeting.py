@@ -1,8 +1,8 @@
 """How ranks that have met in an open store, which other users of the host can reach too, move to a private one.
 
 Rank 0 makes it and writes its name into the open store; the others open it. From then on nothing is read from the open store.
-Until then another user can write there too: a name of his own leads to a file that is refused (`private_file.py`), and the name of
-another job's to a store of another purpose.
+Until then another user can write there too: the name of that user's own file is refused (`private_file.py`), and the name of
+another job's store leads to a store with another purpose.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _PAUSE = 0.01
 
 
 def move(store: Any, meeting: Rendezvous, *, key: str, purpose: str) -> PrivateStore:
-    """The private store of ranks that meet in `store`, all on this host. Rank 0 keeps `store`: it may be the host of that."""
+    """The private store of ranks that meet in `store`, all on this host. Rank 0 keeps `store` alive: it may host it."""
     rank, timeout, who = meeting.rank, meeting.timeout, meeting.who
     if rank == 0:
-        private = PrivateStore.create(beside=store)
+        private = PrivateStore.create(keep=store)
         try:
             private.set(_PURPOSE, purpose)
             meeting.store.set(key, private.name)
@@ -43,21 +43,21 @@ def move(store: Any, meeting: Rendezvous, *, key: str, purpose: str) -> PrivateS
         try:
             private = _open_unused(name, rank)
             break
-        except PrivateFileGone:  # one of an attempt that has failed, or of an earlier group; rank 0 makes another
+        except PrivateFileGone:  # left by a failed attempt or an earlier group; rank 0 makes another
             if time.monotonic() >= deadline:
                 raise
             time.sleep(_PAUSE)
     if not private.check([_PURPOSE]) or private.get(_PURPOSE).decode() != purpose:
         private.close()
         raise GroupError(
-            f"{who}: the private store {name} that the open store names is not that of {purpose}. It is not used: somebody has "
-            "changed the open store, or two jobs share it."
+            f"{who}: the private store {name} that the open store names does not belong to {purpose}. It is not used: the open "
+            "store was tampered with, or two jobs share it."
         )
     return _timed(private, timeout)
 
 
 def move_if_together(store: Any, rank: int, size: int, *, purpose: str, timeout: float, who: object) -> Any:
-    """The private store if `store` is an open one and all ranks are on one host, else `store`. Waits for all ranks."""
+    """A private store if `store` is open to other users and all ranks are on one host, else `store`. Waits for all ranks."""
     if size == 1 or not isinstance(innermost(store), TCPStore) or not available():
         return store
     meeting = Rendezvous(store, rank, size, timeout=timeout, who=who)
@@ -67,7 +67,7 @@ def move_if_together(store: Any, rank: int, size: int, *, purpose: str, timeout:
 
 
 def mark_used(store: Any, rank: int) -> None:
-    """This rank's group is made in `store`: should it meet the others again in the open store, they move to another private one."""
+    """Mark that this rank has a group in `store`: if the ranks meet again in the open store, they move to a new private store."""
     inner = innermost(store)
     if isinstance(inner, PrivateStore):
         inner.set(f"{_USED}{rank}", "")
@@ -78,13 +78,13 @@ def _open_unused(name: str, rank: int) -> PrivateStore:
     if private.check([f"{_USED}{rank}"]):
         private.close()
         raise PrivateFileGone(
-            f"opening the private store {name}: it is that of an earlier group, which rank 0 has not left yet."
+            f"opening the private store {name}: it belongs to an earlier group, which rank 0 has not left yet."
         )
     return private
 
 
 def release(store: Any) -> None:
-    """Close the private store under all prefixes; leave any other alone."""
+    """Close the store below all prefixes if it is a private one."""
     inner = innermost(store)
     if isinstance(inner, PrivateStore):
         inner.close()

@@ -1,13 +1,13 @@
-"""`PrivateStore`: a rendezvous store of the processes of one user on one host, which no other user can read or write.
+"""`PrivateStore`: a rendezvous store for the processes of one user on one host, which no other user can read or write.
 
 A TCPStore has no authentication: every user of the host can connect to it, list its keys and change them. This store is a file that
-only this user's processes can open (`private_log.py`), so no process hosts it and none can take it away by its end. This module is
-torch's Store over it.
+only this user's processes can open (`private_log.py`), so no process hosts it and it survives the exit of any of them. This module
+implements torch's Store interface over it.
 
 Note [Kept until closed]
 C++ code (a PrefixStore, an engine) keeps the C++ half of a store alive, but calls methods of the Python half. So an open store is
-referenced here until `close()`, after which every call raises. `close()` never waits: a garbage collection may call it on a thread
-that is inside the store. The descriptor is closed when nobody is.
+referenced here until `close()`, after which every call raises. `close()` never waits: garbage collection may call it on a thread
+that is inside the store. The descriptor is closed when no thread is.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ class PrivateStore(Store):
     (b'value', 2, 3)
     """
 
-    def __init__(self, fd: int, *, beside: Any = None) -> None:
-        """Owns `fd`. `beside` is kept as long as this store is open."""
+    def __init__(self, fd: int, *, keep: Any = None) -> None:
+        """Owns `fd`. `keep` is kept alive while this store is open."""
         super().__init__()
         self._log = PrivateLog(fd)
-        self._beside = beside
+        self._keep = keep
         _OPEN.add(self)
 
     @classmethod
-    def create(cls, *, beside: Any = None) -> PrivateStore:
-        """A new one."""
-        return cls(create(), beside=beside)
+    def create(cls, *, keep: Any = None) -> PrivateStore:
+        """A new store."""
+        return cls(create(), keep=keep)
 
     @classmethod
     def open(cls, name: str) -> PrivateStore:
-        """That of another process of this user."""
+        """The store of another process of this user."""
         return cls(open_private(name))
 
     @property
     def name(self) -> str:
-        """By which other processes open it, as long as it is open here."""
+        """The name by which other processes open it, while it is open here."""
         return self._log.name
 
     def holds(self, fd: int) -> bool:
@@ -61,8 +61,8 @@ class PrivateStore(Store):
         return self._log.holds(fd)
 
     def close(self) -> None:
-        """Let go of the file. May be called again; any other call raises from now on. See Note [Kept until closed]."""
-        self._beside = None
+        """Release the file. Closing twice is a no-op; any other call raises from now on. See Note [Kept until closed]."""
+        self._keep = None
         _OPEN.discard(self)
         self._log.close()
 
@@ -82,15 +82,15 @@ class PrivateStore(Store):
             self._log.append([(key, _bytes(value)) for key, value in zip(keys, values, strict=True)])
 
     def get(self, key: str) -> bytes:
-        """The value of a key; waits for it if need be."""
+        """The value of a key; waits until it is set."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of several keys; waits for them if need be."""
+        """The values of several keys; waits until all are set."""
         return self._wait(keys, None)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which begins at 0, and return the sum."""
+        """Add to a counter, which starts at 0, and return the sum."""
         if amount == 0:
             with self._log.reading() as values:
                 if key in values:
@@ -101,12 +101,12 @@ class PrivateStore(Store):
             return total
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Write behind what the key has."""
+        """Append to the key's value."""
         with self._log.locked() as values:
             self._log.append([(key, values.get(key, b"") + _bytes(value))])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Write the key if it is as expected, or is expected to be empty and is not there; what it then has."""
+        """Write the key if its value is `expected`, or `expected` is empty and the key is not set. Returns the resulting value."""
         with self._log.locked() as values:
             now = values.get(key)
             if now == _bytes(expected) or (now is None and not _bytes(expected)):
@@ -115,24 +115,24 @@ class PrivateStore(Store):
             return _bytes(expected) if now is None else now
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; whether it was there."""
+        """Delete a key; whether it existed."""
         return bool(self.delete([key]))
 
     def delete(self, keys: Sequence[str]) -> int:
-        """Delete several keys at once; how many were there."""
+        """Delete several keys at once; how many existed."""
         with self._log.locked() as values:
-            there = [(key, None) for key in keys if key in values]
-            if there:
-                self._log.append(there)
-            return len(there)
+            deletions = [(key, None) for key in keys if key in values]
+            if deletions:
+                self._log.append(deletions)
+            return len(deletions)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there."""
+        """Whether all keys are set."""
         with self._log.reading() as values:
             return all(key in values for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return when all keys are there; DistStoreError after `timeout`, or else the store's own."""
+        """Return when all keys are set; DistStoreError after `timeout`, by default the store's own."""
         self._wait(keys, timeout)
 
     def _wait(self, keys: Sequence[str], timeout: timedelta | None) -> list[bytes]:
@@ -158,14 +158,14 @@ class PrivateStore(Store):
         return len(self.list_keys())
 
     def has_extended_api(self) -> bool:
-        """append, multi_get and multi_set are there."""
+        """append, multi_get and multi_set are implemented."""
         return True
 
     def clone(self) -> PrivateStore:
-        """Itself: there is no connection that somebody could be waiting in."""
+        """Itself: there is no connection that a blocking call could occupy."""
         return self
 
-    deleteKey = delete_key  # C++ calls these two by other names than Python does
+    deleteKey = delete_key  # C++ has other names for these two than Python
     getNumKeys = num_keys
 
 

@@ -1,5 +1,5 @@
-"""`ThreadGroup`: ranks as threads of one process. No sockets and no helper threads of its own: the last rank to join an
-operation carries it out for all, in rank order, so results are the same bits every run.
+"""`ThreadGroup`: ranks as threads of one process. It has no sockets and no helper threads: the last rank to join an
+operation carries it out for all, in rank order, so results are bitwise the same in every run.
 
     world = ThreadGroup.world(4)          # one group object per rank; hand each to a thread
 """
@@ -34,7 +34,7 @@ from gradwire.groups.work import Work
 
 
 class ThreadGroup(Group):
-    """One rank's place in a world of threads. A send is done when it has been received, as MPI's synchronous mode."""
+    """One rank of a world of threads. A send is done when it has been received, as in MPI's synchronous mode."""
 
     tells_mismatch = True
     in_one_process = True
@@ -68,7 +68,7 @@ class ThreadGroup(Group):
         return table.groups
 
     def submit(self, op: Collective) -> Work:
-        """Join the operation; the last rank to come carries it out before it returns."""
+        """Join the operation; the last rank to join carries it out before it returns."""
         work = self.begin(op)
         if op.device.type == "cuda":
             torch.cuda.current_stream(op.device).synchronize()
@@ -79,15 +79,15 @@ class ThreadGroup(Group):
         return work
 
     def arrivals(self, work: Work) -> Arrivals | None:
-        """Who has joined: known exactly."""
+        """Which ranks have joined: known exactly."""
         return self._table.arrivals(work, self.rank)
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
-        """A world of threads of its own."""
+        """A separate world of threads."""
         return self._table.subtable(name, len(ranks)).groups[ranks.index(self.rank)]
 
     def fail(self, error: BaseException) -> None:
-        """Fail every rank's group: threads of one process share their fate."""
+        """Fail the group on every rank: all are threads of this process."""
         if self.forked:
             return
         for group in self._table.groups:
@@ -98,12 +98,12 @@ class ThreadGroup(Group):
         self.fail(GroupAborted(f"{self.name} was aborted by rank {self.rank}: {reason}", reason=reason))
 
     def recover(self, timeout: float | None = None) -> None:
-        """Start counting afresh, together."""
+        """Wait for all ranks, then restart with empty state."""
         self.refuse_in_child("recover()")
         self._table.start_over(self.rank, self._recovery_limit(timeout))
 
     def start_over(self) -> None:
-        """This rank's part of a recovery: forget the failure and what was joined."""
+        """This rank's part of a recovery: clear the failure and the count of joined operations."""
         self.failure = None
         self._joined = itertools.count()
 
@@ -124,7 +124,7 @@ class _Table:
         self._slots: dict[int, dict[int, Work]] = {}
         self._p2p: list[tuple[Work, int]] = []
         self._left: dict[int, None] = {}
-        self._subtables: WeakValueDictionary[str, _Table] = WeakValueDictionary()  # their groups keep them
+        self._subtables: WeakValueDictionary[str, _Table] = WeakValueDictionary()  # kept alive by their groups
         self._recovering: set[int] = set()
         self._recoveries = 0
         self._all_recovering = threading.Condition(self._lock)
@@ -166,7 +166,7 @@ class _Table:
                 submitted = "; ".join(f"rank {rank}: {work.op}" for rank, work in enumerate(works))
                 error = GroupError(
                     f"{self.name}: an operation could not be carried out: {problem}. Submitted: {submitted}. "
-                    "Sizes that ranks expect of each other must agree."
+                    "Ranks must agree on the sizes they send and receive."
                 )
                 error.__cause__ = problem
         for work in works:
@@ -179,13 +179,13 @@ class _Table:
         gave_up = [r for r, work in enumerate(works) if work.is_completed()]
         if gave_up:
             return CollectiveTimeout(
-                f"{works[0].op} of {self.name}: ranks {gave_up} gave it up before the others came. "
-                "Start anew with a longer time-out, or find out what held the others up.",
+                f"{works[0].op} of {self.name}: ranks {gave_up} timed out before the other ranks joined. "
+                "Use a longer timeout, or find out what delayed the others.",
                 op=works[0].op.signature,
                 joined=[r for r in range(self.size) if r not in gave_up],
                 missing=gave_up,
             )
-        # Labels are for people; ranks may choose them differently. The Verified wrapper compares them too.
+        # Labels are for humans and may differ between ranks. The Verified wrapper compares them too.
         signatures = [work.op.signature for work in works]
         return mismatch(self.name, signatures, compared=[replace(s, label="") for s in signatures])
 
@@ -211,12 +211,12 @@ class _Table:
             work.fail(_left(work, lost))
 
     def _lost_to(self, work: Work, rank: int) -> int | None:
-        """A rank that has left, if a message of `rank` can go to or come from no rank that has not."""
+        """A rank that has left, if all ranks that a message of `rank` can go to or come from have left."""
         peer = work.op.peer
         peers = [r for r in range(self.size) if r != rank] if peer is None else [peer]
         return peers[-1] if all(r in self._left for r in peers) else None
 
-    # -- who is here ---------------------------------------------------------------------------------------------------
+    # -- membership ----------------------------------------------------------------------------------------------------
 
     def arrivals(self, work: Work, rank: int) -> Arrivals | None:
         if work.op.kind.is_p2p:
@@ -228,7 +228,7 @@ class _Table:
         return Arrivals(tuple(joined), tuple(r for r in range(self.size) if r not in joined))
 
     def start_over(self, rank: int, timeout: float) -> None:
-        """Wait for all ranks; the last one resets the world. A rank that gives up takes its name off, so all can try again."""
+        """Wait for all ranks; the last one resets the world. A rank that times out withdraws, so that all can try again."""
         with self._lock:
             self._recovering.add(rank)
             if len(self._recovering) == self.size:
@@ -236,7 +236,7 @@ class _Table:
                 self._recoveries += 1
                 self._slots.clear()
                 self._p2p.clear()
-                for group in self.groups:  # nobody submits: all ranks are here
+                for group in self.groups:  # no rank submits: all are in recover()
                     group.start_over()
                 self._all_recovering.notify_all()
                 return

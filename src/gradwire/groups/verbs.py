@@ -31,7 +31,7 @@ class Verbs(ABC):
         return work
 
     def submit_and_wait(self, op: Collective) -> Work:
-        """As `run`, without the errors of completion hooks. A group that is faster if the caller waits overrides this."""
+        """Like `run`, without the errors of completion hooks. A group that is faster if the caller waits overrides this."""
         work = self.submit(op)
         work.wait_done()
         return work
@@ -101,7 +101,7 @@ class Verbs(ABC):
         async_op: bool = False,
         label: str = "",
     ) -> Work:
-        """Cut each input into one part per rank and reduce part i into rank i's output."""
+        """Split each input into one part per rank and reduce part i into rank i's output."""
         return self._do(build.reduce_scatter_tensor(outputs, inputs, op=op, factor=factor, label=label), async_op)
 
     def all_to_all(
@@ -120,7 +120,7 @@ class Verbs(ABC):
         async_op: bool = False,
         label: str = "",
     ) -> Work:
-        """The all-to-all of one tensor cut along dimension 0."""
+        """All-to-all of one tensor, split along dimension 0."""
         op = build.all_to_all_single(
             output, tensor, output_split_sizes=output_split_sizes, input_split_sizes=input_split_sizes, label=label
         )
@@ -135,7 +135,7 @@ class Verbs(ABC):
         async_op: bool = False,
         label: str = "",
     ) -> Work:
-        """Bring every rank's tensor to `dst`."""
+        """Gather every rank's tensor on `dst`."""
         return self._do(build.gather(tensor, outputs, dst=dst, label=label), async_op)
 
     def scatter(
@@ -147,7 +147,7 @@ class Verbs(ABC):
         async_op: bool = False,
         label: str = "",
     ) -> Work:
-        """Hand `inputs[i]` of `src` to rank i."""
+        """Send `inputs[i]` of `src` to rank i."""
         return self._do(build.scatter(output, inputs, src=src, label=label), async_op)
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0, *, async_op: bool = False, label: str = "") -> Work:
@@ -157,7 +157,7 @@ class Verbs(ABC):
     def recv(
         self, tensor: Tensor, src: int | None = None, tag: int = 0, *, async_op: bool = False, label: str = ""
     ) -> Work:
-        """Receive from `src`, or from anybody; the Work's `source_rank()` tells from whom."""
+        """Receive from `src`, or from any rank; the Work's `source_rank()` is the sender."""
         return self._do(build.recv(tensor, src=src, tag=tag, label=label), async_op)
 
     def barrier(self, *, async_op: bool = False, label: str = "") -> Work:

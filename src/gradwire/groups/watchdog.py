@@ -1,14 +1,14 @@
-"""The watchdog: fails operations whose deadline has passed even when nobody waits for them.
+"""The watchdog: fails operations whose deadline has passed even if no thread waits for them.
 
 Note [A ticking thread instead of a timer per operation]
-A timer per operation, or a condition notified by each submit, would wake a second thread for every operation and hand the
-interpreter lock back and forth: more than a small operation costs. The watchdog looks at what is in flight every `interval`
-seconds instead, and submit only tests a flag. When nothing has been in flight for a while its thread ends; the next submit
-starts another. Waiters do not depend on it: they hold the deadline themselves.
+A timer per operation, or a condition notified by each submit, would wake a second thread for every operation and pass the
+interpreter lock back and forth, which costs more than a small operation. Instead, the watchdog checks what is in flight every
+`interval` seconds, and submit only tests a flag. When nothing has been in flight for a while its thread ends; the next submit
+starts another. Waiters do not depend on it: they enforce the deadline themselves.
 
 Note [Starting and ending without a lost operation]
-The thread says `running = False` first and looks at what is in flight afterwards; a submit enters its operation first and
-looks at `running` afterwards. Whichever is later sees the other, so an operation is always watched.
+The thread first sets `running = False` and then checks what is in flight; a submit first registers its operation and then
+checks `running`. Whichever is later sees the other, so an operation is always watched.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Watchdog:
             self._ledgers.append(ledger)
 
     def wake(self) -> None:
-        """Make sure that the thread runs; cheap when it does."""
+        """Make sure that the thread runs; cheap if it does."""
         if self.running or self._stopping.is_set():
             return
         with self._lock:
@@ -79,7 +79,7 @@ class Watchdog:
             check()
 
     def stop(self) -> None:
-        """End the thread and watch no more."""
+        """End the thread and stop watching."""
         self._stopping.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():

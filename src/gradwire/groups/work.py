@@ -1,13 +1,13 @@
-"""`Work`: one submitted collective on its way.
+"""`Work`: one submitted collective.
 
 A group makes a Work with `Group.begin(op)` and settles it exactly once, from any thread, with `finish()` or `fail(error)`;
-the first call wins. Callers wait. This module knows no engine: a Work whose engine can be waited on directly (a CUDA
-stream, a gloo operation) is a subclass in that engine's module.
+the first call wins. Callers wait. This module is independent of engines: a Work whose engine can be waited on directly
+(a CUDA stream, a gloo operation) is a subclass in that engine's module.
 
 Note [Settled by one step]
-`abort()` may be called in a signal handler, which interrupts the main thread between any two instructions, also inside `finish` of
-the same Work. A lock would then never be released. So who settles, and how, is decided by one atomic step: whoever appends to an
-empty list has settled it. Nothing on the way of `fail` takes a lock that the interrupted code may hold.
+`abort()` may be called in a signal handler, which interrupts the main thread between any two instructions, even inside `finish` of
+the same Work. A lock would then never be released. So the outcome is decided by one atomic step: the first call that appends to the
+list of outcomes settles the Work. Nothing in `fail` takes a lock that the interrupted code may hold.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def seconds(timeout: float | timedelta | None) -> float | None:
-    """A time-out as torch's users write it (seconds, timedelta, or zero for "none given") in seconds."""
+    """A timeout as torch users pass it (seconds, timedelta, or a zero timedelta for "none given"), in seconds."""
     if timeout is None:
         return None
     if isinstance(timeout, timedelta):
@@ -48,13 +48,13 @@ def seconds(timeout: float | timedelta | None) -> float | None:
 class Work:
     """One operation in flight.
 
-    Waiting is allowed at any time, any number of times and from any thread: each wait returns True, or raises the one
-    error the operation failed with. A wait whose own `timeout` passes raises CollectiveTimeout to that caller alone and
-    leaves the operation running; when the group's deadline passes, the operation itself fails.
+    It may be waited on at any time, any number of times and from any thread: each wait returns True, or raises the error
+    that the operation failed with. A wait whose own `timeout` passes raises CollectiveTimeout only to that caller and
+    leaves the operation running; when the operation's deadline passes, the operation itself fails.
     """
 
     place = 0
-    """How many collectives the rank had joined with this one, where the group counts them."""
+    """How many collectives the rank had joined including this one, if the group counts them."""
 
     def __init__(self, op: Collective, ledger: Ledger, *, seq: int, timeout: float) -> None:
         self.op = op
@@ -64,15 +64,15 @@ class Work:
         self.started = time.perf_counter()
         self.finished: float | None = None
         self.source: int | None = op.peer if op.kind is OpKind.RECV else None
-        """The rank that a receive came from, where it is known: see `source_rank`."""
+        """The sender of a receive, if known: see `source_rank`."""
         self._error: BaseException | None = None
         self.settled = False
-        """Whether `finish` or `fail` was called. Asks no engine: see `is_completed`."""
+        """Whether `finish` or `fail` was called. Does not query the engine: see `is_completed`."""
         self._outcomes: list[tuple[BaseException | None]] = []  # see Note [Settled by one step]
         self._latch = threading.Lock()
         self._latch.acquire()
         self.group: object = None
-        """The group, as long as the operation is in flight: whoever keeps the Work alone can wait for it."""
+        """The group, while the operation is in flight, so that a caller who keeps only the Work can wait for it."""
         self._future: torch.futures.Future[Any] | None = None
         self._future_claim = [None]
         self._future_queue: FutureQueue | None = None
@@ -80,7 +80,7 @@ class Work:
 
     @classmethod
     def over(cls, op: Collective, ledger: Ledger, *, started: float, timeout: float) -> Work:
-        """An operation that was carried out before anybody could ask for its Work: no deadline, hook or listener has missed it."""
+        """The Work of an operation that was complete before its Work existed, with no deadline, hook or listener to serve."""
         work = cls(op, ledger, seq=ledger.next_seq(), timeout=timeout)
         work.started, work.finished = started, time.perf_counter()
         work._outcomes.append((None,))
@@ -91,11 +91,11 @@ class Work:
     # -- for the group that carries it out -----------------------------------------------------------------------------
 
     def finish(self, *, source_rank: int | None = None) -> bool:
-        """Say that the outputs hold the result. False if it was settled before."""
+        """Mark it finished: the outputs hold the result. False if it was already settled."""
         return self._settle(None, source_rank)
 
     def fail(self, error: BaseException) -> bool:
-        """Say that it will never finish, and why. False if it was settled before."""
+        """Mark it failed with `error`. False if it was already settled."""
         return self._settle(error, None)
 
     def _settle(self, error: BaseException | None, source_rank: int | None) -> bool:
@@ -108,19 +108,19 @@ class Work:
             self.source = source_rank
         self.finished = time.perf_counter()
         self.settled = True
-        # Listeners and hooks are told before any waiter wakes, so that "after wait() returned, the event is there" holds.
+        # Listeners and hooks are called before any waiter wakes: once wait() has returned, the event has been emitted.
         try:
             self.ledger.settled(self)
-        finally:  # Ctrl-C may hit a listener
+        finally:  # Ctrl-C may interrupt a listener
             group, self.group = self.group, None
             self._latch.release()
             if self._future is not None:
                 if self._future_queue is None:
-                    self._fulfil()
+                    self._fulfill()
                 else:
-                    self._future_queue.put(self._fulfil)
+                    self._future_queue.put(self._fulfill)
             self._call_back()
-        del group  # perhaps the last reference: last of all, for it ends the group's threads
+        del group  # perhaps the last reference, which ends the group's threads: so this comes last
         return True
 
     def _call_back(self) -> None:
@@ -129,7 +129,7 @@ class Work:
                 callback = self._callbacks.popleft()
             except IndexError:
                 return
-            # Whoever settles may have other ranks' operations to settle next: a callback must not stop it.
+            # The settling thread may have other ranks' operations to settle next: a callback must not stop it.
             try:
                 callback(self)
             except BaseException as problem:
@@ -144,24 +144,24 @@ class Work:
 
     @property
     def deadline(self) -> float:
-        """When the operation fails by itself, on `time.perf_counter`'s clock."""
+        """When the operation times out, on `time.perf_counter`'s clock."""
         return self.started + self.timeout
 
     def add_done_callback(self, fn: Callable[[Work], None]) -> None:
-        """Call `fn(work)` once settled: now if it is, else in the thread that settles it. `fn` must not block."""
+        """Call `fn(work)` once settled: now if it already is, else in the thread that settles it. `fn` must not block."""
         if self.settled:
             fn(self)
             return
         self._callbacks.append(fn)
-        if self.settled:  # in the meantime, perhaps without a look at `fn`
+        if self.settled:  # in the meantime, perhaps without calling `fn`
             self._call_back()
 
     # -- for the caller ------------------------------------------------------------------------------------------------
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
-        """Return True once the outputs may be used; raise what went wrong otherwise.
+        """Return True once the outputs may be used; raise the operation's error if it failed.
 
-        An operation that went well raises HookError if a completion hook has raised: once, and with the outputs in place.
+        If a completion hook has raised, the wait for a successful operation raises HookError, once, with the outputs in place.
         """
         self.wait_done(timeout)
         if self.ledger.hook_errors:
@@ -169,7 +169,7 @@ class Work:
         return True
 
     def wait_done(self, timeout: float | timedelta | None = None) -> bool:
-        """As `wait`, without the errors of completion hooks: for a group that takes several steps and must not stop halfway."""
+        """Like `wait`, without the errors of completion hooks: for a group that takes several steps and must not stop halfway."""
         if not self.settled:
             self._refuse_in_child("wait for")
         limit = seconds(timeout)
@@ -179,7 +179,7 @@ class Work:
                 self.ledger.expire(self)
         elif not self.wait_settled(limit):
             raise self.ledger.timed_out(self, limit)
-        # Not _error, which the settling thread may not have written yet. A stream-ordered wait returns before anything is settled.
+        # Not _error, which the settling thread may not have set yet. A stream-ordered wait returns before the Work is settled.
         error = self._outcomes[0][0] if self._outcomes else None
         if error is not None:
             raise again(error)
@@ -191,31 +191,31 @@ class Work:
             raise UsageError(refusal(f"{what} {self.op}", self.ledger.pid))
 
     def wait_settled(self, limit: float) -> bool:
-        """Wait at most `limit` seconds until it is over, well or badly; True if it is."""
+        """Wait at most `limit` seconds until it has finished or failed; True if it has."""
         if not self._latch.acquire(timeout=max(0.0, min(limit, threading.TIMEOUT_MAX))):
             return self.settled
         self._latch.release()
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or badly."""
+        """Whether it has finished or failed."""
         return self.settled
 
     def is_success(self) -> bool:
-        """Whether it is over and the outputs hold the result."""
+        """Whether it has finished and the outputs hold the result."""
         return self.settled and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What it failed with, or None: while it runs, and after success."""
+        """The error it failed with; None while it runs and after success."""
         return self._error
 
     def result(self) -> list[Tensor]:
-        """The outputs, once they hold the result: waits for it."""
+        """Wait, and return the outputs."""
         self.wait()
         return list(self.op.outputs)
 
     def source_rank(self) -> int:
-        """Which rank a finished receive came from."""
+        """The sender of a finished receive."""
         if self.source is None:
             raise UsageError(
                 f"source_rank of {self.op}: not known. Only a receive has a source, and one from any rank only once finished."
@@ -229,7 +229,7 @@ class Work:
 
     @property
     def info(self) -> WorkInfo:
-        """What completion hooks receive; while it runs, `finished` is now."""
+        """What completion hooks receive; while it runs, `finished` is the current time."""
         return WorkInfo(
             op=self.op.signature,
             group=self.ledger.name,
@@ -242,7 +242,7 @@ class Work:
         )
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A torch Future of the list of outputs; on CUDA it carries the streams' order along."""
+        """A torch Future of the list of outputs; on CUDA it preserves stream order."""
         if not self.settled:
             self._refuse_in_child("get_future of")
         with self.ledger.futures.lock:
@@ -252,11 +252,11 @@ class Work:
                 self._future = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
             future = self._future
         if self.settled:
-            self._fulfil()
+            self._fulfill()
         return future
 
-    def _fulfil(self) -> None:
-        """Complete the future; whoever comes second does nothing. See Note [Callbacks that wait] in futures.py."""
+    def _fulfill(self) -> None:
+        """Complete the future; a second call does nothing. See Note [Callbacks that wait] in futures.py."""
         future = self._future
         try:
             self._future_claim.pop()
@@ -270,7 +270,7 @@ class Work:
                 future.set_exception(RuntimeError(repr(self._error)))
             else:
                 future.set_result(list(self.op.outputs))
-        except Exception as problem:  # the caller has completed it: a future is for reading
+        except Exception as problem:  # the caller has completed it, which is not allowed
             self.ledger.events.errors.append(problem)
 
     def __repr__(self) -> str:

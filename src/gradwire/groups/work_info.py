@@ -1,4 +1,4 @@
-"""`WorkInfo`: what is known about an operation that is over."""
+"""`WorkInfo`: a record of a finished operation."""
 
 from __future__ import annotations
 

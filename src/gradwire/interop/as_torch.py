@@ -135,7 +135,7 @@ class _Adapter:
             try:
                 with torch.no_grad():
                     value = pending.wait()
-            except BaseException as error:  # whatever it is: torch waits for this future without a time-out
+            except BaseException as error:  # whatever it is: torch waits for this future without a timeout
                 future.set_exception(_as_exception(error, self._hook, spec))  # type: ignore[arg-type]  # a stub of torch's
             else:
                 future.set_result(value)

@@ -2,10 +2,10 @@
 
 Note [What looks like a consequence]
 `root_cause.py` says which failure is shown. What looks like a consequence is told by the exception's name at the end of the rank's
-last traceback. A time-out is half of one: it is raised by the ranks that waited, so an error that is neither goes before it.
+last traceback. A timeout is half of one: it is raised by the ranks that waited, so an error that is neither goes before it.
 
 Note [Who is named]
-Some errors are raised by ranks that did nothing wrong: a time-out by all but the rank that is missing, a PeerLost by those that
+Some errors are raised by ranks that did nothing wrong: a timeout by all but the rank that is missing, a PeerLost by those that
 wait for a rank which has ended, a disagreement by all. Their text says which ranks it is about; the last line of a run repeats
 that, and does not call the rank that raised it the culprit.
 """
@@ -73,7 +73,7 @@ class Ending:
 
     @property
     def consequence(self) -> int:
-        """0 for a failure of the rank's own, 1 for a time-out, 2 for a consequence."""
+        """0 for a failure of the rank's own, 1 for a timeout, 2 for a consequence."""
         if self.is_consequence:
             return 2
         return int(self.status > 0 and raised(self.words) == _TIMEOUT)

@@ -1,4 +1,4 @@
-"""Whole lines out of a rank's bytes. Knows nothing of ranks, colours or files; bytes stay bytes, so wrong UTF-8 survives.
+"""Whole lines out of a rank's bytes. Knows nothing of ranks, colors or files; bytes stay bytes, so wrong UTF-8 survives.
 
 Note [Progress bars]
 A bar goes back to the start of its line with a carriage return and writes over it. Several ranks cannot do that on one screen.

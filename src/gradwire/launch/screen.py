@@ -11,7 +11,7 @@ from typing import BinaryIO
 from gradwire.launch.lines import LineBuffer, Piece
 from gradwire.launch.tracebacks import TracebackHold
 
-_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # readable on dark and on light; red is left to errors
+_COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # readable on dark and on light; red is left to errors
 _RESET = b"\x1b[0m"
 _KEPT_LINES, _KEPT_BYTES = 400, 1 << 16
 
@@ -21,7 +21,7 @@ class Screen:
 
     def __init__(self, fd: int, environ: Mapping[str, str]) -> None:
         self._fd = fd
-        self.colour = os.isatty(fd) and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+        self.color = os.isatty(fd) and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
         self.broken = False
         """Whether nobody reads any more; what is written then is dropped."""
 
@@ -39,7 +39,7 @@ class Screen:
     def prefix(self, rank: int) -> bytes:
         """What stands before the lines of a rank."""
         text = f"[{rank}]".encode()
-        return b"\x1b[%dm%s%s " % (_COLOURS[rank % len(_COLOURS)], text, _RESET) if self.colour else text + b" "
+        return b"\x1b[%dm%s%s " % (_COLORS[rank % len(_COLORS)], text, _RESET) if self.color else text + b" "
 
 
 class Tail:
@@ -117,6 +117,6 @@ class RankStream:
 
     def line(self, line: bytes) -> bytes:
         """A line as it is shown."""
-        # A rank that leaves a colour switched on must not paint the next rank's lines.
-        end = _RESET if self._screen.colour and b"\x1b" in line else b""
+        # A rank that leaves a color switched on must not paint the next rank's lines.
+        end = _RESET if self._screen.color and b"\x1b" in line else b""
         return self._prefix + line + end + b"\n"

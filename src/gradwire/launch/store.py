@@ -162,7 +162,7 @@ def arrive(store: Store, world: World, *, timeout: float) -> None:
             f"gw.init() on {world}: another process has come as rank {world.rank}. Ranks that start processes of their own "
             "pass their variables on: unset them there, or let only the ranks call gw.init()."
         )
-    # After a time-out a process may come again: it has been counted.
+    # After a timeout a process may come again: it has been counted.
     if times == 1 and store.add("came", 1) == world.size:
         store.set("complete", "")
     deadline = time.monotonic() + timeout

@@ -81,7 +81,7 @@ class _Supervisor:
         self._stack = ExitStack()
 
     def __enter__(self) -> _Supervisor:
-        with self._stack:  # undone if starting fails half-way
+        with self._stack:  # undone if starting fails halfway
             self._selector = self._stack.enter_context(selectors.DefaultSelector())
             if threading.current_thread() is threading.main_thread():
                 woken = self._stack.enter_context(_passing_on(self._got_signal))

@@ -250,7 +250,7 @@ def _slurm(read: _Reader) -> World:
 
 
 def _port(job: int, step: int) -> int:
-    """The same on every rank of a step; neighbouring jobs and steps on one host get different ones."""
+    """The same on every rank of a step; neighboring jobs and steps on one host get different ones."""
     return _PORTS[(job * 101 + step) % len(_PORTS)]
 
 

@@ -1,4 +1,4 @@
-"""A user's own way to synchronise buffers: `hook(state, {name: buffer})`, before or after forward."""
+"""A user's own way to synchronize buffers: `hook(state, {name: buffer})`, before or after forward."""
 
 from __future__ import annotations
 

@@ -357,7 +357,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        """The buffers that are synchronised."""
+        """The buffers that are synchronized."""
         return list(self.replica.state.named_buffers().values())
 
     @property

@@ -28,7 +28,7 @@ class Flags:
         if self.forward_sync_buffers is not None:
             text = "`broadcast_buffers` is deprecated, and ignored because `forward_sync_buffers` is given too."
         else:
-            text = "`broadcast_buffers` is deprecated. Use `forward_sync_buffers`, which leaves the synchronisation at start."
+            text = "`broadcast_buffers` is deprecated. Use `forward_sync_buffers`, which leaves the synchronization at start."
         warnings.warn(text, FutureWarning, stacklevel=4)
 
     @property

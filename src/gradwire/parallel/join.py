@@ -116,7 +116,7 @@ class UnevenInputs:
         return answer.item()
 
     def announce_sync(self, sync: bool) -> None:
-        """Tell the ranks that have joined whether this step's backward synchronises, and so how many ranks still train."""
+        """Tell the ranks that have joined whether this step's backward synchronizes, and so how many ranks still train."""
         self._ask(float(sync))
         if self._counted is not None:
             self._counted.wait()  # it is over, as the operation after it is

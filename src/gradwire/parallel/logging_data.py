@@ -29,7 +29,7 @@ class StepStats:
         self._now: dict[str, float] = {}
 
     def forward_begins(self) -> bool:
-        """A synchronised forward begins; whether its step is sampled."""
+        """A synchronized forward begins; whether its step is sampled."""
         self.iteration += 1
         self._now = {"forward": time.perf_counter()}
         return self.sampled

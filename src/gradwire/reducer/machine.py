@@ -23,7 +23,7 @@ class State(Enum):
     RESTING = "resting"
     """No gradient is expected to be reduced: before a forward, under no_sync, after a finished backward."""
     ARMED = "armed"
-    """A forward has prepared a synchronised backward; nothing has come yet."""
+    """A forward has prepared a synchronized backward; nothing has come yet."""
     RUNNING = "running"
     """Gradients are coming."""
     LAUNCHED = "launched"
@@ -79,7 +79,7 @@ class Machine:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def prepare(self, unused: Iterable[int] = ()) -> Sequence[Launch]:
-        """A forward has ended whose backward is to be synchronised. `unused` parameters count as ready."""
+        """A forward has ended whose backward is to be synchronized. `unused` parameters count as ready."""
         if self.state in (State.RUNNING, State.LAUNCHED):
             raise self.unfinished()
         self.story = ["prepared"]

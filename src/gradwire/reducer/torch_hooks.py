@@ -131,7 +131,7 @@ class TorchHookRun:
                 raise again(failure) from error
 
     def _await(self) -> None:
-        """Until the Future is done; its own wait knows no time-out."""
+        """Until the Future is done; its own wait knows no timeout."""
         if self._future.done():
             return
         done = threading.Event()
@@ -143,7 +143,7 @@ class TorchHookRun:
                 self._raise_failure_of_work(None)
                 raise CollectiveTimeout(
                     f"{self._where}: its Future was not completed after {self._group.timeout:.3g} s. Complete it with "
-                    "set_result or set_exception on every path, or raise the group's time-out."
+                    "set_result or set_exception on every path, or raise the group's timeout."
                 )
             self._group.check_peers()
 

@@ -225,8 +225,8 @@ def test_a_refused_split_does_not_put_the_names_of_later_ones_out_of_step() -> N
     group.close()
 
 
-def test_a_group_that_makes_no_sub_groups_says_what_to_override(group: ByHand) -> None:
-    with pytest.raises(UsageError, match=r"ByHand does not make sub-groups.*subgroup"):
+def test_a_group_that_makes_no_subgroups_says_what_to_override(group: ByHand) -> None:
+    with pytest.raises(UsageError, match=r"ByHand does not make subgroups.*subgroup"):
         group.subgroup([0], name="x")
 
 
@@ -346,5 +346,5 @@ def test_a_dropped_group_ends_its_threads() -> None:
 def test_an_operation_of_a_dropped_group_can_still_time_out() -> None:
     work = ByHand(0, 1, name="dropped").submit(build.barrier().within(0.05))
     gc.collect()
-    with pytest.raises(CollectiveTimeout, match="cannot tell who is missing"):
+    with pytest.raises(CollectiveTimeout, match="cannot determine which ranks are missing"):
         work.wait()

@@ -42,7 +42,7 @@ def test_who_has_not_come_is_named() -> None:
     store.set_timeout(timedelta(seconds=1))
     dist.PrefixStore("gloo-addresses", store).set("2", '["", ""]')
     with pytest.raises(
-        CollectiveTimeout, match=r"gloo group on rank 0 of 3: ranks \[1\] have not come within 0.5 s"
+        CollectiveTimeout, match=r"gloo group on rank 0 of 3: ranks \[1\] did not arrive within 0.5 s"
     ) as caught:
         C10dGroup.gloo(store, 0, 3, timeout=0.5)
     assert caught.value.missing == (1,)

@@ -118,7 +118,7 @@ def test_an_unknown_kind_is_an_error_that_lists_the_known_ones(
 
 @pytest.mark.parametrize("name", ["gloo", "recorded"])
 def test_a_name_cannot_be_registered_twice(name: str, recorded: str) -> None:
-    with pytest.raises(UsageError, match=rf"there is a kind '{name}' already, GroupKind\(name='{name}'"):
+    with pytest.raises(UsageError, match=rf"the kind '{name}' is already registered, as GroupKind\(name='{name}'"):
         register_kind(GroupKind(name, recorded_gloo))
 
 
@@ -143,7 +143,8 @@ def test_a_kind_can_be_taken_back() -> None:
 
 def test_processes_are_not_threads() -> None:
     with pytest.raises(
-        UsageError, match="cannot be threads of one. Choose another kind: shared_memory, hierarchical, gloo, nccl, mpi"
+        UsageError,
+        match="must be threads of one process. Choose another kind: shared_memory, hierarchical, gloo, nccl, mpi",
     ):
         find_kind("threads", who="test").build(dist.PrefixStore("p", dist.HashStore()), 0, 2, timeout=1, name="x")
 
@@ -252,7 +253,7 @@ def test_what_is_built_must_be_a_group_and_what_was_built_before_is_closed() -> 
 
     with (
         register_kind(GroupKind("odd", second_is_none, Ranks.THREADS)),
-        pytest.raises(UsageTypeError, match="the kind 'odd' has built 'no group'"),
+        pytest.raises(UsageTypeError, match="the kind 'odd' returned 'no group'"),
     ):
         run_ranks(str, 2, kind="odd")
     assert built[0].closed

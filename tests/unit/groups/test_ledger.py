@@ -91,7 +91,7 @@ def test_expire_fails_once_and_not_what_is_over(ledger: Ledger) -> None:
 @pytest.mark.parametrize(
     ("known", "words"),
     [
-        (None, "cannot tell who is missing"),
+        (None, "cannot determine which ranks are missing"),
         (Arrivals((0, 2), (1, 3)), "Joined: ranks [0, 2]; missing: ranks [1, 3]."),
         (Arrivals((0, 1, 2, 3), ()), "All ranks [0, 1, 2, 3] have joined"),
     ],

@@ -343,7 +343,7 @@ def test_ranks_that_number_process_groups_differently_name_nobody() -> None:
     ranks[1].membership.joined = 1
     ranks[1].membership.publish()
     assert [each.membership.have_joined(1) for each in ranks] == [None, None]
-    with pytest.raises(TimeoutError, match="which have not is not known"):
+    with pytest.raises(TimeoutError, match="the missing ones are not known"):
         ranks[0].membership.start_over(0, 0.01)
 
 

@@ -280,7 +280,7 @@ def test_arrivals_is_exact_while_ranks_come() -> None:
     close(*world)
 
 
-def test_abort_reaches_every_rank_but_not_sub_groups() -> None:
+def test_abort_reaches_every_rank_but_not_subgroups() -> None:
     def ranks(group: ThreadGroup) -> tuple[str, float]:
         sub = group.split(0)
         assert sub is not None
@@ -343,7 +343,7 @@ def test_waiters_in_many_threads_on_every_rank() -> None:
     close(*world)
 
 
-def test_sub_groups_of_different_splits_do_not_meet() -> None:
+def test_subgroups_of_different_splits_do_not_meet() -> None:
     def ranks(group: ThreadGroup) -> tuple[int, int]:
         first, second = group.split(group.rank % 2), group.split(group.rank % 2)
         assert first is not None
@@ -362,7 +362,7 @@ def test_sub_groups_of_different_splits_do_not_meet() -> None:
 
 
 @pytest.mark.parametrize("end", [Group.close, lambda group: None], ids=["closed", "dropped"])
-def test_sub_groups_are_not_kept(end: Callable[[Group], None]) -> None:
+def test_subgroups_are_not_kept(end: Callable[[Group], None]) -> None:
     """A program that splits in every step does not grow."""
     kept: list[weakref.ref[Group]] = []
 

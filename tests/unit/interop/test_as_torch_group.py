@@ -170,7 +170,7 @@ class Unsplittable(gw.GroupWrapper):
         return self.inner.submit(op)
 
     def split(self, color: int | None, key: int | None = None) -> Group | None:
-        raise UsageError("no sub-groups here")
+        raise UsageError("no subgroups here")
 
 
 def test_without_a_second_group_a_reduction_ends_before_torch_goes_on() -> None:

@@ -1,4 +1,4 @@
-"""The launcher's own output: prefixes, colours, logs, readers that are slow or gone."""
+"""The launcher's own output: prefixes, colors, logs, readers that are slow or gone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_lines_are_preceded_by_their_rank(pipe):
     assert stream.tail.lines == [b"one", b"two", b"thr\xff"]
 
 
-def test_a_terminal_gets_colours_that_end_with_the_line(terminal):
+def test_a_terminal_gets_colors_that_end_with_the_line(terminal):
     ours, theirs = terminal
     screen = Screen(theirs, {"TERM": "xterm"})
     RankStream(screen, screen.prefix(0)).feed(b"\x1b[31mred\nplain\n", now=0)
@@ -54,7 +54,7 @@ def test_a_terminal_may_want_none(terminal, environ):
 
 
 def test_no_color_counts_only_if_it_says_something(terminal):
-    assert Screen(terminal[1], {"NO_COLOR": ""}).colour
+    assert Screen(terminal[1], {"NO_COLOR": ""}).color
 
 
 def test_a_slow_reader_gets_everything(pipe):

@@ -11,7 +11,7 @@ from pathlib import Path
 from gradwire.cli.bench.hooks_figures import Measured
 from gradwire.cli.bench.sweep import size_words, time_words
 
-_COLOURS = {"compress": "#0072b2", "middle": "#e69f00", "decompress": "#009e73"}
+_COLORS = {"compress": "#0072b2", "middle": "#e69f00", "decompress": "#009e73"}
 
 
 def draw(file: Path, measured: Sequence[Measured], facts: Mapping[str, str]) -> None:
@@ -28,10 +28,10 @@ def draw(file: Path, measured: Sequence[Measured], facts: Mapping[str, str]) -> 
         longest = max(figures.total.median for figures in one.hooks.values())
         for row, figures in enumerate(one.hooks.values()):
             begin = 0.0
-            for part, colour in _COLOURS.items():
+            for part, color in _COLORS.items():
                 seconds = figures.parts[part].median
                 axes.barh(
-                    row, seconds * 1e3, left=begin * 1e3, color=colour, height=0.7, label=part if row == 0 else None
+                    row, seconds * 1e3, left=begin * 1e3, color=color, height=0.7, label=part if row == 0 else None
                 )
                 begin += seconds
             share = figures.outcome.wire_bytes / one.hooks[names[0]].outcome.wire_bytes if names[0] == "mean" else None

@@ -16,7 +16,7 @@ from gradwire.cli.bench.sweep import Sweep, size_words, time_words
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Colours that people with any kind of colour vision tell apart; markers say the same once more.
+# Colors that people with any kind of color vision tell apart; markers say the same once more.
 _STYLES = {
     HEAP: ("#0072b2", "o", "-"),
     ORDINARY: ("#56b4e9", "s", "-"),
@@ -53,11 +53,11 @@ def draw(file: Path, op: str, sweeps: Sequence[Sweep], machine: Mapping[str, str
 
 
 def _line(axes: Axes, sweep: Sweep, name: str) -> None:
-    colour, marker, line = _STYLES[name]
+    color, marker, line = _STYLES[name]
     series = [sweep.series[name, nbytes] for nbytes in sweep.sizes]
     low, high = zip(*(s.quartiles for s in series), strict=True)
-    axes.fill_between(sweep.sizes, low, high, color=colour, alpha=0.15, linewidth=0)
-    axes.plot(sweep.sizes, [s.median for s in series], color=colour, marker=marker, markersize=4.5, linestyle=line)
+    axes.fill_between(sweep.sizes, low, high, color=color, alpha=0.15, linewidth=0)
+    axes.plot(sweep.sizes, [s.median for s in series], color=color, marker=marker, markersize=4.5, linestyle=line)
 
 
 def _byte_scale(axes: Axes, sizes: Sequence[int]) -> None:
@@ -90,7 +90,7 @@ def _label_ends(axes: Axes, sweep: Sweep) -> None:
     largest = sweep.sizes[-1]
     ends = {name: (math.log10(sweep.series[name, largest].median) - bottom) / (top - bottom) for name in sweep.names}
     for (name, place), end in zip(_apart(ends).items(), sorted(ends.values()), strict=True):
-        colour = _STYLES[name][0]
+        color = _STYLES[name][0]
         axes.annotate(
             f"{name}  {time_words(sweep.series[name, largest].median)}",
             xy=(largest, 10 ** (bottom + end * (top - bottom))),
@@ -98,8 +98,8 @@ def _label_ends(axes: Axes, sweep: Sweep) -> None:
             textcoords="axes fraction",
             va="center",
             fontsize=8.5,
-            color=colour,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3},
+            color=color,
+            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3},
         )
 
 
@@ -111,7 +111,7 @@ def _apart(ends: Mapping[str, float]) -> dict[str, float]:
     """
     names = sorted(ends, key=lambda name: ends[name])
     places = [ends[name] for name in names]
-    for _ in range(100):  # push neighbours apart, half each, until none is too near
+    for _ in range(100):  # push neighbors apart, half each, until none is too near
         for i in range(1, len(places)):
             lack = _APART - (places[i] - places[i - 1])
             if lack > 1e-9:

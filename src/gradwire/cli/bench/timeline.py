@@ -117,11 +117,11 @@ def draw(file: Path, timelines: Sequence[Timeline], machine: Mapping[str, str]) 
     places, labels = [], []
     for number, timeline in enumerate(timelines):
         top = -2.6 * number
-        for place, what, intervals, colour in (
+        for place, what, intervals, color in (
             (top, "model", timeline.model, "#56b4e9"),
             (top - 1, "hook", timeline.hook, "#d55e00"),
         ):
-            axes.broken_barh([(b * 1e3, (e - b) * 1e3) for b, e in intervals], (place - 0.42, 0.84), color=colour, lw=0)
+            axes.broken_barh([(b * 1e3, (e - b) * 1e3) for b, e in intervals], (place - 0.42, 0.84), color=color, lw=0)
             places.append(place)
             labels.append(f"{timeline.name}: {what}" if what == "model" else what)
         axes.annotate(

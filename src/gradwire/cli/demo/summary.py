@@ -17,7 +17,7 @@ def show(job: Job, reports: Sequence[Report], *, kind: str) -> None:
     for name, value in facts(job, reports, kind=kind):
         console.print(Text.assemble((f"{name:<16}", "dim"), value))
     console.print()
-    console.print(Text("A sample of what it has learnt to write:", style="dim"))
+    console.print(Text("A sample of what it has learned to write:", style="dim"))
     for line in reports[0].sample.rstrip().splitlines():
         console.print(Text(f"  {line}"), no_wrap=True, overflow="ellipsis")
     console.print()

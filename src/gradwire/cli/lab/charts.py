@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Colours that people with any kind of colour vision tell apart; markers say the same once more. torch's are broken lines.
-_COLOURS = (
+# Colors that people with any kind of color vision tell apart; markers say the same once more. torch's are broken lines.
+_COLORS = (
     "#0072b2",
     "#d55e00",
     "#009e73",
@@ -34,7 +34,7 @@ _COLOURS = (
     "#11a579",
     "#444444",
 )
-_TORCH_COLOURS = ("#000000", "#777777", "#aaaaaa")
+_TORCH_COLORS = ("#000000", "#777777", "#aaaaaa")
 _MARKERS = "osD^vP*Xhp<>"
 
 
@@ -86,12 +86,12 @@ def _style(race: Race, number: int) -> dict[str, Any]:
     torchs = [c.name for c in race.curves if c.name.startswith("torch")]
     if name in torchs:
         return {
-            "color": _TORCH_COLOURS[torchs.index(name)],
+            "color": _TORCH_COLORS[torchs.index(name)],
             "linestyle": "--",
             "marker": _MARKERS[number % len(_MARKERS)],
         }
     place = [c.name for c in race.curves if c.name not in torchs].index(name)
-    return {"color": _COLOURS[place % len(_COLOURS)], "marker": _MARKERS[number % len(_MARKERS)]}
+    return {"color": _COLORS[place % len(_COLORS)], "marker": _MARKERS[number % len(_MARKERS)]}
 
 
 def _line(axes: Axes, race: Race, curve: Curve, style: dict[str, Any], place: Any) -> None:

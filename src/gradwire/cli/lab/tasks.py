@@ -61,7 +61,7 @@ class Task(ABC):
 
     @abstractmethod
     def exam(self) -> tuple[Tensor, Tensor]:
-        """Inputs and answers that are never learnt from."""
+        """Inputs and answers that are never learned from."""
 
 
 class Digits(Task):

@@ -253,7 +253,7 @@ class C10dGroup(Group):
     def recover(self, timeout: float | None = None) -> None:
         """Meet the other ranks; where they are out of step, go on over an engine of our own.
 
-        An engine cannot be told to forget an operation that some ranks have begun, so it is left to its own time-out and a
+        An engine cannot be told to forget an operation that some ranks have begun, so it is left to its own timeout and a
         new one is made on the same store. The process group this was made from is then no longer used.
         """
         self.refuse_in_child("recover()")

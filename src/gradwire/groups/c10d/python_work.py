@@ -4,7 +4,7 @@ Note [Work written in Python]
 Three things come back from such a group, and torch's base class answers for none of them whether they are over:
 
 - a Work of torch's own, from an engine it delegates to, or `_create_work_from_future(future)`, which cannot be waited for with a
-  time-out and does not raise what its future holds;
+  timeout and does not raise what its future holds;
 - a subclass of torch's Work, or any other object, with `wait(timeout)` and `get_future()`: the two methods that torch calls;
 - the same with `wait` alone.
 
@@ -48,7 +48,7 @@ def adapt(work: Any, op: Collective, method: str, timeout: float) -> Any:
 
 
 def _wait(work: Any, timeout: timedelta) -> None:
-    """C++ passes a time-out, Python's `dist` does not: some implementations need one, and some do not know of any."""
+    """C++ passes a timeout, Python's `dist` does not: some implementations need one, and some do not know of any."""
     try:
         inspect.signature(work.wait).bind(timeout)
     except TypeError:
@@ -72,7 +72,7 @@ class _TorchWork:
         self._wrapped: _PythonWork | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As c10d's, with or without a time-out."""
+        """As c10d's, with or without a timeout."""
         if self._wrapped is None:
             try:
                 return bool(self._work.wait() if timeout is None else self._work.wait(timeout))

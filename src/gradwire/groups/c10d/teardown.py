@@ -51,7 +51,7 @@ def abort_gloo(engine: Any) -> None:
         try:
             engine.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
         except RuntimeError:
-            pass  # the time-out that was asked for, which closes all others; or this one is closed already, and others may not be
+            pass  # the timeout that was asked for, which closes all others; or this one is closed already, and others may not be
 
 
 def is_idle(natives: Sequence[Any], within: float) -> bool:

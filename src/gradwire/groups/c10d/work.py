@@ -157,7 +157,7 @@ class C10dWork(Work):
         self._attend_if_wanted()
         if self._event is not None and self._future_claim:
             torch.cuda.current_stream(self.op.device).wait_event(self._event)
-            self._fulfil()
+            self._fulfill()
         return future
 
 
@@ -211,7 +211,7 @@ class CompletionPoller:
     def _settle(self, work: C10dWork) -> None:
         while not self.stopping and not work.poll(_SLICE):
             if work._event is not None:
-                time.sleep(0.0005)  # CUDA events can be polled, or waited for without a time-out; polling can end
+                time.sleep(0.0005)  # CUDA events can be polled, or waited for without a timeout; polling can end
 
     def stop(self, timeout: float) -> None:
         """End the thread; what is not settled by then is no longer watched."""

@@ -66,7 +66,7 @@ class GroupWrapper(Group):
         return None if part is None else self.rewrap(part)
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
-        """A sub-group of the inner group, wrapped in the same way."""
+        """A subgroup of the inner group, wrapped in the same way."""
         return self.rewrap(self.inner.subgroup(ranks, name=name))
 
     def rewrap(self, inner: Group) -> Group:
@@ -180,7 +180,7 @@ class TrackedWrapper(GroupWrapper):
             self.steps.pop(work.seq, None)
 
     def late(self, work: Work, error: CollectiveTimeout) -> CollectiveTimeout:
-        """The inner group's time-out, told of the caller's operation instead of a step of it; the missing ranks are the same."""
+        """The inner group's timeout, told of the caller's operation instead of a step of it; the missing ranks are the same."""
         mine = self.ledger.timed_out(work, work.timeout)
         # Without its traceback, whose frames hold the inner group, and its memory, as long as anybody keeps the error.
         mine.__cause__ = error.with_traceback(None)

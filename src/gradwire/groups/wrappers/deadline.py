@@ -1,4 +1,4 @@
-"""`Deadline`: a shorter time-out for every operation."""
+"""`Deadline`: a shorter timeout for every operation."""
 
 from __future__ import annotations
 

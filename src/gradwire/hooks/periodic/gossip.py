@@ -72,7 +72,7 @@ def gossip(*, topology: str = "ring", every: int = 1, seed: int = 0) -> OuterHoo
 
     On a "ring" these are the two adjacent ranks, each with weight one third; "random" draws new pairs of ranks each time, from a
     shared seed (one of an odd number stays alone). The averaging preserves the mean of all ranks' parameters, and the ranks
-    converge towards it but never reach it: call `model.average_parameters()` at the end of training. Requires
+    converge toward it but never reach it: call `model.average_parameters()` at the end of training. Requires
     `model.attach_optimizer(optimizer)`. No persistent memory.
     On the wire: the parameters' bytes twice ("ring" of three or more), or once, for any number of ranks.
     """

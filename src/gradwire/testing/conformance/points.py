@@ -62,7 +62,7 @@ def check_send_recv_tags(group: Group) -> Problems:
 
 
 def check_send_recv_both_ways(group: Group) -> Problems:
-    """All ranks send to and receive from both neighbours at once."""
+    """All ranks send to and receive from both neighbors at once."""
     size, rank = group.size, group.rank
     left, right = (rank - 1) % size, (rank + 1) % size
     works = [

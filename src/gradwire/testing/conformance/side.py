@@ -17,7 +17,7 @@ SHORT = 0.25
 
 
 def beside(group: Group) -> Group:
-    """All ranks of `group` as a sub-group of their own."""
+    """All ranks of `group` as a subgroup of their own."""
     side = group.split(0)
     if side is None:
         raise InternalError(f"{group}.split(0) returned None on a rank that named a color.")
@@ -30,7 +30,7 @@ def meet(side: Group) -> None:
 
 
 def part(side: Group) -> None:
-    """As `meet`, where the group under test is broken already and may have taken its sub-group along."""
+    """As `meet`, where the group under test is broken already and may have taken its subgroup along."""
     try:
         meet(side)
     except GroupError:

@@ -11,13 +11,13 @@ from gradwire.testing.conformance.side import beside
 
 def _sum_of_ranks(sub: Group, members: list[int], me: int) -> Problems:
     """All-reduce, broadcast and, with two members or more, a message inside `sub`, whose rank i is `members[i]`."""
-    yield from same("size of a sub-group", sub.size, len(members))
-    yield from same("rank in a sub-group", sub.rank, members.index(me))
+    yield from same("size of a subgroup", sub.size, len(members))
+    yield from same("rank in a subgroup", sub.rank, members.index(me))
     if sub.size != len(members):
         return  # nobody to talk to: ranks that wait for each other here would wait for long
     t = torch.tensor([me])
     sub.all_reduce(t)
-    yield from same(f"sum of members of the sub-group of ranks {members}", t.item(), sum(members))
+    yield from same(f"sum of members of the subgroup of ranks {members}", t.item(), sum(members))
     t = torch.tensor([me])
     sub.broadcast(t, src=sub.size - 1)
     yield from same(f"broadcast from the last of {members}", t.item(), members[-1])
@@ -26,7 +26,7 @@ def _sum_of_ranks(sub: Group, members: list[int], me: int) -> Problems:
         received = sub.recv(place, src=(sub.rank - 1) % sub.size, async_op=True)
         sub.send(torch.tensor([me]), dst=(sub.rank + 1) % sub.size)
         received.wait()
-        yield from same(f"message from the neighbour in {members}", place.item(), members[sub.rank - 1])
+        yield from same(f"message from the neighbor in {members}", place.item(), members[sub.rank - 1])
 
 
 def check_split(group: Group) -> Problems:
@@ -40,7 +40,7 @@ def check_split(group: Group) -> Problems:
         sub.close()
     t = torch.tensor([1])
     group.all_reduce(t)
-    yield from same("all_reduce on the parent, after its sub-groups were closed", t.item(), group.size)
+    yield from same("all_reduce on the parent, after its subgroups were closed", t.item(), group.size)
 
 
 def check_split_key(group: Group) -> Problems:
@@ -52,7 +52,7 @@ def check_split_key(group: Group) -> Problems:
         sub.close()
     alike = group.split(0, key=7)
     if alike is not None:
-        yield from same("rank in a sub-group with equal keys", alike.rank, group.rank)
+        yield from same("rank in a subgroup with equal keys", alike.rank, group.rank)
         alike.close()
     yield from holds(sub is not None and alike is not None, "split with a key returned None")
 
@@ -71,7 +71,7 @@ def check_split_none(group: Group) -> Problems:
 
 
 def check_split_nested(group: Group) -> Problems:
-    """A sub-group can be split, and groups of the same ranks do not hear each other."""
+    """A subgroup can be split, and groups of the same ranks do not hear each other."""
     outer, other = beside(group), beside(group)
     a, b = torch.tensor([1.0]), torch.tensor([10.0])
     first, second = (outer, a), (other, b)
@@ -84,7 +84,7 @@ def check_split_nested(group: Group) -> Problems:
     inner = outer.split(color)
     members = [rank for rank in range(outer.size) if int(rank < outer.size // 2) == color]
     if inner is None:
-        yield "split of a sub-group returned None"
+        yield "split of a subgroup returned None"
     else:
         yield from _sum_of_ranks(inner, members, group.rank)
         inner.close()

@@ -31,7 +31,7 @@ def check_group(make_world: MakeWorld, *, only: Iterable[str] | None = None, dev
     """Check that a Group is one: every operation against the reference, Work, hooks, events, mistakes and endings.
 
     `make_world(fn)` runs `fn(group)` on every rank of a fresh world, closes the groups, and returns the results in rank
-    order; `fn` can be pickled. A group that hangs is reported when the world's time-out is over. Let that be a minute:
+    order; `fn` can be pickled. A group that hangs is reported when the world's timeout is over. Let that be a minute:
     most checks share one world, and take some seconds together on a quiet machine. Tensors are made on `device`.
     Raises ConformanceError, which names what failed.
 

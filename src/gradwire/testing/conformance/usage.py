@@ -58,12 +58,12 @@ def check_usage_errors(group: Group) -> Problems:
         yield "split(0) returned None"
         return
     sub.all_reduce(one)
-    yield from same("all_reduce in a sub-group after another rank's mistakes", one.item(), float(size * size))
+    yield from same("all_reduce in a subgroup after another rank's mistakes", one.item(), float(size * size))
     sub.close()
 
 
 def check_wrong_timeouts(group: Group) -> Problems:
-    """A time-out that is no number, not above 0, NaN or infinite is a UsageError on the rank that passes it; the group works on."""
+    """A timeout that is no number, not above 0, NaN or infinite is a UsageError on the rank that passes it; the group works on."""
     work = group.all_reduce(torch.ones(1))
     before = group.timeout
     takers: dict[str, Callable[[Any], object]] = {
@@ -76,12 +76,12 @@ def check_wrong_timeouts(group: Group) -> Problems:
     if group.rank == group.size - 1:
         for name, call in takers.items():
             for value in [*wrong, 0, -1.0, math.inf, 1e18]:
-                yield from raises(UsageError, f"{name} with a time-out of {value!r}", lambda c=call, v=value: c(v))  # type: ignore[misc]
+                yield from raises(UsageError, f"{name} with a timeout of {value!r}", lambda c=call, v=value: c(v))  # type: ignore[misc]
         for value in wrong:
             yield from raises(UsageError, f"wait({value!r})", lambda v=value: work.wait(v))  # type: ignore[misc]
             yield from raises(UsageError, f"close({value!r})", lambda v=value: group.close(v))  # type: ignore[misc]
             yield from raises(UsageError, f"flush_completions({value!r})", lambda v=value: group.flush_completions(v))  # type: ignore[misc]
-        yield from same("the time-out after nothing but mistakes", group.timeout, before)
+        yield from same("the timeout after nothing but mistakes", group.timeout, before)
         yield from same("whether the group was closed by a mistake", group.closed, False)
     for value in (0, -1.0, math.inf):
         yield from same(f"wait({value}) of a finished operation", work.wait(value), True)

@@ -78,7 +78,7 @@ def check_wait_from_threads(group: Group) -> Problems:
 
 
 def check_wait_timeout(group: Group) -> Problems:
-    """A wait whose own time-out passes raises to that caller and leaves the operation running."""
+    """A wait whose own timeout passes raises to that caller and leaves the operation running."""
 
     def look(work: Work) -> Problems:
         for limit in (0.02, 0.0, timedelta(seconds=0.02)):

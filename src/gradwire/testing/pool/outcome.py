@@ -12,7 +12,7 @@ START_LIMIT = 120.0
 ABORT_GRACE = 5.0
 """Seconds that ranks have to come to an end after another has failed; then they are killed."""
 GROUP_MARGIN = 5.0
-"""Seconds by which a group's own time-out is longer than the run's, whose error shows where every rank stands."""
+"""Seconds by which a group's own timeout is longer than the run's, whose error shows where every rank stands."""
 CLOSE_LIMIT = 30.0
 """Seconds that ranks have to close their groups and be clean once all have answered."""
 LEFTOVER_GRACE = 3.0

@@ -66,7 +66,7 @@ class RankPool:
             try:
                 jobs = [Job(rank, n, name, timeout + GROUP_MARGIN, blob) for rank in range(n)]
                 return Run(workers, lost, timeout, leftovers).finish(jobs)
-            except BaseException:  # Ctrl-C, a test's own time-out: nobody knows any more what the workers are doing
+            except BaseException:  # Ctrl-C, a test's own timeout: nobody knows any more what the workers are doing
                 for worker in workers:
                     worker.spoilt = True
                 raise

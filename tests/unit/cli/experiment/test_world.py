@@ -108,7 +108,7 @@ def test_a_rank_that_misses_the_barrier_is_named_by_the_others():
             time.sleep(0.2)
 
     with pytest.raises(
-        CollectiveTimeout, match=r"rank 0 failed: CollectiveTimeout: .* ranks \[1\] have not come within 1 s"
+        CollectiveTimeout, match=r"rank 0 failed: CollectiveTimeout: .* ranks \[1\] did not arrive within 1 s"
     ):
         run_world(task, 2, name="test", timeout=1.0)
 

@@ -191,7 +191,7 @@ def test_without_messages_a_sub_group_stays_in_its_host() -> None:
 
 
 def test_a_rank_that_does_not_come_to_the_discovery_is_named() -> None:
-    with pytest.raises(CollectiveTimeout, match=r"ranks \[1, 2\] have not come within 0.2 s") as caught:
+    with pytest.raises(CollectiveTimeout, match=r"ranks \[1, 2\] did not arrive within 0.2 s") as caught:
         HierarchicalGroup.discover(HashStore(), 0, 3, timeout=0.2)
     assert (caught.value.joined, caught.value.missing) == ((0,), (1, 2))
 

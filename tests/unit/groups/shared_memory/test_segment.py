@@ -387,10 +387,10 @@ def test_ranks_of_different_sizes() -> None:
 
 
 def test_rank_0_that_never_comes_and_others_that_never_come() -> None:
-    with pytest.raises(CollectiveTimeout, match=r"ranks \[0\] have not come within") as caught:
+    with pytest.raises(CollectiveTimeout, match=r"ranks \[0\] did not arrive within") as caught:
         SharedMemoryGroup(HashStore(), 1, 2, timeout=0.2)
     assert caught.value.missing == (0,)
-    with pytest.raises(CollectiveTimeout, match=r"ranks \[1, 2\] have not come within") as caught:
+    with pytest.raises(CollectiveTimeout, match=r"ranks \[1, 2\] did not arrive within") as caught:
         SharedMemoryGroup(HashStore(), 0, 3, timeout=0.2)
     assert caught.value.missing == (1, 2)
 
