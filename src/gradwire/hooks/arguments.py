@@ -37,7 +37,7 @@ def check_hooks(where: str, **hooks: Any) -> None:
         if not isinstance(hook, CommHook):
             raise HookTypeError(
                 f"{where}(...): `{name}` must be a CommHook, got {hook!r}. End a chain of stages with a hook that communicates, "
-                "e.g. chain(stage, mean()); register_comm_hook takes functions in torch's form.",
+                "e.g. chain(stage, mean()); register_comm_hook takes torch-style hooks.",
                 hook=repr(hook),
             )
 

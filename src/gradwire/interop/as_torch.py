@@ -23,7 +23,7 @@ from gradwire.reducer.outer_optimizer import cut
 
 
 class TorchHook(Protocol):
-    """A function in torch's form, with what a gradwire model offers besides."""
+    """A torch-style hook, with the hook methods of a gradwire model."""
 
     def __call__(self, state: Any, bucket: Any, /) -> torch.futures.Future[Tensor]:
         """Reduce a bucket."""

@@ -90,7 +90,7 @@ class TorchWork(dist.Work):
     # -- asking --------------------------------------------------------------------------------------------------------
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or badly."""
+        """Whether it has finished or failed."""
         return all(work.is_completed() for work in self.works)
 
     def is_success(self) -> bool:

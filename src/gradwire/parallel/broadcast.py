@@ -1,4 +1,4 @@
-"""`broadcast_coalesced`: many tensors made equal to one rank's, in few operations (seed: c10d/comm.hpp)."""
+"""`broadcast_coalesced`: broadcast many tensors in few operations (torch: c10d/comm.hpp)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IN_FLIGHT = 2
 
 
 def plan(tensors: Sequence[Tensor], buffer_size: int) -> Iterator[list[Piece]]:
-    """Deal the tensors to buffers of one dtype and device and at most `buffer_size` bytes, cutting those that are larger.
+    """Assign the tensors to buffers of one dtype and device and at most `buffer_size` bytes, splitting larger tensors.
 
     >>> list(plan([torch.zeros(3), torch.zeros(2), torch.zeros(1, dtype=torch.int64)], buffer_size=16))
     [[(0, 0, 3), (1, 0, 1)], [(1, 1, 2)], [(2, 0, 1)]]
@@ -49,7 +49,7 @@ def plan(tensors: Sequence[Tensor], buffer_size: int) -> Iterator[list[Piece]]:
 def broadcast_coalesced(
     group: Group, tensors: Sequence[Tensor], *, buffer_size: int = 250 * 2**20, src: int = 0
 ) -> None:
-    """Make `tensors` equal to those of rank `src`, in place, two buffers in flight at a time. No tensors: nothing to do."""
+    """Make `tensors` equal to those of rank `src`, in place, with two buffers in flight at a time. A no-op without tensors."""
     tensors = list(tensors)
     for t in tensors:
         if not isinstance(t, Tensor) or t.layout is not torch.strided:

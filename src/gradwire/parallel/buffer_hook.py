@@ -1,4 +1,4 @@
-"""A user's own way to synchronize buffers: `hook(state, {name: buffer})`, before or after forward."""
+"""User-defined buffer synchronization: `hook(state, {name: buffer})`, called before or after forward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class BufferHook:
         self.place = self.AFTER if location is None else getattr(location, "name", str(location))
 
     def run(self, replica: Replica) -> None:
-        """Call it; remember its futures."""
+        """Call the hook and keep its futures."""
         futures = self.buffer_comm_hook(self.buffer_comm_hook_state, replica.state.named_buffers())
         if futures is not None:
             replica.reducer.wait_at_end.extend(list(futures))

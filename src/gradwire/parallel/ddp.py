@@ -1,7 +1,7 @@
-"""`DistributedDataParallel`: torch's class, torch's constructor, on our replica. Flags become policies at the door.
+"""`DistributedDataParallel`: torch's class and constructor over our Replica. Flags are turned into policies in the constructor.
 
-What only torch's interface needs is in `torch_reducer_compat.py` (the reducer and logger that torch's own code looks for),
-`logging_data.py`, `mixed.py`, `delayed.py` and `join.py`.
+What exists only for torch's API is in `torch_reducer_compat.py` (the reducer and logger that torch's own code looks for),
+`stats.py` (logging data), `mixed.py`, `delayed.py`, `join.py` and `manual.py`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from gradwire.reducer.torch_hooks import check_torch_hook
 class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
     """A module whose gradients are averaged over all ranks during backward: torch's class of that name.
 
-    `process_group` is a torch process group or a gradwire Group; None is that of `gw.init()`, else torch's default one. All
-    other arguments are torch's.
+    `process_group` is a torch process group or a gradwire Group; None means the group of `gw.init()`, else torch's default
+    one. All other arguments are torch's.
     Beyond torch: `set_hook` swaps the communication hook between steps, `set_weight` weighs ranks by their batch,
-    `nonfinite=NonFinite.RAISE` names NaN and infinity in gradients by rank and parameter, and `register_comm_hook` also takes
-    partials, callable objects and gradwire's own hooks.
+    `nonfinite=NonFinite.RAISE` reports NaN and infinity in gradients by rank and parameter, and `register_comm_hook` also
+    accepts partials, callable objects and gradwire's own hooks.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any] | CommHook) -> None:
-        """Reduce every bucket with `hook(state, bucket)`, a function in torch's form, or with a gradwire hook. Once."""
+        """Reduce every bucket with `hook(state, bucket)`, a torch-style hook, or with a gradwire hook. Can be called once."""
         if not isinstance(hook, CommHook):
             try:
                 check_torch_hook(hook)
@@ -190,15 +190,15 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
             self.logger.set_error_and_log(f"{type(error).__name__}: {error}")
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """torch's two built-in hooks, by our own."""
+        """Replace torch's two built-in hooks by our own."""
         builtin = {"ALLREDUCE": mean(), "FP16_COMPRESS": chain(cast(torch.float16), mean())}
         name = str(comm_hook_type).rpartition(".")[2]
         if name not in builtin:
-            raise UsageError(f"built-in hook {comm_hook_type}: not known. There are {', '.join(builtin)}.")
+            raise UsageError(f"built-in hook {comm_hook_type}: unknown. Known hooks: {', '.join(builtin)}.")
         self.register_comm_hook(comm_hook_type, builtin[name])
 
     def set_hook(self, hook: CommHook) -> None:
-        """Use another gradwire hook from the next step on; every rank calls it after the same step with an equal hook."""
+        """Use another gradwire hook from the next step on. Every rank calls it after the same step with an equal hook."""
         self.replica.set_hook(hook)
         self._comm_hooks[:] = [(hook, None)]  # the same list: the logger reads it
 
@@ -211,27 +211,27 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
         return self.replica.hook_state_dict()
 
     def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from a saved hook state; every rank calls it, between steps: see `Replica.load_hook_state_dict`."""
+        """Restore a saved hook state. Every rank calls it, between steps: see `Replica.load_hook_state_dict`."""
         self.replica.load_hook_state_dict(saved)
 
     def attach_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Have the outer steps of hooks such as `hooks.diloco` after this optimizer's: see `Replica.attach_optimizer`."""
+        """Run the outer steps of hooks such as `hooks.diloco` after this optimizer's steps: see `Replica.attach_optimizer`."""
         self.replica.attach_optimizer(*optimizers)
 
     def outer_step(self) -> None:
-        """Say that the optimizer has made a step, where none was attached: see `Replica.outer_step`."""
+        """Call this after each optimizer step if no optimizer is attached: see `Replica.outer_step`."""
         self.replica.outer_step()
 
     def average_parameters(self) -> None:
-        """Make the parameters their mean over all ranks, after a hook that leaves them different; every rank calls it."""
+        """Average the parameters over all ranks, after a hook that lets them differ. Every rank calls it."""
         self.replica.average_parameters()
 
     def set_weight(self, weight: float) -> None:
-        """How much this rank's gradient counts under `hooks.weighted_mean()`: usually the number of samples in its batch."""
+        """Set the weight of this rank's gradient under `hooks.weighted_mean()`: usually the number of samples in its batch."""
         runner = self.replica.runner
         if runner.torch_hook is not None or Trait.WEIGHS not in runner.hook.traits:
             warnings.warn(
-                f"set_weight({weight!r}) has no effect with the hook {runner.name}: all ranks count the same. Set the hook first: "
+                f"set_weight({weight!r}) has no effect with the hook {runner.name}: all ranks count equally. Set the hook first: "
                 "model.set_hook(gw.hooks.weighted_mean()).",
                 UserWarning,
                 stacklevel=2,
@@ -250,7 +250,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward, between what the replica does before and after."""
+        """The module's forward, with the replica's work before and after it."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             if self._delayed is not None and self.logger is None:
                 return self._delayed.after_forward(self._compute(inputs, kwargs))
@@ -258,7 +258,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
             return self._post_forward(self._run_module(inputs, kwargs))
 
     def _run_module(self, inputs: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # Dynamo does not resume inside of `try`
+        if torch.compiler.is_compiling():  # Dynamo does not resume inside `try`
             return self._compute(inputs, kwargs)
         try:
             return self._compute(inputs, kwargs)
@@ -316,7 +316,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
         return self.replica.sync_buffers_next and self.forward_sync_buffers and bool(self.replica.state.named_buffers())
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients without averaging; the first step outside averages what has accumulated."""
+        """Accumulate gradients without averaging; the first step outside averages the accumulated gradients."""
         return _NoSync(self)
 
     # -- uneven inputs ---------------------------------------------------------------------------------------------------
@@ -327,24 +327,24 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> AbstractContextManager[Any]:
-        """Train with a different number of inputs on each rank: a rank that has run out shadows the others' collectives."""
+        """Train with uneven inputs across ranks: a rank that has run out of inputs shadows the others' collectives."""
         return self._uneven.context(self, divide_by_initial_world_size, enable, throw_on_early_termination)
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """What torch's Join runs on this model."""
+        """The hook that torch's Join runs on this model."""
         return self._uneven.hook(divide=kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
-        """Where Join's flags live."""
+        """The device of Join's flags."""
         return self.device
 
     @property
     def join_process_group(self) -> Any:
-        """Where Join's flags travel."""
+        """The process group that reduces Join's flags."""
         return self.process_group
 
-    # -- the rest of torch's interface -------------------------------------------------------------------------------------
+    # -- the rest of torch's API -----------------------------------------------------------------------------------------
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -382,7 +382,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
         return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
-        """Inputs moved to the device."""
+        """The inputs, moved to the device."""
         moved, moved_kwargs = move_to(inputs, kwargs, torch.device(self.device_type, device_id))
         return (moved,), (moved_kwargs,)
 
@@ -418,7 +418,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
         self.replica.become_static()
         if self.find_unused_parameters:
             warnings.warn(
-                "find_unused_parameters has no effect with a static graph, which finds them itself.", stacklevel=2
+                "find_unused_parameters has no effect with a static graph, which detects them anyway.", stacklevel=2
             )
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
@@ -492,7 +492,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
             self.replica.restore(settings)
 
 
-# Code that asks `isinstance(model, torch.nn.parallel.DistributedDataParallel)` gets True: see "A virtual subclass" in design.md.
+# `isinstance(model, torch.nn.parallel.DistributedDataParallel)` is True: see "A virtual subclass of torch's DDP" in design.md.
 nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
 
 

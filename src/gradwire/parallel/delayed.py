@@ -1,4 +1,4 @@
-"""Delayed all-reduce: chosen parameters skip the buckets and are averaged together when one parameter's gradient comes."""
+"""Delayed all-reduce: chosen parameters skip the buckets and are averaged together when one parameter's gradient is ready."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradwire.parallel.broadcast import broadcast_coalesced
 
 
 class Delayed:
-    """Parameters whose gradients live in one buffer of their own."""
+    """Parameters whose gradients live in one separate buffer."""
 
     def __init__(self, group: Group, named: list[tuple[str, nn.Parameter]], trigger: nn.Parameter) -> None:
         self._group = group
@@ -37,7 +37,7 @@ class Delayed:
 
     @classmethod
     def of(cls, ddp: Any, named: Any, trigger: Any) -> Delayed | None:
-        """What the two arguments of torch's constructor ask for; they go together."""
+        """From the two arguments of torch's constructor, which must be given together; None if neither is."""
         if (named is None) != (trigger is None):
             raise UsageError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
@@ -57,7 +57,7 @@ class Delayed:
         at_backward_end(lambda: work.wait())
 
     def after_forward(self, output: Any) -> Any:
-        """Gradients accumulate into the buffer: point every `.grad` that is None at its place there, as zeros."""
+        """Make gradients accumulate into the buffer: every `.grad` that is None becomes a zeroed view of its slice."""
         if all(p.grad is None for p in self._parameters):
             self._buffer.zero_()
         for p, view in zip(self._parameters, self._views, strict=True):

@@ -1,4 +1,4 @@
-"""Which devices a module is on, what torch's `device_ids` may say about them, and moving inputs there."""
+"""Checks a module's devices against torch's `device_ids`, and moves inputs to them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradwire.errors import UsageError
 def check_devices(
     module: nn.Module, ignore: Collection[str], device_ids: Any, output_device: Any
 ) -> tuple[list[int] | None, int | None, torch.device, str]:
-    """(device_ids, output_device, the module's first device, its type), or an error in torch's words."""
+    """(device_ids, output_device, the module's first device, its type); errors have torch's wording."""
     devices = {p.device for n, p in module.named_parameters() if n not in ignore}
     types = {d.type for d in devices}
     if device_ids is not None and len(device_ids) > 1:
@@ -45,7 +45,7 @@ def _index(device: Any) -> int:
 
 
 def move_to(inputs: Any, kwargs: Any, device: torch.device) -> tuple[Any, Any]:
-    """Tensors in positional and keyword inputs on `device`; anything with a `.to` of its own (packed sequences) too."""
+    """Move tensors in positional and keyword inputs to `device`, and anything else with a `.to` method (packed sequences)."""
 
     def move(value: Any) -> Any:
         if isinstance(value, Tensor) or (hasattr(value, "to") and hasattr(value, "data")):

@@ -10,7 +10,7 @@ from gradwire.policies import BucketMemory, Buckets, Buffers, Gradients, Graph, 
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """The booleans and numbers of torch's constructor that say how to reduce."""
+    """The arguments of torch's constructor that control reduction."""
 
     find_unused: bool = False
     static: bool = False
@@ -28,12 +28,12 @@ class Flags:
         if self.forward_sync_buffers is not None:
             text = "`broadcast_buffers` is deprecated, and ignored because `forward_sync_buffers` is given too."
         else:
-            text = "`broadcast_buffers` is deprecated. Use `forward_sync_buffers`, which leaves the synchronization at start."
+            text = "`broadcast_buffers` is deprecated. Use `forward_sync_buffers`, which keeps the synchronization at start."
         warnings.warn(text, FutureWarning, stacklevel=4)
 
     @property
     def graph(self) -> Graph:
-        """Static beats searching, as in torch."""
+        """Static takes precedence over searching, as in torch."""
         if self.static:
             return Graph.STATIC
         return Graph.FIND_UNUSED if self.find_unused else Graph.ALL_USED
@@ -45,7 +45,7 @@ class Flags:
 
     @property
     def buffers(self) -> Buffers:
-        """The old flag also covers the start, the new one does not."""
+        """The old flag also controls the synchronization at start, the new one does not."""
         if self.forward_sync_buffers is not None:
             return Buffers.EVERY_FORWARD if self.forward_sync_buffers else Buffers.AT_START
         return Buffers.NEVER if self.broadcast_buffers is False else Buffers.EVERY_FORWARD
@@ -64,7 +64,7 @@ class Flags:
 
     @property
     def buckets(self) -> Buckets:
-        """A small first bucket only where the user chose no size."""
+        """The first bucket is small only if the user did not choose a size."""
         memory = BucketMemory.DURING_BACKWARD if self.lazy_buckets else BucketMemory.KEPT
         if self.cap_mb_list:
             return Buckets(self.bytes_cap_list, from_start=True, memory=memory)

@@ -1,4 +1,4 @@
-"""HookControls: what the owner of a replicated model can do about its hook between steps."""
+"""HookControls: the part of a Replica's API that controls its hook between steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gradwire.reducer.torch_hooks import TorchHook
 
 
 class HookControls:
-    """The half of a Replica that has to do with its communication hook."""
+    """The half of a Replica that concerns its communication hook."""
 
     runner: HookRunner
     reducer: Reducer
@@ -33,12 +33,12 @@ class HookControls:
 
     @property
     def hook(self) -> CommHook:
-        """The gradwire hook, unless one in torch's form has been registered."""
+        """The gradwire hook, unless a torch-style hook has been registered."""
         return self.runner.hook
 
     @property
     def weight(self) -> float:
-        """How much this rank's gradient counts under `hooks.weighted_mean()`."""
+        """The weight of this rank's gradient under `hooks.weighted_mean()`."""
         return self.runner.weight
 
     @weight.setter
@@ -48,28 +48,28 @@ class HookControls:
     def set_hook(self, hook: CommHook) -> None:
         """Use another hook from the next step on. Every rank must call it, between the same steps, with an equal hook.
 
-        Nothing that the hook before has not sent is lost: see Note [Another hook] in `reducer/hook_states.py`. After a
-        hook that leaves gradients on their rank the parameters are averaged first.
+        What the previous hook has not sent yet is not lost: see Note [Another hook] in `reducer/hook_states.py`. After a
+        hook that does not average gradients in every step, the parameters are averaged first.
         """
         check_outer(hook, "set_hook")
         self._check_between_steps(f"set_hook({hook!r})")
         with self.recovery.failing_forward():
-            self.recovery.mend()
+            self.recovery.recover_if_failed()
         for spec in self.reducer.layout.buckets:
             hook.check(spec)
         rank, step = self.reducer.group.rank, self.reducer.steps
         odd = odd_ones_out(self.reducer.group, f"{hook!r} at step {step}", device=self.reducer.device, label="set_hook")
         if odd:
             raise HookError(
-                f"set_hook({hook!r}) at step {step} on rank {rank}: ranks {odd} set another hook or "
-                "are at another step. Nothing was changed; call it with equal hooks after the same step on every rank."
+                f"set_hook({hook!r}) at step {step} on rank {rank}: ranks {odd} set a different hook or "
+                "are at a different step. Nothing was changed; call it with equal hooks after the same step on every rank."
             )
         if self.runner.outer is not None:
             self.runner.outer.average()
         self.use_hook(hook)
 
     def use_hook(self, hook: CommHook | tuple[TorchHook, Any]) -> None:
-        """Use this hook, on this rank; a function in torch's form comes with its state."""
+        """Use this hook on this rank; a torch-style hook is given with its state."""
         self.runner.replace(hook)
         self._hook_changed()
 
@@ -84,21 +84,21 @@ class HookControls:
     def hook_state_dict(self) -> dict[str, Any]:
         """The hook's state on this rank, by parameter name, for `torch.save`: each rank saves its own.
 
-        `load_hook_state_dict` takes it in a world of any size: see Note [Whose state it is] in `reducer/hook_states.py`.
+        `load_hook_state_dict` accepts it with any world size: see Note [Whose state it is] in `reducer/hook_states.py`.
         """
         self._check_own_hook("hook_state_dict")
         return self.runner.state_dict(order=self.reducer.order.names(self.reducer.layout))
 
     def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from a state that `hook_state_dict` gave. Every rank calls it, between steps, under a hook of the same structure.
+        """Restore a state that `hook_state_dict` returned. Every rank calls it, between steps, with a hook of the same structure.
 
-        Settings, such as a ratio, may differ. Before the first step the buckets become those of the run that saved.
+        Settings, such as a ratio, may differ. Before the first step the buckets become those of the saved run.
 
-        A rank takes its own state whole; of another rank's, only what all ranks share, so a new rank loads that of rank 0.
+        A rank loads its own state in full; of another rank's, only what all ranks share, so a new rank loads that of rank 0.
         """
         self._check_own_hook("load_hook_state_dict")
         with self.recovery.failing_forward():
-            self.recovery.mend()
+            self.recovery.recover_if_failed()
         self.runner.load_state_dict(saved, device=self.reducer.device, specs=self.reducer.layout.buckets)
         if not self.reducer.used.learning:
             self.reducer.order.expect(saved.get("order", ()))
@@ -110,7 +110,7 @@ class HookControls:
         return {"hook": torch_hook or self.hook, "state": state, "weight": self.weight}
 
     def restore(self, settings: Mapping[str, Any]) -> None:
-        """Take `settings()` of the model this one was copied from. Local: one rank may make a copy without the others."""
+        """Apply `settings()` of the model this one was copied from. Local: one rank may make a copy without the others."""
         self.use_hook(settings["hook"])
         if settings["state"] is not None:
             self.runner.restore(settings["state"])
@@ -125,7 +125,7 @@ class HookControls:
         if self.runner.torch_hook is not None:
             name = self.runner.name
             raise HookError(
-                f"{doing}(): the model has the hook {name} in torch's form, which keeps its state itself. Save the state that you "
+                f"{doing}(): the model has the torch-style hook {name}, which keeps its own state. Save the state object that you "
                 "registered it with.",
                 hook=name,
             )
@@ -133,15 +133,15 @@ class HookControls:
     # -- outer steps -----------------------------------------------------------------------------------------------------
 
     def attach_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Have outer steps, of hooks such as `diloco`, after the steps of this optimizer (of several: when all have made one).
+        """Run the outer steps of hooks such as `diloco` after each step of this optimizer (of several: when all have stepped).
 
-        Without an optimizer, you promise to call `outer_step()` after every step yourself. With other hooks it does nothing.
-        A second call takes the place of the first: steps of optimizers that were attached before no longer count.
+        Without an optimizer, you promise to call `outer_step()` after every step yourself. A no-op with other hooks.
+        A second call replaces the first: steps of previously attached optimizers no longer count.
         """
         self.runner.attach_optimizer(optimizers, weakly(self.outer_step))
 
     def outer_step(self) -> None:
-        """The optimizer has made a step: communicate, if the hook has an outer half and it is time. Every rank calls it."""
+        """Call after an optimizer step: communicates if the hook has an outer step and it is due. Every rank calls it."""
         if self.runner.outer is None:
             return
         try:
@@ -151,8 +151,8 @@ class HookControls:
             raise
 
     def average_parameters(self) -> None:
-        """Make the parameters their mean over all ranks: at the end of training with a hook that leaves them different."""
+        """Average the parameters over all ranks: at the end of training with a hook that lets them differ."""
         with self.recovery.failing_forward():
-            self.recovery.mend()
+            self.recovery.recover_if_failed()
             if self.runner.outer is not None:
                 self.runner.outer.average()

@@ -1,10 +1,10 @@
 """Uneven inputs: what a rank does before a forward under `join()`, and after it has run out of inputs.
 
 Note [Join over the model's group]
-torch's Join counts the ranks that still have inputs over the process group. Under `model.join()` the count goes over the model's
-group instead, so that a rank that waits for it learns of an abort, with the rank and the reason, whatever the engine. An exception
-that leaves the context on one rank aborts the group, since the other ranks would wait for this rank's next step. Where torch's own
-Join is used, as for several joinables, torch's protocol is kept, and an exception outside forward and backward is not reported.
+torch's Join counts the ranks that still have inputs over the process group. Under `model.join()` the count uses the model's group
+instead, so that a rank that waits for it sees an abort, with the rank and the reason, on every engine. An exception that leaves the
+context on one rank aborts the group, since the other ranks would wait for this rank's next step. With torch's own Join, as for
+several joinables, torch's protocol is kept, and an exception outside forward and backward is not reported.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class UnevenInputs:
         hook = self._replica.hook
         if enable and self._replica.runner.torch_hook is None and hook.local:
             raise UsageError(
-                f"join() with {hook!r}: a rank that has run out of inputs makes no steps, so it would miss the outer steps of the "
-                "others. Give every rank the same number of batches."
+                f"join() with {hook!r}: a rank that has run out of inputs makes no steps, so it would miss their outer steps. "
+                "Give every rank the same number of batches."
             )
         context: AbstractContextManager[Any] = _Join(self, model, enable, throw, divide)
         self._own_join = True
         return context
 
     def hook(self, *, divide: bool) -> JoinHook:
-        """What Join runs once this rank has joined."""
+        """The hook that Join runs once this rank has joined."""
         self._divide_by_all = divide
         self._own_join = False
         ddp = self._ddp()
@@ -63,7 +63,7 @@ class UnevenInputs:
         replica.runner.divisor = None
         if not config.enable:
             return
-        replica.recovery.mend()
+        replica.recovery.recover_if_failed()
         if not self._own_join:
             work: Any = Join.notify_join_context(model)
             if work is not None and not self._divide_by_all:
@@ -98,7 +98,7 @@ class UnevenInputs:
                 self._replica.recovery.loop_failed(error)
             return
         try:
-            self._replica.recovery.mend()
+            self._replica.recovery.recover_if_failed()
             shadow()
         except EarlyTermination:
             raise
@@ -116,14 +116,14 @@ class UnevenInputs:
         return answer.item()
 
     def announce_sync(self, sync: bool) -> None:
-        """Tell the ranks that have joined whether this step's backward synchronizes, and so how many ranks still train."""
+        """Announce to the ranks that have joined whether this step's backward synchronizes, and so how many ranks still train."""
         self._ask(float(sync))
         if self._counted is not None:
-            self._counted.wait()  # it is over, as the operation after it is
+            self._counted.wait()  # returns at once: the operation after it has finished
             self._counted = None
 
     def common_rank(self, candidate: bool) -> int:
-        """The highest rank that is a candidate; all ranks ask together."""
+        """The highest rank that is a candidate. Every rank calls it."""
         return int(self._ask(float(self._replica.group.rank if candidate else -1), ReduceOp.MAX))
 
     def shadow_step(self) -> None:
@@ -138,7 +138,7 @@ class UnevenInputs:
         if not replica.sync_buffers_next:
             return
         # The same collectives as the others, and the same result: the mean over all ranks, or over those that still train. The
-        # zeros that this rank brings have no weight.
+        # zeros that this rank contributes have no weight.
         runner, reducer = replica.runner, replica.reducer
         runner.divisor = None if self._divide_by_all else training
         weight, runner.weight = runner.weight, 0.0
@@ -150,7 +150,7 @@ class UnevenInputs:
             runner.weight = weight
 
     def sync_final(self, is_last_joiner: bool) -> None:
-        """Make everybody's model that of a rank that joined last."""
+        """Give all ranks the model of a rank that joined last."""
         self.authoritative_rank = self.common_rank(is_last_joiner)
         self._replica.state.broadcast(self.authoritative_rank)
 
@@ -163,7 +163,7 @@ class _Join(Join):
         super().__init__([model], enable, throw, divide_by_initial_world_size=divide)
 
     def _extract_dist_info(self) -> None:
-        """Without `dist`, which knows only groups that were made there."""
+        """Without `dist`, which knows only its own process groups."""
         (joinable,) = self._joinables
         self._process_group = joinable.join_process_group
         self._device = joinable.join_device
@@ -189,7 +189,7 @@ class _ShadowHook(JoinHook):
         self._inputs = inputs
 
     def main_hook(self) -> None:
-        """One step of the others."""
+        """Shadow one step of the other ranks."""
         self._inputs.shadow_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:

@@ -18,7 +18,7 @@ class StepStats:
     """Times of the current step and averages over the sampled ones, in nanoseconds."""
 
     LISTENS_TO = (BackwardEnded, BucketLaunched, BucketReduced, StepEnded)
-    """And not to GradientReady, for which every gradient would have to be heard of when it comes."""
+    """Not GradientReady, which would require a hook call for every gradient."""
 
     def __init__(self) -> None:
         self.sample_rate = 100
@@ -29,14 +29,14 @@ class StepStats:
         self._now: dict[str, float] = {}
 
     def forward_begins(self) -> bool:
-        """A synchronized forward begins; whether its step is sampled."""
+        """Call when a synchronized forward begins. Whether its step is sampled."""
         self.iteration += 1
         self._now = {"forward": time.perf_counter()}
         return self.sampled
 
     @property
     def sampled(self) -> bool:
-        """Whether this step's times are taken."""
+        """Whether this step is sampled."""
         return self.iteration < _FIRST_STEPS or self.iteration % self.sample_rate == 0
 
     def listen(self, event: Event) -> None:
@@ -75,7 +75,7 @@ class StepStats:
         self.last["iteration"] = self.iteration
 
     def forward_ends(self) -> None:
-        """The forward is over; what follows until the first gradient is backward's."""
+        """Call when the forward ends: the time until the first gradient counts as backward."""
         self._now["backward"] = time.perf_counter()
 
     def data(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Manual finalization: the caller, and not the end of backward, waits for the reductions (torch 2.15's DDP).
+"""Manual finalization: the caller, not the end of backward, waits for the reductions (torch 2.15's DDP).
 
-What can run between the last gradient and `finalize_backward()` overlaps with the communication of the last buckets.
+Whatever runs between the last gradient and `finalize_backward()` overlaps with the communication of the last buckets.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gradwire.reducer.machine import State
 
 
 class ManualFinalization:
-    """The properties and methods of torch's class that have to do with it."""
+    """The properties and methods of torch's class for manual finalization."""
 
     replica: Replica
     logger: Any
@@ -42,10 +42,10 @@ class ManualFinalization:
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """Whether `finalize_backward()` must wait until the next backward has returned: asked after forward.
+        """Whether `finalize_backward()` must not be called before the next backward has returned. To be read after forward.
 
         True while buckets or a static graph are still to be learned, and with mixed precision. Otherwise it may be called
-        from a backward hook, once all gradients are there.
+        from a backward hook, once all gradients are ready.
         """
         if not self._manual:
             return False
@@ -58,7 +58,7 @@ class ManualFinalization:
         doing = "finalize_backward()"
         if not self._manual:
             raise NotFinalizable(
-                f"{doing}: backward finalizes itself. Set require_manual_backward_finalization = True first."
+                f"{doing}: backward finalizes automatically. Set require_manual_backward_finalization = True first."
             )
         if not self.require_backward_grad_sync:
             raise NotFinalizable(f"{doing} under no_sync(): nothing is reduced there. Call it after the step outside.")
@@ -70,12 +70,12 @@ class ManualFinalization:
             raise NotFinalizable(f"{doing}: not all buckets are ready; there is no gradient yet for {names}.")
         if machine.state is not State.LAUNCHED:
             raise NotFinalizable(
-                f"{doing}: no reduction is to be finalized. Call it once after each synchronized backward."
+                f"{doing}: there is no reduction to finalize. Call it once after each synchronized backward."
             )
         reducer.finish()
 
     def _apply_manual(self) -> None:
-        """Let the reducer know. Its hooks must call at once, because a caller may finalize right after the last gradient."""
+        """Configure the reducer. Gradient hooks must call it at once: the caller may finalize right after the last gradient."""
         reducer = self.replica.reducer
         reducer.manual = self._manual
         if self._manual:

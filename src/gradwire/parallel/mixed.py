@@ -33,13 +33,13 @@ from gradwire.interop.untraced import untraced_call
 
 
 class MixedPrecision:
-    """What a mixed-precision configuration asks for: `param_dtype`, `reduce_dtype` and `buffer_dtype`, each may be None."""
+    """A mixed-precision configuration: `param_dtype`, `reduce_dtype` and `buffer_dtype`, each may be None."""
 
     def __init__(self, module: nn.Module, config: Any, ignore: Collection[str]) -> None:
         if not any(hasattr(config, field) for field in ("param_dtype", "reduce_dtype", "buffer_dtype")):
             raise UsageTypeError(
                 f"mixed_precision={config!r}: it has none of param_dtype, reduce_dtype and buffer_dtype. Pass torch's "
-                "_MixedPrecision(param_dtype=torch.bfloat16), or any object with such attributes."
+                "_MixedPrecision(param_dtype=torch.bfloat16), or any object with these attributes."
             )
         self.param_dtype: torch.dtype | None = _dtype(config, "param_dtype")
         self.reduce_dtype: torch.dtype | None = _dtype(config, "reduce_dtype")
@@ -122,7 +122,7 @@ class _Substitution:
     """The low-precision tensors of one forward, in or out of the module: see Note [Low precision by substitution]."""
 
     _active: ClassVar[set[_Substitution]] = set()
-    """Those that a running backward will end; `at_backward_end` holds them weakly."""
+    """Substitutions that a running backward will end; `at_backward_end` holds them weakly."""
 
     def __init__(self, mixed: MixedPrecision, module: nn.Module) -> None:
         self._mixed = mixed
@@ -137,7 +137,7 @@ class _Substitution:
         if module is None:
             return
         for part in module.modules():
-            if isinstance(part, nn.RNNBase):  # it keeps a list of its weights, which it renews in forward
+            if isinstance(part, nn.RNNBase):  # it keeps a list of its weights, which it rebuilds in forward
                 self._rnns.append((part, part._flat_weights, part._flat_weight_refs))
         for held, name, full, dtype, is_buffer in list(self._mixed.members(module)):
             same, low = self._low.get(id(full), (None, full))
@@ -183,9 +183,9 @@ class _Substitution:
 
 
 def _written_back(full: Tensor, now: Tensor | None) -> Tensor | None:
-    """The value of a buffer after the forward, in full precision: elements that the forward has not changed keep theirs.
+    """The value of a buffer after the forward, in full precision; elements that the forward has not changed keep their value.
 
-    Values are compared, not versions: batch norm does not count up the version of its statistics.
+    Values are compared, not versions: batch norm does not increment the version of its statistics.
     """
     if now is None:
         return None

@@ -1,4 +1,4 @@
-"""ModuleState: the parameters and buffers of a replicated module, which are made equal on all ranks."""
+"""ModuleState: makes the parameters and buffers of a replicated module equal on all ranks."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class ModuleState:
     def named_buffers(self) -> dict[str, Tensor]:
         """The module's buffers, looked up each time: modules may reassign them.
 
-        As in torch, a module that had none when it was replicated is not searched again: that takes as long as a bucket.
+        As in torch, a module that had none when it was replicated is not searched again: the search takes as long as a bucket.
         """
         if not self._has_buffers:
             return {}
         return {n: b for n, b in self.module.named_buffers() if n not in self.ignore}
 
     def sync_buffers(self, src: int = 0) -> None:
-        """Make buffers equal to those of `src`, without disturbing what autograd has saved of them."""
+        """Make buffers equal to those of `src`, without invalidating what autograd has saved of them."""
         buffers = list(self.named_buffers().values())
         if buffers:
             with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):

@@ -10,7 +10,7 @@ from gradwire.errors import UsageError
 
 
 def names_of(module: nn.Module, parameters: Sequence[Tensor], ignore: Collection[str] = ()) -> dict[int, str]:
-    """The name of each of `parameters` by its place in the list. A parameter with two names has the last."""
+    """The name of each of `parameters` by its index. A parameter with two names gets the last."""
     place = {id(p): i for i, p in enumerate(parameters)}
     names: dict[int, str] = {}
     for prefix, owner in module.named_modules():

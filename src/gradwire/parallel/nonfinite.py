@@ -1,7 +1,7 @@
-"""Whether the gradients of a step, and their averages, are finite (see `policies.NonFinite`).
+"""Checks whether the gradients of a step, and their averages, are finite (see `policies.NonFinite`).
 
-A healthy step costs one sum over each bucket before its reduction and one after it, and, when all reductions are over, one
-all-gather of 8 bytes a rank. Ranks decide together, because a hook may give each of them another result.
+A healthy step costs one sum over each bucket before its reduction and one after it, and, when all reductions are done, one
+all-gather of 8 bytes per rank. Ranks decide together, because a hook may give each of them a different result.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from gradwire.reducer.hook_runner import HookRunner
 from gradwire.reducer.reductions import StepRejected
 
 Names = Callable[[], list[str]]
-"""Returns the parameters with a value that is not finite; waits for the device."""
+"""Returns the names of the parameters with a non-finite value; waits for the device."""
 
 
 class NonFiniteChecked:
-    """A runner that looks at every bucket of a step, and rejects the step on all ranks if one of them finds something."""
+    """A runner that checks every bucket of a step, and rejects the step on all ranks if one of them finds a non-finite value."""
 
     def __init__(self, inner: HookRunner, names: Sequence[str]) -> None:
         self._inner = inner
@@ -40,7 +40,7 @@ class NonFiniteChecked:
         return self._inner.checks
 
     def start(self, bucket: GradBucket) -> Pending:
-        """Start the reduction of `bucket`, looking at what goes in and at what comes out."""
+        """Start the reduction of `bucket`, and check its input and its result."""
         if self._check not in self.checks:  # the first bucket of a step
             self._gradients, self._averages = [], []
             self._device = bucket.spec.device
@@ -53,7 +53,7 @@ class NonFiniteChecked:
         self._inner.buckets_changed()
 
     def _verify(self, step: int) -> None:
-        """Exchange what ranks have found. What is sent: 0, or the parameter's number from 1 on, negative for an average."""
+        """Exchange what ranks have found: 0, or the parameter's number from 1 on, negative for an average."""
         gradients, averages = _first(self._gradients), _first(self._averages)
         found = 0
         if gradients is not None:
@@ -83,14 +83,14 @@ class NonFiniteChecked:
             )
         name = self._names[-min(answers) - 1]
         return NonFiniteGradient(
-            f"{doing}: the gradients of {name} were finite on every rank, and their average is not. Reduce in a wider dtype, or "
+            f"{doing}: the gradients of {name} were finite on every rank, but their average is not. Reduce in a wider dtype, or "
             f"scale the loss down. {after}",
             parameter=name,
         )
 
 
 class _Looked:
-    """A reduction whose result is looked at."""
+    """A reduction whose result is checked."""
 
     def __init__(self, pending: Pending, spec: BucketSpec, averages: list[Names]) -> None:
         self._pending = pending

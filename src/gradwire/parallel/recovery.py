@@ -1,4 +1,4 @@
-"""Recovery: after a step that failed on some rank, all ranks meet and go on from rank 0's model.
+"""Recovery: after a step that failed on some rank, all ranks meet and continue from rank 0's model.
 
 See [Iterations] in `reducer/iterations.py` for which rank raises in which iteration.
 """
@@ -32,7 +32,7 @@ class Recovery:
 
     @contextlib.contextmanager
     def failing_forward(self) -> Iterator[None]:
-        """What fails in here is raised to this rank's caller, to whom it need not be raised again."""
+        """Around code whose failure is raised to this rank's caller, and so need not be raised again."""
         try:
             yield
         except BaseException as error:
@@ -40,8 +40,8 @@ class Recovery:
                 self._reducer.iterations.fail_forward(error)
             raise
 
-    def mend(self) -> None:
-        """Recover from a step that failed, or raise its failure where it was not raised to this rank's caller.
+    def recover_if_failed(self) -> None:
+        """Recover from a failed step, or raise its failure if it was not raised to this rank's caller yet.
 
         The step may have been another model's on this group: the first model that is used again recovers the group, and the
         others start over when they are.
@@ -51,7 +51,7 @@ class Recovery:
         if failure is None:
             if self._recoveries != ledger.recoveries:
                 self._start_over(iterations.begins)
-                self._iterations_behind = 0  # made up for by the model that has recovered the group
+                self._iterations_behind = 0  # the model that has recovered the group has made up for them
             self._raise_behind()
             return
         iteration = failed_iteration(failure)
@@ -60,8 +60,8 @@ class Recovery:
                 raise failure
             iterations.last_error = str(failure)
             warnings.warn(
-                f"rank {group.rank} had finished step {iteration} when it failed on another rank, so it goes on, and "
-                f"parameters are taken from rank 0 ({failure}).",
+                f"rank {group.rank} had finished step {iteration} when it failed on another rank, so it continues, with "
+                f"parameters taken from rank 0 ({failure}).",
                 stacklevel=2,
             )
         self.recover()
@@ -71,8 +71,8 @@ class Recovery:
         """After a step that failed on some rank: meet the others, and make the replicas equal again.
 
         Some ranks may have stepped their optimizer and some not, so parameters and buffers are taken from rank 0. Hooks
-        start without states, at rank 0's step: some ranks' states have seen the failed step and some not, and a hook may have
-        been stopped halfway through writing one. What is lost with a residual is what was not sent yet, about one gradient.
+        start without states, at rank 0's step: some ranks' states include the failed step and some do not, and a hook may have
+        been interrupted while writing one. Losing a residual loses what was not sent yet, about one gradient.
         """
         begins, group = self._reducer.iterations.begins, self._reducer.group
         self._runner.driver.drain(group.timeout)
@@ -81,7 +81,7 @@ class Recovery:
         self._start_over(begins)
 
     def _start_over(self, begins: int) -> None:
-        """The other half of `recover`, on a group that works again, in the iteration of the number `begins`."""
+        """The second half of `recover`, on a group that works again, in iteration number `begins`."""
         reducer, group, iterations = self._reducer, self._reducer.group, self._reducer.iterations
         self._recoveries = group.ledger.recoveries
         self._runner.driver.drain(group.timeout)
@@ -99,14 +99,14 @@ class Recovery:
         self._runner.start_over(int(step.item()))
 
     def _raise_behind(self) -> None:
-        """Raise if this rank is to lose this iteration because others have."""
+        """Raise if this rank must skip this iteration because others have lost it."""
         if self._iterations_behind:
             iterations = self._reducer.iterations
             self._iterations_behind -= 1
             iterations.number += 1
             raise GroupAborted(
-                f"step {iterations.number - 1} of {self._reducer.group}: other ranks have lost it, as they were in it when an "
-                f"earlier one failed here ({iterations.last_error}). Nothing was averaged; the next step is in step with theirs.",
+                f"step {iterations.number - 1} of {self._reducer.group}: other ranks have lost this step, because they were in it "
+                f"when an earlier one failed here ({iterations.last_error}). Nothing was averaged; the next step matches theirs.",
                 reason="a step that other ranks have lost",
             )
 
@@ -118,5 +118,5 @@ class Recovery:
             self._loop_left = True
 
     def moved_to_group(self) -> None:
-        """The model goes on with another group, whose failures before now are none of its own."""
+        """The model continues with another group, whose earlier failures do not concern it."""
         self._recoveries = self._reducer.group.ledger.recoveries

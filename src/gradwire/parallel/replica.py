@@ -1,8 +1,8 @@
 """`Replica`: one rank's copy of a model whose gradients are averaged. The common core of `DistributedDataParallel` and
 `replicate`.
 
-It knows modules and policies. It does not know torch's flags (`ddp.py` turns them into policies), nor how buckets are filled and
-reduced (`reducer`), nor how they travel (`hooks`, `groups`).
+It handles modules and policies. It does not know torch's flags (`ddp.py` turns them into policies), how buckets are filled and
+reduced (`reducer`), or how they are communicated (`hooks`, `groups`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _UNLIMITED = 2**62
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPolicies:
-    """How a model is replicated: the policies of `gradwire.policies`, and what is left out."""
+    """How a model is replicated: the policies of `gradwire.policies`, and what is excluded."""
 
     buckets: Buckets = field(default_factory=Buckets)
     graph: Graph = Graph.ALL_USED
@@ -53,7 +53,7 @@ class ReplicaPolicies:
     ignore: Collection[str] = ()
     """Names of parameters and buffers that are left to the caller."""
     skip_unused: bool = False
-    """Whether buckets none of whose parameters are used are not reduced."""
+    """Whether to skip the reduction of buckets without any used parameter."""
 
     def __post_init__(self) -> None:
         check_policies(
@@ -115,7 +115,7 @@ class Replica(HookControls):
         )
         self.recovery = Recovery(self.reducer, self.runner, self.state)
         self.handles: list[Handle] = []
-        """Of the hooks that others have put on the module for this."""
+        """Handles of the module hooks that other objects have registered for this replica."""
         if self.graph is Graph.STATIC:
             self.reducer.learn_static_graph()
         self._attach_grad_hooks()
@@ -127,14 +127,14 @@ class Replica(HookControls):
         return self.state.module
 
     def _first_members(self, specs: list[ParameterSpec]) -> list[list[int]]:
-        """Before any backward has shown the order, parameters are assumed to become ready last to first."""
+        """Buckets before any backward has shown the order: gradients are assumed to become ready from the last to the first."""
         known = self._buckets.from_start or self.graph is Graph.FIND_UNUSED
         limits = self._buckets.limits if known else (_UNLIMITED,)
         return by_size(specs, limits)[::-1]
 
     def _attach_grad_hooks(self) -> None:
-        # A static graph counts gradients only: what it reaches without one in the first step, through the sink, it does not
-        # reach at all in the next.
+        # A static graph counts gradients only: a parameter that the first step reaches without a gradient, through the sink, is
+        # not reached at all in the next.
         on_nodes, undefined = self.graph is not Graph.ALL_USED, self.graph is Graph.FIND_UNUSED
         self.reducer.listener.attach(self.reducer.on_ready, on_nodes=on_nodes, undefined=undefined)
 
@@ -142,7 +142,7 @@ class Replica(HookControls):
 
     @untraced_call
     def before_forward(self) -> None:
-        """Rebuild buckets if it is time, and make buffers equal."""
+        """Rebuild buckets if due, and make buffers equal."""
         with self.recovery.failing_forward():
             self.rebuild()
             if self.state.buffers is Buffers.EVERY_FORWARD and self.sync_buffers_next:
@@ -150,28 +150,28 @@ class Replica(HookControls):
 
     def rebuild(self) -> None:
         """Rebuild buckets once the first step has shown the order of gradients; first recover from a step that failed."""
-        self.recovery.mend()
+        self.recovery.recover_if_failed()
         if self.reducer.machine.state is State.RESTING:
-            self.reducer.listener.arrived.clear()  # in a backward that is not reduced
+            self.reducer.listener.arrived.clear()  # of a backward that is not reduced
         if torch.is_grad_enabled():
             self.reducer.rebuild()
 
     def forward_failed(self, error: BaseException) -> None:
-        """The module's forward has raised: if a backward was to follow, the other ranks must not wait for it."""
+        """The module's forward has raised: if a backward was expected, the other ranks must not wait for it."""
         if torch.is_grad_enabled():
             self.reducer.iterations.fail_forward(error)
 
     def step_failed(self, error: BaseException) -> None:
-        """Fail the step on all ranks, because of an exception between forward and backward, which nobody else sees.
+        """Fail the step on all ranks because of an exception between forward and backward, which gradwire cannot see.
 
-        To be called where that exception is caught; if the step has failed or ended already, it does nothing.
+        Call it where that exception is caught; a no-op if the step has already failed or ended.
         """
         if self.reducer.iterations.expects_backward:
             self.reducer.iterations.fail(error)
 
     @untraced_call
     def after_forward(self, output: Any) -> Any:
-        """Expect the backward of this forward. Returns the output, which may have to pass through a sink."""
+        """Expect the backward of this forward. Returns the output, which may pass through a sink."""
         if torch.is_grad_enabled():
             self.reducer.iterations.forward_ended()
             mark_outputs(output, self.reducer.iterations)
@@ -208,7 +208,7 @@ class Replica(HookControls):
     # -- between steps ---------------------------------------------------------------------------------------------------
 
     def become_static(self) -> None:
-        """The graph will not change from now on: learn it in the next step."""
+        """The graph will not change from now on: record it in the next step."""
         self.graph = Graph.STATIC
         self.reducer.used.track = False
         self.reducer.order.limits = self._buckets.limits
@@ -222,7 +222,7 @@ class Replica(HookControls):
             raise self.reducer.machine.unfinished()
 
     def move_to_group(self, group: Group) -> None:
-        """Go on with other ranks. Every rank of the new group calls it, between steps."""
+        """Continue with another group. Every rank of the new group calls it, between steps."""
         self.group = self.state.group = group
         self.reducer.move_to_group(group)
         self.recovery.moved_to_group()
@@ -232,11 +232,11 @@ class Replica(HookControls):
         self.runner.start_over()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy or a pickle of a replicated module is an ordinary module: None takes the place of this one."""
+        """A copy or a pickle of a replicated module is an ordinary module: this object is replaced by None."""
         return type(None), ()
 
     def detach(self) -> None:
-        """Remove our hooks: the module is an ordinary one again."""
+        """Remove our hooks: the module is an ordinary module again."""
         self.reducer.listener.detach()
         for handle in [*self.handles, *([self._saving] if self._saving else [])]:
             handle.remove()

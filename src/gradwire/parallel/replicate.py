@@ -1,4 +1,4 @@
-"""`replicate`: the function form. The module stays what it is, with no wrapper around it and no `.module` in its names."""
+"""`replicate`: the function form. It adds hooks to the module: no wrapper around it, and no `module.` in its parameter names."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def replicate(
     """
     check_module("replicate", module)
     if getattr(module, _MARK, None) is not None:
-        raise UsageError(f"replicate({type(module).__name__}): it is replicated already. detach() it first.")
+        raise UsageError(f"replicate({type(module).__name__}): the module is already replicated. detach() it first.")
     policies = ReplicaPolicies(
         buckets=Buckets() if buckets is None else buckets,
         graph=graph,
@@ -75,7 +75,7 @@ def replicate(
 
 
 class _Around:
-    """The replica's part in the module's forward. A copy or a pickle of the module is an ordinary module, so has none."""
+    """The replica's part in the module's forward. A copy or a pickle of the module is an ordinary module, without this part."""
 
     def __init__(self, replica: Replica | None = None) -> None:
         self._replica = replica
@@ -91,7 +91,7 @@ class _Around:
         return output if self._replica is None else self._replica.after_forward(output)
 
     def at_exit(self, _: nn.Module, inputs: Any, output: Any) -> None:
-        """Called last, also when forward has raised an Exception; of others torch tells its hooks nothing."""
+        """Called last, also if forward has raised an Exception; for other BaseExceptions torch does not call its hooks."""
         error = sys.exc_info()[1]
         if self._running and self._replica is not None and error is not None:
             self._replica.forward_failed(error)

@@ -1,8 +1,8 @@
 """The sink: an identity at the end of forward through which all outputs pass together.
 
 When only some outputs are part of the loss, backward would never reach the parameters behind the others. Passing all of them
-through one node makes the engine go on from every one, with undefined gradients where there are none, so that the reducer
-hears of every parameter.
+through one node makes the engine continue from each, with undefined gradients where there are none, so that every parameter's
+hook is called.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Sink(torch.autograd.Function):
 def through_sink(output: Any, begun: Callable[[], object], *, clone: bool) -> Any:
     """The same structure of outputs, with every tensor that has a history passed through the sink.
 
-    The bound method `begun`, whose object is held weakly, is called when a backward comes to the sink.
+    The bound method `begun`, whose object is held weakly, is called when a backward reaches the sink.
     """
     values, rebuild = _take_apart(output)
     passed = _Sink.apply(weakly(begun), clone, *values)
@@ -47,7 +47,7 @@ def through_sink(output: Any, begun: Callable[[], object], *, clone: bool) -> An
 
 
 def _take_apart(output: Any) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
-    """The leaves of nested containers, and how to put others in their place. Knows dataclasses, which pytree does not."""
+    """Flatten nested containers: (leaves, a function that rebuilds them from other leaves). Unlike pytree, handles dataclasses."""
     leaves, structure = tree_flatten(output)
     parts = [_take_apart_fields(leaf) if _is_dataclass(leaf) else ([leaf], next) for leaf in leaves]
 
@@ -66,7 +66,9 @@ def _take_apart_fields(record: Any) -> tuple[list[Any], Callable[[Iterator[Any]]
     values, put_together = _take_apart(fields)
 
     def rebuild(values: Iterator[Any]) -> Any:
-        copied = copy.copy(record)  # not its constructor, which may want more, or do more, than its fields say
+        copied = copy.copy(
+            record
+        )  # not its constructor, which may take other arguments than its fields, or have side effects
         for name, value in put_together(values).items():
             object.__setattr__(copied, name, value)
         return copied

@@ -1,4 +1,4 @@
-"""What torch's own code, and its tests, look for on a DDP model: a reducer and a logger, under their names."""
+"""What torch's own code, and its tests, expect on a DDP model: a reducer and a logger, under torch's names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ReducerCompat:
         self._replica = replica
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[Any]:
-        """The sum of a bucket, in place: what torch's built-in all-reduce does before its caller divides."""
+        """Sum a bucket in place: what torch's built-in all-reduce does before its caller divides."""
         op = all_reduce(bucket.buffer(), op=ReduceOp.SUM, label=f"bucket {bucket.index()}")
         return self._replica.group.submit(op).get_future()
 
@@ -74,7 +74,7 @@ _DTYPE_NAMES = {
 
 
 class Logger:
-    """Gathers what `_get_ddp_logging_data` returns."""
+    """Collects what `_get_ddp_logging_data` returns."""
 
     def __init__(self, ddp: Any) -> None:
         self.stats = StepStats()
@@ -94,7 +94,7 @@ class Logger:
             self._listening = None
 
     def forward_ends(self) -> None:
-        """What follows is backward."""
+        """The time from here on counts as backward."""
         if self._listening is not None:
             self.stats.forward_ends()
 
@@ -103,11 +103,11 @@ class Logger:
         self._fixed["join_uneven_inputs"] = 1
 
     def set_error_and_log(self, error: str) -> None:
-        """Keep an error for the data."""
+        """Record an error in the logging data."""
         self._error = error
 
     def data(self) -> dict[str, Any]:
-        """Everything known now."""
+        """The current logging data."""
         reducer = self._replica.reducer
         data = {**self._fixed, **self.stats.data()}
         error = self._error or reducer.iterations.last_error

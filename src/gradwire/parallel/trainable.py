@@ -24,14 +24,14 @@ from gradwire.reducer import ParameterSpec
 
 
 def check_module(what: str, module: object) -> None:
-    """Refuse what is not a module before anything is looked up in it."""
+    """Raise if `module` is not a module, before any attribute is accessed."""
     if not isinstance(module, nn.Module):
         given = f"the class {module.__name__}" if isinstance(module, type) else repr(module)
         raise UsageTypeError(f"{what}(...): the model must be a torch.nn.Module, got {given}.")
 
 
 def check_engine_thread(group: Group, parameters: list[nn.Parameter]) -> None:
-    """Refuse what would hang: a backward that waits in the engine's thread for another rank that needs the same thread."""
+    """Refuse a setup that would deadlock: a backward that waits in autograd's thread for a rank that needs the same thread."""
     if group.in_one_process and group.size > 1 and any(p.device.type == "cuda" for p in parameters):
         raise UsageError(
             f"replicating a model on {parameters[0].device} over {group}: its ranks are threads of one process, whose autograd "
@@ -40,7 +40,7 @@ def check_engine_thread(group: Group, parameters: list[nn.Parameter]) -> None:
 
 
 def check_not_aborted(group: Group) -> None:
-    """Raise what the group was aborted with, and what to do: a new model does not recover a group, as a forward does."""
+    """Raise the group's failure, with advice: a new model, unlike a forward, does not recover a group."""
     if isinstance(group.failure, GroupAborted):
         error = again(group.failure)
         error.add_note(
@@ -76,7 +76,7 @@ def trainable_parameters(
 
 
 def _refuse_dtensors(module: nn.Module, ignore: Collection[str]) -> None:
-    tensors = sys.modules.get("torch.distributed.tensor")  # not imported: then nobody has made one
+    tensors = sys.modules.get("torch.distributed.tensor")  # if it was never imported, there are no DTensors
     if tensors is None:
         return
     named = [*module.named_parameters(), *module.named_buffers()]
@@ -84,10 +84,10 @@ def _refuse_dtensors(module: nn.Module, ignore: Collection[str]) -> None:
     if found:
         names = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
         raise ShardedParameter(
-            f"replicating {type(module).__name__}: {names} are DTensors, of a module under fully_shard or parallelize_module, and "
-            "buckets hold plain tensors. To average over replicas of a sharded model, call fully_shard with a 2-D device mesh; "
+            f"replicating {type(module).__name__}: {names} are DTensors, from fully_shard or parallelize_module, but buckets hold "
+            "plain tensors. To average over replicas of a sharded model, call fully_shard with a 2-D device mesh; "
             "interop.as_fsdp_hook uses a gradwire hook there. Parameters in `ignore` (DDP: "
-            "_set_params_and_buffers_to_ignore_for_model) are left alone."
+            "_set_params_and_buffers_to_ignore_for_model) are skipped."
         )
 
 

@@ -1,4 +1,4 @@
-"""Warns when the parameters of one rank are saved while the ranks' parameters differ, as between outer steps of DiLoCo."""
+"""Warns when one rank's parameters are saved while the ranks' parameters differ, as between outer steps of DiLoCo."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class _Warning:
         self._warned = weakref.ref(outer)
         warnings.warn(
             f"state_dict() on rank {outer.group.rank} after step {outer.step} with {outer.hook!r}: the ranks' parameters differ, "
-            "and these are one rank's. Call average_parameters() on every rank first to save one model. To go on from here later, "
-            "save state_dict() and hook_state_dict() on every rank.",
+            "and these are this rank's. Call average_parameters() on every rank first to save one model. To resume from here "
+            "later, save state_dict() and hook_state_dict() on every rank.",
             UnequalReplicas,
             stacklevel=4,
         )

@@ -36,7 +36,7 @@ _NO_STATE = mean()
 
 
 class HookRunner:
-    """Runs one hook, ours or one in torch's form. `named_parameters` are needed by hooks that move parameters."""
+    """Runs one hook, ours or a torch-style one. `named_parameters` are needed by hooks that move parameters."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class HookRunner:
     ) -> None:
         self.hook = hook
         self.torch_hook: tuple[TorchHook, Any] | None = None
-        """A hook in torch's form, with its state, in place of `hook`."""
+        """A torch-style hook, with its state, in place of `hook`."""
         self.group = group
         self.weight = 1.0
         self.divisor: int | None = None
@@ -84,7 +84,7 @@ class HookRunner:
         return self.driver.launch(self.hook, bucket.buffer(), state, self._turn(bucket, step))
 
     def run(self, bucket: GradBucket) -> Tensor:
-        """Reduce a bucket to the end, in this thread. Not for hooks in torch's form."""
+        """Reduce a bucket to the end, in this thread. Not for torch-style hooks."""
         state, step = self._begin(bucket)
         turn = self._turn(bucket, step)
         return carry_out(gradient_reduction(self.group, self.hook, bucket.buffer(), state, turn), self.group)
@@ -126,7 +126,7 @@ class HookRunner:
         return self._states.steps if self.outer is None else self.outer.step
 
     def replace(self, hook: CommHook | tuple[TorchHook, Any]) -> None:
-        """Use another hook; one in torch's form comes with its state. See Note [Another hook] in `hook_states.py`."""
+        """Use another hook; a torch-style one is given with its state. See Note [Another hook] in `hook_states.py`."""
         own = hook if isinstance(hook, CommHook) else _NO_STATE
         check_outer(own, "register_comm_hook")
         same = self.outer is not None and own.structure == self.outer.hook.structure
@@ -158,7 +158,7 @@ class HookRunner:
     def load_state_dict(
         self, saved: Mapping[str, Any], *, device: torch.device, specs: Sequence[BucketSpec] | None = None
     ) -> None:
-        """Go on from a saved state. Every rank calls it; if one cannot load, or is at another step, none does.
+        """Restore a saved state. Every rank calls it; if one cannot load, or is at another step, none does.
 
         `specs` are the buckets to come, where they are known.
         """

@@ -174,7 +174,7 @@ def test_a_part_shares_the_connection_and_not_the_pages():
     assert whole[0].peers.members[1].joined == 0
     for membership in (*whole, *parts):
         membership.leave("closed")
-    with pytest.raises(ClosedError, match="subgroup 'late': the group that it is part of is closed"):
+    with pytest.raises(ClosedError, match="subgroup 'late': its parent group is closed"):
         whole[0].part_of(store, "late")
 
 

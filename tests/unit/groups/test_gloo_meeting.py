@@ -53,7 +53,7 @@ def test_ranks_that_cannot_be_connected_are_named_with_their_addresses() -> None
     store.set_timeout(timedelta(seconds=1))
     # Rank 1 has come, from an address of another network, and is never heard of by gloo.
     dist.PrefixStore("gloo-addresses", store).set("1", '["10.255.255.1", "10.255.255.2"]')
-    with pytest.raises(GroupError, match="all ranks have come, but gloo could not connect them") as caught:
+    with pytest.raises(GroupError, match="all ranks have arrived, but gloo could not connect them") as caught:
         C10dGroup.gloo(store, 0, 2, timeout=0.5)
     assert "{0: \"what its host's name resolves to\", 1: '10.255.255.1'}" in str(caught.value)
     assert "GLOO_SOCKET_IFNAME" in str(caught.value)

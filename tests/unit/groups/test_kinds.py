@@ -232,7 +232,7 @@ def test_two_packages_with_one_kind(install: Callable[[str, str], None]) -> None
 
 @pytest.mark.parametrize("kind", [GroupKind(3, recorded_gloo), GroupKind("nothing", None)])  # type: ignore[arg-type]
 def test_a_kind_has_a_name_and_a_function(kind: GroupKind) -> None:
-    with pytest.raises(UsageTypeError, match="with a text and a function"):
+    with pytest.raises(UsageTypeError, match="with a string and a function"):
         register_kind(kind)
 
 

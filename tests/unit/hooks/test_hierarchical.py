@@ -315,7 +315,7 @@ def test_wrappers_accept_it_or_raise(wrapper: Any) -> None:
         if wrapper is Recording:
             assert told == ([1.5] * 8, [Scope.INSIDE, Scope.ACROSS, Scope.INSIDE])
         else:
-            assert f"{wrapper.__name__} asks all of them about every operation. Put it around the parts" in told
+            assert f"{wrapper.__name__} needs all of them for every operation. Wrap the parts" in told
 
 
 def test_a_group_without_hosts_is_one_host() -> None:

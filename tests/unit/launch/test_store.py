@@ -115,7 +115,7 @@ def test_a_private_store_of_another_job_is_refused(opened):
     other = host_store()
     stranger = opened(replace(world_0, store=Address("127.0.0.1", other.port)), timeout=5)
     hosted.set("gradwire/private/0", stranger.name)
-    with pytest.raises(GroupError, match="is not that of 127.0.0.1:.*It is not used"):
+    with pytest.raises(GroupError, match="does not belong to 127.0.0.1:.*It is not used"):
         opened(world_1, timeout=5)
 
 
@@ -206,7 +206,7 @@ def test_all_have_come():
 def test_a_rank_that_timed_out_may_come_again():
     store = PrefixStore("x", HashStore())
     for _ in range(2):
-        with pytest.raises(CollectiveTimeout, match=r"ranks \[0\] have not come"):
+        with pytest.raises(CollectiveTimeout, match=r"ranks \[0\] did not arrive"):
             arrive(store, world(1), timeout=0.05)
     arrive(store, world(0), timeout=10)
     arrive(store, world(1), timeout=10)

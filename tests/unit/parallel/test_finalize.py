@@ -131,7 +131,7 @@ def test_what_is_out_of_order_is_refused_and_changes_nothing() -> None:
             ddp.finalize_backward()
         assert not ddp.should_finalize_after_backward
         ddp.require_manual_backward_finalization = True
-        with pytest.raises(UsageError, match="no reduction is to be finalized"):
+        with pytest.raises(UsageError, match="there is no reduction to finalize"):
             ddp.finalize_backward()
         for step in range(3):
             ddp.zero_grad()
@@ -156,7 +156,7 @@ def test_what_is_out_of_order_is_refused_and_changes_nothing() -> None:
             with pytest.raises(UsageError, match=r"Call finalize_backward\(\) before the next forward"):
                 ddp(inputs(group.rank, step))
             ddp.finalize_backward()
-            with pytest.raises(UsageError, match="no reduction is to be finalized"):
+            with pytest.raises(UsageError, match="there is no reduction to finalize"):
                 ddp.finalize_backward()
             check(ddp, means(ddp.module, group.size, step))
 

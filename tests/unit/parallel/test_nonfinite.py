@@ -160,7 +160,7 @@ def test_an_average_that_overflows_is_nobodys_gradient() -> None:
     def rank_main(group: Group) -> None:
         ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
         ddp.set_hook(chain(cast(torch.float16), mean()))
-        with pytest.raises(NonFiniteGradient, match="finite on every rank, and their average is not") as caught:
+        with pytest.raises(NonFiniteGradient, match="finite on every rank, but their average is not") as caught:
             ddp(inputs(group.rank), 1e6).sum().backward()
         assert caught.value.rank is None
         assert caught.value.parameter in ("first.weight", "first.bias")

@@ -110,7 +110,9 @@ def test_detach_gives_an_ordinary_module_back() -> None:
 def test_replicating_twice_is_an_error(alone: Group) -> None:
     model = mlp()
     replica = replicate(model, group=alone)
-    with pytest.raises(UsageError, match=r"replicate\(Sequential\): it is replicated already. detach\(\) it first."):
+    with pytest.raises(
+        UsageError, match=r"replicate\(Sequential\): the module is already replicated. detach\(\) it first."
+    ):
         replicate(model, group=alone)
     model(inputs(0)).sum().backward()
     assert replica.reducer.steps == 1

@@ -1,20 +1,20 @@
-"""Which engine serves a process group on a device, and what it takes: known engines by name, Python ones by their class.
+"""Which engine serves a process group on a device, and what it supports: known engines by name, Python ones by their class.
 
-Note [What a group written in Python takes]
-A subclass of torch's ProcessGroup inherits a method for every collective, and those it does not override look for a back end in
-C++ that it does not have. So the class is asked, once, which methods are its own; what it lacks is composed of those
+Note [What a group written in Python supports]
+A subclass of torch's ProcessGroup inherits a method for every collective, and those it does not override look for a C++ backend
+that it does not have. So the class is inspected, once, for the methods it overrides; what it lacks is composed of those
 (`collectives.lower`). Nothing is tried on the wire, where ranks would get out of step. A method that can only raise
 NotImplementedError, or is abstract, does not count.
 
-The class does not show which tensors and reductions a method can deal with, so it is asked for no more than torch's DDP asks for:
-plain tensors of the usual dtypes, one at a time, and of the reductions only SUM. (A group that was written for DDP may well ignore
-the option, and would return the sum where the maximum was asked for.) `reduce` is not used: some engines write into the tensors of
-ranks that are not the root.
+The class does not show which tensors and reductions a method can handle, so it gets no more than torch's DDP would pass: plain
+tensors of the usual dtypes, one at a time, and SUM as the only reduction. (A group written for DDP may well ignore the option, and
+would return the sum instead of the maximum.) `reduce` is not used: some engines write into the tensors of ranks that are not the
+root.
 
 Its methods may block until the peers have called too, unless the class declares `asynchronous = True`, as our own adapter does:
-then they are called by the submitting thread, and a stuck operation occupies no thread of ours.
+then they are called by the submitting thread, and a stuck operation occupies none of our threads.
 
-A subclass may have a back end in C++ all the same, for the methods it does not override. Then what that one takes counts too.
+A subclass may still have a C++ backend for the methods it does not override. Then what that backend supports counts too.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ METHODS: Mapping[OpKind, tuple[str, ...]] = MappingProxyType(
         OpKind.BARRIER: ("barrier",),
     }
 )
-"""The names that torch's versions have for each kind, in the order in which they are looked for."""
+"""The method names of each kind in torch's versions, in search order."""
 
 _RECV_ANY = "recv_anysource"
 _NAMES = frozenset({_RECV_ANY}).union(*METHODS.values())
@@ -77,15 +77,15 @@ def find_engine(pg: Any, device: torch.device) -> tuple[Any, Engine]:
 
 
 def name_of(pg: Any) -> str:
-    """What a process group or back end calls itself; its class's name where it does not."""
+    """The name of a process group or backend; its class name if it has none."""
     name = pg.name() if callable(getattr(pg, "name", None)) else getattr(pg, "name", "")
     return str(name) if name and name != "undefined" else type(pg).__name__
 
 
 def store_of(pg: Any) -> Any:
-    """The store that a process group was made over; None if it has none that works.
+    """The store of a process group; None if it has none that works.
 
-    torch's FakeStore has no methods at all, and once its Python half is dropped it is an object of the abstract class.
+    torch's FakeStore has no methods at all, and once its Python half is gone it is an object of the abstract class.
     """
     try:
         store = pg.get_group_store()
@@ -100,7 +100,7 @@ def store_of(pg: Any) -> Any:
 
 
 def timeout_of(pg: Any) -> float | None:
-    """Seconds that the process group gives its operations; the longest, if it has several back ends. None if it has none in C++."""
+    """The timeout, in seconds, of a process group; the longest, if it has several backends. None if it has no C++ backend."""
     backends = [pg]
     if isinstance(pg, dist.ProcessGroup):
         backends = [pg._get_backend(device) for device in _devices_in_cpp(pg)]
@@ -110,7 +110,7 @@ def timeout_of(pg: Any) -> float | None:
 
 
 def can_split(pg: Any) -> bool:
-    """Whether it has a `split_group` that can work: in a group written in Python, one of its own."""
+    """Whether it has a working `split_group`; a group written in Python must override it."""
     method = getattr(pg, "split_group", None)
     return method is not None and not (own_methods(pg) and _is_missing(pg, method))
 
@@ -135,24 +135,24 @@ def _is_missing(pg: Any, method: Any) -> bool:
 
 
 def _engine_named(name: str) -> Engine:
-    """An unknown engine is asked for no more than gloo."""
+    """The engine of that name. An unknown one is assumed to support what gloo does."""
     return KNOWN.get(name) or Engine(name, GLOO.takes, call)
 
 
 def _engine_beneath(pg: Any, device: torch.device) -> Engine | None:
-    """The engine in C++ of a group written in Python, if it has one for this device."""
+    """The C++ engine of a group written in Python, if it has one for this device."""
     if not isinstance(pg, dist.ProcessGroup) or device.type not in {d.type for d in _devices_in_cpp(pg)}:
         return None
     return _engine_named(name_of(dist.ProcessGroup._get_backend(pg, device)))
 
 
 def _devices_in_cpp(pg: dist.ProcessGroup) -> list[torch.device]:
-    """What torch's own property returns, whatever the class makes of it."""
+    """The value of torch's own property, even if the class overrides it."""
     return list(dist.ProcessGroup._device_types.__get__(pg))
 
 
 def _python_engine(pg: Any, own: Mapping[str, Callable[..., Any]], beneath: Engine | None) -> Engine:
-    """See Note [What a group written in Python takes]."""
+    """See Note [What a group written in Python supports]."""
     kinds = {kind: next((name for name in names if name in own), None) for kind, names in METHODS.items()}
 
     def method_of(op: Collective) -> str | None:
@@ -193,7 +193,7 @@ class _Spelling:
 
 
 def _asks_little(op: Collective) -> bool:
-    """Whether every implementation of the kind can be expected to carry out this one."""
+    """Whether every implementation of the kind can be expected to support this operation."""
     kind = op.kind
     if kind is OpKind.BARRIER:
         return True
@@ -204,7 +204,7 @@ def _asks_little(op: Collective) -> bool:
     if kind in (OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.REDUCE):
         return len(op.inputs) == 1 and op.inputs[0] is op.outputs[0]
     if kind in (OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER_TENSOR):
-        # The whole of parts [2, 3] may be [4, 3] as well as [2, 2, 3]: only flat ones are clear.
+        # Parts of shape [2, 3] may form [4, 3] as well as [2, 2, 3]: only flat ones are unambiguous.
         return len(op.inputs) == 1 and op.inputs[0].dim() == op.outputs[0].dim() == 1
     if kind is OpKind.ALL_GATHER:
         return one_size(op.outputs)

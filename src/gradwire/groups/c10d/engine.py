@@ -1,5 +1,5 @@
-"""What each torch.distributed engine takes as it is, and how it is called. The only module that speaks c10d's dialect
-downwards: method names, option objects, reduce ops.
+"""What each torch.distributed engine supports natively, and how it is called. The only module that calls c10d's API (method names,
+option objects, reduce ops).
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One kind of c10d back end."""
+    """One kind of c10d backend."""
 
     name: str
     takes: Callable[[Collective], bool]
-    """Whether it carries out this collective as it is; the rest is lowered to ones it does."""
+    """Whether it supports this collective natively; others are lowered to ones it does."""
     call: Callable[[Any, Collective, float], Any]
-    """Hands a collective to the process group or back end; returns c10d's Work or what can be waited for like it."""
+    """Passes a collective to the process group or backend; returns c10d's Work or an object that can be waited on like it."""
     stream_ordered: bool = False
-    """Whether a finished wait() only means "ordered on the current CUDA stream", as NCCL's does."""
+    """Whether a finished wait() only means "ordered on the current CUDA stream", as with NCCL."""
     may_block: bool = False
-    """Whether a call may last until the peers have called too; it is then made on the group's lane, and not by the caller."""
+    """Whether a call may block until the peers have called too; it is then made on the group's lane, not by the caller."""
 
     def program(self, op: Collective, *, rank: int, size: int) -> Program:
-        """The collective as steps that the engine takes."""
+        """The collective as steps that the engine supports."""
         return lower(op, rank=rank, size=size, takes=self.takes)
 
 
@@ -56,7 +56,7 @@ def _movable(op: Collective) -> bool:
 
 
 def one_size(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether all have as many elements."""
+    """Whether all have the same number of elements."""
     return len({t.numel() for t in tensors}) <= 1
 
 
@@ -71,18 +71,18 @@ def _gloo_takes(op: Collective) -> bool:
     if not _plain(op) or not (_movable(op) or kind.is_p2p):
         return False
     if kind.is_p2p and op.device.type != "cpu":
-        return False  # it would hand the system an address of the device
+        return False  # it would pass a device pointer to the kernel's socket calls
     if kind in (OpKind.ALL_REDUCE, OpKind.BROADCAST):
         return len(op.inputs) == 1 and op.inputs[0] is op.outputs[0] and (kind is OpKind.BROADCAST or _gloo_reduces(op))
     if kind is OpKind.ALL_GATHER:
         return one_size(op.outputs)
     if kind is OpKind.ALL_GATHER_INTO_TENSOR:
-        # Gloo compares shapes, but the whole of parts [2, 3] may be [4, 3] as well as [2, 2, 3]: only flat ones are clear.
+        # Gloo compares shapes, but parts of shape [2, 3] may form [4, 3] as well as [2, 2, 3]: only flat ones are unambiguous.
         return len(op.inputs) == 1 and op.inputs[0].dim() == op.outputs[0].dim() == 1
     if kind is OpKind.ALL_TO_ALL_SINGLE:
         return op.splits is None or all(op.splits)
-    # Gloo's reduce may write into tensors that are not the root's, its reduce-scatter and its all-to-all of lists are
-    # recent and partial; they are made of others.
+    # Gloo's reduce may write into the tensors of ranks other than the root, and its reduce-scatter and all-to-all of lists are
+    # recent and incomplete; they are composed of others.
     return kind in (OpKind.GATHER, OpKind.SCATTER, OpKind.SEND, OpKind.RECV)
 
 
@@ -141,8 +141,8 @@ def _set(options: Any, op: Collective, timeout: timedelta) -> Any:
 
 
 def call(pg: Any, op: Collective, timeout: float) -> Any:
-    """Hand `op` to the process group or back end `pg`; returns c10d's Work."""
-    # A sparse tensor is written by giving it new indices and values, which a detached twin would keep for itself.
+    """Pass `op` to the process group or backend `pg`; returns c10d's Work."""
+    # A sparse tensor is written by replacing its indices and values, which a write to a detached alias would not do.
     ins = [t if t.is_sparse or not t.requires_grad else t.detach() for t in op.inputs]
     outs = [t if t.is_sparse or not t.requires_grad else t.detach() for t in op.outputs]
     return _CALLS[op.kind](pg, op, ins, outs, timedelta(seconds=timeout))
@@ -197,11 +197,11 @@ _CALLS: dict[OpKind, Callable[[Any, Collective, list[Tensor], list[Tensor], time
 
 
 def _gloo_call(pg: Any, op: Collective, timeout: float) -> Any:
-    """`call`, what is large in pieces: see `pieces`."""
+    """`call`, with large operations in pieces: see `pieces`."""
     return cut(pg, op, timeout, call) or call(pg, op, timeout)
 
 
 GLOO = Engine("gloo", _gloo_takes, _gloo_call)
 NCCL = Engine("nccl", _nccl_takes, call, stream_ordered=True)
 KNOWN: Mapping[str, Engine] = MappingProxyType({"gloo": GLOO, "nccl": NCCL})
-"""Engines in C++ by the name of their back end."""
+"""C++ engines by backend name."""

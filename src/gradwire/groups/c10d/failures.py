@@ -1,4 +1,4 @@
-"""Engines' errors in gradwire's words: one table from what c10d's engines say to what it means."""
+"""Translates c10d's errors into gradwire's, by patterns in their messages."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ def translate(error: BaseException, work: Work, engine: str, membership: Members
     """The gradwire error for what `engine` raised during `work`, with the original as its cause."""
     if isinstance(error, GradwireError) and not isinstance(error, CollectiveTimeout):
         return error
-    said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     where = work.ledger.where(work)
     translated: GroupError
     if isinstance(
         error, CollectiveTimeout
-    ):  # of a gradwire group under torch's names: it knows the operation by another label
+    ):  # from a gradwire group behind torch's API, which has another label for the operation
         translated = CollectiveTimeout(
-            f"{where}: {engine} ran out of time. It said: {error}",
+            f"{where}: {engine} timed out: {error}",
             op=work.op.signature,
             joined=error.joined,
             missing=error.missing,
         )
-    elif _PEER_GONE.search(said):
+    elif _PEER_GONE.search(text):
         rank, why = (None, "a peer is gone") if membership is None else membership.find_culprit(membership.joined)
         translated = PeerLost(
-            f"{where}: {why}. Look at that rank's own output for the cause; this group cannot be used any more. "
-            f"{engine} said: {said}",
+            f"{where}: {why}. Look at that rank's output for the cause; this group can no longer be used. "
+            f"Error of {engine}: {text}",
             rank=rank,
             op=work.op.signature,
         )
-    elif _TIMED_OUT.search(said):
+    elif _TIMED_OUT.search(text):
         known = work.ledger.timed_out(work, work.timeout)
         translated = CollectiveTimeout(
-            f"{known} {engine} said: {said}", op=known.op, joined=known.joined, missing=known.missing
+            f"{known} Error of {engine}: {text}", op=known.op, joined=known.joined, missing=known.missing
         )
     else:
-        translated = GroupError(f"{where}: {engine} failed. It said: {said}")
-    # Frames of a traceback hold the engine's Work, and with it the engine's connections.
+        translated = GroupError(f"{where}: {engine} failed: {text}")
+    # The frames of a traceback hold the engine's Work, and with it the engine's connections.
     error.__context__ = None
     translated.__cause__ = error.with_traceback(None)
     return translated

@@ -1,11 +1,11 @@
-"""Makes gloo engines: at which address this host listens for the others, and what is wrong when they do not meet.
+"""Makes gloo engines: picks the address on which this host listens, and explains failed connections.
 
 Note [Gloo's address]
-Left to itself gloo listens at what this host's name resolves to: on Debian 127.0.1.1, elsewhere perhaps nothing at all, and ranks
-on other hosts try to connect to themselves. Ranks that meet over TCP have a better one: that with which this host reaches the
-store leads to the others. On the store's own host that may be a loopback address as well, since its name resolves to one there;
-then it is the address at which ranks on other hosts have found the store. Ranks that meet in a private store are on one host, and
-use its loopback address. `GLOO_SOCKET_IFNAME`, which gloo reads itself, overrules.
+By default gloo listens on the address that this host's name resolves to: on Debian 127.0.1.1, elsewhere perhaps nothing at all, and
+ranks on other hosts try to connect to themselves. Ranks that meet over TCP have a better one: the local address of the connection
+to the store, which the others can reach. On the store's own host that may be a loopback address as well, since its name resolves
+to one there; then it is the address at which ranks on other hosts have found the store. Ranks that meet in a private store are on
+one host, and use its loopback address. `GLOO_SOCKET_IFNAME`, which gloo reads itself, takes precedence.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gradwire.groups.rendezvous import Rendezvous
 from gradwire.groups.tcp_store import LOOPBACK
 
 ENGINE_MARGIN = 1.0
-"""Seconds after our own deadline at which the engine gives an operation up. Ours is first, because it can name who is missing."""
+"""Seconds by which the engine's deadline is later than ours. Ours comes first, because it can name the missing ranks."""
 
 
 def make_gloo(store: Any, rank: int, size: int, timeout: float) -> Any:
@@ -45,9 +45,9 @@ def make_gloo(store: Any, rank: int, size: int, timeout: float) -> Any:
     except RuntimeError as error:
         listen = {r: _choose(r, known) or "what its host's name resolves to" for r in range(size)}
         raise GroupError(
-            f"{what}: all ranks have come, but gloo could not connect them: {str(error).splitlines()[0]} "
-            f"Addresses, by rank: {listen}. See whether each can be reached from the other hosts, or name the network: "
-            "GLOO_SOCKET_IFNAME=eth0 on every rank."
+            f"{what}: all ranks have arrived, but gloo could not connect them: {str(error).splitlines()[0]} "
+            f"Addresses, by rank: {listen}. Check that each can be reached from the other hosts, or choose the network "
+            "interface: GLOO_SOCKET_IFNAME=eth0 on every rank."
         ) from error
 
 
@@ -59,7 +59,7 @@ def _default_device() -> Any:
 
 
 Ways = tuple[str, str]
-"""The address with which a rank reaches the store, and that of the store as it sees it; empty where neither can be told."""
+"""The local address of a rank's connection to the store, and the store's address as the rank sees it; empty where unknown."""
 
 
 def _ways(store: Any) -> Ways:
@@ -73,7 +73,7 @@ def _ways(store: Any) -> Ways:
     try:
         family, kind, protocol, _, there = socket.getaddrinfo(tcp.host, tcp.port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(there)  # of a datagram socket: nothing is sent
+            probe.connect(there)  # a datagram socket: nothing is sent
             return str(probe.getsockname()[0]), str(there[0])
     except OSError:
         return "", ""

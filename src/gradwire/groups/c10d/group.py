@@ -1,8 +1,8 @@
 """`C10dGroup`: any torch.distributed process group (gloo, nccl, ucc, mpi, or one of your own) as a Group.
 
-What the engine takes is handed to it in the caller's thread, in order; what it lacks is lowered to what it takes and runs as
-a program on the group's lane, or straight through where the engine only orders CUDA streams. Liveness and "who is missing"
-come from the membership in the rendezvous store; without a store they are unknown.
+What the engine supports is passed to it in the caller's thread, in order; what it lacks is lowered to what it supports and runs
+as a program on the group's lane, or in the caller's thread if the engine only orders CUDA streams. Liveness and missing ranks come
+from the membership in the rendezvous store; without a store they are unknown.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from gradwire.groups.work import Work
 
 
 class C10dGroup(Group):
-    """A torch.distributed process group as a Group. Closing it leaves `pg` alone; `C10dGroup.gloo` owns its engine."""
+    """A torch.distributed process group as a Group. Closing it does not affect `pg`; `C10dGroup.gloo` owns its engine."""
 
     def __init__(self, pg: Any, *, name: str | None = None, timeout: float | None = None, store: Any = None) -> None:
-        """`store` is where ranks publish their progress and failures: that of the process group unless given."""
+        """`store` is where ranks publish their progress and failures; by default, the process group's store."""
         if not hasattr(pg, "allreduce"):
             raise UsageError(
-                f"C10dGroup({pg!r}): not a torch.distributed process group. Pass dist.group.WORLD or one like it."
+                f"C10dGroup({pg!r}): not a torch.distributed process group. Pass one, such as dist.group.WORLD."
             )
         super().__init__(
             pg.rank(),
@@ -74,7 +74,7 @@ class C10dGroup(Group):
         self._owned: list[Any] = []
         self._unfinished: list[Work] = []
         self._watchdog.on_tick += [functools.partial(settle_finished, self.ledger), self._monitor.tick]
-        # After the base class's finalizer was made, so that at exit these threads end first.
+        # Created after the base class's finalizer, so that at exit these threads end first.
         self._teardown = Teardown(self.ledger, self._lane, self._poller, self._messages, self._backends, self._owned)
         self._engine_finalizer = finalize_here(self, self._teardown, True)
         leak_in_child(self, self._owned)
@@ -83,7 +83,7 @@ class C10dGroup(Group):
     def gloo(
         cls, store: Any, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT, name: str | None = None
     ) -> C10dGroup:
-        """A group over a gloo engine of its own, built on `store`; closing the group ends the engine."""
+        """A group over its own gloo engine, built on `store`; closing the group destroys the engine."""
         engine = make_gloo(store, rank, size, timeout_seconds("C10dGroup.gloo", timeout))
         group = cls(engine, name=name or "gloo", timeout=timeout, store=store)
         group._own(engine)
@@ -93,7 +93,7 @@ class C10dGroup(Group):
     def nccl(
         cls, store: Any, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT, name: str | None = None
     ) -> C10dGroup:
-        """A group over engines of its own: NCCL for tensors on CUDA devices, gloo for those on the CPU."""
+        """A group over its own engines: NCCL for CUDA tensors, gloo for CPU tensors."""
         if not torch.cuda.is_available() or not dist.is_nccl_available():
             raise UsageError(
                 "C10dGroup.nccl: there is no CUDA device here, or this torch was built without NCCL. Use C10dGroup.gloo."
@@ -104,19 +104,19 @@ class C10dGroup(Group):
         return group
 
     def _own(self, engine: Any) -> None:
-        """From now on the engine ends with the group: nothing else may keep a reference to it."""
+        """Take ownership of the engine: it is destroyed with the group, and nothing else may keep a reference to it."""
         self._owned.append(engine)
         self._given = None
 
     @property
     def pg(self) -> Any:
-        """The process group or engine that carries the bytes; None once closed."""
+        """The process group or engine that moves the bytes; None once closed."""
         return self._owned[-1] if self._owned else self._given
 
     # -- the one verb --------------------------------------------------------------------------------------------------
 
     def submit(self, op: Collective) -> Work:
-        """Hand `op` to the engine, or its parts to the lane."""
+        """Pass `op` to the engine, or its program to the lane."""
         backend, engine = self._backend(op.device)
         if op.kind.is_p2p:
             work = self.begin(op, C10dWork)
@@ -127,7 +127,7 @@ class C10dGroup(Group):
             self._progress.joined += 1
             work.place = self._progress.joined
             if self.size == 1 and is_identity(op):
-                work.finish()  # an engine would be asked to do nothing, some at the price of a pass over the data
+                work.finish()  # nothing to do, and some engines would make a pass over the data
                 return work
             if engine.stream_ordered:
                 self._run_through(work, backend, engine)
@@ -139,10 +139,10 @@ class C10dGroup(Group):
         return work
 
     def _start(self, work: C10dWork, op: Collective, backend: Any, engine: Engine) -> None:
-        """One call of the engine is the whole operation."""
+        """Run an operation that is one call of the engine."""
         work.ledger.started(work, time.perf_counter())
         try:
-            with writing(op.outputs):  # gloo's threads take the caller's mode over
+            with writing(op.outputs):  # gloo's threads inherit the caller's inference mode
                 native = engine.call(backend, apart(op, self.rank), work.timeout + ENGINE_MARGIN)
         except Exception as error:
             self._broken(work, error, engine)
@@ -150,7 +150,7 @@ class C10dGroup(Group):
         work.watch(native, lambda error: self._broken(work, error, engine), self._poller)
 
     def _run_program(self, work: C10dWork, backend: Any, engine: Engine, ready: torch.cuda.Event | None) -> None:
-        """On the lane: one step after another, each waited for."""
+        """On the lane: run one step after another, waiting for each."""
         work.ledger.started(work, time.perf_counter())
         program = engine.program(work.op, rank=self.rank, size=self.size)
         try:
@@ -166,13 +166,13 @@ class C10dGroup(Group):
             work.finish()
         except (
             BaseException
-        ) as error:  # an engine in Python may raise SystemExit too, and later operations need the lane
+        ) as error:  # an engine written in Python may even raise SystemExit, and later operations need the lane
             self._broken(work, error, engine)
         finally:
             program.close()
 
     def _run_through(self, work: C10dWork, backend: Any, engine: Engine) -> None:
-        """Stream-ordered engines: enqueue everything now; the poller notices when the device has done it."""
+        """Stream-ordered engines: enqueue everything now; the poller detects when the device is done."""
         work.ledger.started(work, time.perf_counter())
         try:
             for step in engine.program(work.op, rank=self.rank, size=self.size):
@@ -209,7 +209,7 @@ class C10dGroup(Group):
                     source = native._source_rank() if work.op.peer is None else work.op.peer
                     next(program, None)
                 work.finish(source_rank=source)
-            except BaseException as error:  # of an engine in Python: this thread is needed for other messages
+            except BaseException as error:  # from an engine written in Python: this thread is needed for other messages
                 if not work.is_completed():
                     self._broken(work, error, engine)
 
@@ -218,13 +218,13 @@ class C10dGroup(Group):
         self._messages.put(message)
 
     def orders_streams(self, device: torch.device) -> bool:
-        """As the engine for that device does."""
+        """As the engine for that device."""
         return self._backend(device)[1].stream_ordered
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
     def _broken(self, work: C10dWork, error: BaseException, engine: Engine) -> None:
-        """The engine failed: so does the operation, and with it the group, whose ranks are no longer in step."""
+        """The engine failed: fail the operation and the group, whose ranks are no longer in step."""
         if isinstance(error, UsageError):
             work.fail(error)
             return
@@ -237,7 +237,7 @@ class C10dGroup(Group):
             self.fail(translated)
 
     def fail(self, error: BaseException) -> None:
-        """Fail here, and tell the other ranks."""
+        """Fail here, and report it to the other ranks."""
         if self.forked:
             return
         self._unfinished += list(self.ledger.pending.values())
@@ -251,10 +251,10 @@ class C10dGroup(Group):
         super().check_peers()
 
     def recover(self, timeout: float | None = None) -> None:
-        """Meet the other ranks; where they are out of step, go on over an engine of our own.
+        """Meet the other ranks; if they are out of step, continue over a new engine.
 
-        An engine cannot be told to forget an operation that some ranks have begun, so it is left to its own timeout and a
-        new one is made on the same store. The process group this was made from is then no longer used.
+        An engine cannot cancel an operation that some ranks have begun, so it is left to its own timeout and a new one is
+        made on the same store. The process group this group was made from is then no longer used.
         """
         self.refuse_in_child("recover()")
         if self._monitor.membership is None or isinstance(self.failure, PeerLost):
@@ -268,12 +268,12 @@ class C10dGroup(Group):
         self.failure = None
 
     def _replace_engine(self, prefix: str) -> None:
-        engine = self._backend(torch.device("cpu"))[1]  # and not the back end, whose last reference must not be here
+        engine = self._backend(torch.device("cpu"))[1]  # not the backend, whose last reference must not be here
         if engine.stream_ordered:
             raise UsageError(
-                f"{self}: its {engine.name} engine is out of step and cannot be made anew. Make a new group."
+                f"{self}: its {engine.name} engine is out of step and cannot be recreated. Make a new group."
             )
-        # All ranks have given up what is in the old engine, so it is aborted.
+        # All ranks have abandoned the operations in the old engine, so it is aborted.
         idle = quiesce([backend for backend, _ in self._backends.values()], self._poller.take_abandoned, 0.0)
         self._backends.clear()
         destroy(self._owned, leak=[] if idle else self._poller.take_abandoned())
@@ -281,24 +281,24 @@ class C10dGroup(Group):
         self._own(make_gloo(store, self.rank, self.size, self.timeout))
 
     def arrivals(self, work: Work) -> Arrivals | None:
-        """Who has joined, as far as the store knows."""
+        """Which ranks have joined, according to the store."""
         return self._monitor.arrivals(work)
 
     # -- members and life ----------------------------------------------------------------------------------------------
 
     def _backend(self, device: torch.device) -> tuple[Any, Engine]:
-        """The back end for this device, and what is known about it."""
+        """The backend for this device, and its engine."""
         known = self._backends.get(device.type)
         if known is None:
             known = self._backends[device.type] = find_engine(self.pg, device)
         return known
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
-        """A group over an engine of its own, of the same kind."""
+        """A group over a new engine of the same kind."""
         in_group_rank = ranks.index(self.rank)
         backend, engine = self._backend(torch.device("cpu"))
         if engine.name == "gloo" and self._store is not None:
-            # Several groups over one process group may split off parts of one name: each part has its own place in the store.
+            # Several groups over one process group may split off parts with the same name: each part has its own prefix.
             number = self._store.add(f"{name}/{in_group_rank}/parts", 1)
             store = self._monitor.part_of(self._store, f"{name}/{number}")
             return C10dGroup.gloo(store, in_group_rank, len(ranks), timeout=self.timeout, name=name)
@@ -318,4 +318,4 @@ class C10dGroup(Group):
         self._monitor.leave(self.failure)
         if self._engine_finalizer.detach() is not None:
             self._teardown(bool(self._owned))
-        self._given = None  # a closed group must not keep somebody else's engine alive
+        self._given = None  # a closed group must not keep the caller's engine alive

@@ -1,10 +1,10 @@
 """The threads that wait for sends and receives.
 
 Note [Threads for messages]
-Messages of different peers and tags finish in any order, gloo's Work of a message can only be waited on, and a wait that times out
-closes the whole engine's connections. So each message is waited for once, to its deadline, by a thread. There are at most
-`LIMIT` of them, plus one for each message that a caller waits for: so a caller never waits behind somebody else's message. What
-nobody waits for is noticed when a thread is free.
+Messages with different peers and tags finish in any order, gloo's Work of a message can only be waited on, and a wait that times
+out closes all connections of the engine. So each message is waited for once, up to its deadline, by a thread. There are at most
+`LIMIT` of them, plus one for each message that a caller waits for: so a caller never waits behind other messages. A message without
+a waiting caller is settled when a thread is free.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LIMIT = 16
 
 
 class Message:
-    """A send or receive that was handed to the engine, and what to do about its end."""
+    """A send or receive that was passed to the engine, and what to do when it ends."""
 
     __slots__ = ("finish", "native")
 
@@ -29,7 +29,7 @@ class Message:
 
 
 class MessageThreads:
-    """At most `LIMIT` threads, and those asked for by `hurry`. They end when there is nothing to wait for."""
+    """At most `LIMIT` threads, plus those started by `hurry`. They end when there is nothing to wait for."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -46,7 +46,7 @@ class MessageThreads:
                 self._queue.append(message)
 
     def hurry(self, message: Message) -> None:
-        """Wait for `message` now: a caller does."""
+        """Wait for `message` now, because a caller does."""
         with self._lock:
             try:
                 self._queue.remove(message)
@@ -73,12 +73,12 @@ class MessageThreads:
                     self._running[me] = message
 
     def natives(self) -> list[Any]:
-        """What threads are waiting for in the engine."""
+        """c10d's Works that threads are waiting for in the engine."""
         with self._lock:
             return [message.native for message in self._running.values()]
 
     def stop(self, timeout: float) -> bool:
-        """Forget what is queued and wait until the threads have left the engine. Whether they have."""
+        """Drop what is queued and wait until the threads have left the engine. Whether they have."""
         with self._lock:
             self._queue.clear()
             threads = list(self._running)

@@ -1,9 +1,9 @@
 """Makes NCCL engines.
 
 Note [A store that needs no interpreter]
-Threads of NCCL's engine call the store it was made with for as long as it lives. A private store is written in Python: such a call
-waits for the interpreter lock, perhaps of a thread that is ending the engine and waits for its threads. So the engine gets a store
-of torch's, in C++, over a private file of its own: each rank opens that file by its name, which it finds in the private store.
+Threads of NCCL's engine call its store for as long as it lives. A private store is written in Python: such a call waits for the
+interpreter lock, which may be held by a thread that is destroying the engine and joining its threads. So the engine gets one of
+torch's C++ stores, over a separate private file: each rank opens that file by its name, which it finds in the private store.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LABEL = "gradwire-nccl-store"
 
 
 def make_nccl(store: Any, rank: int, size: int, timeout: float) -> Any:
-    """A process group of all ranks that have met in `store`: NCCL for tensors on CUDA devices, gloo for those on the CPU."""
+    """A process group of all ranks that have met in `store`: NCCL for CUDA tensors, gloo for CPU tensors."""
     kinds, nccl = dist.ProcessGroup.BackendType, dist.ProcessGroupNCCL
     cpu = make_gloo(store, rank, size, timeout)
     store, fd = _without_interpreter(store, rank, timeout)
@@ -43,12 +43,12 @@ def make_nccl(store: Any, rank: int, size: int, timeout: float) -> Any:
             os.close(fd)
         raise
     if fd is not None:
-        weakref.finalize(pg, os.close, fd).atexit = False  # the engine may still be there then
+        weakref.finalize(pg, os.close, fd).atexit = False  # the engine may still exist at exit
     return pg
 
 
 def _without_interpreter(store: Any, rank: int, timeout: float) -> tuple[Any, int | None]:
-    """A store in C++ alone, for the same ranks, and the descriptor that it needs. See Note [A store that needs no interpreter]."""
+    """A pure C++ store for the same ranks, and the descriptor it needs. See Note [A store that needs no interpreter]."""
     if not isinstance(innermost(store), PrivateStore):
         return store, None
     fd = create(_LABEL) if rank == 0 else open_private(store.get(_NAME).decode(), _LABEL)

@@ -1,14 +1,14 @@
-"""Large exchanges over gloo, cut into pieces that are under way together.
+"""Large exchanges over gloo, split into pieces that are in flight at the same time.
 
 Note [Why in pieces]
 Gloo moves a message over one connection from a single buffer, and while it writes a long one it hardly reads. When two ranks send
-each other something at the same time, as in an all-to-all or an all-gather, a link that carries both directions at once is then
-often used in one after the other: 3.6 MB each way over 100 Mbit/s took between 0.30 and 0.60 s where the link needs 0.29. In pieces
-of 256 KiB, all begun at once, it took 0.30 to 0.35. Over 1 Gbit/s it made no difference (0.031 s, and 0.028 in one piece, which now
-and then took 0.054). Only between processes of one machine, where nothing waits for a wire, pieces cost: 12 ms instead of 5. Shared
-memory is for those. Gloo's own ring all-reduce goes in segments already.
+to each other at the same time, as in an all-to-all or an all-gather, a full-duplex link is then often used in one direction after
+the other: 3.6 MB each way over 100 Mbit/s took between 0.30 and 0.60 s where the link needs 0.29. In pieces of 256 KiB, all started
+at once, it took 0.30 to 0.35. Over 1 Gbit/s it made no difference (0.031 s, and 0.028 in one piece, which occasionally took 0.054).
+Pieces are slower only between processes of one machine, where no link is the limit: 12 ms instead of 5. Shared memory is for
+those. Gloo's own ring all-reduce is already split into segments.
 
-Every rank cuts alike: only what has the same size on all of them is cut.
+Every rank splits alike: only what has the same size on all of them is split.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _MARGIN = timedelta(milliseconds=2)
 
 Call = Callable[[Any, Collective, float], Any]
 Step = tuple[Any, Callable[[], object]]
-"""c10d's Work of a piece, and what is to do when it is over."""
+"""c10d's Work of a piece, and what to do when it is done."""
 
 
 def cut(pg: Any, op: Collective, timeout: float, call: Call) -> Any:
-    """`op`, begun in pieces, as something to be waited for like c10d's Work; None if it is not to be cut."""
+    """`op`, started in pieces, as an object with c10d's Work interface; None if it is not split."""
     equal = op.kind is OpKind.ALL_GATHER_INTO_TENSOR or (op.kind is OpKind.ALL_TO_ALL_SINGLE and op.splits is None)
     if not equal or op.device.type != "cpu" or len(op.inputs) != 1 or pg.size() == 1:
         return None
@@ -59,17 +59,17 @@ def cut(pg: Any, op: Collective, timeout: float, call: Call) -> Any:
 
 
 class Pieces:
-    """What c10d's Work is to those who wait: over when every piece is, and every piece in its place."""
+    """Stands in for c10d's Work: done when every piece is done and in place."""
 
     def __init__(self, steps: list[Step]) -> None:
         self._steps = steps[::-1]
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for all; raises what a piece raised, or after `timeout` a RuntimeError as c10d does."""
+        """Wait for all; raises what a piece raised, or, like c10d, a RuntimeError after `timeout`."""
         deadline = None if timeout is None else time.perf_counter() + timeout.total_seconds()
         if not self._lock.acquire(timeout=-1 if timeout is None else timeout.total_seconds()):
-            raise RuntimeError("another thread waits for the pieces of this operation, and has not come to their end")
+            raise RuntimeError("another thread is still waiting for the pieces of this operation")
         try:
             while self._steps:
                 native, put = self._steps[-1]
@@ -84,5 +84,5 @@ class Pieces:
         return True
 
     def is_completed(self) -> bool:
-        """Whether the engine is done with all of them, well or badly."""
+        """Whether all of them have finished or failed."""
         return all(native.is_completed() for native, _ in list(self._steps))

@@ -1,18 +1,17 @@
-"""What a process group written in Python returns, as something that can be waited for like c10d's Work.
+"""Adapts what a process group written in Python returns to the interface of c10d's Work.
 
 Note [Work written in Python]
-Three things come back from such a group, and torch's base class answers for none of them whether they are over:
+Such a group returns one of three things, and torch's base class cannot report for any of them whether they are done:
 
-- a Work of torch's own, from an engine it delegates to, or `_create_work_from_future(future)`, which cannot be waited for with a
-  timeout and does not raise what its future holds;
+- a C++ Work of torch, from an engine it delegates to, or `_create_work_from_future(future)`, which cannot be waited for with a
+  timeout and does not raise the error in its future;
 - a subclass of torch's Work, or any other object, with `wait(timeout)` and `get_future()`: the two methods that torch calls;
 - the same with `wait` alone.
 
-A future tells by itself when it is over, so it is asked first; `wait` is called then, because it may be where the group puts the
-result into place. Without a future a thread calls `wait`, with the operation's deadline. Whoever waits here waits for an event, for
-as long as they like.
+A future reports its own completion, so it is used first; then `wait` is called, because it may be where the group writes the
+result. Without a future a thread calls `wait`, with the operation's deadline. Callers wait for an event, with any timeout.
 
-DDP's reducer takes the result of an all-reduce from the future, and not from the tensors it passed in; so do we where they differ.
+DDP's reducer takes the result of an all-reduce from the future, not from the tensors it passed in; so do we where they differ.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from gradwire.errors import UsageTypeError
 
 
 def adapt(work: Any, op: Collective, method: str, timeout: float) -> Any:
-    """What `method` returned for `op`, with `wait(timeout)` that can be repeated, `is_completed` that is true, and errors."""
+    """What `method` returned for `op`, with a repeatable `wait(timeout)`, a reliable `is_completed`, and errors."""
     if type(work) is dist.Work:
         return _TorchWork(work, op)
     waits, has_future = (callable(_own(work, name)) for name in ("wait", "get_future"))
@@ -48,7 +47,7 @@ def adapt(work: Any, op: Collective, method: str, timeout: float) -> Any:
 
 
 def _wait(work: Any, timeout: timedelta) -> None:
-    """C++ passes a timeout, Python's `dist` does not: some implementations need one, and some do not know of any."""
+    """C++ passes a timeout, Python's `dist` does not: some implementations require one, and some do not accept any."""
     try:
         inspect.signature(work.wait).bind(timeout)
     except TypeError:
@@ -58,13 +57,13 @@ def _wait(work: Any, timeout: timedelta) -> None:
 
 
 def _own(work: Any, name: str) -> Any:
-    """A method that is not the one of torch's base class, which does nothing useful in Python."""
+    """A method that is not inherited from torch's base class, whose own does nothing useful in Python."""
     inherited = isinstance(work, dist.Work) and getattr(type(work), name, None) is getattr(dist.Work, name)
     return None if inherited else getattr(work, name, None)
 
 
 class _TorchWork:
-    """A Work of torch's own. See Note [Work written in Python]."""
+    """A C++ Work of torch. See Note [Work written in Python]."""
 
     def __init__(self, work: Any, op: Collective) -> None:
         self._work = work
@@ -72,7 +71,7 @@ class _TorchWork:
         self._wrapped: _PythonWork | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As c10d's, with or without a timeout."""
+        """Like c10d's, with or without a timeout."""
         if self._wrapped is None:
             try:
                 return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
@@ -83,7 +82,7 @@ class _TorchWork:
         return self._wrapped.wait(timeout)
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or badly."""
+        """Whether it has finished or failed."""
         return bool(self._work.is_completed())
 
     def _source_rank(self) -> int:
@@ -91,7 +90,7 @@ class _TorchWork:
 
 
 class PythonOutcome:
-    """Over when its event is set; what happens then happens once, in the thread that comes first. No engine in C++ waits for it."""
+    """Done when its event is set; `_finish` then runs once, in the first thread that waits. No C++ engine waits for it."""
 
     def __init__(self, op: Collective) -> None:
         self._op = op
@@ -101,7 +100,7 @@ class PythonOutcome:
         self._error: BaseException | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Raise what it failed with, or RuntimeError if it is not over in time, as c10d's does."""
+        """Raise the error it failed with, or, like c10d, RuntimeError if it is not done in time."""
         if not self._over.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError(f"{self._op}: still running after {timeout}")
         with self._lock:
@@ -111,25 +110,25 @@ class PythonOutcome:
                     self._finish()
                 except BaseException as error:
                     self._error = error
-                # An error's traceback holds this object, which holds the error: the circle must not keep the group's engine.
+                # An error's traceback holds this object, which holds the error: the cycle must not keep the group's engine alive.
                 self._release()
         if self._error is not None:
             raise self._error
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or badly."""
+        """Whether it has finished or failed."""
         return self._over.is_set()
 
     def _finish(self) -> None:
-        """Put the result into place, or raise what went wrong."""
+        """Write the result to the outputs, or raise the error."""
 
     def _release(self) -> None:
         """Drop what is no longer needed."""
 
 
 class _PythonWork(PythonOutcome):
-    """Over when its future is."""
+    """Done when its future is."""
 
     def __init__(self, op: Collective, future: Any, work: Any, timeout: float) -> None:
         super().__init__(op)
@@ -144,7 +143,7 @@ class _PythonWork(PythonOutcome):
         if self._work is not None:
             _wait(self._work, self._timeout)
         value = self._future.wait()
-        if isinstance(value, BaseException):  # what set_exception stores, after the future has been through C++
+        if isinstance(value, BaseException):  # what set_exception stores, once the future has passed through C++
             raise value
         if self._op.kind is OpKind.ALL_REDUCE:
             _take(value, self._op.outputs)
@@ -159,7 +158,7 @@ class _PythonWork(PythonOutcome):
 
 
 def _take(value: Any, outputs: tuple[Tensor, ...]) -> None:
-    """The result as DDP's reducer takes it: from the future, unless that holds the very tensors."""
+    """Take the result as DDP's reducer does: from the future, unless it holds the output tensors themselves."""
     results = [value] if isinstance(value, Tensor) else value
     if not isinstance(results, Sequence) or len(results) != len(outputs):
         return
@@ -169,7 +168,7 @@ def _take(value: Any, outputs: tuple[Tensor, ...]) -> None:
 
 
 class _WaitedWork(PythonOutcome):
-    """Over when its `wait` returns, in a thread of its own."""
+    """Done when its `wait` returns, in a separate thread."""
 
     def __init__(self, op: Collective, work: Any, timeout: float) -> None:
         super().__init__(op)
@@ -182,7 +181,7 @@ class _WaitedWork(PythonOutcome):
             _wait(self._work, self._timeout)
             if self._op.device.type == "cuda":
                 torch.cuda.current_stream(self._op.device).synchronize()
-        except BaseException as error:  # a thread that ends by SystemExit ends in silence
+        except BaseException as error:  # SystemExit would silently end the thread
             self._error = error
         self._over.set()
 

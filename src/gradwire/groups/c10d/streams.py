@@ -1,11 +1,11 @@
 """Side CUDA streams for the worker threads.
 
-Note [CUDA tensors over an engine of the host]
+Note [CUDA tensors over a host engine]
 Gloo takes CUDA tensors and works on the host: it reads them in the order of the calling thread's current stream, and the result is
 ordered before later work on the waiting thread's current stream. But the current stream is thread-local: the lane and the poller
-do not see the stream on which a gradient was made, nor the one on which it will be read. So they use `SideStreams`: a stream of
-their own that waits for what the submitter had enqueued. They synchronize it, so the result of a finished Work is in memory, for
-every stream.
+do not see the stream on which a gradient was computed, nor the one on which it will be read. So they use `SideStreams`: a separate
+stream that waits for what the submitter had enqueued. They synchronize it, so the result of a finished Work is visible to every
+stream.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 
 class SideStreams:
-    """One side stream per CUDA device. See Note [CUDA tensors over an engine of the host]."""
+    """One side stream per CUDA device. See Note [CUDA tensors over a host engine]."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}

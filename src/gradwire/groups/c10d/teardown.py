@@ -1,18 +1,18 @@
-"""Ends engines of torch.distributed without leaving a thread inside them.
+"""Destroys torch.distributed engines without leaving a thread inside them.
 
 Note [The engine's threads and the interpreter's end]
-A C++ thread that waits for the interpreter lock when the interpreter ends is unwound by force, which C++ answers with
-"terminate called without an active exception": the program aborts although all is well. Two kinds of thread wait for it. A Python
-thread inside a call of the engine, such as its destructor, which waits for the operations in it. And a worker thread of gloo's own:
-it drops an operation's tensors after the operation counts as completed, and takes the lock if theirs was the last reference.
+A C++ thread that waits for the interpreter lock when the interpreter shuts down is unwound by force, which C++ answers with
+"terminate called without an active exception": the program aborts although nothing is wrong. Two kinds of threads wait for it: a
+Python thread inside a call of the engine, such as its destructor, which waits for its operations; and a worker thread of gloo,
+which drops an operation's tensors after the operation counts as completed, and takes the lock if it held the last reference.
 
 So when a group ends, and at interpreter exit, operations get a moment to finish. If some do not, gloo's connections are aborted,
 which fails everything in them at once. Then no Python thread is inside, and the destructor, which joins gloo's threads, takes
-milliseconds. An engine that is busy in spite of all that is not destroyed: a reference to it is leaked.
+milliseconds. An engine that is still busy after that is not destroyed: a reference to it is leaked.
 
 Note [Aborting gloo]
 `ProcessGroupGloo.abort()` leaves operations where they are. But a receive that times out closes all connections of its engine, and
-every operation fails with "Application timeout caused pair closure"; a receive with a tag that nobody uses always times out.
+every operation fails with "Application timeout caused pair closure"; a receive with an unused tag always times out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOMENT = 0.5
 """Seconds that operations in the engine get to finish when the group ends."""
 _PAUSE = 0.005
 _ABORTED_WITHIN = 5.0
-"""Seconds within which operations of aborted connections have failed: milliseconds, on a machine that is not overloaded."""
+"""Seconds within which operations on aborted connections fail; it takes milliseconds unless the machine is overloaded."""
 
 
 def abort_gloo(engine: Any) -> None:
@@ -51,11 +51,11 @@ def abort_gloo(engine: Any) -> None:
         try:
             engine.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
         except RuntimeError:
-            pass  # the timeout that was asked for, which closes all others; or this one is closed already, and others may not be
+            pass  # the intended timeout, which closes all connections; or this one is already closed, and others may not be
 
 
 def is_idle(natives: Sequence[Any], within: float) -> bool:
-    """Whether the engine is done with all of `natives`, waiting for it at most so many seconds."""
+    """Whether the engine is done with all of `natives`; waits for that at most `within` seconds."""
     deadline = time.monotonic() + within
     while any(not native.is_completed() for native in natives):
         if time.monotonic() >= deadline:
@@ -65,7 +65,7 @@ def is_idle(natives: Sequence[Any], within: float) -> bool:
 
 
 def quiesce(engines: Sequence[Any], natives: Callable[[], Sequence[Any]], patience: float) -> bool:
-    """Let `natives` finish, at most `patience` seconds, then abort their engines. Whether no operation is in them any more."""
+    """Let `natives` finish, for at most `patience` seconds, then abort their engines. Whether no operation is left in them."""
     if is_idle(natives(), patience):
         return True
     abortable = [engine for engine in engines if isinstance(engine, ProcessGroupGloo)]
@@ -75,9 +75,9 @@ def quiesce(engines: Sequence[Any], natives: Callable[[], Sequence[Any]], patien
 
 
 def destroy(owned: list[Any], *, leak: Sequence[Any]) -> None:
-    """Drop the references to the engines in `owned`, the last ones.
+    """Drop the last references to the engines in `owned`.
 
-    With operations in them that cannot be stopped, `leak`, engines and operations live on forever: a destructor would wait.
+    If operations in them, `leak`, cannot be stopped, engines and operations are leaked: a destructor would wait for them.
     """
     if leak and owned:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object([*leak, *owned]))
@@ -91,7 +91,7 @@ def destroy(owned: list[Any], *, leak: Sequence[Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Teardown:
-    """Ends what a group has in its engines, at its end or the interpreter's. Does not keep the group alive.
+    """Stops a group's operations and destroys its engines, when it is closed or at exit. Does not keep the group alive.
 
     See Note [The engine's threads and the interpreter's end].
     """
@@ -104,7 +104,7 @@ class Teardown:
     owned: list[Any]
 
     def __call__(self, abort: bool) -> None:
-        """Stop the threads and drop the engines. `abort` what is in them: a process group that is not ours only at exit."""
+        """Stop the threads and drop the engines. `abort` their operations; in a process group that is not ours, only at exit."""
         self.lane.stop(timeout=2.0)
         self.poller.stop(timeout=2.0)
         idle = True
@@ -113,7 +113,7 @@ class Teardown:
             idle &= self.messages.stop(timeout=5.0)
         self.backends.clear()
         leak = [] if idle else [native for native in self._natives() if not isinstance(native, PythonOutcome)]
-        self.poller.abandoned.clear()  # a Work of ours that somebody keeps knows the poller, and must not keep the engine
+        self.poller.abandoned.clear()  # a Work that a caller keeps references the poller, and must not keep the engine alive
         destroy(self.owned, leak=leak)
 
     def _natives(self) -> list[Any]:

@@ -1,9 +1,9 @@
-"""A Work over c10d's Work, and the thread that notices when those are over.
+"""A Work over c10d's Work, and the thread that detects when those are done.
 
-Note [Who notices that the engine is done]
+Note [Who detects that the engine is done]
 The caller, if it waits: it waits inside the engine and settles the Work itself, so a synchronous operation wakes no other
-thread. The poller's thread, if somebody wants to be told at once: a future, a done-callback, a completion hook, a listener.
-The watchdog's tick otherwise, which is soon enough for a Work that was dropped.
+thread. The poller's thread, if something must be called promptly: a future, a done-callback, a completion hook, a listener.
+Otherwise the watchdog's tick, which is soon enough for a Work that was dropped.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _SLICE = 0.1
 
 
 def wait_slice(native: Any, limit: float = _SLICE) -> bool:
-    """Wait a moment for c10d's Work: True if it is over and well, False if it still runs; raises if it failed.
+    """Wait briefly for c10d's Work: True if it has finished, False if it still runs; raises if it failed.
 
     Note [Waiting in slices]
-    A wait that times out raises, leaves the operation running, and looks like a failure; so after one, completion is
-    asked for, and a completed Work waited on once more says at once which it was. Slices let a thread see that its owner
-    is closing: a thread that sits inside the engine when the interpreter ends may take the process down with it.
+    A wait that times out raises, leaves the operation running, and looks like a failure; so after one, `is_completed` is
+    checked, and a completed Work is waited on once more, which returns or raises at once. Slices let a thread see that its
+    owner is closing: a thread that is inside the engine when the interpreter shuts down may crash the process.
     """
     try:
         native.wait(timedelta(seconds=max(limit, 0.002)))  # c10d rounds to milliseconds, and 0 would mean "forever"
@@ -44,11 +44,11 @@ def wait_slice(native: Any, limit: float = _SLICE) -> bool:
 
 
 def _ignore(error: BaseException) -> None:
-    """The Work is settled already."""
+    """The Work is already settled."""
 
 
 class C10dWork(Work):
-    """A Work whose engine can be waited on: by the caller itself, or by the poller if nobody does."""
+    """A Work whose engine can be waited on: by the caller, or by the poller if no caller waits."""
 
     def __init__(self, op: Collective, ledger: Ledger, *, seq: int, timeout: float) -> None:
         super().__init__(op, ledger, seq=seq, timeout=timeout)
@@ -63,14 +63,14 @@ class C10dWork(Work):
         self._attended = False
 
     def watch(self, native: Any, on_error: Callable[[BaseException], None], poller: CompletionPoller) -> None:
-        """From now on `native` tells how it goes."""
+        """From now on follow `native`."""
         self._on_error = on_error
         self._poller = poller
         self.native = native
         self._attend_if_wanted()
 
     def watch_stream(self, poller: CompletionPoller) -> None:
-        """From now on the current CUDA stream tells: the result is there when it has come this far."""
+        """From now on follow the current CUDA stream: the result is ready when the stream reaches this point."""
         self._poller = poller
         self._event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(self.op.device))
@@ -83,12 +83,12 @@ class C10dWork(Work):
 
     def _settle(self, error: BaseException | None, source_rank: int | None) -> bool:
         settled = super()._settle(error, source_rank)
-        native, self.native = self.native, None  # whoever keeps this Work must not keep the engine's sockets open
+        native, self.native = self.native, None  # a caller that keeps this Work must not keep the engine's sockets open
         if native is not None and not native.is_completed() and self._poller is not None:
             self.left_in_engine = True
             self._poller.abandon(native)
         self.on_block = None
-        self._on_error = _ignore  # it knows the group and this Work: a cycle that would keep the tensors alive
+        self._on_error = _ignore  # it references the group and this Work: a cycle that would keep the tensors alive
         return settled
 
     def _attend_if_wanted(self) -> None:
@@ -98,16 +98,16 @@ class C10dWork(Work):
             self._poller.put(self)
 
     def add_done_callback(self, fn: Callable[[Work], None]) -> None:
-        """As in Work; the poller sees to it that it is called promptly."""
+        """As in Work; the poller makes sure that it is called promptly."""
         super().add_done_callback(fn)
         self._attend_if_wanted()
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or badly."""
+        """Whether it has finished or failed."""
         return self.settled or self.look()
 
     def is_success(self) -> bool:
-        """Whether it is over and the outputs hold the result."""
+        """Whether it has finished and the outputs hold the result."""
         return self.is_completed() and self._error is None
 
     def look(self) -> bool:
@@ -118,7 +118,7 @@ class C10dWork(Work):
         return self.settled
 
     def poll(self, limit: float) -> bool:
-        """Wait a moment; settle if the engine is done. True once settled."""
+        """Wait briefly; settle if the engine is done. True once settled."""
         native, event = self.native, self._event
         if self.settled:
             return True
@@ -139,7 +139,7 @@ class C10dWork(Work):
         return True
 
     def wait_settled(self, limit: float) -> bool:
-        """As in Work, inside the engine; an operation of a CUDA stream orders the current stream instead."""
+        """As in Work, but inside the engine; an operation on a CUDA stream orders the current stream instead."""
         if self._event is not None:
             torch.cuda.current_stream(self.op.device).wait_event(self._event)
             return True
@@ -152,7 +152,7 @@ class C10dWork(Work):
         return super().wait_settled(max(0.0, deadline - time.perf_counter()))
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """On a stream-ordered engine it is fulfilled at once and carries the stream's order, as NCCL's own is."""
+        """As in Work; with a stream-ordered engine it is completed at once and preserves stream order, as with NCCL."""
         future = super().get_future()
         self._attend_if_wanted()
         if self._event is not None and self._future_claim:
@@ -169,7 +169,7 @@ def settle_finished(ledger: Ledger) -> None:
 
 
 class CompletionPoller:
-    """The thread that settles Works nobody waits for. Started with the first; holds no reference to the group."""
+    """The thread that settles Works no caller waits for. Started with the first; holds no reference to the group."""
 
     def __init__(self, name: str) -> None:
         self._worker = Worker(f"poller-{name}")
@@ -181,11 +181,11 @@ class CompletionPoller:
         """c10d's Works that the engine was still busy with when ours failed."""
 
     def put(self, work: C10dWork) -> None:
-        """See to it that `work` is settled when its engine is done. Called in submission order."""
+        """Make sure that `work` is settled when its engine is done. Called in submission order."""
         self._worker.put(lambda: self._settle(work))
 
     def abandon(self, native: Any) -> None:
-        """Keep a Work that nobody waits for any more until the engine is done with it."""
+        """Keep a Work that is no longer waited for until the engine is done with it."""
         with self._lock:
             self.abandoned = [other for other in self.abandoned if not other.is_completed()] + [native]
 
@@ -196,7 +196,7 @@ class CompletionPoller:
             return list(self.abandoned)
 
     def wait(self, native: Any, limit: float, device: torch.device) -> bool:
-        """`wait_slice`, counted, so that `stop` knows when no thread is inside the engine any more."""
+        """`wait_slice`, counted, so that `stop` knows when no thread is inside the engine."""
         if self.stopping:
             return False
         with self._lock:
@@ -211,7 +211,7 @@ class CompletionPoller:
     def _settle(self, work: C10dWork) -> None:
         while not self.stopping and not work.poll(_SLICE):
             if work._event is not None:
-                time.sleep(0.0005)  # CUDA events can be polled, or waited for without a timeout; polling can end
+                time.sleep(0.0005)  # CUDA events can only be waited for without a timeout; polling can be stopped
 
     def stop(self, timeout: float) -> None:
         """End the thread; what is not settled by then is no longer watched."""

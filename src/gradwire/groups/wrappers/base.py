@@ -1,6 +1,6 @@
-"""Groups around groups: `GroupWrapper` passes operations through, `TrackedWrapper` decides itself when they are over.
+"""Groups around groups: `GroupWrapper` passes operations through, `TrackedWrapper` settles them itself.
 
-A wrapper overrides `submit`, or `program`, and cannot forget the other verbs: they all end there.
+A wrapper overrides `submit`, or `program`, and so covers all other verbs: they all call `submit`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from gradwire.groups.work import Work
 
 
 class GroupWrapper(Group):
-    """A group around another: override `submit`, inherit the rest. Shares the inner group's ledger, and so its failure and end."""
+    """A group around another: override `submit`, inherit the rest. Shares the inner group's ledger, failure and closed state."""
 
     shares_ledger: bool = True
-    """Whether the inner group's ledger counts the operations, once for however many wrappers."""
+    """Whether the inner group's ledger is used, so that an operation is counted once for any number of wrappers."""
 
     def __init__(self, inner: Group) -> None:
-        self.inner = inner  # first: a subclass may have properties that ask it
+        self.inner = inner  # first: a subclass may have properties that use it
         super().__init__(
             inner.rank,
             inner.size,
@@ -53,11 +53,11 @@ class GroupWrapper(Group):
         return self.inner.layout
 
     def submit(self, op: Collective) -> Work:
-        """Hand `op` to the inner group."""
+        """Pass `op` to the inner group."""
         return self.inner.submit(op)
 
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
-        """Memory of the inner group."""
+        """Allocate from the inner group."""
         return self.inner.allocate(numel, dtype=dtype, device=device)
 
     def split(self, color: int | None, key: int | None = None) -> Group | None:
@@ -70,11 +70,11 @@ class GroupWrapper(Group):
         return self.rewrap(self.inner.subgroup(ranks, name=name))
 
     def rewrap(self, inner: Group) -> Group:
-        """The same wrapper around another group: what `split` returns. Override when the constructor takes more."""
+        """The same wrapper around another group: what `split` returns. Override if the constructor takes more arguments."""
         return type(self)(inner)
 
     def set_timeout(self, timeout: float) -> None:
-        """Of the inner group, too."""
+        """Set it on the inner group too."""
         super().set_timeout(timeout)
         self.inner.set_timeout(timeout)
 
@@ -87,7 +87,7 @@ class GroupWrapper(Group):
         return self.inner.arrivals(work)
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """Abort the inner group, which may know how to tell its peers."""
+        """Abort the inner group, which may be able to notify its peers."""
         self.inner.abort(reason)
 
     def fail(self, error: BaseException) -> None:
@@ -108,14 +108,14 @@ class GroupWrapper(Group):
 
 
 class TrackedWrapper(GroupWrapper):
-    """A group around another with a ledger of its own: completion hooks and listeners see the caller's operations.
+    """A group around another with its own ledger: completion hooks and listeners see the caller's operations.
 
-    Override `program` to make several operations of the inner group out of one. Programs run on a worker thread, in submission
-    order, so `submit` never blocks and all ranks' steps come in the same order. Sends and receives concern two ranks only; they
-    pass through.
+    Override `program` to turn one operation into several of the inner group. Programs run on a worker thread, in submission
+    order, so `submit` never blocks and the steps have the same order on all ranks. Sends and receives involve only two ranks;
+    they pass through.
 
-    Or override `submit` to decide yourself when an operation is over: begin a Work, hand something to the inner group, enter it
-    in `steps`, and settle.
+    Or override `submit` to settle operations yourself: begin a Work, submit something to the inner group, add it to `steps`,
+    and settle the Work.
     """
 
     shares_ledger = False
@@ -124,7 +124,7 @@ class TrackedWrapper(GroupWrapper):
         super().__init__(inner)
         self.ledger.collect_hook_errors_of(inner.ledger)
         self.steps: dict[int, Work] = {}
-        """What the inner group does just now for an operation, by the operation's number."""
+        """The inner group's current Work for each operation, by the operation's number."""
         self._worker = Worker(f"program-{self.name}-{self.rank}")
         self._order = threading.Lock()
         self._worker_finalizer = finalize_here(self, self._worker.stop, 2.0)
@@ -173,24 +173,24 @@ class TrackedWrapper(GroupWrapper):
             work.finish()
         except CollectiveTimeout as error:
             work.fail(self.late(work, error))
-        except BaseException as error:  # also SystemExit: the thread is needed again
+        except BaseException as error:  # SystemExit too: the thread is needed again
             work.fail(error)
         finally:
             program.close()
             self.steps.pop(work.seq, None)
 
     def late(self, work: Work, error: CollectiveTimeout) -> CollectiveTimeout:
-        """The inner group's timeout, told of the caller's operation instead of a step of it; the missing ranks are the same."""
+        """The inner group's timeout, reworded for the caller's operation instead of its step; the missing ranks are the same."""
         mine = self.ledger.timed_out(work, work.timeout)
-        # Without its traceback, whose frames hold the inner group, and its memory, as long as anybody keeps the error.
+        # Without its traceback, whose frames would keep the inner group and its memory alive as long as the error.
         mine.__cause__ = error.with_traceback(None)
         return mine
 
     def standing(self, op: Collective) -> tuple[int, int]:
-        """Refused: the steps of a program are of all ranks."""
+        """Refuse: all ranks take part in the steps of a program."""
         raise UsageError(
-            f"{op} on {self}: only some ranks take part, and {type(self).__name__} asks all of them about every operation. Put it "
-            f"around the parts instead: HierarchicalGroup({type(self).__name__}(inside), across)."
+            f"{op} on {self}: only some ranks take part, but {type(self).__name__} needs all of them for every operation. Wrap the "
+            f"parts instead: HierarchicalGroup({type(self).__name__}(inside), across)."
         )
 
     def check_usable(self, op: Collective) -> None:
@@ -199,22 +199,22 @@ class TrackedWrapper(GroupWrapper):
         self.inner.check_usable(op)
 
     def orders_streams(self, device: torch.device) -> bool:
-        """Never: an operation is over when the worker thread has settled it."""
+        """Never: an operation is complete when the worker thread has settled it."""
         return False
 
     def arrivals(self, work: Work) -> Arrivals | None:
-        """Who has joined the step the operation is at."""
+        """Which ranks have joined the operation's current step."""
         step = self.steps.get(work.seq)
         if step is None:
             return None
-        # A group may forget who was missing once it has given a step up: what it knew then is in the error.
+        # A group may no longer know which ranks were missing once a step has failed; the error has them.
         late = step.exception()
         if isinstance(late, CollectiveTimeout) and late.joined is not None and late.missing is not None:
             return Arrivals(tuple(late.joined), tuple(late.missing))
         return self.inner.arrivals(step)
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """Abort the inner group, and with it what is in flight here."""
+        """Abort the inner group, and with it the operations in flight here."""
         self.inner.abort(reason)
         Group.abort(self, reason)
 
@@ -229,15 +229,15 @@ class TrackedWrapper(GroupWrapper):
         self.inner.check_peers()
 
     def recover(self, timeout: float | None = None) -> None:
-        """Recover the inner group; what was under way has failed with it."""
+        """Recover the inner group; operations in flight have failed with it."""
         super().recover(timeout)
         self.failure = None
 
     def close(self, timeout: float = 5.0) -> None:
-        """Let what is in flight here finish, then close the inner group."""
+        """Let operations in flight here finish, then close the inner group."""
         Group.close(self, timeout)
 
     def _release(self) -> None:
-        # What was in flight has had its time. First: a step that is still in flight would hold the worker thread.
+        # What was in flight has had its time. This comes first: a step that is still in flight would block the worker thread.
         self._close_part(self.inner)
         self._worker_finalizer()

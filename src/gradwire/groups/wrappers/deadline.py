@@ -10,7 +10,7 @@ from gradwire.groups.wrappers.base import GroupWrapper
 
 
 class Deadline(GroupWrapper):
-    """Gives every operation at most `seconds`, then fails it with CollectiveTimeout, which names who is missing."""
+    """Gives every operation at most `seconds`, then fails it with CollectiveTimeout, which names the missing ranks."""
 
     def __init__(self, inner: Group, *, seconds: float) -> None:
         super().__init__(inner)
@@ -18,7 +18,7 @@ class Deadline(GroupWrapper):
         self.timeout = min(self.seconds, inner.timeout)
 
     def submit(self, op: Collective) -> Work:
-        """Hand it on with its time cut."""
+        """Submit to the inner group with a shorter timeout."""
         return self.inner.submit(op.within(self.seconds))
 
     def rewrap(self, inner: Group) -> Group:

@@ -12,7 +12,7 @@ from gradwire.groups.wrappers.base import GroupWrapper
 class Latched(GroupWrapper):
     """After one operation has failed, refuses every later one at once, with the first failure as the cause.
 
-    Ranks that are out of step would otherwise pair operations that do not belong together, or wait for nobody.
+    Ranks that are out of step would otherwise match operations that do not belong together, or hang.
     """
 
     def __init__(self, inner: Group) -> None:
@@ -20,11 +20,11 @@ class Latched(GroupWrapper):
         self.first_failure: BaseException | None = None
 
     def submit(self, op: Collective) -> Work:
-        """Hand it on, unless something has failed before."""
+        """Submit to the inner group, unless an earlier operation has failed."""
         if self.first_failure is not None:
             raise GroupAborted(
                 f"{op} on rank {self.rank} of {self.name}: refused, because an earlier operation failed with "
-                f"{type(self.first_failure).__name__}: {self.first_failure} Make a new group to go on.",
+                f"{type(self.first_failure).__name__}: {self.first_failure} Make a new group to continue.",
                 reason=str(self.first_failure),
             ) from self.first_failure
         work = self.inner.submit(op)

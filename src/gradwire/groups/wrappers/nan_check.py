@@ -1,5 +1,5 @@
-"""`NanCheck`: finds the rank that brought NaN or infinity. A small collective before every operation: a tool for finding a fault,
-not for every day.
+"""`NanCheck`: finds the rank that contributed NaN or infinity. It adds a small collective to every operation: a debugging tool,
+not for production.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from gradwire.groups.wrappers.base import TrackedWrapper
 
 
 class NanCheck(TrackedWrapper):
-    """All ranks learn which rank brought NaN or infinity, before it spreads to everybody's result.
+    """All ranks learn which rank contributed NaN or infinity, before it spreads to all results.
 
-    Raises NonFiniteGradient on every rank, with the rank and the operation's label; also when finite inputs gave a
-    reduction that is not. On the wire: one byte per rank and operation.
+    Raises NonFiniteGradient on every rank, with the rank and the operation's label; also if the reduction of finite
+    inputs is not finite. On the wire: one byte per rank and operation.
     """
 
     def submit(self, op: Collective) -> Work:
-        """A send is checked here, alone; collectives are checked together."""
+        """A send is checked on this rank only; collectives are checked on all ranks."""
         if op.kind is OpKind.SEND and not _finite(op.inputs):
             raise self._error(op, self.rank)
         return super().submit(op)
 
     def program(self, op: Collective) -> Program:
-        """Gather one flag per rank, then let the operation go."""
+        """Gather one flag per rank, then run the operation."""
         contributes = op.root is None or op.kind not in (OpKind.BROADCAST, OpKind.SCATTER) or op.root == self.rank
         if op.tensors and (op.tensors[0].dtype.is_floating_point or op.tensors[0].dtype.is_complex):
             bad = contributes and not _finite(op.inputs)
@@ -42,7 +42,7 @@ class NanCheck(TrackedWrapper):
         sums = op.kind in (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER, OpKind.REDUCE_SCATTER_TENSOR)
         if sums and not _finite(op.outputs):
             raise NonFiniteGradient(
-                f"{op} of {self.name}: every rank's values were finite, their {op.reduce_op and op.reduce_op.name} is not. "
+                f"{op} of {self.name}: every rank's values were finite, but their {op.reduce_op and op.reduce_op.name} is not. "
                 "Scale down before the reduction, or reduce in a wider dtype.",
                 parameter=op.label or None,
             )
@@ -50,7 +50,7 @@ class NanCheck(TrackedWrapper):
     def _error(self, op: Collective, rank: int, ranks: list[int] | None = None) -> NonFiniteGradient:
         who = f"ranks {ranks}" if ranks and len(ranks) > 1 else f"rank {rank}"
         return NonFiniteGradient(
-            f"{op} of {self.name}: {who} brought NaN or infinity. Look at that rank's batch, loss and learning rate.",
+            f"{op} of {self.name}: {who} contributed NaN or infinity. Check that rank's batch, loss and learning rate.",
             rank=rank,
             parameter=op.label or None,
         )

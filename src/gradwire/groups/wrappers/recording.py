@@ -1,4 +1,4 @@
-"""`Recording`: keeps what was submitted and how it ended."""
+"""`Recording`: records what was submitted and how it ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradwire.groups.wrappers.base import GroupWrapper
 
 
 class Recording(GroupWrapper):
-    """Keeps what was submitted through it and how it ended: the last `limit` of each, oldest first.
+    """Records what was submitted through it and how it ended: the last `limit` of each, oldest first.
 
     >>> import torch
     >>> from gradwire.groups import ThreadGroup
@@ -38,16 +38,16 @@ class Recording(GroupWrapper):
 
     @property
     def finished(self) -> list[WorkInfo]:
-        """What is over, well or badly, in the order in which it ended."""
+        """Operations that have finished or failed, in completion order."""
         return list(self._finished)
 
     def submit(self, op: Collective) -> Work:
-        """Note it down and hand it on."""
+        """Record it and submit it to the inner group."""
         work = self.inner.submit(op)
         self._submitted.append(op.signature)
         work.add_done_callback(lambda done: self._finished.append(done.info))
         return work
 
     def rewrap(self, inner: Group) -> Group:
-        """A recording of its own."""
+        """A separate recording."""
         return Recording(inner, limit=self._limit)
