@@ -1,4 +1,4 @@
-"""Between gradwire and torch.distributed: each other's groups, gradwire as a back end, our hooks in torch's DDP and FSDP."""
+"""Between gradwire and torch.distributed: each other's groups, gradwire as a backend, our hooks in torch's DDP and FSDP."""
 
 from gradwire.interop.as_torch import as_torch_hook
 from gradwire.interop.backend import register_backend

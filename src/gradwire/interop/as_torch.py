@@ -32,34 +32,34 @@ class TorchHook(Protocol):
         """The hook's state on this rank, by parameter name: see `Replica.hook_state_dict`."""
 
     def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from a saved state; every rank calls it, between steps: see `Replica.load_hook_state_dict`."""
+        """Restore a saved state. Every rank calls it, between steps: see `Replica.load_hook_state_dict`."""
 
     def attach_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Have the outer steps of hooks such as `diloco` after this optimizer's: see `Replica.attach_optimizer`."""
+        """Run the outer steps of hooks such as `diloco` after this optimizer's steps: see `Replica.attach_optimizer`."""
 
     def outer_step(self) -> None:
-        """Say that the optimizer has made a step, where none was attached."""
+        """Call this after each optimizer step if no optimizer is attached."""
 
     def average_parameters(self) -> None:
-        """Make the parameters their mean over all ranks, after a hook that leaves them different."""
+        """Average the parameters over all ranks, after a hook that lets them differ."""
 
     def close(self) -> None:
-        """End the hook's group now. Otherwise it ends with DDP, which torch never frees if a hook has raised."""
+        """Close the hook's group now. Otherwise it is closed with DDP, which torch never frees if a hook has raised."""
 
 
 def as_torch_hook(
     hook: CommHook, group: Group | None = None, *, named_parameters: Iterable[tuple[str, Tensor]] = ()
 ) -> TorchHook:
-    """A function of torch's hook interface that reduces every bucket with `hook` over the ranks of `group`.
+    """A torch-style hook that reduces every bucket with `hook` over the ranks of `group`.
 
     It communicates over a duplicate of `group`, made by the first bucket, because torch uses DDP's process group at the same time.
     The default is the process group that DDP passes as the hook's state, `ddp.register_comm_hook(pg, function)`, or else WORLD; so
     the function may be made before `dist.init_process_group`.
 
-    torch tells its hooks no parameter names; pass `model.named_parameters()` to have them in errors and in saved state.
+    torch does not pass parameter names to its hooks; pass `model.named_parameters()` to have them in errors and in saved state.
     The hook's states live as long as the function; when torch rebuilds its buckets they follow their parameters. The function
-    has `hook_state_dict()`, `load_hook_state_dict(d)`, and `close()`, which ends its group; and for hooks such as `diloco`,
-    which need the names, and parameters that are the same on all ranks, `attach_optimizer(optimizer)`, `outer_step()` and
+    has `hook_state_dict()`, `load_hook_state_dict(d)`, and `close()`, which closes its group; and for hooks such as `diloco`,
+    which need the names, and parameters that are equal on all ranks, `attach_optimizer(optimizer)`, `outer_step()` and
     `average_parameters()`.
     """
     check_hooks("as_torch_hook", hook=hook)
@@ -73,9 +73,9 @@ def as_torch_hook(
     def reduce(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
         return adapter.reduce(state, bucket)
 
-    reduce.__annotations__ = {}  # torch refuses a hook whose annotations are text, as they are in this module
+    reduce.__annotations__ = {}  # torch rejects a hook whose annotations are strings, as they are in this module
     reduce.__qualname__ = reduce.__name__ = repr(hook)  # what torch logs
-    # A function with attributes, not an object: torch asks for __qualname__ and looks into the signature.
+    # A function with attributes, not an object: torch reads __qualname__ and inspects the signature.
     for name in TorchHook.__dict__:
         if not name.startswith("_"):
             setattr(reduce, name, getattr(adapter, name))
@@ -88,13 +88,13 @@ class _Adapter:
         self._own = OwnGroup(group, doing=f"as_torch_hook({hook!r})")
         self._names = {id(p): name for name, p in named}
         self._device = named[0][1].device if named else torch.device("cpu")
-        # Only a hook that moves parameters holds them: this adapter lives as long as torch's reducer.
+        # Parameters are kept only for a hook that writes them: this adapter lives as long as torch's reducer.
         self._named = [(n, p) for n, p in named if p.requires_grad] if isinstance(hook, OuterHook) else []
         self._runner: HookRunner | None = None
         self._optimizers = AttachedOptimizers()
         if isinstance(hook, OuterHook) and not self._named:
             raise UsageError(
-                f"as_torch_hook({hook!r}): it moves parameters, and was told of none. "
+                f"as_torch_hook({hook!r}): this hook writes parameters, but none were given. "
                 "Pass named_parameters=model.named_parameters()."
             )
         for spec in _by_kind(named):
@@ -103,14 +103,14 @@ class _Adapter:
             self._begin()
 
     def _begin(self, state: Any = None) -> HookRunner:
-        """The runner, over the original group; a hook that moves parameters takes note of them. Nothing is communicated."""
+        """The runner, over the original group; a hook that writes parameters records them. Does not communicate."""
         group = self._own.original(state)
         if self._runner is None:
             self._runner = HookRunner(self._hook, group, self._named, optimizers=self._optimizers)
         return self._runner
 
     def _communicate(self, state: Any = None) -> HookRunner:
-        """The runner, over the group of this hook alone. The first call is a collective."""
+        """The runner, over this hook's own group. The first call is a collective."""
         runner = self._begin(state)
         group = self._own.get(self._device, state)
         if runner.group is not group:
@@ -131,17 +131,17 @@ class _Adapter:
             future.set_result(pending.wait())
             return future
 
-        def fulfil(kept: HookRunner = runner) -> None:  # until its reduction is over, even if the model is dropped
+        def fulfill(kept: HookRunner = runner) -> None:  # kept until its reduction is done, even if the model is freed
             try:
                 with torch.no_grad():
                     value = pending.wait()
-            except BaseException as error:  # whatever it is: torch waits for this future without a timeout
-                future.set_exception(_as_exception(error, self._hook, spec))  # type: ignore[arg-type]  # a stub of torch's
+            except BaseException as error:  # any exception: torch waits for this future without a timeout
+                future.set_exception(_as_exception(error, self._hook, spec))  # type: ignore[arg-type]  # torch's stub is wrong
             else:
                 future.set_result(value)
 
-        # torch waits for the future in C++ with no way to call back here, so a thread of ours waits for the reduction.
-        threading.Thread(target=fulfil, name=f"gradwire-hook-{spec.index}", daemon=True).start()
+        # torch waits for the future in C++ with no way to call back here, so one of our threads waits for the reduction.
+        threading.Thread(target=fulfill, name=f"gradwire-hook-{spec.index}", daemon=True).start()
         return future
 
     # -- between steps ---------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class _Adapter:
 
     def _spec(self, bucket: Any) -> BucketSpec:
         parameters, buffer = bucket.parameters(), bucket.buffer()
-        # A parameter without a name is called by the place at which it first came, the same on every rank.
+        # A parameter without a name is named by the position at which it first appeared, which is the same on every rank.
         names = [self._names.setdefault(id(p), f"parameter {len(self._names)}") for p in parameters]
         return BucketSpec(
             index=bucket.index(),
@@ -197,19 +197,19 @@ class _Adapter:
 
 
 def _by_kind(named: Sequence[tuple[str, Tensor]]) -> list[BucketSpec]:
-    """The parameters that want a gradient, as one bucket for each dtype and device, for the hook to refuse before any step.
+    """The parameters that require grad, as one bucket per dtype and device, so that the hook can refuse them before any step.
 
-    Which of them will have sparse gradients torch does not tell: those are refused with the first bucket.
+    torch does not expose which of them will have sparse gradients: those are refused with the first bucket.
     """
     return [spec for _, spec, _ in cut([(name, p) for name, p in named if p.requires_grad], 1)]
 
 
 def _as_exception(error: BaseException, hook: CommHook, spec: BucketSpec) -> Exception:
-    """Futures of torch's take no other."""
+    """`error` as an Exception, the only type that torch's futures accept."""
     if isinstance(error, Exception):
         return error
     ended = HookError(
-        f"communication hook {hook!r} on {spec}: ended by {type(error).__name__}: {error}. Look for what raised it.",
+        f"communication hook {hook!r} on {spec}: ended by {type(error).__name__}: {error}. Find out what raised it.",
         hook=repr(hook),
     )
     ended.__cause__ = error

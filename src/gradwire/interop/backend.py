@@ -1,9 +1,9 @@
-"""`register_backend`: gradwire as a back end of torch.distributed, for `dist.init_process_group("gradwire")`.
+"""`register_backend`: gradwire as a torch.distributed backend, for `dist.init_process_group("gradwire")`.
 
 Note [Programs that end without destroy_process_group]
-Most do. A thread that comes out of an engine's wait when the interpreter has ended takes the process down with it, so every
-group made here is closed at interpreter exit. Closing waits a few seconds for what is in flight: a peer that ends at the same
-time ends those waits while Python can still take notice.
+Most do. A thread that returns from an engine's wait after the interpreter has shut down crashes the process, so every group
+made here is closed at interpreter exit. Closing waits a few seconds for operations in flight: if a peer exits at the same time,
+those waits end while Python can still handle it.
 """
 
 from __future__ import annotations
@@ -34,39 +34,37 @@ def register_backend(
     wrap: Wrap | None = None,
     engine: str | BuildGroup | None = None,
 ) -> None:
-    """Make `dist.init_process_group(name)` and `dist.new_group(backend=name)` give gradwire groups.
+    """Make `dist.init_process_group(name)` and `dist.new_group(backend=name)` create gradwire groups.
 
     `kind` moves the bytes: "gloo"; "shared_memory", for processes of one host; "hierarchical", for several hosts; "mpi", for
     processes that one mpirun has started; one of your own (`register_kind`); or a function that makes a group,
     `kind(store, rank, size, timeout=..., name=...)`. `engine` is its old name.
 
-    Every group goes through `wrap` before torch sees it: `register_backend(wrap=Recording)` records what stock DDP does.
-    Calling it again is harmless; the last `wrap` and `kind` count for groups made from then on.
-    `from_process_group(pg)` gives the gradwire group of a process group.
+    Every group is passed through `wrap` before torch sees it: `register_backend(wrap=Recording)` records what stock DDP does.
+    It may be called again; the last `wrap` and `kind` apply to groups made from then on.
+    `from_process_group(pg)` returns the gradwire group of a process group.
 
     >>> register_backend()
     >>> dist.is_backend_available("gradwire")
     True
     """
     if not isinstance(name, str) or not name.isidentifier():
-        raise UsageError(
-            f"register_backend({name!r}): torch needs a name that is one word. Use letters, digits and '_'."
-        )
+        raise UsageError(f"register_backend({name!r}): torch needs a one-word name. Use letters, digits and '_'.")
     plugin = dist.Backend._plugins.get(name.upper())
     ours = plugin is not None and isinstance(plugin.creator_fn, _Creator)
     if name.lower() in dist.Backend.backend_list and not ours:
-        raise UsageError(f"register_backend({name!r}): torch.distributed has a back end of this name. Choose another.")
-    if wrap is not None and not callable(wrap):
-        raise UsageTypeError(
-            f"register_backend: wrap is {wrap!r}. Pass a function from Group to Group, or leave it out."
+        raise UsageError(
+            f"register_backend({name!r}): torch.distributed already has a backend of this name. Choose another."
         )
+    if wrap is not None and not callable(wrap):
+        raise UsageTypeError(f"register_backend: wrap is {wrap!r}. Pass a function from Group to Group, or omit it.")
     if engine is not None:
-        warnings.warn("register_backend(engine=...) is deprecated. Write kind=...", DeprecationWarning, stacklevel=2)
+        warnings.warn("register_backend(engine=...) is deprecated. Use kind=...", DeprecationWarning, stacklevel=2)
         kind = engine
     known = _known(kind)
     devices = ["cpu", "cuda"] if known.on_cuda and torch.cuda.is_available() else ["cpu"]
     creator = _Creator(name.lower(), known.build, wrap, tuple(devices))
-    # torch 2.15 attaches a recorder to the C++ part of every group but those of these back ends. Ours has none.
+    # torch 2.15 attaches a recorder to the C++ part of every group except those of these backends. Ours has no C++ part.
     recorded: set[str] = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recorded.add(name.lower())
     dist.Backend.register_backend(name, creator, extended_api=True, devices=devices)
@@ -94,7 +92,7 @@ class _Creator:
     def __call__(self, options: Any, backend_options: object) -> GradwireProcessGroup:
         if backend_options is not None:
             raise UsageError(
-                f"back end {self.name!r}: pg_options={backend_options!r} is not for it. Leave pg_options out; to wrap the "
+                f"backend {self.name!r}: pg_options={backend_options!r} is not supported. Omit pg_options; to wrap the "
                 "group use register_backend(wrap=...)."
             )
         rank, size, timeout = options.group_rank, options.group_size, options.timeout.total_seconds()
@@ -108,17 +106,17 @@ class _Creator:
         except BaseException:
             release(store)
             raise
-        # Before the finalizer that closes the group is made, so that at exit it runs after that.
+        # Created before the finalizer that closes the group, so that at exit it runs after it.
         weakref.finalize(group, release, store)
         if not isinstance(group, Group):
             raise UsageTypeError(
-                f"back end {self.name!r}: the function that makes its groups returned {group!r}. It must return a gradwire Group."
+                f"backend {self.name!r}: the function that makes its groups returned {group!r}. It must return a gradwire Group."
             )
         try:
             seen = group if self.wrap is None else self.wrap(group)
             if not isinstance(seen, Group):
                 raise UsageTypeError(
-                    f"back end {self.name!r}: wrap returned {seen!r} for {group}. It must return a gradwire Group."
+                    f"backend {self.name!r}: wrap returned {seen!r} for {group}. It must return a gradwire Group."
                 )
         except BaseException:
             group.close(timeout=0.0)
@@ -128,7 +126,7 @@ class _Creator:
 
 
 def _leave(group: weakref.ref[Group]) -> None:
-    """At interpreter exit; when the group was dropped before, there is nothing left to close."""
+    """At interpreter exit: close the group, unless it was already freed."""
     alive = group()
     if alive is not None:
         alive.close()

@@ -1,4 +1,4 @@
-"""c10d's completion hook on a gradwire group: the record torch's hooks expect, made from gradwire's `WorkInfo`."""
+"""c10d's completion hooks on a gradwire group: the record that torch's hooks expect, made from gradwire's `WorkInfo`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class C10dWorkInfo:
 
 
 def translate_hook(hook: Callable[[C10dWorkInfo], None]) -> Callable[[WorkInfo], None]:
-    """A gradwire completion hook that calls a c10d one; errors still bear the user's name for it."""
+    """A gradwire completion hook that calls a c10d one and has its name, for errors."""
 
     def told(info: WorkInfo) -> None:
         hook(

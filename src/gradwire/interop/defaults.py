@@ -1,13 +1,12 @@
-"""The process group that is meant when none is named: that of `gw.init()`, else torch.distributed's default.
+"""The default process group: that of `gw.init()`, else torch.distributed's default.
 
 Note [One world in a process]
-A model that is built without a group must find the one that `gw.init()` made, wherever in the program that was called; so
-somebody has to keep it for the whole process, as torch.distributed keeps its default group. `WORLD` does, and is the only
-module-level state: one world per process is what a launcher starts, and the environment that tells its rank is one per process
-too. A group that was closed is not found any more. A process that was forked off is not a rank and finds none; the group it
-inherited would be torn down twice.
+A model that is built without a group must find the one that `gw.init()` made, wherever in the program that was called. So it is
+kept for the whole process, in `WORLD`, as torch.distributed keeps its default group: a launcher starts one world per process, and
+the environment that defines its rank is per process too. A group that was closed is no longer found. A forked process is not a rank
+and finds none; the group it inherited would be torn down twice.
 
-The world's group goes before torch's default one: a program that has both called `gw.init()` to have models use it.
+The world's group takes precedence over torch's default one: a program that has both called `gw.init()` so that models use it.
 """
 
 from __future__ import annotations
@@ -31,30 +30,30 @@ class WorldGroup:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.met = 0
-        """How often this process has met the other ranks, whether a group came of it or not: every rank counts alike."""
+        """How often this process has met the other ranks, successfully or not: the same on every rank."""
         self.kind = ""
-        """What carries the bytes of the last of them."""
+        """The kind of the last group."""
         self._group: Group | None = None
         self._process = 0
         self._leave: Callable[[], None] = _nothing
         self._release: Callable[[], None] = _nothing
 
     def put(self, group: Group, *, kind: str, leave: Callable[[], None], release: Callable[[], None]) -> None:
-        """From now on `group` is the world's, until `leave` is called, which closes it.
+        """Make `group` the world's group until `leave` is called, which closes it.
 
-        `release` gives back what goes with the group, after that or when the next one is put here.
+        `release` frees what belongs to the group, after that or when the next one is put here.
         """
         self._group, self._process, self.kind, self._leave = group, os.getpid(), kind, leave
         earlier, self._release = self._release, release
         earlier()
 
     def get(self) -> Group | None:
-        """The world's group, if there is one, it is open and it is this process's."""
+        """The world's group, if there is one, it is open and it was made in this process."""
         group = self._group
         return group if group is not None and not group.closed and self._process == os.getpid() else None
 
     def leave(self) -> None:
-        """Leave the world, if there is one and it is this process's. May be called again."""
+        """Leave the world, if there is one and it was joined in this process. May be called again."""
         leave, self._leave, self._group = self._leave, _nothing, None
         release, self._release = self._release, _nothing
         if self._process == os.getpid():
@@ -65,7 +64,7 @@ class WorldGroup:
 
 
 def _nothing() -> None:
-    """There is nothing to leave."""
+    """No group: nothing to leave."""
 
 
 WORLD: Final = WorldGroup()
@@ -80,13 +79,13 @@ def default_process_group() -> Any:
     if not dist.is_initialized():
         raise NoDefaultGroup(
             "Default process group has not been initialized, please make sure to call init_process_group, or gw.init(). "
-            "Or pass a group of your own: DistributedDataParallel(model, process_group=group)."
+            "Or pass your own group: DistributedDataParallel(model, process_group=group)."
         )
     return c10d._get_default_group()
 
 
 def is_default(pg: Any) -> bool:
-    """Whether `pg` is what `default_process_group` gives."""
+    """Whether `pg` is the one that `default_process_group` returns."""
     world = WORLD.get()
     if world is not None:
         return isinstance(pg, GradwireProcessGroup) and pg.group is world
@@ -94,7 +93,7 @@ def is_default(pg: Any) -> bool:
 
 
 def backend_name(pg: Any) -> str:
-    """The back end's name as torch reports it."""
+    """The backend's name as torch reports it."""
     try:
         return str(dist.get_backend(pg))
     except (ValueError, RuntimeError, TypeError):

@@ -1,14 +1,14 @@
-"""gradwire's hooks inside FSDP2 (`torch.distributed.fsdp.fully_shard`), at the two places that it leaves open.
+"""gradwire's hooks inside FSDP2 (`torch.distributed.fsdp.fully_shard`), at its two extension points.
 
 `set_all_reduce_hook`: after a module's gradients were reduced and scattered over its shards, the hook averages each rank's shard
 over the replicas of the model: hybrid sharding with our hook in place of torch's all-reduce.
-`set_custom_reduce_scatter`: the hook stands in for the reduce-scatter itself.
+`set_custom_reduce_scatter`: the hook replaces the reduce-scatter itself.
 
 Note [What a shard's bucket is]
-FSDP hands its hook one flat tensor per module: this rank's shard of each parameter, one after another, each padded to the size of
-the largest shard. That is the bucket that the hook sees, with the shards' shapes. Where the tensor has another length (some
-parameters got no gradient in this step) the bucket is one nameless row, with a state of its own: the hook has lost names,
-the shapes of matrices, and what it kept by name. A warning says so, the first time.
+FSDP passes its hook one flat tensor per module: this rank's shard of each parameter, one after another, each padded to the size of
+the largest shard. That is the bucket that the hook sees, with the shards' shapes. If the tensor has another length (some
+parameters got no gradient in this step) the bucket is one unnamed row with a separate state: the hook loses names, the shapes of
+matrices, and the state it keeps by name. A warning is given the first time.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class FsdpHook:
         check_hooks(doing, hook=hook)
         if hook.local:
             raise UsageError(
-                f"{doing}({hook!r}): its outer steps move whole parameters, and here each rank has a shard. Use "
+                f"{doing}({hook!r}): its outer steps write whole parameters, but each rank has only a shard. Use "
                 "DistributedDataParallel or replicate(), or a hook that averages gradients."
             )
-        if parts:  # and once more with the first gradient, which may be of another dtype
+        if parts:  # checked again with the first gradient, which may have another dtype
             hook.check(_bucket(parts, 0, dtype, device))
         self._runner = HookRunner(hook, group)
         self._parts = tuple(parts)
@@ -66,7 +66,7 @@ class FsdpHook:
         """The average of `flat` over the group; `flat` may be written to."""
         self._device = flat.device
         self._runner.next_step()
-        # On CUDA this runs under FSDP's own stream, which the wait for each collective orders.
+        # On CUDA this runs on FSDP's own stream, which the wait for each collective orders.
         return self._runner.run(GradBucket(self._spec(flat), flat, (), is_last=True))
 
     def _spec(self, flat: Tensor) -> BucketSpec:
@@ -84,7 +84,7 @@ class FsdpHook:
         return self._runner.state_dict()
 
     def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from a saved state; every rank of the group calls it, between steps. It must be of the same shards."""
+        """Restore a saved state, of the same shards. Every rank of the group calls it, between steps."""
         self._runner.load_state_dict(saved, device=self._device)
 
     def __repr__(self) -> str:
@@ -92,11 +92,11 @@ class FsdpHook:
 
 
 def as_fsdp_hook(hook: CommHook, group: Group, *, named_parameters: Iterable[tuple[str, Tensor]] = ()) -> FsdpHook:
-    """For `module.set_all_reduce_hook`: average the module's shards over `group`, the replicas that hold the same ones.
+    """For `module.set_all_reduce_hook`: average the module's shards over `group`, the ranks that hold the same shards.
 
     The module is sharded over one dimension of a mesh, `fully_shard(module, mesh=mesh["shard"])`, and `group` is the other:
     `gw.from_process_group(mesh.get_group("replicate"))`. One hook per FSDP module, with the parameters that FSDP reduces together:
-    `fsdp_parameters(model)` gives both.
+    `fsdp_parameters(model)` yields both.
     """
     named = list(named_parameters)
     parts = [(name, _shard_shape(name, p, "as_fsdp_hook")) for name, p in named]
@@ -111,18 +111,18 @@ class FsdpReduceScatter:
         self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the whole gradient, and for the shard of it."""
+        """Memory for the full gradient, and for its shard."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Average the whole by the hook, and keep this rank's part."""
+        """Average the full gradient with the hook, and keep this rank's shard."""
         if op not in (ReduceOp.AVG, ReduceOp.SUM) or async_op or group.size() != self._group.size:
             raise UsageError(
-                f"as_fsdp_reduce_scatter: FSDP asks {group.size()} ranks for {op}, async_op={async_op}, and this is a hook over "
-                f"{self._group.size} ranks that averages or sums at once. Leave set_gradient_divide_factor alone, and give it the "
-                "group that the module is sharded over."
+                f"as_fsdp_reduce_scatter: FSDP requests {op} over {group.size()} ranks, async_op={async_op}, but this hook "
+                f"averages or sums over {self._group.size} ranks, synchronously. Do not call set_gradient_divide_factor, and "
+                "pass the group that the module is sharded over."
             )
         whole = self._inner.reduced(input_tensor)
         output_tensor.copy_(whole.chunk(self._group.size)[self._group.rank])
@@ -141,10 +141,10 @@ class FsdpReduceScatter:
 def as_fsdp_reduce_scatter(
     hook: CommHook, group: Group, *, named_parameters: Iterable[tuple[str, Tensor]] = ()
 ) -> FsdpReduceScatter:
-    """For `module.set_custom_reduce_scatter`: reduce the module's gradients over its shards by `hook`.
+    """For `module.set_custom_reduce_scatter`: reduce the module's gradients over its shards with `hook`.
 
-    A hook gives every rank the whole average, of which FSDP keeps a shard here; so this sends what the hook sends, twice a plain
-    reduce-scatter's bytes for `mean()`. It pays for hooks that compress more than twofold. `group` is that of the shards.
+    A hook gives every rank the full average, of which FSDP keeps a shard here; so this sends what the hook sends, for `mean()`
+    twice the bytes of a plain reduce-scatter. It pays off for hooks that compress more than twofold. `group` is the shards' group.
     """
     named = list(named_parameters)
     shards = [(name, _shard_shape(name, p, "as_fsdp_reduce_scatter")) for name, p in named]
@@ -154,9 +154,9 @@ def as_fsdp_reduce_scatter(
 
 
 def fsdp_parameters(model: nn.Module) -> Iterator[tuple[Any, list[tuple[str, nn.Parameter]]]]:
-    """Every FSDP module in `model`, with the parameters, by their full names, that it reduces together.
+    """Every FSDP module in `model`, with the parameters that it reduces together, by full name.
 
-    Those are the parameters that want a gradient, now: freeze what is to be frozen first, and ask again after a change.
+    Those are the parameters that currently require grad: freeze parameters first, and call it again after a change.
     """
     owned: dict[str, list[tuple[str, nn.Parameter]]] = {}
     modules: dict[str, Any] = {name: m for name, m in model.named_modules() if hasattr(m, "set_all_reduce_hook")}
@@ -172,11 +172,11 @@ def fsdp_parameters(model: nn.Module) -> Iterator[tuple[Any, list[tuple[str, nn.
         yield modules[owner], named
 
 
-def _lengths(doing: str, told: int, came: int, names: Sequence[str]) -> str:
+def _lengths(doing: str, given: int, reduced: int, names: Sequence[str]) -> str:
     return (
-        f"{doing}: FSDP reduces {came} elements, and the parameters that the hook was told of ({', '.join(names)}) have {told}. So "
-        "the hook sees one nameless row: no names, no shapes, no state that would follow a parameter. Pass the parameters that get "
-        "a gradient in every step, as fsdp_parameters(model) gives them after all that is frozen is frozen."
+        f"{doing}: FSDP reduces {reduced} elements, but the given parameters ({', '.join(names)}) have {given}. So the hook sees "
+        "one unnamed row: no names, no shapes, no state per parameter. Pass the parameters that get a gradient in every step, as "
+        "fsdp_parameters(model) yields them once parameters are frozen."
     )
 
 
@@ -204,14 +204,14 @@ def _bucket(
 
 
 def _shard_shape(name: str, parameter: Tensor, doing: str) -> tuple[int, ...]:
-    """The shape of the largest shard of a DTensor, to which FSDP pads all; of another tensor, its own."""
+    """The shape of the largest shard of a DTensor, to which FSDP pads all shards; for another tensor, its own shape."""
     placements = getattr(parameter, "placements", None)
     if placements is None:
         return tuple(parameter.shape)
     if len(placements) > 1 and any(placement.is_replicate() for placement in placements):
         raise UsageError(
-            f"{doing}: {name} is placed {placements}, so torch averages over its replicas itself, before any hook. Shard it over "
-            'a mesh of one dimension, fully_shard(module, mesh=mesh["shard"]), and give the hook the group of the other.'
+            f"{doing}: {name} has placements {placements}, so torch itself averages over its replicas, before any hook. Shard it "
+            'over a 1-D mesh, fully_shard(module, mesh=mesh["shard"]), and pass the hook the group of the other dimension.'
         )
     shape = list(parameter.shape)
     for size, placement in zip(parameter.device_mesh.shape, placements, strict=True):  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """Optimizers that step inside backward, as torch arranges them: `_apply_optimizer_in_backward` and fused optimizers.
 
-torch ships both as communication hooks that lean on the model's reducer; they run unchanged on ours.
+torch implements both as communication hooks that use the model's reducer; they run unchanged on ours.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from gradwire.errors import OverlapNotSupported
 
 
 def optimizer_in_backward_hook(ddp: Any) -> None:
-    """If parameters carry optimizers of their own, step each when its bucket has been reduced, and not before."""
+    """If parameters have their own optimizers, step each one only when its bucket has been reduced."""
     parameters = [p for p in ddp._module_parameters if hasattr(p, "_in_backward_optimizers")]
     if not parameters:
         return
     from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import _apply_optim_in_backward_hook
     from torch.distributed.optim import apply_optimizer_in_backward
 
-    # They were registered to step as soon as a gradient is there; now they wait for its average.
+    # They were registered to step as soon as a gradient is ready; now they wait for its average.
     handles = apply_optimizer_in_backward.param_to_optim_hook_handle_map
     for parameter in ddp._module_parameters:
         for handle in handles.get(parameter, []):

@@ -1,4 +1,4 @@
-"""The groups that a group in wrappers is made of."""
+"""The groups inside a wrapped group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gradwire.groups.wrappers import GroupWrapper
 
 
 def layers(group: Group) -> Iterator[Group]:
-    """The group, the group inside it, and so on to the one that communicates."""
+    """The group, the group inside it, and so on down to the one that communicates."""
     yield group
     while isinstance(group, GroupWrapper):
         group = group.inner

@@ -1,6 +1,6 @@
 """Pre-, post- and abort hooks of torch 2.15's ProcessGroup, on every version of torch.
 
-torch fires its own in the C++ that dispatches operations, which a process group written in Python does not pass through.
+torch calls its own in the C++ dispatcher, which a process group written in Python bypasses.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class PostHookArgs:
 
 @untraced
 class OperationHooks:
-    """The registers of hooks by their numbers, in which order they are called."""
+    """Registered hooks by id; they are called in the order of their ids."""
 
     supports_abort_hooks = True
     group: Group
@@ -86,11 +86,11 @@ class OperationHooks:
         self._failures: Handle | None = None
 
     def register_pre_hook(self, hook_id: int, hook: Callable[[PreHookArgs], None]) -> None:
-        """Call `hook(args)` before each operation is submitted. What it raises, the caller of the operation gets."""
+        """Call `hook(args)` before each operation is submitted. What it raises is raised to the operation's caller."""
         self._register(self._pre_hooks, hook_id, hook)
 
     def unregister_pre_hook(self, hook_id: int) -> None:
-        """Call it no more."""
+        """Remove the hook."""
         self._pre_hooks.pop(hook_id, None)
 
     def register_post_hook(self, hook_id: int, hook: Callable[[PostHookArgs], None]) -> None:
@@ -98,7 +98,7 @@ class OperationHooks:
         self._register(self._post_hooks, hook_id, hook)
 
     def unregister_post_hook(self, hook_id: int) -> None:
-        """Call it no more."""
+        """Remove the hook."""
         self._post_hooks.pop(hook_id, None)
 
     def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
@@ -108,7 +108,7 @@ class OperationHooks:
             self._failures = self.group.events.listen(self._on_event)
 
     def unregister_abort_hook(self, hook_id: int) -> None:
-        """Call it no more."""
+        """Remove the hook."""
         self._abort_hooks.pop(hook_id, None)
         if not self._abort_hooks and self._failures is not None:
             self._failures.remove()
@@ -124,7 +124,7 @@ class OperationHooks:
             self._fire_abort_hooks()
 
     def _fire_abort_hooks(self) -> None:
-        """Call all of them, whatever one raises, and raise that afterwards."""
+        """Call all of them even if one raises, then raise that error."""
         with ExitStack() as calls:
             for _, hook in sorted(self._abort_hooks.items(), reverse=True):  # the stack calls the last one first
                 calls.callback(hook)

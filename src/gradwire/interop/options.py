@@ -1,7 +1,7 @@
-"""What c10d's callers say beside the tensors: option objects, and the bare values of its shorter overloads.
+"""Parses the arguments of c10d's collectives other than tensors: option objects, and the plain values of the shorter overloads.
 
-Most collectives of c10d exist in two spellings, `allreduce([t], AllreduceOptions)` and `allreduce(t, ReduceOp.SUM, timeout)`.
-The types of the values tell them apart, so one reader serves all methods and all versions of the option objects.
+Most collectives of c10d have two overloads, `allreduce([t], AllreduceOptions)` and `allreduce(t, ReduceOp.SUM, timeout)`.
+The types of the values distinguish them, so one parser serves all methods and all versions of the option objects.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from torch._C import _distributed_c10d as c10d
 from gradwire.collectives import ReduceOp
 from gradwire.errors import UsageError, UsageTypeError
 
-# The name that `dist.record_comm(name)` gives to the communication in its block; torch 2.11 has no such thing.
+# The name that `dist.record_comm(name)` gives to the communication in its block; torch 2.11 does not have it.
 _comm_name: Callable[[], str] = getattr(c10d, "_get_comm_profiling_name", lambda: "")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """c10d's options in gradwire's words."""
+    """c10d's options, translated to gradwire."""
 
     reduce_op: ReduceOp = ReduceOp.SUM
     factor: float | Tensor | None = None
     root: int = 0
     timeout: float | None = None
-    """Seconds for this operation alone; None where the caller gave none."""
+    """The timeout of this operation in seconds; None if the caller gave none."""
     label: str = ""
-    """What `dist.record_comm` calls it."""
+    """The name given by `dist.record_comm`."""
     async_op: bool = True
-    """Whether the caller goes on before the operation is over."""
+    """Whether the caller continues before the operation has finished."""
 
 
 def read_settings(method: str, args: Sequence[Any] = (), named: Mapping[str, Any] | None = None) -> Settings:
-    """Read what stands behind the tensors of one call of c10d's `method`.
+    """Parse the arguments after the tensors of one call of c10d's `method`.
 
     >>> from datetime import timedelta
     >>> read_settings("broadcast", (1, timedelta(seconds=5)))
@@ -70,7 +70,7 @@ def read_settings(method: str, args: Sequence[Any] = (), named: Mapping[str, Any
 
 
 def _seconds(timeout: timedelta) -> float | None:
-    # c10d says "not given" with zero or, in option objects, with minus one millisecond.
+    # c10d encodes "not given" as zero or, in option objects, as minus one millisecond.
     value = timeout.total_seconds()
     return value if value > 0 else None
 
@@ -81,11 +81,11 @@ def translate_reduce_op(op: Any) -> tuple[ReduceOp, float | Tensor | None]:
     >>> translate_reduce_op(dist.ReduceOp.MAX)
     (<ReduceOp.MAX: 'max'>, None)
     """
-    # The pickled state is the one spelling of the factor that all supported versions of torch share.
+    # The pickled state is the only way to read the factor in all supported versions of torch.
     kind, factor = (op, None) if isinstance(op, dist.ReduceOp.RedOpType) else op.__getstate__()
     try:
         return ReduceOp[kind.name], factor
     except KeyError:
         raise UsageError(
-            f"c10d's ReduceOp {kind.name} has no meaning here. Pass one of {', '.join(o.name for o in ReduceOp)}."
+            f"c10d's ReduceOp {kind.name} is not supported. Pass one of {', '.join(o.name for o in ReduceOp)}."
         ) from None

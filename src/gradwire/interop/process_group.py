@@ -1,19 +1,19 @@
-"""`as_process_group`: a gradwire group under c10d's names, for everything in torch that wants a ProcessGroup.
+"""`as_process_group`: a gradwire group with c10d's API, for everything in torch that takes a ProcessGroup.
 
-c10d's names of collectives live in this file and nowhere else. Each method turns its arguments into one `Collective` and
-submits it; when torch renames one, this file changes.
+c10d's names of collectives are in this file and nowhere else. Each method turns its arguments into one `Collective` and
+submits it; if torch renames one, this file changes.
 
 Note [How torch reaches a Python group]
 Python code (`dist.*`, FSDP2, ZeRO) calls these methods directly. C++ (the DDP reducer, functional collectives) calls virtual
 functions of c10d::ProcessGroup, of which torch forwards only some to Python; the others end in "No backend type associated
-with device type cpu", because this group has no C++ back end. It must not have one: those calls would go past the group,
-its wrappers and its hooks. docs/interop.md lists both. The group never calls itself "gloo" or "nccl", since torch would take
-that as leave to look for that back end.
+with device type cpu", because this group has no C++ backend. It must not have one: those calls would bypass the group, its
+wrappers and its hooks. docs/interop.md lists both. The group's name is never "gloo" or "nccl", since torch would then look for
+that backend.
 
 Note [Why there is no new_group]
-torch hands `dist.new_group` over to a default group that has a method of this name, but tells it neither which back end was
-asked for nor whether the ranks outside the new group take part in the call. Without the method torch asks the registered
-back end for a group over the store, which gets both right.
+torch delegates `dist.new_group` to a default group that has a method of this name, but passes neither the requested backend nor
+whether the ranks outside the new group take part in the call. Without the method torch creates a group over the store with the
+registered backend, which gets both right.
 """
 
 # torch's stubs give most of these methods overloads whose parameter names change from version to version.
@@ -53,11 +53,11 @@ class GradwireProcessGroup(ProcessGroupBase):
     """Every collective returns its Work at once."""
 
     def _only(self, method: str, values: Any) -> Any:
-        """The one element of a list that c10d keeps from the days of several devices per process."""
+        """The single element of a list: c10d's lists date from several devices per process."""
         if len(values) != 1:
             raise UsageError(
                 f"{method} on {self.group}: {len(values)} tensors or lists were given. "
-                "A process has one place in the group: pass exactly one."
+                "A process is one rank of the group: pass exactly one."
             )
         return values[0]
 
@@ -85,7 +85,7 @@ class GradwireProcessGroup(ProcessGroupBase):
         return self.submit(s, op)
 
     def reduce_scatter_single(self, output: Tensors, input: Tensors, *args: Any, **named: Any) -> TorchWork:
-        """Cut each input into one part per rank and reduce part i into rank i's output."""
+        """Split each input into one part per rank and reduce part i into rank i's output."""
         s = read_settings("reduce_scatter_single", args, named)
         op = build.reduce_scatter_tensor(output, input, op=s.reduce_op, factor=s.factor, label=s.label)
         return self.submit(s, op)
@@ -94,7 +94,7 @@ class GradwireProcessGroup(ProcessGroupBase):
     reduce_scatter_single_coalesced = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single
 
-    # -- gathering and spreading ---------------------------------------------------------------------------------------
+    # -- broadcast, gather and scatter ---------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Tensors, *args: Any, **named: Any) -> TorchWork:
         """Make every rank's tensors equal to the root's."""
@@ -132,7 +132,7 @@ class GradwireProcessGroup(ProcessGroupBase):
     allgather_into_tensor_coalesced = all_gather_single
 
     def gather(self, outputs: OneList, inputs: OneTensor, *args: Any, **named: Any) -> TorchWork:
-        """Bring every rank's input to the root."""
+        """Gather every rank's input on the root."""
         s = read_settings("gather", args, named)
         if not isinstance(inputs, Tensor):
             outputs, inputs = self._only("gather", outputs) if outputs else (), self._only("gather", inputs)
@@ -147,7 +147,7 @@ class GradwireProcessGroup(ProcessGroupBase):
     gather_into_tensor = gather_single
 
     def scatter(self, outputs: OneTensor, inputs: OneList, *args: Any, **named: Any) -> TorchWork:
-        """Hand each rank one of the root's inputs."""
+        """Send one of the root's inputs to each rank."""
         s = read_settings("scatter", args, named)
         if not isinstance(outputs, Tensor):
             outputs, inputs = self._only("scatter", outputs), self._only("scatter", inputs) if inputs else ()
@@ -167,7 +167,7 @@ class GradwireProcessGroup(ProcessGroupBase):
         *args: Any,
         **named: Any,
     ) -> TorchWork:
-        """The all-to-all of one tensor cut along dimension 0."""
+        """All-to-all of one tensor, split along dimension 0."""
         s = read_settings("all_to_all_single", args, named)
         op = build.all_to_all_single(
             output, input, output_split_sizes=output_split_sizes, input_split_sizes=input_split_sizes, label=s.label
@@ -176,7 +176,7 @@ class GradwireProcessGroup(ProcessGroupBase):
 
     alltoall_base = all_to_all_single
 
-    # -- two ranks, or no data -----------------------------------------------------------------------------------------
+    # -- point-to-point and barriers -----------------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> TorchWork:
         """Send to one rank."""
@@ -194,12 +194,12 @@ class GradwireProcessGroup(ProcessGroupBase):
         return self.submit(s, build.recv(self._only("recv_anysource", tensors), tag=tag, label=s.label))
 
     def barrier(self, *args: Any, **named: Any) -> TorchWork:
-        """Done when every rank has come."""
+        """Done when every rank has joined."""
         s = read_settings("barrier", args, named)
         return self.submit(s, build.barrier(label=s.label))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for every rank. CollectiveTimeout names all the missing ones, `wait_all_ranks` or not."""
+        """Wait for every rank. CollectiveTimeout names all missing ones, with or without `wait_all_ranks`."""
         s = read_settings("monitored_barrier", (timeout,))
         self.group.monitored_barrier(self.group.timeout if s.timeout is None else s.timeout)
 
@@ -213,7 +213,7 @@ def as_process_group(
 ) -> GradwireProcessGroup:
     """A torch.distributed.ProcessGroup that communicates through `group`. Keep it as long as torch uses it.
 
-    `devices` are the kinds of device the group serves, by default the CPU and, where there is one, CUDA. `store` is what
+    `devices` are the device types the group serves, by default the CPU and, if available, CUDA. `store` is what
     `get_group_store()` returns.
 
     >>> from gradwire.groups import ThreadGroup
@@ -229,8 +229,8 @@ def as_process_group(
         )
     if not backend_name or backend_name.lower() in {"gloo", "nccl", "mpi", "ucc", "xccl", "fake", "undefined"}:
         raise UsageError(
-            f"as_process_group of {group}: the name {backend_name!r} is one of torch's own, which makes torch look for that "
-            "engine's C++ part. Choose another."
+            f"as_process_group of {group}: the name {backend_name!r} belongs to one of torch's backends, whose C++ part torch "
+            "would look for. Choose another."
         )
     if devices is None:
         devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
@@ -244,10 +244,10 @@ def from_process_group(
     timeout: float | None = None,
     store: Store | None = None,
 ) -> Group:
-    """The gradwire group of a process group: the one inside, if `as_process_group` made it, else one that runs on `pg`.
+    """The gradwire group of a process group: the one inside, if `as_process_group` made it, else a new one over `pg`.
 
-    A bare engine such as ProcessGroupGloo will do too. None stands for `dist.group.WORLD`. `name`, `timeout` and `store` are
-    for a group that is made here; it does not own `pg`.
+    A plain backend such as ProcessGroupGloo is accepted too. None means `dist.group.WORLD`. `name`, `timeout` and `store` are
+    for a new group, which does not own `pg`.
     """
     if pg is None:
         pg = dist.group.WORLD
@@ -259,7 +259,7 @@ def from_process_group(
     if isinstance(pg, GradwireProcessGroup):
         if name is not None or timeout is not None or store is not None:
             raise UsageError(
-                f"from_process_group({pg!r}) with name, timeout or store: the group inside has its own. Leave them out."
+                f"from_process_group({pg!r}) with name, timeout or store: the group inside has its own. Omit them."
             )
         return pg.group
     return C10dGroup(pg, name=name, timeout=timeout, store=store)

@@ -1,11 +1,11 @@
-"""`ProcessGroupBase`: the non-collective half of torch's ProcessGroup API: names, life, hooks, parts, sequence numbers.
+"""`ProcessGroupBase`: the non-collective half of torch's ProcessGroup API: names, lifetime, hooks, splitting, sequence numbers.
 
-The collectives are in `process_group.py`, which builds on this. All of it is said on behalf of one gradwire group.
+The collectives are in `process_group.py`, which builds on this. Both wrap one gradwire group.
 
-Note [The group is its own back end]
-torch asks a process group for the C++ back end of a device to learn what it can do. This group has none (see Note [How torch
-reaches a Python group]); it answers with itself, says no to every special ability and yes to allocating tensors, which is all
-that torch's Python code wants to know.
+Note [The group is its own backend]
+torch asks a process group for the C++ backend of a device to query its capabilities. This group has none (see Note [How torch
+reaches a Python group]); it returns itself, and reports no special capability except allocating tensors, which is all that torch's
+Python code queries.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from gradwire.interop.work import TorchWork
 
 @untraced
 class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
-    """A gradwire group's names and life as torch sees them."""
+    """The names and lifetime of a gradwire group as torch sees them."""
 
     supports_splitting = False
     supports_coalescing = False
@@ -46,10 +46,10 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
     supports_shrinking = False
     supports_reconfigure = False
     supports_window = False
-    supports_completion_hooks = False  # those in C++ alone; see _register_on_completion_hook
+    supports_completion_hooks = False  # of C++ only; see _register_on_completion_hook
 
     def __init__(self, group: Group, *, devices: Sequence[str], backend_name: str, store: Store | None) -> None:
-        # torch's other constructor, with a store, cannot make an object that Python has derived from.
+        # torch's other constructor, with a store, cannot make an instance of a Python subclass.
         dist.ProcessGroup.__init__(self, group.rank, group.size)  # type: ignore[call-arg]
         OperationHooks.__init__(self)
         self._store = store
@@ -63,7 +63,7 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
         self._parts: Counter[tuple[int, ...]] = Counter()
 
     def submit(self, settings: Settings, *ops: Collective) -> TorchWork:
-        """Hand collectives to the group: every method of c10d ends here."""
+        """Submit collectives to the group: every method of c10d ends here."""
         op_id = self._fire_pre_hooks(ops, settings.async_op) if self._pre_hooks or self._post_hooks else 0
         works = [self._submit_one(settings, op) for op in ops]
         if self._coalescing is not None:
@@ -83,10 +83,10 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
         self._sequence = work.seq + 1
         return work
 
-    # -- names: C++ looks these spellings up, and torch's Python names (name, group_name, …) go through C++ ---------------
+    # -- names: C++ calls these methods, and torch's Python properties (name, group_name, …) go through C++ ---------------
 
     def getBackendName(self) -> str:
-        """What `dist.get_backend` and torch's logs call the engine; never "gloo" or "nccl"."""
+        """The backend's name in `dist.get_backend` and torch's logs; never "gloo" or "nccl"."""
         return self._backend_name
 
     def getGroupName(self) -> str:
@@ -106,17 +106,17 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
         self._desc = desc
 
     def get_group_store(self) -> Any:
-        """The store the group was made over, or None."""
+        """The group's store, or None."""
         return self._store
 
-    # -- what it can do ------------------------------------------------------------------------------------------------
+    # -- capabilities --------------------------------------------------------------------------------------------------
 
     @property
     def _device_types(self) -> list[torch.device]:
         return list(self._devices)
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Itself: see Note [The group is its own back end]."""
+        """Itself: see Note [The group is its own backend]."""
         if all(device.type != own.type for own in self._devices):
             raise NoBackendError(
                 f"{self.group} serves {', '.join(str(own) for own in self._devices)}, not {device}. "
@@ -127,14 +127,14 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
     get_backend = _get_backend
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Yes for the devices it serves: FSDP2 can then take its buffers from the group."""
+        """True for the devices it serves: FSDP2 can then allocate its buffers from the group."""
         return any(device.type == own.type for own in self._devices)
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory that the group moves best."""
+        """Memory that the group communicates fastest."""
         return self.group.allocate(size, dtype=dtype, device=device)
 
-    # -- life ----------------------------------------------------------------------------------------------------------
+    # -- lifetime ------------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
         """Fail everything in flight, now."""
@@ -144,12 +144,12 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
             self.group.abort("torch aborted the process group")
 
     def shutdown(self) -> None:
-        """Close the group and let go of the store: what `dist.destroy_process_group` does last."""
+        """Close the group and release the store: what `dist.destroy_process_group` does last."""
         self._store = None  # torch may keep the process group: default arguments of torch.distributed.nn.functional do
         self.group.close()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The deadline of operations submitted from now on."""
+        """Set the timeout of operations submitted from now on."""
         value = timeout_seconds(f"set_timeout of {self.group}", timeout.total_seconds())
         for group in layers(self.group):
             group.timeout = value
@@ -157,7 +157,7 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
     _set_default_timeout = set_timeout
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
-        """Nothing: `set_timeout` changes the deadline of operations. torch lets a group ignore it."""
+        """A no-op: `set_timeout` changes the timeout of operations. torch allows a group to ignore this."""
 
     def split_group(
         self,
@@ -168,11 +168,11 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> Any:
-        """The process group of `new_ranks` of this one, in that order; None on the other ranks, who need not call it."""
+        """A process group of these `new_ranks` of this one, in this order; None on the other ranks, which need not call it."""
         ranks = [int(rank) for rank in new_ranks]
         if not ranks or len(set(ranks)) != len(ranks) or any(not 0 <= rank < self.group.size for rank in ranks):
             raise UsageError(
-                f"split_group of {self.group} into {ranks}: pass different ranks from 0 to {self.group.size - 1}."
+                f"split_group of {self.group} into {ranks}: pass distinct ranks from 0 to {self.group.size - 1}."
             )
         if self.group.rank not in ranks:
             return None
@@ -210,7 +210,7 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
         """Not possible: there are no one-sided operations."""
         raise UsageError(f"new_window of {self.group}: it has no one-sided operations. Use send and recv.")
 
-    # -- coalescing: operations start at once, and the end of the block gives one Work for all of them --------------------
+    # -- coalescing: operations start at once, and the end of the block returns one Work for all of them ------------------
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalescing = []
@@ -218,7 +218,7 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
     def _end_coalescing(self, device: torch.device) -> Any:
         works, self._coalescing = self._coalescing, None
         if works is None:
-            raise UsageError(f"_end_coalescing on {self.group}: no block was begun. Call _start_coalescing first.")
+            raise UsageError(f"_end_coalescing on {self.group}: no block was started. Call _start_coalescing first.")
         return TorchWork(*works) if works else None
 
     # -- completion hooks and numbers ----------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
         return bool(self.group.ledger.hooks)
 
     def _wait_for_pending_works(self) -> None:
-        """Until what is in flight is over and the hooks have been told. Each operation's deadline bounds it."""
+        """Wait until operations in flight have finished and their hooks were called, at most until their deadlines."""
         for work in list(self.group.ledger.pending.values()):
             over = threading.Event()
             work.add_done_callback(lambda _, over=over: over.set())  # type: ignore[misc]
@@ -241,14 +241,14 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
         self.group.flush_completions()
 
     def _enable_collectives_timing(self) -> None:
-        """Nothing to do: every operation is timed."""
+        """A no-op: every operation is timed."""
 
     def _get_sequence_number_for_group(self) -> int:
         """One more than the number of the last operation that torch submitted."""
         return self._sequence
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to agree on: every rank counts from 0."""
+        """A no-op: every rank counts from 0."""
 
     def __repr__(self) -> str:
         return f"<{self._backend_name} process group {self._name!r} over {self.group}>"

@@ -1,8 +1,8 @@
 """Keeps torch.compile out of the methods that torch's C++ calls.
 
 Note [Frames that Dynamo must not see]
-Inside a compiled function Dynamo looks at every Python frame, also at those that C++ opens: the DDP reducer, when it rebuilds
-its buckets, broadcasts through our methods, and Dynamo refuses to trace them. `torch.compiler.disable` is the cure, but to
+Inside a compiled function Dynamo inspects every Python frame, including those called from C++: when the DDP reducer rebuilds its
+buckets, it broadcasts through our methods, and Dynamo refuses to trace them. `torch.compiler.disable` is the remedy, but to
 import it takes seconds, which every user would pay. What it does in the end is to mark the code object, and the mark can be
 set without it.
 """
@@ -15,7 +15,7 @@ from typing import TypeVar
 
 try:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-except ImportError:  # a torch that marks code otherwise: torch.compile around stock DDP then fails with Dynamo's error
+except ImportError:  # a torch with another mechanism: torch.compile around stock DDP then fails with Dynamo's error
     _FrameExecStrategy = None  # type: ignore[assignment, misc]
 
 T = TypeVar("T")
@@ -36,9 +36,9 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def untraced_call(fn: F) -> F:
-    """Function decorator: a compiled caller breaks its graph here and runs `fn` as it is, with everything `fn` calls.
+    """Function decorator: a compiled caller breaks its graph here and runs `fn`, and everything it calls, eagerly.
 
-    The attribute is what Dynamo looks for when it would inline a call; the mark on the code stops it at frames it meets.
+    Dynamo checks the attribute before it inlines a call; the mark on the code object stops it at frames.
     """
     fn._torchdynamo_disable = True  # type: ignore[attr-defined]
     if _FrameExecStrategy is not None and isinstance(fn, FunctionType):

@@ -1,17 +1,17 @@
-"""`TorchWork`: a torch.distributed.Work over gradwire's, so that torch can wait for what a gradwire group does.
+"""`TorchWork`: a torch.distributed.Work over gradwire's Work, so that torch can wait for a gradwire group.
 
 Note [Who keeps a Work alive]
 c10d's C++ reaches a Work written in Python through a trampoline that finds its methods only while the Python object lives.
 The torch versions we support wrap what a Python group returns in a holder with a reference to that object, so a Work that
-only C++ knows, such as the one behind a functional collective, stays whole. The gradwire Work beneath needs no such care:
-the group's ledger holds it until it is settled, even if it was dropped. An older torch would call the empty base class instead,
-which waits forever; nothing on this side of the boundary could prevent that.
+only C++ references, such as the one behind a functional collective, stays intact. The gradwire Work inside needs no such care:
+the group's ledger holds it until it is settled, even if the caller drops it. An older torch would call the empty base class
+instead, which waits forever; nothing in Python could prevent that.
 
 Note [Errors in futures]
 `torch.futures.Future.set_exception` stores the exception as a value that Python's `wait()` and `value()` raise. C++ reads the
-value itself: torch 2.13's reducer takes it for a list of tensors and dies of a segmentation fault. So a future handed out
-here has failed in C++'s sense too, at the price of the type: `get_future().wait()` raises RuntimeError with our text in it,
-as the futures of c10d's own engines do. `TorchWork.wait()` keeps type and facts.
+value itself: torch 2.13's reducer takes it for a list of tensors and crashes with a segmentation fault. So a future returned
+here also fails in C++, at the price of the type: `get_future().wait()` raises RuntimeError with our message in it, as the
+futures of c10d's own engines do. `TorchWork.wait()` keeps the type and the attributes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def op_type(kind: OpKind) -> Any:
 
 @untraced
 class TorchWork(dist.Work):
-    """One or more gradwire Works as one Work of torch. Over when all are; failed when one has failed."""
+    """One or more gradwire Works as one Work of torch. Completed when all are; failed if one has failed."""
 
     def __init__(self, *works: Work) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class TorchWork(dist.Work):
     # -- waiting -------------------------------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Return True once the outputs may be used; raise what went wrong. Zero means no limit but the operation's own."""
+        """Return True once the outputs may be used; raise the error if it failed. Zero means the operation's own timeout."""
         limit = seconds(timeout)
         if limit is None:
             for work in self.works:
@@ -80,33 +80,33 @@ class TorchWork(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """Order what follows after the operation: on CUDA this is a matter of streams, elsewhere it waits."""
+        """Order later work after the operation: on CUDA by streams, elsewhere by waiting."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Make what the current stream does next see the outputs. The host waits where the engine has no streams."""
+        """Make later work on the current stream wait for the outputs. The host waits if the engine has no streams."""
         self.wait()
 
-    # -- asking --------------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     def is_completed(self) -> bool:
         """Whether it has finished or failed."""
         return all(work.is_completed() for work in self.works)
 
     def is_success(self) -> bool:
-        """Whether it is over and the outputs hold the result."""
+        """Whether it has finished and the outputs hold the result."""
         return all(work.is_success() for work in self.works)
 
     def exception(self) -> BaseException | None:
-        """What it failed with, or None: while it runs, and after success."""
+        """The error it failed with; None while it runs and after success."""
         return next((error for work in self.works if (error := work.exception()) is not None), None)
 
     def result(self) -> list[Tensor]:
-        """The outputs, once they hold the result: waits for it."""
+        """Wait, and return the outputs."""
         return [t for work in self.works for t in work.result()]
 
     def source_rank(self) -> int:
-        """Which rank a finished receive came from."""
+        """The sender of a finished receive."""
         if len(self.works) != 1:
             raise UsageError(f"source_rank of {len(self.works)} operations: only one receive has a source.")
         return self.works[0].source_rank()
@@ -127,7 +127,7 @@ class TorchWork(dist.Work):
 
     @property
     def timeout(self) -> timedelta:
-        """How long it may take."""
+        """The operation's timeout."""
         return timedelta(seconds=max((work.timeout for work in self.works), default=0.0))
 
     def _get_op_type(self) -> int:
@@ -146,7 +146,7 @@ class TorchWork(dist.Work):
         return self._future
 
     def get_future_result(self) -> torch.futures.Future[int]:
-        """A Future of a WorkResult as a number. It never fails: it says how the operation ended."""
+        """A Future of a WorkResult as a number. It never fails: its value is how the operation ended."""
         return torch.futures.collect_all([work.get_future() for work in self.works]).then(self._verdict)
 
     def _verdict(self, _: object) -> int:

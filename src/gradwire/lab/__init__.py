@@ -1,4 +1,4 @@
-"""Slow links and several hosts, on one machine: where what happens between hosts can be tried. No pytest inside."""
+"""Slow links and several hosts, emulated on one machine. Does not depend on pytest."""
 
 from gradwire.lab.namespaces import Host, hosts, why_not
 from gradwire.lab.throttle import Throttled

@@ -1,13 +1,13 @@
 """`hosts(n)`: several hosts on one machine, as network namespaces that are joined by a bridge.
 
-Each host has an address of its own, a loopback device of its own, and a host name of its own; a process that runs on it reaches
-the others only through its link, whose rate can be limited. Needs Linux, root, and `ip` (and `tc`, for a rate).
+Each host has its own address, loopback device and host name; a process that runs on it reaches the others only through its link,
+whose rate can be limited. Needs Linux, root, and `ip` (and `tc`, for a rate).
 
 Note [What makes a host]
-A network namespace has nothing to do with memory: two processes in different ones can share it, and containers of one pod do. So
-`host_identity` does not look at the network, and would call all of these one host. Hosts differ in their names, which
-`host_identity` does look at; so a process here gets a UTS namespace too, and in it the name of its host. It also makes the test
-honest: ranks on different hosts do not see each other's processes die.
+A network namespace does not separate memory: processes in different ones can share it, and containers of one pod do. So
+`host_identity` ignores the network, and would identify all of these as one host. It does use host names; so a process here gets a
+UTS namespace too, with the name of its host. This also makes the test realistic: ranks on different hosts do not see each other's
+processes die.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _LIMIT = 20.0
 """Seconds that one command may take."""
 
 INTERFACE = "eth0"
-"""What a host's link is called on the host: what to tell an engine that wants to know (gloo's GLOO_SOCKET_IFNAME)."""
+"""The interface name of a host's link on the host, e.g. for gloo's GLOO_SOCKET_IFNAME."""
 
 
 def why_not(*, mbit: float | None = None) -> str | None:
-    """Why there can be no hosts here, in words; None if there can.
+    """The reason why hosts cannot be made here, or None if they can.
 
-    Nothing but an attempt shows whether a container may make network namespaces, so one is made and removed.
+    Only an attempt shows whether a container may create network namespaces, so one is created and removed.
     """
     if not os.path.isdir("/proc/self/ns"):
         return "network namespaces need Linux with /proc mounted"
@@ -41,7 +41,7 @@ def why_not(*, mbit: float | None = None) -> str | None:
         return "making network namespaces needs root"
     for tool in ("ip", "unshare", *(["tc"] if mbit is not None else [])):
         if shutil.which(tool) is None:
-            return f"the command {tool!r} is not there (it is part of iproute2, or of util-linux)"
+            return f"the command {tool!r} is not installed (it is part of iproute2, or of util-linux)"
     name = f"gw-try-{secrets.token_hex(3)}"
     try:
         _do("ip", "netns", "add", name)
@@ -67,22 +67,22 @@ class Host:
     def popen(
         self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **named: Any
     ) -> subprocess.Popen[Any]:
-        """Start `command` on this host. What `subprocess.Popen` takes, this takes; end it before the hosts are gone."""
+        """Start `command` on this host, with the arguments of `subprocess.Popen`. End it before the `hosts` block ends."""
         return subprocess.Popen(self.command(command), env=None if env is None else dict(env), **named)
 
     def run(self, command: Sequence[str], *, timeout: float = _LIMIT, **named: Any) -> subprocess.CompletedProcess[Any]:
-        """Run `command` on this host to its end."""
+        """Run `command` on this host until it ends."""
         return subprocess.run(self.command(command), timeout=timeout, check=False, **named)
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` on this host: see Note [What makes a host]. Its process is that of `command`."""
+        """The command line that runs `command` on this host, by exec: see Note [What makes a host]."""
         named = f'echo {self.name} > /proc/sys/kernel/hostname && exec "$@"'
         return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", named, "sh", *command]
 
 
 @contextmanager
 def hosts(n: int, *, mbit: float | None = None) -> Iterator[list[Host]]:
-    """`n` hosts that reach each other; with `mbit`, each sends at most so many megabits a second.
+    """`n` hosts that can reach each other; with `mbit`, each sends at most that many megabits per second.
 
     ::
 
@@ -90,7 +90,7 @@ def hosts(n: int, *, mbit: float | None = None) -> Iterator[list[Host]]:
             server = one.popen(["python", "serve.py", one.address])
             two.run(["python", "ask.py", one.address])
 
-    Whatever still runs on a host when the block ends is killed.
+    Processes that still run on a host when the block ends are killed.
     """
     reason = why_not(mbit=mbit)
     if reason is not None:
@@ -98,12 +98,12 @@ def hosts(n: int, *, mbit: float | None = None) -> Iterator[list[Host]]:
     if not 1 <= n <= 200:
         raise UsageError(f"hosts({n}): choose from 1 to 200.")
     if mbit is not None and mbit <= 0:
-        raise UsageError(f"hosts({n}, mbit={mbit}): a link needs some rate. Leave it out for no limit.")
+        raise UsageError(f"hosts({n}, mbit={mbit}): the rate must be positive. Omit it for no limit.")
     key = secrets.token_hex(3)
     with ExitStack() as made:
         switch = f"gw-{key}"
         _add_namespace(made, switch)
-        # The bridge is in a namespace of its own: the machine's own network does not get to know of it, nor the reverse.
+        # The bridge is in a separate namespace, isolated from the machine's own network.
         _do("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
         _do("ip", "-n", switch, "link", "set", "bridge", "up")
         yield [_add_host(made, switch, f"gw-{key}-{i}", i, mbit) for i in range(n)]
@@ -118,7 +118,7 @@ def _add_host(made: ExitStack, switch: str, name: str, number: int, mbit: float 
     _add_namespace(made, name)
     address = f"10.231.0.{number + 1}"
     port = f"port{number}"
-    # Both ends are made where they belong, so that no name is ever seen in the machine's own namespace.
+    # Both ends are created in their own namespaces, so that neither name ever appears in the machine's own namespace.
     _do("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
     _do("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
     _do("ip", "-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
@@ -131,7 +131,7 @@ def _add_host(made: ExitStack, switch: str, name: str, number: int, mbit: float 
 
 
 def _remove(name: str) -> None:
-    """Take a namespace down, and first whatever runs in it: otherwise it would live on without a name."""
+    """Remove a namespace, after killing its processes: otherwise it would continue to exist without a name."""
     for pid in _do("ip", "netns", "pids", name).split():
         try:
             os.kill(int(pid), 9)

@@ -1,26 +1,26 @@
-"""`Throttled`: a group that takes as long as over a slow link, on ranks of any kind. Nothing is slowed but the answer.
+"""`Throttled`: a group that takes as long as over a slow link, on ranks of any kind. Only the completion is delayed.
 
 Note [The link]
-Each rank has one link to the others, of a rate and a latency. An operation that the inner group has carried out is put on the
-link: its bytes follow those of the operation before, and arrive a latency after the last of them was sent,
+Each rank has one link to the others, with a rate and a latency. An operation that the inner group has finished is put on the
+link: its bytes follow those of the previous operation, and arrive one latency after the last of them was sent,
 
     sent    = max(now, when the link is free) + bytes / rate
     arrived = sent + latency
 
-so two operations in flight share the rate but not the latency, as packets on a wire do. Bytes are those that the best algorithm
-makes a rank send (`collectives.traffic`), or receive where it only receives. The clock of an operation starts when the inner
-group is done with it, hence when the last rank has joined: what the inner group takes is added, so use a fast one. Parts that
-`split` makes use the same link.
+so two operations in flight share the rate but not the latency, like packets on a wire. The bytes are those that the best algorithm
+makes a rank send (`collectives.traffic`), or receive if it only receives. The clock of an operation starts when the inner group
+has finished it, hence when the last rank has joined: the inner group's time is added, so use a fast one. Groups made by `split`
+use the same link.
 
 Note [How exact it is]
-An operation is never faster than the formula. How much later it ends is how late the system wakes a sleeping thread: a tenth of
-a millisecond on an idle machine, some milliseconds on a busy one. What a real link does beside, as slow start, loss, headers
-(some 4 %) and a smaller rate for many small packets, it does not do: `hosts(n, mbit=...)` has all that.
+An operation is never faster than the formula. How much later it ends depends on how late the system wakes a sleeping thread: a
+tenth of a millisecond on an idle machine, some milliseconds on a busy one. Other effects of a real link, such as slow start, loss,
+headers (about 4 %) and a lower rate for many small packets, are not modeled: `hosts(n, mbit=...)` has all of them.
 
 Note [Who delivers]
-Whoever ends an operation runs what hangs on its future, and torch's PowerSGD hook starts another operation there and waits for it.
-A single thread that ends all operations would then wait for itself. So each operation has a thread of its own for as long as it is
-on the link.
+The thread that settles an operation runs the callbacks of its future, and torch's PowerSGD hook starts another operation there and
+waits for it. A single thread that settles all operations would then wait for itself. So each operation has its own thread for as
+long as it is on the link.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from gradwire.groups.work import Work
 from gradwire.groups.wrappers import TrackedWrapper
 
 _LOOK_EVERY = 0.1
-"""Seconds after which it is noticed that the inner group has failed, while bytes are on the link."""
+"""Seconds between checks for a failure of the inner group while bytes are on the link."""
 
 
 class Link:
@@ -53,7 +53,7 @@ class Link:
         self.mbit = mbit
         self.latency_ms = latency_ms
         self.sent_bytes = 0.0
-        """All that has been put on it so far."""
+        """All bytes that have been put on it so far."""
         self._free = 0.0
         self._lock = threading.Lock()
 
@@ -65,15 +65,15 @@ class Link:
             return self._free + self.latency_ms * 1e-3
 
     def clear(self) -> None:
-        """Forget what is on its way."""
+        """Drop what is on the link."""
         with self._lock:
             self._free = 0.0
 
 
 class Throttled(TrackedWrapper):
-    """A group whose operations take as long as over a link of `mbit` megabits a second and `latency_ms`: see Note [The link].
+    """A group whose operations take as long as over a link of `mbit` megabits per second and `latency_ms`: see Note [The link].
 
-    `submit` does not block; Works end late. Put it around the group on every rank, with the same figures.
+    `submit` does not block; Works finish late. Wrap the group on every rank, with the same arguments.
 
     >>> import torch
     >>> from gradwire.groups import ThreadGroup
@@ -92,7 +92,7 @@ class Throttled(TrackedWrapper):
         if not 0 < mbit < float("inf") or not 0 <= latency_ms < float("inf"):
             raise UsageError(
                 f"Throttled({inner}, mbit={mbit}, latency_ms={latency_ms}): a link needs a rate of more than 0 and a latency of 0 "
-                "or more, both finite. Leave the wrapper out for a group without limit."
+                "or more, both finite. Omit the wrapper for a group without a limit."
             )
         super().__init__(inner)
         self.link = Link(mbit=mbit, latency_ms=latency_ms)
@@ -111,10 +111,10 @@ class Throttled(TrackedWrapper):
         return part
 
     def submit(self, op: Collective) -> Work:
-        """Have the inner group carry it out, and tell of it when it would have arrived."""
+        """Submit to the inner group, and settle the Work when the bytes would have arrived."""
         with self._order:
             work = self.begin(op)
-            if work.is_completed():  # aborted in this moment
+            if work.is_completed():  # aborted in the meantime
                 return work
             try:
                 step = self.steps[work.seq] = self.inner.submit(op.within(work.timeout))
@@ -127,12 +127,12 @@ class Throttled(TrackedWrapper):
         return work
 
     def _settled(self, work: Work, over: threading.Event) -> None:
-        """Whether it has arrived or was given up: nobody need wait for it."""
+        """It has arrived or was abandoned: wake its thread."""
         self.steps.pop(work.seq, None)
         over.set()
 
     def _arrive(self, work: Work, step: Work, over: threading.Event) -> None:
-        """The inner group is done. Called in its thread, so nothing may be waited for here."""
+        """The inner group has finished it. Called in the inner group's thread, so this must not block."""
         error = step.exception()
         if isinstance(error, CollectiveTimeout):
             work.fail(self.late(work, error))
@@ -156,7 +156,7 @@ class Throttled(TrackedWrapper):
 
 @dataclass(frozen=True, slots=True)
 class _Parcel:
-    """An operation on the link. `over` is set when it has arrived or was given up."""
+    """An operation on the link. `over` is set when it has arrived or was abandoned."""
 
     work: Work
     arrival: float
@@ -165,11 +165,11 @@ class _Parcel:
     source: int | None
 
     def deliver(self) -> None:
-        """Wait until it arrives, and say so."""
+        """Wait until it arrives, then settle it."""
         while (left := self.arrival - time.perf_counter()) > 0 and not self.over.wait(min(left, _LOOK_EVERY)):
             if (
                 self.inner.failure is not None
-            ):  # another rank has given up: the inner group has nothing in flight to fail
+            ):  # another rank has failed: the inner group has nothing in flight to fail here
                 self.work.fail(self.inner.failure)
         self.work.finish(source_rank=self.source)
 
@@ -183,7 +183,7 @@ class _Couriers:
         self._threads: set[threading.Thread] = set()
 
     def send(self, parcel: _Parcel) -> None:
-        """Have it delivered."""
+        """Deliver it on a new thread."""
 
         def run() -> None:
             try:
@@ -198,7 +198,7 @@ class _Couriers:
         thread.start()
 
     def join(self, timeout: float) -> None:
-        """Wait until all are back. They hurry when their operations are given up."""
+        """Wait until all threads have ended. They end early if their operations are abandoned."""
         deadline = time.perf_counter() + timeout
         with self._lock:
             threads = [thread for thread in self._threads if thread is not threading.current_thread()]

@@ -1,7 +1,7 @@
 """Find or start a world: `init` joins the one that a launcher started, `supervise` is gradwire's own launcher for one host.
 
-This layer and the command line are the only readers of environment variables, and it alone knows launchers by name. The launcher
-does not import torch: `init` and `leave`, which do, are imported by the first who names them.
+This layer and the command line are the only readers of environment variables, and only this layer knows specific launchers. The
+launcher does not import torch: `init` and `leave`, which do, are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""`init`: find this process's world, meet its other ranks, and return the group. `leave`: the end of it.
+"""`init`: find this process's world, meet its other ranks, and return the group. `leave`: close it.
 
 Note [How a rank leaves]
-A program that ends has left its world, whether it said so or not, so `leave` is called at interpreter exit. The group is closed
-politely after a normal end, so that what is in flight may finish; after an exception that nobody caught it is aborted, which
-tells the peers why, since what is in flight then waits for operations that will not come. Where rank 0 hosts the store it stays a
-moment longer, until the others are done with it.
+A program that exits leaves its world, with or without calling `leave`, so `leave` is called at interpreter exit. After a normal
+exit the group is closed gracefully, so that operations in flight may finish. After an uncaught exception it is aborted, which
+reports the reason to the peers, since operations in flight would wait for ones that are never submitted. If rank 0 hosts the store
+it stays a little longer, until the others are done with it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gradwire.launch.store import arrive, open_store, say_goodbye
 from gradwire.launch.world import World, find_world
 
 _PATIENCE = 5.0
-"""Seconds that the host of the store waits for the others at its own end."""
+"""Seconds that the rank that hosts the store waits for the others before it exits."""
 
 
 def init(
@@ -45,13 +45,13 @@ def init(
 ) -> Group:
     """The group of all ranks of this process's world, under `gradwire run`, torchrun, mpirun, SLURM, or alone.
 
-    Every rank calls it. `kind` is what carries the bytes, `timeout` how many seconds an operation may take, half an hour by default
-    as in torch.distributed. `meeting_timeout` is how many ranks may take to come: 300, as torch's stores give them, or `timeout` if
-    that is less. Called again it returns the same group, until that is closed; then it makes another, on all ranks.
+    Every rank calls it. `kind` is the kind of group, `timeout` the seconds that an operation may take, by default half an hour as
+    in torch.distributed. `meeting_timeout` is the seconds within which all ranks must arrive: 300, as for torch's stores, or
+    `timeout` if that is less. Called again it returns the same group, until that is closed; then it makes another, on all ranks.
     Models that are built without a group use this one. It is closed when the program ends.
 
-    `directory` is the tmpfs for shared memory, /dev/shm unless given, and `room` how many bytes the segment of a host may become;
-    GRADWIRE_SHM_DIRECTORY and GRADWIRE_SHM_ROOM say the same in the environment. Those of the lowest rank of a host count.
+    `directory` is the tmpfs for shared memory, by default /dev/shm, and `room` the maximum size in bytes of a host's segment;
+    GRADWIRE_SHM_DIRECTORY and GRADWIRE_SHM_ROOM set them in the environment. The values of the lowest rank of a host are used.
 
     >>> import gradwire as gw
     >>> group = gw.init()
@@ -66,8 +66,8 @@ def init(
     asked = None if kind == AUTO else find_kind(kind, who=f"gw.init(kind={kind!r})", also=(AUTO,))
     if (directory is not None or room is not None) and asked is not None and not asked.shares_memory:
         raise UsageError(
-            f"gw.init(kind={kind!r}, directory={directory!r}, room={room!r}): this kind shares no memory. Leave directory and room "
-            f"out, or choose {' or '.join(sorted(other.name for other in registered_kinds() if other.shares_memory))}."
+            f"gw.init(kind={kind!r}, directory={directory!r}, room={room!r}): this kind has no shared memory. Omit directory and "
+            f"room, or choose {' or '.join(sorted(other.name for other in registered_kinds() if other.shares_memory))}."
         )
     memory = SharedMemory.read(os.environ, directory=directory, room=room)
     with WORLD.lock:
@@ -90,8 +90,8 @@ def init(
             release(store)
             raise
         atexit.unregister(leave)
-        atexit.register(leave)  # after the group has made its finalizers, so that it runs before them
-        # An earlier group was closed on all ranks, or they would not have come; its store is let go only now, because rank 0
+        atexit.register(leave)  # after the group's finalizers are created, so that it runs before them
+        # An earlier group was closed on all ranks, or they would not be here; its store is released only now, because rank 0
         # may host both at one address.
         leaving = functools.partial(_leave, group, world, store)
         WORLD.put(group, kind=agreed, leave=leaving, release=functools.partial(release, store))
@@ -99,7 +99,7 @@ def init(
 
 
 def leave() -> None:
-    """Close the group of `init` and let go of the store, now instead of when the program ends. May be called again."""
+    """Close the group of `init` and release the store, now instead of at program exit. May be called again."""
     with WORLD.lock:
         WORLD.leave()
 
@@ -107,13 +107,13 @@ def leave() -> None:
 def _check_same(kind: str) -> None:
     if kind not in (AUTO, WORLD.kind):
         raise UsageError(
-            f"gw.init(kind={kind!r}): this process has joined its world already, with kind {WORLD.kind!r}. Close that group "
-            "first, on all ranks, or make one of another kind beside it from a store of your own."
+            f"gw.init(kind={kind!r}): this process has already joined its world, with kind {WORLD.kind!r}. Close that group "
+            "first, on all ranks, or make an additional group over your own store."
         )
 
 
 def _agree(store: Store, world: World, kind: str, timeout: float) -> str:
-    """Rank 0's choice: hosts may have different numbers of ranks, and so ranks choose differently. NCCL if every rank has a GPU."""
+    """Rank 0's choice, since ranks on hosts of different sizes may choose differently. NCCL if every rank has a GPU."""
     mine = default_kind(world.size, world.local_size) if kind == AUTO else kind
     if world.size == 1:
         return mine
@@ -122,19 +122,19 @@ def _agree(store: Store, world: World, kind: str, timeout: float) -> str:
         calls.set("kind", mine)
     calls.add("ranks with a GPU", int(kind == AUTO and has_own_gpu(world)))
     arrive(store, world, timeout=timeout)
-    WORLD.met += 1  # before anything can fail: every rank counts this meeting, and the next attempt has keys of its own
+    WORLD.met += 1  # before anything can fail: every rank counts this meeting, and the next attempt uses other keys
     agreed: str = calls.get("kind").decode()
     if calls.add("ranks with a GPU", 0) == world.size:
         agreed = "nccl"
     if kind not in (AUTO, agreed):
         raise UsageError(
-            f"gw.init(kind={kind!r}) on {world}: rank 0 has {agreed!r}. Every rank must ask for the same kind, or for none."
+            f"gw.init(kind={kind!r}) on {world}: rank 0 has {agreed!r}. Every rank must pass the same kind, or none."
         )
     return agreed
 
 
 def has_own_gpu(world: World) -> bool:
-    """Whether this rank's host has a CUDA device for each of its ranks, and NCCL. Which one a rank uses is the program's choice."""
+    """Whether this rank's host has NCCL and a CUDA device for each of its ranks. The program chooses which one a rank uses."""
     available = dist.is_nccl_available() and torch.cuda.is_available()
     return available and world.local_size is not None and torch.cuda.device_count() >= world.local_size
 

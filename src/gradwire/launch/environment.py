@@ -14,7 +14,7 @@ _OTHERS = (
     "ROLE_WORLD_SIZE",
     "ROLE_NAME",
 )
-"""What a torchrun around us would have told the ranks of itself."""
+"""Variables that an outer torchrun would have set."""
 
 
 def rank_environment(
@@ -22,11 +22,11 @@ def rank_environment(
 ) -> dict[str, str]:
     """The variables of one rank: `base` is the launcher's own environment, `extra` what the user added for the ranks.
 
-    Beside gradwire's variables, among them the name of the `private` store, a rank gets torch's, so that a script which calls
-    `dist.init_process_group("gloo")` runs too; they say that `store` is hosted already. Output is not buffered, so that it is seen
-    when it is written and not lost with a rank that is killed; a crash in C++ prints a Python traceback; ranks share the cores,
-    where torch would give all of them to each; and gloo listens on the loopback interface only, since all ranks are on this host.
-    What the user has set is left alone.
+    In addition to gradwire's variables, among them the name of the `private` store, a rank gets torch's, so that a script which
+    calls `dist.init_process_group("gloo")` runs too; they declare that `store` is already hosted. Output is not buffered, so that
+    it appears when it is written and is not lost if a rank is killed; a crash in C++ prints a Python traceback; ranks share the
+    cores, whereas torch would use all of them in each; and gloo listens only on the loopback interface, since all ranks are on
+    this host. Variables that the user has set are not changed.
     """
     ours = {
         "GRADWIRE_RANK": str(rank),

@@ -1,13 +1,14 @@
-"""What came of a run: which rank failed first, what it printed last, and the launcher's exit code. Pure.
+"""The outcome of a run: which rank failed first, its final output, and the launcher's exit code. Pure.
 
 Note [What looks like a consequence]
-`root_cause.py` says which failure is shown. What looks like a consequence is told by the exception's name at the end of the rank's
-last traceback. A timeout is half of one: it is raised by the ranks that waited, so an error that is neither goes before it.
+`root_cause.py` picks the failure that is shown. Whether a failure looks like a consequence is decided by the exception's name at
+the end of the rank's last traceback. A timeout may be either: it is raised by the ranks that waited, so any other error that is not
+a consequence takes precedence.
 
 Note [Who is named]
-Some errors are raised by ranks that did nothing wrong: a timeout by all but the rank that is missing, a PeerLost by those that
-wait for a rank which has ended, a disagreement by all. Their text says which ranks it is about; the last line of a run repeats
-that, and does not call the rank that raised it the culprit.
+Some errors are raised by ranks that did nothing wrong: a timeout by all but the missing rank, a PeerLost by those that wait for a
+rank that has exited, a disagreement by all. Their text names the ranks concerned; the last line of a run repeats it, and does not
+blame the rank that raised it.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ _DIFFERENT = {
         rb"ranks differ in \w+: (?:rank \d+ has|ranks \[[\d, ]+\] have) .*?, the others have [^.]*"
     ),
 }
-"""How errors name the ranks that they are about. See Note [Who is named]."""
+"""How errors name the ranks they concern. See Note [Who is named]."""
 _LINKS = (
     b"During handling of the above exception, another exception occurred:",
     b"The above exception was the direct cause of the following exception:",
 )
 _RANK = re.compile(rb"\[rank\d+\]: ?")
-"""What torch writes before each line of an uncaught exception, once a script has called init_process_group."""
+"""torch's prefix of each line of an uncaught exception, once a script has called init_process_group."""
 _RAISED = re.compile(rb"(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*)(?::|$)")
 _WITHOUT_TRACEBACK = 20
-"""Lines that are shown of a rank which left no traceback."""
+"""Number of lines shown of a rank without a traceback."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a rank came to its end."""
+    """How a rank ended."""
 
     rank: int
     status: int
@@ -57,13 +58,13 @@ class Ending:
     after: float
     """Seconds since the start."""
     stopped: bool = False
-    """Whether the launcher had told it to end by then."""
+    """Whether the launcher had sent it a signal to end by then."""
     words: tuple[bytes, ...] = ()
     """The last lines of its standard error."""
 
     @property
     def failed(self) -> bool:
-        """Whether it ended badly and by itself."""
+        """Whether it failed, without having been stopped."""
         return self.status != 0 and not self.stopped
 
     @property
@@ -73,25 +74,25 @@ class Ending:
 
     @property
     def consequence(self) -> int:
-        """0 for a failure of the rank's own, 1 for a timeout, 2 for a consequence."""
+        """0 for a failure of the rank itself, 1 for a timeout, 2 for a consequence."""
         if self.is_consequence:
             return 2
         return int(self.status > 0 and raised(self.words) == _TIMEOUT)
 
     @property
     def while_starting(self) -> bool:
-        """Whether the rank was interrupted as it imported modules or met the others."""
+        """Whether the rank was interrupted while it imported modules or met the others."""
         if raised(self.words) != _INTERRUPT:
             return False
         frames = final_output(self.words)
-        # The script is the first module; Python leaves the import system's own frames out where there are others.
+        # The script is the first module; Python omits the import system's own frames if there are others.
         return sum(line.endswith(_MODULE) for line in frames) > 1 or any(
             m in line for line in frames for m in _STARTING
         )
 
     @property
     def exit_code(self) -> int:
-        """As shells count."""
+        """The exit code as shells report it."""
         return self.status if self.status >= 0 else 128 - self.status
 
     def __str__(self) -> str:
@@ -99,7 +100,7 @@ class Ending:
 
 
 def described(status: int, after: float) -> str:
-    """How a process ended, in words: `status` is its exit code, or the negative number of a signal.
+    """A description of how a process ended: `status` is its exit code, or the negative number of a signal.
 
     >>> described(-9, 3.21)
     'killed by SIGKILL, after 3.2 s'
@@ -116,13 +117,13 @@ def _name(number: int) -> str:
 
 
 def first_failure(endings: Iterable[Ending]) -> Ending | None:
-    """The failure that the others follow from."""
+    """The failure that caused the others."""
     failures = sorted((ending for ending in endings if ending.failed), key=lambda ending: ending.rank)
     return root_cause(failures, when=lambda ending: ending.after, consequence=lambda ending: ending.consequence)
 
 
 def summary(first: Ending, endings: Iterable[Ending]) -> str:
-    """One line on the failure and on what became of the others.
+    """One line about the failure and about what happened to the other ranks.
 
     >>> summary(Ending(2, 1, 3.21), [Ending(r, -15, 3.3, stopped=True) for r in (0, 1, 3)])
     'rank 2 failed first (exit code 1, after 3.2 s); ranks 0, 1, 3 were stopped'
@@ -148,7 +149,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def subject(lines: Sequence[bytes]) -> str | None:
-    """Whom the last exception is about, where that is not the rank that raised it. See Note [Who is named].
+    """The ranks that the last exception concerns, if they are not the rank that raised it. See Note [Who is named].
 
     >>> head = [b"Traceback (most recent call last):"]
     >>> subject(
@@ -170,9 +171,9 @@ def subject(lines: Sequence[bytes]) -> str | None:
 
 
 def brief(lines: Sequence[bytes]) -> list[bytes]:
-    """What is shown of a traceback that is not: the exception and the first line of its message.
+    """The short form of a traceback that is not shown: the exception and the first line of its message.
 
-    Of a KeyboardInterrupt, which has no message, what was written after it.
+    For a KeyboardInterrupt, which has no message, what was written after it.
     """
     line = _final(lines)
     if line is None:
@@ -215,7 +216,7 @@ def raised(lines: Sequence[bytes]) -> str | None:
 def _final(lines: Sequence[bytes]) -> bytes | None:
     """The line of the last traceback that names the exception."""
     lines = _plain(lines)
-    # Something without a line feed may stand before the head.
+    # Text without a line feed may precede the head.
     heads = [i for i, line in enumerate(lines) if line.endswith(HEAD)]
     return (
         next((line for line in lines[heads[-1] + 1 :] if line and not line.startswith(b" ")), None) if heads else None

@@ -1,9 +1,9 @@
-"""Whole lines out of a rank's bytes. Knows nothing of ranks, colors or files; bytes stay bytes, so wrong UTF-8 survives.
+"""Splits a rank's bytes into whole lines. Independent of ranks, colors and files; bytes stay bytes, so invalid UTF-8 is preserved.
 
 Note [Progress bars]
-A bar goes back to the start of its line with a carriage return and writes over it. Several ranks cannot do that on one screen.
-So of what is written over, one state in `EVERY` seconds is shown, as a line; the last state is shown with the line feed that
-follows, or at the end. Logs get every byte.
+A progress bar returns to the start of its line with a carriage return and overwrites it. Several ranks cannot do that on one
+screen. So of what is overwritten, one state every `EVERY` seconds is shown, as a line; the last state is shown with the line feed
+that follows, or at the end. Logs get every byte.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 EVERY = 1.0
 """Seconds between two states of a progress bar that are shown."""
 LONGEST = 1 << 20
-"""Bytes after which a line that does not end is cut, so that no rank can fill the launcher's memory."""
+"""Bytes after which a line without an end is split, so that no rank can fill the launcher's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What to do with some bytes: `raw` goes to logs as it is, `lines` are shown, each as a line of its own."""
+    """What to do with some bytes: `raw` goes to logs unchanged, `lines` are shown, each as a separate line."""
 
     raw: bytes
     lines: tuple[bytes, ...]
 
 
 class LineBuffer:
-    """One stream of bytes, cut into lines.
+    """One stream of bytes, split into lines.
 
     >>> buffer = LineBuffer()
     >>> buffer.feed(b"one\\ntw", now=0.0)
@@ -39,7 +39,7 @@ class LineBuffer:
         self._shown_at = -EVERY
 
     def feed(self, data: bytes, *, now: float) -> Piece:
-        """More bytes have come."""
+        """Process more bytes."""
         whole, newline, self._rest = (self._rest + data).rpartition(b"\n")
         lines = [_last_state(line) for line in whole.split(b"\n")] if newline else []
         raw = whole + newline
@@ -58,11 +58,11 @@ class LineBuffer:
         return Piece(raw, tuple(lines))
 
     def end(self) -> Piece:
-        """No more will come: a last line without a line feed is a line too."""
+        """Flush at the end of the stream: a last line without a line feed is a line too."""
         rest, self._rest = self._rest, b""
         return Piece(rest, (_last_state(rest),) if rest else ())
 
 
 def _last_state(line: bytes) -> bytes:
-    """What a terminal shows of a line that was written over: more or less what came last."""
+    """What a terminal shows of an overwritten line: more or less the last state."""
     return line.rstrip(b"\r").rpartition(b"\r")[2] if b"\r" in line else line

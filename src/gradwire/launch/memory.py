@@ -1,4 +1,4 @@
-"""Where shared memory lies and how large it can become: what the caller or the environment says about it. Pure."""
+"""The location and maximum size of shared memory, from the caller or the environment. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """Options of the groups that share memory; None leaves a choice to the group."""
+    """Options of the groups that share memory; None leaves the choice to the group."""
 
     directory: str | None = None
     room: int | None = None

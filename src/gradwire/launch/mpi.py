@@ -1,4 +1,4 @@
-"""One message over MPI: rank 0 tells all others where the store is. Needs mpi4py, built for the MPI whose mpirun is used."""
+"""One message over MPI: rank 0 sends the store's address to all others. Needs mpi4py, built for the MPI whose mpirun is used."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def tell_all(text: str, world: World, *, timeout: float) -> str:
     comm = _comm_world(world)
     if (comm.rank, comm.size) != (world.rank, world.size):
         raise UsageError(
-            f"gw.init() on {world}: mpi4py says that this is rank {comm.rank} of {comm.size}. It was built for another MPI "
-            "than this mpirun belongs to: use that MPI's mpirun, or set MASTER_ADDR and MASTER_PORT."
+            f"gw.init() on {world}: in mpi4py this is rank {comm.rank} of {comm.size}. It was built for another MPI than that of "
+            "this mpirun: use that MPI's mpirun, or set MASTER_ADDR and MASTER_PORT."
         )
     message = bytearray(text.encode().ljust(_LENGTH))
     request = comm.Ibcast(message, root=0)
@@ -26,8 +26,8 @@ def tell_all(text: str, world: World, *, timeout: float) -> str:
     while not request.Test():  # not Wait: it has no deadline
         if time.monotonic() >= deadline:
             raise CollectiveTimeout(
-                f"gw.init() on {world}: rank 0 has not said over MPI where the store is within {timeout:.3g} s. "
-                "See whether every rank calls gw.init()."
+                f"gw.init() on {world}: rank 0 has not sent the store's address over MPI within {timeout:.3g} s. "
+                "Check that every rank calls gw.init()."
             )
         time.sleep(_PAUSE)
     return bytes(message).decode().strip()
@@ -38,7 +38,7 @@ def _comm_world(world: World) -> Any:
         from mpi4py import MPI  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
         raise UsageError(
-            f"gw.init() on {world}: ranks started by mpirun learn over MPI where to meet, and mpi4py cannot be imported: "
+            f"gw.init() on {world}: ranks started by mpirun get the store's address over MPI, but mpi4py cannot be imported: "
             f"{error}. Install gradwire[mpi], or set MASTER_ADDR and MASTER_PORT to rank 0's host and a free port there: "
             "mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ..."
         ) from error

@@ -12,9 +12,9 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def hosts(nodelist: str) -> Iterator[str]:
-    """The names of a list, in its order, one by one: a list may stand for more hosts than anybody wants to hold.
+    """Yield the names of a list, in order: a short list may expand to too many hosts to hold in memory.
 
-    A range keeps the width of its first number. Several brackets in a name are combined, the last counting fastest.
+    A range keeps the width of its first number. Several brackets in a name are combined, the last varying fastest.
 
     >>> list(hosts("node[01-03,07],gpu5"))
     ['node01', 'node02', 'node03', 'node07', 'gpu5']
@@ -37,7 +37,7 @@ def _name(text: str, place: int) -> tuple[list[_Part], int]:
     while place < len(text) and text[place] != ",":
         match = _PART.match(text, place)
         if match is None:
-            raise _wrong(text, f"a bracket at character {place + 1} has no partner")
+            raise _wrong(text, f"a bracket at character {place + 1} is unmatched")
         inside, plain = match.groups()
         parts.append(_Part(text, inside, plain))
         place = match.end()
@@ -47,7 +47,7 @@ def _name(text: str, place: int) -> tuple[list[_Part], int]:
 
 
 class _Part:
-    """Fixed text, or the numbers of a bracket; may be gone through again and again."""
+    """Fixed text, or the numbers of a bracket; can be iterated repeatedly."""
 
     def __init__(self, text: str, inside: str | None, plain: str | None) -> None:
         self._plain = plain
@@ -55,10 +55,10 @@ class _Part:
         for piece in [] if inside is None else inside.split(","):
             match = _RANGE.fullmatch(piece)
             if match is None:
-                raise _wrong(text, f"[{inside}] does not hold numbers and ranges of numbers")
+                raise _wrong(text, f"[{inside}] is not a list of numbers and ranges")
             first, last = match[1], match[2] or match[1]
             if int(last) < int(first):
-                raise _wrong(text, f"the range {piece} runs backwards")
+                raise _wrong(text, f"the range {piece} is descending")
             self._ranges.append((int(first), int(last), len(first)))
 
     def __iter__(self) -> Iterator[str]:
@@ -70,7 +70,7 @@ class _Part:
 
 
 def _product(parts: list[_Part]) -> Iterator[str]:
-    """As itertools.product, which would write every range out before it gives the first name."""
+    """Like itertools.product, which would expand every range before it yields the first name."""
     if not parts:
         yield ""
         return

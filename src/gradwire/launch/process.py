@@ -1,18 +1,18 @@
-"""One rank as the launcher sees it: a process that leads a process group of its own, two pipes, and how it ended.
+"""One rank as the launcher sees it: a process that leads its own process group, two pipes, and an exit status.
 
 Note [No orphans]
-A rank leads a process group, and signals go to the group: what a rank has started (workers of a data loader) ends with it, unless
-it has made itself a session or a process group of its own. A launcher that is killed cannot send anything, so two others do:
+A rank leads a process group, and signals go to the group: what a rank has started (data loader workers) ends with it, unless it
+has created a session or a process group for itself. A launcher that is killed cannot send anything, so there are two safeguards:
 
-- Linux: PR_SET_PDEATHSIG kills a rank with its launcher. It is requested by the rank itself, in a few lines of Python that then
-  become the program (execv keeps it): to run code between fork and exec in a launcher that has C++ threads is not safe. The
-  signal is sent when the *thread* ends that started the rank, so it is requested only where that is the main thread.
+- Linux: PR_SET_PDEATHSIG kills a rank with its launcher. The rank itself requests it, in a few lines of Python that then exec the
+  program (execv keeps it): running code between fork and exec in a launcher that has C++ threads is not safe. The signal is sent
+  when the *thread* that started the rank ends, so it is requested only if that is the main thread.
 - A guardian: a shell in the rank's process group, with all signals blocked, that reads from a pipe whose other end only the
-  launcher holds. At its end it kills the whole group, itself included. As a member it also keeps the group's number from being
-  given to others. If the group was stopped, Linux continues it when its launcher dies, since it is an orphaned group then.
+  launcher holds. When the pipe closes it kills the whole group, itself included. As a member it also keeps the group's id from
+  being reused. If the group was stopped, Linux continues it when its launcher dies, since it is an orphaned group then.
 
-A rank that has ended is not reaped until its group has been dealt with: so long nobody else can get its number, and no signal can
-hit a stranger.
+A rank that has ended is not reaped until its group has been killed: until then its pid cannot be reused, and no signal can hit
+another process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from contextlib import suppress
 _BECOME = (
     "import ctypes,os,sys;"
     "ctypes.CDLL(None).prctl(1,9);"  # PR_SET_PDEATHSIG, SIGKILL
-    "os.getppid()==int(sys.argv[1]) or os._exit(1);"  # it died before it could be asked
+    "os.getppid()==int(sys.argv[1]) or os._exit(1);"  # the launcher died before the request
     "os.execv(sys.argv[2],sys.argv[2:])"
 )
 
@@ -37,11 +37,11 @@ _GUARD = ["/bin/sh", "-c", "read -r line; kill -KILL 0"]
 
 
 class _Guardian:
-    """Kills the process group `group` when this process has ended, however that was. See Note [No orphans]."""
+    """Kills the process group `group` when this process ends, in whatever way. See Note [No orphans]."""
 
     def __init__(self, group: int) -> None:
         theirs, self._pipe = os.pipe()
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the guardian inherits it
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # inherited by the guardian
         try:
             self._process = subprocess.Popen(
                 _GUARD,
@@ -61,7 +61,7 @@ class _Guardian:
     def release(self) -> None:
         """Reap it, once its group has been killed."""
         os.close(self._pipe)
-        with suppress(subprocess.TimeoutExpired):  # it is uninterruptible in the kernel
+        with suppress(subprocess.TimeoutExpired):  # it is in an uninterruptible sleep
             self._process.wait(timeout=1.0)
 
 
@@ -94,7 +94,7 @@ class RankProcess:
             self.stderr.close()
             raise
         self.ended = os.pidfd_open(self.pid)
-        """A descriptor that can be read from once the process has ended, even if another process holds its pipes."""
+        """A descriptor that becomes readable once the process has ended, even if another process holds its pipes."""
         for pipe in (self.stdout, self.stderr):
             os.set_blocking(pipe.fileno(), False)
 
@@ -107,30 +107,30 @@ class RankProcess:
         return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
 
     def send(self, number: int) -> None:
-        """Send a signal to the rank and to what it has started."""
+        """Send a signal to the rank and the processes it has started."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
     def companions(self) -> list[int]:
-        """Processes of the rank's group that still run, without the rank and its guardian."""
+        """Processes of the rank's group that still run, except the rank and its guardian."""
         ours = (self.pid, self._guardian.pid)
         return [
             pid for pid, group, state in _processes() if group == self.pid and pid not in ours and state not in "ZX"
         ]
 
     def release(self) -> None:
-        """Kill what is left of it, reap it, and close what this process holds for it."""
+        """Kill what is left of its group, reap it, and close its descriptors."""
         self.send(signal.SIGKILL)
         self.stdout.close()
         self.stderr.close()
         os.close(self.ended)
-        with suppress(subprocess.TimeoutExpired):  # in the kernel, where no signal reaches it
+        with suppress(subprocess.TimeoutExpired):  # it is in an uninterruptible sleep
             self._process.wait(timeout=1.0)
         self._guardian.release()
 
 
 def _processes() -> Iterator[tuple[int, int, str]]:
-    """Number, process group and state of every process that can be seen."""
+    """Pid, process group and state of every visible process."""
     for name in os.listdir("/proc"):
         if name.isdigit():
             with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:

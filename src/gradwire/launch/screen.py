@@ -1,4 +1,4 @@
-"""The launcher's own output: whole lines of all ranks, each with its rank before it, to the screen and to one log per rank."""
+"""The launcher's output: whole lines of all ranks, each prefixed with its rank, to the screen and to one log per rank."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import BinaryIO
 from gradwire.launch.lines import LineBuffer, Piece
 from gradwire.launch.tracebacks import TracebackHold
 
-_COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # readable on dark and on light; red is left to errors
+_COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # readable on dark and light backgrounds; red is reserved for errors
 _RESET = b"\x1b[0m"
 _KEPT_LINES, _KEPT_BYTES = 400, 1 << 16
 
 
 class Screen:
-    """One of the launcher's own streams. What it is given it writes as a whole, also where the reader is slow."""
+    """One of the launcher's own streams. Writes everything, even if the reader is slow."""
 
     def __init__(self, fd: int, environ: Mapping[str, str]) -> None:
         self._fd = fd
         self.color = os.isatty(fd) and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
         self.broken = False
-        """Whether nobody reads any more; what is written then is dropped."""
+        """Whether the reader is gone; output is then dropped."""
 
     def write(self, data: bytes) -> None:
         """Write all of it."""
@@ -31,13 +31,13 @@ class Screen:
         while view and not self.broken:
             try:
                 view = view[os.write(self._fd, view) :]
-            except BlockingIOError:  # somebody we share the terminal with made it so
+            except BlockingIOError:  # another process that shares the terminal made it non-blocking
                 select.select([], [self._fd], [])
             except OSError:
                 self.broken = True
 
     def prefix(self, rank: int) -> bytes:
-        """What stands before the lines of a rank."""
+        """The prefix of a rank's lines."""
         text = f"[{rank}]".encode()
         return b"\x1b[%dm%s%s " % (_COLORS[rank % len(_COLORS)], text, _RESET) if self.color else text + b" "
 
@@ -50,7 +50,7 @@ class Tail:
         self._bytes = 0
 
     def add(self, lines: tuple[bytes, ...]) -> None:
-        """Remember these, forget the oldest."""
+        """Keep these, drop the oldest."""
         for line in lines:
             if len(self._lines) == _KEPT_LINES:
                 self._bytes -= len(self._lines[0])
@@ -61,12 +61,12 @@ class Tail:
 
     @property
     def lines(self) -> list[bytes]:
-        """What is remembered."""
+        """The lines that are kept."""
         return list(self._lines)
 
 
 class RankStream:
-    """Standard output or standard error of one rank, on its way to the screen. `hold` keeps tracebacks back for the time being."""
+    """Forwards stdout or stderr of one rank to the screen. `hold` delays tracebacks."""
 
     def __init__(
         self, screen: Screen, prefix: bytes, *, log: BinaryIO | None = None, hold: TracebackHold | None = None
@@ -83,16 +83,16 @@ class RankStream:
         self._take(self._buffer.feed(data, now=now), now)
 
     def end(self, *, now: float) -> None:
-        """The rank will write no more."""
+        """The rank has closed the stream."""
         self._take(self._buffer.end(), now)
 
     @property
     def due(self) -> float | None:
-        """When `release` is to be called, if the rank still runs then."""
+        """When to call `release`, if the rank still runs then."""
         return None if self._hold is None else self._hold.until
 
     def go_on(self, *, now: float) -> None:
-        """The rank has written something elsewhere."""
+        """The rank has written something to its other stream."""
         if self._hold is not None:
             self._show(self._hold.go_on(now=now))
 
@@ -101,7 +101,7 @@ class RankStream:
         self._show(self.take_held())
 
     def take_held(self) -> list[bytes]:
-        """What is held back, which then is not shown."""
+        """Remove and return what is held back, so that it is not shown."""
         return [] if self._hold is None else self._hold.release()
 
     def _take(self, piece: Piece, now: float) -> None:
@@ -116,7 +116,7 @@ class RankStream:
             self._screen.write(b"".join(map(self.line, lines)))
 
     def line(self, line: bytes) -> bytes:
-        """A line as it is shown."""
-        # A rank that leaves a color switched on must not paint the next rank's lines.
+        """A line as shown."""
+        # A rank that does not reset a color must not color the next rank's lines.
         end = _RESET if self._screen.color and b"\x1b" in line else b""
         return self._prefix + line + end + b"\n"

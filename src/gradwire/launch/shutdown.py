@@ -1,15 +1,15 @@
-"""How a run ends: from ranks that end, signals and the time, the signals to send. No processes and no clock inside.
+"""How a run is shut down: which signals to send, given the ranks that ended, the signals received and the time. No I/O, no clock.
 
 Note [How a run is ended]
-After a failure the other ranks get SIGTERM and, if they have not ended after `grace` seconds, SIGKILL. A failure that looks like
-the consequence of another one is given `NEAR` seconds first, in which the rank that caused it may print its traceback and end;
-SIGTERM would cut its output short.
+After a failure the other ranks get SIGTERM and, if they have not ended after `grace` seconds, SIGKILL. After a failure that looks
+like the consequence of another one there is a pause of `NEAR` seconds first, in which the rank that caused it may print its
+traceback and exit; SIGTERM would cut its output short.
 
-A signal that the launcher gets is passed on at once (by the handler, not here). SIGTERM and SIGHUP mean "end soon": SIGKILL
-follows after `grace`. SIGINT and SIGQUIT leave ranks the time they want, for a checkpoint perhaps; but once one of them has ended
-badly, the others wait for it in vain and get `grace` seconds. If that rank was still starting, there is nothing to save yet, and
-the others get SIGTERM `NEAR` seconds later: C code drops an interrupt that arrives in the middle of importing torch. A rank that
-ends well after a signal has dealt with it. Others (SIGUSR1, ...) are between the user and the ranks.
+A signal that the launcher receives is forwarded at once (by the handler, not here). SIGTERM and SIGHUP mean "end soon": SIGKILL
+follows after `grace`. SIGINT and SIGQUIT give ranks as much time as they need, perhaps for a checkpoint; but once one of them has
+failed, the others would wait for it forever, and get `grace` seconds. If that rank was still starting, there is nothing to save
+yet, and the others get SIGTERM `NEAR` seconds later: C code drops an interrupt that arrives in the middle of importing torch. A
+rank that exits with 0 after a signal has handled it. Other signals (SIGUSR1, ...) are only forwarded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gradwire.launch.first_failure import Ending, first_failure
 from gradwire.root_cause import NEAR
 
 LAST_LIMIT = 10.0
-"""Seconds after SIGKILL after which the launcher no longer waits: a process may sit in the kernel forever."""
+"""Seconds after SIGKILL after which the launcher stops waiting: a process may be in an uninterruptible sleep forever."""
 
 _ENDING_SOON = frozenset({signal.SIGTERM, signal.SIGHUP})
 STOPPING = _ENDING_SOON | {signal.SIGINT, signal.SIGQUIT, signal.SIGPIPE}
@@ -31,15 +31,15 @@ Send = tuple[signal.Signals, tuple[int, ...]]
 
 
 class Shutdown:
-    """How far a run of `size` ranks has come."""
+    """The state of a run of `size` ranks."""
 
     def __init__(self, size: int, *, grace: float) -> None:
         self.running = set(range(size))
         self.endings: list[Ending] = []
         self.stopped_by: signal.Signals | None = None
-        """The signal that told the launcher to end, if no rank had failed before."""
+        """The signal that ended the run, if no rank had failed before."""
         self.lost: str | None = None
-        """What the ranks need and have lost, if none had failed by itself before."""
+        """The lost resource that ended the run, if no rank had failed before."""
         self._grace = grace
         self._stop_at: float | None = None
         self._kill_at: float | None = None
@@ -62,7 +62,7 @@ class Shutdown:
                 self._stop_at = _earlier(self._stop_at, ending.after + NEAR)
 
     def signalled(self, number: signal.Signals, now: float) -> None:
-        """The launcher has got a signal, which was passed on."""
+        """The launcher has received a signal and forwarded it."""
         if number in STOPPING and self._stop_at is None:
             self.stopped_by = self.stopped_by or number
         if number in _ENDING_SOON:
@@ -76,15 +76,15 @@ class Shutdown:
 
     @property
     def _is_ending(self) -> bool:
-        """Whether a rank that fails from now on does so because of what happened before."""
+        """Whether the run is already ending, so that further failures are consequences."""
         return self.stopped_by is not None or self.lost is not None
 
     def kill(self, now: float) -> None:
-        """There is no more patience."""
+        """Send SIGKILL without further delay."""
         self._kill_at = now
 
     def abandon(self, number: signal.Signals, now: float) -> None:
-        """The run has lost its sense, as when nobody reads its output: stop it as after a failure."""
+        """The run has become pointless, as when the reader of its output is gone: stop it as after a failure."""
         self.signalled(number, now)
         self._stop_at = _earlier(self._stop_at, now)
 
@@ -104,13 +104,13 @@ class Shutdown:
 
     @property
     def next_time(self) -> float | None:
-        """When `due` should be asked again if nothing happens before."""
+        """When `due` should be called again if nothing happens before."""
         times = [None if self._told else self._stop_at]
         times.append(self._give_up_at if self._give_up_at is not None else self._kill_at)
         return min((time for time in times if time is not None), default=None)
 
     def is_over(self, now: float) -> bool:
-        """Whether all ranks have ended, or those left are beyond reach."""
+        """Whether all ranks have ended, or the remaining ones cannot be killed."""
         return not self.running or (self._give_up_at is not None and now >= self._give_up_at)
 
     @property
@@ -120,7 +120,7 @@ class Shutdown:
 
     @property
     def exit_code(self) -> int:
-        """That of the first failure; of the signal that ended the run; otherwise 0."""
+        """The exit code of the first failure, else of the signal that ended the run, else 0."""
         first = self.first
         if first is not None:
             return first.exit_code

@@ -1,9 +1,9 @@
-"""Where the ranks of a world meet: the store that the launcher or rank 0 hosts, and waiting until all ranks have come.
+"""The rendezvous of a world: the store that the launcher or rank 0 hosts, and waiting until all ranks have arrived.
 
-On one host that is a private store, which no other user can reach. `gradwire run` makes one. Other launchers have an open store at
-most, a TCPStore, so there, or over MPI, rank 0 tells the others the name of a private one, and they move.
+On one host that is a private store, which no other user can reach. `gradwire run` makes one. Other launchers have at most an open
+store, a TCPStore. Through that, or over MPI, rank 0 then sends the name of a private store, and all ranks move to it.
 
-torch's TCPStore is only used once it can be reached: its own attempts to connect fill the screen with C++ stacks and cannot be
+torch's TCPStore is used only once it can be reached: its own attempts to connect fill the screen with C++ stacks and cannot be
 interrupted.
 """
 
@@ -29,13 +29,13 @@ from gradwire.launch.world import Address, World
 from gradwire.private_file import available
 
 _TOKEN = secrets.token_hex(8)
-"""Tells this process from others, on whatever host."""
+"""Identifies this process, across hosts."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
-"""Seconds between two looks at a store or a port; neither can be waited on with a deadline and without noise."""
+"""Seconds between two polls of a store or a port; neither can be waited on quietly and with a deadline."""
 
 
 def open_store(world: World, *, timeout: float, meeting: int = 0) -> Store:
-    """This rank's hold on the store of its world. `meeting` is how often the ranks have met before."""
+    """Open the store of this rank's world. `meeting` is how often the ranks have met before."""
     deadline = time.monotonic() + timeout
     if world.size == 1 or not (world.private or world.store):
         return HashStore()
@@ -67,7 +67,7 @@ def open_store(world: World, *, timeout: float, meeting: int = 0) -> Store:
 
 
 def _open_by_mpi(world: World, host: str, timeout: float) -> Store:
-    """Rank 0 makes a private store, or chooses a port, and MPI tells the others."""
+    """Rank 0 makes a private store, or chooses a port, and sends it to the others over MPI."""
     if world.on_one_host and available():
         return _private_by_mpi(world, timeout)
     mine, told = None, ""
@@ -98,7 +98,7 @@ def _private_by_mpi(world: World, timeout: float) -> Store:
 
 
 def _listen_here(address: Address) -> int | None:
-    """A listening socket that only this host can reach, where `address` is such a one. A TCPStore listens everywhere by itself."""
+    """A listening socket that only this host can reach, if `address` is a loopback one. By itself a TCPStore listens everywhere."""
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         if not all(ip_address(str(there[0]).partition("%")[0]).is_loopback for *_, there in found):
@@ -107,13 +107,13 @@ def _listen_here(address: Address) -> int | None:
         return socket.create_server(there[:2], family=family, backlog=2048).detach()
     except (
         OSError
-    ):  # perhaps a store of this process has the port, which the new one then shares; otherwise it fails itself
+    ):  # perhaps a store of this process has the port, which the new one then shares; otherwise the new one fails
         return None
 
 
 def _host_at(address: Address, world: World, timeout: float) -> Store:
     try:
-        # Several tenants: torch.distributed may want a store at this address in the same process.
+        # multi_tenant: torch.distributed may open a store at this address in the same process.
         return TCPStore(
             address.host,
             address.port,
@@ -126,12 +126,12 @@ def _host_at(address: Address, world: World, timeout: float) -> Store:
     except RuntimeError as error:
         raise GroupError(
             f"gw.init() on {world}: rank 0 cannot host the store at {address}: {str(error).splitlines()[0]} "
-            "Another job may have the port, or the address is not this host's: set MASTER_PORT and MASTER_ADDR."
+            "Another job may use the port, or the address may belong to another host: set MASTER_PORT and MASTER_ADDR."
         ) from error
 
 
 def _reach(address: Address, world: World, deadline: float, timeout: float) -> None:
-    """Come back when something listens at `address`."""
+    """Return when something listens at `address`."""
     pause = _FIRST_PAUSE
     while True:
         try:
@@ -143,14 +143,14 @@ def _reach(address: Address, world: World, deadline: float, timeout: float) -> N
             if time.monotonic() + pause >= deadline:
                 raise CollectiveTimeout(
                     f"gw.init() on {world}: the store at {address} could not be reached within {timeout:.3g} s: {error}. "
-                    "See whether rank 0 has started and whether its host and port can be reached from here."
+                    "Check that rank 0 has started and that its host and port can be reached from here."
                 ) from error
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def arrive(store: Store, world: World, *, timeout: float) -> None:
-    """Wait until every rank has come. Who has not is named when the time is up; a second process as the same rank is refused."""
+    """Wait until every rank has arrived. A timeout names the missing ranks; a second process with the same rank is refused."""
     meeting = Rendezvous(store, world.rank, world.size, timeout=timeout, who=f"gw.init() on {world}")
     store = meeting.store
     me = f"{_TOKEN}-{os.getpid()}"  # a forked child has the same token
@@ -159,10 +159,10 @@ def arrive(store: Store, world: World, *, timeout: float) -> None:
         store.set(f"process/{world.rank}", me)
     elif not store.check([f"process/{world.rank}"]) or store.get(f"process/{world.rank}").decode() != me:
         raise UsageError(
-            f"gw.init() on {world}: another process has come as rank {world.rank}. Ranks that start processes of their own "
-            "pass their variables on: unset them there, or let only the ranks call gw.init()."
+            f"gw.init() on {world}: another process is already rank {world.rank}. Child processes of ranks inherit their "
+            "environment variables: unset them there, or call gw.init() only in the ranks."
         )
-    # After a timeout a process may come again: it has been counted.
+    # After a timeout a process may try again: it has been counted.
     if times == 1 and store.add("came", 1) == world.size:
         store.set("complete", "")
     deadline = time.monotonic() + timeout
@@ -176,8 +176,8 @@ def arrive(store: Store, world: World, *, timeout: float) -> None:
 
 
 def say_goodbye(store: Store, world: World, *, patience: float) -> None:
-    """Say that this rank no longer needs the store; the rank that hosts it stays until all have said so, or patience ends."""
-    if world.size == 1 or world.hosted or isinstance(innermost(store), PrivateStore):  # which nobody hosts
+    """Report that this rank no longer needs the store; the rank that hosts it waits for all reports, up to `patience` seconds."""
+    if world.size == 1 or world.hosted or isinstance(innermost(store), PrivateStore):  # which no process hosts
         return
     store = bounded(store, patience, f"leaving on {world}")
     try:
@@ -187,4 +187,4 @@ def say_goodbye(store: Store, world: World, *, patience: float) -> None:
             time.sleep(_FIRST_PAUSE)
             left = store.add("left", 0)
     except (RuntimeError, CollectiveTimeout):
-        return  # the host is gone, and with it the reason to tell
+        return  # the host is gone, so it need not be told

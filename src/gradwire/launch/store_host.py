@@ -2,8 +2,8 @@
 
 `gw.init()` does not use it: every user of the host can connect to a TCPStore.
 
-The launcher binds the port, so it is known and taken before any rank starts; what connects before this process listens to it waits
-in the socket's queue. The process ends with the launcher, or when told to: its standard input is a pipe from there.
+The launcher binds the port, so it is known and reserved before any rank starts; connections made before this process is up wait in
+the socket's backlog. The process ends when its standard input, a pipe from the launcher, is closed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class StoreHost:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[fd],
-                process_group=0,  # Ctrl-C goes to the whole terminal; the launcher decides what it means
+                process_group=0,  # Ctrl-C goes to the terminal's whole process group; the launcher decides how to handle it
             )
         self.ended = os.pidfd_open(self._process.pid)
-        """A descriptor that can be read from once the process has ended."""
+        """A descriptor that becomes readable once the process has ended."""
 
     def close(self) -> None:
-        """End it; nobody needs the store any more."""
+        """End the process; the store is no longer needed."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         with suppress(ProcessLookupError):
@@ -47,7 +47,7 @@ class StoreHost:
 
 
 def serve(fd: int, port: int) -> None:
-    """The life of the process: host the store on the listening socket `fd` until standard input ends."""
+    """The main function of the process: host the store on the listening socket `fd` until standard input is closed."""
     from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)

@@ -1,13 +1,13 @@
-"""`supervise`: start the ranks of a run, show their output, pass signals on, end them all, and say what came of it.
+"""`supervise`: start the ranks of a run, show their output, forward signals, end them all, and report the outcome.
 
-One thread and one loop: pipes, ended processes and signals all wake the same `select`. What to do is decided in `shutdown.py`, what
-to say in `first_failure.py`; here it is done.
+One thread and one loop: pipes, ended processes and signals all wake the same `select`. `shutdown.py` decides what to do, and
+`first_failure.py` what to report; this module carries it out.
 
 Note [When everything has been read]
 What a rank has written is in its pipe when it ends, so after its end the pipe is read until it is empty, not until it is closed:
-something that the rank started may hold it open forever. At the end of the run such companions get `COMPANIONS` seconds to end
+a process that the rank started may hold it open forever. At the end of the run such companions get `COMPANIONS` seconds to exit
 by themselves (multiprocessing's resource tracker needs them to clean up after a rank that was killed); then they are killed, and
-what they wrote until then is shown too.
+what they have written is shown too.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ _PASSED_ON = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What to start and how to treat it."""
+    """What to run, and how."""
 
     command: Sequence[str]
     """Program and arguments, the same for every rank."""
     environments: Sequence[Mapping[str, str]]
-    """The variables of each rank: there are as many ranks as these."""
+    """The environment of each rank; its length is the number of ranks."""
     grace: float = 10.0
     """Seconds between SIGTERM and SIGKILL."""
     prefix: bool = True
-    """Whether each line is preceded by its rank."""
+    """Whether each line is prefixed with its rank."""
     log_dir: Path | None = None
-    """Where each rank's output is written to a file of its own as well."""
+    """A directory for one additional log file per rank."""
     store: StoreHost | None = None
     """The store for ranks that call torch's `init_process_group`; the run ends with it."""
     all_tracebacks: bool = False
-    """Whether the tracebacks of all ranks are shown, when they are written, and not only that of the first failure at the end."""
+    """Whether all ranks' tracebacks are shown as they are written, instead of only that of the first failure at the end."""
 
 
 def supervise(run: Run) -> int:
-    """Run all ranks to their end and return the exit code."""
+    """Run all ranks until they end and return the exit code."""
     with _Supervisor(run) as supervisor:
         return supervisor.run()
 
@@ -125,32 +125,32 @@ class _Supervisor:
         return time.monotonic() - self._began
 
     def run(self) -> int:
-        course = self._shutdown
-        while not course.is_over(self._now):
+        shutdown = self._shutdown
+        while not shutdown.is_over(self._now):
             at = self._next_time
             for key, _ in self._selector.select(None if at is None else max(0.0, at - self._now)):
                 key.data()
             self._take_signals()
             if self._interrupts > 1:
-                course.kill(self._now)
+                shutdown.kill(self._now)
             if self._out.broken or self._err.broken:
-                course.abandon(signal.SIGPIPE, self._now)
-            for number, ranks in course.due(self._now):
+                shutdown.abandon(signal.SIGPIPE, self._now)
+            for number, ranks in shutdown.due(self._now):
                 for rank in ranks:
                     self._ranks[rank].send(number)
             self._release_held()
         self._end_companions()
         self._report()
-        return course.exit_code
+        return shutdown.exit_code
 
     @property
     def _next_time(self) -> float | None:
-        """When to go on if nothing happens before."""
+        """When to wake up if nothing happens before."""
         held = [self._streams[rank][1].due for rank in self._shutdown.running]
         return min((time for time in (self._shutdown.next_time, *held) if time is not None), default=None)
 
     def _release_held(self) -> None:
-        """A rank that goes on after a traceback has not ended by it: show it."""
+        """A rank that continues after a traceback did not fail with it: show it."""
         for rank in self._shutdown.running:
             stream = self._streams[rank][1]
             if stream.due is not None and self._now >= stream.due:
@@ -173,8 +173,8 @@ class _Supervisor:
             if status is None:
                 return
             after = self._now
-            self._check_store()  # it may be why the rank has failed
-            self._take_signals()  # first of all: perhaps it was one of them that the rank died of
+            self._check_store()  # its end may be why the rank has failed
+            self._take_signals()  # first: one of them may have killed the rank
             self._selector.unregister(process.ended)
             self._drain(process)
             if status == 0:
@@ -200,7 +200,7 @@ class _Supervisor:
     def _drain(self, process: RankProcess) -> None:
         """See Note [When everything has been read]."""
         for pipe, stream in zip((process.stdout, process.stderr), self._streams[process.rank]):
-            # A companion that writes faster than we read must not keep us: no more than what a pipe can hold.
+            # A companion that writes faster than we read must not block us: read no more than what a pipe can hold.
             for _ in range(fcntl.fcntl(pipe.fileno(), fcntl.F_GETPIPE_SZ) // _CHUNK + 1):
                 data = _read(pipe.fileno())
                 if not data:
@@ -208,12 +208,12 @@ class _Supervisor:
                 stream.feed(data, now=self._now)
 
     def _got_signal(self, number: int, frame: FrameType | None) -> None:
-        """In the handler, so that a signal is passed on even while we wait for a slow reader of our output."""
+        """In the handler, so that a signal is forwarded even while we wait for a slow reader of our output."""
         self._interrupts += number == signal.SIGINT
         for process in list(self._ranks):
             process.send(signal.SIGKILL if self._interrupts > 1 else number)
         self._signals.append(signal.Signals(number))
-        if self._interrupts > 1:  # a third one ends a launcher that waits for a reader who does not read
+        if self._interrupts > 1:  # a third one ends a launcher that is blocked on a reader that does not read
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _take_signals(self) -> None:
@@ -243,28 +243,30 @@ class _Supervisor:
                 stream.end(now=self._now)
 
     def _report(self) -> None:
-        course, first = self._shutdown, self._shutdown.first
+        shutdown, first = self._shutdown, self._shutdown.first
         if first is not None:
-            left_out = self._summarize([ending.rank for ending in course.endings if ending.rank != first.rank])
+            left_out = self._summarize([ending.rank for ending in shutdown.endings if ending.rank != first.rank])
             if left_out:
                 where = f"in full in {self._run.log_dir}" if self._run.log_dir is not None else "--debug shows all"
-                self._say(f"gradwire run: {left_out} traceback{'s' if left_out > 1 else ''} cut to a line: {where}")
+                self._say(
+                    f"gradwire run: {left_out} traceback{'s' if left_out > 1 else ''} shortened to one line: {where}"
+                )
             if len(self._ranks) > 1 and (words := final_output(first.words)):
                 self._say("", f"gradwire run: last output of rank {first.rank}:", *words, "")
-            self._say(f"gradwire run: {summary(first, course.endings)}")
-        elif course.lost is not None:
-            self._summarize([ending.rank for ending in course.endings])
-        elif course.stopped_by is not None and course.exit_code:
-            self._summarize([ending.rank for ending in course.endings])
-            self._say(f"gradwire run: stopped by {course.stopped_by.name} after {self._now:.1f} s")
-        if course.lost is not None and course.exit_code:
-            self._say(f"gradwire run: {course.lost}; ranks cannot go on without it. Its own output, if any, is above.")
-        for rank in sorted(course.running):
+            self._say(f"gradwire run: {summary(first, shutdown.endings)}")
+        elif shutdown.lost is not None:
+            self._summarize([ending.rank for ending in shutdown.endings])
+        elif shutdown.stopped_by is not None and shutdown.exit_code:
+            self._summarize([ending.rank for ending in shutdown.endings])
+            self._say(f"gradwire run: stopped by {shutdown.stopped_by.name} after {self._now:.1f} s")
+        if shutdown.lost is not None and shutdown.exit_code:
+            self._say(f"gradwire run: {shutdown.lost}; ranks cannot continue without it. Its output, if any, is above.")
+        for rank in sorted(shutdown.running):
             pid = self._ranks[rank].pid
-            self._say(f"gradwire run: rank {rank} (process {pid}) does not end, even after SIGKILL")
+            self._say(f"gradwire run: rank {rank} (process {pid}) is still running, even after SIGKILL")
 
     def _summarize(self, ranks: Sequence[int]) -> int:
-        """Show a line in place of each traceback that is held back, and return how many there were."""
+        """Show one line for each traceback that is held back, and return their number."""
         count = 0
         for rank in sorted(ranks):
             stream = self._streams[rank][1]
@@ -285,7 +287,7 @@ class _Supervisor:
 
 
 def _read(fd: int) -> bytes | None:
-    """What can be read now; empty at the end of the file, None if there is nothing at the moment."""
+    """What can be read now; empty at the end of the file, None if nothing is available."""
     try:
         return os.read(fd, _CHUNK)
     except BlockingIOError:
@@ -293,11 +295,11 @@ def _read(fd: int) -> bytes | None:
 
 
 def _drop(data: bytes | None) -> None:
-    """A byte that only had to wake us."""
+    """Ignore the byte that woke the loop."""
 
 
 def _stdin(rank: int) -> int:
-    """Rank 0 reads what is piped into the launcher. Nobody reads a terminal: ranks are not in its foreground."""
+    """Rank 0 reads what is piped into the launcher. No rank reads a terminal: ranks are not in its foreground."""
     if rank == 0 and sys.__stdin__ is not None and not os.isatty(0):
         return 0
     return subprocess.DEVNULL
@@ -309,15 +311,15 @@ def _log(folder: Path, rank: int) -> BinaryIO:
         return open(folder / f"rank-{rank}.log", "wb", buffering=0)
     except OSError as error:
         raise UsageError(
-            f"writing the output of rank {rank} to {folder}: {error}. Choose a folder that can be written to."
+            f"writing the output of rank {rank} to {folder}: {error}. Choose a writable directory."
         ) from error
 
 
 @contextmanager
 def _passing_on(handler: Callable[[int, FrameType | None], None]) -> Iterator[int]:
-    """Signals go to `handler`, and wake the thread that watches the descriptor that this gives.
+    """Send signals to `handler`, and wake the thread that watches the yielded descriptor.
 
-    What was ignored before (SIGHUP under nohup) stays so. A stop from the keyboard stops the ranks too, and they go on with us.
+    Signals that were ignored before (SIGHUP under nohup) stay ignored. Ctrl-Z stops the ranks too, and they continue with us.
     """
     before = {number: signal.getsignal(number) for number in (*_PASSED_ON, signal.SIGTSTP)}
     woken, wake = os.pipe()

@@ -1,9 +1,9 @@
-"""Hold back a rank's last traceback until it is known whether it is the one to show.
+"""Holds back a rank's last traceback until it is known whether it is the one to show.
 
-When one rank fails the others usually fail after it, and every rank prints a traceback of its own: the one that matters is lost
-among them. So a traceback on a rank's standard error is held back until the rank ends. If that was a failure, the launcher decides
-what to show of it. A rank that writes something more than `PAUSE` seconds after it goes on, so it is shown, before what comes next;
-and so it is after `HOLD` seconds in any case. Logs get everything at once.
+When one rank fails the others usually fail after it, and every rank prints a traceback: the one that matters is lost among them.
+So a traceback on a rank's standard error is held back until the rank ends. If it ends with a failure, the launcher decides what to
+show of it. If the rank writes something more than `PAUSE` seconds later, it has continued, so the traceback is shown before that;
+in any case it is shown after `HOLD` seconds. Logs get everything at once.
 No processes and no clock here.
 """
 
@@ -13,14 +13,14 @@ from collections.abc import Sequence
 
 HEAD = b"Traceback (most recent call last):"
 HOLD = 30.0
-"""Seconds that a traceback is held back at most: a rank closes its group before it ends, and may be slow."""
+"""Maximum seconds that a traceback is held back: a rank closes its group before it exits, which may be slow."""
 PAUSE = 1.0
-"""Seconds between two lines after which the second does not belong to the first."""
+"""Seconds between two lines after which the second no longer belongs to the first."""
 _MOST_LINES = 400
 
 
 class TracebackHold:
-    """What one rank writes to standard error, line by line; see the module.
+    """Filters the lines of one rank's standard error; see the module.
 
     >>> hold = TracebackHold()
     >>> hold.feed([b"step 1", HEAD, b"ValueError: no"], now=0.0)
@@ -37,7 +37,7 @@ class TracebackHold:
 
     @property
     def until(self) -> float | None:
-        """When what is held must be shown, if the rank has not ended by then."""
+        """When the held lines must be shown, if the rank has not ended by then."""
         return self._since + HOLD if self.held else None
 
     def feed(self, lines: Sequence[bytes], *, now: float) -> list[bytes]:
@@ -60,6 +60,6 @@ class TracebackHold:
         return self.release() if self.held and now - self._last > PAUSE else []
 
     def release(self) -> list[bytes]:
-        """What is held, which is held no more."""
+        """Return the held lines and hold them no longer."""
         held, self.held = self.held, []
         return held

@@ -1,20 +1,20 @@
 """`find_world`: which rank of which world a process is, from its environment alone. Pure: no socket, no torch, no clock.
 
 Note [Who started this process]
-Launchers nest, and the variables of the outer one are still there under the inner one: torchrun on every node of a SLURM job,
+Launchers nest, and the variables of the outer one are still set under the inner one: torchrun on every node of a SLURM job,
 mpirun inside an sbatch script (it starts its daemons with srun, whose variables the ranks then see), `gradwire run` inside any
-of them. So the order is from the one that can only be inner to the one that can only be outer:
+of them. So the order is from the one that can only be innermost to the one that can only be outermost:
 
-1. `gradwire run`: nobody else sets GRADWIRE_RANK.
-2. torch's variables. torchrun sets them; whoever sets RANK and WORLD_SIZE by hand means them too, under mpirun and SLURM as well.
-   WORLD_SIZE or RANK alone is often a leftover of a batch script, so another launcher goes before half of this pair.
-3. mpirun: Open MPI's own variables, then PMI's (MPICH, Intel MPI). `srun --mpi=pmi2` sets PMI's as well; where they say the
-   same as SLURM's, it is SLURM, which also tells where rank 0 is.
+1. `gradwire run`: only it sets GRADWIRE_RANK.
+2. torch's variables. torchrun sets them; a user who sets RANK and WORLD_SIZE manually means them too, even under mpirun and SLURM.
+   WORLD_SIZE or RANK alone is often a leftover of a batch script, so another launcher takes precedence over half of this pair.
+3. mpirun: Open MPI's own variables, then PMI's (MPICH, Intel MPI). `srun --mpi=pmi2` sets PMI's as well; if they have the same
+   values as SLURM's, it is SLURM, which also provides the host of rank 0.
 4. SLURM, if srun started the process: it has a step. The shell of sbatch or salloc has a rank and a number of tasks too, but it
-   is alone; its step, if any, has a number that SLURM keeps for itself.
-5. Otherwise a process alone.
+   is alone; its step, if any, has a number reserved by SLURM.
+5. Otherwise a single process.
 
-A launcher that is there by half is an error that names what is missing: to go on alone would make N worlds of one.
+If only some variables of a launcher are set, the error names the missing ones: running alone would make N worlds of one rank.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ from gradwire.private_file import is_name
 Environment = Mapping[str, str]
 
 _LOOPBACK = "127.0.0.1"
-_FIRST_RESERVED_STEP = (
-    0xFFFFFFF0  # SLURM numbers steps from 0; those of its own (batch, extern, interactive) from the top
-)
-_PORTS = range(12_000, 32_000)  # below those that Linux gives to outgoing connections
+_FIRST_RESERVED_STEP = 0xFFFFFFF0  # SLURM numbers steps from 0; its own (batch, extern, interactive) from the top
+_PORTS = range(12_000, 32_000)  # below Linux's ephemeral ports
 
 
 class Launcher(Enum):
@@ -42,18 +40,18 @@ class Launcher(Enum):
     GRADWIRE = "gradwire run"
     """Our own, on one host; it makes a private store."""
     TORCHRUN = "torchrun"
-    """torchrun, or anybody else who sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+    """torchrun, or anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
     MPIRUN = "mpirun"
     """mpirun or mpiexec of Open MPI, MPICH or Intel MPI."""
     SLURM = "SLURM"
     """srun."""
     NONE = "a single process"
-    """Nobody: a world of one."""
+    """No launcher: a world of one rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the store is. Port 0: rank 0 chooses one and tells the others; host "": its own."""
+    """The store's address. Port 0: rank 0 chooses one and sends it to the others; host "": rank 0's own."""
 
     host: str
     port: int
@@ -64,29 +62,29 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A process's place among all ranks, and where they meet."""
+    """A process's rank in its world, and the world's rendezvous store."""
 
     rank: int
     size: int
     launcher: Launcher
     local_rank: int | None = None
-    """The place among the ranks of this host, where that is known."""
+    """The rank among those of this host, if known."""
     local_size: int | None = None
-    """How many ranks this host has, where that is known."""
+    """How many ranks this host has, if known."""
     store: Address | None = None
-    """Where the store is; None for a process alone, and where the launcher has made a private one."""
+    """The store's address; None for a single process, and if the launcher has made a private store."""
     private: str = ""
-    """The name of the private store that the launcher has made; empty where it has made none."""
+    """The name of the private store that the launcher has made; empty if it has made none."""
     hosted: bool = False
     """Whether the launcher hosts the store; otherwise rank 0 does."""
     attempt: str = ""
-    """Tells apart the runs that a launcher makes over one store when it starts ranks again."""
+    """Distinguishes the attempts of a launcher that restarts ranks over one store."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise UsageError(
                 f"finding the world under {self.launcher.value}: rank {self.rank} of {self.size} ranks. Ranks count from 0 to "
-                "size - 1: see which variables were changed by hand."
+                "size - 1: check which variables were changed manually."
             )
 
     @property
@@ -123,7 +121,7 @@ def find_world(environ: Environment) -> World:
 
 
 class _Reader:
-    """Reads variables for one launcher; what is missing or no number is an error that names it."""
+    """Reads variables for one launcher; errors name those that are missing or not a number."""
 
     def __init__(self, environ: Environment, launcher: Launcher) -> None:
         self.environ = environ
@@ -146,7 +144,7 @@ class _Reader:
             name = next(name for name in names if self.environ.get(name))
             raise UsageError(
                 f"finding the world under {self.launcher.value}: {name} is {text!r}, not a number. "
-                "See which variables were changed by hand."
+                "Check which variables were changed manually."
             )
         return int(text)
 
@@ -155,7 +153,7 @@ class _Reader:
         port = self.number(name)
         if not 0 < port < 1 << 16:
             raise UsageError(
-                f"finding the world under {self.launcher.value}: {name} is {port}, to which nobody can connect. "
+                f"finding the world under {self.launcher.value}: {name} is {port}, which is not a valid port. "
                 "Choose a port from 1 to 65535 that is free on the host of rank 0."
             )
         return port
@@ -171,7 +169,7 @@ def _gradwire_run(read: _Reader) -> World:
     if not is_name(store):
         raise UsageError(
             f"finding the world under gradwire run: GRADWIRE_STORE is {store!r}, not the name of a private store. gradwire run "
-            "sets it; see who changed it."
+            "sets it; find out what changed it."
         )
     return World(rank, size, read.launcher, local_rank=rank, local_size=size, private=store)
 
@@ -212,7 +210,7 @@ def _pmi(read: _Reader) -> World:
 
 
 def _master(read: _Reader) -> Address:
-    """Where the user says that ranks meet; by default rank 0 chooses, and MPI tells the others."""
+    """The store's address as set by the user; by default rank 0 chooses one and sends it over MPI."""
     if not read.environ.get("MASTER_PORT"):
         return Address(read.environ.get("MASTER_ADDR", ""), 0)
     return Address(read.text("MASTER_ADDR"), read.port("MASTER_PORT"))
@@ -235,7 +233,7 @@ def _slurm(read: _Reader) -> World:
         port = read.port("MASTER_PORT")
     else:
         port = _port(read.number("SLURM_JOB_ID", "SLURM_JOBID"), read.number("SLURM_STEP_ID", "SLURM_STEPID"))
-    # Not SLURM_LAUNCH_NODE_IPADDR: that is where srun was called, perhaps a login node. Rank 0 is on the step's first host.
+    # Not SLURM_LAUNCH_NODE_IPADDR: that is the node that called srun, perhaps a login node. Rank 0 is on the step's first host.
     host = read.environ.get("MASTER_ADDR") or (
         _LOOPBACK if local_size == size else next(hosts(read.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")))
     )
@@ -264,7 +262,7 @@ def _tasks_here(read: _Reader) -> int | None:
             return count
     raise UsageError(
         f"finding the world under SLURM: SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE, {text!r}, has fewer hosts. "
-        "See which variables were changed by hand."
+        "Check which variables were changed manually."
     )
 
 
@@ -275,7 +273,7 @@ def _tasks_per_node(text: str) -> Iterator[int]:
         if not count.isdigit() or not (times or "1").isdigit():
             raise UsageError(
                 f"finding the world under SLURM: SLURM_STEP_TASKS_PER_NODE is {text!r}, which should look like 2(x3),1. "
-                "See which variables were changed by hand."
+                "Check which variables were changed manually."
             )
         for _ in range(int(times or 1)):
             yield int(count)

@@ -99,7 +99,7 @@ _FRESH_MAIN = "import sys, cloudpickle; cloudpickle.load(open(sys.argv[1], 'rb')
 
 @pytest.fixture(scope="module")
 def fresh(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Run a scenario in processes of its own, once per back end, and let them end by themselves.
+    """Run a scenario in processes of its own, once per backend, and let them end by themselves.
 
     For what of torch keeps process groups, files or caches for good, which the warm processes rightly object to.
     """

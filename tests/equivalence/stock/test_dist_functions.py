@@ -145,7 +145,7 @@ def groups(rank: int, size: int) -> Any:
         dist.all_reduce(t, group=all_but_last)
     dist.all_reduce(t, group=alone)
     dist.all_reduce(t, group=dist.new_subgroups(1)[0])
-    engine = dist.new_group(list(range(size)), backend="gloo")  # of its own back end, beside the default group
+    engine = dist.new_group(list(range(size)), backend="gloo")  # of its own backend, beside the default group
     dist.all_reduce(t, group=engine)
     kind = dist.get_backend(engine)
     if rank < size - 1:
@@ -424,7 +424,7 @@ def test_what_torch_refuses_by_name_works_on_the_group(stock: Callable[..., Any]
 
 
 def test_what_c_plus_plus_does_not_hand_to_python(stock: Callable[..., Any]) -> None:
-    """As above: C++ looks for a back end in C++, and says that there is none."""
+    """As above: C++ looks for a backend in C++, and says that there is none."""
 
     def scenario(rank: int, size: int) -> Any:
         name, boxed, t = dist.group.WORLD.group_name, dist.group.WORLD.boxed(), numbers(rank)

@@ -213,7 +213,7 @@ def test_what_does_not_fit_is_refused() -> None:
     (group,) = ThreadGroup.world(1, timeout=20)
     with pytest.raises(UsageTypeError, match="is a stage"):
         as_fsdp_hook(cast(torch.bfloat16), group)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"local_sgd\(every=2\)\): its outer steps move whole parameters"):
+    with pytest.raises(UsageError, match=r"local_sgd\(every=2\)\): its outer steps write whole parameters"):
         as_fsdp_reduce_scatter(local_sgd(every=2), group)
     for adapt in (as_fsdp_hook, as_fsdp_reduce_scatter):
         with pytest.raises(UsageError, match=r"head\.weight"):

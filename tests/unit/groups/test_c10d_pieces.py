@@ -110,7 +110,7 @@ def test_each_piece_is_put_once_and_only_when_it_has_come() -> None:
     waiting = [threading.Thread(target=pieces.wait) for _ in range(3)]
     for thread in waiting:
         thread.start()
-    with pytest.raises(RuntimeError, match="another thread waits"):
+    with pytest.raises(RuntimeError, match="another thread is still waiting"):
         pieces.wait(timedelta(seconds=0.01))
     natives[1].done.set()
     for thread in waiting:
@@ -128,7 +128,7 @@ def test_what_a_piece_raises_is_raised() -> None:
 
 
 class Gloo:
-    """A back end of two ranks."""
+    """A backend of two ranks."""
 
     def size(self) -> int:
         return 2

@@ -1,4 +1,4 @@
-"""Programs that end with the back end initialised and operations in flight: exit code 0, and nothing is printed."""
+"""Programs that end with the backend initialised and operations in flight: exit code 0, and nothing is printed."""
 
 from __future__ import annotations
 

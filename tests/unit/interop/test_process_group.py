@@ -261,7 +261,7 @@ def test_a_missing_rank_is_named() -> None:
 
 @pytest.mark.parametrize("name", ["gloo", "NCCL", ""])
 def test_names_that_mean_a_c_plus_plus_engine(alone: GradwireProcessGroup, name: str) -> None:
-    with pytest.raises(UsageError, match="one of torch's own"):
+    with pytest.raises(UsageError, match="one of torch's backends"):
         as_process_group(alone.group, backend_name=name)
 
 

@@ -156,7 +156,7 @@ def test_split_group_names_parts_and_keeps_wrappers_and_store() -> None:
 
 @pytest.mark.parametrize("ranks", [[], [0, 0], [1], [-1]])
 def test_split_group_refuses(alone: GradwireProcessGroup, ranks: list[int]) -> None:
-    with pytest.raises(UsageError, match="pass different ranks from 0 to 0"):
+    with pytest.raises(UsageError, match="pass distinct ranks from 0 to 0"):
         alone.split_group(ranks)
 
 
@@ -183,7 +183,7 @@ def test_a_coalesced_block_has_one_work() -> None:
 
 
 def test_the_end_of_no_block(alone: GradwireProcessGroup) -> None:
-    with pytest.raises(UsageError, match="no block was begun"):
+    with pytest.raises(UsageError, match="no block was started"):
         alone._end_coalescing(CPU)
 
 

@@ -24,9 +24,9 @@ INHERITED = {
     "UCC": "a constant",
     "UNDEFINED": "a constant",
     "XCCL": "a constant",
-    "_backend_id": "about C++ back ends, of which there is none",
-    "_register_backend": "about C++ back ends",
-    "_set_default_backend": "about C++ back ends",
+    "_backend_id": "about C++ backends, of which there is none",
+    "_register_backend": "about C++ backends",
+    "_set_default_backend": "about C++ backends",
     "_get_backend_name": "asks getBackendName",
     "name": "asks getBackendName",
     "_set_group_desc": "calls setGroupDesc",
@@ -39,7 +39,7 @@ INHERITED = {
     "unbox": "a static method",
     "rank": "given to the constructor",
     "size": "given to the constructor",
-    "use_pg_for_symm_mem_rendezvous": "about C++ back ends",
+    "use_pg_for_symm_mem_rendezvous": "about C++ backends",
 }
 """What a gradwire group leaves to torch, and why. A new name of torch's belongs here only if it does not communicate."""
 

@@ -51,7 +51,7 @@ def test_a_timedelta_is_refused_with_what_to_pass(argument):
 
 def test_another_kind_than_before_is_refused():
     gw.init()
-    with pytest.raises(gw.UsageError, match="joined its world already, with kind 'threads'. Close that group"):
+    with pytest.raises(gw.UsageError, match="already joined its world, with kind 'threads'. Close that group"):
         gw.init(kind="gloo")
 
 
@@ -176,7 +176,7 @@ def test_ranks_that_ask_for_different_kinds_are_told(store):
                     gw.init(timeout=30, kind="nccl")
             else:
                 with pytest.raises(
-                    gw.UsageError, match="kind='gloo'.* rank 0 has 'nccl'. Every rank must ask for the same"
+                    gw.UsageError, match="kind='gloo'.* rank 0 has 'nccl'. Every rank must pass the same"
                 ):
                     gw.init(timeout=30, kind="gloo")
 

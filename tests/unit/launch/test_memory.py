@@ -43,5 +43,5 @@ def test_both_kinds_take_them(kind: str, tmp_path: object) -> None:
 
 
 def test_kinds_that_share_no_memory_refuse_them() -> None:
-    with pytest.raises(UsageError, match="shares no memory"):
+    with pytest.raises(UsageError, match="has no shared memory"):
         gw.init(kind="gloo", room=1 << 30)

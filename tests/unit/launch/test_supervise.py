@@ -198,7 +198,7 @@ raise KeyError("cause")
     assert code == 1
     assert err.count(b"Traceback") == 1
     assert {f"[{r}] gradwire.errors.PeerLost: rank 2 is lost, says {r}" for r in (0, 1)} <= set(lines)
-    assert f"gradwire run: 2 tracebacks cut to a line: in full in {tmp_path / 'logs'}" in lines
+    assert f"gradwire run: 2 tracebacks shortened to one line: in full in {tmp_path / 'logs'}" in lines
     assert lines[-3:-1] == ["KeyError: 'cause'", ""]
     assert b"Traceback" in (tmp_path / "logs" / "rank-0.log").read_bytes()
     _, _, err = launch(script, 3, all_tracebacks=True)
@@ -251,7 +251,7 @@ def test_a_traceback_of_a_rank_that_goes_on_is_shown(launch, monkeypatch, limit)
     )
     assert code == 1
     assert sorted(re.findall(rb"\[\d\] Traceback", err)) == [b"[0] Traceback", b"[1] Traceback"]
-    assert b"cut to a line" not in err
+    assert b"shortened to one line" not in err
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(launch):

@@ -183,7 +183,7 @@ def test_half_an_environment_is_an_error_that_names_the_other_half(environ, miss
         ({**BY_HAND, "RANK": "-1"}, "RANK is '-1', not a number"),
         ({**BY_HAND, "RANK": "8"}, "rank 8 of 8 ranks"),
         ({**BY_HAND, "WORLD_SIZE": "0"}, "rank 3 of 0 ranks"),
-        ({**TORCHRUN, "MASTER_PORT": "0"}, "under torchrun: MASTER_PORT is 0, to which nobody can connect"),
+        ({**TORCHRUN, "MASTER_PORT": "0"}, "under torchrun: MASTER_PORT is 0, which is not a valid port"),
         ({**OPEN_MPI, "MASTER_ADDR": "a", "MASTER_PORT": "70000"}, "under mpirun: MASTER_PORT is 70000"),
         ({**SRUN, "MASTER_PORT": "0"}, "under SLURM: MASTER_PORT is 0"),
         ({**GRADWIRE, "GRADWIRE_STORE": "4000"}, "GRADWIRE_STORE is '4000', not the name of a private store"),

@@ -309,8 +309,8 @@ def test_a_disagreement_is_told_to_every_rank_and_changes_nothing() -> None:
         return str(caught.value)
 
     said = run_ranks(rank_main, 3)
-    assert "set_hook(doubles()) at step 0 on rank 1: ranks [0, 2] set another hook" in said[1]
-    assert "on rank 0: ranks [1] set another hook" in said[0]
+    assert "set_hook(doubles()) at step 0 on rank 1: ranks [0, 2] set a different hook" in said[1]
+    assert "on rank 0: ranks [1] set a different hook" in said[0]
 
 
 @pytest.mark.parametrize("hook", [plain, None, cast(torch.bfloat16)])

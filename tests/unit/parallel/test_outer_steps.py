@@ -376,7 +376,7 @@ def test_a_local_hook_without_an_outer_half_is_refused() -> None:
         with pytest.raises(UsageError, match="nothing would ever average"):
             do(around)
     ddp.register_comm_hook(None, mean())  # the place is still free
-    with pytest.raises(UsageError, match=r"it moves parameters, and was told of none"):
+    with pytest.raises(UsageError, match=r"this hook writes parameters, but none were given"):
         as_torch_hook(local_sgd(every=2), group)
     group.close()
 
