@@ -1,7 +1,7 @@
 """`DistributedDataParallel`: torch's class and constructor over our Replica. Flags are turned into policies in the constructor.
 
 What exists only for torch's API is in `torch_reducer_compat.py` (the reducer and logger that torch's own code looks for),
-`stats.py` (logging data), `mixed.py`, `delayed.py`, `join.py` and `manual.py`.
+`logging_data.py`, `mixed.py`, `delayed.py`, `join.py` and `manual.py`.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def test_models_find_the_worlds_group():
 
 
 def test_without_a_world_models_say_what_to_call():
-    with pytest.raises(RuntimeError, match=r"call init_process_group, or gw.init\(\). Or pass a group of your own"):
+    with pytest.raises(RuntimeError, match=r"call init_process_group, or gw.init\(\). Or pass your own group"):
         gw.DistributedDataParallel(torch.nn.Linear(2, 1))
 
 
