@@ -6,8 +6,10 @@ import gc
 import importlib.util
 import io
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ STOCK = Path(__file__).parent / "equivalence" / "stock" / "conftest.py"
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    # What tests run is recorded here, and not among the user's runs.
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="gradwire-tests-")
     if (
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     ):  # started in the background; tests of Ctrl-C would wait in vain
@@ -48,6 +52,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     default_pool().close()
     default_worlds().close()
+    shutil.rmtree(os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports what i
         interop,
         lab,
         launch,
+        observe,
         optim,
         policies,
         testing,
@@ -70,12 +71,13 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports what i
     )
     from gradwire.interop import as_process_group, from_process_group, register_backend
     from gradwire.launch import init
-    from gradwire.parallel import DistributedDataParallel, Replica, broadcast_coalesced, replicate
+    from gradwire.parallel import DistributedDataParallel, Replica, broadcast_coalesced
+    from gradwire.parallel.replicate import replicate
 
 __version__ = "0.1.0"
 
 # Lazy imports: the command `gradwire` and the launcher do not need torch, and training does not need the testing tools.
-_LAYERS = "autograd collectives errors events groups hooks interop lab launch optim policies testing"
+_LAYERS = "autograd collectives errors events groups hooks interop lab launch observe optim policies testing"
 _NAMES = {
     "collectives": "Collective OpKind ReduceOp Signature",
     "errors": "ClosedError CollectiveMismatch CollectiveTimeout GradwireError GroupAborted GroupError HookError InternalError "
@@ -152,6 +154,7 @@ __all__ = [
     "interop",
     "lab",
     "launch",
+    "observe",
     "optim",
     "policies",
     "register_backend",

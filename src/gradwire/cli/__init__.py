@@ -32,6 +32,7 @@ _COMMANDS: Mapping[str, str] = {
     "demo": "train a small transformer data-parallel on this machine",
     "lab": "train over slow links, and see what compression costs",
     "run": "start a script on several ranks of this machine",
+    "trace": "show what all ranks of a run did, as one picture",
 }
 """The modules of this package that are subcommands, and what each does."""
 _USAGE = 2  # as argparse has it

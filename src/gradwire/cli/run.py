@@ -10,10 +10,11 @@ from typing import Any
 
 from gradwire.cli.arguments import at_least
 from gradwire.errors import UsageError
-from gradwire.launch.environment import rank_environment
+from gradwire.launch.environment import RUN_DIRECTORY, rank_environment
 from gradwire.launch.store_host import LOOPBACK, StoreHost
 from gradwire.launch.supervise import Run, supervise
 from gradwire.launch.world import Address
+from gradwire.observe.runs import KEPT, new_run, runs_directory
 from gradwire.private_file import create, name_of
 
 _SEVERAL_HOSTS = (
@@ -88,6 +89,15 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         metavar="SECONDS",
         help="how long ranks may take to end after SIGTERM before they are killed (default: %(default)g)",
     )
+    add(
+        "--run-dir",
+        "--run_dir",
+        type=Path,
+        metavar="DIR",
+        help="where the flight recorders of the ranks write (default: a new directory in ~/.local/state/gradwire/runs, where the "
+        f"last {KEPT} runs are kept)",
+    )
+    add("--no-record", action="store_true", help="do not record what the ranks do")
     add("--standalone", action="store_true", help="as for torchrun; ranks are on this machine only in any case")
     add("--nnodes", type=_one_host, metavar="1", help="as for torchrun; nothing but 1")
     # One argument for both, and not REMAINDER, from which argparse drops a first "--".
@@ -105,13 +115,14 @@ def run(args: argparse.Namespace) -> int:
         )
     cpus = len(os.sched_getaffinity(0))
     size = args.nproc if isinstance(args.nproc, int) else _ranks(args.nproc, cpus)
+    recorded = _run_directory(args, script)
     private = create()
     store = StoreHost()
     try:
         environments = [
             rank_environment(
                 os.environ,
-                dict(args.env),
+                {**recorded, **dict(args.env)},
                 rank=rank,
                 size=size,
                 private=name_of(private),
@@ -135,6 +146,25 @@ def run(args: argparse.Namespace) -> int:
     finally:
         store.close()
         os.close(private)
+
+
+def _run_directory(args: argparse.Namespace, script: str) -> dict[str, str]:
+    """The variable that tells ranks where to record, if they are recorded at all: training does not depend on it."""
+    if args.no_record:
+        if args.run_dir is not None:
+            raise UsageError("gradwire run --run-dir and --no-record: choose one.")
+        return {}
+    directory: Path | None = args.run_dir
+    try:
+        if directory is None:
+            directory = new_run(runs_directory(os.environ), script)
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if args.run_dir is not None:
+            raise UsageError(f"gradwire run --run-dir {directory}: {error.strerror}.") from None
+        print(f"gradwire run: this run is not recorded: {error}", file=sys.stderr)
+        return {}
+    return {RUN_DIRECTORY: str(directory.absolute())}
 
 
 def _ranks(word: str, cpus: int) -> int:

@@ -41,12 +41,15 @@ class OpKind(Enum):
     """Between two ranks only, and so not numbered together with the rest."""
     reduces: bool
     """Whether a `reduce_op` takes part."""
+    number: int
+    """In records: its place in this list."""
 
     # A member is one object: its identity is its hash, and computing that runs no Python.
     __hash__ = object.__hash__
 
 
-for _kind in OpKind:
+for _number, _kind in enumerate(OpKind):
+    _kind.number = _number
     _kind.is_p2p = _kind in (OpKind.SEND, OpKind.RECV)
     _kind.reduces = _kind in (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.REDUCE_SCATTER, OpKind.REDUCE_SCATTER_TENSOR)
 

@@ -133,6 +133,8 @@ class Group(Verbs, ABC):
     @failure.setter
     def failure(self, error: BaseException | None) -> None:
         if "ledger" in self.__dict__:  # else a subclass sets it before it calls __init__
+            if error is None and self.ledger.failure is not None:
+                self.ledger.recovered()
             self.ledger.failure = error
 
     @property

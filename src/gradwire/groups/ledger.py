@@ -13,12 +13,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gradwire import flight_recorder
+from gradwire.collectives import Collective
 from gradwire.deprecated import renamed
 from gradwire.errors import CollectiveTimeout, HookError
 from gradwire.events import CollectiveFailed, CollectiveFinished, CollectiveStarted, CollectiveSubmitted, Emitter
+from gradwire.flight_recorder import FlightRecorder, RecordKind, summary
 from gradwire.groups.completion import CompletionHooks
 from gradwire.groups.futures import FutureThreads
 from gradwire.groups.work import Work
+
+# To look up a member of an Enum takes ten times as long.
+_SUBMITTED = RecordKind.COLLECTIVE_SUBMITTED
+_STARTED = RecordKind.COLLECTIVE_STARTED
+_FINISHED = RecordKind.COLLECTIVE_FINISHED
+_FAILED = RecordKind.COLLECTIVE_FAILED
+_COUNT_BITS = 24
+_MOST = (1 << _COUNT_BITS) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,27 +56,49 @@ class Ledger:
         self.pending: dict[int, Work] = {}
         self.arrivals: Callable[[Work], Arrivals | None] = lambda work: None
         self._numbers = itertools.count()
+        self._collectives = itertools.count(1)
+        self._epoch = 0
+        self._recorder: FlightRecorder | None = None
         self.failure: BaseException | None = None
         self.closed = False
         self.reported: BaseException | None = None
         """The group's failure that was already raised to the caller on this rank."""
         self.recoveries = 0
         """How often replicated models have recovered on this group after a failed step: equal on all ranks."""
+        if flight_recorder.active is not None:
+            self._record_group(flight_recorder.active)
 
     def next_seq(self) -> int:
         """The number of the next operation; they count from 0."""
         return next(self._numbers)
 
+    def next_ordinal(self, op: Collective) -> int:
+        """The number of the next collective, the same on all ranks; 0 for sends and receives, which not all ranks take part in.
+
+        In its upper part it counts recoveries: the ranks of a failed group have submitted different numbers of operations.
+        """
+        return 0 if op.kind.is_p2p else self._epoch << _COUNT_BITS | next(self._collectives) & _MOST
+
+    def recovered(self) -> None:
+        """The group can be used again, on all ranks: their collectives are counted from here."""
+        self._epoch += 1
+        self._collectives = itertools.count(1)
+
     def submitted(self, work: Work) -> None:
         """An operation was handed to the group."""
+        work.ordinal = self.next_ordinal(work.op)
         self.pending[work.seq] = work
         if self.events:
             self.events.emit(CollectiveSubmitted(work.started, *self._facts(work)))
+        if flight_recorder.active is not None:
+            self.record(_SUBMITTED, work, work.started)
 
     def started(self, work: Work, time: float) -> None:
         """The engine has started an operation."""
         if self.events:
             self.events.emit(CollectiveStarted(time, *self._facts(work)))
+        if flight_recorder.active is not None:
+            self.record(_STARTED, work, time)
 
     def settled(self, work: Work) -> None:
         """An operation has finished or failed."""
@@ -78,9 +111,34 @@ class Ledger:
                 self.events.emit(CollectiveFinished(finished, *self._facts(work), duration))
             else:
                 self.events.emit(CollectiveFailed(finished, *self._facts(work), duration, error))
+        if flight_recorder.active is not None:
+            self.record(_FINISHED if work.exception() is None else _FAILED, work, work.finished or 0.0)
+
+    def record(self, kind: RecordKind, work: Work, at: float) -> None:
+        """Write what happened to an operation, at `at`, to the flight recorder, if there is one."""
+        recorder, op, error = flight_recorder.active, work.op, work.exception()
+        if recorder is not None:
+            if recorder is not self._recorder:  # which may have been started after the group
+                self._record_group(recorder)
+            recorder.put(
+                kind,
+                self.rank,
+                at=at,
+                op=op.kind.number,
+                group=self.name,
+                label=op.label if error is None else summary(error),
+                seq=work.seq,
+                ordinal=work.ordinal,
+                nbytes=op.nbytes,
+                duration=work.duration or 0.0,
+            )
 
     def _facts(self, work: Work) -> tuple[str, int, int, str, str, int]:
         return self.name, self.rank, work.seq, work.op.kind.value, work.op.label, work.op.nbytes
+
+    def _record_group(self, recorder: FlightRecorder) -> None:
+        self._recorder = recorder
+        recorder.put(RecordKind.GROUP, self.rank, group=self.name, nbytes=self.size)
 
     def fail_all(self, error: BaseException) -> None:
         """Fail everything in flight."""

@@ -46,9 +46,9 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore
 
 from gradwire.errors import UNEVEN, ClosedError
 from gradwire.groups.bounded_store import StoreCalls, bounded, innermost
-from gradwire.groups.host import host_identity, is_dead, process_start
 from gradwire.groups.private_store import PrivateStore
 from gradwire.groups.rendezvous import Rendezvous
+from gradwire.host import host_identity, is_dead, process_start
 
 _STORE_PATIENCE = timedelta(seconds=3)
 _REPORTED_WITHIN = 1.0

@@ -15,9 +15,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from gradwire.errors import GroupError, PrivateFileGone
 from gradwire.groups.bounded_store import innermost
-from gradwire.groups.host import host_identity
 from gradwire.groups.private_store import PrivateStore
 from gradwire.groups.rendezvous import Rendezvous
+from gradwire.host import host_identity
 from gradwire.private_file import available
 
 _PURPOSE = "gradwire/purpose"

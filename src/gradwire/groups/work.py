@@ -23,10 +23,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gradwire import flight_recorder
 from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.timeouts import wait_seconds
 from gradwire.errors import UsageError, again
 from gradwire.events import is_kept
+from gradwire.flight_recorder import RecordKind
 from gradwire.groups.forked import refusal
 from gradwire.groups.futures import FutureQueue
 from gradwire.groups.work_info import WorkInfo
@@ -55,6 +57,8 @@ class Work:
 
     place = 0
     """How many collectives the rank had joined including this one, if the group counts them."""
+    ordinal = 0
+    """The number of the collective, the same on all ranks: see `Ledger.next_ordinal`."""
 
     def __init__(self, op: Collective, ledger: Ledger, *, seq: int, timeout: float) -> None:
         self.op = op
@@ -82,10 +86,13 @@ class Work:
     def over(cls, op: Collective, ledger: Ledger, *, started: float, timeout: float) -> Work:
         """The Work of an operation that was complete before its Work existed, with no deadline, hook or listener to serve."""
         work = cls(op, ledger, seq=ledger.next_seq(), timeout=timeout)
+        work.ordinal = ledger.next_ordinal(op)
         work.started, work.finished = started, time.perf_counter()
         work._outcomes.append((None,))
         work.settled = True
         work._latch.release()
+        if flight_recorder.active is not None:
+            ledger.record(RecordKind.COLLECTIVE_FINISHED, work, work.finished)
         return work
 
     # -- for the group that carries it out -----------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from gradwire import flight_recorder
 from gradwire.errors import HookError, UsageError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.hooks.arguments import check_hooks
@@ -124,7 +125,7 @@ class _Adapter:
         if spec.index == 0:  # torch launches its buckets in index order
             runner.next_step()
         ours = GradBucket(spec, buffer, bucket.parameters(), is_last=False)  # which gradwire hooks do not see
-        with torch.no_grad():
+        with torch.no_grad(), flight_recorder.within(runner.step, spec.index):
             pending = runner.start(ours) if self._own.overlaps else Landed(runner.run(ours))
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
         if device.type == "cuda" or not self._own.overlaps:

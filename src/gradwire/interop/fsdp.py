@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
+from gradwire import flight_recorder
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
 from gradwire.hooks.arguments import check_hooks
@@ -67,7 +68,8 @@ class FsdpHook:
         self._device = flat.device
         self._runner.next_step()
         # On CUDA this runs on FSDP's own stream, which the wait for each collective orders.
-        return self._runner.run(GradBucket(self._spec(flat), flat, (), is_last=True))
+        with flight_recorder.within(self._runner.step, 0):
+            return self._runner.run(GradBucket(self._spec(flat), flat, (), is_last=True))
 
     def _spec(self, flat: Tensor) -> BucketSpec:
         parts = self._parts

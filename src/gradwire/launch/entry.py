@@ -13,6 +13,7 @@ import atexit
 import functools
 import os
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -26,9 +27,11 @@ from gradwire.groups.bounded_store import bounded
 from gradwire.groups.kinds import AUTO, check_built, default_kind, find_kind, registered_kinds
 from gradwire.groups.private_meeting import release
 from gradwire.interop.defaults import WORLD
+from gradwire.launch.environment import RUN_DIRECTORY
 from gradwire.launch.memory import SharedMemory
 from gradwire.launch.store import arrive, open_store, say_goodbye
 from gradwire.launch.world import World, find_world
+from gradwire.observe.recording import start
 
 _PATIENCE = 5.0
 """Seconds that the rank that hosts the store waits for the others before it exits."""
@@ -76,6 +79,7 @@ def init(
             _check_same(kind)
             return known
         world = find_world(os.environ)
+        _record(world)
         store = open_store(world, timeout=meeting, meeting=WORLD.met)
         try:
             ours = PrefixStore(f"gradwire/world/{WORLD.met}", store)
@@ -96,6 +100,17 @@ def init(
         leaving = functools.partial(_leave, group, world, store)
         WORLD.put(group, kind=agreed, leave=leaving, release=functools.partial(release, store))
         return group
+
+
+def _record(world: World) -> None:
+    """Start the flight recorder where `gradwire run`, or the user, has named a directory for it."""
+    directory = os.environ.get(RUN_DIRECTORY)
+    if not directory:
+        return
+    try:
+        start(directory, rank=world.rank, size=world.size)
+    except (OSError, UsageError) as error:  # training does not depend on it
+        warnings.warn(f"gw.init() on {world}: it is not recorded. {error}", stacklevel=3)
 
 
 def leave() -> None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from gradwire.launch.world import Address
 
+RUN_DIRECTORY = "GRADWIRE_RUN_DIR"
+"""The variable that names the directory in which ranks are recorded."""
 _OTHERS = (
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_MAX_RESTARTS",

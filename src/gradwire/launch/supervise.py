@@ -210,11 +210,11 @@ class _Supervisor:
     def _got_signal(self, number: int, frame: FrameType | None) -> None:
         """In the handler, so that a signal is forwarded even while we wait for a slow reader of our output."""
         self._interrupts += number == signal.SIGINT
+        if number == signal.SIGINT and self._interrupts > 2:
+            signal.default_int_handler(number, frame)  # ends a launcher that waits for a reader who does not read
         for process in list(self._ranks):
             process.send(signal.SIGKILL if self._interrupts > 1 else number)
         self._signals.append(signal.Signals(number))
-        if self._interrupts > 1:  # a third one ends a launcher that is blocked on a reader that does not read
-            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _take_signals(self) -> None:
         while self._signals:

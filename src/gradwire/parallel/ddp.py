@@ -21,6 +21,7 @@ from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from gradwire.deprecated import renamed
 from gradwire.errors import GroupAndMeshGiven, HookAlreadyRegistered, NotPicklable, TrainingAlreadyStarted, UsageError
+from gradwire.flight_recorder import RecordKind
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook, Trait
 from gradwire.hooks.combinators.chain import chain
@@ -281,6 +282,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
             optimizer_in_backward_hook(self)
         if torch.is_grad_enabled() and replica.sync and self.logger is not None:
             self.logger.forward_begins()
+        replica.reducer.record(RecordKind.FORWARD_BEGAN)
         with replica.recovery.failing_forward():
             self._uneven.before_forward(self)
             replica.rebuild()

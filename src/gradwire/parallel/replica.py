@@ -18,6 +18,7 @@ from torch import nn
 from gradwire.autograd.grad_hooks import on_backward
 from gradwire.autograd.graph import mark_outputs, reachable_parameters
 from gradwire.events import Handle
+from gradwire.flight_recorder import RecordKind
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.dense import mean
@@ -143,6 +144,7 @@ class Replica(HookControls):
     @untraced_call
     def before_forward(self) -> None:
         """Rebuild buckets if due, and make buffers equal."""
+        self.reducer.record(RecordKind.FORWARD_BEGAN)
         with self.recovery.failing_forward():
             self.rebuild()
             if self.state.buffers is Buffers.EVERY_FORWARD and self.sync_buffers_next:
@@ -172,6 +174,7 @@ class Replica(HookControls):
     @untraced_call
     def after_forward(self, output: Any) -> Any:
         """Expect the backward of this forward. Returns the output, which may pass through a sink."""
+        self.reducer.record(RecordKind.FORWARD_ENDED)
         if torch.is_grad_enabled():
             self.reducer.iterations.forward_ended()
             mark_outputs(output, self.reducer.iterations)

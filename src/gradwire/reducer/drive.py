@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gradwire import flight_recorder
 from gradwire.collectives import Collective, Scope
 from gradwire.collectives.reference import perform
 from gradwire.concurrency import Worker
@@ -225,9 +226,12 @@ class _OnLane:
         self._turn = turn
         self._started = time.perf_counter()
 
+        place = flight_recorder.place()
+
         def job() -> None:
             try:
-                with torch.no_grad(), ordered.here() if ordered else contextlib.nullcontext():
+                there = ordered.here() if ordered else contextlib.nullcontext()
+                with torch.no_grad(), there, flight_recorder.within(*place):
                     self._value = _run(reduction, _on(group, group.run))
             except BaseException as error:
                 self._error = error

@@ -18,10 +18,12 @@ from typing import Any
 
 from torch import Tensor
 
+from gradwire import flight_recorder
 from gradwire.autograd.failed import before_compiled_backward, on_failed_backward
 from gradwire.autograd.graph import reachable_parameters, reaches_mark
 from gradwire.concurrency import weakly
 from gradwire.errors import CompiledAutograd, GroupAborted
+from gradwire.flight_recorder import RecordKind, summary
 from gradwire.groups.base import Group
 from gradwire.reducer.machine import Machine, State
 
@@ -86,6 +88,9 @@ class Iterations:
     def reject(self, error: BaseException) -> None:
         """All ranks drop the step alike: the group stays as it is."""
         self.last_error = f"{type(error).__name__}: {error}"
+        if (recorder := flight_recorder.active) is not None:
+            group, label = self.group, summary(error)
+            recorder.put(RecordKind.STEP_FAILED, group.rank, group=group.name, label=label, step=self.number, bucket=-1)
         self._abandon(self.last_error)
         self.ended()
 

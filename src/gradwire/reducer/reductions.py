@@ -10,8 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gradwire import flight_recorder
 from gradwire.errors import GradwireError
 from gradwire.events import BucketFull, BucketLaunched, BucketReduced, Emitter
+from gradwire.flight_recorder import RecordKind
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
 from gradwire.reducer.arrivals import GradListener
@@ -56,6 +58,8 @@ class Reductions:
         """A bucket that is to be launched when backward has ended."""
         self.number = 0
         """How many buckets were reduced in the last step."""
+        self.step = 0
+        """The iteration, as records and errors count them."""
         self._buckets = buckets
         self._listener = listener
         self._events = events
@@ -93,9 +97,12 @@ class Reductions:
         buffer = buckets.fill(bucket, gradients, self.group, elsewhere=new)
         if self._events:
             self._events.emit(BucketFull(time.perf_counter(), self.group.rank, bucket, spec.names, buffer.numel()))
-        pending = self.runner.start(buckets.as_grad_bucket(bucket, buffer, last=launch.last))
+        self._record(RecordKind.BUCKET_FULL, bucket)
+        with flight_recorder.within(self.step, bucket):
+            pending = self.runner.start(buckets.as_grad_bucket(bucket, buffer, last=launch.last))
         if self._events:
             self._events.emit(BucketLaunched(time.perf_counter(), self.group.rank, bucket))
+        self._record(RecordKind.BUCKET_LAUNCHED, bucket)
         return pending
 
     def wait(self) -> list[tuple[int, Tensor]]:
@@ -125,7 +132,15 @@ class Reductions:
                 self._buckets.put_back(bucket, result, gradients, unused)
             if self._events:
                 self._events.emit(BucketReduced(time.perf_counter(), self.group.rank, bucket))
+            self._record(RecordKind.BUCKET_REDUCED, bucket)
             self._buckets.release(bucket)
+
+    def _record(self, kind: RecordKind, bucket: int) -> None:
+        recorder = flight_recorder.active
+        if recorder is not None:
+            spec, group = self._buckets.storages[bucket].spec, self.group
+            nbytes = spec.numel * spec.dtype.itemsize
+            recorder.put(kind, group.rank, group=group.name, nbytes=nbytes, step=self.step, bucket=bucket)
 
     def drop(self) -> None:
         """Forget what is in flight."""

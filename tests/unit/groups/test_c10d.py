@@ -28,10 +28,10 @@ from gradwire.groups.c10d.abilities import find_engine
 from gradwire.groups.c10d.engine import GLOO, NCCL
 from gradwire.groups.c10d.failures import translate
 from gradwire.groups.c10d.messages import LIMIT
-from gradwire.groups.host import host_identity, process_start
 from gradwire.groups.ledger import Ledger
 from gradwire.groups.membership import Membership
 from gradwire.groups.work import Work
+from gradwire.host import host_identity, process_start
 from gradwire.testing import run_ranks
 
 

@@ -20,8 +20,8 @@ from gradwire.collectives import build
 from gradwire.errors import CollectiveTimeout, GroupAborted, PeerLost
 from gradwire.groups import C10dGroup, membership
 from gradwire.groups.c10d.teardown import abort_gloo
-from gradwire.groups.host import is_dead, process_start
 from gradwire.groups.membership import Membership
+from gradwire.host import is_dead, process_start
 from gradwire.interop import from_process_group
 
 

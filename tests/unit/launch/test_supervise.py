@@ -18,7 +18,7 @@ from gradwire import root_cause
 from gradwire.errors import UsageError
 from gradwire.launch import shutdown, tracebacks
 from gradwire.launch.process import RankProcess
-from gradwire.launch.supervise import Run, supervise
+from gradwire.launch.supervise import Run, _Supervisor, supervise
 
 HEAD = """
 import os, signal, subprocess, sys, time
@@ -553,3 +553,21 @@ def test_it_runs_in_a_thread_too(launch):
     thread.join(100)
     ((code, out, _),) = answers
     assert (code, sorted(out.split())) == (0, [b"0", b"1", b"[0]", b"[1]"])
+
+
+def test_a_third_ctrl_c_counts_while_the_second_is_still_handled():
+    """It used to be lost there, and the launcher then waited for a fourth."""
+    supervisor = _Supervisor(Run(["true"], [{}]))
+    sent = []
+
+    class Rank:
+        def send(self, number):
+            sent.append(number)
+            if number == signal.SIGKILL:
+                supervisor._got_signal(signal.SIGINT, None)
+
+    supervisor._ranks.append(Rank())  # type: ignore[arg-type]
+    supervisor._got_signal(signal.SIGINT, None)
+    with pytest.raises(KeyboardInterrupt):
+        supervisor._got_signal(signal.SIGINT, None)
+    assert sent == [signal.SIGINT, signal.SIGKILL]

@@ -38,13 +38,13 @@ from gradwire.groups.hierarchical.failures import chained, for_part, interrupted
 from gradwire.groups.hierarchical.meeting import ask_around, find_hosts
 from gradwire.groups.hierarchical.parts import Parts, make_parts
 from gradwire.groups.hierarchical.programs import TwoLevel
-from gradwire.groups.host import host_identity
 from gradwire.groups.ledger import Arrivals
 from gradwire.groups.membership import Membership
 from gradwire.groups.monitor import Monitor
 from gradwire.groups.rendezvous import Rendezvous
 from gradwire.groups.shared_memory import SharedMemoryGroup
 from gradwire.groups.work import Work
+from gradwire.host import host_identity
 
 
 class HierarchicalWork(Work):

@@ -29,7 +29,6 @@ from gradwire.concurrency import weakly
 from gradwire.errors import ClosedError, GroupError, PeerLost, SharedMemoryFull, UsageError, again
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.forked import finalize_here
-from gradwire.groups.host import host_identity
 from gradwire.groups.ledger import Arrivals
 from gradwire.groups.rendezvous import Rendezvous
 from gradwire.groups.shared_memory.board import HERE, Board, Plan
@@ -44,6 +43,7 @@ from gradwire.groups.shared_memory.segment import Segment, Ticket, default_direc
 from gradwire.groups.shared_memory.sync import Futex, Polling, Sleep
 from gradwire.groups.shared_memory.views import Views
 from gradwire.groups.work import Work
+from gradwire.host import host_identity
 
 ROOM, ROOM_PER_RANK = 64 << 30, 16 << 30
 """Address space of a segment, in bytes, unless `room` is given: the larger of the two, the second for each rank.

@@ -1,9 +1,10 @@
-"""The identity of this host, and which of its processes are alive."""
+"""The identity of this host, and which of its processes are alive, and their state. Without torch."""
 
 from __future__ import annotations
 
 import os
 import socket
+from enum import Enum
 
 
 def _read(path: str) -> str:
@@ -58,3 +59,34 @@ def process_start(pid: int) -> str | None:
         return None if os.path.isdir("/proc/self") else ""
     except (OSError, IndexError):
         return ""
+
+
+class ProcessState(Enum):
+    """The state of a process, as people read it."""
+
+    RUNNING = "running"
+    SLEEPING = "sleeping"
+    BLOCKED = "blocked in the kernel"
+    STOPPED = "stopped"
+    GONE = "gone"
+    UNKNOWN = "unknown"
+
+
+_STATES = {
+    "R": ProcessState.RUNNING,
+    "S": ProcessState.SLEEPING,
+    "I": ProcessState.SLEEPING,
+    "D": ProcessState.BLOCKED,
+    "T": ProcessState.STOPPED,
+    "t": ProcessState.STOPPED,
+}
+
+
+def process_state(pid: int, start: str = "") -> ProcessState:
+    """The state of the process that started at `start` (see `process_start`); a zombie is gone."""
+    if is_dead(pid, start):
+        return ProcessState.GONE
+    try:
+        return _STATES.get(_stat(pid)[0], ProcessState.UNKNOWN)
+    except (OSError, IndexError):
+        return ProcessState.UNKNOWN

@@ -1,0 +1,19 @@
+"""What happens in a run: the flight recorder, and what is read from it.
+
+`start(directory)` records this process until `stop()`. `gradwire run` does it for every rank that calls `gw.init()`.
+
+>>> import tempfile, gradwire as gw
+>>> with tempfile.TemporaryDirectory() as run:
+...     gw.observe.start(run, rank=0, size=1)
+...     gw.observe.mark("the data is loaded")
+...     gw.observe.stop()
+...     [(record.kind.name, record.label) for record in gw.observe.read_rings(run)[0].records]
+[('MARK', 'the data is loaded')]
+"""
+
+from __future__ import annotations
+
+from gradwire.observe.recording import mark, start, stop
+from gradwire.observe.ring import Record, Ring, read_ring, read_rings
+
+__all__ = ["Record", "Ring", "mark", "read_ring", "read_rings", "start", "stop"]

@@ -1,0 +1,61 @@
+"""Directories of runs: where `gradwire run` records, and which run a command means. Without torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from gradwire.errors import UsageError
+
+KEPT = 20
+LATEST = "latest"
+_NAME = re.compile(r"\d{8}-\d{6}-.+-\d+")
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.]+")
+
+
+def runs_directory(environ: Mapping[str, str]) -> Path:
+    """Where runs are kept that were given no directory: under the user's state directory.
+
+    >>> str(runs_directory({"XDG_STATE_HOME": "/var/me"}))
+    '/var/me/gradwire/runs'
+    """
+    state = environ.get("XDG_STATE_HOME", "")
+    base = Path(state) if os.path.isabs(state) else Path(environ.get("HOME") or os.path.expanduser("~"), ".local/state")
+    return base / "gradwire" / "runs"
+
+
+def new_run(runs: Path, script: str) -> Path:
+    """A directory for a run of `script`, which is `latest` from now on. Of the earlier runs, all but the last 20 are removed."""
+    name = _UNSAFE.sub("_", Path(script).stem) or "run"
+    path = runs / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}"
+    path.mkdir(parents=True, mode=0o700)
+    link = runs / f".{LATEST}.{os.getpid()}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(path.name)
+    os.replace(link, runs / LATEST)
+    for old in _finished(runs)[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+    return path
+
+
+def find_run(given: str | None, environ: Mapping[str, str]) -> Path:
+    """The directory of the run that a command is about: `given`, or the latest."""
+    if given is not None:
+        if not Path(given).is_dir():
+            raise UsageError(f"there is no directory {given}. Name that of a run, or none for the latest.")
+        return Path(given)
+    latest = runs_directory(environ) / LATEST
+    if not latest.is_dir():
+        raise UsageError(f"there is no run in {latest.parent} yet. `gradwire run` records one; or name a directory.")
+    return latest.resolve()
+
+
+def _finished(runs: Path) -> list[Path]:
+    """The directories of runs, oldest first. Nothing else in there is touched."""
+    return sorted(
+        path for path in runs.iterdir() if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    )

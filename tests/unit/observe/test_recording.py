@@ -1,0 +1,207 @@
+"""Starting and stopping the recorder, and what models and groups write into it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import gradwire as gw
+from gradwire import flight_recorder, observe
+from gradwire.errors import GroupAborted, UsageError
+from gradwire.flight_recorder import RecordKind
+from gradwire.testing import run_ranks
+
+K = RecordKind
+
+
+def kinds(records):
+    return [record.kind for record in records]
+
+
+def test_a_second_start_in_the_same_place_changes_nothing(recorded):
+    observe.mark("one")
+    observe.start(recorded, rank=0, size=1)
+    observe.mark("two")
+    assert [record.label for record in observe.read_rings(recorded)[0].records] == ["one", "two"]
+
+
+def test_a_start_in_another_place_is_refused(recorded, tmp_path):
+    with pytest.raises(UsageError, match=r"observe.stop\(\)"):
+        observe.start(tmp_path / "other", rank=0, size=1)
+
+
+def test_after_stop_nothing_is_recorded(recorded):
+    observe.stop()
+    observe.mark("late")
+    observe.stop()
+    assert flight_recorder.active is None
+    assert observe.read_rings(recorded)[0].records == []
+
+
+def test_a_new_start_replaces_the_ring_of_the_run_before(recorded):
+    observe.mark("old")
+    observe.stop()
+    observe.start(recorded, rank=0, size=1)
+    observe.mark("new")
+    assert [record.label for record in observe.read_rings(recorded)[0].records] == ["new"]
+
+
+@pytest.mark.parametrize(("rank", "size"), [(1, 1), (-1, 2), (2, 1)])
+def test_a_rank_outside_of_the_world_is_refused(tmp_path, rank, size):
+    with pytest.raises(UsageError, match=f"rank={rank}, size={size}"):
+        observe.start(tmp_path, rank=rank, size=size)
+
+
+def test_two_processes_of_one_rank_are_refused(tmp_path):
+    script = f"""
+import sys
+from gradwire import observe
+observe.start({str(tmp_path)!r}, rank=0, size=2)
+print("recording", flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "recording\n"
+        with pytest.raises(UsageError, match=f"process {other.pid} records as rank 0"):
+            observe.start(tmp_path, rank=0, size=2)
+        other.communicate(timeout=60)
+    observe.start(tmp_path, rank=0, size=2)  # it has ended
+    observe.stop()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
+def test_without_room_training_goes_on_with_a_warning(tmp_path, monkeypatch, code):
+    def fail(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.warns(UserWarning, match="not recorded"):
+        observe.start(tmp_path / "run", rank=0, size=1)
+    assert flight_recorder.active is None
+    observe.mark("nothing happens")
+
+
+def test_a_training_step(recorded):
+    [group] = gw.ThreadGroup.world(1)
+    model = nn.Linear(4, 2)
+    replica = gw.replicate(model, group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    del replica
+    group.close()
+    records = [r for r in observe.read_rings(recorded)[0].records if r.step == 2 or r.kind >= K.OPTIMIZER_BEGAN]
+    step = [r for r in records if r.step == 2]
+    assert kinds(step) == [
+        K.FORWARD_BEGAN,
+        K.FORWARD_ENDED,
+        K.BUCKET_FULL,
+        K.COLLECTIVE_SUBMITTED,
+        K.COLLECTIVE_STARTED,
+        K.COLLECTIVE_FINISHED,
+        K.BUCKET_LAUNCHED,
+        K.BACKWARD_ENDED,
+        K.BUCKET_REDUCED,
+        K.STEP_ENDED,
+    ]
+    assert {r.bucket for r in step[2:7]} == {0}
+    assert step[2].nbytes == step[3].nbytes == 10 * 4
+    assert kinds(records[-2:]) == [K.OPTIMIZER_BEGAN, K.OPTIMIZER_ENDED]
+    times = [r.time for r in records]
+    assert times == sorted(times)
+
+
+def test_a_step_that_fails(recorded):
+    [group] = gw.ThreadGroup.world(1)
+    model = nn.Linear(4, 2)
+    gw.replicate(model, group=group)
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ValueError("of the user's")
+
+    with pytest.raises(ValueError, match="of the user's"):
+        Broken.apply(model(torch.ones(3, 4))).sum().backward()
+    group.close()
+    [failed] = observe.read_rings(recorded)[0].of_kind(K.STEP_FAILED)
+    assert (failed.step, failed.label) == (0, "ValueError: of the user's")
+
+
+@pytest.mark.parametrize("kind", ["threads", "shared_memory", "gloo"])
+def test_collectives_have_the_same_ordinals_on_all_ranks(tmp_path, kind):
+    """Also where a rank sends more messages than another, and after a group was aborted and recovered."""
+
+    def rank_main(group):
+        if kind != "threads" or group.rank == 0:
+            observe.start(tmp_path, rank=group.rank, size=group.size)
+        try:
+            group.barrier()  # after which all ranks are recorded, where they share a process
+            group.all_reduce(torch.ones(3), label="first")
+            if group.rank == 0:
+                group.send(torch.ones(1), 1, tag=1)
+            elif group.rank == 1:
+                group.recv(torch.ones(1), 0, tag=1)
+            group.all_reduce(torch.ones(3), label="second")
+            if group.rank == 0:
+                group.abort("on purpose")
+            with pytest.raises(GroupAborted):
+                group.all_reduce(torch.ones(1), label="lost")
+                group.all_reduce(torch.ones(1), label="lost")
+            group.recover()
+            group.all_reduce(torch.ones(3), label="third")
+            group.barrier()
+        finally:
+            if kind != "threads":
+                observe.stop()
+
+    try:
+        run_ranks(rank_main, 3, kind=kind)
+        found: dict[str, set[int]] = {}
+        number = 0
+        for ring in observe.read_rings(tmp_path):
+            for record in ring.of_kind(K.COLLECTIVE_FINISHED):
+                if record.label in ("first", "second", "third"):
+                    found.setdefault(record.label, set()).add(record.ordinal)
+                    number += 1
+        assert number == 9
+        assert {label: len(ordinals) for label, ordinals in found.items()} == dict.fromkeys(
+            ["first", "second", "third"], 1
+        )
+        first, second, third = (found[label].pop() for label in ("first", "second", "third"))
+        assert second == first + 1
+        assert third >> 24 == 1
+    finally:
+        observe.stop()
+
+
+def test_collectives_of_a_hook_belong_to_their_bucket(tmp_path):
+    def rank_main(group):
+        observe.start(tmp_path, rank=group.rank, size=group.size)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        ddp = gw.replicate(model, group=group, hook=gw.hooks.power_sgd(rank=1))
+        for _ in range(3):
+            model(torch.ones(2, 64)).sum().backward()
+        observe.stop()
+        del ddp
+
+    run_ranks(rank_main, 2, kind="shared_memory")
+    for ring in observe.read_rings(tmp_path):
+        of_hook = [r for r in ring.of_kind(K.COLLECTIVE_SUBMITTED, K.COLLECTIVE_FINISHED) if r.bucket >= 0]
+        assert len({r.seq for r in of_hook}) >= 3 * 2  # two collectives or more per step
+        assert {r.step for r in of_hook} == {0, 1, 2}

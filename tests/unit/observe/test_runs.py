@@ -1,0 +1,43 @@
+"""Where runs are kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwire.errors import UsageError
+from gradwire.observe import runs
+
+
+def test_the_last_runs_are_kept_and_nothing_else_is_touched(tmp_path, monkeypatch):
+    (tmp_path / "notes").mkdir()
+    numbers = iter(range(100))
+    monkeypatch.setattr(runs.time, "strftime", lambda _: f"20260101-{next(numbers):06}")
+    made = [runs.new_run(tmp_path, "train.py") for _ in range(25)]
+    assert [path for path in made if path.exists()] == made[-20:]
+    assert (tmp_path / "notes").exists()
+    assert (tmp_path / "latest").resolve() == made[-1].resolve()
+
+
+def test_only_the_owner_can_look_into_a_run(tmp_path):
+    assert runs.new_run(tmp_path, "x/my script.py").stat().st_mode & 0o077 == 0
+
+
+def test_the_latest_run_is_found(tmp_path):
+    environ = {"XDG_STATE_HOME": str(tmp_path)}
+    with pytest.raises(UsageError, match="no run"):
+        runs.find_run(None, environ)
+    path = runs.new_run(runs.runs_directory(environ), "train.py")
+    assert runs.find_run(None, environ) == path.resolve()
+    assert runs.find_run(str(tmp_path), environ) == tmp_path
+
+
+def test_a_directory_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="no directory"):
+        runs.find_run(str(tmp_path / "nothing"), {})
+
+
+def test_a_relative_state_directory_is_not_used():
+    assert (
+        str(runs.runs_directory({"XDG_STATE_HOME": "here", "HOME": "/home/me"}))
+        == "/home/me/.local/state/gradwire/runs"
+    )

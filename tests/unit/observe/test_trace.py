@@ -1,0 +1,100 @@
+"""The trace: events that Perfetto draws."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gradwire.flight_recorder import RecordKind as K
+from gradwire.observe.trace import trace_events, write_trace
+
+
+@pytest.fixture
+def step(record):
+    """A step with two buckets whose reductions overlap."""
+
+    def make(rank: int, at: int = 0):
+        world = {"group": "world", "rank": rank}
+        return [
+            record(K.FORWARD_BEGAN, at + 0, step=0, **world),
+            record(K.FORWARD_ENDED, at + 1000, step=0, **world),
+            record(K.BUCKET_FULL, at + 2000, step=0, bucket=0, nbytes=8, **world),
+            record(K.COLLECTIVE_SUBMITTED, at + 2100, op="all_reduce", seq=0, step=0, bucket=0, nbytes=8, **world),
+            record(K.BUCKET_FULL, at + 3000, step=0, bucket=1, nbytes=8, **world),
+            record(K.COLLECTIVE_SUBMITTED, at + 3100, op="all_reduce", seq=1, step=0, bucket=1, nbytes=8, **world),
+            record(K.BACKWARD_ENDED, at + 4000, step=0, **world),
+            record(K.COLLECTIVE_FINISHED, at + 4100, op="all_reduce", seq=0, duration=2000, nbytes=8, **world),
+            record(K.COLLECTIVE_FINISHED, at + 4100, op="all_reduce", seq=1, duration=1000, nbytes=8, **world),
+            record(K.BUCKET_REDUCED, at + 4200, step=0, bucket=0, nbytes=8, **world),
+            record(K.BUCKET_REDUCED, at + 4300, step=0, bucket=1, nbytes=8, **world),
+            record(K.STEP_ENDED, at + 4400, step=0, **world),
+        ]
+
+    return make
+
+
+def of(events, phase, **facts):
+    return [e for e in events if e["ph"] == phase and all(e.get(k) == v for k, v in facts.items())]
+
+
+def test_slices_of_a_step(step, ring):
+    events = list(trace_events([ring(0, *step(0, at=7000))]))
+    slices = {e["name"]: (e["ts"], e["dur"]) for e in of(events, "X", pid=0)}
+    assert slices["forward"] == (0.0, 1.0)
+    assert slices["backward"] == (1.0, 3.0)
+    assert slices["exposed communication"] == (4.0, 0.4)
+    assert slices["bucket 0"] == (2.0, 2.2)
+    assert slices["bucket 1"] == (3.0, 1.3)
+
+
+def test_slices_on_one_track_do_not_overlap(step, ring):
+    events = list(trace_events([ring(0, *step(0))]))
+    tracks = {}
+    for e in sorted(of(events, "X"), key=lambda e: e["ts"]):
+        assert e["ts"] >= tracks.get(e["tid"], 0.0)
+        tracks[e["tid"]] = e["ts"] + e["dur"]
+    assert len(tracks) == 1 + 2 + 2
+
+
+def test_arrows_lead_from_a_bucket_to_its_collectives(step, ring):
+    events = list(trace_events([ring(0, *step(0))]))
+    slices = of(events, "X")
+    starts, ends = of(events, "s"), of(events, "f")
+    assert len(starts) == len(ends) == 2
+    for start, end in zip(starts, ends, strict=True):
+        assert start["id"] == end["id"]
+        [source] = [e for e in slices if e["tid"] == start["tid"] and e["ts"] <= start["ts"] <= e["ts"] + e["dur"]]
+        [target] = [e for e in slices if e["tid"] == end["tid"] and e["ts"] == end["ts"]]
+        assert source["name"] == f"bucket {target['args']['bucket']}"
+
+
+def test_bytes_in_flight_come_back_to_nothing(step, ring):
+    values = [e["args"]["value"] for e in of(list(trace_events([ring(0, *step(0))])), "C", name="bytes in flight")]
+    assert values == [8, 16, 8, 0]
+
+
+def test_what_has_not_finished_is_drawn_to_the_end(record, ring):
+    records = [
+        record(K.COLLECTIVE_SUBMITTED, 100, op="all_reduce", group="world", seq=4),
+        record(K.MARK, 9100, label="still here"),
+    ]
+    events = list(trace_events([ring(0, *records)]))
+    [stuck] = of(events, "X")
+    assert (stuck["name"], stuck["dur"]) == ("all_reduce (not over)", 9.0)
+    [mark] = of(events, "i")
+    assert mark["name"] == "still here"
+
+
+def test_a_file_of_two_ranks_is_json(step, ring, tmp_path):
+    path = tmp_path / "trace.json"
+    number = write_trace([ring(0, *step(0)), ring(1, *step(1, at=500))], path)
+    events = json.loads(path.read_text())["traceEvents"]
+    assert len(events) == number
+    assert {e["pid"] for e in events} == {0, 1}
+    assert min(e["ts"] for e in events if "ts" in e) == 0.0
+
+
+def test_no_records_give_an_empty_trace(ring, tmp_path):
+    write_trace([ring(0)], tmp_path / "t.json")
+    assert [e["ph"] for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"]] == ["M", "M", "M"]

@@ -1,0 +1,212 @@
+"""The ring: what is written is read again, whatever the writer does next."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+
+from gradwire import flight_recorder
+from gradwire.errors import UsageError
+from gradwire.flight_recorder import FlightRecorder, RecordKind, names_path, within
+from gradwire.observe.ring import read_ring
+
+HEADER = {
+    "rank": 3,
+    "size": 4,
+    "pid": 1,
+    "host": "h",
+    "clock": "c",
+    "started": 0,
+    "started_wall": 0,
+    "ops": ["all_reduce"],
+}
+
+
+@pytest.fixture
+def recorder(tmp_path):
+    recorder = FlightRecorder(tmp_path / "rank-3.ring", header=HEADER, capacity=16)
+    yield recorder
+    recorder.close()
+
+
+@pytest.fixture
+def active(recorder, monkeypatch):
+    monkeypatch.setattr(flight_recorder, "active", recorder)
+    return recorder
+
+
+def test_every_field_is_read_as_it_was_written(recorder):
+    facts = {"group": "world", "label": "loss ß", "seq": 7, "ordinal": 9, "nbytes": 1 << 40, "step": 5, "bucket": 2}
+    recorder.put(RecordKind.COLLECTIVE_FINISHED, 3, at=1.5, op=0, duration=0.25, **facts)
+    [read] = read_ring(recorder.path).records
+    assert read._asdict() == {
+        **facts,
+        "number": 0,
+        "kind": RecordKind.COLLECTIVE_FINISHED,
+        "time": 1_500_000_000,
+        "op": "all_reduce",
+        "rank": 3,
+        "thread": threading.get_native_id(),
+        "duration": 250_000_000,
+    }
+
+
+@pytest.mark.parametrize("written", [0, 1, 15, 16, 17, 40])
+def test_the_last_records_stay(recorder, written):
+    for number in range(written):
+        recorder.put(RecordKind.MARK, 3, seq=number)
+    ring = read_ring(recorder.path)
+    assert [record.seq for record in ring.records] == list(range(written))[-16:]
+    assert ring.lost == max(0, written - 16)
+
+
+def test_threads_lose_nothing(tmp_path):
+    recorder = FlightRecorder(tmp_path / "rank-0.ring", header=HEADER)
+    each = 2000
+
+    def write(name):
+        for number in range(each):
+            recorder.put(RecordKind.MARK, 0, label=name, seq=number)
+
+    threads = [threading.Thread(target=write, args=(f"thread {i}",)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    recorder.close()
+    records = read_ring(recorder.path).records
+    assert len(records) == 4 * each
+    for i in range(4):
+        mine = [record for record in records if record.label == f"thread {i}"]
+        assert [record.seq for record in mine] == list(range(each))
+        assert len({record.thread for record in mine}) == 1
+
+
+def test_records_belong_to_the_bucket_in_which_they_are_written(active):
+    with within(4, 1):
+        active.put(RecordKind.MARK, 0)
+        with within(4, 2):
+            active.put(RecordKind.MARK, 0)
+        active.put(RecordKind.MARK, 0, bucket=7)
+        other = threading.Thread(target=lambda: active.put(RecordKind.MARK, 0))
+        other.start()
+        other.join()
+    active.put(RecordKind.MARK, 0)
+    assert [(r.step, r.bucket) for r in read_ring(active.path).records] == [(4, 1), (4, 2), (4, 7), (-1, -1), (-1, -1)]
+
+
+def test_without_a_recorder_there_is_no_place():
+    assert flight_recorder.active is None
+    with within(4, 1):
+        assert flight_recorder.place() == (-1, -1)
+
+
+def test_a_killed_process_leaves_all_it_wrote(tmp_path):
+    script = f"""
+import os, signal
+from pathlib import Path
+from gradwire.flight_recorder import FlightRecorder, RecordKind
+recorder = FlightRecorder(Path({str(tmp_path / "rank-3.ring")!r}), header={HEADER!r})
+for number in range(100):
+    recorder.put(RecordKind.MARK, 3, label=f"mark {{number % 7}}", seq=number)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == -signal.SIGKILL
+    records = read_ring(tmp_path / "rank-3.ring").records
+    assert [(record.seq, record.label) for record in records] == [(n, f"mark {n % 7}") for n in range(100)]
+
+
+def test_a_forked_child_does_not_write_into_its_parents_ring(active):
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # a fork with threads, which other tests may have left to pools
+        pid = os.fork()
+    if pid == 0:
+        os._exit(flight_recorder.active is not None)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert flight_recorder.active is active
+
+
+def test_different_labels_without_end_do_not_fill_the_disk(recorder, monkeypatch):
+    monkeypatch.setattr(flight_recorder, "_MOST_NAMES", 5)
+    for number in range(10):
+        recorder.put(RecordKind.MARK, 3, label=f"step {number}")
+    labels = [record.label for record in read_ring(recorder.path).records]
+    assert labels == [f"step {n}" for n in range(4)] + ["(too many different names)"] * 6
+    assert len(names_path(recorder.path).read_text().splitlines()) == 6
+
+
+def test_a_full_disk_costs_a_name_and_nothing_else(recorder, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    recorder.put(RecordKind.MARK, 3, label="new")
+    monkeypatch.undo()
+    [record] = read_ring(recorder.path).records
+    assert record.label == ""
+
+
+def test_no_room_for_the_ring_is_an_error_at_the_start(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space"):
+        FlightRecorder(tmp_path / "rank-0.ring", header=HEADER)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writing_after_close_does_nothing(recorder):
+    recorder.put(RecordKind.MARK, 3)
+    recorder.close()
+    recorder.put(RecordKind.MARK, 3, label="late")
+    recorder.close()
+    assert len(read_ring(recorder.path).records) == 1
+
+
+@pytest.mark.parametrize("capacity", [0, 3, -4])
+def test_the_capacity_is_a_power_of_two(tmp_path, capacity):
+    with pytest.raises(ValueError, match="power of two"):
+        FlightRecorder(tmp_path / "x.ring", header=HEADER, capacity=capacity)
+
+
+def test_a_header_that_is_too_long_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="header"):
+        FlightRecorder(tmp_path / "x.ring", header={"command": "x" * 5000})
+
+
+@pytest.mark.parametrize("content", [b"", b"GWFLIGHT", b"x" * 10000, b"GWFLIGHT" + bytes(9000)])
+def test_what_is_not_a_ring_is_refused(tmp_path, content):
+    path = tmp_path / "rank-0.ring"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=str(path)):
+        read_ring(path)
+
+
+def test_a_half_written_name_and_a_missing_file_of_names_are_survived(recorder):
+    recorder.put(RecordKind.MARK, 3, label="first")
+    recorder.put(RecordKind.MARK, 3, label="second")
+    path = names_path(recorder.path)
+    path.write_bytes(path.read_bytes()[:-4])
+    assert [record.label for record in read_ring(recorder.path).records] == ["first", "?"]
+    path.unlink()
+    assert [record.label for record in read_ring(recorder.path).records] == ["?", "?"]
+
+
+def test_a_torn_record_is_left_out(recorder):
+    for number in range(3):
+        recorder.put(RecordKind.MARK, 3, seq=number)
+    data = bytearray(Path(recorder.path).read_bytes())
+    data[flight_recorder.PAGE + 64] = 9  # slot 1 says that it holds record 9
+    copy = recorder.path.with_name("rank-4.ring")
+    copy.write_bytes(data)
+    assert [record.seq for record in read_ring(copy).records] == [0, 2]
