@@ -11,7 +11,7 @@ from gradwire.collectives import build
 from gradwire.errors import PeerLost
 from gradwire.groups import Group
 from gradwire.testing import run_ranks
-from gradwire.testing.conformance.side import beside, meet, part
+from gradwire.testing.conformance.side import meet, part, side_group
 from gradwire.testing.mpi import missing
 
 DEADLINE = 120.0
@@ -19,7 +19,7 @@ DEADLINE = 120.0
 
 def receive_alone(group: Group) -> float | None:
     """On rank 0: how long the receive waited after the others had left."""
-    side = beside(group)
+    side = side_group(group)
     if group.rank:
         meet(side)
         group.close()

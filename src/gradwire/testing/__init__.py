@@ -1,4 +1,4 @@
-"""Tools for testing what communicates: run a function on ranks of any kind, see what it left behind. No pytest inside."""
+"""Tools for testing code that communicates: run a function on ranks of any kind, find leftovers. Does not depend on pytest."""
 
 from gradwire.testing.conformance import ConformanceError, check_group, check_names
 from gradwire.testing.laws import check_hook

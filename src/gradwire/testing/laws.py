@@ -1,8 +1,8 @@
-"""`check_hook`: the laws that every communication hook keeps, tried on simulated ranks.
+"""`check_hook`: the laws that every communication hook must satisfy, tested on simulated ranks.
 
-A law is a function below that raises HookError with the numbers that break it. What a hook says of itself decides which apply:
-`local` hooks need not agree, those that remember, weigh or distort are not given error feedback on top, and `wire_bytes` and
-`collectives` are checked where they are known.
+A law is a function below that raises HookError with the numbers that violate it. A hook's traits decide which apply: `local` hooks
+need not agree, those that remember, weigh or distort are not combined with error feedback, and `wire_bytes` and `collectives` are
+checked where they are known.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from gradwire.hooks.base import Trait
 from gradwire.testing.simulate import Simulation, simulate
 
 SHAPES: tuple[tuple[int, ...], ...] = ((16, 8), (16,), (), (0,), (3, 5, 2))
-"""The parameters of a bucket that is tried unless others are given: matrix, vector, number, nothing, and something odd."""
+"""The default parameters of a bucket: a matrix, a vector, a scalar, an empty tensor, and an irregular shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One hook on one bucket and a number of ranks."""
+    """One hook on one bucket and a given number of ranks."""
 
     hook: CommHook
     spec: BucketSpec
@@ -40,7 +40,7 @@ class Trial:
     hosts: Layout | None = None
 
     def gradients(self, step: int = 0) -> list[Tensor]:
-        """One per rank: normal numbers of different size on different ranks."""
+        """One per rank: normal values with a different scale on each rank."""
         generator = torch.Generator().manual_seed(self.seed * 7919 + step)
         kind = torch.complex128 if self.spec.dtype.is_complex else torch.float64
         wide = [torch.randn(self.spec.numel, generator=generator, dtype=kind) for _ in range(self.ranks)]
@@ -51,7 +51,7 @@ class Trial:
         return simulate(self.hook, gradients, spec=self.spec, states=states, hosts=self.hosts, **named)
 
     def broken(self, law: str, what: str) -> HookError:
-        """What to raise."""
+        """The error to raise."""
         shapes = ", ".join(str(list(shape)) for shape in self.spec.shapes)
         return HookError(
             f"check_hook({self.hook!r}) on {self.ranks} ranks, a bucket of {self.spec.dtype} parameters {shapes}: "
@@ -63,9 +63,9 @@ class Trial:
 Law = Callable[[Trial], None]
 
 _SHORT, _TIMES = 24, 5
-"""Steps after which `pays_back` looks at the average over time, at least, and how many times as many it then waits."""
+"""Minimum steps after which `pays_back` checks the average over time, and the factor by which it then waits longer."""
 _MOST = 1000
-"""Steps, at most, that a hook is given to send every element once. One that sends less than a thousandth may fail."""
+"""Maximum steps in which a hook must send every element once. One that sends less than a thousandth may fail."""
 
 _CLEAN = 8
 """Steps after which `recovers` expects finite values: some hooks keep gradients for a few steps before they send them."""
@@ -101,7 +101,7 @@ def kept(trial: Trial) -> None:
 
 
 def unwritten(trial: Trial) -> None:
-    """A gradient that was not donated is not written, and a donated one gives the same value."""
+    """A gradient that was not donated is not written, and a donated one yields the same value."""
     brought = trial.gradients()
     before = [g.clone() for g in brought]
     plain = trial.run(brought)
@@ -111,11 +111,11 @@ def unwritten(trial: Trial) -> None:
     donated = trial.run(brought, donated=True)
     for rank, (one, other) in enumerate(zip(plain.reduced, donated.reduced, strict=True)):
         if not _same(one.value, other.value):
-            raise trial.broken("unwritten", f"a donated gradient gives rank {rank} another value")
+            raise trial.broken("unwritten", f"a donated gradient gives rank {rank} a different value")
 
 
 def repeatable(trial: Trial) -> None:
-    """The same gradients in the same step give the same bits: all chance comes from seeds."""
+    """The same gradients in the same step give the same bits: all randomness is seeded."""
     one, two = (trial.run(trial.gradients(), step=3) for _ in range(2))
     for rank, (a, b) in enumerate(zip(one.reduced, two.reduced, strict=True)):
         if not _same(a.value, b.value):
@@ -123,12 +123,12 @@ def repeatable(trial: Trial) -> None:
 
 
 def mean_of_sent(trial: Trial) -> None:
-    """`value` is the mean of all ranks' `sent`, also where fewer ranks count than take part."""
+    """`value` is the mean of all ranks' `sent`, even if fewer ranks count than take part."""
     if trial.hook.local:
         return
     for divisor in (None, *([trial.ranks - 1] if trial.ranks > 1 else [])):
         brought = trial.gradients()
-        # Only hooks that weigh look at them.
+        # Only hooks that weigh use them.
         weights = [1.0 + rank for rank in range(trial.ranks)]
         if divisor is not None:  # the last rank has run out of inputs
             brought[-1].zero_()
@@ -152,9 +152,9 @@ def mean_of_sent(trial: Trial) -> None:
 
 
 def pays_back(trial: Trial) -> None:
-    """With error feedback the average over time converges to the true mean: what is owed stays bounded."""
+    """With error feedback the average over time converges to the true mean: the residual stays bounded."""
     hook = trial.hook
-    if hook.traits & (Trait.LOCAL | Trait.DISTORTS | Trait.VOTES | Trait.WEIGHS):  # those that it is not for
+    if hook.traits & (Trait.LOCAL | Trait.DISTORTS | Trait.VOTES | Trait.WEIGHS):  # error feedback is not for these
         return
     if hook.remembers and not repr(hook).startswith("error_feedback()"):
         return
@@ -176,35 +176,37 @@ def pays_back(trial: Trial) -> None:
         if len(off) <= _SHORT:
             sent += max(int(mine.count_nonzero()) for _, mine in done.reduced)
         if len(off) == _SHORT and sent:
-            # What a hook owes is bounded once it has sent every element, so one that sends few at a time needs more steps.
+            # The residual is bounded once a hook has sent every element, so one that sends few at a time needs more steps.
             short = max(_SHORT, min(_MOST, math.ceil(1.5 * _SHORT * trial.spec.numel / sent)))
-    # What is owed goes up and down, and may be next to nothing in one step by chance: the worst of twenty steps counts.
+    # The residual fluctuates, and may be close to zero in one step by chance: the worst of twenty steps counts.
     early, late = max(off[short - 20 : short]), max(off[-20:])
     rounding = 64 * torch.finfo(trial.spec.dtype).eps + hook.error(trial.spec) * trial.ranks
     if not late <= max(0.5 * early, rounding):
         raise trial.broken(
             "pays_back",
-            f"the average over some {short} steps is up to {early:.3g} off the true mean, over some {len(off)} still {late:.3g}",
+            f"the average over about {short} steps is up to {early:.3g} off the true mean, over about {len(off)} still {late:.3g}",
         )
 
 
 def counted(trial: Trial) -> None:
-    """The wire carries the bytes, and the collectives are as many, as the hook says."""
+    """The bytes on the wire and the number of collectives are those that the hook declares."""
     states: Any = None
     for step in range(trial.steps):
         done = trial.run(trial.gradients(step), states, step=step)
         states = done.states
         told = trial.hook.wire_bytes(trial.spec, trial.ranks, step)
         if told is not None and not math.isclose(told, done.wire_bytes, rel_tol=1e-9, abs_tol=1e-6):
-            raise trial.broken("counted", f"in step {step} {done.wire_bytes} bytes were sent; wire_bytes says {told}")
+            raise trial.broken(
+                "counted", f"in step {step} {done.wire_bytes} bytes were sent; wire_bytes returned {told}"
+            )
         if trial.hook.collectives not in (None, len(done.exchanges)):
             raise trial.broken(
-                "counted", f"{len(done.exchanges)} collectives; `collectives` says {trial.hook.collectives}"
+                "counted", f"{len(done.exchanges)} collectives; `collectives` is {trial.hook.collectives}"
             )
 
 
 def saved(trial: Trial) -> None:
-    """State goes through torch.save and through buckets that are cut otherwise, and comes back the same."""
+    """State survives torch.save and a different bucket layout unchanged."""
     states: Any = None
     for step in range(2):
         states = trial.run(trial.gradients(step), states, step=step).states
@@ -212,7 +214,7 @@ def saved(trial: Trial) -> None:
         taken = trial.hook.save(state, trial.spec)
         if not set(taken) <= set(trial.spec.names):
             raise trial.broken(
-                "saved", f"save() names {sorted(set(taken) - set(trial.spec.names))}, no parameters here"
+                "saved", f"save() names {sorted(set(taken) - set(trial.spec.names))}, which are not parameters"
             )
         back = _through_file(taken)
         halves = _cut(trial.spec)
@@ -221,24 +223,24 @@ def saved(trial: Trial) -> None:
             apart |= trial.hook.save(trial.hook.load(back, half), half)
         again = trial.hook.save(trial.hook.load(apart, trial.spec), trial.spec)
         if not _equal(taken, again):
-            raise trial.broken("saved", f"rank {rank}'s state has changed on its way through other buckets")
+            raise trial.broken("saved", f"rank {rank}'s state has changed after a round trip through other buckets")
         states = [*states[:rank], trial.hook.load(back, trial.spec), *states[rank + 1 :]]
     brought = trial.gradients(2)
     went_on = _run_twice(trial, brought)
     if not _same(trial.run(brought, states, step=2).reduced[0].value, went_on):
-        raise trial.broken("saved", "a step from loaded state gives another value than from the state itself")
+        raise trial.broken("saved", "a step from loaded state gives a different value than from the state itself")
 
 
 def from_nothing(trial: Trial) -> None:
-    """Zeros stay zeros, and are finite."""
+    """Zero gradients stay zero, and finite."""
     zeros = [torch.zeros_like(g) for g in trial.gradients()]
     value = trial.run(zeros).reduced[0].value
     if not bool(torch.isfinite(value).all()):
-        raise trial.broken("from_nothing", "gradients of zeros gave something that is not finite")
+        raise trial.broken("from_nothing", "zero gradients gave a non-finite value")
 
 
 def recovers(trial: Trial) -> None:
-    """A step with a NaN and an infinite element on one rank does not spoil the steps after it: eight later all is finite."""
+    """A step with a NaN and an infinite element on one rank does not spoil later steps: eight steps later all values are finite."""
     if not trial.spec.numel:
         return
     brought = trial.gradients()
@@ -250,7 +252,7 @@ def recovers(trial: Trial) -> None:
     for rank, (value, _) in enumerate(done.reduced):
         if not bool(torch.isfinite(value).all()):
             raise trial.broken(
-                "recovers", f"rank {rank} has a value that is not finite {_CLEAN} steps after the last such gradient"
+                "recovers", f"rank {rank} has a non-finite value {_CLEAN} steps after the last non-finite gradient"
             )
 
 
@@ -280,9 +282,9 @@ def check_hook(
     laws: Sequence[Law] = LAWS,
     hosts: Sequence[Sequence[int]] | Layout | None = None,
 ) -> None:
-    """Raise HookError unless `hook` keeps the laws, on simulated ranks and buckets of these shapes. No group is needed.
+    """Raise HookError unless `hook` satisfies the laws, on simulated ranks and buckets of these shapes. No group is needed.
 
-    With `hosts`, such as [[0, 1], [2, 3]], it is tried on those ranks, in place of `world_sizes`.
+    With `hosts`, such as [[0, 1], [2, 3]], it is tested on those ranks instead of `world_sizes`.
 
     >>> from gradwire.hooks import cast, mean
     >>> check_hook(chain(cast(torch.bfloat16), mean()))
@@ -304,7 +306,7 @@ def check_hook(
 
 
 def _run_twice(trial: Trial, brought: Sequence[Tensor]) -> Tensor:
-    """The value of step 2 after the first two steps, without a save between."""
+    """The value of step 2 after the first two steps, without a save in between."""
     states: Any = None
     for step in range(2):
         states = trial.run(trial.gradients(step), states, step=step).states

@@ -1,18 +1,18 @@
 """`Leftovers`: what a piece of code left running or open: threads, child processes, sockets, shared memory, descriptors.
 
-A snapshot is taken before and compared after. Only differences count, so what was there before is never reported, and the
+A snapshot is taken before and compared after. Only differences count, so what existed before is never reported, and the
 rules for what is *not* a leftover are few and exact:
 
 - a `threading._DummyThread`: Python's name for a thread that C++ started (autograd, gloo) and that once ran Python code;
-  it belongs to its engine, which has descriptors of its own that are looked at;
+  it belongs to its engine, whose descriptors are checked;
 - the process and the pipe of `multiprocessing`'s resource tracker, of which Python starts one per process and keeps it;
-- names in /dev/shm that another user made, or that a process outside our process group holds: another run's;
-- descriptors, where the process has come to use a CUDA device since the snapshot: the driver opens files, pipes and
-  sockets for life, which cannot be told from others;
-- what a `Keeper` passed to `snapshot` says is its own: the warm pool's workers and their sockets.
+- names in /dev/shm that another user made, or that a process outside our process group holds: those of another run;
+- descriptors, if the process has started to use a CUDA device since the snapshot: the driver opens files, pipes and
+  sockets permanently, which cannot be distinguished from others;
+- what a `Keeper` passed to `snapshot` owns: the warm pool's workers and their sockets.
 
-What torch opens once per process and keeps for life is opened early by `prime()`, and so is in every snapshot, instead of
-being ignored. This module knows Linux's /proc, and of groups only the store they meet in.
+What torch opens once per process and never closes is opened early by `prime()`, and so is in every snapshot, instead of
+being ignored. This module depends on Linux's /proc, and of groups only on the store they meet in.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from gradwire.groups.tcp_store import host_store
 
 _SHM = "/dev/shm"
 _POLL = 0.01
-"""Seconds between looks: a closing descriptor cannot be waited on; a thread can, and is."""
+"""Seconds between polls: a closing descriptor cannot be waited on; a thread can, and is."""
 
 _NAMELESS = 1.0
-"""Seconds that a process may be without a command line: Linux sets it at the end of exec, when its parent already goes on."""
+"""Seconds that a process may lack a command line: Linux sets it at the end of exec, when its parent already continues."""
 
 
 class Keeper(Protocol):
-    """Something that lives longer than what is being checked, and knows what belongs to it."""
+    """Something that outlives the checked code, and knows what it owns."""
 
     def keeps_process(self, pid: int) -> bool:
-        """Whether this child process is the keeper's."""
+        """Whether this child process belongs to the keeper."""
 
     def keeps_descriptor(self, fd: int) -> bool:
-        """Whether this open descriptor is the keeper's."""
+        """Whether this open descriptor belongs to the keeper."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """What ran and was open at one moment.
+    """What was running and open at one moment.
 
     >>> before = Leftovers.snapshot()
     >>> pipe = os.pipe()
@@ -72,17 +72,20 @@ class Leftovers:
 
     @classmethod
     def snapshot(cls, *keepers: Keeper) -> Leftovers:
-        """What runs and is open now. What `keepers` own is never a leftover, whenever they came by it."""
+        """What is running and open now. What `keepers` own is never a leftover, whenever they acquired it."""
         return cls(
             frozenset(threading.enumerate()), frozenset(_children()), open_descriptors(), frozenset(_shm()), keepers
         )
 
     def compare(self, *, grace: float = 2.0) -> list[str]:
-        """One line for each thing that is here now and was not then; empty if clean.
+        """One line for each thing that exists now and did not then; empty if clean.
 
-        What is just ending is no leak: it gets up to `grace` seconds, and unreachable objects are collected first.
+        What is about to end is not a leak: it gets up to `grace` seconds, and unreachable objects are collected first.
         """
-        for generation in (1, 2):  # the young first: a whole collection takes a tenth of a second once torch is loaded
+        for generation in (
+            1,
+            2,
+        ):  # the young one first: a full collection takes a tenth of a second once torch is loaded
             if not any(True for _ in self._new()):
                 return []
             gc.collect(generation)
@@ -119,7 +122,7 @@ class Leftovers:
 
 
 def prime() -> None:
-    """Make torch open now what it opens once per process and never closes, so that no snapshot sees it come.
+    """Make torch open now what it opens once per process and never closes, so that it is in every snapshot.
 
     libuv, under the first TCPStore that a process hosts, makes a pipe for signals that lives as long as the process. oneDNN, which
     compiles some matrix products on some machines, keeps a list of what it compiled for profilers.
@@ -145,7 +148,7 @@ def tcp_ports(fd: int) -> tuple[int, ...]:
         return ()
 
 
-# -- what /proc says -----------------------------------------------------------------------------------------------------
+# -- /proc ---------------------------------------------------------------------------------------------------------------
 
 
 def open_descriptors() -> dict[int, str]:
@@ -153,7 +156,7 @@ def open_descriptors() -> dict[int, str]:
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            # A file that somebody removes meanwhile is still the descriptor it was.
+            # A file that is removed in the meantime is still the same descriptor.
             found[int(name)] = os.readlink(f"/proc/self/fd/{name}").removesuffix(" (deleted)")
         except OSError:  # the listing's own descriptor, or one that closed meanwhile
             continue
@@ -161,7 +164,7 @@ def open_descriptors() -> dict[int, str]:
 
 
 def _children() -> Iterator[int]:
-    # Linux keeps children per thread that started them; a thread that ended passes its own to another thread.
+    # Linux lists children per thread that started them; when a thread ends, its children pass to another thread.
     for task in os.listdir("/proc/self/task"):
         try:
             with open(f"/proc/self/task/{task}/children") as file:
@@ -185,7 +188,7 @@ def _shm() -> Iterator[str]:
 
 
 def _held_elsewhere(name: str) -> bool:
-    """Whether a process outside our process group has the name mapped. Looked at only when there is something to report."""
+    """Whether a process outside our process group has the name mapped. Checked only when there is something to report."""
     group, path = os.getpgrp(), f"{_SHM}/{name}"
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -201,7 +204,7 @@ def _held_elsewhere(name: str) -> bool:
 
 
 def _resource_tracker() -> tuple[int | None, int | None]:
-    """Process id and pipe of multiprocessing's resource tracker, where one runs."""
+    """Process id and pipe of multiprocessing's resource tracker, if one is running."""
     module = sys.modules.get("multiprocessing.resource_tracker")
     tracker = getattr(module, "_resource_tracker", None)
     return getattr(tracker, "_pid", None), getattr(tracker, "_fd", None)
@@ -218,7 +221,7 @@ def _command(pid: int) -> str:
             with open(f"/proc/{pid}/stat") as file:
                 state = file.read().rpartition(")")[2].split()[0]
             if state in "ZX":
-                return "ended, but nobody has waited for it"
+                return "ended, but has not been waited for"
             if time.monotonic() > deadline:
                 return "without a command line"
             time.sleep(_POLL)

@@ -1,8 +1,8 @@
 """Unix sockets between processes of one user.
 
-What comes over them is unpickled, which can run any code. So nobody else may connect: the socket lies in a directory that only
-this user can enter, and both ends ask the kernel for the other's user (SO_PEERCRED) before they read a byte. Names in Linux's
-abstract namespace are not used: they have no permissions, and /proc/net/unix lists them for everybody.
+What is received over them is unpickled, which can run any code. So no other user may connect: the socket is in a directory that
+only this user can enter, and both ends ask the kernel for the other's user (SO_PEERCRED) before they read a byte. Names in Linux's
+abstract namespace are not used: they have no permissions, and /proc/net/unix lists them for all users.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PrivateListener:
         return self.socket.fileno()
 
     def accept(self) -> tuple[socket.socket, int] | None:
-        """The next connection and the process that made it; None, with nothing read, if another user has made it."""
+        """The next connection and the process that made it; None, with nothing read, if it is another user's."""
         connection, _ = self.socket.accept()
         pid, user = _peer(connection)
         if user == os.geteuid():
@@ -80,7 +80,7 @@ def connect(folder: str | os.PathLike[str], *, timeout: float) -> socket.socket:
         pid, user = _peer(connection)
         if user != os.geteuid():
             raise GroupError(
-                f"connecting to the socket in {folder}: process {pid} of user {user} listens there, and this is user "
+                f"connecting to the socket in {folder}: process {pid} of user {user} listens there, but this is user "
                 f"{os.geteuid()}. Find out who started it."
             )
     except BaseException:
@@ -98,7 +98,7 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
 
 @contextmanager
 def _short_path(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """The socket in `folder`, by way of a descriptor: a socket's address has room for 107 bytes, a TMPDIR may be longer."""
+    """The socket in `folder`, through a descriptor: a socket's address is limited to 107 bytes, a TMPDIR may be longer."""
     fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/{_NAME}"

@@ -4,8 +4,8 @@ Every kind of group that is registered (`groups/kinds.py`) can be run. This modu
 and `mpi/`, and decides which of several failures is the one to raise.
 
 Note [Which failure is raised]
-That of `root_cause.py`: near the earliest, an error of the rank's own goes first, then a process that died, then PeerLost and
-GroupAborted, which are what a consequence looks like. The others appear as notes; nothing is hidden.
+That of `root_cause.py`: near the earliest, an error of the rank itself comes first, then a process that died, then PeerLost and
+GroupAborted, which look like consequences. The others are added as notes; nothing is hidden.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from gradwire.testing.mpi import default_worlds
 from gradwire.testing.pool import ABORT_GRACE, GROUP_MARGIN, Fate, LeftBehind, Outcome, default_pool
 
 DEFAULT_TIMEOUT = 60.0
-"""Seconds that `run_ranks` gives all ranks together when not told. A test suite for busy machines sets more."""
+"""The default timeout of `run_ranks`, in seconds, for all ranks together. A test suite for busy machines sets more."""
 DEFAULT_LEFTOVERS = LeftBehind.IGNORE
-"""What `run_ranks` makes of leftovers when not told. A test suite sets it to RAISE for all its calls."""
+"""What `run_ranks` does about leftovers by default. A test suite sets it to RAISE for all its calls."""
 
 Wrap = Callable[[Group], Group]
 
@@ -68,10 +68,10 @@ def run_ranks(
 
     `wrap` is applied to each rank's group first. Groups are closed when all ranks have returned, so `fn` need not; a rank
     that returns early has not left. What a rank raises is raised here, with a note that names the rank; the others are
-    aborted. A process that dies is PeerLost, except for the ranks in `lost`: they are meant to die, their result is None,
-    and it is an error if they do not. After `timeout` seconds (60 if not
-    given) CollectiveTimeout tells where each missing rank stood.
-    `leftovers` is what to make of what `fn` leaves behind in a rank's process: with LeftBehind.RAISE it is an error.
+    aborted. A process that dies is PeerLost, except for the ranks in `lost`: they are expected to die, their result is None,
+    and it is an error if they do not. After `timeout` seconds (60 if not given) CollectiveTimeout shows the stack of each
+    missing rank. `leftovers` is what to do about what `fn` leaves behind in a rank's process: with LeftBehind.RAISE it is an
+    error.
 
     >>> import torch
     >>> def total(group):
@@ -138,29 +138,29 @@ def _first(failures: Sequence[Outcome]) -> Outcome:
 
 
 def _error(outcome: Outcome, request: Request) -> BaseException:
-    """The error that stands for a failure."""
+    """The error for a failure."""
     rank = outcome.rank
     if outcome.error is not None:
         outcome.error.add_note(f"raised on rank {rank} of {request.n} in {request}")
         return outcome.error
     if outcome.fate is Fate.DIED:
         return PeerLost(
-            f"{request}: rank {rank} died: {outcome.detail}. Look at its output on stderr; if it is meant to die, "
-            f"say lost=({rank},).",
+            f"{request}: rank {rank} died: {outcome.detail}. Look at its output on stderr; if it is expected to die, "
+            f"pass lost=({rank},).",
             rank=rank,
         )
     return UsageError(
-        f"{request}: rank {rank} was meant to die (lost={sorted(request.lost)}) but returned {outcome.value!r}. "
-        "The fault did not fire: mend the test, or take the rank out of lost."
+        f"{request}: rank {rank} was expected to die (lost={sorted(request.lost)}) but returned {outcome.value!r}. "
+        "The fault did not fire: fix the test, or remove the rank from lost."
     )
 
 
 def _timed_out(stuck: Sequence[Outcome], outcomes: Sequence[Outcome], request: Request) -> CollectiveTimeout:
     ranks = [outcome.rank for outcome in stuck]
-    stacks = "\n".join(f"rank {outcome.rank} stood here:\n{outcome.detail}" for outcome in stuck)
+    stacks = "\n".join(f"stack of rank {outcome.rank}:\n{outcome.detail}" for outcome in stuck)
     return CollectiveTimeout(
         f"{request}: ranks {ranks} had not returned after {request.timeout:.3g} s and were stopped. "
-        f"Find out what they wait for, or raise timeout if they are only slow.\n{stacks}",
+        f"Find out what they wait for, or raise timeout if they are just slow.\n{stacks}",
         joined=[outcome.rank for outcome in outcomes if outcome.rank not in ranks],
         missing=ranks,
     )
@@ -168,10 +168,10 @@ def _timed_out(stuck: Sequence[Outcome], outcomes: Sequence[Outcome], request: R
 
 def _mention(outcome: Outcome, request: Request) -> str:
     if outcome.fate is Fate.STUCK:
-        return f"rank {outcome.rank} did not come to an end and was stopped; it stood here:\n{outcome.detail}"
+        return f"rank {outcome.rank} did not finish and was stopped; its stack:\n{outcome.detail}"
     if outcome.error is not None:
         return f"rank {outcome.rank} failed too: {type(outcome.error).__name__}: {outcome.error}"
-    return f"rank {outcome.rank} failed too: {outcome.detail or 'it was meant to die, but returned'}"
+    return f"rank {outcome.rank} failed too: {outcome.detail or 'it was expected to die, but returned'}"
 
 
 # -- threads -------------------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def _run_threads(request: Request) -> list[Outcome]:
                 group.close()
         raise
     if any(outcome.fate is Fate.STUCK for outcome in outcomes):
-        built[0].abort("run_ranks: the time of some ranks was up")  # whatever the wrapper does with an abort
+        built[0].abort("run_ranks: some ranks timed out")  # whatever the wrapper does with an abort
     deadline = time.monotonic() + ABORT_GRACE
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -226,7 +226,7 @@ def _run_threads(request: Request) -> list[Outcome]:
 def _await_threads(
     threads: Sequence[threading.Thread], answers: queue.SimpleQueue[Outcome], timeout: float
 ) -> list[Outcome]:
-    """Every rank's outcome. A rank that gives none in time is stuck; after a failure there is little time left."""
+    """Every rank's outcome. A rank without one in time is stuck; after a failure the remaining time is short."""
     deadline = time.monotonic() + timeout
     known: dict[int, Outcome] = {}
     while len(known) < len(threads):
@@ -273,7 +273,7 @@ def _run_processes(request: Request) -> list[Outcome]:
 
 
 def _on_two_hosts(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Group:
-    """Two hosts, though in name only: the first half of the ranks, and the second."""
+    """Two nominal hosts: the first half of the ranks, and the second."""
     host = f"host {rank * 2 // size}"
     return HierarchicalGroup.discover(store, rank, size, timeout=timeout, name=name, host=host)
 

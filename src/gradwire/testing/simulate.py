@@ -1,9 +1,9 @@
 """`simulate`: a hook on simulated ranks, in one thread and without a group: the third driver of generator hooks.
-`simulate_outer`: the outer half of a hook that has one.
+`simulate_outer`: the outer step of a hook that has one.
 
-The ranks' generators advance in lockstep. What they yield is compared, as a group would, when all that take part have come, and
-carried out by the reference, so a run is the same bits every time, can be stepped through in a debugger, and tells what would be
-on the wire.
+The ranks' generators advance in lockstep. What they yield is compared, as by a group, when all that take part have arrived, and
+executed by the reference. So a run is bitwise reproducible, can be stepped through in a debugger, and shows what would be on the
+wire.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Exchange:
     op: Signature
     """As the first of its ranks yielded it."""
     nbytes: tuple[int, ...]
-    """What each rank contributed to it: nothing, if it takes no part."""
+    """The bytes that each rank contributed; 0 if it takes no part."""
     sent: tuple[float, ...]
-    """What each rank had to send for it: see `collectives.traffic`. Where hosts were given, nothing inside a host."""
+    """The bytes that each rank had to send: see `collectives.traffic`. If hosts were given, those inside a host do not count."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Simulation:
-    """What `simulate` found."""
+    """The result of `simulate`."""
 
     reduced: tuple[Reduced, ...]
     """Each rank's result."""
@@ -56,7 +56,7 @@ class Simulation:
 
     @property
     def wire_bytes(self) -> float:
-        """The bytes that the busiest rank had to send, over all collectives: what `CommHook.wire_bytes` foretells."""
+        """The bytes that the busiest rank had to send, over all collectives: what `CommHook.wire_bytes` predicts."""
         return max(map(sum, zip(*(e.sent for e in self.exchanges), strict=True)), default=0.0)
 
 
@@ -76,8 +76,8 @@ def simulate(
     """Reduce one gradient per rank, each flat, with `hook`: one step of one bucket, on as many ranks as there are gradients.
 
     Without a `spec` the bucket holds one parameter; without `states` they come from `hook.init`. The gradients are copied
-    if they are `donated`. CollectiveMismatch says where ranks do not yield the same collectives. `hosts` are the ranks of each
-    host, such as [[0, 1], [2, 3]]; without them all ranks are on one.
+    if they are `donated`. Raises CollectiveMismatch if ranks do not yield the same collectives. `hosts` are the ranks of each
+    host, such as [[0, 1], [2, 3]]; without them all ranks are on one host.
 
     >>> from gradwire.hooks import cast, chain, mean
     >>> done = simulate(chain(cast(torch.bfloat16), mean()), [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])])
@@ -116,7 +116,7 @@ def simulate(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OuterSimulation:
-    """What `simulate_outer` found."""
+    """The result of `simulate_outer`."""
 
     parameters: tuple[Tensor, ...]
     """Each rank's, after the outer step."""
@@ -127,7 +127,7 @@ class OuterSimulation:
 
     @property
     def wire_bytes(self) -> float:
-        """The bytes that the busiest rank had to send: what `OuterHook.outer_wire_bytes` foretells."""
+        """The bytes that the busiest rank had to send: what `OuterHook.outer_wire_bytes` predicts."""
         return max(map(sum, zip(*(e.sent for e in self.exchanges), strict=True)), default=0.0)
 
 
@@ -167,7 +167,7 @@ def simulate_outer(
 
 
 def _in_lockstep(scopes: _Scopes, reductions: Sequence[Reduction]) -> tuple[tuple[Reduced, ...], tuple[Exchange, ...]]:
-    """Advance all ranks together to their ends."""
+    """Advance all ranks together until they end."""
     size = len(reductions)
     exchanges: list[Exchange] = []
     moves: list[Collective | Reduced | None] = [None] * size
@@ -187,7 +187,7 @@ def _in_lockstep(scopes: _Scopes, reductions: Sequence[Reduction]) -> tuple[tupl
 
 
 def one_parameter(gradient: Tensor) -> BucketSpec:
-    """The bucket that holds nothing but `gradient`."""
+    """A bucket that holds only `gradient`."""
     shape = tuple(gradient.shape) if gradient.is_sparse else (gradient.numel(),)
     stride = tuple(torch.empty(shape, device="meta").stride())
     return BucketSpec(0, ("parameter",), (shape,), (stride,), gradient.dtype, gradient.device, gradient.is_sparse)
@@ -211,7 +211,7 @@ class _Scopes:
         self.layout = layout
 
     def members(self, rank: int, op: Collective) -> tuple[int, ...]:
-        """The ranks that must come for what `rank` has yielded."""
+        """The ranks that take part in what `rank` has yielded."""
         layout = self.layout
         if op.kind.is_p2p:
             raise UsageError(
@@ -226,13 +226,13 @@ class _Scopes:
             return layout.hosts[host]
         if index >= layout.width:
             raise UsageError(
-                f"{self.where}: rank {rank} yields {op}, but is no carrier: the first {layout.width} ranks of each host talk to "
-                "other hosts. Ask turn.hosts."
+                f"{self.where}: rank {rank} yields {op}, but only the first {layout.width} ranks of each host communicate with "
+                "other hosts. See turn.hosts."
             )
         return tuple(ranks[index] for ranks in layout.hosts)
 
     def ready(self, moves: Sequence[Collective | Reduced | None]) -> list[tuple[int, ...]]:
-        """The sets of ranks that have all come. Raises if there is none: nobody could go on."""
+        """The sets of ranks that have all arrived. Raises if there is none: no rank could continue."""
         going_on = {rank: move for rank, move in enumerate(moves) if isinstance(move, Collective)}
         wanted = {rank: self.members(rank, op) for rank, op in going_on.items()}
         found = dict.fromkeys(m for m in wanted.values() if all(wanted.get(rank) == m for rank in m))
@@ -247,7 +247,7 @@ class _Scopes:
         )
 
     def exchange(self, members: Sequence[int], ops: Sequence[Collective]) -> Exchange:
-        """Carry out what all members have yielded, if it is the same. Labels are for people, as in a group."""
+        """Execute what all members have yielded, if it is the same. Labels may differ, as in a group."""
         for place, op in enumerate(ops):
             op.check(place, len(ops))
         signatures = [op.signature for op in ops]

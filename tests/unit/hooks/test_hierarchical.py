@@ -257,7 +257,7 @@ def test_ranks_that_do_not_meet_are_named(script: Any, error: type[Exception], w
 
 def test_only_carriers_communicate_with_other_hosts() -> None:
     odd = Odd(lambda turn: [all_reduce(torch.ones(1)).among(Scope.ACROSS)])
-    with pytest.raises(UsageError, match="rank 1 yields .*, but is no carrier: the first 1 ranks of each host"):
+    with pytest.raises(UsageError, match="rank 1 yields .*, but only the first 1 ranks of each host"):
         simulate(odd, [torch.ones(1)] * 3, hosts=[[0, 1], [2]])
     with pytest.raises(UsageError, match="have 2 ranks. Pass one gradient per rank"):
         simulate(odd, [torch.ones(1)] * 3, hosts=[[0, 1]])

@@ -55,7 +55,7 @@ def test_a_process_is_named_until_it_is_waited_for() -> None:
     ended = os.pidfd_open(process.pid)
     os.waitid(os.P_PIDFD, ended, os.WEXITED | os.WNOWAIT)
     os.close(ended)
-    assert before.compare(grace=0) == [f"process {process.pid}: ended, but nobody has waited for it"]
+    assert before.compare(grace=0) == [f"process {process.pid}: ended, but has not been waited for"]
     process.wait(100)
     assert before.compare(grace=0) == []
 

@@ -281,7 +281,7 @@ def test_which_failure_is_raised(outcomes: list[Outcome], wanted: type[Exception
 
 def test_a_lost_rank_is_none_and_must_have_died() -> None:
     assert _verdict([returned(0), returned(1), died(2, 1.0)], LOST_2) == [0, 1, None]
-    with pytest.raises(UsageError, match=r"rank 2 was meant to die.*did not fire"):
+    with pytest.raises(UsageError, match=r"rank 2 was expected to die.*did not fire"):
         _verdict([returned(0), returned(1), returned(2)], LOST_2)
 
 
@@ -344,7 +344,7 @@ def test_a_lost_rank_that_lives_fails_the_run() -> None:
         return group.rank
 
     started = time.monotonic()
-    with pytest.raises(UsageError, match=r"rank 1 was meant to die \(lost=\[1\]\) but returned 1"):
+    with pytest.raises(UsageError, match=r"rank 1 was expected to die \(lost=\[1\]\) but returned 1"):
         run_ranks(nobody_dies, 2, kind="gloo", lost=(1,))
     assert time.monotonic() - started < 100
 
@@ -362,7 +362,7 @@ def test_a_time_out_names_the_ranks_and_shows_their_stacks(kind: str) -> None:
         run_ranks(linger_here, 2, kind=kind, timeout=4.0)
     assert caught.value.joined == (0,)
     assert caught.value.missing == (1,)
-    assert "rank 1 stood here" in str(caught.value)
+    assert "stack of rank 1:" in str(caught.value)
     assert "in linger_here" in str(caught.value)
 
 
@@ -382,7 +382,7 @@ def test_a_rank_that_does_not_stop_after_a_failure_is_killed() -> None:
 
     with pytest.raises(LocalError, match="first") as caught:
         run_ranks(ignore_the_abort, 2, kind="gloo")
-    note = next(note for note in caught.value.__notes__ if "did not come to an end and was stopped" in note)
+    note = next(note for note in caught.value.__notes__ if "did not finish and was stopped" in note)
     assert "in ignore_the_abort" in note
 
 

@@ -1,4 +1,4 @@
-"""The conformance suite that every Group passes: `check_group`. No pytest inside."""
+"""The conformance suite that every Group must pass: `check_group`. Does not depend on pytest."""
 
 from gradwire.testing.conformance.report import ConformanceError, Failure, Report
 from gradwire.testing.conformance.suite import check_group, check_names

@@ -14,14 +14,14 @@ from gradwire.testing.conformance.compare import Case, Problems, against_referen
 from gradwire.testing.conformance.data import draw
 
 Home = Callable[[int, int], Tensor]
-"""`home(numel, rank)` is a flat tensor with the rank's values, in which all tensors of a case lie."""
+"""`home(numel, rank)` is a flat tensor with the rank's values; all tensors of a case are views of it."""
 
 SMALL, LARGE, ROUNDS = 8, 20_011, 3
-"""Elements of the tensors, and how often the large cases are repeated: what is wrong with them may depend on timing."""
+"""Elements of the tensors, and how often the large cases are repeated: their faults may depend on timing."""
 
 
 def _cases(size: int, n: int, home: Home) -> list[Case]:
-    """Every kind whose outputs are not its inputs, with tensors that overlap in each way that has a meaning."""
+    """Every kind whose outputs are not its inputs, with tensors that overlap in each meaningful way."""
 
     def whole(rank: int) -> Tensor:
         return home(size * n, rank)
@@ -32,7 +32,7 @@ def _cases(size: int, n: int, home: Home) -> list[Case]:
         return parts[1 : place + 1] + parts[:1] + parts[place + 1 : size]
 
     def shifted(rank: int) -> tuple[Tensor, Tensor]:
-        """Two tensors of which one begins inside the other."""
+        """Two tensors, one of which begins inside the other."""
         t = home(size * n + n // 2 + 1, rank)
         return t[: size * n], t[-size * n :]
 
@@ -68,7 +68,7 @@ def _cases(size: int, n: int, home: Home) -> list[Case]:
         return build.all_gather_into_tensor(t, t[offset : offset + n])
 
     def crossed_pairs(rank: int) -> Collective:
-        """Two pairs as one operation; each input lies in the other pair's output."""
+        """Two pairs as one operation; each input is part of the other pair's output."""
         a, b = home(2 * size * n, rank).split(size * n)
         return build.all_gather_into_tensor([a, b], [b[-n:], a[:n]])
 
@@ -121,7 +121,7 @@ def _cases(size: int, n: int, home: Home) -> list[Case]:
 
 
 def check_aliasing(group: Group) -> Problems:
-    """Inputs that overlap outputs, in ordinary memory and in the group's own, small and large, have the reference's results."""
+    """Inputs that overlap outputs, in ordinary memory and in the group's own, small and large, give the reference's results."""
 
     def ordinary(numel: int, rank: int) -> Tensor:
         return draw((numel,), torch.int32, 61, rank)

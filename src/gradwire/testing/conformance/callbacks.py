@@ -1,4 +1,4 @@
-"""Checks of what users' callbacks raise: no operation is disturbed by it, and no thread that later operations need ends."""
+"""Checks of exceptions in users' callbacks: they affect no operation, and end no thread that later operations need."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from gradwire.events import CollectiveEvent
 from gradwire.groups.base import Group
 from gradwire.groups.work import Work
 from gradwire.testing.conformance.compare import Problems, same
-from gradwire.testing.conformance.side import PATIENCE, SOON, beside, meet
+from gradwire.testing.conformance.side import PATIENCE, SOON, meet, side_group
 
 
 class _Halt(BaseException):
-    """An exception that is not an Exception, as SystemExit and KeyboardInterrupt are."""
+    """A BaseException that is not an Exception, like SystemExit and KeyboardInterrupt."""
 
 
 def _in_thread(fn: Callable[[], None]) -> list[BaseException]:
-    """Do `fn()` in another thread than the main one, in which SystemExit is meant for the program: what it raised."""
+    """Run `fn()` outside the main thread, where SystemExit would end the program; returns what it raised."""
     raised: list[BaseException] = []
 
     def run() -> None:
         try:
             fn()
-        except BaseException as error:  # reported by the rank's own thread
+        except BaseException as error:  # reported by the rank's main thread
             raised.append(error.with_traceback(None))
 
     thread = threading.Thread(target=run, daemon=True)
@@ -37,8 +37,8 @@ def _in_thread(fn: Callable[[], None]) -> list[BaseException]:
 
 
 def check_callbacks_raising(group: Group) -> Problems:
-    """What a listener or a done-callback raises on one rank, SystemExit too, reaches no operation, now or later."""
-    side = beside(group)
+    """What a listener or a done-callback raises on one rank, even SystemExit, affects no operation, now or later."""
+    side = side_group(group)
     for kind in (ValueError, SystemExit, _Halt):
         yield from _raising(group, side, kind)
     side.close()

@@ -1,8 +1,8 @@
-"""How the checks say what is wrong: sentences, one for each thing that is not as it must be.
+"""How the checks report problems: one sentence for each.
 
 Note [Checks are generators]
-A check yields a sentence for each wrong value and goes on, so a rank that found one stays in step with the others. What a
-check raises means that communication itself went wrong; then the world is over.
+A check yields a sentence for each wrong value and continues, so a rank that found one stays in step with the others. If a
+check raises, communication itself has failed; then the world cannot be used any longer.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def raises(kind: type[E], what: str, call: Callable[[], object]) -> Generator[st
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One collective to compare with the reference. `make(rank)` gives a rank's record, over the same values each time."""
+    """One collective to compare with the reference. `make(rank)` returns a rank's Collective, with the same values each time."""
 
     what: str
     make: Callable[[int], Collective]
 
 
 def against_reference(group: Group, cases: Sequence[Case]) -> Problems:
-    """Run every case, waiting for each, then again with several in flight, waiting for the last first."""
+    """Run every case, waiting for each, then again with several in flight, waiting in reverse order."""
     for first in range(0, len(cases), AT_ONCE):
         chunk = cases[first : first + AT_ONCE]
         wanted = []
@@ -93,7 +93,7 @@ def _differences(what: str, group: Group, op: Collective, want: Collective) -> P
 
 
 def unlike(what: str, got: Tensor, want: Tensor, reduced: ReduceOp | None = None, size: int = 1) -> Problems:
-    """Yield a sentence unless the tensors agree: exactly, or as well as `size` values can be reduced in any order."""
+    """Yield a sentence unless the tensors agree: exactly, or within the error of reducing `size` values in any order."""
     if got.shape != want.shape or got.dtype != want.dtype or got.layout != want.layout:
         yield f"{what} became {got.dtype}{list(got.shape)}, expected {want.dtype}{list(want.shape)}"
         return
@@ -101,7 +101,7 @@ def unlike(what: str, got: Tensor, want: Tensor, reduced: ReduceOp | None = None
         return
     wide_got, wide_want = _widened(got), _widened(want)
     slack = _slack(reduced, want.dtype, size, wide_want)
-    # NaN is never drawn: it counts as wrong, because no comparison with it holds.
+    # NaN is never drawn: it counts as wrong, because every comparison with it is false.
     wrong = ~((wide_got - wide_want).abs() <= slack) if wide_got.dtype.is_floating_point else wide_got != wide_want
     count = int(wrong.sum())
     if count:
@@ -114,7 +114,7 @@ def unlike(what: str, got: Tensor, want: Tensor, reduced: ReduceOp | None = None
 
 @torch.no_grad()
 def _widened(t: Tensor) -> Tensor:
-    """As a flat vector of float64 or int64: every dtype has those."""
+    """As a flat vector of float64 or int64: every dtype converts to one of them."""
     if t.is_sparse:
         t = t.to_dense()
     t = t.detach().reshape(-1)
@@ -124,7 +124,7 @@ def _widened(t: Tensor) -> Tensor:
 
 
 def _slack(reduced: ReduceOp | None, dtype: torch.dtype, size: int, want: Tensor) -> Any:
-    """How far a reduction may be off, whatever its order and however often an engine rounds on the way.
+    """The error that a reduction may have, whatever its order and however often an engine rounds on the way.
 
     A sum of `size` values is rounded at most `size` times, each time by half an epsilon of a partial sum that is at most
     size * LARGEST; factors of PREMUL_SUM are at most LARGEST as well. A product is off by as many epsilons of itself.

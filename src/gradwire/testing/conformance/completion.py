@@ -19,11 +19,11 @@ from gradwire.events import (
 from gradwire.groups.base import Group
 from gradwire.groups.work_info import WorkInfo
 from gradwire.testing.conformance.compare import Problems, holds, raises, same
-from gradwire.testing.conformance.side import PATIENCE, beside, meet
+from gradwire.testing.conformance.side import PATIENCE, meet, side_group
 
 
 class _Notes:
-    """A hook that notes the operations whose label begins with `about`: a wrapper may submit others of its own."""
+    """A hook that records the operations whose label begins with `about`: a wrapper may submit additional ones."""
 
     def __init__(self, about: str) -> None:
         self.about = about
@@ -40,7 +40,7 @@ class _Notes:
 
 
 def check_hooks_once(group: Group) -> Problems:
-    """One call per operation, in completion order, off the caller's thread, with the facts."""
+    """One call per operation, in completion order, off the caller's thread, with correct data."""
     notes = _Notes("once")
     t = torch.ones(5)
     with group.on_completion(notes):
@@ -49,10 +49,10 @@ def check_hooks_once(group: Group) -> Problems:
         yield from same("flush_completions()", group.flush_completions(), True)
         works[0].wait()
         group.flush_completions()
-    yield from same("labels that hooks were told", [i.label for i in notes.infos], [f"once {i}" for i in range(4)])
-    yield from same("numbers that hooks were told", [i.seq for i in notes.infos], [w.seq for w in works])
-    yield from same("kinds that hooks were told", [i.kind for i in notes.infos], ["all_reduce"] * 3 + ["barrier"])
-    yield from same("bytes that hooks were told", [i.bytes for i in notes.infos], [20, 20, 20, 0])
+    yield from same("labels passed to hooks", [i.label for i in notes.infos], [f"once {i}" for i in range(4)])
+    yield from same("numbers passed to hooks", [i.seq for i in notes.infos], [w.seq for w in works])
+    yield from same("kinds passed to hooks", [i.kind for i in notes.infos], ["all_reduce"] * 3 + ["barrier"])
+    yield from same("bytes passed to hooks", [i.bytes for i in notes.infos], [20, 20, 20, 0])
     for info, work in zip(notes.infos, works, strict=False):
         yield from same("WorkInfo.op", info.op, work.op.signature)
         yield from same("WorkInfo.rank and group", (info.rank, info.group), (group.rank, group.ledger.name))
@@ -109,13 +109,15 @@ def _raise_once(about: str) -> tuple[_Notes, type[Exception]]:
 def _about_the_hook(error: HookError | None, cause: type[Exception]) -> Problems:
     if error is not None:
         yield from holds(isinstance(error.__cause__, cause), f"the HookError's cause is {error.__cause__!r}")
-        yield from holds("the hook went wrong" in str(error), f"the HookError does not say what was raised: {error}")
+        yield from holds(
+            "the hook went wrong" in str(error), f"the HookError does not contain what was raised: {error}"
+        )
         yield from holds("Raising" in error.hook, f"the HookError names the hook {error.hook!r}")
 
 
 def check_hook_raising(group: Group) -> Problems:
     """What a hook raises on one rank is raised, chained, by its next wait, once. No operation is refused: ranks stay in step."""
-    side = beside(group)
+    side = side_group(group)
     for step, moment in enumerate(("before submit", "in flight", "before split")):
         hook, cause = _raise_once(f"watched {moment}")
         handles = [group.on_completion(hook)] if group.rank == 0 else []
@@ -137,7 +139,7 @@ def check_hook_raising(group: Group) -> Problems:
             error = yield from raises(HookError, f"wait after a hook raised {moment}", work.wait)
             yield from _about_the_hook(error, cause)
             yield from holds(
-                work.is_completed(), f"wait after a hook raised {moment}: the operation is in flight still"
+                work.is_completed(), f"wait after a hook raised {moment}: the operation is still in flight"
             )
         helper.join(PATIENCE)
         yield from same(f"a second wait, after a hook raised {moment}", work.wait(), True)
@@ -151,7 +153,7 @@ def check_hook_raising(group: Group) -> Problems:
 
 
 def check_hooks_at_close(group: Group) -> Problems:
-    """`close` tells the hooks what is left to tell, and hands out what one of them raised."""
+    """`close` calls the hooks for what is left in the queue, and raises what one of them raised."""
     notes, (raising, cause) = _Notes("late"), _raise_once("late 9")
     notes.gate.clear()
     group.on_completion(notes)
@@ -162,20 +164,20 @@ def check_hooks_at_close(group: Group) -> Problems:
     notes.gate.set()
     error = yield from raises(HookError, "close after a hook raised", group.close)
     yield from _about_the_hook(error, cause)
-    yield from same("hooks told before the first could go on", told, 0)
-    yield from same("operations hooks were told of at close", len(notes.infos), 10)
+    yield from same("hook calls before the first could continue", told, 0)
+    yield from same("operations passed to hooks at close", len(notes.infos), 10)
     yield from same("closed, after close raised the hook's error", group.closed, True)
 
 
 def check_events(group: Group) -> Problems:
-    """Submitted, perhaps started, finished: in this order for each operation, with its number. Silent with no listener."""
+    """Submitted, perhaps started, finished: in this order for each operation, with its number. No events without a listener."""
     yield from same("bool(events) with no listener", bool(group.events), False)
     events: list[CollectiveEvent] = []
 
     def listen(event: CollectiveEvent) -> None:
         if isinstance(event, CollectiveEvent) and event.label.startswith("told"):
             if isinstance(event, CollectiveFinished):
-                time.sleep(0.02)  # who waits is woken after the listeners were told, however slow they are
+                time.sleep(0.02)  # a waiter wakes only after the listeners were called, however slow they are
             events.append(event)
 
     t = torch.ones(4)
@@ -185,19 +187,19 @@ def check_events(group: Group) -> Problems:
         for work in works:
             work.wait()
             told = [event.seq for event in events if isinstance(event, CollectiveFinished)]
-            yield from holds(work.seq in told, f"wait() returned before listeners were told that {work} has finished")
+            yield from holds(work.seq in told, f"wait() returned before listeners were called for the end of {work}")
     yield from same("bool(events) after the listener was removed", bool(group.events), False)
     group.barrier(label="told nobody")
     for i, work in enumerate(works):
         mine = [event for event in events if event.seq == work.seq]
         kinds = [type(event) for event in mine if not isinstance(event, CollectiveStarted)]
-        yield from same("events of an operation, but for Started", kinds, [CollectiveSubmitted, CollectiveFinished])
+        yield from same("events of an operation, except Started", kinds, [CollectiveSubmitted, CollectiveFinished])
         order = (CollectiveSubmitted, CollectiveStarted, CollectiveFinished)
         places = [order.index(type(event)) for event in mine if type(event) in order]
         yield from holds(places == sorted(set(places)), f"events came in the order {[type(e).__name__ for e in mine]}")
         for event in mine:
             facts = (event.label, event.kind, event.rank, event.nbytes, event.group)
-            yield from same("facts of an event", facts, (f"told {i}", "all_reduce", group.rank, 16, group.ledger.name))
+            yield from same("fields of an event", facts, (f"told {i}", "all_reduce", group.rank, 16, group.ledger.name))
         times = [event.time for event in mine]
         yield from holds(times == sorted(times), f"times of an operation's events are {times}")
     yield from holds(

@@ -1,4 +1,4 @@
-"""Values for the checks, drawn from a key, so that every rank can draw what every other rank drew; and memory layouts."""
+"""Values for the checks, seeded by a key, so that every rank can reproduce every other rank's values; and memory layouts."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ _ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 LARGEST = 2
-"""No floating-point value drawn is larger: what tolerances are computed from."""
+"""The largest floating-point value drawn; tolerances are computed from it."""
 
 
 def dtypes(world: int) -> tuple[torch.dtype, ...]:
-    """Every dtype; in a large world, where a case costs the square of its size, one of each sort."""
+    """Every dtype; in a large world, where the cost of a case is quadratic in its size, one of each sort."""
     return DTYPES if world <= 4 else _ONE_OF_EACH_SORT
 
 
 def reductions_of(dtype: torch.dtype) -> tuple[ReduceOp, ...]:
-    """The reductions that have a meaning on `dtype`, but for PREMUL_SUM."""
+    """The reductions that are defined for `dtype`, except PREMUL_SUM."""
     if dtype.is_complex:
         return (*_ARITHMETIC, ReduceOp.AVG)
     return (*_ARITHMETIC, ReduceOp.AVG, *_ORDERED) if dtype.is_floating_point else (*_ARITHMETIC, *_ORDERED, *_BITWISE)
 
 
 def sizes(world: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes worth trying: nothing, one, fewer elements than ranks, primes, no multiple of the world, a few thousand."""
+    """Shapes worth trying: empty, one element, fewer than ranks, primes, no multiple of the world size, a few thousand."""
     return ((0,), (1,), (world - 1,), (13,), (world + 1, 3), (2, 0, 3), (4099,))
 
 
@@ -79,13 +79,13 @@ def _pool(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def draw(shape: Sequence[int], dtype: torch.dtype, *key: int) -> Tensor:
-    """The tensor of `key`, on the default device: a window, at a place the key decides, on values drawn once."""
+    """The tensor of `key`, on the default device: a slice, at an offset given by the key, of values drawn once."""
     place = 7
     for number in key:
         place = (place * 1_000_003 + number + 1) % (2**31 - 1)
     count = math.prod(shape)
     pool = _pool(dtype, torch.get_default_device())
-    if count >= _POOL:  # once round is not enough
+    if count >= _POOL:  # the values must be repeated
         pool = pool.repeat(count // _POOL + 2)
     first = place % (len(pool) - count)
     values = pool[first : first + count].clone()
@@ -93,7 +93,7 @@ def draw(shape: Sequence[int], dtype: torch.dtype, *key: int) -> Tensor:
 
 
 def blank(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An output that holds something else yet: a result that was never written shows."""
+    """An output with other contents, so that a result that was never written is detected."""
     return torch.ones(tuple(shape), dtype=dtype)
 
 

@@ -1,4 +1,4 @@
-"""Checks of dtypes, layouts and devices: what cannot be communicated is refused before anything moves, the rest arrives."""
+"""Checks of dtypes, layouts and devices: what cannot be communicated is refused before any data moves, the rest arrives."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Make = Callable[[], Tensor]
 
 
 def _unmovable() -> dict[str, Make]:
-    """Tensors that no collective takes: dtypes that torch cannot copy, and those without data."""
+    """Tensors that no collective accepts: dtypes that torch cannot copy, and tensors without data."""
     everything = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    everything = {dtype for dtype in everything if not str(dtype).startswith("torch.q")}  # to make one is deprecated
+    everything = {dtype for dtype in everything if not str(dtype).startswith("torch.q")}  # creating one is deprecated
     return {
         **{str(d): partial(torch.empty, 4, dtype=d, device="cpu") for d in sorted(everything - MOVES, key=str)},
         "a meta tensor": partial(torch.empty, 4, device="meta"),
@@ -29,7 +29,7 @@ def _unmovable() -> dict[str, Make]:
 
 
 def check_refused_dtypes(group: Group) -> Problems:
-    """A dtype or device that cannot be communicated, or not reduced so, is a UsageError on the rank that passes it."""
+    """A dtype or device that cannot be communicated, or not with this reduction, is a UsageError on the rank that passes it."""
     size = group.size
 
     def reduce(dtype: torch.dtype, op: ReduceOp) -> None:
@@ -50,7 +50,7 @@ def check_refused_dtypes(group: Group) -> Problems:
     if group.rank == size - 1:
         for what, call in mistakes.items():
             yield from raises(UsageError, what, call)
-        yield from same("operations in flight after nothing but mistakes", len(group.ledger.pending), 0)
+        yield from same("operations in flight after only mistakes", len(group.ledger.pending), 0)
     one = torch.ones(1)
     group.all_reduce(one)
     yield from same("all_reduce after another rank's mistakes", one.item(), float(size))

@@ -1,4 +1,4 @@
-"""Checks of how things end: deadlines, missing ranks, abort, close, a peer that leaves. Each needs a world of its own."""
+"""Checks of how things end: deadlines, missing ranks, abort, close, a peer that leaves. Each needs a separate world."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from gradwire.events import CollectiveFailed
 from gradwire.groups.base import Group
 from gradwire.groups.work_info import WorkInfo
 from gradwire.testing.conformance.compare import Problems, holds, raises, same
-from gradwire.testing.conformance.side import PATIENCE, SHORT, SOON, beside, meet, part
+from gradwire.testing.conformance.side import PATIENCE, SHORT, SOON, meet, part, side_group
 
 
 def _names_the_missing(group: Group, error: CollectiveTimeout, *, known: bool) -> Problems:
-    """Where the group knows who has joined, the error says so, and the last rank is among the missing."""
+    """If the group knows which ranks have joined, the error contains it, and the last rank is among the missing."""
     joined, missing = error.joined, error.missing
     if joined is None or missing is None:
-        yield from holds(not known, f"the group knows who has joined, but the error has {joined=}, {missing=}")
+        yield from holds(not known, f"the group knows which ranks have joined, but the error has {joined=}, {missing=}")
         return
     yield from holds(group.size - 1 in missing, f"rank {group.size - 1} never joined, but missing is {missing}")
     yield from holds(group.rank in joined, f"this rank did join, but joined is {joined}")
@@ -29,8 +29,8 @@ def _names_the_missing(group: Group, error: CollectiveTimeout, *, known: bool) -
 
 
 def check_deadline(group: Group) -> Problems:
-    """An operation that a rank never joins fails by its deadline, and everything about it says so, again and again."""
-    side = beside(group)
+    """An operation that a rank never joins fails at its deadline, and everything about it reports that, repeatedly."""
+    side = side_group(group)
     if group.rank < group.size - 1:
         infos: list[WorkInfo] = []
         failed: list[CollectiveFailed] = []
@@ -58,27 +58,29 @@ def check_deadline(group: Group) -> Problems:
         yield from raises(CollectiveTimeout, "the future, taken before the deadline,", future.wait)
         yield from raises(CollectiveTimeout, "a future taken after the deadline", work.get_future().wait)
         group.flush_completions()
-        yield from same("errors that hooks were told", [i.error for i in infos if i.label == "forever"], [kept])
-        yield from same("errors that listeners were told", [e.error for e in failed if e.label == "forever"], [kept])
+        yield from same("errors passed to hooks", [i.error for i in infos if i.label == "forever"], [kept])
+        yield from same("errors passed to listeners", [e.error for e in failed if e.label == "forever"], [kept])
     part(side)
 
 
 def check_deadline_unwatched(group: Group) -> Problems:
-    """The deadline holds though nobody waits, and `limit` can move it nearer after submission."""
-    side = beside(group)
+    """The deadline is enforced even if no caller waits, and `limit` can shorten it after submission."""
+    side = side_group(group)
     if group.rank < group.size - 1:
         told = threading.Event()
         work = group.submit(build.barrier(label="unwatched"))
         work.limit(SHORT)
         work.add_done_callback(lambda work: told.set())
-        yield from holds(told.wait(SHORT + SOON), f"nobody waits, and after {SHORT + SOON} s it has not failed: {work}")
+        yield from holds(
+            told.wait(SHORT + SOON), f"no caller waits, and after {SHORT + SOON} s it has not failed: {work}"
+        )
         yield from holds(isinstance(work.exception(), CollectiveTimeout), f"exception() is {work.exception()!r}")
     part(side)
 
 
 def check_missing_rank(group: Group) -> Problems:
-    """A monitored barrier names the rank that does not come."""
-    side = beside(group)
+    """A monitored barrier names the missing rank."""
+    side = side_group(group)
     known = group.arrivals(group.barrier()) is not None
     if group.rank < group.size - 1:
         error = yield from raises(
@@ -91,8 +93,8 @@ def check_missing_rank(group: Group) -> Problems:
 
 
 def check_abort(group: Group) -> Problems:
-    """`abort` fails what is in flight and what comes later, at once; peers get an error, by their deadline at the latest."""
-    side = beside(group)
+    """`abort` fails operations in flight and later ones, at once; peers get an error, at their deadline at the latest."""
+    side = side_group(group)
     done = group.barrier()
     work = None
     if group.rank < group.size - 1:
@@ -122,7 +124,7 @@ def check_abort(group: Group) -> Problems:
 
 def check_abort_wakes(group: Group) -> Problems:
     """`abort` from another thread wakes a rank that waits."""
-    side = beside(group)
+    side = side_group(group)
     if group.rank == 0:
         work = group.submit(build.barrier(label="asleep"))
         thread = threading.Thread(target=group.abort, args=("from another thread",), daemon=True)
@@ -136,8 +138,8 @@ def check_abort_wakes(group: Group) -> Problems:
 
 
 def check_recover_again(group: Group) -> Problems:
-    """A recovery to which a rank does not come times out, and the next one, to which all come, succeeds."""
-    side = beside(group)
+    """A recovery with a missing rank times out, and the next one, with all ranks, succeeds."""
+    side = side_group(group)
     last = group.size - 1
 
     def abort() -> None:
@@ -145,13 +147,13 @@ def check_recover_again(group: Group) -> Problems:
             group.abort("to recover from")
         meet(side)
         if group.rank > 0:
-            group.abort("to recover from")  # at the latest now
+            group.abort("to recover from")  # if it has not failed yet
         meet(side)
 
     abort()
     try:
         group.recover(PATIENCE)
-    except GroupError:  # a group need not be able to
+    except GroupError:  # a group need not support recovery
         part(side)
         return
     abort()
@@ -161,7 +163,7 @@ def check_recover_again(group: Group) -> Problems:
         took = time.perf_counter() - began
         yield from holds(took >= SHORT, f"recover({SHORT}) with a rank missing gave up after {took:.3f} s")
     meet(side)
-    # Those who gave up may count as having come: then this rank is through, and their next call is of the same recovery.
+    # The ranks that timed out may count as present: then this rank passes at once, and their next call joins the same recovery.
     through = False
     if group.rank == last:
         with contextlib.suppress(CollectiveTimeout):
@@ -193,8 +195,8 @@ def check_close(group: Group) -> Problems:
 
 
 def check_close_in_flight(group: Group) -> Problems:
-    """What nobody joins fails with ClosedError when `close` has waited long enough."""
-    side = beside(group)
+    """An operation that no other rank joins fails with ClosedError when `close` times out."""
+    side = side_group(group)
     if group.rank == 0:
         work = group.submit(build.barrier(label="left alone"))
         began = time.perf_counter()
@@ -206,8 +208,8 @@ def check_close_in_flight(group: Group) -> Problems:
 
 
 def check_peer_leaves(group: Group) -> Problems:
-    """When a peer has closed its group, the others' operations fail, by their deadline at the latest."""
-    side = beside(group)
+    """When a peer has closed its group, the others' operations fail, at their deadline at the latest."""
+    side = side_group(group)
     last = group.size - 1
     if group.rank == last:
         group.close()
@@ -221,11 +223,11 @@ def check_peer_leaves(group: Group) -> Problems:
 
 
 def check_recv_any_alone(group: Group) -> Problems:
-    """A receive from any rank fails when all the others have closed their groups, by its deadline at the latest.
+    """A receive from any rank fails when all the others have closed their groups, at its deadline at the latest.
 
-    A group that fails receives from one such rank with PeerLost notices that ranks leave, so it does the same here.
+    A group that fails receives from one such rank with PeerLost detects that ranks leave, so it must do the same here.
     """
-    side = beside(group)
+    side = side_group(group)
     if group.rank == 0:
         waiting = group.submit(build.recv(torch.zeros(1), label="from anyone").within(SOON))
         meet(side)
@@ -248,10 +250,10 @@ def check_recv_any_alone(group: Group) -> Problems:
 
 
 def check_mismatch(group: Group) -> Problems:
-    """Different collectives on different ranks, on a group that looks: no rank hangs, and all are told who submitted what."""
+    """Different collectives on different ranks, on a group that checks: no rank hangs, and all see what each submitted."""
     if not group.tells_mismatch:
         return
-    side = beside(group)
+    side = side_group(group)
     last = group.size - 1
     op = build.all_reduce(torch.ones(4 if group.rank < last else 5), label="which?").within(SHORT)
     try:
@@ -261,7 +263,7 @@ def check_mismatch(group: Group) -> Problems:
             yield from same("own entry in CollectiveMismatch.ops", error.ops.get(group.rank), op.signature)
             yield from holds(len(set(error.ops.values())) > 1, f"CollectiveMismatch.ops agree: {error.ops}")
         yield from holds(
-            "[4]" in str(error) and "[5]" in str(error), f"the mismatch does not say what differs: {error}"
+            "[4]" in str(error) and "[5]" in str(error), f"the mismatch does not contain what differs: {error}"
         )
     except GroupError:
         pass

@@ -1,4 +1,4 @@
-"""Check of `os.fork`: a child of a rank that ends, or uses the group, does not make the others lose the rank."""
+"""Check of `os.fork`: if a child of a rank exits, or uses the group, the other ranks do not lose the rank."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gradwire.errors import CollectiveTimeout, UsageError
 from gradwire.groups.base import Group
 from gradwire.groups.work import Work
 from gradwire.testing.conformance.compare import Problems, holds, raises, unlike
-from gradwire.testing.conformance.side import PATIENCE, SHORT, beside, meet
+from gradwire.testing.conformance.side import PATIENCE, SHORT, meet, side_group
 
 
 def _misuse(group: Group, op: Collective, pending: Work | None) -> str:
-    """In the child: everything that touches the group. What was not refused. `op` was made before: a child cannot use CUDA."""
+    """In the child: try every use of the group; returns what was not refused. `op` was made before: a child cannot use CUDA."""
     wrong = []
     uses: dict[str, Callable[[], object]] = {
         "submit": lambda: group.submit(build.barrier(label="of a child").within(1.0)),
@@ -72,12 +72,12 @@ def _in_child(fn: Callable[[], str]) -> str:
 
 
 def check_forked_child(group: Group) -> Problems:
-    """A forked child is told that the group is not its own, and its end is not the rank's."""
+    """A forked child gets UsageError from the group, and its exit does not affect the rank."""
     if group.in_one_process:
         return
-    side = beside(group)
+    side = side_group(group)
     last, pending, message = group.size - 1, None, torch.ones(1)
-    # On CUDA a receive that nobody sends to yet would hold up its stream.
+    # On CUDA a receive without a matching send would block its stream.
     has_pending = last > 0 and message.device.type == "cpu"
     if group.rank == last:
         if has_pending:
@@ -87,7 +87,7 @@ def check_forked_child(group: Group) -> Problems:
         yield from holds(not said, f"in a forked child: {said}")
     t = torch.ones(3)
     op = build.all_reduce(t, label="after a child has ended")
-    # The rank comes late, so that the others look what has become of it.
+    # The rank is late, so that the others check whether it is alive.
     if group.rank == last:
         meet(side)
     work = group.submit(op)

@@ -56,7 +56,7 @@ def _every_kind(size: int, shape: tuple[int, ...], to_input: Shaper, to_output: 
 
 
 def check_layouts(group: Group) -> Problems:
-    """Tensors that are transposed, strided, or lie inside a larger storage, going in and coming out."""
+    """Tensors that are transposed, strided, or part of a larger storage, as inputs and outputs."""
     for layout in LAYOUTS:
 
         def arranged(t: Tensor, layout: str = layout) -> Tensor:
@@ -86,7 +86,7 @@ def check_zero_dimensional(group: Group) -> Problems:
 
 
 LARGE, SIZEABLE = 300_007, 40_009
-"""Elements of tensors that no engine moves in one piece, and that none sends along with its greeting."""
+"""Elements of tensors that no engine moves in one piece, or along with a control message."""
 
 
 def check_large(group: Group) -> Problems:
@@ -107,7 +107,7 @@ def check_large(group: Group) -> Problems:
     several = ((ReduceOp.AVG, torch.float32), (ReduceOp.MAX, torch.float32), (ReduceOp.AVG, torch.bfloat16))
     yield from against_reference(group, [reduced(own, op, dtype) for op, dtype in several])
     yield from against_reference(group, [reduced(place, *several[0]) for place in (lambda t: t, mixed)])
-    # In a large world, where a case costs the square of its size, the mixture stands for both.
+    # In a large world, where the cost of a case is quadratic in its size, the mixture represents both.
     for place in (own, mixed) if group.size <= 4 else (mixed,):
         yield from against_reference(group, _every_kind(group.size, (SIZEABLE,), place, place))
 
@@ -162,7 +162,7 @@ def check_leaves(group: Group) -> Problems:
 
 
 def check_inference_tensors(group: Group) -> Problems:
-    """Tensors made in `torch.inference_mode()`, as an evaluation has them, are written in whichever thread does it."""
+    """Tensors made in `torch.inference_mode()`, as in evaluation, can be written, whichever thread does it."""
 
     def made_there(t: Tensor) -> Tensor:
         with torch.inference_mode():
@@ -179,8 +179,8 @@ def check_inference_tensors(group: Group) -> Problems:
         plain.append(Case("all_reduce", reduced))
     with torch.inference_mode():
         yield from against_reference(group, plain)
-    yield from against_reference(group, plain)  # what the group keeps of an evaluation must not hold up training
-    # Ordinary tensors that were reduced during an evaluation are ordinary tensors still.
+    yield from against_reference(group, plain)  # what the group keeps from evaluation must not break training
+    # Ordinary tensors that were reduced during evaluation are still ordinary tensors.
     weight = torch.nn.Parameter(draw((3,), torch.float32, 50, group.rank))
     with torch.inference_mode():
         group.all_reduce([weight, weight.detach().clone()])
@@ -189,7 +189,7 @@ def check_inference_tensors(group: Group) -> Problems:
 
 
 def check_allocate(group: Group) -> Problems:
-    """Memory from the group has the dtype, size and device asked for, and can be communicated."""
+    """Memory from the group has the requested dtype, size and device, and can be communicated."""
     device = torch.get_default_device()
     for dtype, numel in ((torch.float32, 1000), (torch.float32, 0), (torch.bfloat16, 17), (torch.int64, 3)):
         first, second = (group.allocate(numel, dtype=dtype, device=device) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Checks of what only moves: broadcast, all_gather, all_to_all, gather, scatter, barrier."""
+"""Checks of operations without arithmetic: broadcast, all_gather, all_to_all, gather, scatter, barrier."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradwire.collectives import Collective, build
 from gradwire.groups.base import Group
 from gradwire.testing.conformance.compare import Case, Problems, against_reference, holds
 from gradwire.testing.conformance.data import blank, draw, dtypes, sizes
-from gradwire.testing.conformance.side import beside, meet
+from gradwire.testing.conformance.side import meet, side_group
 
 
 def check_broadcast(group: Group) -> Problems:
@@ -37,7 +37,7 @@ def check_broadcast(group: Group) -> Problems:
 
 
 def check_all_gather(group: Group) -> Problems:
-    """Into a list; sizes may differ between ranks, down to nothing."""
+    """Into a list; sizes may differ between ranks, down to zero."""
 
     def case(lengths: Sequence[int], dtype: torch.dtype) -> Case:
         def make(rank: int) -> Collective:
@@ -128,7 +128,7 @@ def check_all_to_all_single(group: Group) -> Problems:
 
         def make(rank: int) -> Collective:
             cut, equal = sum(lengths), lengths[rank] * size
-            if side == "input":  # rank j gets j + 1 elements from everybody
+            if side == "input":  # rank j gets j + 1 elements from every rank
                 out, t = blank((equal,), torch.int64), draw((cut,), torch.int64, 28, rank)
                 return build.all_to_all_single(out, t, input_split_sizes=lengths)
             out, t = blank((cut,), torch.int64), draw((equal,), torch.int64, 28, rank)
@@ -171,14 +171,14 @@ def check_scatter(group: Group) -> Problems:
 
 
 def check_barrier(group: Group) -> Problems:
-    """Nobody passes before everybody has come, and submitting it waits for nobody; a monitored one with all ranks passes."""
-    side = beside(group)
+    """No rank passes before all have joined, and submit does not block; a monitored barrier of all ranks passes."""
+    side = side_group(group)
     if group.rank == group.size - 1:
         meet(side)
         group.barrier()
     else:
         work = group.barrier(async_op=True)
-        yield from holds(not work.is_completed(), "barrier: it is completed, though the last rank has not come")
+        yield from holds(not work.is_completed(), "barrier: it is completed, though the last rank has not joined")
         meet(side)
         work.wait()
     group.monitored_barrier(timeout=10.0)

@@ -43,7 +43,7 @@ def _there_and_back(group: Group, shape: tuple[int, ...], dtype: torch.dtype, ke
 
 
 def check_send_recv_tags(group: Group) -> Problems:
-    """Tags pair sends with receives whatever the order; messages with the same tag do not overtake each other."""
+    """Tags match sends with receives in any order; messages with the same tag do not overtake each other."""
     tags = (3, 1, 2, 1)
     if group.rank == 0:
         for work in [
@@ -79,7 +79,7 @@ def check_send_recv_both_ways(group: Group) -> Problems:
 
 
 def check_recv_any(group: Group) -> Problems:
-    """A receive from anybody gets each message once, and `source_rank` tells whose it was."""
+    """A receive from any rank gets each message once, and `source_rank` is its sender."""
     for tag in (0, 5):
         if group.rank == 0:
             sources = []
@@ -87,9 +87,11 @@ def check_recv_any(group: Group) -> Problems:
                 place = torch.tensor([-1, -1])
                 work = group.recv(place, tag=tag)
                 sources.append(work.source_rank())
-                yield from same("source_rank() beside what the sender wrote", work.source_rank(), int(place[0]))
-                yield from same("what was received from anybody", place.tolist(), [work.source_rank(), tag])
-            yield from same("the ranks heard from", sorted(sources), list(range(1, group.size)))
+                yield from same(
+                    "source_rank(), compared with what the sender wrote,", work.source_rank(), int(place[0])
+                )
+                yield from same("what was received from any rank", place.tolist(), [work.source_rank(), tag])
+            yield from same("the ranks received from", sorted(sources), list(range(1, group.size)))
         else:
             group.send(torch.tensor([group.rank, tag]), dst=0, tag=tag)
 

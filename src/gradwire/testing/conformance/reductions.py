@@ -1,4 +1,4 @@
-"""Checks of what reduces: all_reduce, reduce, reduce_scatter."""
+"""Checks of reductions: all_reduce, reduce, reduce_scatter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _all_reduce(*key: int, shape: Sequence[int], dtype: torch.dtype, op: ReduceO
 
 
 def check_all_reduce_ops(group: Group) -> Problems:
-    """Every reduction on every dtype it has a meaning for."""
+    """Every reduction on every dtype it is defined for."""
     cases = [
         _all_reduce(1, i, shape=(7,), dtype=d, op=op)
         for i, d in enumerate(dtypes(group.size))
@@ -79,18 +79,18 @@ def check_premul_sum(group: Group) -> Problems:
 
 
 def check_all_reduce_same_bits(group: Group) -> Problems:
-    """All ranks hold the same bits afterwards: replicas that differ in the last place drift apart."""
+    """All ranks hold the same bits afterward: replicas that differ in the last bit drift apart."""
     for dtype in (torch.float32, torch.bfloat16):
         t = draw((1031,), dtype, 7, group.rank)
         group.all_reduce(t, ReduceOp.AVG)
         everybody = [blank(t.shape, dtype) for _ in range(group.size)]
         group.all_gather(everybody, t)
         for rank, other in enumerate(everybody):
-            yield from unlike(f"all_reduce AVG of {dtype}: the result of rank {rank} beside mine", other, t)
+            yield from unlike(f"all_reduce AVG of {dtype}: the result of rank {rank}, compared with mine,", other, t)
 
 
 def check_all_reduce_sparse(group: Group) -> Problems:
-    """Sparse COO: as many non-zeros as each rank likes, none on one of them, indices that repeat."""
+    """Sparse COO: different numbers of non-zeros on each rank, none on one of them, repeated indices."""
 
     def sparse(rank: int, dtype: torch.dtype) -> Tensor:
         count = 0 if rank == 1 else rank + 2

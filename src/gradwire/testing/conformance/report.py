@@ -10,7 +10,7 @@ from gradwire.errors import GradwireError
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One thing that is not as it must be. `rank` is None where it is the world that failed, not a rank."""
+    """One problem. `rank` is None if the world failed, not a rank."""
 
     check: str
     rank: int | None
@@ -31,7 +31,7 @@ class Outcome:
     skipped: tuple[str, ...]
     failures: tuple[Failure, ...]
     broken: bool
-    """Whether a check raised: the world was of no use afterwards."""
+    """Whether a check raised: the world could not be used afterward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,16 @@ class Report:
     seconds: float
 
     def __str__(self) -> str:
-        skipped = f", {len(self.skipped)} skipped for want of ranks ({', '.join(self.skipped)})" if self.skipped else ""
+        skipped = (
+            f", {len(self.skipped)} skipped because they need more ranks ({', '.join(self.skipped)})"
+            if self.skipped
+            else ""
+        )
         return f"{len(self.ran)} checks passed on {self.size} ranks in {self.seconds:.1f} s{skipped}"
 
 
 class ConformanceError(GradwireError, AssertionError):
-    """A group is not what a Group must be: names each check, the rank it failed on, and what was expected."""
+    """A group fails the suite: names each failed check, the rank it failed on, and what was expected."""
 
     SHOWN = 5
 

@@ -1,4 +1,4 @@
-"""A second group of the same ranks, to speak over while the group under test is held up or broken on purpose."""
+"""A second group of the same ranks, to communicate over while the group under test is deliberately blocked or broken."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from gradwire.errors import GroupError, InternalError
 from gradwire.groups.base import Group
 
 PATIENCE = 10.0
-"""Seconds after which a rank that does not come to a meeting is given up."""
+"""Seconds that a meeting waits for missing ranks."""
 
 SOON = 5.0
-"""Seconds within which a thing counts as prompt, on a machine that is busy with other tests."""
+"""Seconds within which something counts as prompt, on a machine that is busy with other tests."""
 
 SHORT = 0.25
 """A deadline that is meant to pass."""
 
 
-def beside(group: Group) -> Group:
-    """All ranks of `group` as a subgroup of their own."""
+def side_group(group: Group) -> Group:
+    """All ranks of `group` as a separate subgroup."""
     side = group.split(0)
     if side is None:
-        raise InternalError(f"{group}.split(0) returned None on a rank that named a color.")
+        raise InternalError(f"{group}.split(0) returned None on a rank that passed a color.")
     return side
 
 
@@ -30,7 +30,7 @@ def meet(side: Group) -> None:
 
 
 def part(side: Group) -> None:
-    """As `meet`, where the group under test is broken already and may have taken its subgroup along."""
+    """Like `meet`, if the group under test is already broken and may have broken its subgroup too."""
     try:
         meet(side)
     except GroupError:

@@ -6,7 +6,7 @@ import torch
 
 from gradwire.groups.base import Group
 from gradwire.testing.conformance.compare import Problems, holds, same
-from gradwire.testing.conformance.side import beside
+from gradwire.testing.conformance.side import side_group
 
 
 def _sum_of_ranks(sub: Group, members: list[int], me: int) -> Problems:
@@ -14,7 +14,7 @@ def _sum_of_ranks(sub: Group, members: list[int], me: int) -> Problems:
     yield from same("size of a subgroup", sub.size, len(members))
     yield from same("rank in a subgroup", sub.rank, members.index(me))
     if sub.size != len(members):
-        return  # nobody to talk to: ranks that wait for each other here would wait for long
+        return  # no peers: ranks that wait for each other here would wait for long
     t = torch.tensor([me])
     sub.all_reduce(t)
     yield from same(f"sum of members of the subgroup of ranks {members}", t.item(), sum(members))
@@ -30,7 +30,7 @@ def _sum_of_ranks(sub: Group, members: list[int], me: int) -> Problems:
 
 
 def check_split(group: Group) -> Problems:
-    """Ranks with one color form a group, in rank order; the parent goes on."""
+    """Ranks with one color form a group, in rank order; the parent keeps working."""
     color = group.rank % 2
     sub = group.split(color)
     if sub is None:
@@ -58,7 +58,7 @@ def check_split_key(group: Group) -> Problems:
 
 
 def check_split_none(group: Group) -> Problems:
-    """A rank that names no color joins no group."""
+    """A rank that passes no color joins no group."""
     last = group.size - 1
     sub = group.split(None if group.rank == last else 0)
     if group.rank == last:
@@ -71,11 +71,11 @@ def check_split_none(group: Group) -> Problems:
 
 
 def check_split_nested(group: Group) -> Problems:
-    """A subgroup can be split, and groups of the same ranks do not hear each other."""
-    outer, other = beside(group), beside(group)
+    """A subgroup can be split, and groups of the same ranks do not interfere."""
+    outer, other = side_group(group), side_group(group)
     a, b = torch.tensor([1.0]), torch.tensor([10.0])
     first, second = (outer, a), (other, b)
-    # Each rank submits to the two groups in an order of its own: only groups that are truly apart allow that.
+    # Each rank submits to the two groups in a different order: only groups that are truly independent allow that.
     order = (first, second) if group.rank % 2 else (second, first)
     for work in [sub.all_reduce(t, async_op=True) for sub, t in order]:
         work.wait()

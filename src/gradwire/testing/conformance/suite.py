@@ -1,4 +1,4 @@
-"""Runs the checks: those that leave a world as they found it share one, the others get a fresh world each."""
+"""Runs the checks: those that leave a world intact share one, the others get a fresh world each."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def check_names() -> tuple[str, ...]:
 
 
 def check_group(make_world: MakeWorld, *, only: Iterable[str] | None = None, device: str = "cpu") -> Report:
-    """Check that a Group is one: every operation against the reference, Work, hooks, events, mistakes and endings.
+    """Check that a Group conforms: every operation against the reference, Work, hooks, events, usage errors and endings.
 
     `make_world(fn)` runs `fn(group)` on every rank of a fresh world, closes the groups, and returns the results in rank
-    order; `fn` can be pickled. A group that hangs is reported when the world's timeout is over. Let that be a minute:
-    most checks share one world, and take some seconds together on a quiet machine. Tensors are made on `device`.
+    order; `fn` can be pickled. A group that hangs is reported when the world's timeout has passed. A minute is enough: most
+    checks share one world, and take a few seconds in total on an idle machine. Tensors are made on `device`.
     Raises ConformanceError, which names what failed.
 
     >>> from gradwire.groups import ThreadGroup
@@ -56,7 +56,7 @@ def check_group(make_world: MakeWorld, *, only: Iterable[str] | None = None, dev
         outcomes += found
         failures += [failure for outcome in found for failure in outcome.failures] if found else broken
         if (broken or any(outcome.broken for outcome in found)) and number == 0 and len(names) > 1:
-            break  # what fails at the beginning would fail, slowly, in every other world
+            break  # a failure in the first world would be repeated, slowly, in every other
     reached = {name for outcome in outcomes for name in (*outcome.ran, *outcome.skipped)}
     if failures:
         named = reached | {failure.check for failure in failures}
@@ -76,7 +76,7 @@ def _chosen(only: Iterable[str] | None) -> list[Check]:
     wanted = [only] if isinstance(only, str) else list(only)
     unknown = [name for name in wanted if name not in BY_NAME]
     if unknown or not wanted:
-        raise UsageError(f"check_group: there are no checks {unknown}. Choose from {', '.join(BY_NAME)}.")
+        raise UsageError(f"check_group: unknown checks {unknown}. Choose from {', '.join(BY_NAME)}.")
     return [check for check in CHECKS if check.name in wanted]
 
 
@@ -88,7 +88,7 @@ def _in_one_world(make_world: MakeWorld, visit: Visit) -> tuple[list[Outcome], l
         return [], [Failure(name, None, f"make_world raised {type(error).__name__}: {error}")]
     if not results or not all(isinstance(outcome, Outcome) for outcome in results):
         raise UsageError(
-            f"check_group: make_world returned {results!r}. It must call the function it is given on every rank and "
+            f"check_group: make_world returned {results!r}. It must call the given function on every rank and "
             "return the list of results in rank order."
         )
     return results, []
@@ -96,7 +96,7 @@ def _in_one_world(make_world: MakeWorld, visit: Visit) -> tuple[list[Outcome], l
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """What a rank does in one world: run some checks and say what it found. Can be pickled."""
+    """What a rank does in one world: run some checks and return the problems. Can be pickled."""
 
     names: tuple[str, ...]
     device: str = "cpu"

@@ -26,7 +26,7 @@ from gradwire.testing.conformance.compare import Problems
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check. `fresh`: it breaks its world, or may, and needs one of its own. `ranks`: the fewest it makes sense with."""
+    """One check. `fresh`: it may break its world, and needs a separate one. `ranks`: the minimum number of ranks."""
 
     run: Callable[[Group], Problems]
     ranks: int = 1

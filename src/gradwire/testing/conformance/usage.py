@@ -15,13 +15,13 @@ from gradwire.testing.conformance.compare import Problems, raises, same
 
 
 def check_usage_errors(group: Group) -> Problems:
-    """Bad roots, counts, sizes, peers and colors raise UsageError on the one rank that passes them; the group works on."""
+    """Bad roots, counts, sizes, peers and colors raise UsageError on the rank that passes them; the group keeps working."""
     size, rank = group.size, group.rank
     t, many = torch.zeros(2), [torch.zeros(2) for _ in range(size + 1)]
     mistakes: dict[str, Callable[[], object]] = {
-        "broadcast from a rank that is not there": lambda: group.broadcast(t, src=size),
-        "reduce to a rank that is not there": lambda: group.reduce(t, dst=size + 3),
-        "gather to a rank that is not there": lambda: group.gather(t, dst=size),
+        "broadcast from a rank that does not exist": lambda: group.broadcast(t, src=size),
+        "reduce to a rank that does not exist": lambda: group.reduce(t, dst=size + 3),
+        "gather to a rank that does not exist": lambda: group.gather(t, dst=size),
         "broadcast from a negative rank": lambda: group.broadcast(t, src=-1),
         "all_gather with too many outputs": lambda: group.all_gather(many, t),
         "all_gather with too few outputs": lambda: group.all_gather(many[: size - 1], t),
@@ -37,19 +37,19 @@ def check_usage_errors(group: Group) -> Problems:
         "scatter with no inputs at the root": lambda: group.scatter(t, None, src=rank),
         "send to itself": lambda: group.send(t, dst=rank),
         "receive from itself": lambda: group.recv(t, src=rank),
-        "send to a rank that is not there": lambda: group.send(t, dst=size),
+        "send to a rank that does not exist": lambda: group.send(t, dst=size),
         "split by a negative color": lambda: group.split(-2),
         "all_reduce of nothing": lambda: group.all_reduce([]),
         "AVG of integers": lambda: group.all_reduce(torch.zeros(2, dtype=torch.int64), ReduceOp.AVG),
     }
     if group.layout is None:
         inside = build.all_reduce(torch.zeros(2)).among(Scope.INSIDE)
-        mistakes["submit with a scope, to a group that knows of no hosts"] = lambda: group.submit(inside)
-        mistakes["run with a scope, on a group that knows of no hosts"] = lambda: group.run(inside)
+        mistakes["submit with a scope, to a group without hosts"] = lambda: group.submit(inside)
+        mistakes["run with a scope, on a group without hosts"] = lambda: group.run(inside)
     if rank == size - 1:
         for what, call in mistakes.items():
             yield from raises(UsageError, what, call)
-        yield from same("operations in flight after nothing but mistakes", len(group.ledger.pending), 0)
+        yield from same("operations in flight after only mistakes", len(group.ledger.pending), 0)
     one = torch.ones(1)
     group.all_reduce(one)
     yield from same("all_reduce after another rank's mistakes", one.item(), float(size))
@@ -63,7 +63,7 @@ def check_usage_errors(group: Group) -> Problems:
 
 
 def check_wrong_timeouts(group: Group) -> Problems:
-    """A timeout that is no number, not above 0, NaN or infinite is a UsageError on the rank that passes it; the group works on."""
+    """A timeout that is not a number, not above 0, NaN or infinite is a UsageError on the rank that passes it; the group works."""
     work = group.all_reduce(torch.ones(1))
     before = group.timeout
     takers: dict[str, Callable[[Any], object]] = {
@@ -81,7 +81,7 @@ def check_wrong_timeouts(group: Group) -> Problems:
             yield from raises(UsageError, f"wait({value!r})", lambda v=value: work.wait(v))  # type: ignore[misc]
             yield from raises(UsageError, f"close({value!r})", lambda v=value: group.close(v))  # type: ignore[misc]
             yield from raises(UsageError, f"flush_completions({value!r})", lambda v=value: group.flush_completions(v))  # type: ignore[misc]
-        yield from same("the timeout after nothing but mistakes", group.timeout, before)
+        yield from same("the timeout after only mistakes", group.timeout, before)
         yield from same("whether the group was closed by a mistake", group.closed, False)
     for value in (0, -1.0, math.inf):
         yield from same(f"wait({value}) of a finished operation", work.wait(value), True)

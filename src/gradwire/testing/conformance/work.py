@@ -1,4 +1,4 @@
-"""Checks of Work: waiting, what it tells, futures."""
+"""Checks of Work: waiting, state, futures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradwire.groups.work import Work
 from gradwire.groups.work_info import WorkInfo
 from gradwire.testing.conformance.compare import Problems, holds, raises, same, unlike
 from gradwire.testing.conformance.data import blank, draw
-from gradwire.testing.conformance.side import PATIENCE, SOON, beside, meet
+from gradwire.testing.conformance.side import PATIENCE, SOON, meet, side_group
 
 
 def _sum(group: Group, *key: int) -> Tensor:
@@ -27,8 +27,8 @@ def _sum(group: Group, *key: int) -> Tensor:
 
 
 def _held_up(group: Group, op: Collective, look: Callable[[Work], Problems]) -> Problems:
-    """Submit `op`, the last rank only after all others have had a look at theirs in flight; then wait for it."""
-    side = beside(group)
+    """Submit `op`, on the last rank only after all others have inspected theirs in flight; then wait for it."""
+    side = side_group(group)
     if group.rank == group.size - 1:
         meet(side)
         work = group.submit(op)
@@ -58,7 +58,7 @@ def check_wait_from_threads(group: Group) -> Problems:
     def wait(work: Work) -> None:
         try:
             answers.append(work.wait())
-        except BaseException as error:  # reported below, by the rank's own thread
+        except BaseException as error:  # reported below, by the rank's main thread
             answers.append(error)
 
     threads: list[threading.Thread] = []
@@ -67,7 +67,7 @@ def check_wait_from_threads(group: Group) -> Problems:
         threads.extend(threading.Thread(target=wait, args=(work,), daemon=True) for _ in range(2))
         for thread in threads:
             thread.start()
-        yield from holds(not work.is_completed(), "all_reduce: it is completed, though the last rank has not come")
+        yield from holds(not work.is_completed(), "all_reduce: it is completed, though the last rank has not joined")
 
     t = draw((6,), torch.int64, 62, group.rank)
     yield from _held_up(group, build.all_reduce(t), look)
@@ -78,7 +78,7 @@ def check_wait_from_threads(group: Group) -> Problems:
 
 
 def check_wait_timeout(group: Group) -> Problems:
-    """A wait whose own timeout passes raises to that caller and leaves the operation running."""
+    """A wait whose own timeout passes raises only to that caller and leaves the operation running."""
 
     def look(work: Work) -> Problems:
         for limit in (0.02, 0.0, timedelta(seconds=0.02)):
@@ -95,7 +95,7 @@ def check_wait_timeout(group: Group) -> Problems:
 
 
 def check_work_tells(group: Group) -> Problems:
-    """What a Work says about itself, in flight and afterwards."""
+    """The state that a Work reports, in flight and afterward."""
     t = draw((6,), torch.int64, 64, group.rank)
     op = build.all_reduce(t, label="tell")
     seen: list[Work] = []
@@ -156,7 +156,7 @@ def check_future(group: Group) -> Problems:
 
 
 def check_future_waits(group: Group) -> Problems:
-    """A callback of a future may wait for another operation, also for that one's future, whose callback waits in turn."""
+    """A callback of a future may wait for another operation, or for its future, whose callback waits in turn."""
 
     def total(key: int, depth: int) -> Tensor:
         """An all-reduce, plus one made in a callback of its future, and so on, `depth` deep."""
@@ -175,7 +175,7 @@ def check_future_waits(group: Group) -> Problems:
 
 
 def check_many_in_flight(group: Group) -> Problems:
-    """Many operations of several kinds at once, waited for in an order of each rank's own."""
+    """Many operations of several kinds at once, waited for in a different order on each rank."""
     tensors = [draw((n,), torch.int64, 67, n, group.rank) for n in range(40)]
     works: list[tuple[str, Tensor, Tensor, Work]] = []
     for n, t in enumerate(tensors):
@@ -195,8 +195,8 @@ def check_many_in_flight(group: Group) -> Problems:
 
 
 def check_dropped_group(group: Group) -> Problems:
-    """An operation whose group nobody keeps is carried out all the same, for who keeps its Work."""
-    part = beside(group)
+    """An operation completes even if its group is no longer referenced, as long as its Work is."""
+    part = side_group(group)
     t = draw((6,), torch.int64, 70, group.rank)
     if group.rank == group.size - 1:
         group.barrier()  # the others have dropped theirs by now
@@ -213,7 +213,7 @@ def check_dropped_group(group: Group) -> Problems:
 
 
 def check_dropped_work(group: Group) -> Problems:
-    """An operation whose Work nobody keeps is carried out all the same."""
+    """An operation completes even if its Work is no longer referenced."""
     told = threading.Event()
 
     def hook(info: WorkInfo) -> None:
@@ -225,6 +225,6 @@ def check_dropped_work(group: Group) -> Problems:
         group.all_reduce(t, ReduceOp.MAX, async_op=True, label="dropped")
         gc.collect()
         group.barrier()
-        yield from holds(told.wait(SOON), "completion hooks were not told of an operation whose Work was dropped")
+        yield from holds(told.wait(SOON), "completion hooks were not called for an operation whose Work was dropped")
     want = torch.stack([draw((6,), torch.float64, 68, rank) for rank in range(group.size)]).amax(0)
     yield from unlike("all_reduce whose Work was dropped", t, want)

@@ -1,14 +1,14 @@
 """One `mpirun` and the ranks it started, as the pool sees them.
 
 Note [How the parent meets the ranks]
-mpirun closes what it inherits, so a rank is not handed its sockets: it connects to one of the parent's, in a directory of this
-user's (see private_socket.py), and gets the descriptors through it. This process's stdout and stderr are among them: what ranks
-say goes there at once and as it is, and not through the terminal that mpirun makes for them.
+mpirun closes inherited descriptors, so a rank does not inherit its sockets: it connects to one of the parent's, in a directory of
+this user (see private_socket.py), and gets the descriptors through it. This process's stdout and stderr are among them: the ranks'
+output goes there directly and unchanged, not through the terminal that mpirun makes for them.
 
 Note [One dies, all die]
-mpirun ends every rank when one dies. A rank that the pool wants to be rid of therefore lives on until what became of the others
-is known; then all go together. What Open MPI leaves behind when it is killed lies in a folder of its own, and in /dev/shm
-under names that the ranks have mapped; both are removed.
+mpirun ends every rank when one dies. A rank that the pool has to discard therefore stays alive until the outcome of the others is
+known; then all are ended together. What Open MPI leaves behind when it is killed is in a separate folder, and in /dev/shm under
+names that the ranks have mapped; both are removed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gradwire.testing.pool.process import QUICK_START, WORKER_SETTINGS, Hold, en
 from gradwire.testing.private_socket import PrivateListener
 
 SETTINGS = {
-    # Containers run as root, and mpirun asks twice whether that is meant.
+    # Containers run as root, and mpirun requires two confirmations for that.
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
@@ -42,9 +42,9 @@ OPTIONS = ("--oversubscribe", "--bind-to", "none")
 
 
 def find_mpirun() -> str | None:
-    """mpirun, beside this Python if it came with a wheel, else on the path."""
-    beside = os.path.join(os.path.dirname(sys.executable), "mpirun")
-    return beside if os.access(beside, os.X_OK) else shutil.which("mpirun")
+    """mpirun: next to this Python if it came with a wheel, else on the path."""
+    installed = os.path.join(os.path.dirname(sys.executable), "mpirun")
+    return installed if os.access(installed, os.X_OK) else shutil.which("mpirun")
 
 
 class Launch:
@@ -61,13 +61,13 @@ class Launch:
             [mpirun, "-n", str(size), *OPTIONS, sys.executable, "-P", "-c", main],
             stdin=subprocess.DEVNULL,
             env={**os.environ, **WORKER_SETTINGS, **SETTINGS, "TMPDIR": self._folder},
-            process_group=0,  # Ctrl-C goes to the whole terminal; this process decides what it means
+            process_group=0,  # Ctrl-C goes to the terminal's whole process group; this process decides how to handle it
         )
         self.pid = self._mpirun.pid
         self._alive = os.pidfd_open(self.pid)
 
     def meet(self) -> Iterator[MPIRank]:
-        """The ranks, in their order, once all have come."""
+        """The ranks, in order, once all have connected."""
         deadline = time.monotonic() + START_LIMIT
         came: dict[int, MPIRank] = {}
         try:
@@ -79,8 +79,8 @@ class Launch:
                         ending(self._mpirun.poll()) if ready else f"had started {len(came)} after {START_LIMIT:.0f} s"
                     )
                     raise GroupError(
-                        f"starting {self.size} ranks: mpirun {what}. Its own words, if any, are on stderr; try "
-                        f"`mpirun -n {self.size} {' '.join(OPTIONS)} hostname` by hand."
+                        f"starting {self.size} ranks: mpirun {what}. Its output, if any, is on stderr; try "
+                        f"`mpirun -n {self.size} {' '.join(OPTIONS)} hostname` yourself."
                     )
                 if (accepted := self._door.accept()) is not None:
                     rank = MPIRank(self, *accepted)
@@ -97,9 +97,9 @@ class Launch:
         yield from self.ranks
 
     def end(self) -> None:
-        """Wait until mpirun has ended, if all is well; end everything at once otherwise. See Note [One dies, all die].
+        """Wait until mpirun has ended, if nothing failed; end everything at once otherwise. See Note [One dies, all die].
 
-        Raises, when nothing is left, if ranks that were to end by themselves did not end well.
+        Raises, after cleaning up, if ranks that should have exited by themselves failed.
         """
         status: int | None = 0
         if not self.doomed:
@@ -119,7 +119,7 @@ class Launch:
         os.close(self._alive)
         shutil.rmtree(self._folder, ignore_errors=True)
         if status != 0:
-            raise GroupError(f"ending {self.size} idle MPI ranks: {_told(status)}")
+            raise GroupError(f"ending {self.size} idle MPI ranks: {_explain(status)}")
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -137,15 +137,15 @@ class MPIRank(Hold):
         self.rank = receive(control)
         socket.send_fds(control, [b"."], [self._stack, self._dumped_there, 1, 2])
         self._take(control, pid)
-        self.segments = list(_mapped(pid))  # now, because a rank that has died does not tell any more
+        self.segments = list(_mapped(pid))  # now, because it cannot be read once a rank has died
         self._released = False
 
     def kill(self) -> None:
-        """Let it be ended with the others."""
+        """Mark it to be ended with the others."""
         self._launch.doomed = self.spoilt = True
 
     def release(self) -> None:
-        """As in Hold; with the last of them the world ends."""
+        """As in Hold; releasing the last of them ends the world."""
         self._released = True
         if all(rank._released for rank in self._launch.ranks):
             for rank in self._launch.ranks:
@@ -158,15 +158,15 @@ class MPIRank(Hold):
                 self._launch.ranks = []
 
 
-def _told(status: int | None) -> str:
-    """What mpirun's exit status says of the ranks, and what to do."""
+def _explain(status: int | None) -> str:
+    """What mpirun's exit status means for the ranks, and what to do."""
     if status is None:
-        return f"they had not ended {ABORT_GRACE:.0f} s after they were told to. Look for a rank that waits in MPI_Finalize."
+        return f"they had not ended {ABORT_GRACE:.0f} s after the request. Look for a rank that waits in MPI_Finalize."
     by_signal = 128 < status < 128 + signal.NSIG
     how = f"one was killed by {signal.Signals(status - 128).name}" if by_signal else f"one exited with code {status}"
     return (
-        f"{how} (mpirun's status {status}), after all they ran had been answered for. Its own words are on stderr; what ran "
-        "before may have left its memory damaged."
+        f"{how} (mpirun's status {status}), after all jobs had been answered. Its output is on stderr; an earlier job may have "
+        "corrupted its memory."
     )
 
 

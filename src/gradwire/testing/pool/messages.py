@@ -1,4 +1,4 @@
-"""What the pool and its workers say to each other, and how it crosses their socket."""
+"""The messages between the pool and its workers, and how they are sent over a socket."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Worker: I am up, and import from these places."""
+    """Worker: I have started, and import from these paths."""
 
     paths: tuple[str, ...]
 
@@ -28,7 +28,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Parent: another rank has failed; come to an end."""
+    """Parent: another rank has failed; stop."""
 
     reason: str
 
@@ -56,7 +56,7 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Worker: my group is closed. What closing it raised, and what was left."""
+    """Worker: my group is closed. With what closing it raised, and the leftovers."""
 
     raised: Raised | None
     left: tuple[str, ...]

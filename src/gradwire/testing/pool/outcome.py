@@ -1,4 +1,4 @@
-"""What became of a rank, as a value; and how long everything may take."""
+"""The outcome of a rank as a value; and the time limits of the pool."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from typing import Any
 START_LIMIT = 120.0
 """Seconds that new workers have to import torch and report."""
 ABORT_GRACE = 5.0
-"""Seconds that ranks have to come to an end after another has failed; then they are killed."""
+"""Seconds that ranks have to stop after another has failed; then they are killed."""
 GROUP_MARGIN = 5.0
-"""Seconds by which a group's own timeout is longer than the run's, whose error shows where every rank stands."""
+"""Seconds by which a group's own timeout is longer than the run's, whose error shows every rank's stack."""
 CLOSE_LIMIT = 30.0
-"""Seconds that ranks have to close their groups and be clean once all have answered."""
+"""Seconds that ranks have to close their groups and clean up once all have answered."""
 LEFTOVER_GRACE = 3.0
-"""Seconds that what a rank leaves may still take to go away by itself."""
+"""Seconds that a rank's leftovers may take to disappear by themselves."""
 MESSAGE_LIMIT = 30.0
-"""Seconds in which a message that has begun must make progress."""
+"""Seconds within which a partly received message must make progress."""
 TURN_LIMIT = 900.0
 """Seconds that a call waits for the calls of other threads on the same pool."""
 
 
 class Fate(Enum):
-    """What became of a rank."""
+    """How a rank ended."""
 
     RETURNED = "its function returned"
     RAISED = "its function, or closing its group, raised; or it left something behind"
     DIED = "its process ended by itself"
-    STUCK = "it had not come to an end when its time was up"
+    STUCK = "it had not finished when its time was up"
 
 
 class LeftBehind(Enum):
-    """What to make of threads, processes, sockets and descriptors that a rank's function leaves behind.
+    """What to do about threads, processes, sockets and descriptors that a rank's function leaves behind.
 
-    In either case the rank's process is not used again.
+    In either case the rank's process is not reused.
     """
 
     IGNORE = "ignore"
-    """Nothing: a function may leave what ends with its process."""
+    """Ignore them: a function may leave things that end with its process."""
     RAISE = "raise"
-    """InternalError, which names each: for tests of what must clean up after itself."""
+    """Raise InternalError, which names each: for tests of code that must clean up after itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one rank, and when (on `time.monotonic`'s clock, which the processes of a host share).
+    """The outcome of one rank, and when it ended (on `time.monotonic`'s clock, which the processes of a host share).
 
     `detail` is how a process died, or the stack of a rank that was stuck.
     """
@@ -59,7 +59,7 @@ class Outcome:
     detail: str = ""
 
     def failed(self, lost: Collection[int]) -> bool:
-        """Whether this is a failure when the ranks in `lost` are meant to die."""
+        """Whether this is a failure, given that the ranks in `lost` are expected to die."""
         return self.fate is not (Fate.DIED if self.rank in lost else Fate.RETURNED)
 
 

@@ -1,4 +1,4 @@
-"""`RankPool`: starts workers, keeps them, gives each call its turn, and ends them."""
+"""`RankPool`: starts workers, reuses them, serializes calls, and ends them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from gradwire.testing.pool.shipping import ship
 
 
 class RankPool:
-    """Warm rank processes. Workers are started when first needed, all missing ones at once; calls take turns.
+    """Warm rank processes. Workers are started when first needed, all missing ones at once; calls are serialized.
 
-    What is started here ends with `close()`, with the interpreter, or when the pool is dropped.
+    Workers end with `close()`, at interpreter exit, or when the pool is freed.
     """
 
     def __init__(self) -> None:
@@ -37,12 +37,12 @@ class RankPool:
         self._workers: list[Hold] = []
         self._paths: tuple[str, ...] = ()
         self._stores: list[PrivateStore] = []
-        """The one in which the groups of the workers meet, once there are any."""
+        """The store in which the groups of the workers meet, once there are any."""
         self._finalizer = weakref.finalize(self, _dismiss, self._workers, self._stores, os.getpid())
 
     @property
     def pids(self) -> list[int]:
-        """The workers' process ids; ranks are given out in this order."""
+        """The workers' process ids; ranks are assigned in this order."""
         return [worker.pid for worker in self._workers]
 
     def run(
@@ -57,7 +57,7 @@ class RankPool:
         leftovers: LeftBehind = LeftBehind.RAISE,
         name: str = "ranks",
     ) -> list[Outcome]:
-        """Do `fn(wrap(build(...)))` on `n` ranks and say what became of each. Raises only for its own troubles."""
+        """Run `fn(wrap(build(...)))` on `n` ranks and return each rank's outcome. Raises only for problems of the pool itself."""
         with self._turn():
             self._staff(n)
             name = f"{name}-{next(self._numbers)}"
@@ -66,7 +66,7 @@ class RankPool:
             try:
                 jobs = [Job(rank, n, name, timeout + GROUP_MARGIN, blob) for rank in range(n)]
                 return Run(workers, lost, timeout, leftovers).finish(jobs)
-            except BaseException:  # Ctrl-C, a test's own timeout: nobody knows any more what the workers are doing
+            except BaseException:  # Ctrl-C, a test's own timeout: the state of the workers is unknown
                 for worker in workers:
                     worker.spoilt = True
                 raise
@@ -91,13 +91,13 @@ class RankPool:
         except Exception as problem:
             raise UsageTypeError(
                 f"{parts[0]!r} cannot be sent to rank processes: {type(problem).__name__}: {problem}. "
-                "Let it make what cannot be pickled itself, on its rank, instead of bringing it along."
+                "Create what cannot be pickled inside the function, on its rank, instead of passing it along."
             ) from problem
 
-    # -- hiring and firing ---------------------------------------------------------------------------------------------
+    # -- starting and ending workers -----------------------------------------------------------------------------------
 
     def _staff(self, n: int) -> None:
-        """Have at least `n` workers."""
+        """Make sure that there are at least `n` workers."""
         if not self._stores:
             self._stores.append(PrivateStore.create())
         self._discharge([worker for worker in self._workers if worker.wait(0) is not None])
@@ -114,7 +114,7 @@ class RankPool:
             raise
 
     def _start(self, count: int, store: str) -> Iterator[Hold]:
-        """New workers, one by one; `store` is the name of theirs."""
+        """New workers, one by one; `store` is the name of their store."""
         for _ in range(count):
             yield Process(store)
 
@@ -158,7 +158,7 @@ class RankPool:
 
 
 def _greet(worker: Hold, deadline: float) -> Ready:
-    """Wait until a new worker is up."""
+    """Wait until a new worker has started."""
     sources: list[Any] = [worker.control, worker.alive]
     ready, _, _ = select.select(sources, [], [], max(0.0, deadline - time.monotonic()))
     try:
@@ -168,8 +168,8 @@ def _greet(worker: Hold, deadline: float) -> Ready:
     except (EOFError, OSError):
         pass
     status = worker.wait(1.0 if ready else 0.0)
-    what = f"gave no sign for {START_LIMIT:.0f} s" if status is None else ending(status)
-    raise GroupError(f"starting rank processes: worker {worker.pid} {what}. Its own words, if any, are on stderr.")
+    what = f"did not report within {START_LIMIT:.0f} s" if status is None else ending(status)
+    raise GroupError(f"starting rank processes: worker {worker.pid} {what}. Its output, if any, is on stderr.")
 
 
 def _dismiss(workers: list[Hold], stores: list[PrivateStore], owner: int) -> None:

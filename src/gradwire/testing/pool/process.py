@@ -1,4 +1,4 @@
-"""The parent's hold on one worker process: one that it started itself, or one that somebody else started for it."""
+"""The parent's handle of one worker process: one that it started itself, or one that was started for it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from gradwire.errors import GroupError
 from gradwire.testing.pool.outcome import MESSAGE_LIMIT
 
 WORKER_SETTINGS = {"OMP_NUM_THREADS": "1", "ONEDNN_JIT_PROFILE": "0", "GLOO_SOCKET_IFNAME": "lo"}
-"""What a worker finds in its environment beside the parent's. All are on this host, so gloo needs the loopback interface only."""
+"""Variables of a worker in addition to the parent's. All are on this host, so gloo needs only the loopback interface."""
 
 QUICK_START = "import gc; gc.disable()"
-"""How a worker's program begins: nothing of what it imports is garbage, and to look for some is a tenth of the import."""
+"""The beginning of a worker's program: imports create no garbage, and collecting it takes a tenth of the import time."""
 
 
 ENDED = 256
-"""The exit status of a process that ended as somebody else's child: only its parent knows the true one."""
+"""The exit status of a process that is not our child: only its parent can read the real one."""
 
 
 class Hold(ABC):
-    """A worker as the pool sees it: a socket to talk over, a way to see it end, and a way to see where it stands."""
+    """A worker as the pool sees it: a socket, a way to detect its end, and a way to read its stacks."""
 
     control: socket.socket
     pid: int
     alive: int
-    """Readable once the process has ended, whoever else holds its sockets."""
+    """Readable once the process has ended, even if other processes hold its sockets."""
 
     def __init__(self) -> None:
         self.spoilt = False
@@ -41,7 +41,7 @@ class Hold(ABC):
         os.set_blocking(self._dumped, False)
 
     def _take(self, control: socket.socket, pid: int) -> None:
-        """The worker runs, and has its ends of everything."""
+        """The worker has started, and has its ends of all descriptors."""
         os.close(self._dumped_there)
         self.control = control
         self.control.settimeout(MESSAGE_LIMIT)
@@ -62,7 +62,7 @@ class Hold(ABC):
         """End it now."""
 
     def ask_stack(self) -> None:
-        """Have it write down where all its threads stand."""
+        """Make it dump the stacks of all its threads."""
         with suppress(BlockingIOError):  # other signals that the worker handles leave their byte here too
             os.read(self._dumped, 1 << 16)
         os.ftruncate(self._stack, 0)
@@ -76,7 +76,7 @@ class Hold(ABC):
         return os.pread(self._stack, 1 << 20, 0).decode(errors="replace") or f"(no stack within {limit:.3g} s)\n"
 
     def release(self) -> None:
-        """Give back what this process held for it; a worker that still runs ends by itself."""
+        """Close what this process holds for it; a worker that still runs ends by itself."""
         self.control.close()
         for fd in (self._stack, self._dumped, self.alive):
             os.close(fd)
@@ -114,11 +114,11 @@ class Process(Hold):
         """End it now."""
         self.process.kill()
         if self.wait(MESSAGE_LIMIT) is None:
-            raise GroupError(f"worker process {self.pid} is still there {MESSAGE_LIMIT:.0f} s after SIGKILL.")
+            raise GroupError(f"worker process {self.pid} is still running {MESSAGE_LIMIT:.0f} s after SIGKILL.")
 
 
 def ending(status: int | None) -> str:
-    """How a process with this exit status came to its end, in words."""
+    """A description of how a process with this exit status ended."""
     if status == ENDED:
         return "has ended"
     if status is None or status >= 0:

@@ -1,9 +1,9 @@
-"""One call on its way through the workers.
+"""One call on the workers.
 
 Note [The two ends of a job]
-A worker first answers with a result or an error, and closes its group only when told that all ranks have answered (a rank
+A worker first answers with a result or an error, and closes its group only after a message that all ranks have answered (a rank
 that failed aborts and closes at once). So a rank that returns early does not look like one that left, and no rank closes a
-socket that another still reads from. Closing and leftovers come back in a second answer, `Ended`.
+socket that another still reads from. The results of closing, and leftovers, are sent in a second answer, `Ended`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gradwire.testing.pool.shipping import load_result, unpack
 
 
 class Run:
-    """Tells the workers, hears from them, stops the others when one fails."""
+    """Sends jobs to the workers, receives their answers, stops the others when one fails."""
 
     def __init__(self, workers: Sequence[Hold], lost: Collection[int], timeout: float, leftovers: LeftBehind) -> None:
         self._leftovers = leftovers
@@ -44,7 +44,7 @@ class Run:
         self._failing = False
 
     def finish(self, jobs: Sequence[Job]) -> list[Outcome]:
-        """Hand out the jobs and return what became of each rank, when all have ended."""
+        """Send the jobs and return each rank's outcome, when all have ended."""
         with selectors.DefaultSelector() as self._selector:
             for rank, worker in enumerate(self._workers):
                 self._selector.register(worker.control, selectors.EVENT_READ, (self._heard, rank))
@@ -61,7 +61,7 @@ class Run:
         return [self._outcomes[rank] for rank in self._ranks]
 
     def _pump(self, done: Collection[int]) -> None:
-        """Handle what comes until every rank is in `done` or the deadline passes."""
+        """Handle answers until every rank is in `done` or the deadline passes."""
         while len(done) < len(self._ranks):
             remaining = self._deadline - time.monotonic()
             ready = self._selector.select(max(0.0, remaining))
@@ -93,7 +93,7 @@ class Run:
             self._review(rank, message)
 
     def _review(self, rank: int, ended: Ended) -> None:
-        """Closing badly and leaving things behind are failures too, after the function's own."""
+        """Errors of closing, and leftovers, are failures too, after the function's own."""
         outcome = self._outcomes[rank]
         if ended.raised is not None:
             outcome = _also(outcome, unpack(rank, ended.raised))
@@ -109,7 +109,7 @@ class Run:
     def _died(self, rank: int) -> None:
         worker = self._workers[rank]
         while worker.control in self._selector.get_map() and select.select([worker.control], [], [], 0)[0]:
-            self._heard(rank)  # what it still said before it died
+            self._heard(rank)  # what it sent before it died
         self._forget(worker.control, worker.alive)
         if rank in self._ended:
             return
@@ -136,7 +136,7 @@ class Run:
                 self._tell(rank, Abort(f"rank {outcome.rank} failed: {why}"))
 
     def _stop(self, ranks: Sequence[int], story: str) -> None:
-        """The time of these ranks is up: ask them where they stand, then end them."""
+        """The time of these ranks is up: get their stacks, then end them."""
         for rank in ranks:
             self._workers[rank].ask_stack()
         stacks = [self._workers[rank].stack(limit=2.0) for rank in ranks]
@@ -151,7 +151,7 @@ class Run:
 
 
 def _also(outcome: Outcome, later: Outcome) -> Outcome:
-    """Two failures of one rank: the first stands, with a note of the second."""
+    """Two failures of one rank: the first is kept, with a note about the second."""
     if outcome.error is None:
         return later
     outcome.error.add_note(f"and then: {type(later.error).__name__}: {later.error}")

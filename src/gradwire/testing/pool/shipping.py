@@ -1,4 +1,4 @@
-"""What is pickled how on its way between the pool and its workers: functions out, results and errors home."""
+"""Pickling between the pool and its workers: functions out, results and errors back."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from gradwire.testing.pool.outcome import Fate, Outcome, RemoteTraceback
 class _Shipper(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles by value what the workers could not import: functions, classes and modules of tests, scripts, notebooks.
 
-    A module counts as importable there when its top-level package lies directly in one of the places the workers import
-    from. They are told not to look in the current directory, so a test module never is, however pytest came to load it.
+    A module counts as importable there if its top-level package is directly in one of the paths that the workers import from.
+    They do not search the current directory, so a test module never is, however pytest has loaded it.
     """
 
     def __init__(self, file: io.BytesIO, paths: Collection[str]) -> None:
@@ -32,7 +32,7 @@ class _Shipper(cloudpickle.Pickler):  # type: ignore[misc]
         self.registered: list[types.ModuleType] = []
 
     def reducer_override(self, obj: Any) -> Any:
-        """As cloudpickle has it, once it knows about the object's module."""
+        """As in cloudpickle, after registering the object's module."""
         if isinstance(obj, types.ModuleType):
             if self._importable(obj):
                 return importlib.import_module, (obj.__name__,)
@@ -72,31 +72,31 @@ def ship(value: object, paths: Collection[str]) -> bytes:
 
 
 def dump_result(value: object, rank: int) -> bytes:
-    """What a rank returned, for the way home."""
+    """Pickle what a rank returned."""
     try:
         blob: bytes = cloudpickle.dumps(value)
     except Exception as problem:
         raise UsageTypeError(
             f"rank {rank} returned a {type(value).__qualname__} that cannot be sent to another process: "
-            f"{type(problem).__name__}: {problem}. Return tensors, numbers, text, or containers of them."
+            f"{type(problem).__name__}: {problem}. Return tensors, numbers, strings, or containers of them."
         ) from problem
     return blob
 
 
 def load_result(rank: int, message: Returned) -> Outcome:
-    """What a rank returned, at home."""
+    """Unpickle what a rank returned."""
     try:
         return Outcome(rank, Fate.RETURNED, time.monotonic(), value=cloudpickle.loads(message.blob))
     except Exception as problem:
         error = UsageTypeError(
             f"what rank {rank} returned cannot be rebuilt in this process: {type(problem).__name__}: {problem}. "
-            "Return tensors, numbers, text, or containers of them."
+            "Return tensors, numbers, strings, or containers of them."
         )
         return Outcome(rank, Fate.RAISED, time.monotonic(), error=error)
 
 
 def pack(error: BaseException, rank: int, when: float) -> Raised:
-    """An error, for the way home. One that does not survive pickling is replaced by a GroupError that tells of it."""
+    """Pickle an error. One that cannot be pickled is replaced by a GroupError that describes it."""
     text = "".join(traceback.format_exception(error))
     try:
         blob = cloudpickle.dumps(error)
@@ -104,15 +104,15 @@ def pack(error: BaseException, rank: int, when: float) -> Raised:
     except Exception as problem:
         stand_in = GroupError(
             f"rank {rank} raised {type(error).__qualname__}: {error}. The exception itself cannot be sent to another "
-            f"process ({type(problem).__name__}: {problem}), so this stands for it; its traceback is the cause. "
-            "Keep what cannot be pickled out of its arguments, or give it a __reduce__."
+            f"process ({type(problem).__name__}: {problem}), so this replaces it; its traceback is the cause. "
+            "Keep what cannot be pickled out of its arguments, or define __reduce__."
         )
         blob = cloudpickle.dumps(stand_in)
     return Raised(when, blob, text)
 
 
 def unpack(rank: int, raised: Raised) -> Outcome:
-    """An error, at home: its traceback is its cause."""
+    """Unpickle an error: its traceback is its cause."""
     try:
         error = cloudpickle.loads(raised.blob)
     except Exception as problem:

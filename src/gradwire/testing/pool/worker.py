@@ -1,9 +1,9 @@
-"""The worker's side: one rank process, which does one job after another.
+"""The worker's side: one rank process, which runs one job after another.
 
 Note [Who outlives whom]
-A worker ends when its control socket does, so it cannot outlive a parent that died. A worker that sits in C++ with the
-interpreter lock would not see that; Linux kills it with its parent too (PR_SET_PDEATHSIG). That signal comes when the
-*thread* that started the worker ends, so it is asked for only where that was the parent's main thread.
+A worker ends when its control socket is closed, so it cannot outlive a parent that died. A worker that is in C++ with the
+interpreter lock held would not see that; Linux kills it with its parent too (PR_SET_PDEATHSIG). That signal is sent when the
+*thread* that started the worker ends, so it is requested only if that was the parent's main thread.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from gradwire.testing.pool.shipping import dump_result, pack
 
 
 class Worker:
-    """One rank process: its main thread does jobs, a second thread listens to the parent."""
+    """One rank process: its main thread runs jobs, a second thread listens to the parent."""
 
     def __init__(self, control: socket.socket, store: Store, *, notice: float = 0.0) -> None:
         self._control = control
         self._store = store
         self._notice = notice
-        """Seconds that the main thread has to end the process when the parent is gone, before that is done by force."""
+        """Seconds that the main thread has to exit when the parent is gone, before the process is ended by force."""
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._group: Group | None = None
@@ -49,10 +49,10 @@ class Worker:
         self._released = threading.Event()
 
     def serve(self) -> None:
-        """Do jobs until the parent is gone."""
+        """Run jobs until the parent is gone."""
         threading.Thread(target=self._listen, name="gradwire-pool-control", daemon=True).start()
         send(self._control, Ready(tuple(os.path.realpath(path) for path in sys.path if path)))
-        # Without a deadline: to wait for the parent is what an idle worker is for.
+        # Without a deadline: waiting for the parent is what an idle worker does.
         while (job := self._jobs.get()) is not None:
             self._perform(job)
             del job
@@ -114,7 +114,7 @@ class Worker:
         if group is not None:
             try:
                 group.abort(reason)
-            except Exception:  # must not end the thread that hears of the parent's end, nor hide the rank's own error
+            except Exception:  # must not end the thread that detects the parent's end, nor hide the rank's own error
                 traceback.print_exc()
 
     def _leave(self, job: Job) -> Raised | None:
@@ -135,20 +135,22 @@ def _flush() -> None:
 
 
 def work(control: int, stack: int, dumped: int, store: str, parent: int, *, notice: float = 0.0) -> None:
-    """The life of a worker process. `store` is the name of the parent's, `parent` its process id where the worker shall be killed
-    with it, else 0.
+    """The main function of a worker process. `store` is the name of the parent's store, `parent` its process id if the worker is to
+    be killed with it, else 0.
 
-    A worker that must end as programs do, and not at once when its parent is gone, has `notice` seconds for it.
+    A worker that must exit normally when its parent is gone, instead of at once, has `notice` seconds for it.
     """
     if parent:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
         if os.getppid() != parent:
             return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the parent decides what it means
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C goes to the whole process group; the parent decides how to handle it
     faulthandler.enable()
-    # On SIGUSR1 every thread's stack goes to `stack`, without the interpreter lock; chained behind it, Python's own handler
-    # then writes a byte to `dumped`, still in the signal handler, which tells the parent that the stacks are complete.
+    # On SIGUSR1 every thread's stack goes to `stack`, without the interpreter lock; chained after it, Python's own handler
+    # then writes a byte to `dumped`, still in the signal handler, which signals the parent that the stacks are complete.
     signal.signal(signal.SIGUSR1, lambda number, frame: None)
     os.set_blocking(dumped, False)
     signal.set_wakeup_fd(dumped, warn_on_full_buffer=False)
@@ -157,7 +159,7 @@ def work(control: int, stack: int, dumped: int, store: str, parent: int, *, noti
     prime()
     gc.collect()
     gc.enable()  # QUICK_START had it off
-    gc.freeze()  # what is here now stays: a collection before each look for leftovers then costs next to nothing
+    gc.freeze()  # existing objects stay: a collection before each check for leftovers then costs almost nothing
     meeting = PrivateStore.open(store)
     meeting.set_timeout(timedelta(seconds=START_LIMIT))
     Worker(socket.socket(fileno=control), meeting, notice=notice).serve()
