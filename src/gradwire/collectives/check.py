@@ -8,19 +8,17 @@ between ranks can show (different shapes on different ranks) is the business of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from gradwire.collectives.aliasing import overlapping
 from gradwire.collectives.dtypes import MOVES, ONLY_BITS, REDUCES, SPARSE, SPARSE_OPS
+from gradwire.collectives.op_fields import OpFields
 from gradwire.collectives.op_kinds import OpKind, ReduceOp, Scope
+from gradwire.collectives.overlap import overlapping
 from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.errors import UsageError, UsageTypeError
-
-if TYPE_CHECKING:
-    from gradwire.collectives.op import Collective
 
 _SUM, _BARRIER, _ALL_REDUCE = ReduceOp.SUM, OpKind.BARRIER, OpKind.ALL_REDUCE
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
@@ -31,7 +29,7 @@ _FREE_IN_WORLD = frozenset({OpKind.BARRIER, OpKind.ALL_REDUCE})
 """Kinds that any rank of any world can submit."""
 
 
-def _refuse(op: Collective, problem: str, advice: str) -> NoReturn:
+def _refuse(op: OpFields, problem: str, advice: str) -> NoReturn:
     label = f" labelled {op.label!r}" if op.label else ""
     raise UsageError(f"{op.kind.value}{label}: {problem}. {advice}")
 
@@ -40,7 +38,7 @@ def _describe(t: Tensor) -> str:
     return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)} on {t.device}"
 
 
-def check_alone(op: Collective) -> None:
+def check_alone(op: OpFields) -> None:
     """Raise unless the record makes sense by itself."""
     if _is_plain_sum(op):
         return
@@ -74,7 +72,7 @@ def check_alone(op: Collective) -> None:
         _check_outputs(op)
 
 
-def _is_plain_sum(op: Collective) -> bool:
+def _is_plain_sum(op: OpFields) -> bool:
     """The most frequent of all, in which nothing can be wrong: one contiguous tensor summed in place."""
     if op.kind is not _ALL_REDUCE or op.reduce_op is not _SUM or op.outputs is not op.inputs or len(op.inputs) != 1:
         return False
@@ -86,7 +84,7 @@ def _is_plain_sum(op: Collective) -> bool:
     return t.dtype in REDUCES and not t.is_meta and not t.is_nested and t.is_contiguous()
 
 
-def _refuse_tensor(op: Collective, t: Tensor) -> NoReturn:
+def _refuse_tensor(op: OpFields, t: Tensor) -> NoReturn:
     if t.is_meta:
         _refuse(op, f"{_describe(t)} has no data", "Materialize it first, with to_empty(device=...) for example.")
     if t.is_nested:
@@ -95,7 +93,7 @@ def _refuse_tensor(op: Collective, t: Tensor) -> NoReturn:
     _refuse(op, f"{_describe(t)}: tensors of this dtype cannot be communicated", f"Pass {advice}.")
 
 
-def _check_outputs(op: Collective) -> None:
+def _check_outputs(op: OpFields) -> None:
     if len(op.outputs) == 1 and op.outputs[0].is_contiguous():
         return
     pair = overlapping(op.outputs)
@@ -115,7 +113,7 @@ def _check_outputs(op: Collective) -> None:
     )
 
 
-def _check_numbers(op: Collective) -> None:
+def _check_numbers(op: OpFields) -> None:
     if op.root is None and op.peer is None and op.tag == 0 and op.timeout is None and op.kind not in _NUMBERED:
         return
     if op.kind in _ROOTED and op.root is None:
@@ -133,7 +131,7 @@ def _check_numbers(op: Collective) -> None:
         _refuse(op, "no destination was given", "Say dst=.")
 
 
-def _check_alike(op: Collective, tensors: Sequence[Tensor]) -> None:
+def _check_alike(op: OpFields, tensors: Sequence[Tensor]) -> None:
     if len(tensors) < 2:
         first_sparse = bool(tensors) and tensors[0].layout is not torch.strided
     else:
@@ -165,7 +163,7 @@ def _check_alike(op: Collective, tensors: Sequence[Tensor]) -> None:
         )
 
 
-def _check_reduction(op: Collective) -> None:
+def _check_reduction(op: OpFields) -> None:
     reduce_op = op.reduce_op
     if not isinstance(reduce_op, ReduceOp):
         raise UsageTypeError(f"{op.kind.value}: op is {reduce_op!r}. Pass a gradwire.ReduceOp, such as ReduceOp.SUM.")
@@ -210,7 +208,7 @@ def _irreducible(reduce_op: ReduceOp, t: Tensor) -> tuple[str, str]:
 # -- shapes: one rule a kind ---------------------------------------------------------------------------------------------
 
 
-def _in_place(op: Collective) -> None:
+def _in_place(op: OpFields) -> None:
     if len(op.inputs) != len(op.outputs) or any(
         i is not o and (i.shape != o.shape or i.dtype != o.dtype) for i, o in zip(op.inputs, op.outputs, strict=True)
     ):
@@ -221,22 +219,22 @@ def _in_place(op: Collective) -> None:
         )
 
 
-def _one_in_place(op: Collective) -> None:
+def _one_in_place(op: OpFields) -> None:
     _one_input(op)
     _in_place(op)
 
 
-def _one_input(op: Collective) -> None:
+def _one_input(op: OpFields) -> None:
     if len(op.inputs) != 1:
         _refuse(op, f"{len(op.inputs)} inputs were given", "Pass exactly one.")
 
 
-def _one_output(op: Collective) -> None:
+def _one_output(op: OpFields) -> None:
     if len(op.outputs) != 1:
         _refuse(op, f"{len(op.outputs)} outputs were given", "Pass exactly one.")
 
 
-def _pairs(op: Collective) -> None:
+def _pairs(op: OpFields) -> None:
     if len(op.inputs) != len(op.outputs):
         _refuse(
             op, f"{len(op.inputs)} inputs but {len(op.outputs)} outputs were given", "Pass one output for each input."
@@ -257,7 +255,7 @@ def _pairs(op: Collective) -> None:
             )
 
 
-def _single(op: Collective) -> None:
+def _single(op: OpFields) -> None:
     _one_input(op)
     _one_output(op)
     if op.splits is None:
@@ -281,12 +279,12 @@ def _single(op: Collective) -> None:
         )
 
 
-def _send(op: Collective) -> None:
+def _send(op: OpFields) -> None:
     _one_input(op)
 
 
 _PAIRED = frozenset({OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER_TENSOR})
-_SHAPE_RULES: dict[OpKind, Callable[[Collective], None]] = {
+_SHAPE_RULES: dict[OpKind, Callable[[OpFields], None]] = {
     OpKind.ALL_REDUCE: _in_place,
     OpKind.BROADCAST: _in_place,
     OpKind.REDUCE: _one_in_place,
@@ -305,7 +303,7 @@ _SHAPE_RULES: dict[OpKind, Callable[[Collective], None]] = {
 # -- with rank and size --------------------------------------------------------------------------------------------------
 
 
-def check_in_world(op: Collective, rank: int, size: int) -> None:
+def check_in_world(op: OpFields, rank: int, size: int) -> None:
     """Raise unless `rank` of `size` ranks can submit it."""
     kind = op.kind
     if kind in _FREE_IN_WORLD:
@@ -349,17 +347,17 @@ def check_in_world(op: Collective, rank: int, size: int) -> None:
         _check_rooted_list(op, "inputs", op.inputs, op.outputs[0], rank, size)
 
 
-def _count(op: Collective, name: str, tensors: Sequence[Tensor], size: int) -> None:
+def _count(op: OpFields, name: str, tensors: Sequence[Tensor], size: int) -> None:
     if len(tensors) != size:
         _refuse(op, f"{len(tensors)} {name} were given to a group of {size}", f"Pass {size}, one per rank.")
 
 
-def _same_size(op: Collective, a: Tensor, b: Tensor, a_name: str, b_name: str) -> None:
+def _same_size(op: OpFields, a: Tensor, b: Tensor, a_name: str, b_name: str) -> None:
     if a.numel() != b.numel():
         _refuse(op, f"{a_name} is {_describe(a)}, but {b_name} is {_describe(b)}", "They must have as many elements.")
 
 
-def _check_parts(op: Collective, size: int) -> None:
+def _check_parts(op: OpFields, size: int) -> None:
     for index, (name, t) in enumerate((("output", op.outputs[0]), ("input", op.inputs[0]))):
         splits = op.splits[index] if op.splits else ()
         if splits and len(splits) != size:
@@ -375,7 +373,7 @@ def _check_parts(op: Collective, size: int) -> None:
             )
 
 
-def _check_rooted_list(op: Collective, name: str, tensors: Sequence[Tensor], own: Tensor, rank: int, size: int) -> None:
+def _check_rooted_list(op: OpFields, name: str, tensors: Sequence[Tensor], own: Tensor, rank: int, size: int) -> None:
     if rank != op.root:
         if tensors:
             _refuse(

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.check import check_alone, check_in_world
-from gradwire.collectives.op_kinds import OpKind, ReduceOp, Scope
+from gradwire.collectives.op_fields import OpFields
+from gradwire.collectives.op_kinds import OpKind, Scope
 from gradwire.collectives.signature import Signature
 from gradwire.collectives.timeouts import timeout_seconds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Collective:
+class Collective(OpFields):
     """One operation of a group, as a value: hand it to `Group.submit`.
 
     `splits` is `(output_splits, input_splits)` of ALL_TO_ALL_SINGLE, or None for equal parts. `peer` and `tag` belong to
@@ -31,19 +32,6 @@ class Collective:
     >>> all_reduce(torch.zeros(3), label="loss")
     all_reduce(float32[3], SUM, label='loss')
     """
-
-    kind: OpKind
-    inputs: tuple[Tensor, ...] = ()
-    outputs: tuple[Tensor, ...] = ()
-    reduce_op: ReduceOp | None = None
-    root: int | None = None
-    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    peer: int | None = None
-    tag: int = 0
-    factor: float | Tensor | None = None
-    label: str = ""
-    timeout: float | None = None
-    scope: Scope = Scope.WORLD
 
     def __post_init__(self) -> None:
         check_alone(self)

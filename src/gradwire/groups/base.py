@@ -23,7 +23,7 @@ from gradwire.concurrency import weakly
 from gradwire.errors import ClosedError, GroupAborted, HookError, UsageError, again
 from gradwire.events import Emitter, Handle
 from gradwire.groups.completion import CompletionHook
-from gradwire.groups.forked import finalize_here, refusal
+from gradwire.groups.forked import finalize_here, refuse_in_child
 from gradwire.groups.ledger import Arrivals, Ledger
 from gradwire.groups.verbs import Verbs
 from gradwire.groups.watchdog import Watchdog
@@ -154,8 +154,7 @@ class Group(Verbs, ABC):
 
     def refuse_in_child(self, what: str) -> None:
         """Raise UsageError in a forked child."""
-        if self.forked:
-            raise UsageError(refusal(f"{what} on {self}", self.ledger.pid))
+        refuse_in_child(self.ledger.pid, what, "on", self)
 
     def standing(self, op: Collective) -> tuple[int, int]:
         """(this rank's index, their number) among the ranks that take part in `op`, whose scope is not all ranks."""

@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from gradwire.errors import UsageError
+
 
 def finalize_here(owner: object, fn: Callable[..., object], *args: Any) -> weakref.finalize[..., Any]:
     """Like `weakref.finalize(owner, fn, *args)`, but a no-op in processes forked from this one."""
@@ -35,9 +37,10 @@ def _leak_outside(pid: int, engines: list[Any]) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(list(engines)))
 
 
-def refusal(what: str, pid: int) -> str:
-    """The error message for `what` in a child of the process `pid`, which made the group."""
-    return (
-        f"{what}: process {os.getpid()} was forked from process {pid}, which made the group. A group cannot be used in a "
-        'forked child. Make a new group there, or start the child with multiprocessing\'s "spawn".'
-    )
+def refuse_in_child(pid: int, *what: object) -> None:
+    """Raise UsageError for `what`, the words of a sentence, in a child of the process `pid`, which made the group."""
+    if os.getpid() != pid:
+        raise UsageError(
+            f"{' '.join(map(str, what))}: process {os.getpid()} was forked from process {pid}, which made the group. A group "
+            'cannot be used in a forked child. Make a new group there, or start the child with multiprocessing\'s "spawn".'
+        )

@@ -16,7 +16,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import again
 
 Job = Callable[[], None]
 
@@ -90,3 +97,44 @@ class FutureThreads:
             queues = list(self._queues.values())
         for each in queues:
             each.stop(until)
+
+
+class OutcomeFuture:
+    """The torch Future of one operation. The first of several threads completes it. See Note [Callbacks that wait]."""
+
+    def __init__(self, device: torch.device, queue: FutureQueue | None, problems: deque[BaseException]) -> None:
+        """`queue` completes it when the operation is settled; without one, the settling thread does."""
+        self.torch_future: torch.futures.Future[Any] = torch.futures.Future(
+            devices=[device] if device.type == "cuda" else None
+        )
+        self._queue = queue
+        self._problems = problems
+        self._claim = [None]
+
+    @property
+    def completed(self) -> bool:
+        """Whether a thread has completed it, or is about to."""
+        return not self._claim
+
+    def complete_in_queue(self, error: BaseException | None, outputs: Sequence[Tensor]) -> None:
+        """The operation is settled: complete it in its queue."""
+        if self._queue is None:
+            self.complete(error, outputs)
+        else:
+            self._queue.put(lambda: self.complete(error, outputs))
+
+    def complete(self, error: BaseException | None, outputs: Sequence[Tensor]) -> None:
+        """Complete it here; a second call does nothing."""
+        try:
+            self._claim.pop()
+        except IndexError:
+            return
+        try:
+            if isinstance(error, Exception):
+                self.torch_future.set_exception(again(error))
+            elif error is not None:
+                self.torch_future.set_exception(RuntimeError(repr(error)))
+            else:
+                self.torch_future.set_result(list(outputs))
+        except Exception as problem:  # the caller has completed it, which is not allowed
+            self._problems.append(problem)

@@ -12,13 +12,12 @@ list of outcomes settles the Work. Nothing in `fail` takes a lock that the inter
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,15 +25,13 @@ from torch import Tensor
 from gradwire import flight_recorder
 from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.timeouts import wait_seconds
-from gradwire.errors import UsageError, again
-from gradwire.events import is_kept
+from gradwire.errors import CollectiveTimeout, HookError, UsageError, again
+from gradwire.events import Emitter, is_kept
 from gradwire.flight_recorder import RecordKind
-from gradwire.groups.forked import refusal
-from gradwire.groups.futures import FutureQueue
+from gradwire.groups.completion import CompletionHooks
+from gradwire.groups.forked import refuse_in_child
+from gradwire.groups.futures import FutureThreads, OutcomeFuture
 from gradwire.groups.work_info import WorkInfo
-
-if TYPE_CHECKING:
-    from gradwire.groups.ledger import Ledger
 
 
 def seconds(timeout: float | timedelta | None) -> float | None:
@@ -45,6 +42,28 @@ def seconds(timeout: float | timedelta | None) -> float | None:
         value = timeout.total_seconds()
         return None if value <= 0 else value
     return wait_seconds("wait", timeout)
+
+
+class WorkLedger(Protocol):
+    """What a Work needs of its group's `Ledger`."""
+
+    name: str
+    rank: int
+    pid: int
+    events: Emitter
+    hooks: CompletionHooks
+    hook_errors: deque[HookError]
+    futures: FutureThreads
+
+    def next_seq(self) -> int: ...
+    def next_ordinal(self, op: Collective) -> int: ...
+    def started(self, work: Work, time: float) -> None: ...
+    def record(self, kind: RecordKind, work: Work, time: float) -> None: ...
+    def settled(self, work: Work) -> None: ...
+    def expire(self, work: Work) -> None: ...
+    def timed_out(self, work: Work, limit: float) -> CollectiveTimeout: ...
+    def where(self, work: Work | None) -> str: ...
+    def raise_hook_error(self) -> None: ...
 
 
 class Work:
@@ -60,7 +79,7 @@ class Work:
     ordinal = 0
     """The number of the collective, the same on all ranks: see `Ledger.next_ordinal`."""
 
-    def __init__(self, op: Collective, ledger: Ledger, *, seq: int, timeout: float) -> None:
+    def __init__(self, op: Collective, ledger: WorkLedger, *, seq: int, timeout: float) -> None:
         self.op = op
         self.seq = seq
         self.ledger = ledger
@@ -77,13 +96,11 @@ class Work:
         self._latch.acquire()
         self.group: object = None
         """The group, while the operation is in flight, so that a caller who keeps only the Work can wait for it."""
-        self._future: torch.futures.Future[Any] | None = None
-        self._future_claim = [None]
-        self._future_queue: FutureQueue | None = None
+        self._future: OutcomeFuture | None = None
         self._callbacks: deque[Callable[[Work], None]] = deque()
 
     @classmethod
-    def over(cls, op: Collective, ledger: Ledger, *, started: float, timeout: float) -> Work:
+    def over(cls, op: Collective, ledger: WorkLedger, *, started: float, timeout: float) -> Work:
         """The Work of an operation that was complete before its Work existed, with no deadline, hook or listener to serve."""
         work = cls(op, ledger, seq=ledger.next_seq(), timeout=timeout)
         work.ordinal = ledger.next_ordinal(op)
@@ -122,28 +139,10 @@ class Work:
             group, self.group = self.group, None
             self._latch.release()
             if self._future is not None:
-                if self._future_queue is None:
-                    self._fulfill()
-                else:
-                    self._future_queue.put(self._fulfill)
-            self._call_back()
+                self._future.complete_in_queue(error, self.op.outputs)
+            _call_back(self, self._callbacks)
         del group  # perhaps the last reference, which ends the group's threads: so this comes last
         return True
-
-    def _call_back(self) -> None:
-        while True:
-            try:
-                callback = self._callbacks.popleft()
-            except IndexError:
-                return
-            # The settling thread may have other ranks' operations to settle next: a callback must not stop it.
-            try:
-                callback(self)
-            except BaseException as problem:
-                if not is_kept(problem):
-                    self._call_back()
-                    raise
-                self.ledger.events.errors.append(problem)
 
     def limit(self, timeout: float) -> None:
         """Shorten the deadline to `timeout` seconds after submission."""
@@ -161,7 +160,7 @@ class Work:
             return
         self._callbacks.append(fn)
         if self.settled:  # in the meantime, perhaps without calling `fn`
-            self._call_back()
+            _call_back(self, self._callbacks)
 
     # -- for the caller ------------------------------------------------------------------------------------------------
 
@@ -178,7 +177,7 @@ class Work:
     def wait_done(self, timeout: float | timedelta | None = None) -> bool:
         """Like `wait`, without the errors of completion hooks: for a group that takes several steps and must not stop halfway."""
         if not self.settled:
-            self._refuse_in_child("wait for")
+            refuse_in_child(self.ledger.pid, "wait for", self.op)
         limit = seconds(timeout)
         remaining = max(0.0, self.deadline - time.perf_counter())
         if limit is None or limit >= remaining:
@@ -191,11 +190,6 @@ class Work:
         if error is not None:
             raise again(error)
         return True
-
-    def _refuse_in_child(self, what: str) -> None:
-        """Raise UsageError in a forked child, where the operation is never settled."""
-        if os.getpid() != self.ledger.pid:
-            raise UsageError(refusal(f"{what} {self.op}", self.ledger.pid))
 
     def wait_settled(self, limit: float) -> bool:
         """Wait at most `limit` seconds until it has finished or failed; True if it has."""
@@ -251,34 +245,15 @@ class Work:
     def get_future(self) -> torch.futures.Future[Any]:
         """A torch Future of the list of outputs; on CUDA it preserves stream order."""
         if not self.settled:
-            self._refuse_in_child("get_future of")
+            refuse_in_child(self.ledger.pid, "get_future of", self.op)
         with self.ledger.futures.lock:
             if self._future is None:
-                device = self.op.device
-                self._future_queue = None if self.settled else self.ledger.futures.queue_for_caller()
-                self._future = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+                queue = None if self.settled else self.ledger.futures.queue_for_caller()
+                self._future = OutcomeFuture(self.op.device, queue, self.ledger.events.errors)
             future = self._future
         if self.settled:
-            self._fulfill()
-        return future
-
-    def _fulfill(self) -> None:
-        """Complete the future; a second call does nothing. See Note [Callbacks that wait] in futures.py."""
-        future = self._future
-        try:
-            self._future_claim.pop()
-        except IndexError:
-            return
-        assert future is not None
-        try:
-            if isinstance(self._error, Exception):
-                future.set_exception(again(self._error))
-            elif self._error is not None:
-                future.set_exception(RuntimeError(repr(self._error)))
-            else:
-                future.set_result(list(self.op.outputs))
-        except Exception as problem:  # the caller has completed it, which is not allowed
-            self.ledger.events.errors.append(problem)
+            future.complete(self._error, self.op.outputs)
+        return future.torch_future
 
     def __repr__(self) -> str:
         if not self.settled:
@@ -290,3 +265,19 @@ class Work:
         return (
             f"<{type(self).__name__} #{self.seq} {self.op} on rank {self.ledger.rank} of {self.ledger.name}: {state}>"
         )
+
+
+def _call_back(work: Work, callbacks: deque[Callable[[Work], None]]) -> None:
+    while True:
+        try:
+            callback = callbacks.popleft()
+        except IndexError:
+            return
+        # The settling thread may have other ranks' operations to settle next: a callback must not stop it.
+        try:
+            callback(work)
+        except BaseException as problem:
+            if not is_kept(problem):
+                _call_back(work, callbacks)
+                raise
+            work.ledger.events.errors.append(problem)

@@ -282,7 +282,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
             optimizer_in_backward_hook(self)
         if torch.is_grad_enabled() and replica.sync and self.logger is not None:
             self.logger.forward_begins()
-        replica.reducer.record(RecordKind.FORWARD_BEGAN)
+        replica.reducer.iterations.record(RecordKind.FORWARD_BEGAN)
         with replica.recovery.failing_forward():
             self._uneven.before_forward(self)
             replica.rebuild()

@@ -144,7 +144,7 @@ class Replica(HookControls):
     @untraced_call
     def before_forward(self) -> None:
         """Rebuild buckets if due, and make buffers equal."""
-        self.reducer.record(RecordKind.FORWARD_BEGAN)
+        self.reducer.iterations.record(RecordKind.FORWARD_BEGAN)
         with self.recovery.failing_forward():
             self.rebuild()
             if self.state.buffers is Buffers.EVERY_FORWARD and self.sync_buffers_next:
@@ -174,7 +174,7 @@ class Replica(HookControls):
     @untraced_call
     def after_forward(self, output: Any) -> Any:
         """Expect the backward of this forward. Returns the output, which may pass through a sink."""
-        self.reducer.record(RecordKind.FORWARD_ENDED)
+        self.reducer.iterations.record(RecordKind.FORWARD_ENDED)
         if torch.is_grad_enabled():
             self.reducer.iterations.forward_ended()
             mark_outputs(output, self.reducer.iterations)

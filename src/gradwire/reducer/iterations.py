@@ -69,6 +69,12 @@ class Iterations:
         self.number += 1
         self.expects_backward = False
 
+    def record(self, kind: RecordKind, label: str = "") -> None:
+        """Write what happened in the iteration to the flight recorder, if there is one."""
+        recorder, group = flight_recorder.active, self.group
+        if recorder is not None:
+            recorder.put(kind, group.rank, group=group.name, label=label, step=self.number, bucket=-1)
+
     def fail(self, error: BaseException) -> None:
         """The step is lost: drop what is in flight, and tell the other ranks, which may be waiting for this one.
 
@@ -88,9 +94,7 @@ class Iterations:
     def reject(self, error: BaseException) -> None:
         """All ranks drop the step alike: the group stays as it is."""
         self.last_error = f"{type(error).__name__}: {error}"
-        if (recorder := flight_recorder.active) is not None:
-            group, label = self.group, summary(error)
-            recorder.put(RecordKind.STEP_FAILED, group.rank, group=group.name, label=label, step=self.number, bucket=-1)
+        self.record(RecordKind.STEP_FAILED, summary(error))
         self._abandon(self.last_error)
         self.ended()
 

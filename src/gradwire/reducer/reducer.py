@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire import flight_recorder
 from gradwire.autograd.backward_end import at_backward_end
 from gradwire.collectives import broadcast
 from gradwire.errors import GradwireError
@@ -269,7 +268,7 @@ class Reducer:
             self.reductions.launch_held()
             if self.events:
                 self.events.emit(BackwardEnded(time.perf_counter(), self.group.rank))
-            self.record(RecordKind.BACKWARD_ENDED)
+            self.iterations.record(RecordKind.BACKWARD_ENDED)
             with torch.no_grad():
                 self._put_back()
         except StepRejected as rejected:
@@ -285,17 +284,10 @@ class Reducer:
         self.reductions.forget_gradients()
         self.machine.finished()
         self.steps += 1
-        self.record(RecordKind.STEP_ENDED)
+        self.iterations.record(RecordKind.STEP_ENDED)
         self.iterations.ended()
         if self.events:
             self.events.emit(StepEnded(time.perf_counter(), self.group.rank, self.steps))
-
-    def record(self, kind: RecordKind) -> None:
-        """Write what happened in the step to the flight recorder, if there is one."""
-        recorder = flight_recorder.active
-        if recorder is not None:
-            group, iterations = self.group, self.iterations
-            recorder.put(kind, group.rank, group=group.name, step=iterations.number, bucket=-1)
 
     def _put_back(self) -> None:
         reductions, listening = self.reductions, self.listener.listening

@@ -1,7 +1,7 @@
 """`gradwire bench collectives`: one collective by every means at hand, over sizes and numbers of ranks, in one run.
 
 Ranks are processes that the command starts, under mpirun where Open MPI takes part; all contenders live in the same processes
-and take turns. This module declares the command and puts it together: `race.py` is what a rank does, `sweep.py` what the
+and take turns. This module declares the command and puts it together: `measure.py` is what a rank does, `sweep.py` what the
 figures are, `plot.py` how they look.
 """
 
@@ -19,7 +19,7 @@ from rich.console import Console
 
 from gradwire.cli.arguments import at_least, byte_size, list_of
 from gradwire.cli.bench import contenders, plot
-from gradwire.cli.bench.race import Race, run_race
+from gradwire.cli.bench.measure import Race, run_race
 from gradwire.cli.bench.sweep import Sweep, as_json, notable, ratio_table, size_words, time_table
 from gradwire.cli.experiment import mpi
 from gradwire.cli.experiment.bar import bar, warn_if_crowded

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from gradwire.cli.bench.contenders import GLOO, HEAP, MEMCPY, MPI, ORDINARY
-from gradwire.cli.bench.race import Key
+from gradwire.cli.bench.measure import Key
 from gradwire.cli.experiment.timing import Series, compare
 
 RATIOS = ((GLOO, HEAP), (MPI, HEAP), (HEAP, MEMCPY), (GLOO, ORDINARY), (MPI, ORDINARY))

@@ -155,9 +155,9 @@ class C10dWork(Work):
         """As in Work; with a stream-ordered engine it is completed at once and preserves stream order, as with NCCL."""
         future = super().get_future()
         self._attend_if_wanted()
-        if self._event is not None and self._future_claim:
+        if self._event is not None and self._future is not None and not self._future.completed:
             torch.cuda.current_stream(self.op.device).wait_event(self._event)
-            self._fulfill()
+            self._future.complete(self._error, self.op.outputs)
         return future
 
 

@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from gradwire.collectives import Collective, OpKind
-from gradwire.collectives.aliasing import apart, span
+from gradwire.collectives.aliasing import apart
 from gradwire.collectives.lower import as_bytes, is_plain
+from gradwire.collectives.overlap import span
 from gradwire.collectives.reference import store
 from gradwire.groups.mpi.datatypes import Datatypes
 from gradwire.groups.mpi.p2p import Receive

@@ -1,0 +1,70 @@
+"""Limits on the source that keep it readable: no import circles, no large files or classes, no names that are easily confused."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src"
+MODULES = {
+    ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): ast.parse(path.read_text())
+    for path in sorted(SOURCE.rglob("*.py"))
+}
+TORCHS_OWN = {"DistributedDataParallel", "PrivateStore", "ProcessGroupBase"}
+"""Classes with torch's methods."""
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """The modules that a module imports anywhere, also for type checkers only."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            whole = (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {name if name in MODULES else node.module for name in whole}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & MODULES.keys()
+
+
+def test_there_are_no_import_circles() -> None:
+    try:
+        TopologicalSorter({name: imports(tree) - {name} for name, tree in MODULES.items()}).prepare()
+    except CycleError as circle:
+        pytest.fail(" -> ".join(circle.args[1]))
+
+
+def test_files_are_short() -> None:
+    long = {name: tree.body[-1].end_lineno or 0 for name, tree in MODULES.items() if tree.body}
+    assert [name for name, lines in long.items() if lines > 400] == ["gradwire.parallel.ddp"]
+
+
+def test_classes_are_small() -> None:
+    counts = {
+        node.name: sum(isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef)) for one in node.body)
+        for tree in MODULES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {name for name, count in counts.items() if count > 20} <= TORCHS_OWN | {
+        "Group",
+        "Membership",
+        "TwoLevel",
+        "_Supervisor",
+    }
+
+
+def differ_by_one_letter(a: str, b: str) -> bool:
+    if len(a) == len(b):
+        return sum(x != y for x, y in zip(a, b, strict=True)) == 1
+    short, long = sorted((a, b), key=len)
+    return any(long[:i] + long[i + 1 :] == short for i in range(len(long)))
+
+
+def test_no_two_files_have_names_one_letter_apart() -> None:
+    names = {path.stem for path in SOURCE.rglob("*.py")}
+    alike = {pair for pair in combinations(sorted(names), 2) if differ_by_one_letter(*pair)}
+    assert alike <= {("ring", "rng"), ("run", "runs")}  # of packages that have nothing to do with each other
