@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 import time
 import weakref
@@ -44,7 +43,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore
 
-from gradwire.errors import UNEVEN, ClosedError
+from gradwire.errors import ClosedError
 from gradwire.groups.bounded_store import StoreCalls, bounded, innermost
 from gradwire.groups.private_store import PrivateStore
 from gradwire.groups.rendezvous import Rendezvous
@@ -348,26 +347,6 @@ class Membership(Progress):
         self.refresh(_REPORTED_WITHIN)
         others = None if self.store_lost else self.peers.joined(place)
         return None if others is None else tuple(sorted((self.rank, *others)))
-
-    def find_culprit(self, joined: int, patience: float = 1.0) -> tuple[int | None, str]:
-        """(rank, reason) for a broken connection; searches for at most `patience` seconds."""
-        deadline = time.monotonic() + patience
-        while True:
-            self.refresh(max(0.1, deadline - time.monotonic()))
-            dead = self.peers.dead()
-            if dead is not None:
-                return dead, f"rank {dead} (process {self.peers.members[dead].pid}) has died"
-            if self.failure_record is not None:
-                return self.failure_record
-            over = time.monotonic() >= deadline or self.store_lost
-            # A rank that gave up on this operation has joined it; so has one that finished it and left, which is not the culprit.
-            gone = self.peers.left_before(sys.maxsize if over else joined)
-            if gone is not None:
-                how = self.peers.members[gone].left
-                return gone, f"rank {gone} has left ({how})" + (f". {UNEVEN}" if how == "closed" else "")
-            if over:
-                return None, "a peer has died or closed its connections; which one is not known"
-            time.sleep(0.02)
 
 
 def _connection(store: Any) -> Any:

@@ -28,8 +28,9 @@ from types import FrameType
 from typing import BinaryIO
 
 from gradwire.errors import UsageError
-from gradwire.launch.first_failure import Ending, brief, described, final_output, summary
+from gradwire.launch.first_failure import Ending, described
 from gradwire.launch.process import RankProcess
+from gradwire.launch.run_report import RunReport
 from gradwire.launch.screen import RankStream, Screen
 from gradwire.launch.shutdown import Shutdown
 from gradwire.launch.store_host import StoreHost
@@ -140,7 +141,10 @@ class _Supervisor:
                     self._ranks[rank].send(number)
             self._release_held()
         self._end_companions()
-        self._report()
+        pids = [process.pid for process in self._ranks]
+        RunReport(self._err, [self._streams[rank][1] for rank in range(len(pids))], self._run.log_dir).show(
+            shutdown, pids, self._now
+        )
         return shutdown.exit_code
 
     @property
@@ -241,42 +245,6 @@ class _Supervisor:
             self._drain(process)
             for stream in self._streams[process.rank]:
                 stream.end(now=self._now)
-
-    def _report(self) -> None:
-        shutdown, first = self._shutdown, self._shutdown.first
-        if first is not None:
-            left_out = self._summarize([ending.rank for ending in shutdown.endings if ending.rank != first.rank])
-            if left_out:
-                where = f"in full in {self._run.log_dir}" if self._run.log_dir is not None else "--debug shows all"
-                self._say(
-                    f"gradwire run: {left_out} traceback{'s' if left_out > 1 else ''} shortened to one line: {where}"
-                )
-            if len(self._ranks) > 1 and (words := final_output(first.words)):
-                self._say("", f"gradwire run: last output of rank {first.rank}:", *words, "")
-            self._say(f"gradwire run: {summary(first, shutdown.endings)}")
-        elif shutdown.lost is not None:
-            self._summarize([ending.rank for ending in shutdown.endings])
-        elif shutdown.stopped_by is not None and shutdown.exit_code:
-            self._summarize([ending.rank for ending in shutdown.endings])
-            self._say(f"gradwire run: stopped by {shutdown.stopped_by.name} after {self._now:.1f} s")
-        if shutdown.lost is not None and shutdown.exit_code:
-            self._say(f"gradwire run: {shutdown.lost}; ranks cannot continue without it. Its output, if any, is above.")
-        for rank in sorted(shutdown.running):
-            pid = self._ranks[rank].pid
-            self._say(f"gradwire run: rank {rank} (process {pid}) is still running, even after SIGKILL")
-
-    def _summarize(self, ranks: Sequence[int]) -> int:
-        """Show one line for each traceback that is held back, and return their number."""
-        count = 0
-        for rank in sorted(ranks):
-            stream = self._streams[rank][1]
-            if held := stream.take_held():
-                count += 1
-                self._err.write(b"".join(map(stream.line, brief(held))))
-        return count
-
-    def _say(self, *lines: str | bytes) -> None:
-        self._err.write(b"".join((line.encode() if isinstance(line, str) else line) + b"\n" for line in lines))
 
     def _release(self) -> None:
         for process in self._ranks:

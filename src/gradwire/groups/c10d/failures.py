@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from gradwire.errors import CollectiveTimeout, GradwireError, GroupError, PeerLost
+from gradwire.groups.culprit import find_culprit
 from gradwire.groups.membership import Membership
 from gradwire.groups.work import Work
 
@@ -33,7 +34,7 @@ def translate(error: BaseException, work: Work, engine: str, membership: Members
             missing=error.missing,
         )
     elif _PEER_GONE.search(text):
-        rank, why = (None, "a peer is gone") if membership is None else membership.find_culprit(membership.joined)
+        rank, why = (None, "a peer is gone") if membership is None else find_culprit(membership, membership.joined)
         translated = PeerLost(
             f"{where}: {why}. Look at that rank's output for the cause; this group can no longer be used. "
             f"Error of {engine}: {text}",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost
+from gradwire.groups.culprit import find_culprit
 from gradwire.groups.membership import Membership
 from gradwire.groups.work import Work
 
@@ -29,7 +30,7 @@ def told_by(
     if isinstance(error, PeerLost) and error.rank is not None:
         rank, why = members[error.rank], str(error)
     elif membership is not None:
-        rank, why = membership.find_culprit(place, patience=1.0 if isinstance(error, PeerLost) else 0.0)
+        rank, why = find_culprit(membership, place, patience=1.0 if isinstance(error, PeerLost) else 0.0)
     if rank is not None:
         text = f"{where}: rank {rank} is lost. Look at its output for the cause; make a new group to go on. What is known: {why}"
         return chained(PeerLost(text, rank=rank, op=error.op if isinstance(error, PeerLost) else None), error)

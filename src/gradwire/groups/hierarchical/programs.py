@@ -1,7 +1,8 @@
 """Every collective in two levels: generators that yield steps, each a collective of the host's own group or of a rail.
 
-What a step's ranks are is said by `layout.py`; who carries it out, and what happens when it fails, by `group.py`. No group, no
-thread and no engine in here, so it is tested with simulated ranks.
+The layout determines the ranks of a step (`collectives/layout.py`), `group.py` which group carries it out and what happens when it
+fails. `host_place.py` has what a rank needs to know of its place, `moves.py` the collectives that move pieces. There is no group,
+no thread and no engine in here, so it is tested with simulated ranks.
 
 Note [All-reduce in two levels]
 Reduce-scatter inside the host, one slice for each carrier; all-reduce of each slice in its rail; all-gather inside. With h hosts,
@@ -13,19 +14,11 @@ Note [Rounded once on each level]
 float16, bfloat16 and float8 are summed in float32 and rounded, once in the host and once between hosts. To send float32 between
 hosts would round once less and double what is sent on the slowest link. Averages are taken on both levels, so that a sum that
 would not fit never exists; where hosts differ in size that would weigh ranks differently, and the whole is done in float32.
-
-Note [Moving pieces]
-Gather, scatter and all-to-all are one thing: every rank has a piece, perhaps empty, for every other. A piece goes to its sender's
-carrier (unless that is the sender), in the rail to the other host, and there to its receiver. Pieces for the same host travel as
-one message. How large a piece is must be known to those it passes: in gathers and scatters all are alike, in an all-to-all the
-ranks tell each other first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,23 +27,13 @@ from gradwire.collectives import Collective, Layout, OpKind, ReduceOp, Scope, bu
 from gradwire.collectives.inference import writes
 from gradwire.collectives.lower import flat, is_plain, lower
 from gradwire.collectives.reference import cut, perform, store, working_dtype
-from gradwire.errors import CollectiveMismatch, InternalError
+from gradwire.errors import InternalError
+from gradwire.groups.hierarchical.host_place import HostPlace, Step, Steps, split_row
+from gradwire.groups.hierarchical.moves import Moves
 
 SMALLEST_SLICE = 1024
 """Elements below which a slice is not divided further: a shorter message costs as much."""
 
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One collective of one of the two groups that a rank is in."""
-
-    where: Literal["inside", "across"]
-    op: Collective
-
-
-Steps = Generator[Step, None, None]
-Sizes = Callable[[int, int], int]
-"""How many elements one rank has for another."""
 
 _NATIVE = frozenset({
     OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL,
@@ -70,19 +53,12 @@ def takes(op: Collective) -> bool:
     return all(is_plain(t) for t in op.inputs) and all(is_plain(t) for t in op.outputs)
 
 
-class TwoLevel:
+class TwoLevel(HostPlace):
     """The programs of one rank."""
 
     def __init__(self, layout: Layout, rank: int) -> None:
-        self.layout = layout
-        self.rank = rank
-        self.size = layout.size
-        self.host, self.index = layout.place(rank)
-        self.mates = layout.hosts[self.host]
-        self.width = layout.width
-        self.carries = self.index < self.width
-        self.alone = len(self.mates) == 1
-        self.others = [h for h in range(len(layout.hosts)) if h != self.host]
+        super().__init__(layout, rank)
+        self._moves = Moves(layout, rank)
         self._one_group = layout.hosts == (tuple(range(self.size)),)
 
     def carry_out(self, op: Collective) -> Steps:
@@ -120,14 +96,14 @@ class TwoLevel:
             yield from self._all_gather([flat(t) for t in op.outputs], flat(op.inputs[0]), label)
         elif kind is OpKind.ALL_GATHER_INTO_TENSOR:
             whole, mine = flat(op.outputs[0]), flat(op.inputs[0])
-            yield from self._all_gather(_cut(whole, [mine.numel()] * self.size), mine, label)
+            yield from self._all_gather(split_row(whole, [mine.numel()] * self.size), mine, label)
         elif kind is OpKind.REDUCE_SCATTER:
             parts = [flat(t) for t in op.inputs]
             yield from self._reduce_scatter(flat(op.outputs[0]), parts, op.reduce_op or ReduceOp.SUM, label)
         elif kind is OpKind.GATHER:
-            yield from self._gather(op)
+            yield from self._moves.gather(op)
         elif kind is OpKind.SCATTER:
-            yield from self._scatter(op)
+            yield from self._moves.scatter(op)
         elif kind is OpKind.ALL_TO_ALL:
             yield from self._all_to_all(op.outputs, op.inputs, label)
         elif kind is OpKind.ALL_TO_ALL_SINGLE:
@@ -194,17 +170,14 @@ class TwoLevel:
 
     # -- one part per rank ---------------------------------------------------------------------------------------------
 
-    def _bundle(self, sizes: Sequence[int], host: int, rail: int) -> list[int]:
-        return [sizes[rank] for rank in self.layout.rail(host, rail)]
-
     def _all_gather(self, outputs: Sequence[Tensor], mine: Tensor, label: str) -> Steps:
         """To the carriers; in each rail, a bundle of every host; all bundles to all ranks. Each host's bytes enter another once."""
         sizes, hosts = [t.numel() for t in outputs], range(len(self.layout.hosts))
-        per_rail = [[sum(self._bundle(sizes, h, rail)) for h in hosts] for rail in range(self.width)]
-        bundle = yield from self._to_carriers(mine, lambda rank: sizes[rank], label)
+        per_rail = [[sum(self.bundle(sizes, h, rail)) for h in hosts] for rail in range(self.width)]
+        bundle = yield from self.to_carriers(mine, lambda rank: sizes[rank], label)
         received = mine.new_empty(sum(per_rail[self.index])) if self.carries else mine[:0]
         if self.carries and self.others:
-            yield Step("across", build.all_gather(_cut(received, per_rail[self.index]), bundle, label=label))
+            yield Step("across", build.all_gather(split_row(received, per_rail[self.index]), bundle, label=label))
         elif self.carries:
             received.copy_(bundle)
         wholes = [mine.new_empty(sum(per_rail[i]) if i < self.width else 0) for i in range(len(self.mates))]
@@ -214,7 +187,7 @@ class TwoLevel:
             yield Step("inside", build.all_gather(wholes, received, label=label))
         for rail in range(self.width):
             ranks = [rank for h in hosts for rank in self.layout.rail(h, rail)]
-            for rank, piece in zip(ranks, _cut(wholes[rail], [sizes[rank] for rank in ranks]), strict=True):
+            for rank, piece in zip(ranks, split_row(wholes[rail], [sizes[rank] for rank in ranks]), strict=True):
                 store(outputs[rank], piece)
 
     def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, label: str) -> Steps:
@@ -227,135 +200,28 @@ class TwoLevel:
             return
         each, last = self._levels(op, output.dtype)
         hosts = range(len(self.layout.hosts))
-        by_lane = [
+        by_rail = [
             torch.cat([inputs[rank] for h in hosts for rank in self.layout.rail(h, rail)]) for rail in range(self.width)
         ]
-        by_lane += [output[:0]] * (len(self.mates) - self.width)
-        mine = by_lane[self.index]
+        by_rail += [output[:0]] * (len(self.mates) - self.width)
+        mine = by_rail[self.index]
         if not self.alone:
-            yield Step("inside", build.reduce_scatter(mine, by_lane, op=each, label=label))
+            yield Step("inside", build.reduce_scatter(mine, by_rail, op=each, label=label))
         bundle = mine
         if self.carries and self.others:
             sizes = [t.numel() for t in inputs]
-            parts = _cut(mine, [sum(self._bundle(sizes, h, self.index)) for h in hosts])
+            parts = split_row(mine, [sum(self.bundle(sizes, h, self.index)) for h in hosts])
             bundle = mine.new_empty(parts[self.host].numel())
             yield Step("across", build.reduce_scatter(bundle, parts, op=each, label=label))
         if last != 1:
             bundle.div_(last)
-        yield from self._from_carriers(output, bundle, lambda rank: inputs[rank].numel(), label)
-
-    def _to_carriers(self, mine: Tensor, size_of: Callable[[int], int], label: str) -> Generator[Step, None, Tensor]:
-        """Hand `mine` to this rank's carrier; a carrier gets what its rail has brought, in one row."""
-        if len(self.mates) == self.width:
-            return mine
-        carrier = self.index % self.width
-        mates = range(len(self.mates))
-        sizes = [size_of(m) if self.carries and i % self.width == self.index else 0 for i, m in enumerate(self.mates)]
-        row = mine.new_empty(sum(sizes))
-        pieces = [mine if i == carrier else mine[:0] for i in mates]
-        yield Step("inside", build.all_to_all(_cut(row, sizes), pieces, label=label))
-        return row
-
-    def _from_carriers(self, output: Tensor, row: Tensor, size_of: Callable[[int], int], label: str) -> Steps:
-        """The way back: a carrier hands each rank of its rail its piece of `row`."""
-        if len(self.mates) == self.width:
-            store(output, row)
-            return
-        carrier = self.index % self.width
-        sizes = [size_of(m) if self.carries and i % self.width == self.index else 0 for i, m in enumerate(self.mates)]
-        places = [output if i == carrier else output[:0] for i in range(len(self.mates))]
-        yield Step("inside", build.all_to_all(places, _cut(row, sizes), label=label))
-
-    # -- one piece from every rank to every other ----------------------------------------------------------------------
-
-    def _gather(self, op: Collective) -> Steps:
-        mine, root = flat(op.inputs[0]), op.root or 0
-        n = mine.numel()
-        pieces = [mine if rank == root else mine[:0] for rank in range(self.size)]
-        places = [flat(t) for t in op.outputs] or [mine[:0]] * self.size
-        yield from self._move(places, pieces, lambda source, target: n if target == root else 0, op.label)
-
-    def _scatter(self, op: Collective) -> Steps:
-        place, root = flat(op.outputs[0]), op.root or 0
-        n = place.numel()
-        pieces = [flat(t) for t in op.inputs] or [place[:0]] * self.size
-        places = [place if rank == root else place[:0] for rank in range(self.size)]
-        yield from self._move(places, pieces, lambda source, target: n if source == root else 0, op.label)
+        yield from self.from_carriers(output, bundle, lambda rank: inputs[rank].numel(), label)
 
     def _all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: str) -> Steps:
+        """The ranks exchange the sizes of all pieces first: see Note [Moving pieces] in moves.py."""
         places, pieces = [flat(t) for t in outputs], [flat(t) for t in inputs]
         row = torch.tensor([t.numel() for t in pieces], device=pieces[0].device)
         rows = row.new_empty(self.size * self.size)
-        yield from self._all_gather(_cut(rows, [self.size] * self.size), row, label)
+        yield from self._all_gather(split_row(rows, [self.size] * self.size), row, label)
         table: list[list[int]] = rows.view(self.size, self.size).tolist()
-        yield from self._move(places, pieces, lambda source, target: table[source][target], label)
-
-    def _move(self, places: Sequence[Tensor], pieces: Sequence[Tensor], sizes: Sizes, label: str) -> Steps:
-        """Bring `pieces[rank]` of every rank to each rank's `places[sender]`. See Note [Moving pieces]."""
-        rail, hosts = self.index % self.width, self.layout.hosts
-        far = [rank for h in self.others for rank in hosts[h]]
-        packed = torch.cat([pieces[rank] for rank in far]) if far else pieces[0][:0]
-        brought = yield from self._to_carriers(packed, lambda rank: sum(sizes(rank, to) for to in far), label)
-        # In the rail: for each other host, what the ranks of this rail have for its ranks; and from each, the reverse.
-        arrived: dict[tuple[int, int], Tensor] = {}
-        if self.carries and self.others:
-            crew = self.layout.rail(self.host, rail)
-            keys = [(source, to) for source in crew for to in far]
-            leaving = dict(zip(keys, _cut(brought, [sizes(*key) for key in keys]), strict=True))
-            messages = [
-                torch.cat([brought[:0], *(leaving[s, to] for s in crew for to in hosts[h] if h != self.host)])
-                for h in range(len(hosts))
-            ]
-            expected = [
-                [(s, to) for s in self.layout.rail(h, rail) for to in self.mates] if h != self.host else []
-                for h in range(len(hosts))
-            ]
-            lengths = [sum(sizes(*key) for key in keys) for keys in expected]
-            row = packed.new_empty(sum(lengths))
-            yield Step("across", build.all_to_all(_cut(row, lengths), messages, label=label))
-            keys = [key for keys in expected for key in keys]
-            arrived = dict(zip(keys, _cut(row, [sizes(*key) for key in keys]), strict=True))
-        yield from self._deliver(places, pieces, arrived, sizes, label)
-
-    def _deliver(
-        self,
-        places: Sequence[Tensor],
-        pieces: Sequence[Tensor],
-        arrived: dict[tuple[int, int], Tensor],
-        sizes: Sizes,
-        label: str,
-    ) -> Steps:
-        """In the host: each rank's own pieces for its mates, and what it has brought from other hosts."""
-
-        def senders(index: int) -> list[int]:
-            """Whose pieces the mate at `index` hands out."""
-            far = [s for h in self.others for s in self.layout.rail(h, index)] if index < self.width else []
-            return [self.mates[index], *far]
-
-        def piece(sender: int, to: int) -> Tensor:
-            return pieces[to] if sender == self.rank else arrived[sender, to]
-
-        outgoing = [torch.cat([piece(s, to) for s in senders(self.index)]) for to in self.mates]
-        lengths = [sum(sizes(s, self.rank) for s in senders(i)) for i in range(len(self.mates))]
-        row = pieces[0].new_empty(sum(lengths))
-        if self.alone:
-            row = outgoing[0]
-        else:
-            yield Step("inside", build.all_to_all(_cut(row, lengths), outgoing, label=label))
-        order = [s for i in range(len(self.mates)) for s in senders(i)]
-        received = dict(zip(order, _cut(row, [sizes(s, self.rank) for s in order]), strict=True))
-        wrong = {s: t.numel() for s, t in received.items() if t.numel() != places[s].numel()}
-        if wrong:
-            raise CollectiveMismatch(
-                f"rank {self.rank} expects other sizes than it was sent: "
-                + "; ".join(
-                    f"{n} elements from rank {s} where there is room for {places[s].numel()}" for s, n in wrong.items()
-                )
-                + ". Sizes that ranks expect of each other must agree."
-            )
-        for sender, t in received.items():
-            store(places[sender], t)
-
-
-def _cut(row: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    return list(row.split(list(sizes)))
+        yield from self._moves.move(places, pieces, lambda source, target: table[source][target], label)
