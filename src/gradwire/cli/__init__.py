@@ -1,7 +1,7 @@
-"""The `gradwire` command: one module a subcommand, each with `add_parser(subparsers)` and `run(args) -> exit code`.
+"""The `gradwire` command: one module per subcommand, each with `add_parser(subparsers)` and `run(args) -> exit code`.
 
-This layer is where text meets people: it parses arguments, prints, and, beside `launch`, alone may read environment variables. Only
-the module of the subcommand that was asked for is imported: most of them import torch, which takes seconds.
+This layer is the user interface: it parses arguments and prints. Except for `launch`, only this layer may read environment
+variables. Only the module of the requested subcommand is imported: most of them import torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from gradwire.errors import GradwireError, UsageError
 
 
 class Command(Protocol):
-    """What the module of a subcommand holds."""
+    """The interface of a subcommand's module."""
 
     def add_parser(self, subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
         """Declare the subcommand and its options."""
 
     def run(self, args: argparse.Namespace) -> int:
-        """Do it, and return the exit code."""
+        """Run it and return the exit code."""
 
 
 _COMMANDS: Mapping[str, str] = {
-    "bench": "measure gradwire beside its peers on this machine",
+    "bench": "compare gradwire with its alternatives on this machine",
     "demo": "train a small transformer data-parallel on this machine",
     "lab": "train over slow links, and see what compression costs",
     "run": "start a script on several ranks of this machine",
     "trace": "show what all ranks of a run did, as one picture",
 }
 """The modules of this package that are subcommands, and what each does."""
-_USAGE = 2  # as argparse has it
-_INTERRUPTED = 130  # 128 + SIGINT, as shells count
+_USAGE = 2  # as in argparse
+_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parser, command = _parser(words)
         args = parse(parser, words)
-        assert command is not None  # argparse has refused the rest
+        assert command is not None  # argparse rejects anything else
         return command.run(args)
     except KeyboardInterrupt:
         _show_cursor()
@@ -59,12 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join([f"gradwire: {type(error).__name__}: {error}", *_notes(error)]), file=sys.stderr)
         if isinstance(error, UsageError):
             return _USAGE
-        print("(gradwire --debug shows where it came from)", file=sys.stderr)
+        print("(gradwire --debug shows the traceback)", file=sys.stderr)
         return 1
 
 
 def _show_cursor() -> None:
-    """Rank 0 may have been stopped in the middle of drawing, with the cursor hidden."""
+    """Rank 0 may have been stopped while drawing, with the cursor hidden."""
     if "rich" in sys.modules:
         importlib.import_module("rich.console").Console().show_cursor(True)
 
@@ -78,7 +78,7 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Command | No
     parser = argparse.ArgumentParser(
         prog="gradwire",
         description="Data-parallel training for PyTorch in which everything between autograd and the wire is plain Python.",
-        epilog="gradwire COMMAND --help tells the options of a command.",
+        epilog="gradwire COMMAND --help shows the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"gradwire {gradwire.__version__}")
     parser.add_argument("--debug", action="store_true", help="show a traceback when a command fails")

@@ -1,4 +1,4 @@
-"""Types of command-line arguments, and what is shown when one is wrong."""
+"""Types of command-line arguments, and their error messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 
 def add_debug(parser: argparse.ArgumentParser) -> None:
-    """Take --debug after a subcommand too, where people write it; without a default there, which would undo the one before."""
+    """Accept --debug after a subcommand too; without a default there, which would override the first one."""
     parser.add_argument(
         "--debug", action="store_true", default=argparse.SUPPRESS, help="show full tracebacks when it fails"
     )
@@ -15,13 +15,13 @@ def add_debug(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """As `parse_args`, but what is not understood is an error of the subcommand, with its usage. `hints` is that subcommand's."""
+    """Like `parse_args`, but unrecognized arguments are an error of the subcommand, with its usage and its `hints`."""
     args, extra = parser.parse_known_args(words)
     if extra:
         hints: dict[str, str] = getattr(args, "hints", {})
         names = [word.partition("=")[0].replace("_", "-") for word in extra]
-        told = next((f". {hints[name]}" for name in names if name in hints), "")
-        args.parser.error(f"unrecognized arguments: {' '.join(extra)}{told}")
+        hint = next((f". {hints[name]}" for name in names if name in hints), "")
+        args.parser.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
     for name in ("parser", "hints"):
         vars(args).pop(name, None)
     return args
@@ -50,7 +50,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def list_of(parse: Callable[[str], int]) -> Callable[[str], list[int]]:
-    """Values with commas between them, in ascending order and each once.
+    """Comma-separated values, sorted and without duplicates.
 
     >>> list_of(at_least(1))("4,2,2")
     [2, 4]
@@ -62,34 +62,34 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "k": 2**10, "mib": 2**20, "m": 2**20, "gi
 
 
 def byte_size(text: str) -> int:
-    """A number of bytes, as 4096, 4KiB or 25MiB; K, M and G count by 1024 too.
+    """A number of bytes, such as 4096, 4KiB or 25MiB; K, M and G are powers of 1024 too.
 
     >>> byte_size("25 MiB")
     26214400
     >>> byte_size("a lot")
     Traceback (most recent call last):
-    argparse.ArgumentTypeError: 'a lot' is not a number of bytes, as 4096, 4KiB or 25MiB
+    argparse.ArgumentTypeError: 'a lot' is not a number of bytes, such as 4096, 4KiB or 25MiB
     """
     digits = text.rstrip("bBiIkKmMgG ")
     unit = _UNITS.get(text[len(digits) :].strip().lower())
     if unit is None or not digits.isdecimal() or int(digits) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, as 4096, 4KiB or 25MiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, such as 4096, 4KiB or 25MiB")
     return int(digits) * unit
 
 
 def positive(text: str) -> float:
-    """A number of more than 0.
+    """A number greater than 0.
 
     >>> positive("0.5")
     0.5
     >>> positive("-1")
     Traceback (most recent call last):
-    argparse.ArgumentTypeError: '-1' is not a number of more than 0
+    argparse.ArgumentTypeError: '-1' is not a number greater than 0
     """
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of more than 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number greater than 0")
     return value

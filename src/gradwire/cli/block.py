@@ -1,4 +1,4 @@
-"""The transformer block that the demo and the benchmarks build their models of: pre-norm and causal, without dropout."""
+"""The transformer block of the demo's and the benchmarks' models: pre-norm and causal, without dropout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron, each on a normalized residual stream."""
+    """Attention, then an MLP, each on a normalized residual stream."""
 
     def __init__(self, *, width: int, heads: int, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`gradwire run`: its options, and what they mean to the launcher."""
+"""`gradwire run`: its options, passed on to the launcher."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradwire.observe.runs import KEPT, new_run, runs_directory
 from gradwire.private_file import create, name_of
 
 _SEVERAL_HOSTS = (
-    "gradwire run starts ranks on this machine only. For several use torchrun, mpirun or srun: gw.init() works there"
+    "gradwire run starts ranks on this machine only. For several hosts use torchrun, mpirun or srun: gw.init() works"
 )
 _HINTS = {
     **dict.fromkeys(
@@ -33,13 +33,13 @@ _HINTS = {
         ],
         _SEVERAL_HOSTS,
     ),
-    "--max-restarts": "gradwire run does not start ranks again. Use torchrun: gw.init() works under it",
+    "--max-restarts": "gradwire run does not restart ranks. Use torchrun: gw.init() works under it",
     "--no-python": "gradwire run starts Python scripts, and modules with -m. Use torchrun: gw.init() works under it",
     **dict.fromkeys(
         ["--redirects", "--tee", "-r", "-t"], "All output is shown; --log-dir DIR writes it to files as well"
     ),
 }
-"""What to do instead of options that torchrun has."""
+"""Hints for torchrun's options that are not supported."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
@@ -49,8 +49,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         usage="gradwire run [options] [-m] SCRIPT [arguments of the script]",
         description="Start N processes of a script on this machine; gw.init() makes them ranks of one world. Each line of "
         "their output is shown with its rank. When one fails the others are stopped, its traceback is shown last, and its "
-        "exit code is returned. Signals are passed on to all ranks; a second Ctrl-C kills them. Rank 0 reads what is piped "
-        "in; nobody reads the terminal.",
+        "exit code is returned. Signals are forwarded to all ranks; a second Ctrl-C kills them. Rank 0 reads what is piped "
+        "in; no rank reads the terminal.",
         epilog="For several hosts use torchrun, mpirun or srun: gw.init() works under each.",
     )
     parser.set_defaults(hints=_HINTS)
@@ -63,7 +63,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         type=_count,
         default="auto",
         metavar="N",
-        help="how many ranks, or gpu, cpu or auto (default: one per GPU, else one per core)",
+        help="number of ranks, or gpu, cpu or auto (default: one per GPU, else one per core)",
     )
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as after python -m")
     add(
@@ -72,9 +72,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         default=[],
         type=_assignment,
         metavar="NAME=VALUE",
-        help="set a variable for the ranks; may be given again",
+        help="set an environment variable for the ranks; may be repeated",
     )
-    add("--no-prefix", action="store_true", help="show lines as they are, without the rank")
+    add("--no-prefix", action="store_true", help="show lines without the rank")
     add(
         "--log-dir",
         "--log_dir",
@@ -98,9 +98,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         f"last {KEPT} runs are kept)",
     )
     add("--no-record", action="store_true", help="do not record what the ranks do")
-    add("--standalone", action="store_true", help="as for torchrun; ranks are on this machine only in any case")
-    add("--nnodes", type=_one_host, metavar="1", help="as for torchrun; nothing but 1")
-    # One argument for both, and not REMAINDER, from which argparse drops a first "--".
+    add("--standalone", action="store_true", help="as for torchrun; ranks are always on this machine only")
+    add("--nnodes", type=_one_host, metavar="1", help="as for torchrun; must be 1")
+    # One argument for both, not REMAINDER, from which argparse drops a first "--".
     add("script", nargs=argparse.PARSER, metavar="SCRIPT", help="a Python file, or with -m a module, and its arguments")
     return parser
 
@@ -173,12 +173,12 @@ def _ranks(word: str, cpus: int) -> int:
         return cpus
     gpus = count_gpus()
     if word == "gpu" and not gpus:
-        raise UsageError("gradwire run --nproc gpu: there is no GPU that torch can use. Give a number, or cpu.")
+        raise UsageError("gradwire run --nproc gpu: there is no GPU that torch can use. Pass a number, or cpu.")
     return gpus or cpus
 
 
 def count_gpus() -> int:
-    """How many GPUs torch sees. torch is imported only where the machine has a driver for one."""
+    """How many GPUs torch sees. torch is imported only if the machine has a GPU driver."""
     if not any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")):
         return 0
     import torch

@@ -104,10 +104,13 @@ def test_a_script_that_is_not_there(capsys, tmp_path):
         ([], "the following arguments are required: SCRIPT\n"),
         (["--nproc", "0", "x"], "'0' is not a whole number of 1 or more"),
         (["--nproc", "many", "x"], "'many' is not a whole number of 1 or more, nor gpu, cpu or auto"),
-        (["--nnodes", "2", "x"], "'2' hosts: gradwire run starts ranks on this machine only. For several use torchrun"),
+        (
+            ["--nnodes", "2", "x"],
+            "'2' hosts: gradwire run starts ranks on this machine only. For several hosts use torchrun",
+        ),
         (
             ["--max_restarts=3", "x"],
-            "unrecognized arguments: --max_restarts=3. gradwire run does not start ranks again",
+            "unrecognized arguments: --max_restarts=3. gradwire run does not restart ranks",
         ),
         (
             ["--rdzv-backend", "c10d", "x"],

@@ -1,4 +1,4 @@
-"""`gradwire bench`: what gradwire costs and what it saves, measured beside its peers on this machine."""
+"""`gradwire bench`: what gradwire costs and what it saves, compared with its alternatives on this machine."""
 
 from gradwire.cli.bench.command import add_parser, run
 

@@ -1,8 +1,8 @@
-"""`gradwire bench collectives`: one collective by every means at hand, over sizes and numbers of ranks, in one run.
+"""`gradwire bench collectives`: one collective by every available implementation, over sizes and numbers of ranks, in one run.
 
-Ranks are processes that the command starts, under mpirun where Open MPI takes part; all contenders live in the same processes
-and take turns. This module declares the command and puts it together: `measure.py` is what a rank does, `sweep.py` what the
-figures are, `plot.py` how they look.
+Ranks are processes that the command starts, under mpirun if Open MPI takes part; all contenders live in the same processes
+and take turns. This module declares the command and puts it together: `measure.py` is what a rank does, `sweep.py` computes the
+figures, `plot.py` draws them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gradwire.errors import UsageError
 
 _SIZES = "4,256,4KiB,64KiB,1MiB,4MiB,25MiB,64MiB"
 _TURN = 0.015
-"""Seconds that a contender's turn takes at least, where a call is shorter."""
+"""Minimum seconds of a contender's turn, if a call is shorter."""
 _FLOAT32 = 4
 
 
@@ -42,8 +42,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "collectives",
         help="an all-reduce by gradwire, gloo, Open MPI, and a memcpy",
         description="One collective on ranks of this machine, by gradwire's shared memory (on tensors of group.allocate, the "
-        "heap, and on ordinary ones), by gloo through torch.distributed, by Open MPI through mpi4py where that is "
-        "installed, and beside them a memcpy of as many bytes by all ranks at once. One thread a rank, float32.",
+        "heap, and on ordinary ones), by gloo through torch.distributed, by Open MPI through mpi4py if that is "
+        "installed, and for comparison a memcpy of the same number of bytes by all ranks at once. One thread per rank, float32.",
     )
     add = functools.partial(parser.add_argument, metavar="N")
     add(
@@ -53,13 +53,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         metavar="OP",
         help="%(choices)s (default: %(default)s)",
     )
-    add("--ranks", type=list_of(at_least(2)), default="2,4", metavar="N,N", help="worlds (default: %(default)s)")
+    add("--ranks", type=list_of(at_least(2)), default="2,4", metavar="N,N", help="world sizes (default: %(default)s)")
     add(
         "--sizes",
         type=list_of(byte_size),
         default=_SIZES,
         metavar="B,B",
-        help="bytes of the operation's larger tensor on a rank; where it is cut into parts, rounded up to one element a part "
+        help="bytes of the operation's larger tensor on a rank; if it is split, rounded up to one element per part "
         "(default: %(default)s)",
     )
     add("--rounds", type=at_least(2), default=20, help="turns of each contender at each size (default: %(default)s)")
@@ -68,7 +68,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         choices=("auto", "none"),
         default="auto",
         metavar="WHEN",
-        help="auto: start ranks under mpirun if Open MPI is here; none: leave it out (default: %(default)s)",
+        help="auto: start ranks under mpirun if Open MPI is installed; none: omit it (default: %(default)s)",
     )
     add("--timeout", type=at_least(1), default=TIMEOUT, metavar="SECONDS", help=TIMEOUT_HELP)
     add("--plot", type=Path, metavar="FILE", help="also draw all times into FILE (.png, .svg or .pdf)")
@@ -77,13 +77,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and show what came of it."""
+    """Measure, and show the results."""
     if args.plot is not None:
         check("--plot", args.plot)
     sizes = _sizes(args.sizes, args.op, args.ranks)
     warn_if_crowded(max(args.ranks))
     machine, console = describe(), Console(highlight=False)
-    launcher = mpi.find() if args.mpi == "auto" else "left out by --mpi none"
+    launcher = mpi.find() if args.mpi == "auto" else "omitted by --mpi none"
     names = [name for name in contenders.CONTENDERS if name != contenders.MPI or isinstance(launcher, mpi.Launcher)]
     race = Race(op=args.op, sizes=sizes, rounds=args.rounds, turn=_TURN, names=tuple(names))
     sweeps = [_measure(race, ranks, launcher, args.timeout, console) for ranks in args.ranks]
@@ -110,7 +110,7 @@ def _sizes(sizes: Sequence[int], op: str, ranks: Sequence[int]) -> tuple[int, ..
     odd = [size for size in sizes if size % _FLOAT32]
     if odd:
         raise UsageError(
-            f"bench collectives --sizes: {odd[0]} bytes are not a whole number of float32 elements. Give multiples of {_FLOAT32}."
+            f"bench collectives --sizes: {odd[0]} bytes are not a whole number of float32 elements. Use multiples of {_FLOAT32}."
         )
     return tuple(sizes)
 
@@ -138,10 +138,10 @@ def _settings(op: str, race: Race, launcher: mpi.Launcher | str, ranks: Sequence
     else:
         peer = f"no column: {launcher}"
     return {
-        "operation": f"{op}, {'SUM, ' if 'reduce' in op else ''}float32, one thread a rank, "
+        "operation": f"{op}, {'SUM, ' if 'reduce' in op else ''}float32, one thread per rank, "
         f"{size_words(race.sizes[0])} to {size_words(race.sizes[-1])}",
         contenders.MPI: peer,
-        "measured": f"{race.rounds} rounds in turns; a turn is as many calls in a row as take {race.turn * 1e3:.0f} ms, at least "
-        "one, and the call before them is not timed; the slowest rank counts",
+        "measured": f"{race.rounds} interleaved rounds; a turn is as many calls in a row as take {race.turn * 1e3:.0f} ms, at "
+        "least one, after one untimed call; the slowest rank counts",
         **contenders.settings(),
     }

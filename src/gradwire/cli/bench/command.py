@@ -1,4 +1,4 @@
-"""`gradwire bench WHAT`: one module a benchmark, each with `add_parser(subparsers)` and `run(args) -> exit code`."""
+"""`gradwire bench WHAT`: one module per benchmark, each with `add_parser(subparsers)` and `run(args) -> exit code`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from gradwire.cli.bench import collectives, hooks, overhead, overlap, training
 
 
 class Benchmark(Protocol):
-    """What the module of a benchmark holds."""
+    """The interface of a benchmark's module."""
 
     def add_parser(self, subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
         """Declare the benchmark and its options."""
 
     def run(self, args: argparse.Namespace) -> int:
-        """Measure and show, and return the exit code."""
+        """Measure, show the results, and return the exit code."""
 
 
 _BENCHMARKS: Mapping[str, Benchmark] = {
@@ -33,10 +33,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     """Declare `gradwire bench` and the benchmarks."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "bench",
-        description="Measure gradwire beside its peers, interleaved in one run, so that what else the machine does hits all "
-        "alike. Every figure comes as a median with its quartiles; ratios are taken of medians and, round by round, before "
-        "the median. The two agree unless the machine was too busy to tell.",
-        epilog="gradwire bench WHAT --help tells the options of a benchmark.",
+        description="Compare gradwire with its alternatives, interleaved in one run, so that other load on the machine affects all "
+        "equally. Every figure is a median with its quartiles; ratios are given of the medians and as the median of the ratios "
+        "of single rounds. The two agree unless the machine was too busy.",
+        epilog="gradwire bench WHAT --help shows the options of a benchmark.",
     )
     benchmarks = parser.add_subparsers(dest="benchmark", metavar="WHAT", required=True, title="benchmarks")
     for benchmark in _BENCHMARKS.values():
@@ -45,5 +45,5 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark that was asked for, and return its exit code."""
+    """Run the requested benchmark, and return its exit code."""
     return _BENCHMARKS[args.benchmark].run(args)

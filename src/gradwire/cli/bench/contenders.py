@@ -1,6 +1,6 @@
-"""What moves bytes in `gradwire bench collectives`, each as a table of calls without arguments, and the memory they work on.
+"""The contenders of `gradwire bench collectives`, each as a table of calls without arguments, and their buffers.
 
-A contender is one entry of `CONTENDERS`: its name, and a function that makes its memory and calls in a rank's process.
+A contender is one entry of `CONTENDERS`: its name, and a function that makes its buffers and calls in a rank's process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MEMCPY = "memcpy"
 
 OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 GATHERED = ("all_gather", "reduce_scatter", "all_to_all")
-"""Those whose tensor is cut into one part per rank."""
+"""Those whose tensor is split into one part per rank."""
 
 Call = Callable[[], object]
 Allocate = Callable[[int], Tensor]
@@ -36,9 +36,9 @@ Allocate = Callable[[int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """One contender's memory: `full` and `other` have as many elements as the operation's larger tensor, `part` one rank's share.
+    """One contender's memory: `full` and `other` have the size of the operation's larger tensor, `part` one rank's share.
 
-    Memory of the largest size is made once, and touched; smaller sizes take its beginning.
+    Memory of the largest size is allocated once, and touched; smaller sizes use its beginning.
     """
 
     full: Tensor
@@ -47,7 +47,7 @@ class Buffers:
 
     @classmethod
     def make(cls, op: str, numel: int, ranks: int, allocate: Allocate) -> Buffers:
-        """Zeros. What `op` does not use is empty."""
+        """Buffers of zeros. Those that `op` does not use are empty."""
         part = numel // ranks if op in ("all_gather", "reduce_scatter") else 0
         other = numel if op in ("all_to_all", MEMCPY) else 0
         return cls(*(allocate(count).zero_() for count in (numel, part, other)))
@@ -77,7 +77,7 @@ class Contender:
         return self._calls(self._buffers.first(numel, self._ranks))[self._op]
 
     def check(self, name: str, numel: int, rank: int) -> None:
-        """Do it once on known values, raise unless the result is right, and leave zeros."""
+        """Run it once on known values, raise if the result is wrong, and leave zeros."""
         buffers = self._buffers.first(numel, self._ranks)
         source, result = buffers.source_and_result(self._op)
         source.fill_(rank + 1.0)
@@ -92,7 +92,7 @@ class Contender:
 
 
 def _expected(op: str, rank: int, chunk: int, ranks: int) -> float:
-    """The elements of chunk number `chunk` of the result, when every rank fills its source with its rank plus one."""
+    """The elements of chunk number `chunk` of the result, if every rank fills its source with its rank plus one."""
     if op in ("all_reduce", "reduce_scatter"):
         return ranks * (ranks + 1) / 2
     if op in ("all_gather", "all_to_all"):
@@ -154,11 +154,11 @@ def _ordinary_kind(context: RankContext, op: str, numel: int, stack: ExitStack) 
 CONTENDERS: Mapping[str, Callable[[RankContext, str, int, ExitStack], Contender]] = MappingProxyType(
     {HEAP: _heap_kind, ORDINARY: _ordinary_kind, GLOO: _gloo, MPI: _mpi, MEMCPY: _memcpy}
 )
-"""What each rank makes: `(context, operation, elements, what to close) -> Contender`, in the same order on all ranks."""
+"""Factories: `(context, operation, elements, what to close) -> Contender`, called in the same order on all ranks."""
 
 
 def settings() -> dict[str, Any]:
-    """How the contenders are used, in words."""
+    """A description of how the contenders are used."""
     return {
         "memory": "heap: tensors from group.allocate; all others: ordinary tensors; memcpy: dst.copy_(src) on all ranks at once",
         "values": "zeros, float32, in memory that was touched before; results are checked once before timing",

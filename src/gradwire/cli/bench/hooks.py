@@ -1,6 +1,6 @@
-"""`gradwire bench hooks`: what each communication hook computes, sends and loses, over sizes of a bucket, beside torch's own.
+"""`gradwire bench hooks`: computing time, bytes and error of each communication hook, over bucket sizes, next to torch's own.
 
-`splits.py` is how one is measured; this module declares the command and puts it together.
+`splits.py` measures one hook; this module declares the command and puts it together.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     """Declare `gradwire bench hooks` and its options."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "hooks",
-        help="what each communication hook computes, sends and loses",
-        description="For each communication hook and size of a bucket: the time it computes before its first collective "
+        help="computing time, bytes and error of each communication hook",
+        description="For each communication hook and bucket size: the time it computes before its first collective "
         "(compress), between collectives (middle) and after the last (decompress), the bytes that a rank sends, and how far the "
-        "first step's result is from the true mean, beside torch's own hooks. Collectives themselves are not "
-        "timed. Ranks are simulated in this process; gradients are normal numbers in matrices of 1024 columns.",
+        "first step's result is from the true mean, next to torch's own hooks. Collectives themselves are not "
+        "timed. Ranks are simulated in this process; gradients are normal random numbers in matrices of 1024 columns.",
     )
     add = functools.partial(parser.add_argument, metavar="N")
     add("--device", choices=("cpu", "cuda"), default="cpu", metavar="DEVICE", help="%(choices)s (default: %(default)s)")
@@ -51,23 +51,23 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         type=list_of(byte_size),
         default="1MiB,25MiB",
         metavar="B,B",
-        help="of a bucket (default: %(default)s)",
+        help="bucket sizes (default: %(default)s)",
     )
-    add("--ranks", type=at_least(1), default=2, help="how many are simulated (default: %(default)s)")
+    add("--ranks", type=at_least(1), default=2, help="number of simulated ranks (default: %(default)s)")
     add(
         "--hooks",
         type=names_of(_known()),
         metavar="A,B",
         help=f"{', '.join(_known())} (default: all; on the CPU without torch-quantize and torch-quantize-channels)",
     )
-    add("--rounds", type=at_least(2), default=15, help="reductions of each that are timed (default: %(default)s)")
+    add("--rounds", type=at_least(2), default=15, help="timed reductions of each (default: %(default)s)")
     add("--plot", type=Path, metavar="FILE", help="also draw the times into FILE (.png, .svg or .pdf)")
     add_json_option(parser)
     return parser
 
 
 def _measurable() -> list[str]:
-    """Hooks that do something to gradients; those that act on parameters have nothing to measure here."""
+    """Hooks that process gradients; those that act on parameters have nothing to measure here."""
     return [name for name, recipe in RECIPES.items() if not recipe.steps_on_its_own]
 
 
@@ -76,13 +76,13 @@ def _known() -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and show what came of it."""
+    """Measure, and show the results."""
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("bench hooks --device cuda: torch sees no CUDA device. Leave --device out for the CPU.")
+        raise UsageError("bench hooks --device cuda: torch sees no CUDA device. Omit --device for the CPU.")
     odd = [size for size in args.sizes if size % 4]
     if odd:
         raise UsageError(
-            f"bench hooks --sizes: {odd[0]} bytes are not a whole number of float32 elements. Give multiples of 4."
+            f"bench hooks --sizes: {odd[0]} bytes are not a whole number of float32 elements. Use multiples of 4."
         )
     if args.plot is not None:
         check("--plot", args.plot)
@@ -98,9 +98,9 @@ def run(args: argparse.Namespace) -> int:
     finally:
         torch.set_num_threads(threads)
     settings = {
-        "bucket": "float32 matrices of 1024 columns, normal numbers; one CPU thread",
-        "ranks": f"{args.ranks} simulated, of which the first is timed; torch's hooks on one rank, bytes as for {args.ranks}",
-        "measured": f"{args.rounds} rounds in turns after {_WARM_UP} that do not count; medians; "
+        "bucket": "float32 matrices of 1024 columns, normal random numbers; one CPU thread",
+        "ranks": f"{args.ranks} simulated, the first is timed; torch's hooks on one rank, bytes as for {args.ranks}",
+        "measured": f"{args.rounds} interleaved rounds after {_WARM_UP} of warm-up; medians; "
         + ("events on the stream" if device.type == "cuda" else "wall time"),
     }
     if args.plot is not None:
@@ -122,7 +122,7 @@ def _names(asked: Sequence[str] | None, device: str) -> list[str]:
     names = _known() if asked is None else list(asked)
     if device == "cpu":
         if asked is not None and set(names) & set(NCCL_HOOKS):
-            raise UsageError(f"bench hooks --hooks {','.join(asked)}: {LEFT_OUT} Say --device cuda, or leave them out.")
+            raise UsageError(f"bench hooks --hooks {','.join(asked)}: {LEFT_OUT} Pass --device cuda, or omit them.")
         names = [name for name in names if name not in NCCL_HOOKS]
     return names
 

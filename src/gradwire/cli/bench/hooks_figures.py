@@ -1,4 +1,4 @@
-"""The figures of `gradwire bench hooks`: as tables, in words, and as plain data."""
+"""The figures of `gradwire bench hooks`: as tables, as text, and as plain data."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PEERS = {
     "quantize8": "torch-quantize",
     "power_sgd": "torch-powersgd",
 }
-"""Which of torch's hooks does the same as one of ours."""
+"""The torch hook that corresponds to one of ours."""
 PARTS = ("compress", "middle", "decompress")
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one hook took, sent and lost on one size."""
+    """Time, bytes and error of one hook at one size."""
 
     parts: Mapping[str, Series]
     total: Series
@@ -34,13 +34,13 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All hooks on one size."""
+    """All hooks at one size."""
 
     nbytes: int
     hooks: Mapping[str, Figures]
 
     def ratio(self, name: str) -> Ratio | None:
-        """What a hook computes, as a fraction of what torch's of the same kind does."""
+        """A hook's computing time, as a fraction of that of torch's corresponding hook."""
         peer = PEERS.get(name)
         return (
             compare(self.hooks[name].total, self.hooks[peer].total) if peer in self.hooks and peer is not None else None
@@ -48,12 +48,12 @@ class Measured:
 
 
 def table(measured: Measured) -> Table:
-    """A row a hook."""
+    """One row per hook."""
     made = Table(
         title=f"a bucket of {size_words(measured.nbytes)}",
         caption="ms: medians, and the quartiles of the total below it. Wire: bytes that a rank sends, below it the error of the "
-        "first step, relative to the true mean. Of torch's: our total to that of torch's hook of the kind, of medians and below "
-        "it by rounds.",
+        "first step, relative to the true mean. Of torch's: our total divided by that of torch's corresponding hook, of medians "
+        "and below it the median over rounds.",
     )
     made.add_column("hook", no_wrap=True)
     for head in ("com-\npress", "middle", "decom-\npress", "total", "wire\nerror", "of\ntorch's"):
@@ -97,7 +97,7 @@ def _bytes(count: float) -> str:
 
 
 def lines(measured: Sequence[Measured]) -> list[str]:
-    """The ratios to torch's hooks in words."""
+    """The ratios to torch's hooks, as sentences."""
     said = []
     for one in measured:
         for name, peer in PEERS.items():

@@ -1,6 +1,6 @@
-"""The plot of `gradwire bench hooks`: for each size a bar a hook, in three parts, with what it sends beside it.
+"""The plot of `gradwire bench hooks`: for each size one bar per hook, in three parts, with the bytes it sends next to it.
 
-matplotlib is imported only here, and only when a plot is asked for.
+matplotlib is imported only here, and only if a plot is requested.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each rank does in `gradwire bench collectives`: make all contenders, check them, and let them take turns."""
+"""What each rank does in `gradwire bench collectives`: make all contenders, check them, and time them in turns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WARM_UP = 3
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """What is measured: `names` of contenders on `sizes` in bytes; `turn` is the seconds a turn should take."""
+    """What is measured: contenders `names` at `sizes` in bytes; `turn` is the target duration of a turn in seconds."""
 
     op: str
     sizes: tuple[int, ...]
@@ -32,13 +32,13 @@ class Race:
 
     @property
     def keys(self) -> list[Key]:
-        """All pairs, those of one size together, as they take turns."""
+        """All pairs, grouped by size, in the order of their turns."""
         return [(name, nbytes) for nbytes in self.sizes for name in self.names]
 
 
 @dataclass(frozen=True, slots=True)
 class Laps:
-    """What one rank has measured: seconds a call in each round, and how many calls a turn was."""
+    """What one rank has measured: seconds per call in each round, and the number of calls per turn."""
 
     seconds: Mapping[Key, tuple[float, ...]]
     blocks: Mapping[Key, int]
@@ -65,12 +65,12 @@ def run_race(race: Race, context: RankContext) -> Laps:
             fence=context.barrier.wait,
             after_round=context.report if context.rank == 0 else None,
         )
-        context.barrier.wait()  # nobody closes while another still works
+        context.barrier.wait()  # no rank closes while another is still working
     return Laps({key: series[_text(key)].seconds for key in calls}, blocks)
 
 
 def _block(context: RankContext, call: Call, turn: float) -> int:
-    """How many calls a turn should be, as this rank sees it."""
+    """How many calls a turn should have, as measured on this rank."""
     context.barrier.wait()
     call()
     begin = time.perf_counter()

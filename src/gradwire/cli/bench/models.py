@@ -1,4 +1,4 @@
-"""The models that benchmarks train: many small parameters, where every cost per parameter shows, and the shape of GPT-2."""
+"""The models that benchmarks train: many small parameters, where the cost per parameter matters, and the shape of GPT-2."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WIDTH = 16
 
 
 class ManySmall(nn.Module):
-    """A chain of 16 x 16 linear layers with exactly `parameters` parameters, weights and biases in turn; gives a loss."""
+    """A chain of 16 x 16 linear layers with exactly `parameters` parameters, alternating weights and biases; returns a loss."""
 
     def __init__(self, parameters: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class ManySmall(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How big a transformer is."""
+    """The size of a transformer."""
 
     width: int
     layers: int
@@ -49,7 +49,7 @@ SIZES = {
     "10m": Shape(width=320, layers=6, heads=5, symbols=8192, context=64),
     "tiny": Shape(width=32, layers=2, heads=2, symbols=101, context=16),
 }
-"""`small` is GPT-2 small, 124 million elements; `10m` has 10 million, for slow cores; `tiny` is for trying out."""
+"""`small` is GPT-2 small, 124 million elements; `10m` has 10 million, for slow cores; `tiny` is for quick tests."""
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 class GPT2(nn.Module):
-    """The shape of GPT-2, output embedding tied to the input's, without dropout; gives the loss of a batch."""
+    """The shape of GPT-2, output embedding tied to the input's, without dropout; returns the loss of a batch."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class GPT2(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, symbols: Tensor) -> Tensor:
-        """The mean cross-entropy of predicting each symbol of `symbols` ([batch, time]) but the first."""
+        """The mean cross-entropy of predicting each symbol of `symbols` ([batch, time]) except the first."""
         seen = symbols[:, :-1]
         x = self.symbol(seen) + self.place.weight[: seen.shape[1]]
         for block in self.blocks:

@@ -1,7 +1,7 @@
-"""`gradwire bench overhead`: what data parallelism costs a step when there is nobody to talk to.
+"""`gradwire bench overhead`: what data parallelism adds to a step without any communication.
 
-At world size 1 no byte has to move, so what a wrapped model takes more than the bare one is all bookkeeping: hooks, buckets,
-copies, a collective with oneself. A step is `zero_grad(set_to_none=True)`, forward and backward.
+At world size 1 no bytes have to move, so the extra time of a wrapped model is pure bookkeeping: hooks, buckets, copies, a
+collective of one rank. A step is `zero_grad(set_to_none=True)`, forward and backward.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gradwire.cli.experiment.timing import Series, compare, interleave
 from gradwire.errors import UsageError
 
 _WARM_UP = 15
-"""Steps before timing begins: buckets are rebuilt after the first, and both DDPs take their own times in the first ten."""
+"""Warm-up steps: buckets are rebuilt after the first, and both DDPs sample their own times in the first ten."""
 _CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -38,39 +38,38 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     """Declare `gradwire bench overhead` and its options."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "overhead",
-        help="a step of the bare model, of torch's DDP and of gradwire's, alone",
-        description="What data parallelism costs a step at world size 1, where nothing has to be communicated: the bare "
+        help="a step of the bare model, of torch's DDP and of gradwire's, on one rank",
+        description="What data parallelism adds to a step at world size 1, where nothing has to be communicated: the bare "
         "model, torch's DistributedDataParallel and gradwire's, with default flags and with gradient_as_bucket_view. On the "
         "CPU, a model of many small parameters in float32 on one thread; on CUDA, a model of GPT-2's shape under bfloat16 "
         "autocast.",
     )
     add = functools.partial(parser.add_argument, metavar="N")
     add("--device", choices=("cpu", "cuda"), default="cpu", metavar="DEVICE", help="%(choices)s (default: %(default)s)")
-    add("--parameters", type=at_least(1), default=400, help="of the model of many small ones (default: %(default)s)")
+    add("--parameters", type=at_least(1), default=400, help="number of small parameters (default: %(default)s)")
     add(
         "--size",
         choices=tuple(SIZES),
         metavar="SIZE",
         help="train the model of GPT-2's shape, also on the CPU: %(choices)s (default on cuda: small)",
     )
-    add("--batch", type=at_least(1), help="sequences a step (default: 8), or rows for the small parameters (4)")
+    add("--batch", type=at_least(1), help="sequences per step (default: 8), or rows for the small parameters (4)")
     add("--steps", type=at_least(1), help="timed steps of each variant (default: 300, on cuda 100)")
-    add("--block", type=at_least(1), help="timed steps that a variant takes in its turn (default: 3, on cuda 5)")
+    add("--block", type=at_least(1), help="timed steps of a variant per round (default: 3, on cuda 5)")
     add(
         "--clock",
         choices=tuple(_CLOCKS),
         default="wall",
         metavar="CLOCK",
-        help="wall, or cpu: the processor time of this process, which tells more when others keep the machine busy "
-        "(default: %(default)s)",
+        help="wall, or cpu: the processor time of this process, which is more reliable on a busy machine (default: %(default)s)",
     )
-    parser.add_argument("--adamw", action="store_true", help="a step ends with that of AdamW, fused on cuda")
+    parser.add_argument("--adamw", action="store_true", help="include an AdamW step, fused on cuda")
     add_json_option(parser)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and show what came of it."""
+    """Measure, and show the results."""
     device = _device(args.device)
     machine, console = describe(device), Console(highlight=False)
     block = args.block or (5 if device.type == "cuda" else 3)
@@ -89,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     settings = {
         "model": work.words,
         "step": "zero_grad(set_to_none=True), forward, backward" + (", AdamW" if args.adamw else ""),
-        "measured": f"{args.clock} time, {rounds} rounds of {block} steps each in turns, the step before them not timed",
+        "measured": f"{args.clock} time, {rounds} interleaved rounds of {block} steps each, after one untimed step",
     }
     show(_result(machine, settings, series, device), json_file=args.json, console=console)
     return 0
@@ -108,7 +107,7 @@ def _measure(work: Workload, *, adamw: bool, **how: Any) -> dict[str, Series]:
 
 def _device(kind: str) -> torch.device:
     if kind == "cuda" and not torch.cuda.is_available():
-        raise UsageError("bench overhead --device cuda: torch sees no CUDA device. Leave --device out for the CPU.")
+        raise UsageError("bench overhead --device cuda: torch sees no CUDA device. Omit --device for the CPU.")
     return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
 
 
@@ -125,7 +124,7 @@ def _fence(device: torch.device) -> None:
 
 @contextmanager
 def _settled(device: torch.device) -> Iterator[None]:
-    """One thread on the CPU, where many would only add noise, and no garbage of what came before."""
+    """One thread on the CPU, where more would only add noise, and no garbage from before."""
     # oneDNN writes every kernel that it makes to /tmp/perf-PID.map, for profilers, and leaves the file there.
     os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
     threads = torch.get_num_threads()
@@ -149,16 +148,16 @@ def _result(
         ratio = compare(ours, theirs, over=over)
         rows += [Row(theirs, theirs.median - bare.median), Row(ours, ours.median - bare.median, ratio)]
         kind = "with bucket views" if flags else "with default flags"
-        what = "adds to the bare model" if over is not None else "takes for a step"
+        what = "overhead" if over is not None else "step time"
         if math.isnan(ratio.of_medians):
             lines.append(
-                f"What gradwire {what} cannot be compared with what torch does {kind}: torch's part is lost in noise. Take more "
-                "--steps, or a machine that nobody else uses."
+                f"gradwire's {what} cannot be compared with torch's {kind}: torch's is lost in noise. Use more --steps, or an "
+                "idle machine."
             )
             continue
         lines.append(
-            f"What gradwire {what} is {ratio.of_medians:.2f} of what torch does {kind} "
+            f"gradwire's {what} is {ratio.of_medians:.2f} of torch's {kind} "
             f"(median over {ratio.rounds} rounds: {ratio.median_of_rounds:.2f})."
         )
-    ratio_of = "what ours adds to bare to what torch's adds" if over is not None else "our step to torch's"
+    ratio_of = "our overhead over bare to torch's" if over is not None else "our step to torch's"
     return Result("overhead", machine, settings, rows, ratio_of, lines)

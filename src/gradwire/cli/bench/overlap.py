@@ -1,6 +1,6 @@
-"""`gradwire bench overlap`: whether communication hooks run beside backward, on the streams of a GPU.
+"""`gradwire bench overlap`: whether communication hooks overlap with backward, on the streams of a GPU.
 
-One process, so nothing is on the wire; what a hook computes is. Kernels and their streams come from torch's profiler.
+One process, so nothing is sent, but hooks compute as usual. Kernels and their streams come from torch's profiler.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     """Declare `gradwire bench overlap` and its options."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "overlap",
-        help="whether hooks run beside backward on a GPU: a timeline of its streams",
+        help="whether hooks overlap with backward on a GPU: a timeline of its streams",
         description="One step of a model of GPT-2's shape on one GPU, with each hook: which kernels ran on the model's stream, "
-        "which on the hook's, and how much of the hook's time passed beside the model's. To be watched makes a host slower to "
-        "launch kernels; with small batches it is then the host that the model's stream waits for. Needs CUDA.",
+        "which on the hook's, and how much of the hook's time overlapped with the model's. Profiling slows down kernel launches; "
+        "with small batches the model's stream then waits for the host. Needs CUDA.",
     )
     parser.add_argument(
         "--size", choices=tuple(SIZES), default="small", metavar="SIZE", help="%(choices)s (default: small)"
     )
     parser.add_argument(
-        "--batch", type=at_least(1), default=16, metavar="N", help="sequences a step (default: %(default)s)"
+        "--batch", type=at_least(1), default=16, metavar="N", help="sequences per step (default: %(default)s)"
     )
     known = [name for name, recipe in RECIPES.items() if not recipe.steps_on_its_own]
     parser.add_argument(
@@ -61,12 +61,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 
 def run(args: argparse.Namespace) -> int:
-    """Profile a step of each, and show what came of it."""
+    """Profile a step of each, and show the results."""
     if args.plot is not None:
         check("--plot", args.plot)
     if not torch.cuda.is_available():
         raise UsageError(
-            "bench overlap: torch sees no CUDA device. On the CPU, gradwire bench training tells how much communication a "
+            "bench overlap: torch sees no CUDA device. On the CPU, gradwire bench training shows how much communication a "
             "step waits for."
         )
     device = torch.device("cuda", 0)
@@ -104,9 +104,9 @@ def _profile(name: str, hook: CommHook, work: Workload) -> timeline.Timeline:
 
 
 def _table(timelines: list[timeline.Timeline]) -> Table:
-    table = Table(caption="The hook's kernels are all that did not run on the model's stream.")
+    table = Table(caption="The hook's kernels are all kernels that did not run on the model's stream.")
     table.add_column("hook")
-    for head in ("step\nms", "hook's kernels\nms", "beside the\nmodel's, ms", "share"):
+    for head in ("step\nms", "hook's kernels\nms", "overlapped\nms", "share"):
         table.add_column(head, justify="right")
     for t in timelines:
         share = f"{t.hidden / t.busy:.0%}" if t.busy else ""

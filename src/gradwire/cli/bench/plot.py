@@ -1,6 +1,6 @@
-"""The plot of `gradwire bench collectives`: time against bytes, a line a contender, a panel a number of ranks.
+"""The plot of `gradwire bench collectives`: time against bytes, one line per contender, one panel per number of ranks.
 
-matplotlib is imported only here, and only when a plot is asked for.
+matplotlib is imported only here, and only if a plot is requested.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gradwire.cli.bench.sweep import Sweep, size_words, time_words
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Colors that people with any kind of color vision tell apart; markers say the same once more.
+# Colors that are distinct for any kind of color vision; markers repeat the distinction.
 _STYLES = {
     HEAP: ("#0072b2", "o", "-"),
     ORDINARY: ("#56b4e9", "s", "-"),
@@ -25,7 +25,7 @@ _STYLES = {
     MEMCPY: ("#777777", "", "--"),
 }
 _APART = 0.055
-"""The least distance of two labels, as a part of the panel's height."""
+"""The minimum distance of two labels, as a fraction of the panel's height."""
 
 
 def draw(file: Path, op: str, sweeps: Sequence[Sweep], machine: Mapping[str, str]) -> None:
@@ -47,7 +47,7 @@ def draw(file: Path, op: str, sweeps: Sequence[Sweep], machine: Mapping[str, str
         axes.spines[["top", "right"]].set_visible(False)
         _label_ends(axes, sweep)
     panels[0].set_ylabel("time of a call (median, quartiles)")
-    figure.suptitle(f"{op}, float32, one thread a rank", fontsize=13)
+    figure.suptitle(f"{op}, float32, one thread per rank", fontsize=13)
     figure.supxlabel(f"bytes on each rank\n{machine['cpu']}; {machine['software']}", fontsize=9)
     figure.savefig(file)
 
@@ -61,7 +61,7 @@ def _line(axes: Axes, sweep: Sweep, name: str) -> None:
 
 
 def _byte_scale(axes: Axes, sizes: Sequence[int]) -> None:
-    """Every size is marked; the room to the right is for the lines' names."""
+    """Mark every size; the space on the right is for the lines' names."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [size_words(size) for size in sizes], rotation=40, ha="right", fontsize=8)
     axes.minorticks_off()
@@ -70,7 +70,7 @@ def _byte_scale(axes: Axes, sizes: Sequence[int]) -> None:
 
 
 def _time_scale(axes: Axes, sweeps: Sequence[Sweep]) -> None:
-    """Powers of ten, in words."""
+    """Powers of ten, with units."""
     axes.set_yscale("log")
     times = [series.median for sweep in sweeps for series in sweep.series.values()]
     low, high = math.floor(math.log10(min(times))), math.ceil(math.log10(max(times)))
@@ -85,7 +85,7 @@ def _power_words(seconds: float) -> str:
 
 
 def _label_ends(axes: Axes, sweep: Sweep) -> None:
-    """Write each line's name, and its time at the largest size, beside its end; move names apart that would overlap."""
+    """Write each line's name, and its time at the largest size, next to its end; separate names that would overlap."""
     bottom, top = (math.log10(y) for y in axes.get_ylim())
     largest = sweep.sizes[-1]
     ends = {name: (math.log10(sweep.series[name, largest].median) - bottom) / (top - bottom) for name in sweep.names}
@@ -104,7 +104,7 @@ def _label_ends(axes: Axes, sweep: Sweep) -> None:
 
 
 def _apart(ends: Mapping[str, float]) -> dict[str, float]:
-    """Places for labels that belong at `ends`, from the lowest to the highest, at least `_APART` from each other.
+    """Positions for labels that belong at `ends`, from the lowest to the highest, at least `_APART` from each other.
 
     >>> _apart({"b": 0.5, "a": 0.5, "c": 0.1})
     {'c': 0.1, 'b': 0.4725, 'a': 0.5275}

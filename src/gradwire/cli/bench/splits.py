@@ -1,7 +1,7 @@
 """How long a hook computes, split at its collectives: what `gradwire bench hooks` measures.
 
-Our hooks run on simulated ranks, of which the first is timed, and torch's on a group of one rank that does next to nothing; what
-collectives take is in neither. On CUDA times are those between events on the stream.
+Our hooks run on simulated ranks, of which the first is timed, and torch's on a group of one rank that does almost nothing; neither
+includes the time of collectives. On CUDA, times are measured between events on the stream.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gradwire.interop import as_process_group
 
 _WIDTH = 1024
 Mark = Any
-"""A moment: seconds, or an event."""
+"""A point in time: seconds, or an event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,27 +37,27 @@ class Split:
 
     @property
     def total(self) -> float:
-        """All that is computed."""
+        """The total computing time."""
         return self.compress + self.middle + self.decompress
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one reduction gave: bytes that a rank sends, and how far the value is from the true mean, relative to it."""
+    """The outcome of one reduction: bytes that a rank sends, and the relative error of the value."""
 
     wire_bytes: float
     error: float
 
 
 class Stopwatch:
-    """Moments on the host, or on the device's stream."""
+    """Points in time on the host, or on the device's stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._device = device
 
     def now(self) -> Mark:
-        """This moment."""
+        """The current time."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -65,12 +65,12 @@ class Stopwatch:
         return event
 
     def settle(self) -> None:
-        """Let the device come to rest."""
+        """Synchronize the device."""
         if self._cuda:
             torch.cuda.synchronize(self._device)
 
     def split(self, spans: Sequence[tuple[Mark, Mark]]) -> Split:
-        """The first span, those in the middle, and the last; where there is but one, it is the first."""
+        """The first span, those in the middle, and the last; a single span is the first."""
         self.settle()
         seconds = [b.elapsed_time(a) * -1e-3 if self._cuda else b - a for a, b in spans]
         first, *rest = seconds
@@ -93,7 +93,7 @@ def bucket(nbytes: int, device: torch.device) -> BucketSpec:
 
 
 def gradients(spec: BucketSpec, ranks: int) -> list[Tensor]:
-    """Normal numbers, of other size in each parameter, as gradients have."""
+    """Normal random numbers, with a different scale in each parameter, as gradients have."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for _ in range(ranks):
@@ -105,7 +105,7 @@ def gradients(spec: BucketSpec, ranks: int) -> list[Tensor]:
 
 
 class Ours:
-    """One of our hooks on simulated ranks. Each call is one reduction, and notes its split."""
+    """One of our hooks on simulated ranks. Each call is one reduction, and records its split."""
 
     def __init__(self, hook: CommHook, spec: BucketSpec, brought: Sequence[Tensor]) -> None:
         self.splits: list[Split] = []
@@ -179,7 +179,7 @@ class Torchs:
             self.outcome = Outcome(sent, _error(value, [self._mine]))
 
     def close(self) -> None:
-        """Give the group back."""
+        """Close the group."""
         self._group.close()
 
 
@@ -205,7 +205,7 @@ class TorchsOnNccl:
 
 
 class _Alone(Group):
-    """A group of one that notes when its operations began and ended."""
+    """A group of one rank that records when its operations began and ended."""
 
     def __init__(self, watch: Stopwatch) -> None:
         super().__init__(0, 1, name="alone")
@@ -214,7 +214,7 @@ class _Alone(Group):
         self.spans: list[tuple[Mark, Mark]] = []
 
     def submit(self, op: Collective) -> Work:
-        """Do it at once."""
+        """Run it at once."""
         before = self.watch.now()
         work = self.begin(op)
         perform([op])

@@ -15,7 +15,7 @@ from gradwire.cli.experiment.timing import Series, compare
 RATIOS = ((GLOO, HEAP), (MPI, HEAP), (HEAP, MEMCPY), (GLOO, ORDINARY), (MPI, ORDINARY))
 """What is divided by what."""
 _TOLD = 25 << 20
-"""The size whose ratios are told in words: torch DDP's default bucket."""
+"""The size whose ratios are stated as sentences: torch DDP's default bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def size_words(nbytes: int) -> str:
 
 
 def time_words(seconds: float, *, like: float | None = None) -> str:
-    """Three digits and a unit; with `like`, in that one's unit and without naming it.
+    """Three digits and a unit; with `like`, in the unit of `like` and without the unit.
 
     >>> time_words(0.00431), time_words(0.00431, like=1.0), time_words(24.4e-6)
     ('4.31 ms', '0.00431', '24.4 µs')
@@ -62,10 +62,10 @@ def _unit(seconds: float) -> tuple[float, str]:
 
 
 def time_table(sweep: Sweep, op: str) -> Table:
-    """A row a size, a column a contender."""
+    """One row per size, one column per contender."""
     table = Table(
         title=f"{op}, {sweep.ranks} ranks",
-        caption="Time of a call: median, and quartiles below it.",
+        caption="Time per call: median, and quartiles below it.",
     )
     table.add_column("size", justify="right")
     for name in sweep.names:
@@ -81,7 +81,7 @@ def time_table(sweep: Sweep, op: str) -> Table:
 
 
 def ratio_table(sweep: Sweep) -> Table:
-    """A row a size, a column a ratio."""
+    """One row per size, one column per ratio."""
     table = Table(
         title=f"ratios, {sweep.ranks} ranks",
         caption="Ratio of medians, and below it the median of the ratios of single rounds. Above 1, gradwire is faster; for "
@@ -100,7 +100,7 @@ def ratio_table(sweep: Sweep) -> Table:
 
 
 def notable(sweeps: Sequence[Sweep]) -> list[str]:
-    """The ratios at the size of a bucket, in words."""
+    """The ratios at the size of a bucket, as sentences."""
     lines = []
     for sweep in sweeps:
         if _TOLD not in sweep.sizes:

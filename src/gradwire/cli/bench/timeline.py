@@ -1,4 +1,4 @@
-"""What ran on a GPU, stream by stream: intervals, how far those of two streams overlap, and a picture of them."""
+"""What ran on a GPU, stream by stream: intervals, the overlap of two streams, and a plot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Kernel:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time in intervals that do not touch, in order.
+    """The union as disjoint intervals, in order.
 
     >>> union([(3, 4), (0, 1), (0.5, 2)])
     [(0, 2), (3, 4)]
@@ -37,7 +37,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """How long they are together, what two of them share counted once.
+    """The length of their union.
 
     >>> length([(0, 1), (0.5, 2)])
     2
@@ -46,7 +46,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def common(one: Iterable[Interval], other: Iterable[Interval]) -> float:
-    """For how long both run.
+    """The length of their intersection.
 
     >>> common([(0, 2), (3, 5)], [(1, 4)])
     2
@@ -56,9 +56,9 @@ def common(one: Iterable[Interval], other: Iterable[Interval]) -> float:
 
 
 def kernels_of(profile: Any) -> list[Kernel]:
-    """What a finished torch.profiler.profile saw on the device, from the first kernel's begin on."""
+    """What a finished torch.profiler.profile recorded on the device, from the start of the first kernel on."""
     events = [e for e in profile.profiler.kineto_results.events() if str(e.device_type()).endswith("CUDA")]
-    # What spans kernels, such as a user's annotation, is on the device's list too, and is no kernel.
+    # Spans over kernels, such as user annotations, are in the device's list too, but are not kernels.
     events = [e for e in events if e.duration_ns() > 0 and not e.is_user_annotation()]
     start = min((e.start_ns() for e in events), default=0)
     return [
@@ -82,7 +82,7 @@ class Timeline:
 
     @classmethod
     def of(cls, name: str, kernels: Sequence[Kernel]) -> Timeline:
-        """The stream that is busy longest is the model's."""
+        """The stream that is busy longest is taken as the model's."""
         streams: dict[int, list[Interval]] = {}
         for kernel in kernels:
             streams.setdefault(kernel.stream, []).append((kernel.begin, kernel.end))
@@ -97,12 +97,12 @@ class Timeline:
 
     @property
     def hidden(self) -> float:
-        """Seconds of these in which the model's ran too."""
+        """Seconds of these that overlapped with the model's kernels."""
         return common(self.hook, self.model)
 
     @property
     def seconds(self) -> float:
-        """From the first kernel to the end of the last."""
+        """From the start of the first kernel to the end of the last."""
         return max((end for _, end in self.model + self.hook), default=0.0)
 
 
@@ -125,9 +125,9 @@ def draw(file: Path, timelines: Sequence[Timeline], machine: Mapping[str, str]) 
             places.append(place)
             labels.append(f"{timeline.name}: {what}" if what == "model" else what)
         axes.annotate(
-            f"{timeline.busy * 1e3:.2f} ms, {timeline.hidden / timeline.busy:.0%} beside the model's"
+            f"{timeline.busy * 1e3:.2f} ms, {timeline.hidden / timeline.busy:.0%} overlapped"
             if timeline.busy
-            else "no kernels of its own",
+            else "no separate kernels",
             (timeline.seconds * 1e3, top - 1),
             xytext=(6, 0),
             textcoords="offset points",

@@ -1,7 +1,7 @@
 """`gradwire bench training`: a transformer trained data-parallel by gradwire over shared memory and by torch over gloo.
 
-Both live in the same rank processes and take turns; `trial.py` is what a rank does. Beside the time of a step it tells how much
-of it is communication that nothing hides: what the step takes more than the same step under `no_sync`.
+Both live in the same rank processes and take turns; `trial.py` is what a rank does. In addition to the time of a step it reports
+the exposed communication: the extra time over the same step under `no_sync`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from gradwire.errors import UsageError
 
 _BLOCK = 2
 _TOKENS = 16
-"""Of a sequence. Few, as when many ranks share a batch: what a step communicates then shows beside what it computes."""
+"""Tokens per sequence. Few, as when many ranks share a batch: communication is then significant compared with computation."""
 _WORDS = {
-    peers.BARE: "bare model, alone",
+    peers.BARE: "bare model, 1 rank",
     peers.TORCH: "torch DDP, gloo",
     peers.OURS: "gradwire DDP, shm",
 }
@@ -42,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "training",
         help="a training step of gradwire's DDP over shared memory, of torch's over gloo",
         description="Steps of a transformer on ranks of this machine, one thread each, float32: gradwire's "
-        "DistributedDataParallel over shared memory beside torch's over gloo, with default flags and with "
+        "DistributedDataParallel over shared memory and torch's over gloo, with default flags and with "
         "gradient_as_bucket_view, and each of them also without communication, under no_sync.",
     )
     add = functools.partial(parser.add_argument, metavar="N")
@@ -51,11 +51,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         choices=tuple(SIZES),
         default="10m",
         metavar="SIZE",
-        help="of the model, of GPT-2's shape: %(choices)s (default: %(default)s)",
+        help="size of the model, of GPT-2's shape: %(choices)s (default: %(default)s)",
     )
-    add("--ranks", type=at_least(2), default=2, help="how many ranks (default: %(default)s)")
-    add("--batch", type=at_least(1), default=1, help="sequences a rank and step (default: %(default)s)")
-    add("--tokens", type=at_least(1), default=_TOKENS, help="of a sequence (default: %(default)s)")
+    add("--ranks", type=at_least(2), default=2, help="number of ranks (default: %(default)s)")
+    add("--batch", type=at_least(1), default=1, help="sequences per rank and step (default: %(default)s)")
+    add("--tokens", type=at_least(1), default=_TOKENS, help="tokens per sequence (default: %(default)s)")
     add("--steps", type=at_least(4), default=30, help="timed steps of each variant (default: %(default)s)")
     add("--timeout", type=at_least(1), default=TIMEOUT, metavar="SECONDS", help=TIMEOUT_HELP)
     add_json_option(parser)
@@ -63,13 +63,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and show what came of it."""
+    """Measure, and show the results."""
     machine, console = describe(), Console(highlight=False)
     context = SIZES[args.size].context
     if args.tokens > context:
         raise UsageError(
-            f"bench training --size {args.size} --tokens {args.tokens}: the model sees {context} tokens at a time. "
-            "Ask for fewer, or for a larger model."
+            f"bench training --size {args.size} --tokens {args.tokens}: the model's context is {context} tokens. "
+            "Use fewer tokens, or a larger model."
         )
     trial = Trial(size=args.size, batch=args.batch, tokens=args.tokens, rounds=args.steps // _BLOCK, block=_BLOCK)
     with bar(console, f"{args.ranks} ranks", trial.rounds) as on_report:
@@ -97,16 +97,16 @@ def run(args: argparse.Namespace) -> int:
 def _settings(trial: Trial, ranks: int, times: Times) -> dict[str, str]:
     return {
         "model": f"transformer, {times.elements:,} elements in {times.parameters} parameters, float32",
-        "world": f"{ranks} ranks, one thread each, batch {trial.batch} x {trial.tokens} tokens a rank",
+        "world": f"{ranks} ranks, one thread each, batch {trial.batch} x {trial.tokens} tokens per rank",
         "step": "zero_grad(), forward, backward, SGD",
-        "measured": f"{trial.rounds} rounds of {trial.block} steps each in turns, the step before them not timed; the slowest rank "
+        "measured": f"{trial.rounds} interleaved rounds of {trial.block} steps each, after one untimed step; the slowest rank "
         "counts",
     }
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One variant: its step, the same step under no_sync, and how it compares with torch's of the same flags."""
+    """One variant: its step, the same step under no_sync, and how it compares with torch's with the same flags."""
 
     name: str
     step: Series
@@ -115,7 +115,7 @@ class Entry:
 
     @property
     def words(self) -> str:
-        """The variant's name on the screen."""
+        """The variant's display name."""
         kind, views, _ = self.name.partition(peers.VIEWS)
         return _WORDS[kind] + views
 
@@ -140,8 +140,8 @@ def entries(series: Mapping[str, Series]) -> list[Entry]:
 
 def _table(rows: Sequence[Entry]) -> Table:
     table = Table(
-        caption="ms a step: median, and quartiles below it; shm is shared memory. Exposed: what the step takes more than under "
-        "no_sync, taken in each round. Ratio: our step to torch's; of medians, and below it the median over rounds."
+        caption="ms per step: median, and quartiles below it; shm is shared memory. Exposed: extra time over the step under "
+        "no_sync, computed per round. Ratio: our step to torch's; of medians, and below it the median over rounds."
     )
     table.add_column("variant")
     for head in ("step", "under\nno_sync", "exposed", "ratio"):
@@ -171,7 +171,7 @@ def _lines(rows: Sequence[Entry]) -> list[str]:
         if ours.to_torch is None or ours.exposed is None or theirs.exposed is None:
             continue
         lines.append(
-            f"With {words} gradwire's step takes {ours.to_torch.of_medians:.2f} of torch's; communication that nothing hides "
+            f"With {words} gradwire's step takes {ours.to_torch.of_medians:.2f} of torch's; exposed communication "
             f"takes {ours.exposed.median * MS:.1f} ms of it, torch's {theirs.exposed.median * MS:.1f} ms."
         )
     return lines

@@ -1,9 +1,9 @@
-"""What each rank does in `gradwire bench training`: one model per variant, all with the same start, and steps in turns.
+"""What each rank does in `gradwire bench training`: one model per variant, all with the same initial weights, and steps in turns.
 
 Note [Without communication]
-What communication costs a step is what the step takes more than the same step without it. That one runs on the same wrapped
-model, under its own `no_sync`, with an SGD step whose learning rate is 0: it reads and writes the same memory and leaves the
-parameters as they are, so replicas stay equal.
+The cost of communication is the extra time of a step over the same step without it. The latter runs on the same wrapped model,
+under its own `no_sync`, with an SGD step whose learning rate is 0: it reads and writes the same memory and does not change the
+parameters, so replicas stay equal.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from gradwire.errors import InternalError
 from gradwire.groups import Group, SharedMemoryGroup
 
 QUIET = ", no_sync"
-"""Put after a variant's name: its step without communication."""
+"""Suffix of a variant's name: its step without communication."""
 _RATE = 0.05
 _FIRST_STEPS = 5
 """Steps of each variant before replicas are compared: both DDPs rebuild their buckets after the first."""
 _CLOSE = 1e-3
-"""How far apart, relative to the way they have come, the parameters of two variants may be then."""
+"""The difference that the parameters of two variants may have then, relative to how far they have moved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What is trained, and how often."""
+    """What is trained, and for how many steps."""
 
     size: str
     batch: int
@@ -48,7 +48,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What one rank has measured: seconds a step in each round, and what it trained."""
+    """What one rank has measured: seconds per step in each round, and what it trained."""
 
     seconds: Mapping[str, tuple[float, ...]]
     elements: int
@@ -67,7 +67,7 @@ def run_trial(trial: Trial, context: RankContext) -> Times:
         stack.callback(group.close)
         torch.manual_seed(0)
         start = GPT2(SIZES[trial.size])
-        torch.manual_seed(1 + context.rank)  # every rank reads something else
+        torch.manual_seed(1 + context.rank)  # every rank reads different data
         inputs = start.batch(trial.batch)[:, : trial.tokens + 1]
         models = {name: wrap(copy.deepcopy(start)) for name, wrap in peers.wrappers(group).items()}
         steps = {name: _step(model, inputs, _RATE) for name, model in models.items()}
@@ -88,7 +88,7 @@ def run_trial(trial: Trial, context: RankContext) -> Times:
             fence=context.barrier.wait,
             after_round=context.report if context.rank == 0 else None,
         )
-        context.barrier.wait()  # nobody closes while another still works
+        context.barrier.wait()  # no rank closes while another is still working
         for model in models.values():
             peers.unwrap(model)
     sizes = [p.numel() for p in start.parameters()]
@@ -118,17 +118,19 @@ def _quiet(model: Any, inputs: Tensor) -> Callable[[], None]:
 
 
 def check_same(start: nn.Module, models: Mapping[str, nn.Module], group: Group) -> None:
-    """Raise unless all models have come from `start` to the same parameters, and each is the same on every rank."""
+    """Raise unless all models have moved from `start` to the same parameters, and each is the same on every rank."""
     begin = _flat(start)
     first, expected = next((name, _flat(model)) for name, model in models.items())
     for name, model in models.items():
         found = _flat(model)
         if bool((found - expected).norm() > _CLOSE * (expected - begin).norm()):
-            raise InternalError(f"bench training: {name} has come to other parameters than {first} in as many steps.")
+            raise InternalError(
+                f"bench training: {name} has other parameters than {first} after the same number of steps."
+            )
         rank0 = found.clone()
         group.broadcast(rank0, 0, label="parameters of rank 0")
         if not torch.equal(found, rank0):
-            raise InternalError(f"bench training: rank {group.rank}'s parameters of {name} are not those of rank 0.")
+            raise InternalError(f"bench training: rank {group.rank}'s parameters of {name} differ from rank 0's.")
 
 
 def _flat(model: nn.Module) -> Tensor:

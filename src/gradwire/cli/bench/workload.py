@@ -1,4 +1,4 @@
-"""What one variant does in a step: a model, its inputs, forward, backward and, if wanted, the optimizer's step."""
+"""What one variant does in a step: a model, its inputs, forward, backward and optionally the optimizer's step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gradwire.cli.bench.models import GPT2, SIZES, ManySmall
 from gradwire.errors import InternalError
 
 _CLOSE = 0.02
-"""How far, relative to its norm, a wrapped model's gradient may be from the bare one's: bfloat16, summed in any order."""
+"""The relative difference that a wrapped model's gradient may have from the bare one's: bfloat16, summed in any order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model as it is trained, described in words."""
+    """A model as it is trained, with a description."""
 
     model: nn.Module
     inputs: Tensor
@@ -62,11 +62,11 @@ class Workload:
         return step
 
     def check(self, models: Mapping[str, nn.Module]) -> None:
-        """Before it is asked how fast they go: raise unless all variants compute the same gradient."""
+        """Before timing: raise unless all variants compute the same gradient."""
         expected: Tensor | None = None
         for name, model in models.items():
             self.loss(model).backward()
             found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
             expected = found if expected is None else expected
             if found.shape != expected.shape or bool((found - expected).norm() > _CLOSE * expected.norm()):
-                raise InternalError(f"bench: {name} computes another gradient than {next(iter(models))}.")
+                raise InternalError(f"bench: {name} computes a different gradient than {next(iter(models))}.")

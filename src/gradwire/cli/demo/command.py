@@ -19,9 +19,9 @@ from gradwire.groups import Deadline, Group
 from gradwire.testing import kinds, run_ranks
 
 _OPERATION_LIMIT = 120.0
-"""Seconds that one collective may take before the demo says who is missing."""
+"""Seconds that one collective may take before it times out and names the missing ranks."""
 _END_LIMIT = 5.0
-"""Seconds that ranks which are threads get to come to an end after Ctrl-C."""
+"""Seconds that ranks that are threads get to end after Ctrl-C."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
@@ -33,13 +33,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "ranks compare their parameters bit for bit; the exit code is 1 if they differ.",
     )
     add = functools.partial(parser.add_argument, metavar="N")
-    add("--ranks", type=at_least(1), help="how many ranks (default: one per core)")
+    add("--ranks", type=at_least(1), help="number of ranks (default: one per core)")
     add(
         "--kind",
         choices=kinds(),
         default="shared_memory",
         metavar="KIND",
-        help="what carries the bytes: %(choices)s (default: %(default)s)",
+        help="kind of group: %(choices)s (default: %(default)s)",
     )
     add("--steps", type=at_least(1), default=800, help="optimizer steps (default: %(default)s)")
     add("--batch-size", type=at_least(1), default=16, help="sequences per rank and step (default: %(default)s)")
@@ -48,9 +48,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         choices=tuple(SIZES),
         default="small",
         metavar="SIZE",
-        help="of the model: %(choices)s (default: %(default)s)",
+        help="size of the model: %(choices)s (default: %(default)s)",
     )
-    add("--seed", type=at_least(0), default=0, help="of weights, batches and sample (default: %(default)s)")
+    add("--seed", type=at_least(0), default=0, help="seed of weights, batches and sample (default: %(default)s)")
     add(
         "--timeout",
         type=at_least(1),
@@ -62,10 +62,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, say what came of it, and return the exit code."""
+    """Train, show the results, and return the exit code."""
     ranks = args.ranks or _cores()
     job = Job(size=args.size, steps=args.steps, batch_size=args.batch_size, seed=args.seed)
-    # Ranks that are processes take seconds to import torch; nobody should wonder what happens meanwhile.
+    # Rank processes take seconds to import torch; show what is happening.
     print(f"starting {ranks} ranks ({args.kind}): {job.size} model, {job.steps} steps", flush=True)
     reports = _run_world(job, ranks, kind=args.kind, timeout=args.timeout)
     show(job, reports, kind=args.kind)
@@ -86,7 +86,7 @@ def _run_world(job: Job, ranks: int, *, kind: str, timeout: float) -> list[Repor
             wrap=functools.partial(Deadline, seconds=min(_OPERATION_LIMIT, timeout)),
         )
     except KeyboardInterrupt:
-        # A thread that is inside torch when the interpreter ends can take the process down with it.
+        # A thread that is inside torch when the interpreter shuts down can crash the process.
         for thread in set(threading.enumerate()) - others:
             thread.join(_END_LIMIT)
         raise
@@ -97,11 +97,11 @@ def _run_world(job: Job, ranks: int, *, kind: str, timeout: float) -> list[Repor
 def _rank_main(job: Job, threads: int, group: Group) -> Report:
     # oneDNN writes every kernel that it makes to /tmp/perf-PID.map, for profilers, and leaves the file there.
     os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
-    torch.set_num_threads(threads)  # ranks share the cores; torch would give all of them to each
+    torch.set_num_threads(threads)  # ranks share the cores; torch would use all of them in each
     with progress(group.rank, job.steps) as watch:
         return train(job, group, watch)
 
 
 def _cores() -> int:
-    """The cores that this process may use, which in a container are often fewer than the machine has."""
+    """The number of cores that this process may use; in a container often fewer than the machine has."""
     return len(os.sched_getaffinity(0))

@@ -16,7 +16,7 @@ _LINES = 10
 
 @contextmanager
 def progress(rank: int, steps: int) -> Iterator[Watch]:
-    """What this rank tells how training goes, drawn by the rank itself: its standard output is the caller's."""
+    """A progress display of this rank, drawn by the rank itself: its standard output is the caller's."""
     console = Console()
     if rank != 0:
         yield _Silent()

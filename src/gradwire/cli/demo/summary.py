@@ -1,4 +1,4 @@
-"""What the demo says at the end: a few facts, a sample, and one line on whether all replicas are equal."""
+"""What the demo prints at the end: a few facts, a sample, and one line on whether all replicas are equal."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ def show(job: Job, reports: Sequence[Report], *, kind: str) -> None:
     for name, value in facts(job, reports, kind=kind):
         console.print(Text.assemble((f"{name:<16}", "dim"), value))
     console.print()
-    console.print(Text("A sample of what it has learned to write:", style="dim"))
+    console.print(Text("A sample of the model's output:", style="dim"))
     for line in reports[0].sample.rstrip().splitlines():
         console.print(Text(f"  {line}"), no_wrap=True, overflow="ellipsis")
     console.print()
-    # One line, whatever the width: scripts read it.
+    # One line, whatever the width: scripts parse it.
     console.print(
         Text(verdict(reports), style="bold green" if reports[0].replicas_equal else "bold red"), soft_wrap=True
     )
 
 
 def facts(job: Job, reports: Sequence[Report], *, kind: str) -> Iterator[tuple[str, str]]:
-    """What was run and what came of it, as pairs of a name and a value."""
+    """What was run and its results, as (name, value) pairs."""
     report = reports[0]
     yield "ranks", f"{len(reports)}, group kind {kind}"
     yield "model", f"{job.size}, {report.parameters:,} parameters"
     yield "steps", f"{job.steps}, {report.tokens:,} tokens in {report.seconds:.1f} s"
     yield "loss", f"{report.first_loss:.3f} at the first step, {report.last_loss:.3f} at the last"
-    yield "validation loss", f"{report.held_out_loss:.3f} on modules it has not seen"
-    yield "for comparison", f"{report.unigram_entropy:.3f} for knowing only how frequent each character is"
+    yield "validation loss", f"{report.held_out_loss:.3f} on held-out modules"
+    yield "for comparison", f"{report.unigram_entropy:.3f} for a model of character frequencies alone"
 
 
 def verdict(reports: Sequence[Report]) -> str:

@@ -1,7 +1,7 @@
-"""The demo's text: the source code of the Python standard library, which every machine has, as symbol numbers.
+"""The demo's text: the source code of the Python standard library, which every machine has, as symbol ids.
 
 Modules are read in the order of their names and every tenth is held out, so every rank of every run on one Python version
-sees the same two texts. This module knows nothing of models, ranks or groups.
+sees the same two texts. This module is independent of models, ranks and groups.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from gradwire.errors import UsageError
 
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
-"""The characters with a symbol of their own; every other byte is read as "?", a tabulator as one space."""
+"""The characters that have a symbol; every other byte is read as "?", a tab as one space."""
 
 _HOLD_OUT = 10
 _TABLE = bytes(ALPHABET.index(" " if b == 9 else chr(b) if chr(b) in ALPHABET else "?") for b in range(256))
@@ -24,20 +24,20 @@ _TABLE = bytes(ALPHABET.index(" " if b == 9 else chr(b) if chr(b) in ALPHABET el
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A text to learn from and one to be examined on, as flat uint8 tensors of symbol numbers."""
+    """A training text and a held-out text, as flat uint8 tensors of symbol ids."""
 
     train: Tensor
     held_out: Tensor
 
     def unigram_entropy(self) -> float:
-        """The loss, in nats a character, of a model that knows how frequent each symbol is and nothing else."""
+        """The loss, in nats per character, of a model that knows only the frequency of each symbol."""
         counts = torch.bincount(self.train.long(), minlength=len(ALPHABET)).double()
         p = counts[counts > 0] / counts.sum()
         return float(-(p * p.log()).sum())
 
 
 def encode(text: str) -> Tensor:
-    """Symbol numbers of a text.
+    """The symbol ids of a text.
 
     >>> decode(encode("def f(x):\\n\\treturn é"))
     'def f(x):\\n return ??'
@@ -46,7 +46,7 @@ def encode(text: str) -> Tensor:
 
 
 def decode(symbols: Tensor) -> str:
-    """The text of some symbol numbers."""
+    """The text of symbol ids."""
     return "".join(ALPHABET[i] for i in symbols.tolist())
 
 
@@ -56,8 +56,8 @@ def standard_library(folder: Path | None = None) -> Corpus:
     modules = sorted(folder.glob("*.py"))
     if len(modules) < _HOLD_OUT:
         raise UsageError(
-            f"reading the demo's text from {folder}: {len(modules)} Python source files are there, at least {_HOLD_OUT} "
-            "are needed. Use a Python that ships the source of its standard library."
+            f"reading the demo's text from {folder}: found {len(modules)} Python source files, need at least {_HOLD_OUT}. "
+            "Use a Python that ships the source of its standard library."
         )
     return Corpus(
         train=_read([path for i, path in enumerate(modules, 1) if i % _HOLD_OUT]),
@@ -71,13 +71,13 @@ def _read(paths: list[Path]) -> Tensor:
 
 
 def random_windows(text: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
-    """`count` pieces of `length` characters from random places, as a `[count, length]` int64 tensor."""
+    """`count` windows of `length` characters at random positions, as a `[count, length]` int64 tensor."""
     starts = torch.randint(len(text) - length + 1, (count,), generator=generator)
     return _windows(text, starts, length)
 
 
 def even_windows(text: Tensor, count: int, length: int) -> Tensor:
-    """`count` pieces of `length` characters spread evenly over the text."""
+    """`count` windows of `length` characters spread evenly over the text."""
     starts = torch.arange(count) * ((len(text) - length) // max(1, count - 1))
     return _windows(text, starts, length)
 

@@ -1,6 +1,6 @@
-"""What one rank of the demo does: the same model everywhere, a different part of the text, one mean of the gradients a step.
+"""What one rank of the demo does: the same model everywhere, a different part of the text, gradients averaged in every step.
 
-An ordinary training loop around one call of `replicate`. It prints nothing: it tells a `Watch`.
+An ordinary training loop around one call of `replicate`. It prints nothing: it reports to a `Watch`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LEARNING_RATE = 4e-3
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to train. `batch_size` is the number of windows that each rank reads a step."""
+    """What to train. `batch_size` is the number of windows that each rank reads per step."""
 
     size: str
     steps: int
@@ -38,7 +38,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of it, as one rank knows it. Losses are means over all ranks, in nats a character."""
+    """The results on one rank. Losses are means over all ranks, in nats per character."""
 
     parameters: int
     first_loss: float
@@ -57,10 +57,10 @@ class Report:
 
 
 class Watch(Protocol):
-    """Who is told how training goes, on every rank."""
+    """Receives the training progress, on every rank."""
 
     def step(self, done: int, loss: float, tokens_per_second: float) -> None:
-        """`done` steps are through; the last had this loss."""
+        """`done` steps are finished; the last had this loss."""
 
 
 def train(job: Job, group: Group, watch: Watch) -> Report:
@@ -73,7 +73,7 @@ def train(job: Job, group: Group, watch: Watch) -> Report:
     losses = _learn(job, group, model, corpus, watch)
     seconds = time.perf_counter() - started
     replica.detach()
-    # Rank 0 speaks after the last collective, so that nobody waits for it.
+    # Rank 0 generates text after the last collective, so that no rank waits for it.
     held_out_loss, prints = _examine(group, model, corpus.held_out), fingerprints(group, parameters)
     return Report(
         parameters=sum(p.numel() for p in parameters),
@@ -95,7 +95,7 @@ def _learn(job: Job, group: Group, model: Transformer, corpus: Corpus, watch: Wa
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / warm_up) * (1.0 - 0.9 * step / job.steps)
     )
-    # Every rank reads its own part of the text, or the mean of the gradients would add nothing.
+    # Every rank reads a different part of the text, or averaging gradients would be pointless.
     places = torch.Generator().manual_seed(job.seed * group.size + group.rank + 1)
     length = model.shape.context + 1
     started, losses = time.perf_counter(), []
@@ -111,7 +111,7 @@ def _learn(job: Job, group: Group, model: Transformer, corpus: Corpus, watch: Wa
 
 
 def fingerprints(group: Group, tensors: Sequence[Tensor]) -> tuple[str, ...]:
-    """A SHA-256 over all bytes of `tensors` of each rank, in rank order, known to every rank."""
+    """The SHA-256 over all bytes of each rank's `tensors`, in rank order, on every rank."""
     digest = hashlib.sha256()
     for t in tensors:
         digest.update(t.detach().contiguous().view(torch.uint8).numpy().tobytes())

@@ -1,7 +1,7 @@
 """The demo's model: a character-level transformer, pre-norm and causal, small enough for one core.
 
-Its weights are drawn from a generator that is handed in: ranks may be threads of one process, where torch's global
-generator would be shared and the draw depend on the scheduling.
+Its weights are drawn from a given generator: ranks may be threads of one process, where torch's global generator would be
+shared and the weights would depend on the scheduling.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gradwire.cli.block import Block
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How big the model is. `context` is the number of characters it looks back."""
+    """The size of the model. `context` is the number of characters of its context."""
 
     width: int
     layers: int
@@ -67,7 +67,7 @@ class Transformer(nn.Module):
         return logits
 
     def loss(self, windows: Tensor) -> Tensor:
-        """Mean cross-entropy, in nats a character, of predicting each symbol of `windows` but the first."""
+        """Mean cross-entropy, in nats per character, of predicting each symbol of `windows` except the first."""
         logits = self(windows[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 

@@ -1,4 +1,4 @@
-"""How far a benchmark whose ranks are processes has come: a bar, or lines where nobody sees a bar."""
+"""The progress of a benchmark whose ranks are processes: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextmanager
 def bar(console: Console, what: str, rounds: int) -> Iterator[Callable[[int], None]]:
-    """A bar that is moved by calling what it gives with the number of rounds done; it vanishes at the end.
+    """A progress bar; call the yielded function with the number of finished rounds. It disappears at the end.
 
-    It is drawn when a round is over, and not by a thread all the time: the ranks need the cores. Where the console is no terminal
-    there are lines on standard error instead, about ten of them.
+    It is drawn when a round ends, not continuously by a thread: the ranks need the cores. If the console is not a terminal,
+    about ten lines are printed to standard error instead.
     """
     if not console.is_terminal:
         print(f"{what}: starting", file=sys.stderr, flush=True)
@@ -43,12 +43,12 @@ def _line(what: str, done: int, rounds: int) -> None:
 
 
 def warn_if_crowded(ranks: int) -> None:
-    """Say at once that there are more ranks than cores: the first figures then take long, and mean little."""
+    """Warn early if there are more ranks than cores: the figures then take long, and mean little."""
     cores = len(os.sched_getaffinity(0))
     if ranks > cores:
         print(
-            f"gradwire bench: {ranks} ranks on {cores} cores take turns on them. Starting may take minutes, and times say more "
-            "about the scheduler than about communication.",
+            f"gradwire bench: {ranks} ranks share {cores} cores. Starting may take minutes, and times reflect the scheduler more "
+            "than communication.",
             file=sys.stderr,
             flush=True,
         )

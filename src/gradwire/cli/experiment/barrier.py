@@ -1,13 +1,13 @@
-"""`Barrier`: where the ranks of a benchmark wait for each other between turns, by a means that none of the compared ones uses.
+"""`Barrier`: ranks of a benchmark wait for each other between turns, by a mechanism that none of the contenders uses.
 
-A file that all ranks have mapped holds one counter per rank, each written by its rank only. Nothing but these counters is read
-through it, so nothing has to be ordered with them.
+A file that all ranks have mapped holds one counter per rank, each written only by its rank. Nothing else is read through it, so
+no other memory has to be ordered with the counters.
 
 Note [Wait lightly]
-The barrier stands on both sides of what is timed, so it must let everybody go at the same moment and must not take a core from a
-rank that is still at work. A waiter therefore looks all the time, giving up its core at each look, for `_SPIN` seconds, which
-is longer than ranks with a core of their own are apart; then it sleeps between looks. What that costs is part of a turn, once:
-a few microseconds of the milliseconds that a turn takes.
+The barrier is on both sides of what is timed, so it must release all ranks at the same moment and must not take a core from a
+rank that is still working. A waiter therefore polls continuously, yielding its core each time, for `_SPIN` seconds, which is longer
+than ranks with separate cores are apart; then it sleeps between polls. Its cost is part of a turn, once: a few microseconds of the
+milliseconds that a turn takes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Barrier:
 
     @staticmethod
     def prepare(path: Path, *, size: int) -> None:
-        """Make the file, once, before any rank opens it."""
+        """Create the file, once, before any rank opens it."""
         path.write_bytes(bytes(size * _STRIDE))
 
     def wait(self) -> None:
@@ -70,13 +70,13 @@ class Barrier:
         joined = [rank for rank, place in enumerate(self._places) if self._words[place] >= self._count]
         missing = [rank for rank in range(len(self._places)) if rank not in joined]
         raise CollectiveTimeout(
-            f"barrier {self._count} of the benchmark on rank {self._rank} of {len(self._places)}: ranks {missing} have not come "
-            f"within {self._timeout:.3g} s. Give more time with --timeout if the machine is only slow.",
+            f"barrier {self._count} of the benchmark on rank {self._rank} of {len(self._places)}: ranks {missing} did not arrive "
+            f"within {self._timeout:.3g} s. Allow more time with --timeout if the machine is just slow.",
             joined=joined,
             missing=missing,
         )
 
     def close(self) -> None:
-        """Give the mapping back."""
+        """Close the mapping."""
         self._words.release()
         self._map.close()

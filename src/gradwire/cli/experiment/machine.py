@@ -1,4 +1,4 @@
-"""What a figure was measured on, in a few words: a number without its machine says nothing."""
+"""A short description of the machine: a figure without its machine means nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradwire.jit import compiler
 
 
 def describe(device: torch.device | None = None) -> dict[str, str]:
-    """The machine, what runs on it, and how busy it is just now."""
+    """The machine, its software, and its current load."""
     facts = {"cpu": f"{_cpu()}, {_cores()} usable of {os.cpu_count()} cores", "system": _system()}
     if device is not None and device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
@@ -36,7 +36,7 @@ def _system() -> str:
 
 
 def _cpu() -> str:
-    """The processor's name. Linux tells it in /proc on some architectures only; lscpu knows the numbers of the others."""
+    """The processor's name. /proc has it only on some architectures; lscpu decodes the ids of the others."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

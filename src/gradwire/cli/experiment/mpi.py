@@ -1,7 +1,7 @@
-"""Open MPI through mpi4py: whether it is here, how ranks are started under it, and its collectives.
+"""Open MPI through mpi4py: whether it is installed, how ranks are started under it, and its collectives.
 
-MPI finds its ranks through the program that started them. So where it takes part, all ranks of a benchmark are started by
-`mpirun`, and everything else that is compared lives in the same processes.
+MPI finds its ranks through the program that started them. So if it takes part, all ranks of a benchmark are started by
+`mpirun`, and all other contenders live in the same processes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Launcher:
     version: str
 
     def command(self, ranks: int, *, cores: int) -> list[str]:
-        """What to put before the command of a rank. Ranks are not bound to cores: gloo's threads would be bound with them."""
+        """The prefix of a rank's command. Ranks are not bound to cores: gloo's threads would be bound with them."""
         crowd = ["--map-by", ":OVERSUBSCRIBE"] if ranks > cores else []
         return [self.mpirun, "-n", str(ranks), "--bind-to", "none", *crowd]
 
     def environment(self, ranks: int, *, cores: int) -> dict[str, str]:
-        """What mpirun must find in its environment. Where ranks outnumber cores, Open MPI yields its core while it waits."""
+        """mpirun's environment variables. If ranks outnumber cores, Open MPI yields its core while it waits."""
         found = dict(SETTINGS) if os.geteuid() == 0 else {}
         if ranks > cores:
             found["OMPI_MCA_mpi_yield_when_idle"] = "1"
@@ -43,7 +43,7 @@ class Launcher:
 
 
 def find() -> Launcher | str:
-    """Open MPI's launcher, or why there is none."""
+    """Open MPI's launcher, or the reason why there is none."""
     if importlib.util.find_spec("mpi4py") is None:
         return "mpi4py is not installed (pip install gradwire[mpi])"
     mpirun = find_mpirun()
@@ -62,12 +62,12 @@ def find() -> Launcher | str:
 
 
 def rank_under_mpirun(environment: Mapping[str, str]) -> int:
-    """The rank that mpirun gave to this process."""
+    """The rank that mpirun assigned to this process."""
     return int(environment["OMPI_COMM_WORLD_RANK"])
 
 
 def calls(full: Tensor, part: Tensor, other: Tensor) -> dict[str, Callable[[], Any]]:
-    """Every operation on these buffers: see `contenders.Buffers`. Only the main thread of a rank calls MPI, and MPI knows it."""
+    """Every operation on these buffers: see `contenders.Buffers`. MPI is initialized for calls from the main thread only."""
     import mpi4py
 
     mpi4py.rc.thread_level = "funneled"

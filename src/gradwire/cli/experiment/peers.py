@@ -1,6 +1,6 @@
-"""torch's side of the benchmarks: its process groups, its gloo collectives, and its DDP beside ours around a model.
+"""torch's side of the benchmarks: its process groups, its gloo collectives, and wrappers with its DDP and with ours.
 
-The one module of the benchmarks that names torch.distributed.
+The only module of the benchmarks that uses torch.distributed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Wrapper = Callable[[nn.Module], nn.Module]
 
 @contextmanager
 def world_of_one(device: torch.device) -> Iterator[None]:
-    """torch's default process group with this process alone in it: NCCL on a CUDA device, gloo on the CPU."""
+    """torch's default process group with this process as the only rank: NCCL on a CUDA device, gloo on the CPU."""
     if dist.is_initialized():
-        raise UsageError("a benchmark beside torch needs a process group of its own, but this process has one already.")
+        raise UsageError("a comparison with torch needs its own process group, but this process already has one.")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         store: Store = host_store()
@@ -68,8 +68,8 @@ def gloo_calls(full: Tensor, part: Tensor, other: Tensor) -> dict[str, Callable[
 
 
 def wrappers(group: Group | None = None) -> Mapping[str, Wrapper]:
-    """What is compared, with torch's default flags and with gradients in buckets. Torch's DDP runs on the default process group;
-    ours on `group`, or on the same one."""
+    """The compared wrappers, with torch's default flags and with gradients in buckets. torch's DDP runs on the default process
+    group; ours on `group`, or on the same one."""
     torchs, ours = nn.parallel.DistributedDataParallel, DistributedDataParallel
     return {
         BARE: lambda model: model,
@@ -81,7 +81,7 @@ def wrappers(group: Group | None = None) -> Mapping[str, Wrapper]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Take ours off: end the threads of its group."""
+    """Remove our wrapper: end the threads of its group."""
     if isinstance(model, DistributedDataParallel):
         model.replica.detach()
         model.group.close()

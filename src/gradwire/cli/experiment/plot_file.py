@@ -1,4 +1,4 @@
-"""Whether a plot can be drawn, found out before anything is measured."""
+"""Checks before measuring whether a plot can be drawn."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ KINDS = (".png", ".svg", ".pdf")
 
 
 def check(option: str, file: Path, *, kinds: Sequence[str] = KINDS, extra: str = "plot") -> None:
-    """Raise if `file`, the value of `option`, could not be drawn; `extra` is what to install gradwire with."""
+    """Raise if `file`, the value of `option`, cannot be drawn; `extra` is the extra to install."""
     if file.suffix.lower() not in kinds:
-        raise UsageError(f"{option} {file}: wrong kind of file. Let the name end in {', '.join(kinds)}.")
+        raise UsageError(f"{option} {file}: unsupported file type. Use a name that ends in {', '.join(kinds)}.")
     if not file.parent.is_dir():
-        raise UsageError(f"{option} {file}: there is no folder {file.parent}. Make it first.")
+        raise UsageError(f"{option} {file}: there is no folder {file.parent}. Create it first.")
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
-            f"{option} {file}: matplotlib is not installed. pip install gradwire[{extra}], or leave {option} out."
+            f"{option} {file}: matplotlib is not installed. pip install gradwire[{extra}], or omit {option}."
         )

@@ -1,12 +1,12 @@
 """The program of one rank process of a benchmark: `python -m gradwire.cli.experiment.rank_main FOLDER [RANK]`.
 
-It connects to the process that started it, is told what to do, does it and says what came of it. Without RANK it was started
-by mpirun, which says the rank in the environment.
+It connects to the process that started it, receives a task, runs it and sends the result. Without RANK it was started by mpirun,
+which passes the rank in the environment.
 
-Note [Nobody is orphaned]
-A thread of its own listens to the starter all the time, asleep in the kernel. When the connection ends, however the starter
-ended, or when it is told to stop, the process ends at once, whatever its main thread waits for. Under mpirun this is what ends
-ranks, too: they are in process groups of their own and not children of the starter.
+Note [No orphans]
+A separate thread listens to the starter, asleep in the kernel. When the connection closes, however the starter ended, or a stop
+message arrives, the process ends at once, whatever its main thread waits for. This also ends ranks under mpirun: they are in
+separate process groups and not children of the starter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gradwire.groups.private_store import PrivateStore
 from gradwire.testing.private_socket import connect
 
 _CONNECT = 60.0
-"""Seconds to connect to the starter, which listens before it starts anybody."""
+"""Seconds to connect to the starter, which listens before it starts any rank."""
 
 
 def main(folder: Path, rank: int) -> None:
@@ -72,7 +72,7 @@ def _perform(folder: Path, rank: int, start: Start, starter: Connection) -> obje
 
 
 def _listen(starter: Connection) -> None:
-    """See Note [Nobody is orphaned]."""
+    """See Note [No orphans]."""
     try:
         if isinstance(starter.recv(), Stop):
             faulthandler.dump_traceback(all_threads=True)

@@ -1,4 +1,4 @@
-"""Communication hooks under the names by which commands know them, with the settings in which they are compared."""
+"""Communication hooks by their command-line names, with the settings in which they are compared."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class Recipe:
 
     name: str
     words: str
-    """The settings, in a few words."""
+    """A short description of the settings."""
     build: Callable[[], CommHook]
     every: int = 1
-    """After how many steps all replicas are equal again."""
+    """The number of steps after which all replicas are equal again."""
 
     @property
     def steps_on_its_own(self) -> bool:
-        """Whether replicas go apart between exchanges, so that the hook wants to know the optimizer."""
+        """Whether replicas diverge between exchanges, so that the hook needs the optimizer."""
         return self.every > 1
 
 
 def _with_feedback(make: Callable[..., CommHook], **settings: Any) -> Callable[[], CommHook]:
-    """With error feedback, unless the hook keeps what it did not send by itself."""
+    """With error feedback, unless the hook keeps a residual itself."""
 
     def build() -> CommHook:
         hook = make(**settings)
@@ -53,8 +53,8 @@ def _with_feedback(make: Callable[..., CommHook], **settings: Any) -> Callable[[
 
 
 def _quantize(bits: int) -> Recipe:
-    block = 64 if bits == 1 else 256  # one bit tells nothing of size, so scales are closer together
-    words = f"{bits} bit{'s' if bits > 1 else ''} an element, blocks of {block}, error feedback"
+    block = 64 if bits == 1 else 256  # one bit has no magnitude, so there are more scales
+    words = f"{bits} bit{'s' if bits > 1 else ''} per element, blocks of {block}, error feedback"
     return Recipe(f"quantize{bits}", words, _with_feedback(quantize, bits=bits, block=block))
 
 
@@ -78,13 +78,13 @@ _ALL = (
     Recipe(
         "diloco",
         f"parameters every {_PERIOD} steps",
-        # Nesterov's momentum without its gain: in the long run an outer step is as long as the mean of the local ones.
+        # Nesterov momentum without its gain: in the long run an outer step is as long as the mean of the local ones.
         lambda: diloco(every=_PERIOD, outer_lr=0.7, outer_momentum=0.3),
         every=_PERIOD,
     ),
     Recipe(
         "local4",
-        f"parameters' mean every {_OFTEN} steps, moves in 4 bits, error feedback",
+        f"parameters' mean every {_OFTEN} steps, changes in 4 bits, error feedback",
         lambda: diloco(every=_OFTEN, outer_lr=1.0, outer_momentum=0.0, hook=_with_feedback(quantize, bits=4)()),
         every=_OFTEN,
     ),
@@ -94,20 +94,20 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType({recipe.name: recipe for recipe
 
 
 def names_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """A type of argument: some of `known`, with commas between them, in the order given and each once.
+    """An argument type: comma-separated names out of `known`, in the given order, without duplicates.
 
     >>> names_of(["a", "b"])("b, a,b")
     ['b', 'a']
     >>> names_of(["a", "b"])("c")
     Traceback (most recent call last):
-    argparse.ArgumentTypeError: there is no 'c'; known are a, b
+    argparse.ArgumentTypeError: unknown name 'c'; known names: a, b
     """
 
     def parse(text: str) -> list[str]:
         names = list(dict.fromkeys(item.strip() for item in text.split(",")))
         for name in names:
             if name not in known:
-                raise argparse.ArgumentTypeError(f"there is no {name!r}; known are {', '.join(known)}")
+                raise argparse.ArgumentTypeError(f"unknown name {name!r}; known names: {', '.join(known)}")
         return names
 
     return parse

@@ -1,4 +1,4 @@
-"""How benchmarks show their figures: a table on the screen, the same and every single round in a JSON file."""
+"""How benchmarks present their figures: a table on the screen, and the same with every single round in a JSON file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MS = 1e3
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One variant: its times, what it takes more than the bare model, and how that compares."""
+    """One variant: its times, its overhead over the bare model, and how that compares."""
 
     series: Series
     more: float | None = None
@@ -29,7 +29,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a benchmark found. `ratio_of` says what the ratios in the rows are ratios of."""
+    """The result of a benchmark. `ratio_of` describes the ratios in the rows."""
 
     benchmark: str
     machine: Mapping[str, str]
@@ -37,7 +37,7 @@ class Result:
     rows: Sequence[Row]
     ratio_of: str
     lines: Sequence[str] = field(default=())
-    """What the figures mean, in words."""
+    """What the figures mean, as sentences."""
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def present(
     json_file: Path | None = None,
     console: Console | None = None,
 ) -> None:
-    """Print what was measured on what, tables, and what they mean; write `data` to `json_file`."""
+    """Print the settings, the tables, and what they mean; write `data` to `json_file`."""
     console = console or Console(highlight=False)
     listed = Table.grid(padding=(0, 2))
     for name, value in facts.items():
@@ -82,7 +82,7 @@ def present(
 
 
 def _table(result: Result) -> Table:
-    table = Table(caption=f"ms a step: median, and quartiles below it. Ratios are of {result.ratio_of}.")
+    table = Table(caption=f"ms per step: median, and quartiles below it. Ratios are of {result.ratio_of}.")
     table.add_column("variant")
     for head in ("step", "over bare", "ratio of\nmedians", "median of\nround ratios"):
         table.add_column(head, justify="right")

@@ -1,6 +1,6 @@
-"""Timing on a machine that does other things too: variants take turns, and figures are medians with their quartiles.
+"""Timing on a machine with other load: variants take turns, and figures are medians with their quartiles.
 
-It knows callables and clocks, nothing of models, groups or devices.
+It handles callables and clocks, and is independent of models, groups and devices.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The seconds that one variant took for a step, one figure a round. Rounds of series from one run belong together."""
+    """The seconds per step of one variant, one figure per round. The rounds of all series of one run correspond."""
 
     name: str
     seconds: tuple[float, ...]
 
     @property
     def median(self) -> float:
-        """The middle one."""
+        """The median of all rounds."""
         return statistics.median(self.seconds)
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """Half of all rounds lie between these two."""
+        """Half of all rounds are between these two."""
         return _quartiles(self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How two series compare. The two figures differ where the machine was busier in some rounds than in others."""
+    """How two series compare. The two figures differ if the machine was busier in some rounds than in others."""
 
     of_medians: float
     median_of_rounds: float
     quartiles: tuple[float, float]
     rounds: int
-    """How many rounds could be compared: noise can make a difference vanish."""
+    """How many rounds could be compared: noise can hide a difference."""
 
 
 def interleave(
@@ -57,12 +57,12 @@ def interleave(
     after_round: Callable[[int], object] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Series]:
-    """Let every variant take `block` steps in every round, and time them: one figure a variant and round, per step.
+    """Time `block` steps of every variant in every round: one figure per variant and round, in seconds per step.
 
-    A mapping gives each variant a `block` of its own. Who begins changes from round to round. `lead_in` steps before each block
-    are not timed: they bring a variant's own code and data back into the caches, where they are when it runs alone. Neither
-    are the first `warm_up` steps of each. `fence` is called before and after each block; on a device that works asynchronously
-    it must wait until that has caught up, and where there are several ranks until all are there.
+    A mapping gives each variant its own `block`. The first variant changes from round to round. `lead_in` steps before each block
+    are not timed: they bring a variant's code and data back into the caches, where they would be if it ran alone. Neither are
+    the first `warm_up` steps of each. `fence` is called before and after each block; on an asynchronous device it must
+    synchronize, and with several ranks it must wait for all of them.
 
     >>> ticks = iter(range(100))
     >>> series = interleave({"a": print, "b": print}, rounds=2, clock=lambda: float(next(ticks)))
@@ -95,9 +95,9 @@ def interleave(
 
 
 def compare(a: Series, b: Series, *, over: Series | None = None) -> Ratio:
-    """`a` as a fraction of `b`; with `over`, what `a` takes more than `over` as a fraction of what `b` does.
+    """`a` as a fraction of `b`; with `over`, the overhead of `a` over it as a fraction of that of `b`.
 
-    Rounds in which `b` took no longer than `over` say nothing and are left out.
+    Rounds in which `b` took no longer than `over` are meaningless and are skipped.
 
     >>> ours, peer, bare = Series("ours", (12.0, 24.0)), Series("peer", (14.0, 28.0)), Series("bare", (10.0, 20.0))
     >>> compare(ours, peer, over=bare)
@@ -116,7 +116,7 @@ def compare(a: Series, b: Series, *, over: Series | None = None) -> Ratio:
 
 
 def slowest(name: str, ranks: Sequence[Sequence[float]]) -> Series:
-    """The series of a world whose ranks have each timed the same blocks: in every round, that of the rank that took longest.
+    """The series of a world whose ranks have each timed the same blocks: in every round, the time of the slowest rank.
 
     >>> slowest("a", [[1.0, 4.0], [2.0, 3.0]]).seconds
     (2.0, 4.0)

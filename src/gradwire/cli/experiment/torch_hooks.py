@@ -1,5 +1,5 @@
-"""torch's own communication hooks, with their settings: what ours are compared with. Imported by whoever measures them, since
-some take their time to import."""
+"""torch's own communication hooks, with their settings, for comparison with ours. Imported only where they are measured, since
+some are slow to import."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from types import MappingProxyType
 from typing import Any
 
 Hook = tuple[Any, Callable[[Any, Any], Any]]
-"""A state and a function of it and a bucket, as `register_comm_hook` takes them."""
+"""The arguments of `register_comm_hook`: a state, and a function of it and a bucket."""
 
 
 DENSE_STEPS = 2
-"""Steps that `power_sgd` takes before it compresses."""
+"""Steps of `power_sgd` before it compresses."""
 
 
 def fp16(process_group: Any) -> Hook:
@@ -51,7 +51,7 @@ def quantize_channels(process_group: Any) -> Hook:
 
 
 def power_sgd(process_group: Any) -> Hook:
-    """`powerSGD_hook` with rank 4, from the third step on, the first that it allows with error feedback; before it is dense."""
+    """`powerSGD_hook` with rank 4, from the third step on, the first that it allows with error feedback; before that, dense."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     state = powerSGD_hook.PowerSGDState(process_group, matrix_approximation_rank=4, start_powerSGD_iter=DENSE_STEPS)
@@ -73,6 +73,8 @@ NCCL_HOOKS: Mapping[str, tuple[Callable[[Any], Hook], Callable[[int], float]]] =
         "torch-quantize-channels": (quantize_channels, lambda numel: (numel // 512 + 1) * (512 + 8)),
     }
 )
-"""Those that read the result of an all-gather in a form that only NCCL gives, so they run on neither gloo nor a group in Python;
-with the bytes that a rank sends to each of the others: a byte an element, and a scale and a zero point as float32."""
-LEFT_OUT = "torch's quantization hooks take part on CUDA only: they read an all-gather's result in a form that only NCCL gives."
+"""Those that read the result of an all-gather in a form that only NCCL returns, so they run on neither gloo nor a group in Python;
+with the bytes that a rank sends to each of the others: one byte per element, and a scale and a zero point as float32."""
+LEFT_OUT = (
+    "torch's quantization hooks run only on CUDA: they read an all-gather's result in a form that only NCCL returns."
+)

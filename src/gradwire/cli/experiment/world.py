@@ -1,7 +1,7 @@
-"""A world of rank processes for one benchmark: started, listened to and ended by this process, under mpirun or without.
+"""A world of rank processes for one benchmark: started, monitored and ended by this process, with or without mpirun.
 
 `run_world(task, ranks)` calls `task(context)` on every rank and returns what each returned. Every way in which ranks can fail to
-answer ends in one error that names the rank, and in no process left: see `rank.py` for their side.
+answer ends in one error that names the rank, and leaves no process behind: see `rank_main.py` for their side.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from gradwire.testing.pool.process import WORKER_SETTINGS
 from gradwire.testing.private_socket import PrivateListener
 
 TIMEOUT = 120
-"""Seconds without news of any rank after which a benchmark gives up, when not told otherwise."""
-TIMEOUT_HELP = "give up when no rank has reported progress for so long (default: %(default)s)"
+"""Default seconds without a report from any rank after which a benchmark gives up."""
+TIMEOUT_HELP = "give up when no rank has reported progress for this long (default: %(default)s)"
 _START = 120.0
-"""Seconds that ranks get at least to come: they import torch."""
+"""Minimum seconds that ranks get to connect: they import torch."""
 _LEAVE = 20.0
-"""Seconds that ranks get to end by themselves once all have answered."""
+"""Seconds that ranks get to exit by themselves once all have answered."""
 _STOP = 3.0
-"""Seconds that ranks get to end when told to."""
+"""Seconds that ranks get to end after a stop message."""
 _LAST_LINES = 60
 HOSTED_PORT = 29_500
-"""Of the store that rank 0 hosts where ranks are on hosts of their own, which have all ports free."""
+"""Port of the store that rank 0 hosts if ranks are on separate hosts, where all ports are free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Rank: this is me."""
+    """Rank: I have connected."""
 
     rank: int
     pid: int
@@ -54,8 +54,8 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Starter: do this. `task` is a pickled function of a `RankContext`. The store is the private one of that name; where ranks are
-    on hosts of their own there is none, and rank 0 hosts one at `address`."""
+    """Starter: run this. `task` is a pickled function of a `RankContext`. The store is the private one of that name; if ranks are
+    on separate hosts there is none, and rank 0 hosts one at `address`."""
 
     size: int
     private: str
@@ -66,12 +66,12 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Starter: write down where you stand, and end."""
+    """Starter: dump your stacks, and end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Rank: this is how far we are."""
+    """Rank: progress."""
 
     progress: Any
 
@@ -104,8 +104,8 @@ def run_world(
 ) -> list[Any]:
     """Call `task(context)` in `ranks` new processes and return the results in rank order.
 
-    With `hosts`, of `gradwire.lab`, ranks run on them in turn, and reach each other only over their links. `on_report` is called
-    with what ranks report on their way. The world is ended after `timeout` seconds without a report.
+    With `hosts`, of `gradwire.lab`, ranks are distributed over them, and reach each other only over their links. `on_report` is
+    called with what ranks report. The world is ended after `timeout` seconds without a report.
     """
     with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
         world = _World(Path(folder), ranks, name, timeout, tuple(hosts))
@@ -126,7 +126,7 @@ def run_world(
 
 @dataclass(slots=True)
 class _Rank:
-    """What the starter knows of a rank that has come."""
+    """The starter's state of a rank that has connected."""
 
     number: int
     pidfd: int
@@ -144,7 +144,7 @@ class _Process:
 
 @dataclass(slots=True)
 class _World:
-    """The processes, and what is known of them."""
+    """The processes and their state."""
 
     folder: Path
     size: int
@@ -152,12 +152,12 @@ class _World:
     timeout: float
     hosts: tuple[Host, ...] = ()
     processes: dict[int, _Process] = field(default_factory=dict)
-    """By a descriptor that is readable when the process has ended."""
+    """By a descriptor that becomes readable when the process has ended."""
     strangers: list[Connection] = field(default_factory=list)
-    """Connections of ranks that have not said yet who they are."""
+    """Connections of ranks that have not identified themselves yet."""
     ranks: dict[Connection, _Rank] = field(default_factory=dict)
     store: PrivateStore = field(default_factory=PrivateStore.create)
-    """Where the groups of the ranks meet, unless they are on hosts of their own."""
+    """The store in which the groups of the ranks meet, unless they are on separate hosts."""
     server: PrivateListener = field(init=False)
 
     def __post_init__(self) -> None:
@@ -190,14 +190,14 @@ class _World:
                 stdout=output,
                 stderr=output,
                 env=environment,
-                start_new_session=True,  # Ctrl-C is for the starter, which then ends the ranks
+                start_new_session=True,  # Ctrl-C goes to the starter, which then ends the ranks
             )
         self.processes[os.pidfd_open(popen.pid)] = _Process(program, popen, frozenset(ranks))
 
     # -- listening -----------------------------------------------------------------------------------------------------------
 
     def listen(self, task: bytes, on_report: Callable[[Any], object]) -> list[Any]:
-        """Every rank's result, or the error that stands for what went wrong."""
+        """Every rank's result; raises one error for whatever failed."""
         private, address = ("", self.hosts[0].address) if self.hosts else (self.store.name, "")
         start = Start(self.size, private, address, self.timeout, task)
         running = list(self.processes)
@@ -226,11 +226,11 @@ class _World:
             rank = _Rank(hello.rank, os.pidfd_open(hello.pid))
         except (EOFError, OSError):
             raise PeerLost(
-                f"{self.name} with {self.size} ranks: a rank died as it was starting. Its output, if any, is below."
+                f"{self.name} with {self.size} ranks: a rank died while starting. Its output, if any, is below."
             ) from None
         self.strangers.remove(connection)
         self.ranks[connection] = rank
-        with suppress(OSError):  # one that died meanwhile is heard of when it should answer
+        with suppress(OSError):  # one that died in the meantime is detected when it should answer
             connection.send(start)
 
     def _hear(self, connection: Connection, on_report: Callable[[Any], object]) -> None:
@@ -240,7 +240,7 @@ class _World:
         except (EOFError, OSError):
             raise PeerLost(
                 f"{self.name} with {self.size} ranks: rank {rank.number} died. Its output, if any, is below; "
-                "if there are none, look whether the machine ran out of memory.",
+                "if there is none, check whether the machine ran out of memory.",
                 rank=rank.number,
             ) from None
         if isinstance(message, Report):
@@ -254,20 +254,20 @@ class _World:
             raise error
 
     def _process_ended(self, process: _Process) -> None:
-        """Ranks that have come are heard of on their connections; the others never come."""
+        """Ranks that have connected are handled on their connections; the others will never connect."""
         status = process.popen.wait()
         missing = sorted(process.ranks - {r.number for r in self.ranks.values()})
         if missing and not self.strangers:
             raise GroupError(
                 f"{self.name} with {self.size} ranks: {process.program} ended with status {status} before ranks {missing} had "
-                "come. What it said is below."
+                "connected. Its output is below."
             )
 
     def _silent(self, done: Sequence[int], limit: float) -> CollectiveTimeout:
         missing = [rank for rank in range(self.size) if rank not in done]
         return CollectiveTimeout(
-            f"{self.name} with {self.size} ranks: nothing was heard for {limit:.3g} s, and ranks {missing} have not "
-            "finished. Where they stood is below; give more time with --timeout if the machine is only slow.",
+            f"{self.name} with {self.size} ranks: no rank has reported for {limit:.3g} s, and ranks {missing} have not "
+            "finished. Their stacks are below; allow more time with --timeout if the machine is just slow.",
             joined=done,
             missing=missing,
         )
@@ -281,11 +281,11 @@ class _World:
     # -- ending --------------------------------------------------------------------------------------------------------------
 
     def let_leave(self) -> None:
-        """Give the ranks time to end by themselves: MPI wants all of them for that."""
+        """Give the ranks time to exit by themselves: MPI needs all of them for that."""
         self._await_end(_LEAVE)
 
     def stop(self) -> None:
-        """Have every rank write down where it stands, and end."""
+        """Make every rank dump its stacks, and end."""
         for connection in self.ranks:
             with suppress(OSError):
                 connection.send(Stop())
@@ -297,7 +297,7 @@ class _World:
             wait([pidfd], max(0.0, deadline - time.monotonic()))
 
     def end(self) -> None:
-        """End what still runs, and give everything back."""
+        """End what still runs, and release everything."""
         for rank in self.ranks.values():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""`gradwire lab`: training experiments on one machine, over links that are slow on purpose."""
+"""`gradwire lab`: training experiments on one machine, over deliberately slow links."""
 
 from gradwire.cli.lab.command import add_parser, run
 

@@ -1,6 +1,6 @@
-"""The charts of `gradwire lab slowlink`, loss against seconds and against bytes, and a page that holds them.
+"""The charts of `gradwire lab slowlink`, loss against seconds and against bytes, and an HTML page with them.
 
-matplotlib is imported only here, and only when something is to be drawn.
+matplotlib is imported only here, and only if something is drawn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Colors that people with any kind of color vision tell apart; markers say the same once more. torch's are broken lines.
+# Colors that are distinct for any kind of color vision; markers repeat the distinction. torch's lines are dashed.
 _COLORS = (
     "#0072b2",
     "#d55e00",
@@ -63,9 +63,9 @@ def _figure(race: Race, facts: Mapping[str, str]) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
-    left.set_ylabel("loss on unseen text (nats a character)")
+    left.set_ylabel("loss on held-out text (nats per character)")
     left.annotate(
-        f"the mark: {race.mark:.3f}",
+        f"target: {race.mark:.3f}",
         xy=(0.01, race.mark),
         xycoords=("axes fraction", "data"),
         xytext=(0, -3),
@@ -75,7 +75,7 @@ def _figure(race: Race, facts: Mapping[str, str]) -> Figure:
     )
     figure.legend(*left.get_legend_handles_labels(), loc="outside right center", fontsize=9, frameon=False)
     figure.suptitle(
-        f"The way to torch DDP's loss over {race.mbit:g} Mbit/s; a large mark where it was reached", fontsize=12
+        f"Reaching torch DDP's loss over {race.mbit:g} Mbit/s; a large marker where it was reached", fontsize=12
     )
     figure.supxlabel(f"{facts['model']}\n{facts['link']}\n{facts['cpu']}; {facts['software']}", fontsize=8)
     return figure
@@ -105,7 +105,7 @@ def _line(axes: Axes, race: Race, curve: Curve, style: dict[str, Any], place: An
 
 
 def write_page(file: Path, race: Race, facts: Mapping[str, str]) -> None:
-    """Write a page that needs no other file."""
+    """Write a self-contained page."""
     import matplotlib as mpl
 
     buffer = io.StringIO()
@@ -115,7 +115,7 @@ def write_page(file: Path, race: Race, facts: Mapping[str, str]) -> None:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    heads = "".join(f"<th>{html.escape(head)}</th>" for head in (*HEADS, "what it is"))
+    heads = "".join(f"<th>{html.escape(head)}</th>" for head in (*HEADS, "description"))
     rows = "\n".join(
         f"<tr{' class=best' if curve is race.best else ''}>"
         + "".join(f"<td>{html.escape(cell)}</td>" for cell in (*cells(race, curve), CONTENDERS[curve.name].words))
@@ -150,7 +150,7 @@ svg {{ width: 100%; height: auto; margin-top: 1.5em; }}
 </style>
 </head>
 <body>
-<h1>Training over {mbit} Mbit/s: how soon each reaches torch DDP's loss of {mark}</h1>
+<h1>Training over {mbit} Mbit/s: time to torch DDP's loss of {mark}</h1>
 {said}
 <table>
 <thead><tr>{heads}</tr></thead>

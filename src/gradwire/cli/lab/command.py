@@ -1,4 +1,4 @@
-"""`gradwire lab WHAT`: one module an experiment, each with `add_parser(subparsers)` and `run(args) -> exit code`."""
+"""`gradwire lab WHAT`: one module per experiment, each with `add_parser(subparsers)` and `run(args) -> exit code`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from gradwire.cli.lab import parity, slowlink
 
 
 class Experiment(Protocol):
-    """What the module of an experiment holds."""
+    """The interface of an experiment's module."""
 
     def add_parser(self, subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
         """Declare the experiment and its options."""
 
     def run(self, args: argparse.Namespace) -> int:
-        """Carry it out and show what came of it, and return the exit code."""
+        """Run it, show the results, and return the exit code."""
 
 
 _EXPERIMENTS: Mapping[str, Experiment] = {"parity": parity, "slowlink": slowlink}
@@ -28,8 +28,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "lab",
         description="Training experiments on this machine: what communication hooks save over a slow link, and whether a model "
-        "trained with them ends where a model trained without them does.",
-        epilog="gradwire lab WHAT --help tells the options of an experiment.",
+        "trained with them reaches the same loss as one trained without them.",
+        epilog="gradwire lab WHAT --help shows the options of an experiment.",
     )
     experiments = parser.add_subparsers(dest="experiment", metavar="WHAT", required=True, title="experiments")
     for experiment in _EXPERIMENTS.values():
@@ -38,5 +38,5 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the experiment that was asked for, and return its exit code."""
+    """Run the requested experiment, and return its exit code."""
     return _EXPERIMENTS[args.experiment].run(args)

@@ -1,17 +1,17 @@
-"""Who takes part in `gradwire lab slowlink`: torch's DDP with and without its own hooks, and gradwire's with each of ours.
+"""The contenders of `gradwire lab slowlink`: torch's DDP with and without its own hooks, and gradwire's with each of ours.
 
-A contender is a function that makes, on a rank, a wrapped model over a link of that rank, and says how to take it apart.
-Takes torch.distributed from `bench.peers`.
+A contender is a context manager that wraps a model, on a rank, over that rank's link. Uses torch.distributed through
+`experiment.peers`.
 
 Note [Who drops a process group]
-torch's PowerSGD hook leaves functions behind that hold its process group and run in a thread of gloo. If the group is destroyed
-while such a thread still has one, the thread is the last to drop it, waits for itself, and takes the process down with "Resource
-deadlock avoided". So ranks hold on to torch's process groups until all contenders are through.
+torch's PowerSGD hook leaves callbacks behind that hold its process group and run in a thread of gloo. If the group is destroyed
+while such a thread still holds one, the thread drops the last reference, waits for itself, and crashes the process with "Resource
+deadlock avoided". So ranks keep torch's process groups until all contenders are done.
 
 Note [Who comes last]
-The same functions start that hook's next collective, in whichever of gloo's threads has ended the one before. With several buckets
-under way two ranks may start them in different order, and gloo then ends the process ("Received data size doesn't match expected
-size"). Nothing can be done about that from here but to have everybody else through by then.
+The same callbacks start that hook's next collective, in whichever of gloo's threads has finished the previous one. With several
+buckets in flight two ranks may start them in a different order, and gloo then ends the process ("Received data size doesn't match
+expected size"). The only remedy here is to run all other contenders first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """A link that is not there: ranks share memory, and `Throttled` makes them wait."""
+    """A simulated link: ranks share memory, and `Throttled` makes them wait."""
 
     mbit: float
     latency_ms: float
@@ -55,9 +55,9 @@ class Wrapped:
     sent: Callable[[], float]
     """The bytes that this rank has sent so far."""
     attach: Callable[[Any], object] = lambda optimizer: None
-    """Tell the hook of the optimizer, where it wants to know it."""
+    """Attach the optimizer to the hook, if it needs one."""
     keep: object = None
-    """What must not be dropped before the rank ends: see Note [Who drops a process group]."""
+    """What must be kept alive until the rank ends: see Note [Who drops a process group]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,11 @@ class Contender:
     words: str
     wrap: Callable[[nn.Module, RankContext, Simulated | None, str], AbstractContextManager[Wrapped]]
     every: int = 1
-    """After how many steps all replicas are equal."""
+    """The number of steps after which all replicas are equal."""
 
 
 def _sent_over_link() -> float:
-    """As the system counts them: with all headers, and what the other rank was told beside gradients."""
+    """As counted by the system: with all headers, and everything else that is sent."""
     return float(_COUNTER.read_text())
 
 
@@ -145,6 +145,6 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
 
 
 def default_names() -> tuple[str, ...]:
-    """Who takes part unless told otherwise, the reference first, and last who may end a rank: see Note [Who comes last]."""
+    """The default contenders, the reference first, and last the one that may crash a rank: see Note [Who comes last]."""
     ours = ("mean", "quantize8", "quantize4", "quantize1", "power_sgd", "top_k", "diloco", "local4")
     return (REFERENCE, "torch-fp16", *ours, "torch-powersgd")

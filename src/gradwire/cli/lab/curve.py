@@ -1,16 +1,16 @@
 """What each rank does in `gradwire lab slowlink`: train with one contender after another, and record the loss curve of each.
 
 Note [What is timed]
-Steps are taken in stretches between two examinations. Ranks meet before and after each stretch, at counters in a mapped file and
-not over the link; the time between the two barriers counts, hence that of the slowest rank, and so do the bytes that have left
-the link. Examinations, and what ranks tell each other about them, lie outside. So does a first try on a tiny model, in which
-loops are compiled.
+Steps run in stretches between two evaluations. Ranks wait for each other before and after each stretch, at a barrier in a mapped
+file, not over the link; the time between the two barriers counts, hence that of the slowest rank, and so do the bytes sent over the
+link. Evaluations, and the communication about them, are not included. Neither is a warm-up on a tiny model, in which loops are
+compiled.
 
 Note [When the loss is reached]
-The loss on fixed windows of unseen text is measured after each stretch. The loss at which the reference ended, and a thousandth
-of it, is the mark: the thousandth, because sums in another order already give other roundings. Who measures the mark or less for
-the first time has reached it, the reference by the same rule. Where replicas are apart between exchanges
-only examinations right after an exchange count, since before it there is no one model.
+The loss on fixed windows of held-out text is measured after each stretch. The target ("mark") is the final loss of the reference
+plus a thousandth: sums in a different order already round differently. A contender has reached it when it first measures the
+target or less; the same rule applies to the reference. If replicas diverge between exchanges, only evaluations right after an
+exchange count, since before it there is no single model.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _HAIR = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is trained, by whom, and how long. The reference ends after `steps`, or `seconds` if there are any; the others when
-    they have reached its loss, or after `patience` times as many seconds or steps."""
+    """What is trained, by which contenders, and for how long. The reference ends after `steps`, or `seconds` if given; the others
+    when they have reached its loss, or after `patience` times as many seconds or steps."""
 
     names: tuple[str, ...]
     size: str
@@ -44,12 +44,12 @@ class Plan:
     exam_every: int
     patience: float
     link: Simulated | None
-    """None where ranks are on hosts with real links."""
+    """None if ranks are on hosts with real links."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """How far a contender had come: after `steps`, which took `seconds` and made a rank send `nbytes`, it had `loss`."""
+    """A point of a loss curve: after `steps`, which took `seconds` and made a rank send `nbytes`, the loss was `loss`."""
 
     steps: int
     seconds: float
@@ -73,17 +73,17 @@ class Curve:
 
     @property
     def step_seconds(self) -> float:
-        """What a step took, on average."""
+        """The mean time of a step."""
         return self.last.seconds / max(1, self.last.steps)
 
     @property
     def step_bytes(self) -> float:
-        """What a rank sent in a step, on average."""
+        """The mean bytes that a rank sent per step."""
         return self.last.nbytes / max(1, self.last.steps)
 
     @property
     def mark(self) -> float:
-        """The loss that others are to reach, if this is the reference."""
+        """The loss that others must reach, if this is the reference."""
         return self.last.loss * (1 + _HAIR)
 
     def reached(self, loss: float) -> Point | None:
@@ -93,7 +93,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Rank 0: this is where a contender is, and its whole way once that is over."""
+    """Rank 0: a contender's progress, and its whole curve once it is done."""
 
     name: str
     point: Point
@@ -101,7 +101,7 @@ class News:
 
 
 def run_contenders(plan: Plan, context: RankContext) -> list[Curve]:
-    """Train on this rank, together with all others: every contender's way."""
+    """Train on this rank, together with all others: every contender's curve."""
     corpus = standard_library()
     curves: list[Curve] = []
     kept: list[object] = []
@@ -121,7 +121,7 @@ def _try(plan: Plan, contender: Contender, corpus: Corpus, context: RankContext,
         wrapped.attach(learner.optimizer)
         for _ in range(_TRY):
             learner.step()
-        context.barrier.wait()  # nobody closes while another still works
+        context.barrier.wait()  # no rank closes while another is still working
     context.report(None)
 
 
@@ -173,7 +173,7 @@ def _is_over(plan: Plan, points: Sequence[Point], name: str, reference: Curve | 
 
 
 def _agree(context: RankContext, key: str, over: bool) -> bool:
-    """Rank 0's word, on every rank."""
+    """Rank 0's decision, on every rank."""
     if context.rank == 0:
         context.store.set(f"over {key}", "yes" if over else "no")
     return bytes(context.store.get(f"over {key}")) == b"yes"

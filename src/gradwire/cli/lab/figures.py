@@ -16,7 +16,7 @@ _MB = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """All ways over a link of `mbit`; the first is the reference."""
+    """All curves over a link of `mbit`; the first is the reference."""
 
     mbit: float
     curves: Sequence[Curve]
@@ -28,26 +28,26 @@ class Race:
 
     @property
     def mark(self) -> float:
-        """The loss that is to be reached."""
+        """The target loss."""
         return self.reference.mark
 
     def reached(self, curve: Curve) -> Point | None:
-        """Where a contender reached the mark, if it did."""
+        """Where a contender reached the target, if it did."""
         return curve.reached(self.mark)
 
     def ratio(self, curve: Curve) -> float | None:
-        """How many times sooner than the reference it reached the mark."""
+        """How many times faster than the reference it reached the target."""
         mine, theirs = self.reached(curve), self.reached(self.reference)
         return None if mine is None or theirs is None else theirs.seconds / mine.seconds
 
     @property
     def best(self) -> Curve | None:
-        """Who was the first to reach it, the reference aside."""
+        """The first to reach it, other than the reference."""
         ratios = {curve.name: ratio for curve in self.curves[1:] if (ratio := self.ratio(curve)) is not None}
         return max(self.curves[1:], key=lambda curve: ratios.get(curve.name, 0.0)) if ratios else None
 
 
-HEADS = ("contender", "s a step", "MB a step", "steps to the mark", "seconds to it", "times sooner")
+HEADS = ("contender", "s/step", "MB/step", "steps to target", "seconds to target", "speedup")
 
 
 def cells(race: Race, curve: Curve) -> list[str]:
@@ -60,11 +60,11 @@ def cells(race: Race, curve: Curve) -> list[str]:
 
 
 def table(race: Race) -> Table:
-    """A row a contender."""
+    """One row per contender."""
     made = Table(
         title=f"{race.mbit:g} Mbit/s",
-        caption=f"The mark is {race.mark:.3f} nats a character, a thousandth above where torch's DDP ended. MB are what one rank "
-        "sends. Steps: mean over the whole run. Times sooner: torch's seconds to the mark divided by these.",
+        caption=f"The target is {race.mark:.3f} nats per character, a thousandth above the final loss of torch's DDP. MB are what "
+        "one rank sends. Per step: mean over the whole run. Speedup: torch's seconds to the target divided by these.",
     )
     for number, head in enumerate(HEADS):
         words = head.replace(" to ", "\nto ").replace("times ", "times\n").replace(" a ", "\na ")
@@ -75,22 +75,22 @@ def table(race: Race) -> Table:
 
 
 def lines(race: Race) -> list[str]:
-    """What the figures say, in words."""
+    """What the figures mean, as sentences."""
     point = None if race.best is None else race.reached(race.best)
     if race.best is None or point is None:
-        return ["Nobody but torch's DDP reached the mark."]
+        return ["Only torch's DDP reached the target."]
     said = [
-        f"{race.best.name} ({CONTENDERS[race.best.name].words}) was the first to reach the mark, in {point.seconds:.1f} s: "
-        f"{race.ratio(race.best):.1f} times sooner than torch's DDP."
+        f"{race.best.name} ({CONTENDERS[race.best.name].words}) was the first to reach the target, in {point.seconds:.1f} s: "
+        f"{race.ratio(race.best):.1f} times faster than torch's DDP."
     ]
     late = [curve.name for curve in race.curves[1:] if (race.ratio(curve) or 0.0) <= 1.0]
     if late:
-        said.append(f"Did not pay on this link: {', '.join(late)}.")
+        said.append(f"Not worthwhile on this link: {', '.join(late)}.")
     return said
 
 
 def as_json(race: Race, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """All figures as plain data, with every examination."""
+    """All figures as plain data, with every evaluation."""
     return {
         "experiment": "slowlink",
         "facts": dict(facts),

@@ -1,6 +1,6 @@
 """What is trained over slow links: a character-level transformer on the standard library's source, the same for every contender.
 
-Weights, the order of the data and the optimizer depend on the seed, the rank and the step only, never on what moves the gradients.
+Weights, the order of the data and the optimizer depend only on the seed, the rank and the step, never on the averaging.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ SIZES: Mapping[str, Shape] = MappingProxyType(
         "10m": Shape(width=384, layers=6, heads=6, context=64),
     }
 )
-"""`10m` has 10.7 million parameters, 43 MB of gradients; the others are for trying out, and for other rates."""
+"""`10m` has 10.7 million parameters, 43 MB of gradients; the others are for quick tests, and for other rates."""
 _EXAM = 16
-"""Windows of the text it has not seen, on which its loss is measured."""
+"""Windows of held-out text, on which the loss is measured."""
 _WARM_UP = 5
 
 
@@ -35,7 +35,7 @@ def start(size: str, seed: int) -> Transformer:
 
 
 class Learner:
-    """One rank's model on its way. `wrapped` is what a contender has made of `model`."""
+    """One rank's model in training. `wrapped` is `model` as wrapped by a contender."""
 
     def __init__(
         self, model: Transformer, wrapped: nn.Module, corpus: Corpus, *, rank: int, batch: int, rate: float, seed: int
@@ -45,7 +45,7 @@ class Learner:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / _WARM_UP))
         self._text, self._batch = corpus.train, batch
-        self._places = torch.Generator().manual_seed(1000 * seed + rank + 1)  # every rank reads something else
+        self._places = torch.Generator().manual_seed(1000 * seed + rank + 1)  # every rank reads different data
         self._length = model.shape.context + 1
         self._exam = even_windows(corpus.held_out, _EXAM, self._length)
 
@@ -60,7 +60,7 @@ class Learner:
 
     @torch.no_grad()
     def examine(self) -> float:
-        """The loss, in nats a character, on the same windows of unseen text every time."""
+        """The loss, in nats per character, on the same windows of held-out text every time."""
         return float(_loss(self.model, self._exam))
 
 

@@ -1,12 +1,12 @@
-"""Whether two ways of training end at the same loss, as far as some seeds can tell.
+"""Whether two ways of training end at the same loss, as far as a few seeds can show.
 
 Note [Within noise]
-All ways are trained from the same n seeds, which decide weights and data. Let s be the standard deviation of the dense runs' final
-losses: how much a seed matters when nothing is compressed. Two means of n dense runs each, from seeds of their own, would lie
-within 2 s sqrt(2 / n) of each other in some 19 of 20 cases. A way is called "within noise" if its mean lies at most so much above
-the dense mean; lower is always within. Only the dense spread enters, so a way does not pass by being erratic, and its own spread
-is told beside it. With few seeds s itself is rough, and can by chance be so small that nothing would pass; so a way whose loss is
-more than noise but at most a hundredth above the dense one is told apart from those that are worse.
+All ways are trained from the same n seeds, which determine weights and data. Let s be the standard deviation of the dense runs'
+final losses: how much a seed matters without compression. Two means of n dense runs each, from different seeds, would be within
+2 s sqrt(2 / n) of each other in about 19 of 20 cases. A way is "within noise" if its mean is at most that much above the dense
+mean; lower is always within. Only the dense spread is used, so a way does not pass by being erratic, and its own spread is shown
+next to it. With few seeds s itself is rough, and can by chance be so small that nothing would pass; so a way whose loss is more
+than noise but at most one percent above the dense one is distinguished from those that are worse.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class Comparison:
     percent: float
     """The mean over seeds of the difference, relative to the dense loss of the same seed."""
     allowed: float
-    """How far above the dense mean it may lie."""
+    """How far above the dense mean it may be."""
 
     @property
     def verdict(self) -> Verdict:
-        """What the difference amounts to."""
+        """The verdict on the difference."""
         if self.difference <= self.allowed:
             return Verdict.NOISE
         return Verdict.SLIGHT if self.difference <= _SLIGHT * (self.mean - self.difference) else Verdict.WORSE
 
 
 def spread(values: Sequence[float]) -> float:
-    """The standard deviation, of one value 0; NaN where one of them is not finite."""
+    """The standard deviation, 0 for a single value; NaN if one of them is not finite."""
     if not all(map(math.isfinite, values)):
         return math.nan
     return statistics.stdev(values) if len(values) > 1 else 0.0

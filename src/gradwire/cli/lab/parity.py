@@ -1,6 +1,6 @@
-"""`gradwire lab parity`: does a model trained with a hook end where one trained without it does?
+"""`gradwire lab parity`: does a model trained with a hook reach the same loss as one trained without it?
 
-Ranks are processes that share memory; `tasks.py` is what they do, `noise.py` the rule by which two results are called equal.
+Ranks are processes that share memory; `tasks.py` is what they do, `noise.py` the rule by which two results count as equal.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     """Declare `gradwire lab parity` and its options."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "parity",
-        help="the final loss with each hook beside that of dense averaging",
-        description="Train a small model with dense averaging and with each hook, from several seeds, as many steps each, and "
-        "compare the losses on data it has not seen. A hook is within noise if its mean loss lies no further above the dense one "
-        "than two means of dense runs would lie apart: 2 s sqrt(2 / seeds), s being the standard deviation of the dense runs.",
+        help="the final loss with each hook, compared with dense averaging",
+        description="Train a small model with dense averaging and with each hook, from several seeds, with the same number of "
+        "steps, and compare the losses on held-out data. A hook is within noise if its mean loss is no further above the dense one "
+        "than two means of dense runs would be apart: 2 s sqrt(2 / seeds), s being the standard deviation of the dense runs.",
     )
     add = functools.partial(parser.add_argument, metavar="N")
     add(
@@ -46,17 +46,17 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         choices=tuple(TASKS),
         default="digits",
         metavar="TASK",
-        help="digits: a perceptron on scikit-learn's digits; text: a transformer on some of the standard library's source, until "
-        "it learns no more; text-short: a larger one on all of it, which is far from that (default: %(default)s)",
+        help="digits: an MLP on scikit-learn's digits; text: a transformer on some of the standard library's source, until "
+        "convergence; text-short: a larger one on all of it, far from convergence (default: %(default)s)",
     )
-    add("--seeds", type=at_least(2), default=3, help="how many (default: %(default)s)")
-    add("--ranks", type=at_least(1), default=4, help="processes of this machine (default: %(default)s)")
+    add("--seeds", type=at_least(2), default=3, help="number of seeds (default: %(default)s)")
+    add("--ranks", type=at_least(1), default=4, help="processes on this machine (default: %(default)s)")
     add("--steps", type=at_least(1), help=f"(default: {', '.join(f'{n} {t.steps}' for n, t in TASKS.items())})")
     add(
         "--hooks",
         type=names_of(list(RECIPES)),
         metavar="A,B",
-        help=f"beside dense averaging: {', '.join(n for n in RECIPES if n != _DENSE)} (default: {', '.join(_DEFAULT)})",
+        help=f"in addition to dense averaging: {', '.join(n for n in RECIPES if n != _DENSE)} (default: {', '.join(_DEFAULT)})",
     )
     add("--timeout", type=at_least(1), default=600, metavar="SECONDS", help=TIMEOUT_HELP)
     add_json_option(parser)
@@ -64,7 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, and show what came of it."""
+    """Train, and show the results."""
     names, steps = _names(args.hooks), args.steps or TASKS[args.task].steps
     if args.task == "digits" and importlib.util.find_spec("sklearn") is None:
         raise UsageError(
@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
     apart = [f"{name} every {RECIPES[name].every}" for name in names if steps % RECIPES[name].every]
     if apart:
         raise UsageError(
-            f"lab parity --steps {steps}: replicas would be apart at the end, since they meet with {', '.join(apart)} steps. "
-            "Choose a multiple, or leave the hook out."
+            f"lab parity --steps {steps}: replicas would differ at the end: they are averaged with {', '.join(apart)} steps. "
+            "Choose a multiple, or omit the hook."
         )
     machine, console = describe(), Console(highlight=False)
     began = time.perf_counter()
@@ -88,12 +88,12 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"lab parity --task {args.task} --ranks {args.ranks}: dense averaging itself has diverged (losses "
             f"{', '.join(f'{loss:.3g}' for loss in _losses(scores[_DENSE]))}), so there is nothing to compare with. "
-            "Take fewer ranks, or tell us."
+            "Use fewer ranks, or report it."
         )
     facts = {
         **machine,
         "task": TASKS[args.task].words,
-        "trained": f"{steps} steps on {args.ranks} ranks, seeds 0 to {args.seeds - 1}; {time.perf_counter() - began:.0f} s in all",
+        "trained": f"{steps} steps on {args.ranks} ranks, seeds 0 to {args.seeds - 1}; {time.perf_counter() - began:.0f} s",
     }
     found = {name: compare(_losses(scores[name]), _losses(scores[_DENSE])) for name in names}
     present(
@@ -117,11 +117,11 @@ def _losses(scores: Sequence[Score]) -> list[float]:
 
 
 def table(scores: Scores, found: Mapping[str, Comparison]) -> Table:
-    """A row a hook."""
+    """One row per hook."""
     allowed = found[_DENSE].allowed
     made = Table(
-        caption="Loss on unseen data: mean and standard deviation over seeds. More than dense: difference of the means, and below "
-        f"it the mean of the seeds' differences in percent. Within noise: at most {allowed:.4f} more."
+        caption="Loss on held-out data: mean and standard deviation over seeds. More than dense: difference of the means, and "
+        f"below it the mean of the seeds' differences in percent. Within noise: at most {allowed:.4f} more."
     )
     made.add_column("hook")
     for head in ("loss", "more than\ndense", "accuracy", "verdict"):
@@ -140,7 +140,7 @@ def table(scores: Scores, found: Mapping[str, Comparison]) -> Table:
 
 
 def lines(found: Mapping[str, Comparison]) -> list[str]:
-    """What the figures say, in words."""
+    """What the figures mean, as sentences."""
     said = []
     for verdict in Verdict:
         names = [name for name, one in found.items() if one.verdict is verdict and name != _DENSE]

@@ -1,7 +1,7 @@
-"""`gradwire lab slowlink`: how long a model takes to a given loss over a slow link, with torch's DDP and with each hook.
+"""`gradwire lab slowlink`: how long a model takes to reach a given loss over a slow link, with torch's DDP and with each hook.
 
-Ranks are processes on hosts of their own (`gradwire.lab.hosts`), joined by a real link whose rate is limited; `shutdown.py` is what
-a rank does, `figures.py` what came of it in numbers, `charts.py` how it looks.
+Ranks are processes on separate hosts (`gradwire.lab.hosts`), joined by a real link whose rate is limited; `curve.py` is what a
+rank does, `figures.py` computes the figures, `charts.py` draws them.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "slowlink",
         help="time to a given loss over a slow link, for each hook",
         description="Train a transformer on the source of the Python standard library over a slow link: first with torch's "
-        "DistributedDataParallel over gloo, then with others until each has reached the loss at which that one ended. Ranks "
-        "are on hosts of their own, which are network namespaces joined by a link of limited rate; that needs root. Same seed, "
+        "DistributedDataParallel over gloo, then with others until each has reached the final loss of that one. Ranks "
+        "are on separate hosts, which are network namespaces joined by a link of limited rate; that needs root. Same seed, "
         "same order of data and same optimizer for all.",
     )
     add = functools.partial(parser.add_argument, metavar="N")
-    add("--mbit", type=positive, default=100.0, help="megabits a second of each host (default: %(default)g)")
-    add("--hosts", type=at_least(2), default=2, help="how many, one rank on each (default: %(default)s)")
+    add("--mbit", type=positive, default=100.0, help="megabits per second of each host (default: %(default)g)")
+    add("--hosts", type=at_least(2), default=2, help="number of hosts, one rank on each (default: %(default)s)")
     add(
         "--hooks",
         type=names_of(list(CONTENDERS)),
         metavar="A,B",
-        help=f"who takes part after torch's DDP: {', '.join(n for n in CONTENDERS if n != REFERENCE)} "
+        help=f"contenders after torch's DDP: {', '.join(n for n in CONTENDERS if n != REFERENCE)} "
         "(default: all but bf16, fp16, quantize2, sign and dgc)",
     )
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
-        "--steps", type=at_least(1), default=50, metavar="N", help="of torch's DDP (default: %(default)s)"
+        "--steps", type=at_least(1), default=50, metavar="N", help="steps of torch's DDP (default: %(default)s)"
     )
-    length.add_argument("--seconds", type=positive, metavar="S", help="or let torch's DDP train so long")
+    length.add_argument("--seconds", type=positive, metavar="S", help="or train torch's DDP for this long")
     add(
         "--size",
         choices=tuple(SIZES),
@@ -64,11 +64,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         help="of the model: %(choices)s (default: %(default)s)",
     )
     add(
-        "--batch", type=at_least(1), default=1, help="sequences of 64 characters a rank and step (default: %(default)s)"
+        "--batch",
+        type=at_least(1),
+        default=1,
+        help="sequences of 64 characters per rank and step (default: %(default)s)",
     )
     add("--rate", type=positive, default=3e-4, metavar="R", help="learning rate of AdamW (default: %(default)g)")
-    add("--seed", type=at_least(0), default=0, help="of weights and data (default: %(default)s)")
-    add("--exam-every", type=at_least(1), default=5, help="steps between two looks at the loss (default: %(default)s)")
+    add("--seed", type=at_least(0), default=0, help="seed of weights and data (default: %(default)s)")
+    add("--exam-every", type=at_least(1), default=5, help="steps between two evaluations (default: %(default)s)")
     add(
         "--patience",
         type=positive,
@@ -79,14 +82,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser.add_argument(
         "--throttled",
         action="store_true",
-        help="no hosts: ranks of this machine share memory, and a simulated link makes them wait. Needs no rights",
+        help="no hosts: ranks of this machine share memory, and a simulated link makes them wait. Does not need root",
     )
     add(
         "--latency-ms",
         type=positive,
         default=0.5,
         metavar="MS",
-        help="of the simulated link (default: %(default)g)",
+        help="latency of the simulated link (default: %(default)g)",
     )
     add("--timeout", type=at_least(1), default=TIMEOUT, metavar="SECONDS", help=TIMEOUT_HELP)
     add("--plot", type=Path, metavar="FILE", help="also draw loss against seconds and bytes (.png, .svg or .pdf)")
@@ -96,7 +99,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, and show what came of it."""
+    """Train, and show the results."""
     names = _names(args.hooks)
     if args.plot is not None:
         check("--plot", args.plot, extra="lab")
@@ -104,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         check("--html", args.html, kinds=(".html", ".htm"), extra="lab")
     if not args.throttled and (reason := why_not(mbit=args.mbit)) is not None:
         raise UsageError(
-            f"lab slowlink --hosts {args.hosts} --mbit {args.mbit:g}: there can be no hosts here: {reason}. "
+            f"lab slowlink --hosts {args.hosts} --mbit {args.mbit:g}: hosts cannot be created here: {reason}. "
             "--throttled simulates the link instead."
         )
     machine, console = describe(), Console(highlight=False)
@@ -135,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
         except GroupError as error:
             if not curves:
                 raise
-            failure = error  # minutes of training are not thrown away because a later contender failed
+            failure = error  # minutes of training are not lost because a later contender failed
     parameters = sum(p.numel() for p in start(plan.size, plan.seed).parameters())
     race = Race(args.mbit, curves)
     facts = {**machine, **_settings(args, plan, parameters)}
@@ -147,13 +150,15 @@ def run(args: argparse.Namespace) -> int:
     for file in filter(None, (args.plot, args.html)):
         console.print(f"Charts are in {file}.", style="dim")
     if failure is not None:
-        failure.add_note(f"What is shown above is what {', '.join(curve.name for curve in curves)} had done by then.")
+        failure.add_note(
+            f"The results above are those of {', '.join(curve.name for curve in curves)}, which had finished."
+        )
         raise failure
     return 0
 
 
 def _names(asked: Sequence[str] | None) -> tuple[str, ...]:
-    """The reference, and then who else takes part."""
+    """The reference, then the other contenders."""
     if asked is None:
         return default_names()
     return (REFERENCE, *(name for name in asked if name != REFERENCE))
@@ -170,9 +175,9 @@ def _machines(args: argparse.Namespace) -> Iterator[Sequence[Host]]:
 
 @contextmanager
 def _progress(console: Console, names: Sequence[str], curves: list[Curve]) -> Iterator[Any]:
-    """A bar of contenders, and where the present one is; `curves` gets those that are over.
+    """A progress bar of contenders, and of the current one; finished ones are added to `curves`.
 
-    It is drawn when there is news, and not by a thread all the time: the ranks need the cores.
+    It is drawn when there is progress, not continuously by a thread: the ranks need the cores.
     """
     progress = Progress(
         TextColumn("{task.description:<14}"),
@@ -211,7 +216,7 @@ def _settings(args: argparse.Namespace, plan: Plan, parameters: int) -> dict[str
     length = f"{plan.steps} steps" if plan.seconds is None else f"{plan.seconds:g} s"
     return {
         "link": link,
-        "model": f"transformer, {parameters:,} parameters ({parameters * 4 / 1e6:.1f} MB float32), one thread a rank",
-        "step": f"{plan.batch} x {SIZES[plan.size].context} characters a rank, AdamW at {plan.rate:g}, seed {plan.seed}",
-        "measured": f"torch's DDP for {length}; loss on unseen text every {plan.exam_every} steps, whose time does not count",
+        "model": f"transformer, {parameters:,} parameters ({parameters * 4 / 1e6:.1f} MB float32), one thread per rank",
+        "step": f"{plan.batch} x {SIZES[plan.size].context} characters per rank, AdamW at {plan.rate:g}, seed {plan.seed}",
+        "measured": f"torch's DDP for {length}; loss on held-out text every {plan.exam_every} steps, not timed",
     }

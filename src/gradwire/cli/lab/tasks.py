@@ -1,9 +1,9 @@
-"""What `gradwire lab parity` trains, on one rank: a perceptron on scikit-learn's digits, or a transformer on the standard library's
-source. Seed and rank alone decide weights and data.
+"""What `gradwire lab parity` trains, on one rank: an MLP on scikit-learn's digits, or a transformer on the standard library's
+source. Only seed and rank determine weights and data.
 
 Note [Long and short]
-A hook that sends less may learn as much and take longer. Digits and Text are trained until the model learns no more, so they tell
-where a hook ends; ShortText stops while every step still teaches something, so it tells what a hook costs on the way.
+A hook that sends less may reach the same loss but take longer. Digits and Text are trained until convergence, so they show the
+final loss of a hook; ShortText stops while the loss still falls with every step, so it shows what a hook costs on the way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gradwire.parallel import DistributedDataParallel
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How a model did in the end on what it has not seen: cross-entropy, and the part of answers that were right."""
+    """A model's final score on held-out data: cross-entropy, and accuracy."""
 
     loss: float
     accuracy: float
@@ -41,33 +41,33 @@ Scores = Mapping[str, Sequence[Score]]
 
 
 class Task(ABC):
-    """A model, its data and its optimizer. `words` tells them."""
+    """A model, its data and its optimizer. `words` describes them."""
 
     words: str
     steps: int
-    """How many, unless told otherwise."""
+    """The default number of steps."""
 
     @abstractmethod
     def model(self, generator: torch.Generator) -> nn.Module:
-        """A new one. Inputs in, one row of logits per answer out."""
+        """A new model. Inputs in, one row of logits per target out."""
 
     @abstractmethod
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """One for `model`."""
+        """An optimizer for `model`."""
 
     @abstractmethod
     def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Inputs and answers to learn from."""
+        """Training inputs and targets."""
 
     @abstractmethod
     def exam(self) -> tuple[Tensor, Tensor]:
-        """Inputs and answers that are never learned from."""
+        """Held-out inputs and targets."""
 
 
 class Digits(Task):
-    """8 x 8 pictures of digits, 1797 of them."""
+    """1797 images of digits, 8 x 8."""
 
-    words = "scikit-learn's digits, perceptron 64-128-128-10, SGD with momentum 0.9, 16 pictures a rank and step"
+    words = "scikit-learn's digits, MLP 64-128-128-10, SGD with momentum 0.9, 16 images per rank and step"
     steps = 2000
 
     def __init__(self) -> None:
@@ -100,16 +100,16 @@ class Digits(Task):
         return self._inputs[chosen], self._answers[chosen]
 
     def exam(self) -> tuple[Tensor, Tensor]:
-        """Every fifth picture."""
+        """Every fifth image."""
         return self._inputs[self._train :], self._answers[self._train :]
 
 
 class Text(Task):
-    """Some Python source, character by character: so little of it that the model learns what there is to learn."""
+    """A little Python source, character by character: so little that the model converges."""
 
     words = (
         "50 000 characters of the standard library's source, transformer of 1 layer and width 32, AdamW, "
-        "2 x 32 characters a rank and step"
+        "2 x 32 characters per rank and step"
     )
     steps = 4500
     _shape = Shape(width=32, layers=1, heads=2, context=32)
@@ -120,7 +120,7 @@ class Text(Task):
         self._corpus = standard_library()
 
     def model(self, generator: torch.Generator) -> nn.Module:
-        """The demo's."""
+        """The demo's model."""
         return Transformer(self._shape, len(ALPHABET), generator)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -134,17 +134,15 @@ class Text(Task):
         return windows[:, :-1], windows[:, 1:]
 
     def exam(self) -> tuple[Tensor, Tensor]:
-        """8192 characters of modules that are held out."""
+        """8192 characters of held-out modules."""
         windows = even_windows(self._corpus.held_out, 8192 // self._shape.context, self._shape.context + 1)
         return windows[:, :-1], windows[:, 1:]
 
 
 class ShortText(Text):
-    """All of it, for so short a time that the model still learns with every step."""
+    """All of it, for so short a time that the loss still falls with every step."""
 
-    words = (
-        "source of the standard library, transformer of 2 layers and width 64, AdamW, 4 x 64 characters a rank and step"
-    )
+    words = "source of the standard library, transformer of 2 layers and width 64, AdamW, 4 x 64 characters per rank and step"
     steps = 400
     _shape = SIZES["small"]
     _windows = 4
@@ -166,7 +164,7 @@ class Plan:
 
 
 def run_plan(plan: Plan, context: RankContext) -> Scores:
-    """Carry it out on this rank, together with all others."""
+    """Run it on this rank, together with all others."""
     task = TASKS[plan.task]()
     scores: dict[str, list[Score]] = {name: [] for name in plan.names}
     for seed in range(plan.seeds):
@@ -174,14 +172,14 @@ def run_plan(plan: Plan, context: RankContext) -> Scores:
             store = PrefixStore(f"{name} {seed}", context.store)
             with SharedMemoryGroup(store, context.rank, context.size, timeout=context.timeout) as group:
                 scores[name].append(train(task, RECIPES[name], seed, plan.steps, group))
-                context.barrier.wait()  # nobody closes while another still works
+                context.barrier.wait()  # no rank closes while another is still working
             if context.rank == 0:
                 context.report(sum(map(len, scores.values())))
     return scores
 
 
 def train(task: Task, recipe: Recipe, seed: int, steps: int, group: Group) -> Score:
-    """Train on this rank, together with all others, and examine the result."""
+    """Train on this rank, together with all others, and evaluate the result."""
     model = task.model(torch.Generator().manual_seed(seed))
     ddp = DistributedDataParallel(model, process_group=group)
     ddp.set_hook(recipe.build())
@@ -191,7 +189,7 @@ def train(task: Task, recipe: Recipe, seed: int, steps: int, group: Group) -> Sc
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / _WARM_UP) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
     )
-    data = torch.Generator().manual_seed(10_000 * (seed + 1) + group.rank)  # every rank reads something else
+    data = torch.Generator().manual_seed(10_000 * (seed + 1) + group.rank)  # every rank reads different data
     for _ in range(steps):
         inputs, answers = task.batch(data)
         optimizer.zero_grad()
@@ -209,7 +207,7 @@ def _loss(model: nn.Module, inputs: Tensor, answers: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _examine(task: Task, model: nn.Module, group: Group) -> Score:
-    """Each rank takes its share of the exam."""
+    """Each rank evaluates its share of the held-out data."""
     inputs, answers = (t[group.rank :: group.size] for t in task.exam())
     logits = model(inputs).flatten(0, -2)
     right = (logits.argmax(-1) == answers.flatten()).sum()

@@ -125,12 +125,12 @@ def test_help_fits_a_terminal_of_80_columns(capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--sizes", "4,6"], "6 bytes are not a whole number of float32 elements. Give multiples of 4."),
+        (["--sizes", "4,6"], "6 bytes are not a whole number of float32 elements. Use multiples of 4."),
         (
             ["--plot", "times.txt"],
-            "--plot times.txt: wrong kind of file. Let the name end in .png, .svg, .pdf.",
+            "--plot times.txt: unsupported file type. Use a name that ends in .png, .svg, .pdf.",
         ),
-        (["--plot", "nowhere/times.png"], "--plot nowhere/times.png: there is no folder nowhere. Make it first."),
+        (["--plot", "nowhere/times.png"], "--plot nowhere/times.png: there is no folder nowhere. Create it first."),
     ],
 )
 def test_what_cannot_be_done_is_said_before_anything_is_measured(argv, message, capsys):
@@ -141,7 +141,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_measured(argv, message, 
 def test_without_matplotlib_a_plot_is_refused_at_once(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main([*COMMAND, "--plot", str(tmp_path / "times.png")]) == 2
-    assert "matplotlib is not installed. pip install gradwire[plot], or leave --plot out." in capsys.readouterr().err
+    assert "matplotlib is not installed. pip install gradwire[plot], or omit --plot." in capsys.readouterr().err
 
 
 def test_tensors_that_are_cut_into_parts_are_rounded_up():
@@ -226,7 +226,7 @@ def test_it_measures_all_contenders(capsys, tmp_path, open_mpi):
 def test_open_mpi_can_be_left_out():
     args = collectives._settings("broadcast", _race(), "left out by --mpi none", [2])
     assert args["Open MPI"] == "no column: left out by --mpi none"
-    assert args["operation"] == "broadcast, float32, one thread a rank, 4 B to 25 MiB"
+    assert args["operation"] == "broadcast, float32, one thread per rank, 4 B to 25 MiB"
 
 
 def test_with_more_ranks_than_cores_it_is_said_that_open_mpi_yields(monkeypatch):
@@ -252,7 +252,7 @@ def test_more_ranks_than_cores_is_said_at_once_and_progress_is_seen_without_a_te
 
     monkeypatch.setattr(collectives, "run_world", run_world)
     assert main(["bench", "collectives", "--ranks", "9999", "--mpi", "none"]) == 1
-    assert re.match(r"gradwire bench: 9999 ranks on \d+ cores? ?.*take turns", told[0])
+    assert re.match(r"gradwire bench: 9999 ranks share \d+ cores", told[0])
     assert told[0].endswith("9999 ranks: starting\n")
     lines = capsys.readouterr().err.splitlines()
     assert lines[:10] == [f"9999 ranks: {done} of 20 rounds" for done in range(2, 21, 2)]

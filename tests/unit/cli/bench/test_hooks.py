@@ -130,7 +130,7 @@ def test_the_table_fits_80_columns_and_the_words_say_the_same():
     ("argv", "message"),
     [
         (["--rounds", "1"], "argument --rounds: '1' is not a whole number of 2 or more"),
-        (["--hooks", "diloco"], "argument --hooks: there is no 'diloco'"),
+        (["--hooks", "diloco"], "argument --hooks: unknown name 'diloco'"),
         (["--sizes", "much"], "argument --sizes: 'much' is not a number of bytes"),
     ],
 )
@@ -145,7 +145,7 @@ def test_a_wrong_argument_is_named(argv, message, capsys):
     ("argv", "message"),
     [
         (["--sizes", "6"], "6 bytes are not a whole number of float32 elements"),
-        (["--plot", "times.xyz"], "wrong kind of file"),
+        (["--plot", "times.xyz"], "unsupported file type"),
         pytest.param(
             ["--device", "cuda"],
             "torch sees no CUDA device",
@@ -166,7 +166,7 @@ def test_a_small_run(tmp_path, capsys):
     assert main([*argv, "--json", str(data), "--plot", str(plot)]) == 0
     said = capsys.readouterr().out
     assert "a bucket of 64 KiB" in said
-    assert "torch's quantization hooks take part on CUDA only" in said
+    assert "torch's quantization hooks run only on CUDA" in said
     sizes = json.loads(data.read_text())["sizes"]
     assert [one["bytes"] for one in sizes] == [4096, 65536]
     assert sizes[0]["hooks"]["fp16"]["wire_bytes"] == 2048
@@ -177,4 +177,4 @@ def test_a_small_run(tmp_path, capsys):
 
 def test_hooks_that_need_nccl_are_refused_on_the_cpu(capsys):
     assert main(["bench", "hooks", "--hooks", "quantize8,torch-quantize"]) == 2
-    assert "on CUDA only" in capsys.readouterr().err
+    assert "only on CUDA" in capsys.readouterr().err

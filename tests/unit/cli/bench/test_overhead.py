@@ -58,7 +58,7 @@ def test_it_measures_all_variants_and_writes_every_round(capsys, tmp_path):
     out = "\n".join(lines)
     for name in VARIANTS:
         assert re.search(rf"^│ {name} +│ +[\d.]+ │", out, re.M), name
-    assert "What gradwire adds to the bare model is " in out
+    assert "gradwire's overhead is " in out
     data = json.loads(file.read_text())
     assert list(data["variants"]) == VARIANTS
     assert all(len(v["rounds_ms"]) == 4 and min(v["rounds_ms"]) > 0 for v in data["variants"].values())
@@ -77,7 +77,7 @@ def test_the_model_for_cuda_runs_the_same_way_on_the_cpu(capsys):
     out = " ".join(capsys.readouterr().out.split())
     assert "GPT-2 tiny shape, 29,216 elements in 28 parameters, float32, batch 2 x 16" in out
     assert "forward, backward, AdamW" in out
-    assert "cpu time, 2 rounds of 2 steps each in turns, the step before them not timed" in out
+    assert "cpu time, 2 interleaved rounds of 2 steps each, after one untimed step" in out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -89,7 +89,7 @@ def test_no_cuda_device_is_one_clear_error(capsys):
 def test_a_process_that_has_a_group_is_refused(capsys):
     with peers.world_of_one(torch.device("cpu")):
         assert main(SMALL) == 2
-    assert "this process has one already" in capsys.readouterr().err
+    assert "this process already has one" in capsys.readouterr().err
 
 
 def test_a_variant_that_computes_something_else_is_found_out(capsys, monkeypatch):
@@ -104,7 +104,7 @@ def test_a_variant_that_computes_something_else_is_found_out(capsys, monkeypatch
 
     monkeypatch.setattr(peers, "wrappers", lambda: {peers.BARE: lambda model: model, "wrong": Wrong})
     assert main(SMALL) == 1
-    assert "wrong computes another gradient than bare" in capsys.readouterr().err
+    assert "wrong computes a different gradient than bare" in capsys.readouterr().err
 
 
 def _series(**ms: float) -> dict[str, Series]:
@@ -114,8 +114,8 @@ def _series(**ms: float) -> dict[str, Series]:
 def test_on_the_cpu_what_is_added_to_bare_is_compared_and_on_cuda_the_step():
     series = _series(bare=20, torch=25, gradwire=22, torch_views=24, gradwire_views=21)
     for device, ratios, words in (
-        ("cpu", [0.4, 0.25], "adds to the bare model is 0.40"),
-        ("cuda", [0.88, 0.875], "takes for a step is 0.88"),
+        ("cpu", [0.4, 0.25], "gradwire's overhead is 0.40"),
+        ("cuda", [0.88, 0.875], "gradwire's step time is 0.88"),
     ):
         result = overhead._result({}, {}, series, torch.device(device))
         found = [row.ratio for row in result.rows if row.ratio is not None]
@@ -128,8 +128,8 @@ def test_on_the_cpu_what_is_added_to_bare_is_compared_and_on_cuda_the_step():
 def test_a_difference_that_vanished_in_noise_is_not_a_number_to_show():
     series = _series(bare=20, torch=19, gradwire=22, torch_views=24, gradwire_views=21)
     noise, compared = overhead._result({}, {}, series, torch.device("cpu")).lines
-    assert "cannot be compared with what torch does with default flags: torch's part is lost in noise" in noise
-    assert "is 0.25 of what torch does with bucket views" in compared
+    assert "cannot be compared with torch's with default flags: torch's is lost in noise" in noise
+    assert "is 0.25 of torch's with bucket views" in compared
 
 
 def test_the_machine_has_a_name():

@@ -54,9 +54,9 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 def test_overlap_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "overlap", "--hooks", "mean,nothing"])
-    assert "there is no 'nothing'" in capsys.readouterr().err
+    assert "unknown name 'nothing'" in capsys.readouterr().err
     assert main(["bench", "overlap", "--plot", str(tmp_path / "x.doc")]) == 2
-    assert "wrong kind of file" in capsys.readouterr().err
+    assert "unsupported file type" in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert main(["bench", "overlap"]) == 2
         assert "sees no CUDA device" in capsys.readouterr().err

@@ -58,7 +58,7 @@ def test_the_table_fits_80_columns_and_the_words_say_the_same():
     assert re.search(r"│ gradwire DDP, shm, views +│ +110\.0 │ +105\.0 │ +5\.0 │ +0\.786 │", out.getvalue())
     words = training._lines(rows)
     assert words[0] == (
-        "With default flags gradwire's step takes 0.80 of torch's; communication that nothing hides takes 15.0 ms of it, "
+        "With default flags gradwire's step takes 0.80 of torch's; exposed communication takes 15.0 ms of it, "
         "torch's 45.0 ms."
     )
     data = json.loads(json.dumps(training._as_json({}, {}, rows)))
@@ -84,7 +84,7 @@ def test_a_wrong_argument_is_named(argv, message, capsys):
 
 def test_a_sequence_that_is_too_long_for_the_model_is_refused(capsys):
     assert main(["bench", "training", "--size", "tiny", "--tokens", "17"]) != 0
-    assert "--tokens 17: the model sees 16 tokens at a time" in capsys.readouterr().err
+    assert "--tokens 17: the model's context is 16 tokens" in capsys.readouterr().err
 
 
 def test_help_fits_a_terminal_of_80_columns(capsys):
@@ -123,7 +123,7 @@ def test_a_model_that_went_elsewhere_is_found_out():
     def rank(group):
         check_same(start, {"a": _moved(start, 0.1), "b": _moved(start, 0.11)}, group)
 
-    with pytest.raises(InternalError, match="b has come to other parameters than a in as many steps"):
+    with pytest.raises(InternalError, match="b has other parameters than a after the same number of steps"):
         run_ranks(rank, 2)
 
 
@@ -133,7 +133,7 @@ def test_replicas_that_differ_are_found_out():
     def rank(group):
         check_same(start, {"a": _moved(start, 0.1 + 1e-5 * group.rank)}, group)
 
-    with pytest.raises(InternalError, match="rank 1's parameters of a are not those of rank 0"):
+    with pytest.raises(InternalError, match="rank 1's parameters of a differ from rank 0's"):
         run_ranks(rank, 2)
 
 
@@ -162,7 +162,7 @@ def test_it_trains_by_all_means(capsys, tmp_path):
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())
     assert "transformer, 29,216 elements in 28 parameters, float32" in text
-    assert "2 ranks, one thread each, batch 1 x 8 tokens a rank" in text
+    assert "2 ranks, one thread each, batch 1 x 8 tokens per rank" in text
     assert "zero_grad(), forward, backward, SGD" in text
     data = json.loads(file.read_text())
     assert list(data["variants"]) == [peers.BARE, *DDPS]

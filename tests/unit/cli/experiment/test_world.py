@@ -91,7 +91,7 @@ def test_a_rank_that_hangs_ends_the_world_and_shows_where_it_stood():
         time.sleep(1000.0)
 
     with pytest.raises(
-        CollectiveTimeout, match=r"nothing was heard for 2 s, and ranks \[1\] have not finished"
+        CollectiveTimeout, match=r"no rank has reported for 2 s, and ranks \[1\] have not finished"
     ) as caught:
         run_world(task, 2, name="test", timeout=2.0, on_report=pids.append)
     assert (caught.value.joined, caught.value.missing) == ((0,), (1,))
@@ -119,7 +119,7 @@ def test_processes_that_do_not_start_are_reported(monkeypatch, tmp_path):
     broken.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(broken))
     with pytest.raises(
-        GroupError, match="the process of rank . ended with status 3 before ranks .* had come"
+        GroupError, match="the process of rank . ended with status 3 before ranks .* had connected"
     ) as caught:
         run_world(lambda context: None, 2, name="test")
     assert "no such interpreter" in "\n".join(caught.value.__notes__)

@@ -85,7 +85,7 @@ def test_the_table_fits_80_columns_and_the_words_say_the_same():
     [
         (["--seeds", "1"], "argument --seeds: '1' is not a whole number of 2 or more"),
         (["--task", "chess"], "argument --task: invalid choice: 'chess'"),
-        (["--hooks", "magic"], "argument --hooks: there is no 'magic'"),
+        (["--hooks", "magic"], "argument --hooks: unknown name 'magic'"),
     ],
 )
 def test_a_wrong_argument_is_named(argv, message, capsys):
@@ -97,7 +97,7 @@ def test_a_wrong_argument_is_named(argv, message, capsys):
 
 def test_replicas_must_not_be_apart_at_the_end(capsys):
     assert main(["lab", "parity", "--steps", "70", "--hooks", "diloco"]) == 2
-    assert "replicas would be apart at the end, since they meet with diloco every 50 steps" in capsys.readouterr().err
+    assert "replicas would differ at the end: they are averaged with diloco every 50 steps" in capsys.readouterr().err
 
 
 def test_without_scikit_learn_there_are_no_digits(monkeypatch, capsys):

@@ -64,10 +64,10 @@ def test_the_table_fits_80_columns_and_the_words_say_the_same():
     assert re.search(r"│ top_k .*│ +not in 10 │ +not in 4 │ +- │", out.getvalue())
     first, second = lines(race())
     assert first.startswith(
-        "diloco (gradwire: parameters every 50 steps) was the first to reach the mark, in 2.0 s: 15.0 times"
+        "diloco (gradwire: parameters every 50 steps) was the first to reach the target, in 2.0 s: 15.0 times"
     )
-    assert second == "Did not pay on this link: mean, top_k."
-    assert lines(Race(1.0, race().curves[:1])) == ["Nobody but torch's DDP reached the mark."]
+    assert second == "Not worthwhile on this link: mean, top_k."
+    assert lines(Race(1.0, race().curves[:1])) == ["Only torch's DDP reached the target."]
 
 
 def test_json_holds_every_examination():
@@ -121,9 +121,9 @@ def test_when_a_contender_is_over():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--mbit", "0"], "argument --mbit: '0' is not a number of more than 0"),
+        (["--mbit", "0"], "argument --mbit: '0' is not a number greater than 0"),
         (["--hosts", "1"], "argument --hosts: '1' is not a whole number of 2 or more"),
-        (["--hooks", "mean,magic"], "argument --hooks: there is no 'magic'; known are torch, torch-fp16"),
+        (["--hooks", "mean,magic"], "argument --hooks: unknown name 'magic'; known names: torch, torch-fp16"),
         (["--steps", "3", "--seconds", "3"], "not allowed with argument"),
         (["--size", "huge"], "argument --size: invalid choice: 'huge'"),
     ],
@@ -138,9 +138,9 @@ def test_a_wrong_argument_is_named(argv, message, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--plot", "ways.xyz"], "--plot ways.xyz: wrong kind of file. Let the name end in .png, .svg, .pdf."),
-        (["--html", "ways.png"], "--html ways.png: wrong kind of file. Let the name end in .html, .htm."),
-        (["--plot", "nowhere/ways.png"], "there is no folder nowhere. Make it first."),
+        (["--plot", "ways.xyz"], "--plot ways.xyz: unsupported file type. Use a name that ends in .png, .svg, .pdf."),
+        (["--html", "ways.png"], "--html ways.png: unsupported file type. Use a name that ends in .html, .htm."),
+        (["--plot", "nowhere/ways.png"], "there is no folder nowhere. Create it first."),
     ],
 )
 def test_what_cannot_be_drawn_is_said_before_anything_is_trained(argv, message, capsys):
@@ -158,7 +158,7 @@ def test_where_hosts_are_not_permitted_the_simulated_link_is_offered(monkeypatch
     monkeypatch.setattr(slowlink, "why_not", lambda mbit: "making network namespaces needs root")
     assert main(["lab", "slowlink"]) == 2
     said = capsys.readouterr().err
-    assert "there can be no hosts here: making network namespaces needs root" in said
+    assert "hosts cannot be created here: making network namespaces needs root" in said
     assert "--throttled simulates the link instead." in said
 
 
@@ -175,7 +175,7 @@ def test_what_was_done_before_a_failure_is_not_lost(monkeypatch, capsys, tmp_pat
     assert main(["lab", "slowlink", "--throttled", "--json", str(file)]) == 1
     said = capsys.readouterr()
     assert "rank 1 died" in said.err
-    assert "What is shown above is what torch, mean had done by then." in said.err
+    assert "The results above are those of torch, mean, which had finished." in said.err
     assert list(json.loads(file.read_text())["contenders"]) == ["torch", "mean"]
 
 
