@@ -8,10 +8,8 @@ import io
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +18,8 @@ import torch
 from gradwire.testing import LeftBehind, Leftovers, default_pool, ranks
 from gradwire.testing.leftovers import prime
 from gradwire.testing.mpi import default_worlds
+from helpers import torch_world as worlds
+from helpers.warm_python import WarmPython
 
 # torch's TCPStore asks for the name of every peer that connects, 127.0.0.1 included. A name server that loses one question in
 # twenty then holds up every twentieth connection for the resolver's 5 seconds; nothing here needs a name that is not in a file.
@@ -29,7 +29,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")
 # Where Triton is installed, the first torch.compile of any kind starts a process that compiles for the rest, and stays.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-STOCK = Path(__file__).parent / "equivalence" / "stock" / "conftest.py"
+WARM = WarmPython()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -41,6 +41,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     ranks.DEFAULT_LEFTOVERS = LeftBehind.RAISE
     ranks.DEFAULT_TIMEOUT = 300.0  # only ends a hang: no busy machine is that slow
+    default_pool()._start = WARM.start_workers  # type: ignore[method-assign]  # a pool of a test's own starts interpreters
     prime()
 
 
@@ -52,6 +53,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     default_pool().close()
     default_worlds().close()
+    WARM.close()
     shutil.rmtree(os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 
@@ -81,11 +83,17 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves something behind. What the warm pools keep is their own affair."""
     if request.node.get_closest_marker("gpu"):
         request.getfixturevalue("cuda_is_awake")
-    before = Leftovers.snapshot(default_pool(), default_worlds())
+    before = Leftovers.snapshot(default_pool(), default_worlds(), WARM)
     yield
     left = before.compare()
     if left:
         pytest.fail("the test left behind: " + "; ".join(left), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> WarmPython:
+    """Starts processes that have torch imported already."""
+    return WARM
 
 
 @pytest.fixture(scope="session")
@@ -103,12 +111,18 @@ def fonts() -> None:
     figure.savefig(io.BytesIO())
 
 
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    """What a test drops must go by counting references alone."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 @pytest.fixture(scope="session")
 def torch_world() -> Callable[..., Any]:
-    """`dist` initialised on the ranks of a group, as the tests of torch's own tools have it."""
-    spec = importlib.util.spec_from_file_location("stock_worlds", STOCK)
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.torch_world
+    """`dist` initialised on the ranks of a group."""
+    return worlds.torch_world

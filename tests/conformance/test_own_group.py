@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from gradwire.testing.conformance import check_group, check_names
+from helpers.warm_python import WarmPython
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "own_group.py"
@@ -27,9 +26,8 @@ def example() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_example_is_a_group(example: ModuleType, size: int) -> None:
-    report = check_group(lambda fn: example.run(fn, size))
+def test_the_example_is_a_group(example: ModuleType) -> None:
+    report = check_group(lambda fn: example.run(fn, 3))
     assert report.ran == check_names()
 
 
@@ -38,8 +36,9 @@ def test_the_example_alone(example: ModuleType) -> None:
     assert set(report.ran) | set(report.skipped) == set(check_names())
 
 
-def test_the_example_runs_as_a_script() -> None:
-    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=300, check=True)
+def test_the_example_runs_as_a_script(warm_python: WarmPython) -> None:
+    done = warm_python.run_file(EXAMPLE, timeout=300)
+    assert done.returncode == 0, done.stderr
     assert "[10.0, 10.0, 10.0, 10.0]" in done.stdout
     assert f"{len(check_names())} checks passed on 3 ranks" in done.stdout
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from helpers.warm_python import WarmPython
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "own_hook.py"
 PAGE = (ROOT / "docs" / "hooks.md").read_text()
 
 
-def test_the_example_runs_as_a_script_and_prints_what_the_guide_says() -> None:
-    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=300, check=True)
+def test_the_example_runs_as_a_script_and_prints_what_the_guide_says(warm_python: WarmPython) -> None:
+    done = warm_python.run_file(EXAMPLE, timeout=300)
+    assert done.returncode == 0, done.stderr
     said = re.findall(r"^    (step .*)$", PAGE, re.MULTILINE)
     assert len(said) == 2
     assert done.stdout.splitlines()[:2] == said

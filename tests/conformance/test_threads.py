@@ -8,7 +8,7 @@ from gradwire.testing import run_ranks
 from gradwire.testing.conformance import check_group, check_names
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8], ids="{} ranks".format)
+@pytest.mark.parametrize("size", [1, 5], ids="{} ranks".format)
 def test_thread_group(size: int) -> None:
     report = check_group(lambda fn: run_ranks(fn, size, kind="threads"))
     assert report.size == size

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.warm_python import WarmPython
+
 LIMIT = 240
 """Seconds for a whole script: nothing here is about how long torch takes to import on a busy machine."""
 pytestmark = pytest.mark.timeout(LIMIT + 60)
@@ -218,10 +220,9 @@ pathlib.Path(sys.argv[2]).write_text(str(time.monotonic()))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_exit_is_clean(name: str, tmp_path: Path) -> None:
+def test_exit_is_clean(name: str, tmp_path: Path, warm_python: WarmPython) -> None:
     script = textwrap.dedent(SCRIPTS[name]) + END
-    command = [sys.executable, "-c", script, str(tmp_path / "store"), str(tmp_path / "end")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    done = warm_python.run(script, str(tmp_path / "store"), str(tmp_path / "end"), timeout=LIMIT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert time.monotonic() - float((tmp_path / "end").read_text()) < 40
 
@@ -293,7 +294,6 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_children_that_a_rank_forks_do_not_take_it_along(name: str) -> None:
-    script = textwrap.dedent(FORKING).replace("{make}", MAKERS[name])
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT, check=False)
+def test_children_that_a_rank_forks_do_not_take_it_along(name: str, warm_python: WarmPython) -> None:
+    done = warm_python.run(textwrap.dedent(FORKING).replace("{make}", MAKERS[name]), timeout=LIMIT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.groups.shared_memory.segment import default_directory
+from helpers.warm_python import WarmPython
 
 CYCLES = 200
 
@@ -81,13 +82,10 @@ assert time.perf_counter() - began < 40
 
 
 @pytest.mark.parametrize("how", ["plain", "wrapped"])
-def test_a_rank_that_dies_while_it_writes_to_the_store_hangs_nobody(tmp_path: Path, how: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CUT_SHORT, str(tmp_path / "store"), how],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
+def test_a_rank_that_dies_while_it_writes_to_the_store_hangs_nobody(
+    tmp_path: Path, how: str, warm_python: WarmPython
+) -> None:
+    done = warm_python.run(CUT_SHORT, str(tmp_path / "store"), how, timeout=300)
+    assert done.returncode == 0, done.stderr
     assert "the rendezvous store has not answered" in done.stdout
     assert "within 0.3 s" in done.stdout

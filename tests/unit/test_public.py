@@ -58,10 +58,10 @@ def test_training_does_not_import_the_machinery_of_tests():
 
 
 @pytest.mark.parametrize("code", BLOCKS, ids=lambda code: re.sub(r"\W+", " ", code)[-40:])
-def test_the_readme_tells_the_truth(code, tmp_path):
+def test_the_readme_tells_the_truth(code, tmp_path, warm_python):
     page = tmp_path / "page.py"
     page.write_text(code)
-    done = subprocess.run([sys.executable, page], capture_output=True, text=True, timeout=300)
+    done = warm_python.run_file(page, timeout=300)
     assert done.stderr == ""
     assert done.returncode == 0
     assert done.stdout.splitlines() == re.findall(r"# -> (.*)$", code, re.M)

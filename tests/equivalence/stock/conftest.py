@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,39 +15,12 @@ import torch.distributed as dist
 
 import gradwire as gw
 from gradwire.testing import run_ranks
+from helpers import torch_world as worlds
+from helpers.torch_world import initialised, torch_world
+from helpers.warm_python import WarmPython
 
 Scenario = Callable[[int, int], Any]
 """What each rank does, given its rank and the size of the world."""
-
-PATIENCE = timedelta(seconds=120)
-
-
-@contextmanager
-def initialised(backend: str, store: dist.Store, rank: int, size: int) -> Iterator[None]:
-    """`dist` over `store`, until the end of the block."""
-    torch.set_num_threads(1)
-    gw.register_backend()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def torch_world(group: gw.Group, backend: str) -> Iterator[None]:
-    """`dist` initialised on every rank of `group`, with a store of its own; everything is gone afterwards."""
-    importlib.import_module("torch.distributed.nn.functional")  # its defaults keep the WORLD of the first import alive
-    port = torch.zeros(1, dtype=torch.int64)
-    store = None
-    if group.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
-        port[0] = store.port
-    group.broadcast(port, 0)
-    store = store or dist.TCPStore("127.0.0.1", int(port), is_master=False, timeout=PATIENCE)
-    with initialised(backend, store, group.rank, group.size):
-        yield
-    group.barrier()  # rank 0 holds the store's server; it stays until all have gone
 
 
 @pytest.fixture
@@ -94,11 +61,18 @@ def stock_both() -> Callable[..., Any]:
     return run
 
 
-_FRESH_MAIN = "import sys, cloudpickle; cloudpickle.load(open(sys.argv[1], 'rb'))(int(sys.argv[2]))"
+LIMIT = 110.0
+"""Seconds for a scenario in processes of its own."""
+
+_FRESH_MAIN = """
+import sys, warnings, cloudpickle
+warnings.simplefilter("ignore")
+cloudpickle.load(open(sys.argv[1], "rb"))(int(sys.argv[2]))
+"""
 
 
 @pytest.fixture(scope="module")
-def fresh(request: pytest.FixtureRequest) -> Callable[..., Any]:
+def fresh(request: pytest.FixtureRequest, warm_python: WarmPython) -> Callable[..., Any]:
     """Run a scenario in processes of its own, once per backend, and let them end by themselves.
 
     For what of torch keeps process groups, files or caches for good, which the warm processes rightly object to.
@@ -116,36 +90,18 @@ def fresh(request: pytest.FixtureRequest) -> Callable[..., Any]:
                         results.append(scenario(rank, n))
                 torch.save(results, f"{folder}/results-{rank}")
 
-            modules = [sys.modules[__name__], request.module]
+            modules = [sys.modules[__name__], worlds, request.module]
             for module in modules:
                 cloudpickle.register_pickle_by_value(module)
             Path(folder, "job").write_bytes(cloudpickle.dumps(rank_main))
             for module in modules:
                 cloudpickle.unregister_pickle_by_value(module)
-            _run_processes(
-                [[sys.executable, "-W", "ignore", "-c", _FRESH_MAIN, f"{folder}/job", str(r)] for r in range(n)],
-                # The PowerSGD hook takes every model for one on the GPU.
-                hidden={} if devices else {"CUDA_VISIBLE_DEVICES": ""},
-            )
+            # The PowerSGD hook takes every model for one on the GPU.
+            hidden = {} if devices else {"CUDA_VISIBLE_DEVICES": ""}
+            commands = [(_FRESH_MAIN, f"{folder}/job", str(rank)) for rank in range(n)]
+            for rank, done in enumerate(warm_python.run_all(commands, timeout=LIMIT, env=hidden)):
+                assert done.returncode == 0, f"rank {rank} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
             per_rank = [torch.load(f"{folder}/results-{rank}", weights_only=False) for rank in range(n)]
         return [[results[i] for results in per_rank] for i in range(len(backends))]
 
     return run
-
-
-def _run_processes(commands: Sequence[list[str]], *, hidden: Mapping[str, str], limit: float = 110.0) -> None:
-    """Run them all at once; every one must end well."""
-    deadline = time.monotonic() + limit
-    settings = {**os.environ, **hidden}
-    running = [
-        subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for command in commands
-    ]
-    try:
-        said = [process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    for rank, (process, words) in enumerate(zip(running, said, strict=True)):
-        assert process.returncode == 0, f"rank {rank} ended with {process.returncode}:\n{words}"

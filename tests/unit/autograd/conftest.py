@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,17 +47,6 @@ def outcomes() -> Callable[[Callable[[Any], Any]], tuple[Any, Any]]:
         return results[0], results[1]
 
     return run
-
-
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    """What a test drops must go by counting references alone."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @pytest.fixture

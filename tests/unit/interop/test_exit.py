@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from helpers.warm_python import WarmPython
 
 PROGRAM = """
 import sys, torch, torch.distributed as dist, gradwire as gw
@@ -44,20 +43,6 @@ if "destroy" in what:
     "what",
     ["nothing", "reduce", "future", "recv", "hook+reduce+recv+future", "reduce+recv+destroy", "ddp+reduce+raise"],
 )
-def test_exit_is_clean(what: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path), what], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(2)
-    ]
-    deadline = time.monotonic() + 90
-    try:
-        said = [process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in ranks] == [0, 0], said
-    assert said == ["", ""]
+def test_exit_is_clean(what: str, tmp_path: Path, warm_python: WarmPython) -> None:
+    done = warm_python.run_all([(PROGRAM, str(rank), str(tmp_path), what) for rank in range(2)], timeout=90)
+    assert [(one.returncode, one.stdout, one.stderr) for one in done] == [(0, "", "")] * 2

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -50,17 +49,6 @@ def local_means() -> Callable[..., dict[str, Tensor | None]]:
 def assert_gradients() -> Callable[..., None]:
     """`assert_gradients(module, expected)`."""
     return _assert_gradients
-
-
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    """What a test drops must go by counting references alone."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -224,9 +224,11 @@ def test_what_cannot_be_sent_is_refused_clearly() -> None:
 
 
 def test_an_interrupt_in_the_parent_ends_the_run() -> None:
+    parent = os.getpid()
+
     def interrupt_parent(group: Group) -> None:
         if group.rank == 0:
-            os.kill(os.getppid(), signal.SIGINT)
+            os.kill(parent, signal.SIGINT)
         threading.Event().wait(60)
 
     with pytest.raises(KeyboardInterrupt):

@@ -127,13 +127,15 @@ def check_aliasing(group: Group) -> Problems:
         return draw((numel,), torch.int32, 61, rank)
 
     def own(numel: int, rank: int) -> Tensor:
-        t = group.allocate(numel, dtype=torch.int32, device=torch.get_default_device())
-        return t.copy_(ordinary(numel, rank))
+        values = ordinary(numel, rank)
+        if rank != group.rank:  # only the reference works on these
+            return values
+        return group.allocate(numel, dtype=torch.int32, device=torch.get_default_device()).copy_(values)
 
     for home in (ordinary, own):
         yield from against_reference(group, _cases(group.size, SMALL, home))
-        for _ in range(ROUNDS if group.size <= 4 else 1):
-            yield from against_reference(group, _cases(group.size, LARGE, home))
+        rounds = ROUNDS if group.size <= 4 else 1
+        yield from against_reference(group, _cases(group.size, LARGE, home), rounds=rounds)
 
 
 def check_overlapping_outputs(group: Group) -> Problems:

@@ -60,8 +60,8 @@ class Case:
     make: Callable[[int], Collective]
 
 
-def against_reference(group: Group, cases: Sequence[Case]) -> Problems:
-    """Run every case, waiting for each, then again with several in flight, waiting in reverse order."""
+def against_reference(group: Group, cases: Sequence[Case], *, rounds: int = 1) -> Problems:
+    """Run every case, waiting for each, then again with several in flight, waiting in reverse order, `rounds` times."""
     for first in range(0, len(cases), AT_ONCE):
         chunk = cases[first : first + AT_ONCE]
         wanted = []
@@ -69,16 +69,21 @@ def against_reference(group: Group, cases: Sequence[Case]) -> Problems:
             everybody = [case.make(rank) for rank in range(group.size)]
             perform(everybody)
             wanted.append(everybody[group.rank])
-        for case, want in zip(chunk, wanted, strict=True):
-            op = case.make(group.rank)
-            group.run(op)
-            yield from _differences(f"{case.what}, waited for at once", group, op, want)
-        ops = [case.make(group.rank) for case in chunk]
-        works = [group.submit(op) for op in ops]
-        for work in reversed(works):
-            work.wait()
-        for case, op, want in zip(chunk, ops, wanted, strict=True):
-            yield from _differences(f"{case.what}, with others in flight", group, op, want)
+        for _ in range(rounds):
+            yield from _run_and_compare(group, chunk, wanted)
+
+
+def _run_and_compare(group: Group, cases: Sequence[Case], wanted: Sequence[Collective]) -> Problems:
+    for case, want in zip(cases, wanted, strict=True):
+        op = case.make(group.rank)
+        group.run(op)
+        yield from _differences(f"{case.what}, waited for at once", group, op, want)
+    ops = [case.make(group.rank) for case in cases]
+    works = [group.submit(op) for op in ops]
+    for work in reversed(works):
+        work.wait()
+    for case, op, want in zip(cases, ops, wanted, strict=True):
+        yield from _differences(f"{case.what}, with others in flight", group, op, want)
 
 
 def _differences(what: str, group: Group, op: Collective, want: Collective) -> Problems:

@@ -55,8 +55,10 @@ _POOL = 16_411
 
 
 @functools.cache
-def _pool(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Random values of one dtype. float8 holds -1, 0 and 1 only, whose sums of up to 8 are exact."""
+def _pool(dtype: torch.dtype, device: torch.device, repeats: int = 1) -> Tensor:
+    """Random values of one dtype, `repeats` times over. float8 holds -1, 0 and 1 only, whose sums of up to 8 are exact."""
+    if repeats > 1:
+        return _pool(dtype, device).repeat(repeats)
     generator = torch.Generator().manual_seed(20)
 
     def integers(low: int, high: int) -> Tensor:
@@ -84,9 +86,7 @@ def draw(shape: Sequence[int], dtype: torch.dtype, *key: int) -> Tensor:
     for number in key:
         place = (place * 1_000_003 + number + 1) % (2**31 - 1)
     count = math.prod(shape)
-    pool = _pool(dtype, torch.get_default_device())
-    if count >= _POOL:  # the values must be repeated
-        pool = pool.repeat(count // _POOL + 2)
+    pool = _pool(dtype, torch.get_default_device(), 1 if count < _POOL else count // _POOL + 2)
     first = place % (len(pool) - count)
     values = pool[first : first + count].clone()
     return values if len(shape) == 1 else values.view(tuple(shape))

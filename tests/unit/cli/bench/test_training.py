@@ -137,6 +137,7 @@ def test_replicas_that_differ_are_found_out():
         run_ranks(rank, 2)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_it_trains_by_all_means(capsys, tmp_path):
     file = tmp_path / "training.json"
     assert (

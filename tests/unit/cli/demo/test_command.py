@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -26,18 +27,43 @@ def run(capfd, *argv: str) -> tuple[int, list[str]]:
     return code, capfd.readouterr().out.splitlines()
 
 
+TWICE = """
+import sys
+from gradwire.cli import main
+
+options = ["demo", "--size", "tiny", "--batch-size", "2", "--ranks", "2", "--kind", sys.argv[1], "--steps"]
+sys.exit(main([*options, "3"]) or main([*options, "1000000"]))
+"""
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_end_equal(kind):
-    # As a command of its own: warm rank processes write to the terminal they were started on, not to this test's.
-    options = ["--size", "tiny", "--ranks", "2", "--steps", "3", "--kind", kind]
-    done = subprocess.run(
-        [sys.executable, "-m", "gradwire", "demo", *options], capture_output=True, text=True, timeout=300, check=False
-    )
-    code, lines = done.returncode, done.stdout.splitlines()
-    assert code == 0
-    assert lines[-1].startswith("All 2 replicas are bitwise equal (SHA-256 ")
-    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/3", "2/3", "3/3"]
-    block = "\n".join(lines)
+def test_two_ranks_end_equal_and_ctrl_c_ends_them_without_a_traceback(kind):
+    """Two demos in one process, to start ranks once: the first trains to the end, the second is interrupted.
+
+    A process of its own: warm rank processes write to the terminal they were started on, not to this test's. And a session of its
+    own, to which the signal goes as a terminal sends it: to every process of the foreground.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", TWICE, kind],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as demo:
+        try:
+            assert demo.stdout is not None
+            lines = list(itertools.takewhile(lambda line: not re.match(r"step +1/1000000 ", line), demo.stdout))
+            os.killpg(demo.pid, signal.SIGINT)
+            _, errors = demo.communicate(timeout=300)
+        finally:
+            demo.kill()
+    assert demo.returncode == 130
+    assert errors.strip() == "gradwire: interrupted"
+    end = next(i for i, line in enumerate(lines) if line.startswith("All 2 replicas are bitwise equal (SHA-256 "))
+    first = lines[: end + 1]
+    assert lines[end + 1].startswith("starting 2 ranks")  # the second demo: nothing comes after that line
+    assert [line.split()[1] for line in first if line.startswith("step ")] == ["1/3", "2/3", "3/3"]
+    block = "".join(first)
     assert f"2, group kind {kind}" in block
     for name in ("model", "steps", "loss", "validation loss", "for comparison"):
         assert re.search(rf"^{name} +\S", block, re.M), name
@@ -76,21 +102,3 @@ def test_a_python_without_source_is_one_clear_error(capfd, monkeypatch, tmp_path
     error = capfd.readouterr().err
     assert f"gradwire: UsageError: reading the demo's text from {tmp_path}: 0 Python source files are there" in error
     assert "Traceback" not in error
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_ctrl_c_ends_it_without_a_traceback(kind):
-    command = [sys.executable, "-u", "-m", "gradwire", *TINY, "--ranks", "2", "--steps", "1000000", "--kind", kind]
-    # A session of its own, to which the signal goes as a terminal sends it: to every process of the foreground.
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as demo:
-        try:
-            assert demo.stdout is not None
-            assert any(line.startswith("step") for line in demo.stdout)
-            os.killpg(demo.pid, signal.SIGINT)
-            _, errors = demo.communicate(timeout=300)
-        finally:
-            demo.kill()
-    assert demo.returncode == 130
-    assert errors.strip() == "gradwire: interrupted"

@@ -43,6 +43,7 @@ def test_results_come_in_the_order_of_ranks_and_news_on_the_way():
     assert all(map(_gone, pids))
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_what_a_rank_raises_is_told_with_its_traceback():
     def task(context):
         if context.rank == 1:
@@ -73,6 +74,7 @@ def _killed(launcher):
     assert all(map(_gone, pids))
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_that_dies_ends_the_world():
     _killed(None)
 
@@ -81,6 +83,7 @@ def test_a_rank_that_dies_under_mpirun_ends_the_world(open_mpi):
     _killed(open_mpi)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_that_hangs_ends_the_world_and_shows_where_it_stood():
     pids: list[int] = []
 
@@ -99,6 +102,7 @@ def test_a_rank_that_hangs_ends_the_world_and_shows_where_it_stood():
     assert all(map(_gone, pids))
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_that_misses_the_barrier_is_named_by_the_others():
     def task(context):
         if context.rank == 0:
@@ -125,6 +129,7 @@ def test_processes_that_do_not_start_are_reported(monkeypatch, tmp_path):
     assert "no such interpreter" in "\n".join(caught.value.__notes__)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_an_interrupted_starter_leaves_no_rank():
     pids: list[int] = []
 

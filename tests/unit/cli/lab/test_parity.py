@@ -107,6 +107,7 @@ def test_without_scikit_learn_there_are_no_digits(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("task", ["digits", "text", "text-short"])
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_small_run(task, tmp_path, capsys):
     if task == "digits":
         pytest.importorskip("sklearn")

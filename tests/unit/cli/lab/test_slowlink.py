@@ -190,7 +190,7 @@ def test_a_failure_of_the_reference_leaves_nothing_to_show(monkeypatch, capsys):
     assert "mark" not in said.out
 
 
-@pytest.mark.usefixtures("fonts")
+@pytest.mark.usefixtures("fonts", "warm_ranks")
 def test_a_small_run_over_a_simulated_link(tmp_path, capsys):
     files = [tmp_path / name for name in ("ways.json", "ways.png", "ways.html")]
     argv = [

@@ -1,0 +1,1 @@
+"""What several test files need: fixtures live in `conftest.py` files, functions and classes here."""

@@ -1,0 +1,113 @@
+"""The program of the server in `warm_python.py`: imports what tests need, and forks a process for each request.
+
+It has one thread and waits for requests and for the ends of its children only. A child leaves the loop and runs its code at the top
+level of this file, so that it ends as a program does.
+"""
+
+import gc
+
+gc.disable()  # nothing of what is imported is garbage
+
+import builtins  # noqa: E402
+import contextlib  # noqa: E402
+import ctypes  # noqa: E402
+import importlib  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import select  # noqa: E402
+import signal  # noqa: E402
+import socket  # noqa: E402
+import sys  # noqa: E402
+import types  # noqa: E402
+
+PRELOADED = (
+    "torch", "torch.distributed", "torch._dynamo", "numba", "gradwire.hooks", "gradwire.interop", "gradwire.parallel",
+    "gradwire.testing.pool.worker", "gradwire.launch",
+)  # fmt: skip
+
+
+def next_request(control: socket.socket) -> tuple[dict, list[int]]:
+    head, fds, _, _ = socket.recv_fds(control, 8, 16)
+    if not head:
+        os._exit(0)  # the tests are over
+    size, text = int.from_bytes(head, "big"), b""
+    while len(text) < size:
+        text += control.recv(size - len(text))
+    return json.loads(text), fds
+
+
+def tell(status: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # nobody wants to know any more
+        status.send(str(number).encode())
+
+
+def serve(control: socket.socket) -> dict:
+    """Fork for every request. Returns in the children only."""
+    children: dict[int, tuple[int, socket.socket]] = {}
+    while True:
+        ready, _, _ = select.select([control, *children], [], [])
+        for pidfd in ready:
+            if pidfd is not control:
+                pid, status = children.pop(pidfd)
+                os.close(pidfd)
+                tell(status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                status.close()
+        if control not in ready:
+            continue
+        request, (told, *fds) = next_request(control)
+        pid = os.fork()
+        if pid == 0:
+            os.close(told)
+            control.close()
+            for pidfd, (_, status) in children.items():
+                os.close(pidfd)
+                status.close()
+            become(request, fds)
+            return request
+        for fd in fds:
+            os.close(fd)
+        status = socket.socket(fileno=told)
+        children[os.pidfd_open(pid)] = pid, status
+        tell(status, pid)
+
+
+def become(request: dict, fds: list[int]) -> None:
+    """The child's descriptors, environment and place are those of the request."""
+    high = [os.dup2(fd, 100 + i, inheritable=False) for i, fd in enumerate(fds)]
+    for fd in fds:
+        os.close(fd)
+    for i, fd in enumerate(high):
+        os.dup2(fd, i)
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+if __name__ == "__main__":
+    parent = int(sys.argv[2])
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    threads = os.listdir("/proc/self/task")
+    if len(threads) > 1:
+        sys.exit(
+            f"the fork server has {len(threads)} threads, so it cannot fork: something that it imports starts them"
+        )
+    gc.collect()
+    gc.freeze()
+    asked = serve(socket.socket(fileno=int(sys.argv[1])))
+    gc.enable()
+    path = asked["path"]
+    sys.argv[:] = ["-c" if path == "<string>" else path, *asked["args"]]
+    sys.path.insert(0, "" if path == "<string>" else os.path.dirname(os.path.abspath(path)))
+    program = types.ModuleType("__main__")
+    program.__dict__.update(__builtins__=builtins, __file__=path)
+    sys.modules["__main__"] = program
+    exec(compile(asked["code"], path, "exec"), program.__dict__)

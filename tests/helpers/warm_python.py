@@ -1,0 +1,204 @@
+"""Processes that have torch imported already, for tests in which the process is the point and the import is not.
+
+`import torch` takes seconds of CPU time, and most processes of this suite would spend their lives in it. One server process imports
+it once and then forks: a child has memory, threads, signals, exit handlers and an exit status of its own, as any process does. What
+it does not have is an interpreter that was started for it; tests of that start one themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from gradwire.testing.pool.outcome import MESSAGE_LIMIT, START_LIMIT
+from gradwire.testing.pool.process import WORKER_SETTINGS, Hold
+
+SERVER = Path(__file__).with_name("fork_server.py")
+SERVER_SETTINGS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""What the server must not do before it forks: start threads, as numpy does when it is imported, or make CUDA's driver count devices."""
+
+
+class WarmProcess:
+    """A child of the server, which says how it ended."""
+
+    def __init__(self, pid: int, status: socket.socket) -> None:
+        self.pid = pid
+        self._status = status
+        self._returncode: int | None = None
+
+    def poll(self, limit: float = 0.0) -> int | None:
+        """The exit status as `subprocess` has it, if the process ends within `limit` seconds."""
+        if self._returncode is None and select.select([self._status], [], [], max(0.0, limit))[0]:
+            told = self._status.recv(100)
+            if not told:
+                raise RuntimeError("the fork server has died")
+            self._returncode = int(told)
+            self._status.close()
+        return self._returncode
+
+    def wait(self, timeout: float = MESSAGE_LIMIT) -> int:
+        """The exit status; raises if the process does not end in time."""
+        status = self.poll(timeout)
+        if status is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        return status
+
+    def terminate(self) -> None:
+        """Ask it to end, if it still runs."""
+        if self.poll() is None:
+            self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it, if it still runs, and wait for that."""
+        if self.poll() is None:
+            self._send(signal.SIGKILL)
+            self.wait()
+
+    def _send(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and word of it is on its way
+            os.kill(self.pid, number)
+
+    def fileno(self) -> int:
+        """Of the socket over which the status comes; -1 when it has come."""
+        return self._status.fileno()
+
+
+class WarmPython:
+    """The server, started when first needed."""
+
+    def __init__(self) -> None:
+        self._server: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def start(
+        self, code: str, *args: str, fds: Sequence[int] = (), env: dict[str, str] | None = None, path: str = "<string>"
+    ) -> WarmProcess:
+        """Run `code` in a new process, as `python -c` would, or as the file `path`.
+
+        `fds` become its descriptors 0, 1 and so on, the same ones each time; without them it has this process's output.
+        """
+        ours, theirs = socket.socketpair()
+        request = {"code": code, "path": path, "args": args, "env": {**os.environ, **(env or {})}, "cwd": os.getcwd()}
+        with open(os.devnull) as nothing, theirs:
+            passed = fds or (nothing.fileno(), 1, 2)
+            control = self._running()
+            socket.send_fds(
+                control, [len(text := json.dumps(request).encode()).to_bytes(8, "big")], [theirs.fileno(), *passed]
+            )
+            control.sendall(text)
+        if not select.select([ours], [], [], START_LIMIT)[0]:
+            raise RuntimeError("the fork server does not answer")
+        return WarmProcess(int(ours.recv(100)), ours)
+
+    def run(self, code: str, *args: str, timeout: float) -> subprocess.CompletedProcess[str]:
+        """Run `code` to its end, and return what it wrote."""
+        return self.run_all([(code, *args)], timeout=timeout)[0]
+
+    def run_file(self, path: Path, *args: str, timeout: float) -> subprocess.CompletedProcess[str]:
+        """Run a script to its end, and return what it wrote."""
+        return self.run_all([(path.read_text(), *args)], timeout=timeout, path=str(path))[0]
+
+    def run_all(
+        self,
+        commands: Sequence[Sequence[str]],
+        *,
+        timeout: float,
+        env: dict[str, str] | None = None,
+        path: str = "<string>",
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """Run several at once to their ends. Raises TimeoutExpired, and ends those that still run, after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        files = [[os.memfd_create(name) for name in ("stdout", "stderr")] for _ in commands]
+        started: list[WarmProcess] = []
+        done = []
+        try:
+            with open(os.devnull) as nothing:
+                for (code, *args), (out, err) in zip(commands, files, strict=True):
+                    started.append(self.start(code, *args, fds=(nothing.fileno(), out, err), env=env, path=path))
+            for process, (_, *args), (out, err) in zip(started, commands, files, strict=True):
+                status = process.poll(deadline - time.monotonic())
+                said = [os.pread(fd, 1 << 24, 0).decode(errors="replace") for fd in (out, err)]
+                if status is None:
+                    raise subprocess.TimeoutExpired([path, *args], timeout, *said)
+                done.append(subprocess.CompletedProcess([path, *args], status, *said))
+        finally:
+            for process in started:
+                process.kill()
+            for fd in [fd for pair in files for fd in pair]:
+                os.close(fd)
+        return done
+
+    def _running(self) -> socket.socket:
+        if self._server is None or self._control is None:
+            self._control, theirs = socket.socketpair()
+            with theirs:
+                command = [sys.executable, "-P", str(SERVER), str(theirs.fileno()), str(os.getpid())]
+                self._server = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env={**os.environ, **SERVER_SETTINGS}
+                )
+        return self._control
+
+    def close(self) -> None:
+        """End the server. Its children end by themselves, or were killed."""
+        if self._server is not None and self._control is not None:
+            self._control.close()
+            self._server.wait(MESSAGE_LIMIT)
+
+    # -- for Leftovers -------------------------------------------------------------------------------------------------
+
+    def keeps_process(self, pid: int) -> bool:
+        """Whether `pid` is the server."""
+        return self._server is not None and pid == self._server.pid
+
+    def keeps_descriptor(self, fd: int) -> bool:
+        """Whether `fd` leads to the server."""
+        return self._control is not None and fd == self._control.fileno()
+
+    # -- for the pool of rank processes --------------------------------------------------------------------------------
+
+    def start_workers(self, count: int, store: str) -> Iterator[Hold]:
+        """What `RankPool._start` does, with processes of this server."""
+        for _ in range(count):
+            yield WarmWorker(self, store)
+
+
+WORKER = """
+import os
+from gradwire.testing.pool.worker import work
+work(3, 4, 5, {store!r}, os.getppid())
+"""
+
+
+class WarmWorker(Hold):
+    """A worker of the pool that the server forked."""
+
+    def __init__(self, python: WarmPython, store: str) -> None:
+        super().__init__()
+        control, theirs = socket.socketpair()
+        with open(os.devnull) as nothing, theirs:
+            fds = (nothing.fileno(), 1, 2, theirs.fileno(), self._stack, self._dumped_there)
+            self.process = python.start(textwrap.dedent(WORKER).format(store=store), fds=fds, env=WORKER_SETTINGS)
+        self._take(control, self.process.pid)
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What this process holds open for the worker."""
+        return *super().descriptors, self.process.fileno()
+
+    def wait(self, limit: float) -> int | None:
+        """The exit status, if the worker ends within `limit` seconds."""
+        return self.process.poll(limit)
+
+    def kill(self) -> None:
+        """End it now."""
+        self.process.kill()
