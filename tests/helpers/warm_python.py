@@ -25,7 +25,7 @@ from gradwire.testing.pool.process import WORKER_SETTINGS, Hold
 
 SERVER = Path(__file__).with_name("fork_server.py")
 SERVER_SETTINGS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""What the server must not do before it forks: start threads, as numpy does when it is imported, or make CUDA's driver count devices."""
+"""Before it forks, the server must not start threads, as numpy does when it is imported, nor wake CUDA's driver."""
 
 
 class WarmProcess:

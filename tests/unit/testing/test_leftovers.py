@@ -16,8 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.testing import Leftovers, default_pool, run_ranks
+from gradwire.groups.kinds import find_kind
+from gradwire.testing import Leftovers, default_pool
 from gradwire.testing.leftovers import prime
+from gradwire.testing.pool import RankPool
 
 CONFTEST = Path(__file__).parents[2] / "conftest.py"
 
@@ -146,17 +148,17 @@ def test_what_torch_keeps_for_life_is_there_early() -> None:
 
 
 def test_only_a_keepers_own_is_kept() -> None:
-    with_pool, alone = Leftovers.snapshot(default_pool()), Leftovers.snapshot()
-    known = set(default_pool().pids)
-    (pid,) = set(run_ranks(lambda group: os.getpid(), len(known) + 1, kind="gloo")) - known
-    assert with_pool.compare() == []
-    left = alone.compare(grace=0)
-    assert any(line.startswith(f"process {pid}: ") for line in left)
-    assert any(line.startswith("socket, descriptor") for line in left)
-    read, write = os.pipe()
-    assert len(with_pool.compare(grace=0)) == 2
-    os.close(read)
-    os.close(write)
+    with RankPool() as pool:
+        with_pool, alone = Leftovers.snapshot(pool), Leftovers.snapshot()
+        (outcome,) = pool.run(lambda group: os.getpid(), 1, build=find_kind("gloo", who="test").build)
+        assert with_pool.compare() == []
+        left = alone.compare(grace=0)
+        assert any(line.startswith(f"process {outcome.value}: ") for line in left)
+        assert any(line.startswith("socket, descriptor") for line in left)
+        read, write = os.pipe()
+        assert len(with_pool.compare(grace=0)) == 2
+        os.close(read)
+        os.close(write)
 
 
 def test_a_clean_test_costs_less_than_five_milliseconds_of_cpu_time() -> None:
@@ -177,7 +179,7 @@ def test_a_test_that_leaves_something_fails(tmp_path: Path) -> None:
         "def test_descriptor(): os.pipe()\n"
         "def test_clean_again(): pass\n"
     )
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {CONFTEST.parent}\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert "4 passed, 2 errors" in done.stdout, done.stdout + done.stderr
