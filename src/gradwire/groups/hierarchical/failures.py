@@ -1,4 +1,4 @@
-"""What went wrong in a part, in the words of the whole: ranks of the whole group, and the operation that its caller knows."""
+"""A part's error in terms of the whole: ranks of the whole group, and the operation that its caller knows."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from gradwire.groups.work import Work
 G = TypeVar("G", bound=GroupError)
 
 
-def told_by(
+def in_terms_of_whole(
     error: Exception, members: Sequence[int], where: str, membership: Membership | None, place: int
 ) -> Exception:
-    """The error for what was done at `where`, when a group of `members` has failed with `error` in it.
+    """The error for what was done at `where`, when a part of `members` has failed with `error`.
 
-    Whoever fails first writes into the membership which rank is lost before it takes its parts down. So a rank that hears "aborted"
-    from a part looks there, and all ranks name the same one.
+    The rank that fails first writes into the membership which rank is lost before it fails its parts. So a rank whose part was
+    aborted reads it there, and all ranks name the same one.
     """
     if isinstance(error, CollectiveMismatch):
         ops = {members[r]: s for r, s in error.ops.items() if r < len(members)}
@@ -56,7 +56,7 @@ def for_part(error: BaseException, members: Sequence[int], name: str) -> BaseExc
 
 
 def chained(error: G, cause: Exception) -> G:
-    """`error` with its cause, but without the cause's traceback: its frames hold the part, and so its memory, as long as anybody
-    keeps the error. Why a step failed is in the words of the cause."""
+    """`error` with its cause, but without the cause's traceback: its frames would keep the part, and so its memory, alive as
+    long as the error. The message of the cause is kept."""
     error.__cause__ = cause.with_traceback(None)
     return error

@@ -3,15 +3,15 @@
     group = HierarchicalGroup.discover(store, rank, size)     # finds the hosts, makes the parts
     group = HierarchicalGroup(inside, across)                 # or of parts that you have
 
-`layout.py`: which ranks are on which host. `meeting.py`: how ranks find that out. `parts.py`: the groups inside and between hosts.
-`programs.py`: the steps of a collective. `failures.py`: what a part's error means for the whole.
+`layout.py`: which ranks are on which host. `discovery.py`: how ranks determine that. `parts.py`: the groups inside and between
+hosts. `programs.py`: the steps of a collective. `failures.py`: what a part's error means for the whole.
 
 Note [One failure]
 A part that fails leaves ranks out of step, so the whole fails: here at once, in the other parts of this rank, and through them
-on every rank that shares one, until all have heard. What failed first is written into the membership before that, so that all
+on every rank that shares one, until all have failed. What failed first is written into the membership before that, so that all
 ranks name the same lost rank, also those that share no part with it. Without a store there is no membership; then a rank that
-shares no part with the lost one is told GroupAborted, and by whom. The whole also fails when one of its collectives has run out of
-time: some of its steps may have been taken on some ranks.
+shares no part with the lost one raises GroupAborted, which names the rank that aborted. The whole also fails when one of its
+collectives has timed out: some of its steps may have been taken on some ranks.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from gradwire.events import is_kept
 from gradwire.groups.base import DEFAULT_TIMEOUT, BuildGroup, Group
 from gradwire.groups.c10d import C10dGroup
 from gradwire.groups.forked import finalize_here
-from gradwire.groups.hierarchical.failures import chained, for_part, interrupted, told_by
-from gradwire.groups.hierarchical.meeting import ask_around, find_hosts
+from gradwire.groups.hierarchical.discovery import discover_from_groups, discover_hosts
+from gradwire.groups.hierarchical.failures import chained, for_part, in_terms_of_whole, interrupted
 from gradwire.groups.hierarchical.parts import Parts, make_parts
 from gradwire.groups.hierarchical.programs import TwoLevel
 from gradwire.groups.ledger import Arrivals
@@ -48,10 +48,10 @@ from gradwire.host import host_identity
 
 
 class HierarchicalWork(Work):
-    """A Work that keeps what a part found out about its ranks."""
+    """A Work that keeps what a part has reported about its ranks."""
 
     known: Arrivals | None = None
-    """Who had joined when a part gave it up."""
+    """Which ranks had joined when it timed out in a part."""
 
 
 class HierarchicalGroup(Group):
@@ -75,13 +75,13 @@ class HierarchicalGroup(Group):
         every host, numbered by host; on the others it is None. k is the same on all hosts: 1 for a leader each, all where hosts
         are alike. `messages` holds all ranks, in order.
 
-        `rank` is this rank's number in the whole, where ranks are not to be numbered host by host. All that is asked of the
-        other ranks and checked, unless `layout` says it. `store` is where ranks publish their progress and failures.
+        `rank` is this rank's number in the whole, where ranks are not numbered host by host. All of that is exchanged between
+        the ranks and checked, unless `layout` is given. `store` is where ranks publish their progress and failures.
         """
         if layout is None:
-            layout, rank = ask_around(inside, across, rank)
+            layout, rank = discover_from_groups(inside, across, rank)
         elif rank is None:
-            raise UsageError(f"{type(self).__name__}: a layout was given, and no rank. Say also which of them this is.")
+            raise UsageError(f"{type(self).__name__}: a layout was given, but no rank. Pass rank= as well.")
         parts = Parts.of(layout, rank, inside, across, messages)
         super().__init__(
             rank, layout.size, name=name or "hierarchical", timeout=inside.timeout if timeout is None else timeout
@@ -96,14 +96,14 @@ class HierarchicalGroup(Group):
         self._monitor = Monitor(self, None if store is None else Membership.over(store, self.rank, self.size))
         self._progress = self._monitor.progress
         self._meetings: list[Callable[[float], object]] = []
-        """Of a recovery that was not finished, those that are left."""
+        """The meetings of an unfinished recovery that are left."""
         self._lane = Worker(f"program-{self.name}-{self.rank}")
         self._order = threading.Lock()
         self._driving = threading.Lock()
         self._watchdog.on_tick.append(self._monitor.tick)
         # After the base class's finalizer was made, so that at exit this thread ends first.
         self._lane_finalizer = finalize_here(self, self._lane.stop, 2.0)
-        # Nobody has a group before everybody has: what a rank does first must not wait for another that is still being made.
+        # No rank has a group before every rank has: what a rank does first must not wait for another that is still being made.
         try:
             for step in self._two_level.carry_out(build.barrier(label="all here?")):
                 parts.part(step.where).submit_and_wait(step.op.within(self.timeout))
@@ -126,14 +126,14 @@ class HierarchicalGroup(Group):
     ) -> HierarchicalGroup:
         """Find out through `store` which ranks share a host, and make the parts.
 
-        `across(store, rank, size, timeout=…, name=…)` makes a group between hosts: gloo's unless you say otherwise; it is called
-        for this rank's rail and for `messages`. `host` is what tells hosts apart, this machine's identity unless you say otherwise.
+        `across(store, rank, size, timeout=…, name=…)` makes a group between hosts, by default gloo's; it is called for this
+        rank's rail and for `messages`. `host` identifies the host, by default by this machine's identity.
         """
         name = name or "hierarchical"
-        timeout_seconds(f"HierarchicalGroup.discover of {name!r}", timeout)  # before anybody is waited for
+        timeout_seconds(f"HierarchicalGroup.discover of {name!r}", timeout)  # before any wait
         meeting = Rendezvous(store, rank, size, timeout=timeout, who=f"HierarchicalGroup on rank {rank} of {size}")
         base = meeting.next_key("gradwire/hierarchical")
-        layout = find_hosts(meeting, base, host_identity() if host is None else host)
+        layout = discover_hosts(meeting, base, host_identity() if host is None else host)
 
         def make(build: BuildGroup, part: str, ranks: Sequence[int]) -> Group:
             at, of = ranks.index(rank), len(ranks)
@@ -155,7 +155,7 @@ class HierarchicalGroup(Group):
     # -- the one verb --------------------------------------------------------------------------------------------------
 
     def submit(self, op: Collective) -> Work:
-        """Put the operation's steps on the lane; hand a message on."""
+        """Put the operation's steps on the lane; pass a message on."""
         if op.kind.is_p2p:
             return self._pass_on(op)
         with self._order:
@@ -184,7 +184,7 @@ class HierarchicalGroup(Group):
         if op.device.type == "cuda":
             torch.cuda.current_stream(op.device).synchronize()
         work = self.begin(op, HierarchicalWork)
-        # Others may not take part in an operation of one scope, so ranks are counted by those in which all do.
+        # Some ranks may not take part in an operation of one scope, so only those in which all do are counted.
         self._progress.joined += op.scope is Scope.WORLD
         work.place = self._progress.joined
         work.add_done_callback(self._over)
@@ -216,7 +216,7 @@ class HierarchicalGroup(Group):
             late = self.ledger.timed_out(work, min(work.timeout, time.perf_counter() - work.started))
             work.fail(chained(late, error))
         except Exception as error:
-            work.fail(self._told_by(part, error, work, work.place))
+            work.fail(self._in_terms_of_whole(part, error, work, work.place))
         except BaseException as error:  # Ctrl-C, in the caller's thread: the others take steps that this rank will not
             work.fail(interrupted(work, error))
             if not is_kept(error):
@@ -224,10 +224,10 @@ class HierarchicalGroup(Group):
         finally:
             program.close()
 
-    def _told_by(self, part: Group, error: Exception, work: Work | None, place: int = 0) -> Exception:
+    def _in_terms_of_whole(self, part: Group, error: Exception, work: Work | None, place: int = 0) -> Exception:
         """A part's error in terms of the whole."""
         where, membership = self.ledger.where(work), self._monitor.membership
-        return told_by(error, self._parts.members[part], where, membership, place)
+        return in_terms_of_whole(error, self._parts.members[part], where, membership, place)
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -251,12 +251,12 @@ class HierarchicalGroup(Group):
             elif isinstance(error, CollectiveTimeout) or not isinstance(error, Exception):
                 work.fail(self.ledger.timed_out(work, work.timeout))
             else:
-                work.fail(self._told_by(part, error, work))
+                work.fail(self._in_terms_of_whole(part, error, work))
 
         try:
             part.submit(step).add_done_callback(settle)
         except Exception as error:
-            work.fail(self._told_by(part, error, work))
+            work.fail(self._in_terms_of_whole(part, error, work))
         return work
 
     # -- memory and members --------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ class HierarchicalGroup(Group):
             part.set_timeout(timeout)
 
     def arrivals(self, work: Work) -> Arrivals | None:
-        """Who has joined, as of the last membership: a wait must not hang on a slow store. The parts know only who is at a step."""
+        """Which ranks have joined, by the membership as last read: a slow store must not delay a wait."""
         if work.op.scope is not Scope.WORLD and isinstance(work, HierarchicalWork):
             return work.known or self._parts.arrivals(work.op.scope)
         return self._monitor.arrivals(work)
@@ -289,13 +289,13 @@ class HierarchicalGroup(Group):
             return index, len(self.layout.hosts[host])
         if index >= self.layout.width:
             raise UsageError(
-                f"{op} on {self}: it is no carrier; the first {self.layout.width} ranks of each host talk to other hosts. Submit "
-                "it on those only, as group.layout says."
+                f"{op} on {self}: it is not a carrier; only the first {self.layout.width} ranks of each host communicate with "
+                "other hosts. Submit it on those only: see group.layout."
             )
         return host, len(self.layout.hosts)
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
-        """The same in small: sub-groups of the parts."""
+        """A smaller group of the same kind, over sub-groups of the parts."""
         layout = self.layout.within(ranks)
         messages, mates = self.messages, self._parts.members[self.inside]
         if len(layout.hosts) > 1 and messages is None:
@@ -327,7 +327,7 @@ class HierarchicalGroup(Group):
     # -- failures and the end: see Note [One failure] ------------------------------------------------------------------
 
     def _over(self, work: Work) -> None:
-        """An operation is over: if badly, ranks may be out of step."""
+        """An operation is over: if it has failed, ranks may be out of step."""
         error = work.exception()
         if error is None or self.failure is not None or self.closed or isinstance(error, UsageError):
             return
@@ -340,7 +340,7 @@ class HierarchicalGroup(Group):
             self.fail(GroupAborted(f"{self.ledger.where(work)}: {why}", reason=why))
 
     def fail(self, error: BaseException) -> None:
-        """Fail here, and tell the other ranks: through the membership, then through all parts."""
+        """Fail here, and notify the other ranks: through the membership, then through all parts."""
         first = self.failure is None
         super().fail(error)
         if not first or self.closed or self.forked:
@@ -351,16 +351,16 @@ class HierarchicalGroup(Group):
             part.fail(for_part(error, members, self.name))
 
     def check_peers(self) -> None:
-        """Read the membership and ask the parts now; raise if a peer is lost or has aborted."""
+        """Read the membership and check the parts now; raise if a peer is lost or has aborted."""
         self._monitor.check_peers()
         if self.failure is None and not self.closed and not self.forked:
             for part in self._parts.members:
                 try:
                     part.check_peers()
                 except GroupError as error:
-                    told = self._told_by(part, error, None)
+                    mine = self._in_terms_of_whole(part, error, None)
                     if self.failure is None:
-                        self.fail(told)
+                        self.fail(mine)
         super().check_peers()
 
     def recover(self, timeout: float | None = None) -> None:
@@ -373,7 +373,7 @@ class HierarchicalGroup(Group):
         if not self._driving.acquire(timeout=limit):
             raise CollectiveTimeout(f"recovery of {self}: an operation is still under way after {limit:.3g} s.")
         try:
-            # Whoever gives up goes on where it was: the others may have that meeting behind them.
+            # A rank that gives up resumes where it was: the others may have passed that meeting.
             self._meetings = self._meetings or [self._monitor.recover, *(part.recover for part in self._parts.members)]
             while self._meetings:
                 self._meetings[0](max(0.1, deadline - time.perf_counter()))

@@ -20,20 +20,20 @@ class Report:
 
 
 Column = list[tuple[int, list[Report]]]
-"""What a rail's ranks have told each other, by host: the place in the host, and all reports of that host."""
+"""What the ranks of a rail have exchanged, by host: the place in the host, and all reports of that host."""
 
 
 def from_reports(mates: Sequence[Report], columns: Sequence[Column | None]) -> Layout:
     """The layout, from what all ranks of a host (`mates`) and, through its carriers, of all others have reported.
 
-    Raises UsageError where the groups do not fit together: the same on every rank that has heard of the fault.
+    Raises UsageError where the groups do not fit together: the same on every rank that has the reports.
     """
-    told = [column for column in columns if column is not None]
-    tables = [[reports for _, reports in column] for column in told] or [[list(mates)]]
+    known = [column for column in columns if column is not None]
+    tables = [[reports for _, reports in column] for column in known] or [[list(mates)]]
     hosts = tables[0]
     if any(table != hosts for table in tables):
-        _refuse("the rails do not meet the same hosts in the same order", "in every `across`, number the hosts alike")
-    for number, column in enumerate(told):
+        _refuse("the rails do not have the same hosts in the same order", "in every `across`, number the hosts alike")
+    for number, column in enumerate(known):
         places = [place for place, _ in column]
         if any(place != number for place in places):
             _refuse(
@@ -56,11 +56,11 @@ def from_reports(mates: Sequence[Report], columns: Sequence[Column | None]) -> L
         _refuse(f"hosts have {widths} ranks with an `across`", "pass it on as many ranks of every host")
     given = [report.rank for host in hosts for report in host]
     if any(rank is None for rank in given) and any(rank is not None for rank in given):
-        _refuse("some ranks were told their number, some not", "pass rank= everywhere or nowhere")
+        _refuse("some ranks were given their number, some not", "pass rank= on all ranks or on none")
     numbers = iter(range(len(given)))
     by_host = tuple(tuple(next(numbers) if r.rank is None else r.rank for r in host) for host in hosts)
     return Layout(by_host, rails=widths[0] or None)
 
 
 def _refuse(problem: str, advice: str) -> None:
-    raise UsageError(f"HierarchicalGroup(inside, across): {problem}. To mend it, {advice}.")
+    raise UsageError(f"HierarchicalGroup(inside, across): {problem}. To fix it, {advice}.")

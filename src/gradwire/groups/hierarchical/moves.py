@@ -3,8 +3,8 @@
 Note [Moving pieces]
 Gather, scatter and all-to-all are one thing: every rank has a piece, perhaps empty, for every other. A piece goes to its sender's
 carrier (unless that is the sender), in the rail to the other host, and there to its receiver. Pieces for the same host travel as
-one message. How large a piece is must be known to those it passes: in gathers and scatters all are alike, in an all-to-all the
-ranks tell each other first.
+one message. The ranks that a piece passes through must know its size: in gathers and scatters all sizes are equal, in an
+all-to-all the ranks exchange them first.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 Note [Three parts]
 `inside` has the ranks of this host. `across` has, for each carrier, the ranks with its place in all hosts (see Note [Rails]).
 `messages`, if there is one, has all ranks in order, and carries sends and receives, also those within a host. They could go through
-`inside` where both ends are on one host. But a receive from anybody would then have to wait in two groups at once, and an engine
-cannot be asked to forget the receive that lost: it would swallow a later message. A sender does not know what its receiver has
-asked for, so the way must depend on neither. Without `messages` a message goes through `inside` or `across` where both ends
-are in it, and a receive from anybody is refused. A sub-group's `across` is made from `messages` as well.
+`inside` where both ends are on one host. But a receive from any rank would then have to wait in two groups at once, and an engine
+cannot cancel the receive that got no message: it would take a later one. A sender does not know what its receiver has asked for,
+so the route must depend on neither. Without `messages` a message goes through `inside` or `across` where both ends are in it, and
+a receive from any rank is refused. A sub-group's `across` is made from `messages` as well.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Parts:
     def of(cls, layout: Layout, rank: int, inside: Group, across: Group | None, messages: Group | None) -> Parts:
         """Check that the groups fit the layout."""
         mates = layout.hosts[layout.place(rank)[0]]
-        everybody = tuple(range(layout.size))
-        if messages is None and len(layout.hosts) == 1 and mates == everybody:
+        everyone = tuple(range(layout.size))
+        if messages is None and len(layout.hosts) == 1 and mates == everyone:
             messages = inside
         carries = len(layout.hosts) > 1 and inside.rank < layout.width
         fits = {
@@ -74,14 +74,14 @@ class Parts:
         for part, (group, fit) in fits.items():
             if not fit:
                 raise UsageError(
-                    f"HierarchicalGroup: {part} is {group}, which does not fit rank {rank} of {layout}. See what the "
-                    "constructor asks of each of its groups."
+                    f"HierarchicalGroup: {part} is {group}, which does not fit rank {rank} of {layout}. See the "
+                    "constructor for the ranks of each group."
                 )
         members = {inside: mates}
         if across is not None:
             members[across] = tuple(ranks[inside.rank] for ranks in layout.hosts)
         if messages is not None:
-            members[messages] = everybody
+            members[messages] = everyone
         return cls(layout, rank, inside, across, messages, members)
 
     def part(self, where: str) -> Group:
@@ -100,7 +100,7 @@ class Parts:
         return None
 
     def arrivals(self, scope: Scope) -> Arrivals | None:
-        """Who has joined the step that the part of that scope is at."""
+        """Which ranks have joined the current step of the part of that scope."""
         part = self.inside if scope is Scope.INSIDE else self.across
         steps = [] if part is None else list(part.ledger.pending.values())
         known = part.arrivals(steps[0]) if part is not None and steps else None

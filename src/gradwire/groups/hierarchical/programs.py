@@ -76,7 +76,7 @@ class TwoLevel(HostPlace):
             yield from self._native(part)
 
     def _in_part(self, scope: Scope, op: Collective) -> Steps:
-        """One step, of the part that is meant; between hosts, where there is only one, there is nobody to send to."""
+        """One step, of the part of that scope; between hosts, where there is only one, there is no rank to send to."""
         if scope is Scope.INSIDE:
             yield Step("inside", op)
         elif self.others:
@@ -143,7 +143,7 @@ class TwoLevel(HostPlace):
         return op is ReduceOp.AVG and not self.layout.even and working_dtype(dtype) is not dtype
 
     def _levels(self, op: ReduceOp, dtype: torch.dtype) -> tuple[ReduceOp, int]:
-        """What is done on each level, and by what the outcome is divided. See Note [Rounded once on each level]."""
+        """The reduction on each level, and the divisor of the result. See Note [Rounded once on each level]."""
         if op is ReduceOp.AVG and working_dtype(dtype) is dtype:
             return ReduceOp.SUM, self.size
         return op, 1

@@ -150,7 +150,7 @@ def test_parts_that_do_not_fit_a_layout_are_named(part: str) -> None:
         HierarchicalGroup(inside, across, **named)
 
     for said in on_threads(lambda world: _refusal(world, make)):
-        assert f"HierarchicalGroup: {part} is" in said or "a layout was given, and no rank" in said
+        assert f"HierarchicalGroup: {part} is" in said or "a layout was given, but no rank" in said
 
 
 def test_without_messages_a_message_goes_where_both_ends_are() -> None:

@@ -76,7 +76,7 @@ def test_no_lane_is_one_host() -> None:
     [
         ([_host(0, ".c"), _host(1, "c.")], "those with an `across` are not the first 1"),
         ([_host(0, "cc"), _host(1, "c.")], r"hosts have \[2, 1\] ranks with an `across`"),
-        ([_host(0, "cc", ranks=[0, 1]), _host(1, "cc")], "some ranks were told their number, some not"),
+        ([_host(0, "cc", ranks=[0, 1]), _host(1, "cc")], "some ranks were given their number, some not"),
         ([_host(0, "cc", ranks=[0, 1]), _host(1, "cc", ranks=[1, 2])], "each of the ranks from 0 up"),
         ([[Report(True, 0, 2, None), Report(True, 1, 2, None)], _host(1, "cc")], "different ranks in their `across`"),
     ],

@@ -83,7 +83,7 @@ def test_who_is_no_carrier_does_not_talk_to_other_hosts() -> None:
             if world.rank != 1:
                 group.run(op)
                 return ""
-            with pytest.raises(UsageError, match="it is no carrier; the first 1 ranks of each host") as caught:
+            with pytest.raises(UsageError, match="it is not a carrier; only the first 1 ranks of each host") as caught:
                 group.run(op)
             return str(caught.value)
 

@@ -1,4 +1,4 @@
-"""How ranks learn where the others are: through a store before there is any group, or through the groups that a user has made."""
+"""How ranks determine the layout: through a store before there is any group, or through the groups that a user has made."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gradwire.groups.hierarchical.layout import Column, Report, from_reports
 from gradwire.groups.rendezvous import Rendezvous
 
 LIMIT = 1 << 24
-"""Bytes that a rank may send to describe what it has been told of the others."""
+"""Bytes that a rank may send to describe what it knows of the others."""
 
 JSON = Any
 """What `json` reads and writes. Never pickle: reading what another rank has sent must not be able to run code."""
 
 
-def find_hosts(meeting: Rendezvous, base: str, host: str) -> Layout:
+def discover_hosts(meeting: Rendezvous, base: str, host: str) -> Layout:
     """Exchange hosts through the store: which ranks share one.
 
     Hosts are numbered by their lowest rank, and ranks keep their order within a host.
@@ -31,16 +31,17 @@ def find_hosts(meeting: Rendezvous, base: str, host: str) -> Layout:
     return Layout(tuple(map(tuple, hosts.values())))
 
 
-def ask_around(inside: Group, across: Group | None, rank: int | None) -> tuple[Layout, int]:
-    """Find out from the groups themselves who is where, and this rank's number; refuse groups that do not fit together.
+def discover_from_groups(inside: Group, across: Group | None, rank: int | None) -> tuple[Layout, int]:
+    """Determine the layout and this rank's number from the groups themselves; refuse groups that do not fit together.
 
-    First the ranks of a host tell each other; then carriers of different hosts what their host is like; then these their hosts.
+    First the ranks of a host exchange reports; then the carriers of different hosts those of their hosts; then the ranks of a host
+    what their carriers have received.
     """
     mine = Report(across is not None, across.rank if across else 0, across.size if across else 1, rank)
-    mates = [_report(told) for told in _exchange(inside, _plain(mine))]
+    mates = [_report(value) for value in _exchange(inside, _plain(mine))]
     own = [_plain(mate) for mate in mates]
     column = None if across is None else _exchange(across, [inside.rank, own])
-    layout = from_reports(mates, [_column(told) for told in _exchange(inside, column)])
+    layout = from_reports(mates, [_column(value) for value in _exchange(inside, column)])
     return layout, layout.hosts[mates[0].host][inside.rank]
 
 
@@ -65,20 +66,20 @@ def _plain(report: Report) -> JSON:
     return [report.carries, report.host, report.hosts, report.rank]
 
 
-def _report(told: JSON) -> Report:
-    match told:
+def _report(value: JSON) -> Report:
+    match value:
         case [bool(carries), int(host), int(hosts), int() | None as rank]:
             return Report(carries, host, hosts, rank)
-    raise _unreadable(f"{told!r} is not a report of a rank")
+    raise _unreadable(f"{value!r} is not a report of a rank")
 
 
-def _column(told: JSON) -> Column | None:
-    if told is None:
+def _column(value: JSON) -> Column | None:
+    if value is None:
         return None
     try:
-        return [(int(place), [_report(report) for report in reports]) for place, reports in told]
+        return [(int(place), [_report(report) for report in reports]) for place, reports in value]
     except (ValueError, TypeError) as error:
-        raise _unreadable(f"{told!r} does not describe the ranks of a host") from error
+        raise _unreadable(f"{value!r} does not describe the ranks of a host") from error
 
 
 def _unreadable(problem: str) -> GroupError:
