@@ -10,7 +10,7 @@ from typing import Any
 
 from gradwire.cli.arguments import at_least
 from gradwire.errors import UsageError
-from gradwire.launch.environment import RUN_DIRECTORY, rank_environment
+from gradwire.launch.environment import RUN_DIRECTORY, LocalWorld, rank_environment
 from gradwire.launch.store_host import LOOPBACK, StoreHost
 from gradwire.launch.supervise import Run, supervise
 from gradwire.launch.world import Address
@@ -119,18 +119,9 @@ def run(args: argparse.Namespace) -> int:
     private = create()
     store = StoreHost()
     try:
-        environments = [
-            rank_environment(
-                os.environ,
-                {**recorded, **dict(args.env)},
-                rank=rank,
-                size=size,
-                private=name_of(private),
-                store=Address(LOOPBACK, store.port),
-                cpus=cpus,
-            )
-            for rank in range(size)
-        ]
+        world = LocalWorld(size, name_of(private), Address(LOOPBACK, store.port), cpus)
+        extra = {**recorded, **dict(args.env)}
+        environments = [rank_environment(os.environ, extra, rank, world) for rank in range(size)]
         command = [sys.executable, *(["-m"] if args.module else []), script, *arguments]
         return supervise(
             Run(

@@ -180,17 +180,8 @@ _THREADS: weakref.WeakKeyDictionary[HashStore, list[ThreadGroup]] = weakref.Weak
 """The groups of worlds whose ranks are built one after another."""
 
 
-def _hierarchical(
-    store: Any,
-    rank: int,
-    size: int,
-    *,
-    timeout: float,
-    name: str,
-    directory: str | None = None,
-    room: int | None = None,
-) -> Group:
-    inside = partial(SharedMemoryGroup, directory=directory, room=room)
+def _hierarchical(store: Any, rank: int, size: int, *, timeout: float, name: str, **memory: Any) -> Group:
+    inside = partial(SharedMemoryGroup, **memory)
     return HierarchicalGroup.discover(store, rank, size, timeout=timeout, name=name, inside=inside)
 
 

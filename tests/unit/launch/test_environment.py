@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from gradwire.launch import Address, Launcher, find_world
-from gradwire.launch.environment import rank_environment
+from gradwire.launch.environment import LocalWorld, rank_environment
 
 STORE = Address("127.0.0.1", 4000)
 PRIVATE = "123:4:5:678"
 
 
 def environment(base=None, extra=None, *, rank=1, size=4, cpus=10):
-    return rank_environment(base or {}, extra or {}, rank=rank, size=size, private=PRIVATE, store=STORE, cpus=cpus)
+    return rank_environment(base or {}, extra or {}, rank, LocalWorld(size, PRIVATE, STORE, cpus))
 
 
 def test_a_rank_finds_its_world():

@@ -121,7 +121,7 @@ def _measure(race: Race, ranks: int, launcher: mpi.Launcher | str, timeout: floa
             functools.partial(run_race, race),
             ranks,
             name=f"bench collectives --op {race.op}",
-            launcher=launcher if isinstance(launcher, mpi.Launcher) else None,
+            on=launcher if isinstance(launcher, mpi.Launcher) else (),
             timeout=timeout,
             on_report=on_report,
         )

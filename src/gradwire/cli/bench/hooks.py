@@ -27,7 +27,7 @@ from gradwire.cli.experiment.machine import describe
 from gradwire.cli.experiment.plot_file import check
 from gradwire.cli.experiment.recipes import RECIPES, names_of
 from gradwire.cli.experiment.report import add_json_option, present
-from gradwire.cli.experiment.timing import Series, interleave
+from gradwire.cli.experiment.timing import Rounds, Series, interleave
 from gradwire.cli.experiment.torch_hooks import DENSE_STEPS, LEFT_OUT, NCCL_HOOKS, TORCH_HOOKS
 from gradwire.errors import UsageError
 
@@ -145,7 +145,7 @@ def _measure(
                 runs[name] = run
             else:
                 runs[name] = Ours(RECIPES[name].build(), spec, brought)
-        interleave(runs, rounds=rounds, warm_up=_WARM_UP, after_round=on_report)
+        interleave(runs, Rounds(rounds, warm_up=_WARM_UP), after_round=on_report)
         return Measured(nbytes, {name: _figures(name, run.splits[-rounds:], run.outcome) for name, run in runs.items()})
 
 

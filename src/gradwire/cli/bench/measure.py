@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gradwire.cli.bench.contenders import CONTENDERS, Call
 from gradwire.cli.experiment.rank_context import RankContext
-from gradwire.cli.experiment.timing import interleave
+from gradwire.cli.experiment.timing import Rounds, interleave
 
 Key = tuple[str, int]
 """A contender's name, and a number of bytes."""
@@ -58,10 +58,7 @@ def run_race(race: Race, context: RankContext) -> Laps:
         gc.freeze()
         series = interleave(
             {_text(key): call for key, call in calls.items()},
-            rounds=race.rounds,
-            block={_text(key): block for key, block in blocks.items()},
-            lead_in=1,
-            warm_up=_WARM_UP,
+            Rounds(race.rounds, {_text(key): block for key, block in blocks.items()}, lead_in=1, warm_up=_WARM_UP),
             fence=context.barrier.wait,
             after_round=context.report if context.rank == 0 else None,
         )

@@ -26,7 +26,7 @@ from gradwire.cli.bench.workload import Workload
 from gradwire.cli.experiment import peers
 from gradwire.cli.experiment.machine import describe
 from gradwire.cli.experiment.report import Result, Row, add_json_option, show
-from gradwire.cli.experiment.timing import Series, compare, interleave
+from gradwire.cli.experiment.timing import Rounds, Series, compare, interleave
 from gradwire.errors import UsageError
 
 _WARM_UP = 15
@@ -78,9 +78,8 @@ def run(args: argparse.Namespace) -> int:
         work = _workload(args, device)
         series = _measure(
             work,
+            Rounds(rounds, block=block, lead_in=1, warm_up=_WARM_UP),
             adamw=args.adamw,
-            rounds=rounds,
-            block=block,
             fence=functools.partial(_fence, device),
             after_round=lambda done: status.update(f"measuring: round {done} of {rounds}"),
             clock=_CLOCKS[args.clock],
@@ -94,12 +93,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(work: Workload, *, adamw: bool, **how: Any) -> dict[str, Series]:
+def _measure(work: Workload, rounds: Rounds, *, adamw: bool, **how: Any) -> dict[str, Series]:
     models = {name: wrap(copy.deepcopy(work.model)) for name, wrap in peers.wrappers().items()}
     try:
         work.check(models)
         steps = {name: work.step(model, adamw=adamw) for name, model in models.items()}
-        return interleave(steps, warm_up=_WARM_UP, lead_in=1, **how)
+        return interleave(steps, rounds, **how)
     finally:
         for model in models.values():
             peers.unwrap(model)

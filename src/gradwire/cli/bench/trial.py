@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore
 from gradwire.cli.bench.models import GPT2, SIZES
 from gradwire.cli.experiment import peers
 from gradwire.cli.experiment.rank_context import RankContext
-from gradwire.cli.experiment.timing import interleave
+from gradwire.cli.experiment.timing import Rounds, interleave
 from gradwire.errors import InternalError
 from gradwire.groups import Group, SharedMemoryGroup
 
@@ -81,10 +81,7 @@ def run_trial(trial: Trial, context: RankContext) -> Times:
         gc.freeze()
         series = interleave(
             steps | quiet,
-            rounds=trial.rounds,
-            block=trial.block,
-            lead_in=1,
-            warm_up=1,
+            Rounds(trial.rounds, block=trial.block, lead_in=1, warm_up=1),
             fence=context.barrier.wait,
             after_round=context.report if context.rank == 0 else None,
         )

@@ -46,26 +46,34 @@ class Ratio:
     """How many rounds could be compared: noise can hide a difference."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """How many rounds there are, and how many steps each variant takes."""
+
+    count: int
+    block: int | Mapping[str, int] = 1
+    """Timed steps of a variant in each round; a mapping gives each variant its own."""
+    lead_in: int = 0
+    """Steps before each block that are not timed: they bring a variant's code and data back into the caches."""
+    warm_up: int = 0
+    """Steps of each variant before the first round."""
+
+
 def interleave(
     variants: Mapping[str, Step],
+    rounds: Rounds,
     *,
-    rounds: int,
-    block: int | Mapping[str, int] = 1,
-    lead_in: int = 0,
-    warm_up: int = 0,
     fence: Step = _nothing,
     after_round: Callable[[int], object] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Series]:
-    """Time `block` steps of every variant in every round: one figure per variant and round, in seconds per step.
+    """Time the steps of every variant in every round: one figure per variant and round, in seconds per step.
 
-    A mapping gives each variant its own `block`. The first variant changes from round to round. `lead_in` steps before each block
-    are not timed: they bring a variant's code and data back into the caches, where they would be if it ran alone. Neither are
-    the first `warm_up` steps of each. `fence` is called before and after each block; on an asynchronous device it must
+    The first variant changes from round to round. `fence` is called before and after each block; on an asynchronous device it must
     synchronize, and with several ranks it must wait for all of them.
 
     >>> ticks = iter(range(100))
-    >>> series = interleave({"a": print, "b": print}, rounds=2, clock=lambda: float(next(ticks)))
+    >>> series = interleave({"a": print, "b": print}, Rounds(2), clock=lambda: float(next(ticks)))
     <BLANKLINE>
     <BLANKLINE>
     <BLANKLINE>
@@ -74,14 +82,14 @@ def interleave(
     (1.0, 1.0)
     """
     for step in variants.values():
-        for _ in range(warm_up):
+        for _ in range(rounds.warm_up):
             step()
-    names, seconds = list(variants), {name: [0.0] * rounds for name in variants}
-    for number in range(rounds):
+    block, names, seconds = rounds.block, list(variants), {name: [0.0] * rounds.count for name in variants}
+    for number in range(rounds.count):
         first = number % len(names)
         for name in names[first:] + names[:first]:
             step, count = variants[name], block if isinstance(block, int) else block[name]
-            for _ in range(lead_in):
+            for _ in range(rounds.lead_in):
                 step()
             fence()
             begin = clock()

@@ -97,18 +97,18 @@ def run_world(
     ranks: int,
     *,
     name: str,
-    launcher: Launcher | None = None,
-    hosts: Sequence[Host] = (),
+    on: Launcher | Sequence[Host] = (),
     timeout: float = TIMEOUT,
     on_report: Callable[[Any], object] = lambda progress: None,
 ) -> list[Any]:
     """Call `task(context)` in `ranks` new processes and return the results in rank order.
 
-    With `hosts`, of `gradwire.lab`, ranks are distributed over them, and reach each other only over their links. `on_report` is
-    called with what ranks report. The world is ended after `timeout` seconds without a report.
+    A Launcher as `on` starts them under mpirun. Over hosts, of `gradwire.lab`, ranks are distributed, and reach each other only over
+    their links. `on_report` is called with what ranks report. The world is ended after `timeout` seconds without a report.
     """
     with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
-        world = _World(Path(folder), ranks, name, timeout, tuple(hosts))
+        launcher, hosts = (on, ()) if isinstance(on, Launcher) else (None, tuple(on))
+        world = _World(Path(folder), ranks, name, timeout, hosts)
         try:
             world.start(launcher)
             results = world.listen(cloudpickle.dumps(task), on_report)

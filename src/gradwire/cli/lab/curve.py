@@ -46,6 +46,10 @@ class Plan:
     link: Simulated | None
     """None if ranks are on hosts with real links."""
 
+    def reader(self, rank: int) -> int:
+        """The seed by which a rank draws the text that it reads."""
+        return 1000 * self.seed + rank + 1
+
 
 @dataclass(frozen=True, slots=True)
 class Point:
@@ -117,7 +121,7 @@ def _try(plan: Plan, contender: Contender, corpus: Corpus, context: RankContext,
     model = start(_TINY, plan.seed)
     with contender.wrap(model, context, plan.link, f"{contender.name} try") as wrapped:
         kept.append(wrapped.keep)
-        learner = Learner(model, wrapped.model, corpus, rank=context.rank, batch=1, rate=plan.rate, seed=plan.seed)
+        learner = Learner(model, wrapped.model, corpus, seed=plan.reader(context.rank), batch=1, rate=plan.rate)
         wrapped.attach(learner.optimizer)
         for _ in range(_TRY):
             learner.step()
@@ -132,7 +136,7 @@ def _run(
     with contender.wrap(model, context, plan.link, contender.name) as wrapped:
         kept.append(wrapped.keep)
         learner = Learner(
-            model, wrapped.model, corpus, rank=context.rank, batch=plan.batch, rate=plan.rate, seed=plan.seed
+            model, wrapped.model, corpus, seed=plan.reader(context.rank), batch=plan.batch, rate=plan.rate
         )
         wrapped.attach(learner.optimizer)
         points = [Point(0, 0.0, 0.0, learner.examine())]

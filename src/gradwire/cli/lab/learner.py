@@ -38,14 +38,15 @@ class Learner:
     """One rank's model in training. `wrapped` is `model` as wrapped by a contender."""
 
     def __init__(
-        self, model: Transformer, wrapped: nn.Module, corpus: Corpus, *, rank: int, batch: int, rate: float, seed: int
+        self, model: Transformer, wrapped: nn.Module, corpus: Corpus, *, seed: int, batch: int, rate: float
     ) -> None:
+        """`seed` draws the text that it reads: every rank reads its own."""
         self.model, self.wrapped = model, wrapped
         self.steps = 0
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / _WARM_UP))
         self._text, self._batch = corpus.train, batch
-        self._places = torch.Generator().manual_seed(1000 * seed + rank + 1)  # every rank reads different data
+        self._places = torch.Generator().manual_seed(seed)
         self._length = model.shape.context + 1
         self._exam = even_windows(corpus.held_out, _EXAM, self._length)
 

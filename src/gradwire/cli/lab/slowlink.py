@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
                 functools.partial(run_contenders, plan),
                 args.hosts,
                 name="lab slowlink",
-                hosts=machines,
+                on=machines,
                 timeout=args.timeout,
                 on_report=on_report,
             )

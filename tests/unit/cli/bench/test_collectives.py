@@ -193,7 +193,7 @@ def test_every_contender_computes_every_operation(open_mpi):
                 context.barrier.wait()
         return done
 
-    assert run_world(task, 2, name="test", launcher=launcher, timeout=60.0) == [10 * len(names)] * 2
+    assert run_world(task, 2, name="test", on=launcher, timeout=60.0) == [10 * len(names)] * 2
 
 
 def test_a_wrong_result_is_found_out():

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from gradwire.cli.experiment.timing import Series, compare, interleave
+from gradwire.cli.experiment.timing import Rounds, Series, compare, interleave
 
 
 class Clock:
@@ -29,13 +29,13 @@ class Clock:
 
 def test_variants_take_turns_and_another_begins_each_round():
     clock = Clock()
-    interleave({name: clock.step(name, 1.0) for name in "abc"}, rounds=4, clock=clock)
+    interleave({name: clock.step(name, 1.0) for name in "abc"}, Rounds(4), clock=clock)
     assert "".join(clock.log) == "abcbcacababc"
 
 
 def test_a_block_is_timed_as_a_whole_and_told_per_step():
     clock = Clock()
-    series = interleave({"a": clock.step("a", 1.0), "b": clock.step("b", 3.0)}, rounds=2, block=3, clock=clock)
+    series = interleave({"a": clock.step("a", 1.0), "b": clock.step("b", 3.0)}, Rounds(2, block=3), clock=clock)
     assert "".join(clock.log) == "aaabbbbbbaaa"
     assert series["a"] == Series("a", (1.0, 1.0))
     assert series["b"] == Series("b", (3.0, 3.0))
@@ -43,7 +43,7 @@ def test_a_block_is_timed_as_a_whole_and_told_per_step():
 
 def test_warming_up_is_not_timed():
     clock = Clock()
-    series = interleave({"a": clock.step("a", 1.0)}, rounds=1, warm_up=5, clock=clock)
+    series = interleave({"a": clock.step("a", 1.0)}, Rounds(1, warm_up=5), clock=clock)
     assert len(clock.log) == 6
     assert series["a"].seconds == (1.0,)
 
@@ -51,7 +51,7 @@ def test_warming_up_is_not_timed():
 def test_steps_that_lead_in_are_not_timed():
     clock = Clock()
     series = interleave(
-        {"a": clock.step("a", 1.0), "b": clock.step("b", 2.0)}, rounds=1, block=2, lead_in=1, clock=clock
+        {"a": clock.step("a", 1.0), "b": clock.step("b", 2.0)}, Rounds(1, block=2, lead_in=1), clock=clock
     )
     assert "".join(clock.log) == "aaabbb"
     assert [s.seconds for s in series.values()] == [(1.0,), (2.0,)]
@@ -67,14 +67,14 @@ def test_the_fence_stands_on_both_sides_of_what_is_timed():
         log.append("fence")
         clock.now += next(waits)
 
-    series = interleave({"a": clock.step("a", 1.0)}, rounds=1, fence=fence, clock=clock)
+    series = interleave({"a": clock.step("a", 1.0)}, Rounds(1), fence=fence, clock=clock)
     assert log == ["fence", "a", "fence"]
     assert series["a"].seconds == (3.0,)
 
 
 def test_rounds_are_told():
     clock, told = Clock(), []
-    interleave({"a": clock.step("a", 1.0)}, rounds=3, after_round=told.append, clock=clock)
+    interleave({"a": clock.step("a", 1.0)}, Rounds(3), after_round=told.append, clock=clock)
     assert told == [1, 2, 3]
 
 

@@ -67,7 +67,7 @@ def _killed(launcher):
         context.barrier.wait()
 
     with pytest.raises(PeerLost, match="^test with 2 ranks: rank 1 died") as caught:
-        run_world(task, 2, name="test", launcher=launcher, on_report=pids.append)
+        run_world(task, 2, name="test", on=launcher, on_report=pids.append)
     assert caught.value.rank == 1
     assert "my last line" in "\n".join(caught.value.__notes__)
     assert len(pids) == 2
@@ -157,7 +157,7 @@ def task(context):
     time.sleep(1000.0)
 
 launcher = mpi.find() if {under_mpirun} else None
-run_world(task, 2, name="test", launcher=launcher, on_report=lambda pid: print(pid, flush=True))
+run_world(task, 2, name="test", on=launcher, on_report=lambda pid: print(pid, flush=True))
 """
 
 
