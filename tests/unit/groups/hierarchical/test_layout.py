@@ -28,7 +28,7 @@ def test_a_layout_has_every_rank_once(hosts: Any) -> None:
 
 
 @pytest.mark.parametrize("rails", [0, 2])
-def test_lanes_are_no_more_than_the_smallest_host_has(rails: int) -> None:
+def test_rails_are_no_more_than_the_smallest_host_has(rails: int) -> None:
     with pytest.raises(UsageError, match="the smallest host has 1 ranks. Choose from 1 to 1"):
         Layout(((0, 1), (2,)), rails=rails)
 
@@ -87,11 +87,11 @@ def test_hosts_that_do_not_fit(hosts: list[list[Report]], problem: str) -> None:
         from_reports(hosts[0], [[(0, host) for host in hosts]])
 
 
-def test_lanes_that_do_not_fit() -> None:
+def test_rails_that_do_not_fit() -> None:
     one, two = _host(0, "cc"), _host(1, "cc")
     with pytest.raises(UsageError, match=r"joins ranks whose places in their hosts are \[0, 1\].* join the ranks"):
         from_reports(one, [[(0, one), (1, two)], [(1, one), (0, two)]])
-    with pytest.raises(UsageError, match="do not meet the same hosts in the same order"):
+    with pytest.raises(UsageError, match="do not have the same hosts in the same order"):
         from_reports(one, [[(0, one), (0, two)], [(1, one), (1, _host(1, "cc."))]])
 
 
