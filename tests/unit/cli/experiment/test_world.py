@@ -76,7 +76,7 @@ def _killed(launcher):
 
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_that_dies_ends_the_world():
-    _killed(None)
+    _killed(())
 
 
 def test_a_rank_that_dies_under_mpirun_ends_the_world(open_mpi):
