@@ -29,7 +29,7 @@ def comparable(signature: Signature) -> tuple[object, ...]:
 
 
 def disagreement(signatures: Sequence[Signature], ranks: Sequence[int] | None = None) -> str | None:
-    """Say in one sentence how the ranks' signatures differ, naming the ranks that differ from the majority, or None.
+    """How the ranks' signatures differ, in one sentence that names the ranks that differ from the majority; None if they agree.
 
     >>> from gradwire.collectives import ReduceOp
     >>> a, b = (Signature(OpKind.ALL_REDUCE, (n,), ("float32",), ReduceOp.SUM) for n in ((3,), (4,)))
@@ -54,8 +54,8 @@ def mismatch(
 ) -> CollectiveMismatch | None:
     """The error for ranks that submitted different collectives to `group` at the same place, or None if they agree.
 
-    `compared` is what to compare in their stead, where not everything about them matters; `ranks` is whose they are,
-    where not all ranks take part.
+    `compared` is compared instead of them, where not everything about them matters; `ranks` are their ranks, where not all
+    ranks take part.
     """
     problem = disagreement(compared or signatures, ranks)
     if problem is None:

@@ -3,7 +3,7 @@
 A collective reads every input before it writes any output: `reference.py` does so, and every group must have the same results.
 An engine reads and writes piece by piece, so an input that overlaps an output has to be copied first. `apart` makes those
 copies, and is the only place that decides which; engines call it just before they read. Outputs that overlap each other have no
-right result: `check.py` refuses them.
+well-defined result: `check.py` refuses them.
 
 Note [In place]
 Where an input is exactly the place that the rank's own part of the result has in the outputs (as in torch's in-place

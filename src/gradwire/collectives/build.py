@@ -115,10 +115,10 @@ def send(tensor: Tensor, *, dst: int, tag: int = 0, label: str = "") -> Collecti
 
 
 def recv(tensor: Tensor, *, src: int | None = None, tag: int = 0, label: str = "") -> Collective:
-    """Receive from `src`, or from whoever sends first; the Work's `source_rank` tells who."""
+    """Receive from `src`, or from the first rank that sends; the Work's `source_rank` is the sender."""
     return Collective(OpKind.RECV, outputs=(tensor,), peer=src, tag=tag, label=label)
 
 
 def barrier(*, label: str = "") -> Collective:
-    """Done when every rank has come."""
+    """Done when every rank has arrived."""
     return Collective(OpKind.BARRIER, label=label)

@@ -1,8 +1,8 @@
 """The rules of a well-formed collective.
 
 `check_alone` needs only the record and runs when it is made; `check_in_world` needs to know which rank of how many submits
-it, and runs in every group before anything moves. Both raise UsageError and say what to change. What only a comparison
-between ranks can show (different shapes on different ranks) is the business of the `Verified` wrapper.
+it, and runs in every group before anything moves. Both raise UsageError with what to change. What only a comparison
+between ranks can show (different shapes on different ranks) is checked by the `Verified` wrapper.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FREE_IN_WORLD = frozenset({OpKind.BARRIER, OpKind.ALL_REDUCE})
 
 
 def _refuse(op: OpFields, problem: str, advice: str) -> NoReturn:
-    label = f" labelled {op.label!r}" if op.label else ""
+    label = f" labeled {op.label!r}" if op.label else ""
     raise UsageError(f"{op.kind.value}{label}: {problem}. {advice}")
 
 
@@ -39,7 +39,7 @@ def _describe(t: Tensor) -> str:
 
 
 def check_alone(op: OpFields) -> None:
-    """Raise unless the record makes sense by itself."""
+    """Raise unless the record is well-formed by itself."""
     if _is_plain_sum(op):
         return
     tensors = op.inputs if op.inputs is op.outputs else op.inputs + op.outputs
@@ -117,7 +117,7 @@ def _check_numbers(op: OpFields) -> None:
     if op.root is None and op.peer is None and op.tag == 0 and op.timeout is None and op.kind not in _NUMBERED:
         return
     if op.kind in _ROOTED and op.root is None:
-        _refuse(op, "it has no root", "Say src= or dst=.")
+        _refuse(op, "it has no root", "Pass src= or dst=.")
     for name, value in (("root", op.root), ("peer", op.peer), ("tag", op.tag)):
         if value is None:
             continue
@@ -128,7 +128,7 @@ def _check_numbers(op: OpFields) -> None:
     if op.timeout is not None:
         timeout_seconds(op.kind.value, op.timeout)
     if op.kind is OpKind.SEND and op.peer is None:
-        _refuse(op, "no destination was given", "Say dst=.")
+        _refuse(op, "no destination was given", "Pass dst=.")
 
 
 def _check_alike(op: OpFields, tensors: Sequence[Tensor]) -> None:
@@ -191,7 +191,7 @@ def _check_reduction(op: OpFields) -> None:
 
 
 def _irreducible(reduce_op: ReduceOp, t: Tensor) -> tuple[str, str]:
-    """What is wrong, and what to do, where the table of dtypes lacks an operation."""
+    """The problem and the advice for an operation that a dtype does not have."""
     what = f"{reduce_op.name} of {_describe(t)}"
     if t.dtype in ONLY_BITS:
         return (

@@ -122,7 +122,7 @@ def _all_to_all_single(op: Collective, low: Lowering) -> Program:
     if low.takes(by_list):
         yield by_list
         return
-    # Where a rank's parts begin in another's tensor only that one knows.
+    # Only the other rank knows where this rank's parts begin in its tensor.
     table = torch.empty(low.size * low.size, dtype=torch.int64, device=source.device)
     own = torch.tensor(in_splits, dtype=torch.int64, device=source.device)
     yield from low(build.all_gather_into_tensor(table, own, label=op.label))

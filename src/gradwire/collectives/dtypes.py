@@ -1,7 +1,7 @@
 """Which dtypes can be moved, and which can be reduced by what: one table for every group.
 
 torch has dtypes that only hold bits (float4, float8_e8m0fnu, bits8): they are moved and not reduced. Others it cannot even copy
-(int4), or they mean nothing without what lies beside the data (quint8's scale): no collective takes those.
+(int4), or they mean nothing without metadata (quint8's scale): no collective takes those.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writing to tensors that were made in `torch.inference_mode()`.
 
 torch refuses in-place operations on such a tensor outside that mode, and the mode belongs to a thread: a group that writes the
-result of an operation in another thread than the caller's would fail. So whoever writes does it in the mode of the output.
+result of an operation in another thread than the caller's would fail. So outputs are written in their own mode.
 """
 
 from __future__ import annotations

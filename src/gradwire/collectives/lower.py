@@ -1,11 +1,11 @@
 """How a collective is made of simpler ones, for engines that lack it.
 
 `lower(op, rank=…, size=…, takes=…)` is a generator that yields only collectives for which `takes` is true, in the same order
-on every rank; whoever drives it carries each out before asking for the next, and when it ends `op`'s outputs hold the
+on every rank; its driver carries each out before it takes the next, and when it ends `op`'s outputs hold the
 result. Rules: pack what is scattered in memory, move any dtype as bytes, from one rank to another by way of the host if need be,
 and make a reduction the engine cannot do from an all-to-all, a local sum in rank order and an all-gather: 2 (size - 1) / size of
 the data per rank on the wire, as a ring's.
-No group, no engine, no thread in here, so it is tested with simulated ranks.
+It uses no group, engine or thread, so it is tested with simulated ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from gradwire.collectives.reference import reduce_tensors, store, working_dtype
 
 
 def is_plain(t: Tensor) -> bool:
-    """Dense, contiguous and what its memory says: an engine can read and write it as it lies there."""
+    """Dense, contiguous, and neither conjugated nor negated lazily: an engine can read and write its memory directly."""
     return t.layout is torch.strided and t.is_contiguous() and not t.is_conj() and not t.is_neg()
 
 
 def is_identity(op: Collective) -> bool:
-    """Whether one rank alone has the result before it begins."""
+    """Whether a group of one rank has the result before it begins."""
     in_place = op.outputs is op.inputs
     return in_place and (op.kind is OpKind.BROADCAST or (op.kind is OpKind.ALL_REDUCE and op.factor is None))
 
@@ -54,7 +54,7 @@ def _plain_copy(t: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Lowering:
-    """What the rules need to know beside the operation."""
+    """What the rules need to know apart from the operation."""
 
     rank: int
     size: int
@@ -72,7 +72,7 @@ class _Lowering:
             yield from self._staged(op)
 
     def _staged(self, op: Collective) -> Program:
-        """The same collective on plain copies. How a tensor lies in memory is this rank's affair alone: were it to decide
+        """The same collective on plain copies. How a tensor lies in memory is known to this rank only: were it to decide
         which collectives are submitted, ranks with different layouts would submit different ones."""
         copies = {id(t): t if is_plain(t) else _plain_copy(t) for t in op.inputs + op.outputs}
         inputs = tuple(copies[id(t)] for t in op.inputs)
@@ -195,7 +195,7 @@ def _all_reduce_by_gather(op: Collective, low: _Lowering) -> Program:
 
 
 def _all_reduce_sparse(op: Collective, low: _Lowering) -> Program:
-    """Gather everybody's indices and values, then add up: coordinates may differ from rank to rank."""
+    """Gather every rank's indices and values, then add up: coordinates may differ from rank to rank."""
     own = op.inputs[0].detach().coalesce()
     indices, values = own.indices(), own.values()
     counts = torch.empty(low.size, dtype=torch.int64, device=own.device)
@@ -266,7 +266,7 @@ def _broadcast(op: Collective, low: _Lowering) -> Program:
 
 
 def _all_gather(op: Collective, low: _Lowering) -> Program:
-    """Outputs tell how much each rank brings, so all agree on the padding without asking."""
+    """The outputs have the size of each rank's input, so all ranks agree on the padding without communication."""
     own = op.inputs[0]
     longest = max(t.numel() for t in op.outputs)
     mine = flat(own)

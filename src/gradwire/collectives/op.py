@@ -1,7 +1,7 @@
 """Collectives as values: `Collective`.
 
 A `Collective` is a frozen record with uniform `inputs` and `outputs`; the constructors in `build.py` are how one is made,
-and `check.py` holds the rules. This package knows tensors, not groups: what needs the caller's rank or the world's size is
+and `check.py` holds the rules. This package knows tensors, not groups: what depends on the caller's rank or the world's size is
 checked by `Collective.check(rank, size)`, which every group calls before it communicates.
 """
 
@@ -25,8 +25,8 @@ class Collective(OpFields):
 
     `splits` is `(output_splits, input_splits)` of ALL_TO_ALL_SINGLE, or None for equal parts. `peer` and `tag` belong to
     SEND and RECV, `factor` to PREMUL_SUM. `label` is the caller's name for it: it appears in every error, event and trace.
-    `timeout` is how many seconds it may take, where that is less than what the group allows. `scope` is which ranks take part, on
-    groups that know of hosts.
+    `timeout` is how many seconds it may take, where that is less than what the group allows. `scope` selects the ranks that
+    take part, on groups that know their hosts.
 
     >>> from gradwire.collectives import all_reduce
     >>> all_reduce(torch.zeros(3), label="loss")
@@ -41,7 +41,7 @@ class Collective(OpFields):
         check_in_world(self, rank, size)
 
     def within(self, seconds: float) -> Collective:
-        """The same collective, to be over in at most `seconds`."""
+        """The same collective with a timeout of at most `seconds`."""
         if self.timeout is not None:
             seconds = min(timeout_seconds(self.kind.value, seconds), self.timeout)
         return replace(self, timeout=seconds)

@@ -1,4 +1,4 @@
-"""The vocabulary of collectives: what one does, and how values of different ranks become one."""
+"""What a collective does, which ranks take part, and how it reduces: `OpKind`, `Scope` and `ReduceOp`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class OpKind(Enum):
     ALL_REDUCE = "all_reduce"
     """Every input becomes its reduction over all ranks, in place; several tensors are reduced as one operation."""
     BROADCAST = "broadcast"
-    """The root's tensors replace everybody's, in place."""
+    """The root's tensors replace every rank's, in place."""
     REDUCE = "reduce"
     """As ALL_REDUCE, but only the root's tensor holds the result; the others' are left as they were."""
     ALL_GATHER = "all_gather"
@@ -29,13 +29,13 @@ class OpKind(Enum):
     GATHER = "gather"
     """Every input goes to the root, which has one output per rank."""
     SCATTER = "scatter"
-    """The root has one input per rank; everybody gets theirs in the output."""
+    """The root has one input per rank; every rank gets its own in the output."""
     SEND = "send"
     """One tensor to `peer`, matched by tag."""
     RECV = "recv"
-    """One tensor from `peer`, or from anybody when `peer` is None, matched by tag."""
+    """One tensor from `peer`, or from any rank when `peer` is None, matched by tag."""
     BARRIER = "barrier"
-    """No data: done when every rank has come."""
+    """No data: done when every rank has arrived."""
 
     is_p2p: bool
     """Between two ranks only, and so not numbered together with the rest."""
@@ -55,14 +55,14 @@ for _number, _kind in enumerate(OpKind):
 
 
 class Scope(Enum):
-    """Which ranks take part in a collective. Ranks in it (a root's, say) are then counted within those."""
+    """Which ranks take part in a collective. Ranks in it, such as a root, are then numbered within those."""
 
     WORLD = "world"
     """All ranks of the group."""
     INSIDE = "inside"
     """The ranks of this host, in the order of the layout."""
     ACROSS = "across"
-    """One rank per host: those that have this rank's place in their hosts, in the order of the hosts. Carriers only."""
+    """One rank per host: those that have this rank's place in their hosts, in the order of the hosts. Only for carriers."""
 
     __hash__ = object.__hash__
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def span(t: Tensor) -> tuple[int, int]:
-    """The addresses between which a tensor lies, from and to; an empty or sparse one lies nowhere."""
+    """The addresses between which a tensor lies, from and to; (0, 0) for an empty or sparse one."""
     if t.layout is not torch.strided or not t.numel():
         return 0, 0
     start = t.data_ptr()
@@ -22,14 +22,14 @@ def span(t: Tensor) -> tuple[int, int]:
 
 
 def overlapping(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Two of the tensors, each of which may be written, that share memory; a tensor that overlaps itself comes twice."""
+    """Two of the tensors, each of which may be written, that share memory; a tensor that overlaps itself is returned twice."""
     for t in tensors:
         if not t.is_sparse and not t.is_contiguous() and _overlaps_itself(t):
             return t, t
     spans = sorted(map(span, tensors))
     if all(end <= start for (_, end), (start, _) in pairwise(spans)):
         return None
-    open_: list[tuple[int, Tensor]] = []  # those that reach beyond the start of the one that is looked at
+    open_: list[tuple[int, Tensor]] = []  # those that reach beyond the start of the current one
     for start, end, t in sorted(((*span(t), t) for t in tensors), key=lambda entry: entry[0]):
         if start == end:
             continue

@@ -1,4 +1,4 @@
-"""What a time-out may be: one check for every place that takes one."""
+"""Validation of timeouts: one check for every place that takes one."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from gradwire.collectives.op_kinds import OpKind
 
 
 def sent_bytes(op: Collective, rank: int, size: int) -> float:
-    """The bytes that `rank` of `size` sends in `op`; averaged over the ranks where the algorithm may choose who sends.
+    """The bytes that `rank` of `size` sends in `op`; averaged over the ranks where the algorithm may choose the sender.
 
     >>> import torch
     >>> from gradwire.collectives import all_reduce

@@ -201,5 +201,5 @@ def test_what_rank_1_of_3_can_submit(make: Make) -> None:
 
 
 def test_the_label_is_in_the_refusal() -> None:
-    with pytest.raises(UsageError, match="all_gather labelled 'stats'"):
+    with pytest.raises(UsageError, match="all_gather labeled 'stats'"):
         build.all_gather([two, integers], two, label="stats")
