@@ -103,8 +103,8 @@ def run_world(
 ) -> list[Any]:
     """Call `task(context)` in `ranks` new processes and return the results in rank order.
 
-    A Launcher as `on` starts them under mpirun. Over hosts, of `gradwire.lab`, ranks are distributed, and reach each other only over
-    their links. `on_report` is called with what ranks report. The world is ended after `timeout` seconds without a report.
+    A Launcher as `on` starts them under mpirun. Over hosts, of `gradwire.lab`, ranks are distributed, and reach each other only
+    over their links. `on_report` is called with what ranks report. The world is ended after `timeout` seconds without a report.
     """
     with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
         launcher, hosts = (on, ()) if isinstance(on, Launcher) else (None, tuple(on))
