@@ -156,7 +156,7 @@ def task(context):
     context.report(os.getpid())
     time.sleep(1000.0)
 
-launcher = mpi.find() if {under_mpirun} else None
+launcher = mpi.find() if {under_mpirun} else ()
 run_world(task, 2, name="test", on=launcher, on_report=lambda pid: print(pid, flush=True))
 """
 
