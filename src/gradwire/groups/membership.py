@@ -163,16 +163,16 @@ class Membership(Progress):
         self._connection = connection
         self._calls = StoreCalls(connection, patience=_STORE_PATIENCE.total_seconds())
         who = f"the membership of rank {rank} of {size}"
-        meeting = Rendezvous(connection, rank, size, timeout=_STORE_PATIENCE.total_seconds(), who=who)
-        self._base = f"gradwire/{key}" if key else meeting.next_key("gradwire")
+        rendezvous = Rendezvous(connection, rank, size, timeout=_STORE_PATIENCE.total_seconds(), who=who)
+        self._base = f"gradwire/{key}" if key else rendezvous.next_key("gradwire")
         if resumes is None:
-            number = meeting.store.add(f"{self._base}/{rank}/number", 1) if key else 0
+            number = rendezvous.store.add(f"{self._base}/{rank}/number", 1) if key else 0
             self.peers = Peers.of(rank, size, number=number)
         else:
             self._epoch = resumes._epoch
             self.peers = Peers.of(rank, size, number=resumes.peers.number, before=self.joined)
             # This rank may have called recover() in the earlier group without success.
-            meeting.store.set(self._recovery_keys()[rank], "")
+            rendezvous.store.set(self._recovery_keys()[rank], "")
             self._calls.run(self._date_earlier_group, within=_STORE_PATIENCE.total_seconds())
         self.publish()
 

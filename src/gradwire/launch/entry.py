@@ -25,7 +25,7 @@ from gradwire.groups import Group
 from gradwire.groups.base import DEFAULT_TIMEOUT, MEETING_TIMEOUT
 from gradwire.groups.bounded_store import bounded
 from gradwire.groups.kinds import AUTO, check_built, default_kind, find_kind, registered_kinds
-from gradwire.groups.private_meeting import release
+from gradwire.groups.private_rendezvous import release
 from gradwire.interop.defaults import WORLD
 from gradwire.launch.environment import RUN_DIRECTORY
 from gradwire.launch.memory import SharedMemory

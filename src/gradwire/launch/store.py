@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
 from gradwire.groups.bounded_store import bounded, innermost
-from gradwire.groups.private_meeting import move, move_if_together
+from gradwire.groups.private_rendezvous import move, move_if_together
 from gradwire.groups.private_store import PrivateStore
 from gradwire.groups.rendezvous import Rendezvous
 from gradwire.groups.tcp_store import LOOPBACK, host_store
@@ -151,8 +151,8 @@ def _reach(address: Address, world: World, deadline: float, timeout: float) -> N
 
 def arrive(store: Store, world: World, *, timeout: float) -> None:
     """Wait until every rank has arrived. A timeout names the missing ranks; a second process with the same rank is refused."""
-    meeting = Rendezvous(store, world.rank, world.size, timeout=timeout, who=f"gw.init() on {world}")
-    store = meeting.store
+    rendezvous = Rendezvous(store, world.rank, world.size, timeout=timeout, who=f"gw.init() on {world}")
+    store = rendezvous.store
     me = f"{_TOKEN}-{os.getpid()}"  # a forked child has the same token
     times = store.add(f"came/{world.rank}", 1)
     if times == 1:
@@ -170,7 +170,7 @@ def arrive(store: Store, world: World, *, timeout: float) -> None:
     while not store.check(["complete"]):
         if time.monotonic() >= deadline:
             came = {rank for rank in range(world.size) if store.check([f"came/{rank}"])}
-            raise meeting.absent([rank for rank in range(world.size) if rank not in came], sorted(came))
+            raise rendezvous.absent([rank for rank in range(world.size) if rank not in came], sorted(came))
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 

@@ -552,7 +552,7 @@ def test_recovery_waits_for_all_and_may_be_tried_again() -> None:
         assert side is not None
         if group.rank == 0:
             group.abort("here")
-            with pytest.raises(CollectiveTimeout, match=r"recovery of <mpi.*not all ranks came within 0.1 s"):
+            with pytest.raises(CollectiveTimeout, match=r"recovery of <mpi.*not all ranks arrived within 0.1 s"):
                 group.recover(timeout=0.1)
             with pytest.raises(GroupAborted):
                 group.barrier()

@@ -15,7 +15,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
-from gradwire.groups.private_meeting import release
+from gradwire.groups.private_rendezvous import release
 from gradwire.groups.private_store import PrivateStore
 from gradwire.groups.tcp_store import host_store
 from gradwire.launch import Address, Launcher, World

@@ -33,8 +33,8 @@ def make_gloo(store: Any, rank: int, size: int, timeout: float) -> Any:
     """A gloo engine of all ranks that have met in `store`."""
     what = f"gloo group on rank {rank} of {size}"
     mine = _ways(store)
-    meeting = Rendezvous(store, rank, size, timeout=timeout, who=what)
-    known: list[Ways] = [tuple(json.loads(ways)) for ways in meeting.exchange("gloo-addresses/", json.dumps(mine))]
+    rendezvous = Rendezvous(store, rank, size, timeout=timeout, who=what)
+    known: list[Ways] = [tuple(json.loads(ways)) for ways in rendezvous.exchange("gloo-addresses/", json.dumps(mine))]
     address = _choose(rank, known)
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout + ENGINE_MARGIN)

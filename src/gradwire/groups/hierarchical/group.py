@@ -131,9 +131,9 @@ class HierarchicalGroup(Group):
         """
         name = name or "hierarchical"
         timeout_seconds(f"HierarchicalGroup.discover of {name!r}", timeout)  # before any wait
-        meeting = Rendezvous(store, rank, size, timeout=timeout, who=f"HierarchicalGroup on rank {rank} of {size}")
-        base = meeting.next_key("gradwire/hierarchical")
-        layout = discover_hosts(meeting, base, host_identity() if host is None else host)
+        rendezvous = Rendezvous(store, rank, size, timeout=timeout, who=f"HierarchicalGroup on rank {rank} of {size}")
+        base = rendezvous.next_key("gradwire/hierarchical")
+        layout = discover_hosts(rendezvous, base, host_identity() if host is None else host)
 
         def make(build: BuildGroup, part: str, ranks: Sequence[int]) -> Group:
             at, of = ranks.index(rank), len(ranks)

@@ -10,8 +10,8 @@ operation] in groups/watchdog.py).
 
 Note [Which ranks have joined]
 A rank sends the others the number of collectives it has joined when one of them asks, when an operation of its own has been in
-flight for long, and before its thread ends. So nothing is sent for operations that finish at once, and a rank that waits for one
-that will not come has the numbers of all that did.
+flight for long, and before its thread ends. So nothing is sent for operations that finish at once, and a rank that waits for a
+missing one has the numbers of all that have joined.
 
 Note [Leaving]
 A rank that closes its group sends all others a last message: how many collectives it had joined, and whether anything was left
@@ -145,7 +145,7 @@ class Engine:
         return pending.done
 
     def wait(self, pending: PendingRequests, until: float, given_up: Callable[[], bool]) -> bool:
-        """Poll until it is over, `given_up` or the time `until` has come. True if it is over."""
+        """Poll until it is over, until `given_up()`, or until the time `until`. True if it is over."""
         me = threading.get_ident()
         self._waiters.add(me)
         try:

@@ -6,7 +6,7 @@ on the group's lane. `native.py` posts MPI's collectives, `engine.py` makes prog
 
 Note [An operation that was given up]
 When a deadline passes, the operation fails here; in MPI it goes on, and so does a program on the lane, because the others may
-still come, and the n-th collectives of all ranks must meet. If they come, the group works on. What the operation writes
+still join, and the n-th collectives of all ranks must meet. If they do, the group stays usable. What the operation writes
 then, it writes into tensors that no caller waits for: leave them alone until the group is closed or has recovered.
 """
 
@@ -37,7 +37,7 @@ from gradwire.groups.rendezvous import Rendezvous
 from gradwire.groups.work import Work
 
 _FINAL_MESSAGES = 0.3
-"""Seconds in which a message that a leaving rank has sent must have come."""
+"""Seconds in which a message that a leaving rank has sent must have arrived."""
 
 
 class MPIGroup(Group):
@@ -75,8 +75,8 @@ class MPIGroup(Group):
         here = runtime()
         world = here.mpi.COMM_WORLD
         what = f"making MPIGroup {name or 'mpi'!r} on rank {rank} of {size}"
-        meeting = Rendezvous(store, rank, size, timeout=timeout, who=what)
-        ranks, key = world_ranks(meeting, world.rank, world.size, what=what)
+        rendezvous = Rendezvous(store, rank, size, timeout=timeout, who=what)
+        ranks, key = world_ranks(rendezvous, world.rank, world.size, what=what)
         tag = tag_of(f"{name} {ranks} {key}", Native(here.mpi).tag_limit)
         part = here.bounded(lambda: world.Create_group(world.Get_group().Incl(ranks), tag), timeout, what)
         return cls(_Owned(part), timeout=timeout, name=name)
@@ -186,10 +186,10 @@ class MPIGroup(Group):
                 translated: GroupError = CollectiveMismatch(
                     f"{where}: another rank sent more than there is room for. MPI may have overwritten what lay behind it, so do "
                     "not trust this process any more. All ranks must submit the same operation, with the same sizes; the "
-                    f"Verified wrapper finds out who did not, and does so before anything is moved. MPI said: {error}"
+                    f"Verified wrapper finds the rank that did not, before anything is moved. MPI's error: {error}"
                 )
             else:
-                translated = GroupError(f"{where}: MPI failed. It said: {error}")
+                translated = GroupError(f"{where}: MPI failed: {error}")
             translated.__cause__ = error
             error = translated
         work.fail(error)
@@ -304,10 +304,10 @@ class _Owned:
         self.comm = comm
 
 
-def world_ranks(meeting: Rendezvous, world_rank: int, world_size: int, *, what: str) -> tuple[list[int], str]:
+def world_ranks(rendezvous: Rendezvous, world_rank: int, world_size: int, *, what: str) -> tuple[list[int], str]:
     """The MPI ranks of processes that meet in a store, in the order of their ranks there, and the group's key in the store."""
-    key, size = meeting.next_key("gradwire/mpi"), meeting.size
-    ranks = [int(value) for value in meeting.exchange(f"{key}/", str(world_rank))]
+    key, size = rendezvous.next_key("gradwire/mpi"), rendezvous.size
+    ranks = [int(value) for value in rendezvous.exchange(f"{key}/", str(world_rank))]
     twice = [r for r, times in Counter(ranks).items() if times > 1]
     if twice:
         raise UsageError(

@@ -8,7 +8,7 @@ collector may finalize a dropped group at any point of a thread that holds it.
 
 Note [What never completes]
 MPI cannot cancel a collective that some ranks have begun. When an operation fails by its deadline its requests stay, and
-complete if the missing ranks come after all. A group that is closed before that hands them to the runtime, which keeps them,
+complete if the missing ranks join after all. A group that is closed before that hands them to the runtime, which keeps them,
 and the memory they may still write, as long as the process lives, which is longer than Python does. A communicator with such a
 request is never freed: Open MPI would crash, and a new one of the same number could receive the old one's messages.
 
@@ -40,7 +40,7 @@ MPI: TypeAlias = Any
 Comm: TypeAlias = Any
 
 EXIT_PATIENCE = 30
-"""Seconds that a process which ends badly gives the others to end too."""
+"""Seconds that a process which ends with an error gives the others to end too."""
 _PAUSE = 0.0002
 
 
@@ -114,8 +114,8 @@ class Runtime:
                     return twin
             if time.perf_counter() > deadline:
                 raise CollectiveTimeout(
-                    f"{what}: not all ranks came within {limit:.3g} s. Every rank must make the same groups in the same "
-                    "order; look at the others for an exception."
+                    f"{what}: not all ranks arrived within {limit:.3g} s. Every rank must make the same groups in the same "
+                    "order; look at the other ranks' output for an exception."
                 )
             time.sleep(_PAUSE)
 
@@ -125,12 +125,12 @@ class Runtime:
         if not made.wait(limit):
             self.keep_alive.threads.append(made.thread)
             raise CollectiveTimeout(
-                f"{what}: not all of its ranks came within {limit:.3g} s. Look at the others for an exception."
+                f"{what}: not all of its ranks arrived within {limit:.3g} s. Look at their output for an exception."
             )
         try:
             return made.result()
         except Exception as error:
-            raise GroupError(f"{what}: MPI failed. It said: {error}") from error
+            raise GroupError(f"{what}: MPI failed: {error}") from error
 
 
 @functools.cache

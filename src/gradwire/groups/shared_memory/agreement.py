@@ -73,3 +73,15 @@ class Agreement:
             f"{op} of {self.name}: some ranks bring sparse tensors, others dense ones. Use the same on all ranks.",
             ops=dict(enumerate(signatures)),
         )
+
+
+class AnnouncedPrograms:
+    """What programs that begin with an announcement work on, on one rank of one group."""
+
+    def __init__(self, board: Board, views: Views, agreement: Agreement) -> None:
+        self.board = board
+        self.rank = board.rank
+        self.size = board.size
+        self._plan = board.plan
+        self._views = views
+        self._agreement = agreement

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, OpKind, ReduceOp
 from gradwire.collectives.lower import flat
-from gradwire.groups.shared_memory.agreement import Agreement, Steps
+from gradwire.groups.shared_memory.agreement import Agreement, AnnouncedPrograms, Steps
 from gradwire.groups.shared_memory.board import BUFFERS, DIGEST, SMALL, Board
 from gradwire.groups.shared_memory.fold import SUMMED, CompiledFold, Fold, Piece, combine, divide, without_warnings
 from gradwire.groups.shared_memory.views import CACHED, Cache, Views
@@ -46,16 +46,11 @@ COMPILED = 1 << 20
 _ALL_REDUCE, _SUM, _AVG = OpKind.ALL_REDUCE, ReduceOp.SUM, ReduceOp.AVG
 
 
-class AllReduce:
+class AllReduce(AnnouncedPrograms):
     """The all-reduce of one rank of one group."""
 
     def __init__(self, board: Board, views: Views, agreement: Agreement) -> None:
-        self.board = board
-        self.rank = board.rank
-        self.size = board.size
-        self._plan = board.plan
-        self._views = views
-        self._agreement = agreement
+        super().__init__(board, views, agreement)
         self._blocks: Cache[tuple[object, ...], list[list[Piece]]] = Cache(CACHED // 16)
         self._slots: Cache[tuple[object, ...], tuple[bytes, list[np.ndarray[Any, Any]], int]] = Cache(
             CACHED // self.size

@@ -73,7 +73,7 @@ class Diagnosis:
         return [rank for rank, word in enumerate(states) if word & 0xFF == LEFT and rank != self.board.rank]
 
     def lost(self, rank: int, why: str, waiting: Waiting) -> PeerLost:
-        """The error for a rank that will not come."""
+        """The error for a rank that is lost."""
         work = waiting.for_rank(rank)
         what = self.name if work is None else f"{work.op} (operation #{work.seq} of {self.name})"
         return PeerLost(

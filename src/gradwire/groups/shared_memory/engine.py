@@ -146,7 +146,7 @@ class Engine:
     def sum_now(self, op: Collective, begin: Callable[[], Work]) -> Work | bool:
         """The shortest way: see Note [Plain sums] in all_reduce.py. False if it is not for `op`, or something else is under way.
 
-        True when it is done; a Work, from `begin`, if the others did not come at once: then it was driven as any operation.
+        True when it is done; a Work, from `begin`, if the others did not arrive at once: then it was driven like any operation.
         """
         if not self._driving.acquire(blocking=False):
             return False
@@ -192,7 +192,7 @@ class Engine:
             self.wake()
 
     def arrivals(self, work: Work) -> Arrivals:
-        """Which ranks have come as far as the operation waits for; an operation that is queued waits for the one before it."""
+        """Which ranks have reached what the operation waits for; an operation that is queued waits for the one before it."""
         current = self._current
         missing = [] if current is None or work.is_completed() else self.board.behind(current.target)
         return Arrivals(tuple(r for r in range(self.size) if r not in missing), tuple(missing))

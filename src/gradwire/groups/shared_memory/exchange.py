@@ -1,4 +1,4 @@
-"""Exchanges: every rank announces the parts that it has, and pulls the parts that it wants.
+"""Exchanges: every rank announces the parts that it has, and pulls the parts that it needs.
 
 All the collectives that move data, and the reductions of whose result each rank keeps a part.
 """
@@ -14,35 +14,26 @@ from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.lower import as_bytes, flat
 from gradwire.collectives.reference import cut
 from gradwire.errors import CollectiveMismatch, InternalError
-from gradwire.groups.shared_memory.agreement import Agreement, Steps
-from gradwire.groups.shared_memory.board import SMALL, Board, Table
+from gradwire.groups.shared_memory.agreement import AnnouncedPrograms, Steps
+from gradwire.groups.shared_memory.board import SMALL, Table
 from gradwire.groups.shared_memory.fold import combine
-from gradwire.groups.shared_memory.views import Views
 
 
 @dataclass(slots=True)
 class _Wanted:
-    """What this rank wants of others, as flat bytes."""
+    """What this rank needs of others, as flat bytes."""
 
     op: Collective
     places: dict[int, Tensor]
-    """Where what comes from a rank goes."""
+    """Where each rank's data goes."""
     own: Tensor | None
     """What it has for itself."""
     sources: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Offset and length of what a rank has for this one; the offset is -1 if it goes through the staging buffers."""
 
 
-class Exchange:
+class Exchange(AnnouncedPrograms):
     """The exchanges of one rank of one group."""
-
-    def __init__(self, board: Board, views: Views, agreement: Agreement) -> None:
-        self.board = board
-        self.rank = board.rank
-        self.size = board.size
-        self._plan = board.plan
-        self._views = views
-        self._agreement = agreement
 
     def steps(self, op: Collective, whole: Collective, digest: bytes) -> Steps:
         """The program: `whole` is what the caller submitted, of which `op` may be a part."""
@@ -135,7 +126,7 @@ class Exchange:
         out.copy_(result)
 
     def _parts(self, op: Collective) -> tuple[list[Tensor], dict[int, Tensor]]:
-        """What this rank brings (one part for all, or one per rank), and where what comes from which rank goes."""
+        """What this rank brings (one part for all, or one per rank), and where each rank's data goes."""
         kind, ranks = op.kind, range(self.size)
         if kind is OpKind.BROADCAST:
             at_root = self.rank == op.root

@@ -89,8 +89,8 @@ class SharedMemoryGroup(Group):
             )
         if waiting not in ("auto", "futex", "polling"):
             raise UsageError(f"{self}: waiting={waiting!r} is unknown. Choose auto, futex or polling.")
-        meeting = Rendezvous(store, rank, size, timeout=timeout, who=self)
-        segment, chunk = _meet(self, meeting, directory or default_directory(), room)
+        rendezvous = Rendezvous(store, rank, size, timeout=timeout, who=self)
+        segment, chunk = _meet(self, rendezvous, directory or default_directory(), room)
         try:
             plan = Plan(size, segment.nbytes, chunk)
             self._board = Board(segment, plan, rank, _sleep(waiting, segment))
@@ -99,7 +99,7 @@ class SharedMemoryGroup(Group):
             )
             self._board.pids[rank] = os.getpid()
             self._board.set_state(HERE)
-            _all_here(self, self._board, meeting)
+            _all_here(self, self._board, rendezvous)
             segment.unlink()
             self._views = Views(segment, plan, rank)
             programs = Programs(self.name, self._board, self._views)
@@ -239,10 +239,10 @@ def _sleep(waiting: str, segment: Segment) -> Sleep:
 # -- how the ranks find each other -------------------------------------------------------------------------------------------
 
 
-def _meet(group: SharedMemoryGroup, meeting: Rendezvous, directory: str, room: int) -> tuple[Segment, int]:
+def _meet(group: SharedMemoryGroup, rendezvous: Rendezvous, directory: str, room: int) -> tuple[Segment, int]:
     """Rank 0 makes the segment, the others find it through the store: the segment, and the size of its staging buffers."""
-    rank, size, store = group.rank, group.size, meeting.store
-    group._meeting = base = meeting.next_key("gradwire/shared-memory")
+    rank, size, store = group.rank, group.size, rendezvous.store
+    group._meeting = base = rendezvous.next_key("gradwire/shared-memory")
     if rank == 0:
         try:
             segment, ticket = Segment.create(ranks=size, nbytes=room, directory=directory, host=host_identity())
@@ -257,7 +257,7 @@ def _meet(group: SharedMemoryGroup, meeting: Rendezvous, directory: str, room: i
             raise
         store.set(f"{base}/ticket", json.dumps({**asdict(ticket), "chunk": plan.chunk}))
         return segment, plan.chunk
-    announced = json.loads(meeting.receive(f"{base}/ticket", source=0))
+    announced = json.loads(rendezvous.receive(f"{base}/ticket", source=0))
     if "refused" in announced:
         raise GroupError(f"{group}: rank 0 could not make the segment: {announced['refused']}")
     try:
@@ -280,10 +280,10 @@ def _join(group: SharedMemoryGroup, ticket: Ticket) -> Segment:
     return Segment.join(ticket)
 
 
-def _all_here(group: SharedMemoryGroup, board: Board, meeting: Rendezvous) -> None:
+def _all_here(group: SharedMemoryGroup, board: Board, rendezvous: Rendezvous) -> None:
     """Wait until every rank has mapped the segment."""
     deadline = time.perf_counter() + group.timeout
-    next_check, store = 0.0, meeting.store
+    next_check, store = 0.0, rendezvous.store
 
     def all_mapped() -> bool:
         return 0 not in board.states.tolist()
@@ -297,6 +297,6 @@ def _all_here(group: SharedMemoryGroup, board: Board, meeting: Rendezvous) -> No
         if now > deadline:
             states = board.states.tolist()
             missing = [r for r, state in enumerate(states) if not state]
-            raise meeting.absent(missing, [r for r, state in enumerate(states) if state])
+            raise rendezvous.absent(missing, [r for r, state in enumerate(states) if state])
         board.wait_queue.sleep(all_mapped, board.fence, 0.05)
     board.fence()

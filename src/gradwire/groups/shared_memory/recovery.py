@@ -2,8 +2,8 @@
 
 Note [Rounds of recovery]
 Ranks meet twice in a recovery, so the word that counts a rank's meetings is even outside of one. A rank that gives a recovery
-up goes back to the even number it came from: the next one then begins at the same place on all ranks, however far each had
-come. A rank that was let through in the meantime sees that this one has failed, and comes back.
+up returns to the even number it started from: the next one then begins at the same place on all ranks, however far each had
+got. A rank that has passed in the meantime sees that this one has failed, and returns.
 """
 
 from __future__ import annotations

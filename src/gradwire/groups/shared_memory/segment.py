@@ -10,8 +10,8 @@ the memory. Where there is no `O_TMPFILE` or no /proc, the file has a random nam
 have it mapped.
 
 Note [Room without memory]
-The file is made as large as the group could ever need, and mapped once: address space, not memory. Memory comes with
-`posix_fallocate`, range by range, when the heap grows; it either succeeds for the whole range or says ENOSPC. Without it the
+The file is made as large as the group could ever need, and mapped once: address space, not memory. Memory is allocated by
+`posix_fallocate`, range by range, when the heap grows; it either succeeds for the whole range or returns ENOSPC. Without it the
 first touch of a page that the file system cannot provide would be a SIGBUS. Growing therefore needs no second segment, and no
 word with the other ranks.
 """
@@ -128,7 +128,7 @@ class Segment:
             status = check_identity(what, fd, device=ticket.device, inode=ticket.inode)
             if status.st_size != ticket.nbytes:
                 raise GroupError(
-                    f"{what}: has {status.st_size} bytes where {ticket.nbytes} were announced. It is not used: somebody has "
+                    f"{what}: has {status.st_size} bytes where {ticket.nbytes} were announced. It is not used: another process has "
                     "written to it. Restart all ranks."
                 )
             segment = cls(os.dup(fd), ticket.nbytes)

@@ -25,21 +25,21 @@ _USED = "gradwire/used/"
 _PAUSE = 0.01
 
 
-def move(store: Any, meeting: Rendezvous, *, key: str, purpose: str) -> PrivateStore:
+def move(store: Any, rendezvous: Rendezvous, *, key: str, purpose: str) -> PrivateStore:
     """The private store of ranks that meet in `store`, all on this host. Rank 0 keeps `store` alive: it may host it."""
-    rank, timeout, who = meeting.rank, meeting.timeout, meeting.who
+    rank, timeout, who = rendezvous.rank, rendezvous.timeout, rendezvous.who
     if rank == 0:
         private = PrivateStore.create(keep=store)
         try:
             private.set(_PURPOSE, purpose)
-            meeting.store.set(key, private.name)
+            rendezvous.store.set(key, private.name)
         except BaseException:
             private.close()
             raise
         return _timed(private, timeout)
     deadline = time.monotonic() + timeout
     while True:
-        name = meeting.receive(key, source=0, within=deadline - time.monotonic()).decode(errors="replace")
+        name = rendezvous.receive(key, source=0, within=deadline - time.monotonic()).decode(errors="replace")
         try:
             private = _open_unused(name, rank)
             break
@@ -60,10 +60,10 @@ def move_if_together(store: Any, rank: int, size: int, *, purpose: str, timeout:
     """A private store if `store` is open to other users and all ranks are on one host, else `store`. Waits for all ranks."""
     if size == 1 or not isinstance(innermost(store), TCPStore) or not available():
         return store
-    meeting = Rendezvous(store, rank, size, timeout=timeout, who=who)
-    if len(set(meeting.exchange("gradwire/host/", host_identity()))) > 1:
+    rendezvous = Rendezvous(store, rank, size, timeout=timeout, who=who)
+    if len(set(rendezvous.exchange("gradwire/host/", host_identity()))) > 1:
         return store
-    return move(store, meeting, key="gradwire/private", purpose=purpose)
+    return move(store, rendezvous, key="gradwire/private", purpose=purpose)
 
 
 def mark_used(store: Any, rank: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import DistStoreError, HashStore, TCPStore
 
 from gradwire.errors import CollectiveTimeout
-from gradwire.groups.private_meeting import mark_used, move, move_if_together, release
+from gradwire.groups.private_rendezvous import mark_used, move, move_if_together, release
 from gradwire.groups.rendezvous import Rendezvous
 from gradwire.groups.tcp_store import host_store
 
