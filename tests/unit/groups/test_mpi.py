@@ -108,7 +108,7 @@ def test_processes_of_several_worlds_are_told_to_use_one_mpirun() -> None:
 def test_who_did_not_come_to_the_store_is_named() -> None:
     store = dist.HashStore()
     store.set("gradwire/mpi/1/2", "2")
-    with pytest.raises(CollectiveTimeout, match=r"making it: ranks \[1, 3\] have not come") as caught:
+    with pytest.raises(CollectiveTimeout, match=r"making it: ranks \[1, 3\] did not arrive") as caught:
         world_ranks(Rendezvous(store, 0, 4, timeout=0.05, who="making it"), 0, 4, what="making it")
     assert (caught.value.joined, caught.value.missing) == ((0, 2), (1, 3))
 
