@@ -147,17 +147,17 @@ class TorchWork(dist.Work):
 
     def get_future_result(self) -> torch.futures.Future[int]:
         """A Future of a WorkResult as a number. It never fails: its value is how the operation ended."""
-        return torch.futures.collect_all([work.get_future() for work in self.works]).then(self._verdict)
+        return torch.futures.collect_all([work.get_future() for work in self.works]).then(self._work_result)
 
-    def _verdict(self, _: object) -> int:
+    def _work_result(self, _: object) -> int:
         error = self.exception()
         if error is None:
-            verdict = WorkResult.SUCCESS
+            result = WorkResult.SUCCESS
         elif isinstance(error, CollectiveTimeout):
-            verdict = WorkResult.TIMEOUT
+            result = WorkResult.TIMEOUT
         else:
-            verdict = WorkResult.COMM_ERROR if isinstance(error, GroupError) else WorkResult.UNKNOWN
-        return int(verdict)
+            result = WorkResult.COMM_ERROR if isinstance(error, GroupError) else WorkResult.UNKNOWN
+        return int(result)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {', '.join(repr(work) for work in self.works)}>"

@@ -170,7 +170,7 @@ def subject(lines: Sequence[bytes]) -> str | None:
     return None
 
 
-def brief(lines: Sequence[bytes]) -> list[bytes]:
+def shortened(lines: Sequence[bytes]) -> list[bytes]:
     """The short form of a traceback that is not shown: the exception and the first line of its message.
 
     For a KeyboardInterrupt, which has no message, what was written after it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from gradwire.launch.first_failure import brief, final_output, summary
+from gradwire.launch.first_failure import final_output, shortened, summary
 from gradwire.launch.screen import RankStream, Screen
 from gradwire.launch.shutdown import Shutdown
 
@@ -48,7 +48,7 @@ class RunReport:
             stream = self._streams[rank]
             if held := stream.take_held():
                 count += 1
-                self._screen.write(b"".join(map(stream.line, brief(held))))
+                self._screen.write(b"".join(map(stream.line, shortened(held))))
         return count
 
     def _say(self, *lines: str | bytes) -> None:

@@ -185,7 +185,7 @@ class Arrivals:
         if own:
             listening.launched(index, len(own))
             launches += own
-        if listening.is_surprise(index, len(own)):
+        if listening.must_fall_back(index, len(own)):
             launches += self.fall_back()
         return launches
 
@@ -202,7 +202,7 @@ class Arrivals:
         machine, listener = self._machine, self._listener
         running = machine.state is State.RUNNING
         if running:
-            self._listening.irregular()
+            self._listening.mark_irregular()
         if not self._listening.polling:
             return []
         armed = machine.state is State.ARMED

@@ -41,7 +41,7 @@ What happens when a step that polls is not like the last one:
 - A backward reaches neither an output of the model nor one of the few, but other parameters: it is not noticed, if their
   gradients are gone before they are looked at. Such a loss was not computed from the model's outputs, which torch requires.
 
-After three such surprises the program is not one for polling, and it is not tried again.
+After three such steps the program is not one for polling, and it is not tried again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from collections.abc import Callable, Mapping
 
 from gradwire.autograd.grad_hooks import HookMode
 
-_SURPRISES_ALLOWED = 3
+_IRREGULAR_STEPS_ALLOWED = 3
 
 
 class Listening:
@@ -64,7 +64,7 @@ class Listening:
         """Whether it matters if this step is regular."""
         self._regular = False
         self._irregular = False
-        self._surprises = 0
+        self._irregular_steps = 0
         self._launches: dict[int, int] = {}
         self._last_launches: dict[int, int] = {}
 
@@ -83,7 +83,7 @@ class Listening:
     def choose(self, *, need_all: bool, can_poll: bool, clean: Callable[[], bool]) -> HookMode:
         """The mode for the backward to come. `clean()`: no parameter is frozen that must call, and none has a `.grad` yet."""
         self._launches = {}
-        self.watching = can_poll and self._surprises < _SURPRISES_ALLOWED
+        self.watching = can_poll and self._irregular_steps < _IRREGULAR_STEPS_ALLOWED
         if need_all or not self._last_launches:
             self.mode = HookMode.ALL
         elif not self.watching:
@@ -91,7 +91,7 @@ class Listening:
         elif self._regular and clean():
             self.mode = HookMode.POLL
         else:
-            self._surprises += 1
+            self._irregular_steps += 1
             self.mode = HookMode.ALL
         self.expected = {} if self.mode is HookMode.ALL else self._last_launches
         return self.mode
@@ -105,19 +105,19 @@ class Listening:
         """The gradient of `index` has launched so many buckets."""
         self._launches[index] = buckets
 
-    def is_surprise(self, index: int, buckets: int) -> bool:
+    def must_fall_back(self, index: int, buckets: int) -> bool:
         """Whether the gradient of `index`, which has launched so many buckets, calls for falling back to ALL."""
         return self.mode is not HookMode.ALL and self.expected.get(index, 0) != buckets
 
-    def irregular(self) -> None:
-        """Polling would not have done in this step."""
+    def mark_irregular(self) -> None:
+        """Polling would have missed gradients in this step."""
         self._irregular = True
 
     def fall_back(self) -> None:
         """Every gradient calls for the rest of the step."""
         if self.polling:
             self._irregular = True
-            self._surprises += 1
+            self._irregular_steps += 1
         self.mode, self.expected = HookMode.ALL, {}
 
     def ended(self) -> None:

@@ -294,7 +294,7 @@ class Reducer:
         results = reductions.wait()
         changed = reductions.changed() if listening.watching else []
         if changed:
-            listening.irregular()
+            listening.mark_irregular()
             if listening.polling:
                 raise self.machine.late([self.listener.index_of(p) for p in changed])
         reductions.run_checks(self.steps)

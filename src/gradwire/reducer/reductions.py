@@ -90,7 +90,7 @@ class Reductions:
         gradients = self._listener.gradients(bucket, parameters)
         if listening.watching and not spec.sparse:  # a sparse gradient is alone in its bucket, so its hook always calls
             if not all_there(gradients):
-                listening.irregular()
+                listening.mark_irregular()
             elif launch is not self.held:  # after backward has ended there is nothing left that could change them
                 self._launched.add(bucket, parameters, gradients)
         new = listening.polling and not buckets.keep_views  # nobody else has seen this buffer

@@ -78,7 +78,7 @@ def test_begin_can_make_another_kind_of_work(group: ByHand) -> None:
 
 
 def test_an_operation_begun_while_the_group_is_aborted_fails() -> None:
-    """abort() may run after the check and before the operation is in the books: then neither sees the other by itself."""
+    """abort() may run after the check and before the operation is in the ledger: then neither sees the other by itself."""
 
     class Unlucky(ByHand):
         def check_usable(self, op: Collective) -> None:

@@ -134,11 +134,11 @@ def test_only_a_kind_can_be_registered() -> None:
 
 
 def test_a_kind_can_be_taken_back() -> None:
-    handle = register_kind(GroupKind("brief", recorded_gloo))
+    handle = register_kind(GroupKind("passing", recorded_gloo))
     handle.remove()
     handle.remove()
-    assert "brief" not in known_kinds()
-    register_kind(GroupKind("brief", recorded_gloo)).remove()
+    assert "passing" not in known_kinds()
+    register_kind(GroupKind("passing", recorded_gloo)).remove()
 
 
 def test_processes_are_not_threads() -> None:

@@ -16,7 +16,7 @@ from gradwire.groups.work import Work
 
 @pytest.fixture
 def ledger() -> Ledger:
-    return Ledger(name="books", rank=2, size=4)
+    return Ledger(name="some group", rank=2, size=4)
 
 
 def enter(ledger: Ledger, *, label: str = "", timeout: float = 30.0) -> Work:
@@ -57,8 +57,8 @@ def test_events_tell_the_facts_in_order(ledger: Ledger) -> None:
     bad.fail(error)
     assert good.finished is not None
     assert bad.finished is not None
-    good_facts = ("books", 2, 0, "all_reduce", "good", 8)
-    bad_facts = ("books", 2, 1, "all_reduce", "bad", 8)
+    good_facts = ("some group", 2, 0, "all_reduce", "good", 8)
+    bad_facts = ("some group", 2, 1, "all_reduce", "bad", 8)
     assert seen == [
         CollectiveSubmitted(good.started, *good_facts),
         CollectiveSubmitted(bad.started, *bad_facts),
@@ -101,7 +101,7 @@ def test_the_words_of_a_timeout(ledger: Ledger, known: Arrivals | None, words: s
     work = enter(ledger, label="loss")
     error = ledger.timed_out(work, 1.5)
     text = str(error)
-    for part in ("all_reduce(float32[2], SUM, label='loss')", "#0 of books", "rank 2 of 4", "after 1.5 s", words):
+    for part in ("all_reduce(float32[2], SUM, label='loss')", "#0 of some group", "rank 2 of 4", "after 1.5 s", words):
         assert part in text
     assert error.op == work.op.signature
     assert (error.joined, error.missing) == ((None, None) if known is None else (known.joined, known.missing))

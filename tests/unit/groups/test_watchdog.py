@@ -30,7 +30,7 @@ def ended(watchdog: Watchdog) -> bool:
 
 def test_a_tick_fails_what_is_overdue_and_nothing_else() -> None:
     watchdog = Watchdog("w")
-    ledgers = [Ledger(name="books", rank=rank, size=2) for rank in range(2)]
+    ledgers = [Ledger(name="some group", rank=rank, size=2) for rank in range(2)]
     for ledger in ledgers:
         watchdog.watch(ledger)
     early, late = enter(ledgers[0], timeout=10), enter(ledgers[1], timeout=20)
@@ -45,7 +45,7 @@ def test_a_tick_fails_what_is_overdue_and_nothing_else() -> None:
 
 
 def test_a_tick_sees_a_shortened_deadline() -> None:
-    watchdog, ledger = Watchdog("w"), Ledger(name="books", rank=0, size=1)
+    watchdog, ledger = Watchdog("w"), Ledger(name="some group", rank=0, size=1)
     watchdog.watch(ledger)
     work = enter(ledger, timeout=100)
     watchdog.tick(work.started + 5)
@@ -64,7 +64,7 @@ def test_owners_checks_run_with_every_tick() -> None:
 
 
 def test_its_thread_expires_what_nobody_waits_for() -> None:
-    watchdog, ledger, told = Watchdog("w", interval=0.005), Ledger(name="books", rank=0, size=1), threading.Event()
+    watchdog, ledger, told = Watchdog("w", interval=0.005), Ledger(name="some group", rank=0, size=1), threading.Event()
     watchdog.watch(ledger)
     work = enter(ledger, timeout=0.02)
     work.add_done_callback(lambda work: told.set())
@@ -76,7 +76,7 @@ def test_its_thread_expires_what_nobody_waits_for() -> None:
 
 def test_an_idle_thread_ends_and_the_next_wake_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_IDLE_TICKS", 2)
-    watchdog, ledger = Watchdog("w", interval=0.002), Ledger(name="books", rank=0, size=1)
+    watchdog, ledger = Watchdog("w", interval=0.002), Ledger(name="some group", rank=0, size=1)
     watchdog.watch(ledger)
     watchdog.wake()
     first = watchdog._thread
@@ -107,10 +107,10 @@ def test_wake_is_idempotent_and_does_nothing_after_stop() -> None:
 
 
 class _BusyAtTheLastMoment(Ledger):
-    """Books in which an operation appears between the thread's last look and its end, as in the titled note."""
+    """A ledger in which an operation appears between the thread's last look and its end, as in the titled note."""
 
     def __init__(self, watchdog: Watchdog) -> None:
-        super().__init__(name="books", rank=0, size=1)
+        super().__init__(name="some group", rank=0, size=1)
         self.watchdog = watchdog
         self.stayed = threading.Event()
         self.looks_after_ending = 0
@@ -144,7 +144,7 @@ def test_an_operation_that_comes_while_the_thread_is_about_to_end_is_watched(mon
 
 def test_operations_submitted_while_threads_come_and_go_are_all_expired(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_IDLE_TICKS", 0)
-    watchdog, ledger = Watchdog("w", interval=0.0001), Ledger(name="books", rank=0, size=1)
+    watchdog, ledger = Watchdog("w", interval=0.0001), Ledger(name="some group", rank=0, size=1)
     watchdog.watch(ledger)
     told = [threading.Event() for _ in range(60)]
     for event in told:

@@ -21,10 +21,10 @@ from gradwire.groups.work import Work, seconds
 
 
 def make(op: Collective | None = None, *, timeout: float = 30.0, ledger: Ledger | None = None) -> Work:
-    books = ledger or Ledger(name="books", rank=1, size=3)
-    work = Work(op or build.all_reduce(torch.ones(2), label="loss"), books, seq=books.next_seq(), timeout=timeout)
-    books.submitted(work)
-    _LEDGERS.append(books)
+    own = ledger or Ledger(name="some group", rank=1, size=3)
+    work = Work(op or build.all_reduce(torch.ones(2), label="loss"), own, seq=own.next_seq(), timeout=timeout)
+    own.submitted(work)
+    _LEDGERS.append(own)
     return work
 
 
@@ -54,7 +54,7 @@ def test_the_first_settlement_wins() -> None:
 
 
 def test_of_many_settlers_one_wins_and_is_reported_once() -> None:
-    ledger = Ledger(name="books", rank=0, size=1)
+    ledger = Ledger(name="some group", rank=0, size=1)
     seen: list[object] = []
     ledger.events.listen(seen.append)
     work = make(ledger=ledger)
@@ -183,7 +183,7 @@ def test_limit_only_shortens() -> None:
 
 
 def test_a_timeout_names_the_missing_where_known() -> None:
-    ledger = Ledger(name="books", rank=0, size=3)
+    ledger = Ledger(name="some group", rank=0, size=3)
     ledger.arrivals = lambda work: Arrivals(joined=(0, 1), missing=(2,))
     with pytest.raises(CollectiveTimeout, match=r"missing: ranks \[2\]") as caught:
         make(ledger=ledger).wait(0.0)
@@ -200,9 +200,11 @@ def test_what_it_tells_in_flight_and_afterwards() -> None:
     assert work.duration is not None
     assert work.duration >= 0
     info = work.info
-    assert (info.op, info.group, info.rank, info.seq, info.bytes) == (work.op.signature, "books", 1, 0, 8)
+    assert (info.op, info.group, info.rank, info.seq, info.bytes) == (work.op.signature, "some group", 1, 0, 8)
     assert (info.kind, info.label, info.error, info.duration) == ("all_reduce", "loss", None, work.duration)
-    assert repr(work).startswith("<Work #0 all_reduce(float32[2], SUM, label='loss') on rank 1 of books: finished in")
+    assert repr(work).startswith(
+        "<Work #0 all_reduce(float32[2], SUM, label='loss') on rank 1 of some group: finished in"
+    )
 
 
 def test_repr_of_a_failure() -> None:
@@ -298,7 +300,7 @@ def test_a_done_callback_that_raises_does_not_stop_who_settles() -> None:
 
 
 def test_listeners_are_told_before_waiters_wake() -> None:
-    ledger = Ledger(name="books", rank=0, size=1)
+    ledger = Ledger(name="some group", rank=0, size=1)
     work = make(ledger=ledger)
     told: list[bool] = []
     ledger.events.listen(lambda event: told.append(work._latch.locked()))

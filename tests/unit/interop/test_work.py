@@ -108,7 +108,7 @@ def test_the_future_of_a_failed_work_has_failed_for_c_plus_plus_too(pair: list[G
         again.wait()
 
 
-def test_the_verdict_as_a_future(pair: list[GradwireProcessGroup]) -> None:
+def test_the_work_result_as_a_future(pair: list[GradwireProcessGroup]) -> None:
     well = pair[0].barrier()
     pair[1].barrier()
     late = pair[0].barrier(OVER_IN_SHORT)
@@ -116,8 +116,8 @@ def test_the_verdict_as_a_future(pair: list[GradwireProcessGroup]) -> None:
         late.wait()
     aborted = pair[0].barrier()
     pair[0].abort()
-    verdicts = [c10d.WorkResult(work.get_future_result().wait()).name for work in (well, late, aborted)]
-    assert verdicts == ["SUCCESS", "TIMEOUT", "COMM_ERROR"]
+    results = [c10d.WorkResult(work.get_future_result().wait()).name for work in (well, late, aborted)]
+    assert results == ["SUCCESS", "TIMEOUT", "COMM_ERROR"]
 
 
 def test_an_error_that_is_no_group_error_is_unknown(pair: list[GradwireProcessGroup]) -> None:

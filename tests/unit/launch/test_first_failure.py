@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.launch.first_failure import Ending, brief, final_output, first_failure, raised, summary
+from gradwire.launch.first_failure import Ending, final_output, first_failure, raised, shortened, summary
 
 TRACE = b"Traceback (most recent call last):"
 
@@ -122,8 +122,8 @@ def by_torch(lines):
 def test_the_prefix_of_torchs_tracebacks_is_seen_through():
     first = (TRACE, b'  File "x.py", line 1, in <module>', b"ValueError: one", b"more of it")
     assert raised(by_torch(first)) == "ValueError"
-    assert brief(by_torch(first)) == [b"ValueError: one"]
-    assert brief(by_torch((TRACE, b"KeyboardInterrupt", b"bye"))) == [b"bye"]
+    assert shortened(by_torch(first)) == [b"ValueError: one"]
+    assert shortened(by_torch((TRACE, b"KeyboardInterrupt", b"bye"))) == [b"bye"]
     link = b"During handling of the above exception, another exception occurred:"
     chained = by_torch([*first, b"", link, b"", TRACE, b"KeyError: two"])
     assert final_output(chained) == chained

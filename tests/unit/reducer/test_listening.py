@@ -24,7 +24,7 @@ def step(listening: Listening, *, launches: dict[int, int] = LAUNCHES, odd: bool
     listening.first_arrived(others_there=odd)
     for index, buckets in launches.items():
         listening.launched(index, buckets)
-        if listening.is_surprise(index, buckets):
+        if listening.must_fall_back(index, buckets):
             listening.fall_back()
     listening.ended()
     return mode
@@ -65,7 +65,7 @@ def test_all_call_where_all_are_needed() -> None:
     assert listening.expected == {}
 
 
-def test_gradients_left_from_before_are_a_surprise() -> None:
+def test_gradients_left_from_before_are_irregular() -> None:
     listening = Listening()
     step(listening)
     for _ in range(3):
@@ -73,16 +73,16 @@ def test_gradients_left_from_before_are_a_surprise() -> None:
     assert choose(listening) is LAST
 
 
-@pytest.mark.parametrize(("index", "buckets", "surprise"), [(2, 1, False), (0, 1, False), (2, 0, True), (1, 1, True)])
+@pytest.mark.parametrize(("index", "buckets", "irregular"), [(2, 1, False), (0, 1, False), (2, 0, True), (1, 1, True)])
 @pytest.mark.parametrize("can_poll", [True, False])
-def test_who_launches_other_buckets_is_a_surprise(index: int, buckets: int, surprise: bool, can_poll: bool) -> None:
+def test_who_launches_other_buckets_is_irregular(index: int, buckets: int, irregular: bool, can_poll: bool) -> None:
     listening = Listening()
     step(listening, can_poll=can_poll)
     assert choose(listening, can_poll=can_poll) is (POLL if can_poll else LAST)
-    assert listening.is_surprise(index, buckets) is surprise
+    assert listening.must_fall_back(index, buckets) is irregular
     listening.fall_back()
     assert listening.mode is ALL
-    assert not listening.is_surprise(index, buckets)
+    assert not listening.must_fall_back(index, buckets)
 
 
 def test_falling_back_from_last_per_bucket_costs_no_patience() -> None:

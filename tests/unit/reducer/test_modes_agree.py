@@ -176,4 +176,4 @@ def test_polled_steps_are_like_steps_in_which_every_gradient_calls(
 @settings(max_examples=50, deadline=None)
 @given(**ways)
 def test_hooks_that_leave_no_trace_are_like_torchs(steps: list[Step], limit: int, gradients: Gradients) -> None:
-    compare("brief hooks", steps, limit, gradients)
+    compare("removable hooks", steps, limit, gradients)

@@ -256,7 +256,7 @@ def test_another_order_is_noticed_and_nothing_is_launched_too_early(model: Stage
     assert reducer.steps == PLAIN_STEPS + 3
 
 
-def test_after_three_surprises_there_is_no_silence_any_more(model: Stages) -> None:
+def test_after_three_irregular_steps_nothing_is_polled_any_more(model: Stages) -> None:
     reducer = replica_of(model).reducer
     for order in ["cba", "abc", "abc"] * 4:
         step(model, order)
@@ -271,7 +271,7 @@ def test_after_three_surprises_there_is_no_silence_any_more(model: Stages) -> No
 
 
 @pytest.mark.parametrize("how", ["accumulating", "in place", "between"])
-def test_programs_that_are_not_plain_end_up_quiet(group: Group, how: str) -> None:
+def test_programs_that_are_not_plain_end_up_in_last_per_bucket(group: Group, how: str) -> None:
     module = Stages()
     replica = replicate(module, group=group)
     for number in range(8):
@@ -531,7 +531,7 @@ def _ranks_in_other_orders(group: Group) -> list[list[float]]:
     return found
 
 
-def test_ranks_of_which_one_is_surprised_still_meet() -> None:
+def test_ranks_of_which_one_has_an_irregular_step_still_meet() -> None:
     mine, theirs = run_ranks(_ranks_in_other_orders, 2)
     assert mine == theirs
 

@@ -60,21 +60,21 @@ class C10dWork(Work):
         self._event: torch.cuda.Event | None = None
         self._on_error: Callable[[BaseException], None] = _ignore
         self._poller: CompletionPoller | None = None
-        self._attended = False
+        self._polled = False
 
     def watch(self, native: Any, on_error: Callable[[BaseException], None], poller: CompletionPoller) -> None:
         """From now on follow `native`."""
         self._on_error = on_error
         self._poller = poller
         self.native = native
-        self._attend_if_wanted()
+        self._poll_if_needed()
 
     def watch_stream(self, poller: CompletionPoller) -> None:
         """From now on follow the current CUDA stream: the result is ready when the stream reaches this point."""
         self._poller = poller
         self._event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(self.op.device))
-        self._attend_if_wanted()
+        self._poll_if_needed()
 
     @property
     def stopping(self) -> bool:
@@ -91,16 +91,16 @@ class C10dWork(Work):
         self._on_error = _ignore  # it references the group and this Work: a cycle that would keep the tensors alive
         return settled
 
-    def _attend_if_wanted(self) -> None:
-        wanted = self._future is not None or self._callbacks or self.ledger.hooks or self.ledger.events
-        if wanted and self._poller is not None and not self._attended and not self.settled:
-            self._attended = True
+    def _poll_if_needed(self) -> None:
+        needed = self._future is not None or self._callbacks or self.ledger.hooks or self.ledger.events
+        if needed and self._poller is not None and not self._polled and not self.settled:
+            self._polled = True
             self._poller.put(self)
 
     def add_done_callback(self, fn: Callable[[Work], None]) -> None:
         """As in Work; the poller makes sure that it is called promptly."""
         super().add_done_callback(fn)
-        self._attend_if_wanted()
+        self._poll_if_needed()
 
     def is_completed(self) -> bool:
         """Whether it has finished or failed."""
@@ -154,7 +154,7 @@ class C10dWork(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """As in Work; with a stream-ordered engine it is completed at once and preserves stream order, as with NCCL."""
         future = super().get_future()
-        self._attend_if_wanted()
+        self._poll_if_needed()
         if self._event is not None and self._future is not None and not self._future.completed:
             torch.cuda.current_stream(self.op.device).wait_event(self._event)
             self._future.complete(self._error, self.op.outputs)
