@@ -1,4 +1,4 @@
-"""A thousand random operations with random delays, several in flight: every rank ends with the bits of the reference.
+"""Hundreds of random operations with random delays, several in flight: every rank ends with the bits of the reference.
 
 All ranks draw the same plan from one seed: kinds, sizes, dtypes, roots, values of every rank, and where each rank's tensors lie
 (in the group's own memory or not). So each can work out by itself, with `reference.perform`, what everybody must end up with.
@@ -293,8 +293,8 @@ def soak(group: Group, seed: int, limits: Limits) -> dict[str, int]:
 
 
 KINDS = {
-    "shared_memory": Limits(1000, exact=True),
-    "threads": Limits(300, exact=True),
+    "shared_memory": Limits(400, exact=True),
+    "threads": Limits(150, exact=True),
     "gloo": Limits(150, exact=False, largest=CHUNK),
 }
 

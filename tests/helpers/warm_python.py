@@ -113,17 +113,20 @@ class WarmPython:
         commands: Sequence[Sequence[str]],
         *,
         timeout: float,
-        env: dict[str, str] | None = None,
+        envs: Sequence[dict[str, str]] = (),
         path: str = "<string>",
     ) -> list[subprocess.CompletedProcess[str]]:
-        """Run several at once to their ends. Raises TimeoutExpired, and ends those that still run, after `timeout` seconds."""
+        """Run several at once to their ends; each finds its own of `envs` added to the environment.
+
+        Raises TimeoutExpired, and ends those that still run, after `timeout` seconds.
+        """
         deadline = time.monotonic() + timeout
         files = [[os.memfd_create(name) for name in ("stdout", "stderr")] for _ in commands]
         started: list[WarmProcess] = []
         done = []
         try:
             with open(os.devnull) as nothing:
-                for (code, *args), (out, err) in zip(commands, files, strict=True):
+                for (code, *args), (out, err), env in zip(commands, files, envs or [{}] * len(commands), strict=True):
                     started.append(self.start(code, *args, fds=(nothing.fileno(), out, err), env=env, path=path))
             for process, (_, *args), (out, err) in zip(started, commands, files, strict=True):
                 status = process.poll(deadline - time.monotonic())

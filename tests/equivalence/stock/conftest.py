@@ -99,7 +99,7 @@ def fresh(request: pytest.FixtureRequest, warm_python: WarmPython) -> Callable[.
             # The PowerSGD hook takes every model for one on the GPU.
             hidden = {} if devices else {"CUDA_VISIBLE_DEVICES": ""}
             commands = [(_FRESH_MAIN, f"{folder}/job", str(rank)) for rank in range(n)]
-            for rank, done in enumerate(warm_python.run_all(commands, timeout=LIMIT, env=hidden)):
+            for rank, done in enumerate(warm_python.run_all(commands, timeout=LIMIT, envs=[hidden] * n)):
                 assert done.returncode == 0, f"rank {rank} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
             per_rank = [torch.load(f"{folder}/results-{rank}", weights_only=False) for rank in range(n)]
         return [[results[i] for results in per_rank] for i in range(len(backends))]

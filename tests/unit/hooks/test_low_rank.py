@@ -12,6 +12,8 @@ from gradwire.errors import UsageError
 from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, chain, error_feedback, mean, power_sgd
 from gradwire.hooks.numerics.orthogonal import cholesky_qr, multiply, orthonormal
 from gradwire.testing import check_hook, simulate
+from gradwire.testing.laws import pays_back
+from helpers.laws import SHORT_LAWS
 
 SHAPES = ((16, 8), (16,), (), (0,), (3, 5, 2), (8, 16), (16, 8))
 
@@ -147,7 +149,14 @@ def test_it_obeys_the_laws(dtype: torch.dtype, batched: bool) -> None:
         power_sgd(2, batched=batched, warm_start=False, min_compression=1),
         chain(error_feedback(), power_sgd(2, batched=batched, min_compression=1), mean()),
     ):
-        check_hook(hook, dtype=dtype, shapes=SHAPES, world_sizes=(1, 3))
+        check_hook(hook, dtype=dtype, shapes=SHAPES, world_sizes=(1, 3), laws=SHORT_LAWS)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_what_it_owes_is_paid_back(batched: bool) -> None:
+    """In float32, on three ranks; `tests/conformance/test_hooks.py` has other sizes, `test_feedback.py` other dtypes."""
+    hook = chain(error_feedback(), power_sgd(2, batched=batched, min_compression=1), mean())
+    check_hook(hook, shapes=SHAPES, world_sizes=(3,), laws=[pays_back])
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------------------

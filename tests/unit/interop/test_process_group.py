@@ -312,8 +312,7 @@ class ThereAndBack(GroupWrapper):
         self.far.close(timeout=0)
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_there_and_back_conforms(n: int) -> None:
-    """The whole suite through both adapters: whatever one drops on the way, the other misses. 3 ranks: the conformance tests."""
+def test_there_and_back_conforms_on_one_rank() -> None:
+    """The whole suite through both adapters: whatever one drops on the way, the other misses. More ranks: the conformance tests."""
 
-    check_group(lambda fn: run_ranks(fn, n, wrap=ThereAndBack), only=SURVIVES_C10D)
+    check_group(lambda fn: run_ranks(fn, 1, wrap=ThereAndBack), only=SURVIVES_C10D)

@@ -95,12 +95,12 @@ def test_a_script_for_torchrun_runs_under_gradwire_run(tmp_path):
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] sum 2.0", "[1] sum 2.0"]), done.stderr
 
 
-def test_the_page_on_launchers_tells_the_truth(tmp_path):
+def test_the_page_on_launchers_tells_the_truth(monkeypatch, warm_python):
     page = (Path(__file__).parents[3] / "docs" / "launch.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
-    path = tmp_path / "page.py"
-    path.write_text(code)
-    done = run(sys.executable, path)
+    for name in os.environ.keys() - CLEAN.keys():
+        monkeypatch.delenv(name)
+    done = warm_python.run(code, timeout=LIMIT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "rank 0 of 1\n", "")
     options = run(sys.executable, "-m", "gradwire", "run", "--help").stdout
     for option in re.findall(r"^\| `(?:-\w \w`, `)?(--?[\w-]+)", page, re.M):
@@ -132,7 +132,7 @@ def test_mpirun(script):
     assert sorted(done.stdout.splitlines()) == lines("mpirun")
 
 
-def test_slurms_variables(script):
+def test_slurms_variables(monkeypatch, warm_python):
     """srun is not here; what it sets is."""
     step = {
         "SLURM_JOB_ID": str(os.getpid()),
@@ -143,21 +143,10 @@ def test_slurms_variables(script):
         "SLURM_STEP_NODELIST": "node[1]",
         "OMP_NUM_THREADS": "1",
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script],
-            env={**CLEAN, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
+    for name in os.environ.keys() - CLEAN.keys():
+        monkeypatch.delenv(name)
+    envs = [{**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in (0, 1)]
+    done = warm_python.run_all([(TRAIN,)] * 2, timeout=LIMIT, envs=envs)
+    assert [(one.returncode, one.stdout.strip(), one.stderr) for one in done] == [
+        (0, line, "") for line in lines("SLURM")
     ]
-    try:
-        said = [rank.communicate(timeout=LIMIT) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    assert [out.strip() for out, _ in said] == lines("SLURM")
-    assert [err for _, err in said] == ["", ""]
