@@ -1,4 +1,4 @@
-"""A group of your own: ranks as threads that meet at a table. docs/own-group.md walks through it.
+"""Your own group: ranks as threads that meet at a table. docs/own-group.md walks through it.
 
 python examples/own_group.py        # four ranks add up their numbers, then the group passes the conformance suite
 """
@@ -23,7 +23,7 @@ from gradwire.testing import check_group, run_ranks
 
 
 class TableGroup(Group):
-    """One rank's place at the table. The last to join an operation carries it out for all."""
+    """One rank's group. The last rank to join an operation carries it out for all."""
 
     def __init__(self, rank: int, size: int, table: Table, *, name: str = "table", timeout: float = 20.0) -> None:
         super().__init__(rank, size, name=name, timeout=timeout)
@@ -31,7 +31,7 @@ class TableGroup(Group):
         self.turns = itertools.count()
 
     def submit(self, op: Collective) -> Work:
-        """Put the operation on the table; if everybody it takes is there, do it."""
+        """Put the operation on the table; if all ranks it needs have joined, carry it out."""
         work = self.begin(op)
         if op.kind.is_p2p:
             deliver(self.table.pair(self.name, work))
@@ -45,7 +45,7 @@ class TableGroup(Group):
 
 
 class Table:
-    """What the ranks share: operations that wait for the ranks, and messages that wait for their other half."""
+    """What the ranks share: operations that wait for ranks, and messages that wait for their other half."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -53,7 +53,7 @@ class Table:
         self.halves: list[tuple[str, Work]] = []
 
     def join(self, place: tuple[str, int], work: Work) -> list[Work]:
-        """Take part in the operation at `place`. All ranks' works, in rank order, for the last to come; else nothing."""
+        """Take part in the operation at `place`. Returns all ranks' works, in rank order, for the last to join; else nothing."""
         with self.lock:
             works = self.places[place]
             works[work.ledger.rank] = work
@@ -71,9 +71,9 @@ class Table:
 
 
 def fits(a: Work, b: Work) -> bool:
-    """Whether one is the send and the other the receive of one message. A receive whose peer is None takes from anybody."""
-    meant_for_each_other = a.op.peer in (None, b.ledger.rank) and b.op.peer in (None, a.ledger.rank)
-    return a.op.kind is not b.op.kind and a.op.tag == b.op.tag and meant_for_each_other
+    """Whether one is the send and the other the receive of one message. A receive whose peer is None accepts any rank."""
+    peers_match = a.op.peer in (None, b.ledger.rank) and b.op.peer in (None, a.ledger.rank)
+    return a.op.kind is not b.op.kind and a.op.tag == b.op.tag and peers_match
 
 
 def deliver(pair: list[Work]) -> None:
@@ -86,7 +86,7 @@ def deliver(pair: list[Work]) -> None:
 
 
 def carry_out(works: list[Work]) -> None:
-    """Do what all ranks have submitted, unless they submitted different things."""
+    """Carry out what all ranks have submitted, unless they submitted different operations."""
     if works:
         error = mismatch(works[0].ledger.name, [work.op.signature for work in works])
         if error is None:
@@ -110,12 +110,12 @@ TABLES: weakref.WeakKeyDictionary[Any, Table] = weakref.WeakKeyDictionary()
 
 
 def build(store: Any, rank: int, size: int, *, timeout: float, name: str) -> Group:
-    """A place at the table of those who meet in `store`."""
+    """One rank's group at the table of the ranks that meet in `store`."""
     return TableGroup(rank, size, TABLES.setdefault(store, Table()), name=name, timeout=timeout)
 
 
 def add_up(group: Group) -> float:
-    """What every rank gets when all add up their numbers."""
+    """The sum of all ranks' numbers, as every rank gets it."""
     t = torch.tensor([group.rank + 1.0])
     group.all_reduce(t, label="numbers")
     return t.item()
