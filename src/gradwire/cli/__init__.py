@@ -30,6 +30,7 @@ class Command(Protocol):
 _COMMANDS: Mapping[str, str] = {
     "bench": "compare gradwire with its alternatives on this machine",
     "demo": "train a small transformer data-parallel on this machine",
+    "inspect": "show where every rank of a job is, and which one the others wait for",
     "lab": "train over slow links, and see what compression costs",
     "run": "start a script on several ranks of this machine",
     "trace": "show what all ranks of a run did, as one picture",

@@ -14,6 +14,7 @@ from gradwire.launch.environment import RUN_DIRECTORY, LocalWorld, rank_environm
 from gradwire.launch.store_host import LOOPBACK, StoreHost
 from gradwire.launch.supervise import Run, supervise
 from gradwire.launch.world import Address
+from gradwire.observe.hang_watch import HangWatch
 from gradwire.observe.runs import KEPT, new_run, runs_directory
 from gradwire.private_file import create, name_of
 
@@ -118,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
     recorded = _run_directory(args, script)
     private = create()
     store = StoreHost()
+    watch = HangWatch(Path(recorded[RUN_DIRECTORY])) if recorded else None
     try:
         world = LocalWorld(size, name_of(private), Address(LOOPBACK, store.port), cpus)
         extra = {**recorded, **dict(args.env)}
@@ -131,12 +133,15 @@ def run(args: argparse.Namespace) -> int:
                 prefix=not args.no_prefix,
                 log_dir=args.log_dir,
                 store=store,
+                watch=watch,
                 all_tracebacks=args.debug,
             )
         )
     finally:
         store.close()
         os.close(private)
+        if watch is not None:
+            watch.close()
 
 
 def _run_directory(args: argparse.Namespace, script: str) -> dict[str, str]:

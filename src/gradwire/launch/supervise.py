@@ -35,8 +35,10 @@ from gradwire.launch.screen import RankStream, Screen
 from gradwire.launch.shutdown import Shutdown
 from gradwire.launch.store_host import StoreHost
 from gradwire.launch.tracebacks import TracebackHold
+from gradwire.observe.hang_watch import HangWatch
 
 COMPANIONS = 1.0
+_READABLE = selectors.EVENT_READ
 _CHUNK = 1 << 16
 _PASSED_ON = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGWINCH")
@@ -59,6 +61,8 @@ class Run:
     """A directory for one additional log file per rank."""
     store: StoreHost | None = None
     """The store for ranks that call torch's `init_process_group`; the run ends with it."""
+    watch: HangWatch | None = None
+    """Looks for hangs, if ranks are recorded."""
     all_tracebacks: bool = False
     """Whether all ranks' tracebacks are shown as they are written, instead of only that of the first failure at the end."""
 
@@ -86,9 +90,9 @@ class _Supervisor:
             self._selector = self._stack.enter_context(selectors.DefaultSelector())
             if threading.current_thread() is threading.main_thread():
                 woken = self._stack.enter_context(_passing_on(self._got_signal))
-                self._watch(woken, lambda: _drop(_read(woken)))
+                self._selector.register(woken, _READABLE, lambda: _drop(_read(woken)))
             if self._run.store is not None:
-                self._watch(self._run.store.ended, self._check_store)
+                self._selector.register(self._run.store.ended, _READABLE, self._check_store)
             self._stack.callback(self._release)
             self._start()
             self._stack = self._stack.pop_all()
@@ -109,14 +113,11 @@ class _Supervisor:
             hold = None if self._run.all_tracebacks or len(self._run.environments) == 1 else TracebackHold()
             self._streams[rank] = self._stream(self._out, rank, log), self._stream(self._err, rank, log, hold)
             for pipe, stream in zip((process.stdout, process.stderr), self._streams[rank]):
-                self._watch(pipe.fileno(), self._reader(pipe.fileno(), stream, rank))
-            self._watch(process.ended, self._ender(process))
+                self._selector.register(pipe.fileno(), _READABLE, self._reader(pipe.fileno(), stream, rank))
+            self._selector.register(process.ended, _READABLE, self._ender(process))
 
     def _stream(self, screen: Screen, rank: int, log: BinaryIO | None, hold: TracebackHold | None = None) -> RankStream:
         return RankStream(screen, screen.prefix(rank) if self._run.prefix else b"", log=log, hold=hold)
-
-    def _watch(self, fd: int, action: Callable[[], None]) -> None:
-        self._selector.register(fd, selectors.EVENT_READ, action)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -140,6 +141,8 @@ class _Supervisor:
                 for rank in ranks:
                     self._ranks[rank].send(number)
             self._release_held()
+            if (watch := self._watch_for_hangs) is not None:
+                self._err.write("".join(f"gradwire run: {line}\n" for line in watch.check_if_due()).encode())
         self._end_companions()
         pids = [process.pid for process in self._ranks]
         RunReport(self._err, [self._streams[rank][1] for rank in range(len(pids))], self._run.log_dir).show(
@@ -148,10 +151,16 @@ class _Supervisor:
         return shutdown.exit_code
 
     @property
+    def _watch_for_hangs(self) -> HangWatch | None:
+        """Not once the run is ending: ranks that wait for one that has ended are ended soon."""
+        return None if self._shutdown.endings or self._shutdown.stopped_by is not None else self._run.watch
+
+    @property
     def _next_time(self) -> float | None:
         """When to wake up if nothing happens before."""
         held = [self._streams[rank][1].due for rank in self._shutdown.running]
-        return min((time for time in (self._shutdown.next_time, *held) if time is not None), default=None)
+        look = None if self._watch_for_hangs is None else self._watch_for_hangs.next_look - self._began
+        return min((time for time in (self._shutdown.next_time, look, *held) if time is not None), default=None)
 
     def _release_held(self) -> None:
         """A rank that continues after a traceback did not fail with it: show it."""
@@ -235,7 +244,7 @@ class _Supervisor:
                     except ProcessLookupError:
                         continue
                     stack.callback(os.close, fd)
-                    waiting.register(fd, selectors.EVENT_READ)
+                    waiting.register(fd, _READABLE)
             deadline = time.monotonic() + COMPANIONS
             while waiting.get_map() and (left := deadline - time.monotonic()) > 0:
                 for key, _ in waiting.select(left):

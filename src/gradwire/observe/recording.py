@@ -20,6 +20,7 @@ from gradwire.errors import UsageError
 from gradwire.flight_recorder import FlightRecorder, RecordKind
 from gradwire.host import ProcessState, host_identity, process_start
 from gradwire.observe.ring import read_ring
+from gradwire.observe.stacks import StackFile, can_write_stacks, libraries
 
 _lock = threading.Lock()
 _handles: list[Any] = []
@@ -58,6 +59,8 @@ def start(directory: str | os.PathLike[str], *, rank: int | None = None, size: i
             )
             return
         _record_optimizers(rank)
+        if can_write_stacks():
+            _handles.append(StackFile(path.with_suffix(".stacks")))
         flight_recorder.active = recorder
         _set_rank(rank)
 
@@ -67,7 +70,7 @@ def stop() -> None:
     with _lock:
         recorder, flight_recorder.active = flight_recorder.active, None
         for handle in _handles:
-            handle.remove()
+            handle.close() if isinstance(handle, StackFile) else handle.remove()
         _handles.clear()
     if recorder is not None:
         recorder.close()
@@ -111,6 +114,8 @@ def _header(rank: int, size: int) -> dict[str, Any]:
         "clock": _clock(),
         "started": time.monotonic_ns(),
         "started_wall": time.time_ns(),
+        "main_thread": threading.main_thread().ident,
+        "libraries": libraries(),
         "ops": [kind.value for kind in OpKind],
         "python": platform.python_version(),
         "torch": str(torch.__version__),

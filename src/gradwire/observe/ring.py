@@ -14,6 +14,7 @@ from gradwire.flight_recorder import HEADER, MAGIC, PAGE, RECORD, VERSION, Recor
 from gradwire.host import ProcessState, process_state
 
 _UNKNOWN = "?"
+_KINDS = {kind.value: kind for kind in RecordKind}
 
 
 class Record(NamedTuple):
@@ -89,29 +90,116 @@ def read_ring(path: str | os.PathLike[str]) -> Ring:
 
     A record that is being written at this moment is left out, as is what a newer version of gradwire may have added.
     """
-    path = Path(path)
-    data = path.read_bytes()
-    magic, version, size, capacity, length = HEADER.unpack_from(data) if len(data) >= PAGE else (b"", 0, 0, 0, 0)
-    if magic != MAGIC:
-        raise UsageError(f"{path} is not a ring of gradwire's flight recorder.")
-    if version != VERSION or size != RECORD.size or len(data) < PAGE + capacity * size:
-        raise UsageError(
-            f"{path} was written by another version of gradwire (format {version}; this one reads {VERSION})."
-        )
-    header = json.loads(data[HEADER.size : HEADER.size + length])
-    names = _read_names(path)
-    ops = header["ops"]
-    kinds = {kind.value: kind for kind in RecordKind}
-    records = []
-    for slot, fields in enumerate(RECORD.iter_unpack(data[PAGE : PAGE + capacity * size])):
-        number, time, code, op, rank, thread, group, label, *rest = fields
-        kind = kinds.get(code)
-        if kind is None or number % capacity != slot:
-            continue
-        name = ops[op] if kind <= RecordKind.COLLECTIVE_FAILED and op < len(ops) else ""
-        records.append(Record(number, time, kind, name, rank, thread, _name(names, group), _name(names, label), *rest))
-    records.sort()
-    return Ring(path, header, records)
+    with RingFile(Path(path)) as file:
+        records = file.read(0, file.capacity)
+        return Ring(file.path, file.header, sorted(records))
+
+
+class RingFile:
+    """A ring that is open for reading."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            page = os.pread(self._fd, PAGE, 0)
+            magic, version, size, self.capacity, length = (
+                HEADER.unpack_from(page) if len(page) == PAGE else (b"", 0, 0, 0, 0)
+            )
+            if magic != MAGIC:
+                raise UsageError(f"{path} is not a ring of gradwire's flight recorder.")
+            if version != VERSION or size != RECORD.size or os.fstat(self._fd).st_size < PAGE + self.capacity * size:
+                raise UsageError(
+                    f"{path} was written by another version of gradwire (format {version}; this one reads {VERSION})."
+                )
+            self.header: dict[str, Any] = json.loads(page[HEADER.size : HEADER.size + length])
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._names: list[str] = []
+        self._names_read = 0
+
+    def read(self, slot: int, count: int) -> list[Record]:
+        """The valid records in `count` slots from `slot` on, in the order of the slots, which does not wrap."""
+        data = os.pread(self._fd, count * RECORD.size, PAGE + slot * RECORD.size)
+        ops = self.header["ops"]
+        records = []
+        for i, fields in enumerate(RECORD.iter_unpack(data)):
+            number, time, code, op, rank, thread, group, label, *rest = fields
+            kind = _KINDS.get(code)
+            if kind is None or number % self.capacity != slot + i:
+                continue
+            name = ops[op] if kind <= RecordKind.COLLECTIVE_FAILED and op < len(ops) else ""
+            records.append(Record(number, time, kind, name, rank, thread, self._name(group), self._name(label), *rest))
+        return records
+
+    def _name(self, number: int) -> str:
+        if number >= len(self._names):
+            self._read_names()
+        return self._names[number] if number < len(self._names) else _UNKNOWN
+
+    def _read_names(self) -> None:
+        try:
+            with names_path(self.path).open("rb") as file:
+                file.seek(self._names_read)
+                lines = file.read().split(b"\n")[:-1]  # the last one is empty, or half written
+        except FileNotFoundError:
+            return
+        for line in lines:
+            self._names_read += len(line) + 1
+            try:
+                self._names.append(str(json.loads(line)))
+            except ValueError:
+                self._names.append(_UNKNOWN)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def __enter__(self) -> RingFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class RingFollower:
+    """Reads what a rank has written since the last time."""
+
+    _CHUNK = 1024
+
+    def __init__(self, path: Path) -> None:
+        self._file = RingFile(path)
+        self.header = self._file.header
+        self._next = 0
+
+    def poll(self) -> list[Record]:
+        """The records since the last call, as far as they have not been overwritten."""
+        found: list[Record] = []
+        capacity = self._file.capacity
+        for _ in range(2 * (capacity // self._CHUNK + 1)):  # a rank that writes faster than we read must not keep us
+            slot = self._next % capacity
+            records = self._file.read(slot, min(self._CHUNK, capacity - slot))
+            new = [record for record in records if record.number >= self._next]
+            if not new:
+                break
+            if new[0].number >= self._next + capacity:  # overwritten before we came: go on behind the writer
+                self._next = new[-1].number - capacity // 2
+                continue
+            for record in new:
+                if record.number != self._next:
+                    break
+                found.append(record)
+                self._next += 1
+            else:
+                if len(new) == min(self._CHUNK, capacity - slot):
+                    continue
+            break
+        return found
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 def read_rings(directory: str | os.PathLike[str]) -> list[Ring]:
@@ -123,21 +211,3 @@ def read_rings(directory: str | os.PathLike[str]) -> list[Ring]:
             "one, as does gradwire.observe.start(DIR)."
         )
     return sorted((read_ring(path) for path in paths), key=lambda ring: ring.rank)
-
-
-def _read_names(path: Path) -> list[str]:
-    try:
-        lines = names_path(path).read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
-    names = []
-    for line in lines[:-1]:  # the last one is empty, or half written
-        try:
-            names.append(str(json.loads(line)))
-        except ValueError:
-            names.append(_UNKNOWN)
-    return names
-
-
-def _name(names: list[str], number: int) -> str:
-    return names[number] if number < len(names) else _UNKNOWN

@@ -382,14 +382,16 @@ def main():
     ranks = [RankProcess(r, [sys.executable, '-S', {str(script)!r}], {{}}, stdin=-3) for r in (0, 1)]
     for rank in ranks:
         os.set_blocking(rank.stdout.fileno(), True)
-        print(rank.stdout.readline().decode(), end='', flush=True)
+        line = rank.stdout.readline().decode()
+        print(line, end='', flush=True)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             rank.send(number)
         if {stopped}:
             rank.send(signal.SIGSTOP)
             # Linux continues stopped processes whose launcher ends, not those that are about to stop.
-            while open(f'/proc/{{rank.pid}}/stat').read().rpartition(')')[2].split()[0] != 'T':
-                time.sleep(0.01)
+            for pid in line.split():
+                while open(f'/proc/{{pid}}/stat').read().rpartition(')')[2].split()[0] != 'T':
+                    time.sleep(0.01)
     os.kill(os.getpid(), 9)
 thread = threading.Thread(target=main)
 thread.start() if {thread} else main()

@@ -263,5 +263,5 @@ def test_a_model_on_a_group_of_its_own_cannot_be_pickled() -> None:
 
 
 def test_without_a_default_group_the_error_says_what_to_do() -> None:
-    with pytest.raises(ValueError, match="Default process group has not been initialized.*pass a group of your own"):
+    with pytest.raises(ValueError, match="Default process group has not been initialized.*pass your own group"):
         DDP(mlp())

@@ -1,0 +1,67 @@
+"""How far each rank has come: a rank's records, folded into what a hang report, a live view and a person need to know. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from gradwire.flight_recorder import RecordKind
+from gradwire.observe.ring import Record
+
+_KEPT_DURATIONS = 100
+_KEPT_RECORDS = 20
+
+
+@dataclass
+class RankProgress:
+    """What is known of one rank."""
+
+    rank: int
+    header: Mapping[str, Any]
+    groups: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By the name of a group: this rank's number in it, and its size."""
+    reached: dict[str, Record] = field(default_factory=dict)
+    """By group: the last collective that was submitted, or finished without having been seen before."""
+    pending: dict[tuple[str, int], Record] = field(default_factory=dict)
+    """By group and sequence number: operations that were submitted and are not over."""
+    durations: dict[tuple[str, str], deque[int]] = field(default_factory=dict)
+    """By group and operation: how long the last ones took."""
+    last: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_RECORDS))
+    """The last records."""
+    step: int = -1
+    """The step that it is in, or was in last."""
+
+    def update(self, records: Iterable[Record]) -> None:
+        """Take new records into account."""
+        for record in records:
+            self.last.append(record)
+            self.step = max(self.step, record.step)
+            kind, key = record.kind, (record.group, record.seq)
+            if kind is RecordKind.GROUP:
+                self.groups[record.group] = record.rank, record.nbytes
+            elif kind is RecordKind.COLLECTIVE_SUBMITTED:
+                self.pending[key] = record
+                self._reach(record)
+            elif kind in (RecordKind.COLLECTIVE_FINISHED, RecordKind.COLLECTIVE_FAILED):
+                self.pending.pop(key, None)
+                self._reach(record)
+                if kind is RecordKind.COLLECTIVE_FINISHED:
+                    of_this = self.durations.setdefault((record.group, record.op), deque(maxlen=_KEPT_DURATIONS))
+                    of_this.append(record.duration)
+
+    def _reach(self, record: Record) -> None:
+        known = self.reached.get(record.group)
+        if record.ordinal and (known is None or record.ordinal > known.ordinal):
+            self.reached[record.group] = record
+
+    def usual_duration(self, record: Record) -> float:
+        """The median of what operations like this one took here lately, in seconds; 0 if there were none."""
+        durations = self.durations.get((record.group, record.op))
+        return median(durations) / 1e9 if durations else 0.0
+
+    def oldest_pending(self) -> Record | None:
+        """The operation that has been under way for longest."""
+        return min(self.pending.values(), key=lambda record: record.time, default=None)

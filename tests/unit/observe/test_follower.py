@@ -1,0 +1,54 @@
+"""Following a ring while it is written."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwire.flight_recorder import FlightRecorder, RecordKind
+from gradwire.observe.ring import RingFollower
+
+HEADER = {"rank": 0, "ops": []}
+
+
+@pytest.fixture
+def recorder(tmp_path):
+    recorder = FlightRecorder(tmp_path / "rank-0.ring", header=HEADER, capacity=2048)
+    yield recorder
+    recorder.close()
+
+
+@pytest.fixture
+def follower(recorder):
+    follower = RingFollower(recorder.path)
+    yield follower
+    follower.close()
+
+
+def write(recorder, start, stop):
+    for number in range(start, stop):
+        recorder.put(RecordKind.MARK, 0, label=f"mark {number % 5}", seq=number)
+
+
+@pytest.mark.parametrize(
+    "portions", [[0], [1], [3, 4, 0, 5], [1024], [1023, 2], [2048], [2000, 100, 2048, 1], [700] * 9]
+)
+def test_every_record_is_read_once(recorder, follower, portions):
+    done = 0
+    for portion in portions:
+        write(recorder, done, done + portion)
+        assert [(r.seq, r.label) for r in follower.poll()] == [
+            (n, f"mark {n % 5}") for n in range(done, done + portion)
+        ]
+        assert follower.poll() == []
+        done += portion
+
+
+def test_a_reader_that_was_overtaken_goes_on_with_what_is_there(recorder, follower):
+    write(recorder, 0, 100)
+    follower.poll()
+    write(recorder, 100, 10_000)
+    found = [record.seq for record in follower.poll()]
+    assert found == list(range(found[0], 10_000))
+    assert len(found) >= 1024
+    write(recorder, 10_000, 10_010)
+    assert [record.seq for record in follower.poll()] == list(range(10_000, 10_010))

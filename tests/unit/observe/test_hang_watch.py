@@ -1,0 +1,190 @@
+"""Hangs of real processes, seen from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from gradwire.cli import main
+from gradwire.host import ProcessState, process_start, process_state
+from gradwire.observe.hang_watch import HangWatch
+from gradwire.observe.stacks import parse_stacks
+
+RANK = """
+import os, re, sys
+import torch
+from gradwire import flight_recorder, observe
+from gradwire.groups.ledger import Ledger
+from gradwire.groups.work import Work
+from gradwire.collectives import all_reduce
+
+directory, rank, what = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+observe.start(directory, rank=rank, size=2)
+ledger = Ledger(name="world", rank=rank, size=2)
+
+def submit():
+    work = Work(all_reduce(torch.ones(3)), ledger, seq=ledger.next_seq(), timeout=100)
+    ledger.submitted(work)
+    return work
+
+submit().finish()
+
+def python_loop():
+    print("ready", flush=True)
+    while True:
+        pass
+
+def c_loop():
+    print("ready", flush=True)
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+def blocked():
+    print("ready", flush=True)
+    os.read(os.pipe()[0], 1)
+
+if what == "waits":
+    work = submit()
+    print("ready", flush=True)
+    work.finish() if sys.stdin.readline() == "finish\\n" else work.fail(RuntimeError("lost"))
+    print("over", flush=True)
+    sys.stdin.readline()
+{"python_loop": python_loop, "c_loop": c_loop, "blocked": blocked, "stopped": blocked, "killed": blocked}[what]()
+"""
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """Start ranks that do what is asked; they are killed at the end."""
+    script = tmp_path / "rank.py"
+    script.write_text(textwrap.dedent(RANK))
+    started = []
+
+    def start(*what):
+        for rank, word in enumerate(what):
+            command = [sys.executable, str(script), str(tmp_path / "run"), str(rank), word]
+            started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        for process in started:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        return started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate(timeout=60)
+
+
+def wait_for(process, state):
+    deadline = time.monotonic() + 60
+    while process_state(process.pid) is not state:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def watch(tmp_path):
+    watch = HangWatch(tmp_path / "run", deadline=0.0)
+    yield watch
+    watch.close()
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("python_loop", r"running\): it is in user code: python_loop\(\) at .*rank.py:\d+"),
+        ("c_loop", r"running\): it is in user code: c_loop\(\) at .*rank.py:\d+"),
+        ("blocked", r"sleeping\): it is in user code: blocked\(\) at .*rank.py:\d+"),
+        ("stopped", r"stopped\): its process is stopped"),
+        ("killed", r"gone\): its process has ended"),
+    ],
+)
+def test_the_rank_that_does_not_come_is_named(ranks, watch, tmp_path, what, words):
+    waiting, culprit = ranks("waits", what)
+    if what == "blocked":
+        wait_for(culprit, ProcessState.SLEEPING)
+    elif what == "stopped":
+        culprit.send_signal(signal.SIGSTOP)
+        wait_for(culprit, ProcessState.STOPPED)
+    elif what == "killed":
+        culprit.kill()
+        culprit.wait()
+    report = watch.check()
+    assert "rank 0 has waited for" in report[0]
+    assert "all_reduce (operation #1 of world, 12 bytes)" in report[0]
+    assert re.search(rf"rank 1 \(process {culprit.pid}, {words}", report[1]), report
+    assert watch.check() == []  # said once
+    saved = json.loads((tmp_path / "run" / "hang-1.json").read_text())
+    assert (saved["waiting"], saved["missing"], saved["suspects"][0]["rank"]) == ([0], [1], 1)
+    assert waiting.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("end", "words"), [("finish", ["all_reduce (operation #1 of world) is over: ranks go on"]), ("fail", [])]
+)
+def test_the_end_of_a_hang_is_said_too_unless_it_is_an_error(ranks, watch, end, words):
+    waiting, _ = ranks("waits", "blocked")
+    assert len(watch.check()) >= 2
+    assert waiting.stdin is not None
+    waiting.stdin.write(f"{end}\n")
+    waiting.stdin.flush()
+    assert waiting.stdout is not None
+    assert waiting.stdout.readline() == "over\n"
+    assert watch.check() == words
+    assert watch.check() == []
+
+
+def test_a_directory_without_rings_says_nothing(watch):
+    assert watch.check() == []
+
+
+def test_threads_of_other_kinds_of_text_are_read():
+    text = """Thread 0x0000000000000002 [lane] (most recent call first):
+  File "/a b.py", line 12 in f
+  File "/c.py", line ??? in <module>
+
+Current thread 0x0000000000000001 (most recent call first):
+  File "/d.py", line 3 in g
+"""
+    main, other = parse_stacks(text, main=1)
+    assert [str(frame) for frame in main.frames] == ["g() at /d.py:3"]
+    assert [str(frame) for frame in other.frames] == ["f() at /a b.py:12", "<module>() at /c.py:0"]
+
+
+def test_the_state_of_a_process():
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
+        start = process_start(process.pid)
+        assert start
+        assert process_state(process.pid, start) in (ProcessState.RUNNING, ProcessState.SLEEPING)
+        assert process_state(process.pid, start + "1") is ProcessState.GONE  # another process has the number now
+        process.communicate()
+    assert process_state(process.pid) is ProcessState.GONE
+
+
+def test_inspect_shows_where_every_rank_is(ranks, tmp_path, capsys):
+    waiting, culprit = ranks("waits", "python_loop")
+    for named in (str(tmp_path / "run"), str(culprit.pid)):
+        assert main(["inspect", named]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith(f"rank 0 (process {waiting.pid}): sleeping, at <module>() at ")
+        assert re.fullmatch(r"    for [\d.]+ s in all_reduce \(operation #1 of world, 12 bytes\)", lines[1])
+        assert lines[2].startswith(f"rank 1 (process {culprit.pid}): running, at python_loop() at ")
+        assert "it is in user code: python_loop()" in lines[5]
+    assert main(["inspect", "--stacks", str(tmp_path / "run")]) == 0
+    assert "    main thread:" in capsys.readouterr().out.splitlines()
+
+
+def test_inspect_refuses_what_is_not_recorded(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "no flight recorder" in capsys.readouterr().err
+    assert main(["inspect", str(os.getpid())]) == 2
+    assert "is not recorded" in capsys.readouterr().err
+    assert main(["inspect", "999999999"]) == 2
+    assert "999999999" in capsys.readouterr().err

@@ -1,0 +1,150 @@
+"""Which rank is to blame for a hang: a table of situations."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwire.flight_recorder import RecordKind as K
+from gradwire.host import ProcessState
+from gradwire.observe.hangs import Cause, find_suspects, find_waiting, report_lines
+from gradwire.observe.progress import RankProgress
+from gradwire.observe.stacks import Frame, Stack
+
+S = 1_000_000_000
+LIBRARIES = ["/lib/", "/src/gradwire/"]
+
+
+@pytest.fixture
+def rank(record):
+    """A rank of a group of three that has finished collectives 1 to `finished`, and has submitted those in `pending`."""
+
+    def make(number, *, finished=0, pending=(), took=S // 100, op="all_reduce", nbytes=4, group="world", at=0):
+        header = {"pid": 100 + number, "process_start": "", "libraries": LIBRARIES}
+        progress = RankProgress(number, header)
+        progress.update([record(K.GROUP, 0, group=group, rank=number, nbytes=3)])
+        facts = {"op": op, "group": group, "rank": number, "nbytes": nbytes}
+        for n in range(1, finished + 1):
+            progress.update([record(K.COLLECTIVE_FINISHED, at, seq=n, ordinal=n, duration=took, **facts)])
+        facts |= {"step": 7, "bucket": 1, "label": "bucket 1"}
+        for n in pending:
+            progress.update([record(K.COLLECTIVE_SUBMITTED, at, seq=n, ordinal=n, **facts)])
+        return progress
+
+    return make
+
+
+def suspects_of(ranks, waiting, states=None, stacks=None):
+    states, stacks = states or {}, stacks or {}
+    return find_suspects(
+        waiting,
+        {rank.rank: rank for rank in ranks},
+        state=lambda rank: states.get(rank.rank, ProcessState.SLEEPING),
+        stacks=lambda rank: stacks.get(rank.rank, []),
+    )
+
+
+def test_ranks_that_have_not_submitted_it_are_missing(rank):
+    ranks = [rank(0, finished=4, pending=[5]), rank(1, finished=4), rank(2, finished=4, pending=[5])]
+    waiting = find_waiting(ranks, 6 * S)
+    assert waiting is not None
+    assert (waiting.ranks, waiting.missing, waiting.members) == ((0, 2), (1,), (0, 1, 2))
+    assert (waiting.seconds, waiting.record.ordinal) == (6.0, 5)
+
+
+def test_a_rank_that_has_never_submitted_anything_is_missing(rank):
+    waiting = find_waiting([rank(0, pending=[1]), rank(1), rank(2, pending=[1])], 6 * S)
+    assert waiting is not None
+    assert waiting.missing == (1,)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "took", "deadline", "found"),
+    [
+        (4.9, 0.01, 5.0, False),
+        (5.1, 0.01, 5.0, True),
+        (9.0, 1.0, 5.0, False),  # ten times the usual is 10 s
+        (10.1, 1.0, 5.0, True),
+        (1.1, 0.01, 1.0, True),
+    ],
+)
+def test_the_deadline_is_the_larger_of_two(rank, seconds, took, deadline, found):
+    ranks = [rank(0, finished=3, pending=[4], took=int(took * S)), rank(1, finished=3)]
+    assert (find_waiting(ranks, int(seconds * S), deadline=deadline) is not None) == found
+
+
+def test_nothing_hangs_where_nothing_is_pending(rank):
+    assert find_waiting([rank(0, finished=9), rank(1, finished=8)], 1000 * S) is None
+
+
+def test_groups_of_the_same_name_are_not_compared(rank, record):
+    ranks = [rank(0, pending=[1]), rank(1)]
+    ranks[1].update([record(K.GROUP, 0, group="world", rank=0, nbytes=3)])
+    assert find_waiting(ranks, 60 * S) is None
+
+
+USER = Frame("/home/me/train.py", 31, "spin")
+LOADER = Frame("/lib/torch/utils/data/dataloader.py", 9, "__next__")
+PUMP = Frame("/src/gradwire/hooks/pump.py", 9, "pump")
+WAIT = Frame("/src/gradwire/groups/work.py", 9, "wait")
+
+
+@pytest.mark.parametrize(
+    ("state", "stacks", "cause", "where"),
+    [
+        (ProcessState.GONE, [], Cause.DEAD, None),
+        (ProcessState.STOPPED, [], Cause.STOPPED, None),
+        (ProcessState.RUNNING, [Stack(1, (USER,))], Cause.USER_CODE, USER),
+        (ProcessState.SLEEPING, [Stack(1, (LOADER, USER))], Cause.DATA_LOADER, USER),
+        (ProcessState.SLEEPING, [Stack(1, (USER, PUMP, LOADER))], Cause.HOOK, USER),
+        (ProcessState.SLEEPING, [Stack(1, (WAIT, USER)), Stack(2, (USER, PUMP))], Cause.HOOK, USER),
+        (ProcessState.SLEEPING, [Stack(1, (WAIT, PUMP, USER))], Cause.USER_CODE, USER),
+        (ProcessState.SLEEPING, [], Cause.UNKNOWN, None),
+    ],
+)
+def test_what_the_missing_rank_does(rank, state, stacks, cause, where):
+    ranks = [rank(0, pending=[1]), rank(1), rank(2, pending=[1])]
+    waiting = find_waiting(ranks, 6 * S)
+    assert waiting is not None
+    [suspect] = suspects_of(ranks, waiting, {1: state}, {1: stacks})
+    assert (suspect.rank, suspect.pid, suspect.cause, suspect.where) == (1, 101, cause, where)
+    assert cause.value in "\n".join(report_lines(waiting, [suspect]))
+
+
+def test_a_rank_that_waits_elsewhere(rank, record):
+    ranks = [rank(0, finished=4, pending=[5]), rank(1, finished=4), rank(2, finished=4, pending=[5])]
+    other = record(K.COLLECTIVE_SUBMITTED, 0, op="barrier", group="side", seq=2, ordinal=3, label="epoch")
+    ranks[1].update([other])
+    waiting = find_waiting(ranks, 6 * S)
+    assert waiting is not None
+    [suspect] = suspects_of(ranks, waiting)
+    assert (suspect.rank, suspect.cause) == (1, Cause.OTHER_COLLECTIVE)
+    assert "barrier 'epoch' (operation #2 of side" in suspect.doing
+
+
+def test_a_different_collective(rank):
+    ranks = [rank(0, pending=[1]), rank(1, pending=[1], nbytes=8), rank(2, pending=[1])]
+    waiting = find_waiting(ranks, 6 * S)
+    assert waiting is not None
+    assert waiting.missing == ()
+    [suspect] = suspects_of(ranks, waiting)
+    assert (suspect.rank, suspect.cause) == (1, Cause.DIFFERENT)
+    assert "8 bytes" in suspect.doing
+
+
+def test_a_rank_that_is_stopped_in_the_middle_of_it(rank):
+    ranks = [rank(n, pending=[1]) for n in range(3)]
+    waiting = find_waiting(ranks, 6 * S)
+    assert waiting is not None
+    [suspect] = suspects_of(ranks, waiting, {2: ProcessState.STOPPED})
+    assert (suspect.rank, suspect.cause) == (2, Cause.STOPPED)
+
+
+def test_nobody_is_to_blame(rank):
+    ranks = [rank(n, pending=[1]) for n in range(3)]
+    waiting = find_waiting(ranks, 6 * S)
+    assert waiting is not None
+    assert suspects_of(ranks, waiting) == []
+    assert report_lines(waiting, []) == [
+        "ranks 0-2 have waited for 6.0 s in all_reduce 'bucket 1' (operation #1 of world, 4 bytes of step 7, bucket 1)",
+        "  all ranks have submitted it: the engine or the link is slow or stuck",
+    ]
