@@ -52,6 +52,35 @@ def test_classes_are_small() -> None:
     assert large <= TORCHS_OWN | {"Group"}
 
 
+def parameters(function: ast.FunctionDef) -> int:
+    every = function.args.posonlyargs + function.args.args + function.args.kwonlyargs
+    return sum(one.arg not in ("self", "cls") for one in every)
+
+
+def test_functions_have_few_parameters() -> None:
+    """Other than compiled loops and kernels, which take numbers only, and calls that users make with keywords."""
+    compiled = {"gradwire.hooks.compressors.quantized.kernels", "gradwire.hooks.compressors.quantized.loops"}
+    many = {
+        (name, node.name)
+        for name, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and parameters(node) > 6 and name not in compiled
+    }
+    assert many <= {
+        ("gradwire.flight_recorder", "put"),
+        ("gradwire.groups.hierarchical.group", "__init__"),
+        ("gradwire.groups.hierarchical.group", "discover"),
+        ("gradwire.groups.shared_memory.group", "__init__"),
+        ("gradwire.hooks.periodic.diloco", "streaming_diloco"),
+        ("gradwire.parallel.ddp", "__init__"),
+        ("gradwire.parallel.replicate", "replicate"),
+        ("gradwire.testing.laws", "check_hook"),
+        ("gradwire.testing.pool.pool", "run"),
+        ("gradwire.testing.ranks", "run_ranks"),
+        ("gradwire.testing.simulate", "simulate"),
+    }
+
+
 def differ_by_one_letter(a: str, b: str) -> bool:
     if len(a) == len(b):
         return sum(x != y for x, y in zip(a, b, strict=True)) == 1
