@@ -1,4 +1,4 @@
-"""gradwire's DistributedDataParallel against torch's: after 20 steps, the same bits in every parameter.
+"""gradwire's DistributedDataParallel against torch's: after 20 steps, every parameter is bitwise equal.
 
 One world per size trains every model with every set of flags, first on torch's class, then on ours.
 """
@@ -43,7 +43,7 @@ def image_batch(data: torch.Generator, step: int, rank: int) -> tuple[Any, ...]:
 
 
 class Transformer(nn.Module):
-    """Two blocks, and one matrix for the words going in and coming out."""
+    """Two blocks, with tied input and output embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def trained(torch_world: Callable[..., Any]) -> Callable[[int], list[dict[Any, A
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
-    """The names of what differs, by so much as a bit."""
+    """The names of what is not bitwise equal."""
     return [name for name in a.keys() | b.keys() if name not in a or name not in b or not torch.equal(a[name], b[name])]
 
 
@@ -219,7 +219,7 @@ ON_SHARED_MEMORY = {
 
 @pytest.fixture(scope="module")
 def over_shared_memory() -> list[dict[Any, Any]]:
-    """What was trained, and whether every bucket lies in memory that all ranks can reach, on each rank."""
+    """What was trained, and whether every bucket is in memory that all ranks can reach, on each rank."""
 
     def rank_main(group: Any) -> dict[Any, Any]:
         torch.set_num_threads(1)
@@ -247,5 +247,5 @@ def test_over_shared_memory_the_same_bits_and_nothing_is_copied(
 
 @pytest.fixture(scope="module")
 def _convolution_opened_its_file() -> None:
-    """The first convolution makes oneDNN open a file that it keeps for life: nobody's leftover."""
+    """The first convolution makes oneDNN open a file that it never closes: not a leftover of the test."""
     convolutional()(torch.zeros(2, 3, 8, 8)).sum().backward()

@@ -1,4 +1,4 @@
-"""torch.set_default_device decides where users' tensors are made, and not where gradwire makes its own."""
+"""torch.set_default_device determines where users' tensors are made, not where gradwire makes its own."""
 
 from __future__ import annotations
 

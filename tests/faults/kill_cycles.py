@@ -1,7 +1,7 @@
 """Groups of two processes, of which one or both are killed at a random moment: `kill_cycles.py DIRECTORY CYCLES SEED`.
 
 A program of its own, because processes that have imported torch are started by forking one that has, and that has no thread.
-Prints one line of JSON: how many cycles there were, what survivors heard, and what went wrong.
+Prints one line of JSON: how many cycles there were, which errors survivors got, and what went wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gradwire.groups import SharedMemoryGroup
 from gradwire.groups.shared_memory.fold import CompiledFold
 
 PATIENCE = 1.5
-"""Seconds until a rank gives up waiting for one that was killed before it came."""
+"""Seconds until a rank stops waiting for one that was killed before it joined."""
 
 DEATH, DEADLINE, REFUSED, WRONG = 10, 11, 12, 13
 HEARD = {DEATH: "death", DEADLINE: "deadline", REFUSED: "refused", -signal.SIGKILL: "killed"}

@@ -1,6 +1,6 @@
-"""Every way in which a communication hook can break its contract: who hears what, that nobody hangs, and that it is over.
+"""Every way in which a communication hook can break its contract: which error each rank gets, that no rank hangs, and recovery.
 
-One model goes through all violations, one after another. After each, all ranks train a step with the right gradients.
+One model goes through all violations, one after another. After each, all ranks train a step with correct gradients.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def raise_own() -> Any:
 
 @dataclass(frozen=True)
 class Violation:
-    """What the hook does in place of reducing, and what its rank hears."""
+    """What the hook does instead of reducing, and the error that its rank gets."""
 
     act: Callable[[Any], Any]
     error: type[Exception]
@@ -97,7 +97,7 @@ NEVER = Violation(lambda b: Future(), CollectiveTimeout, f"its Future was not co
 
 
 class Faulty:
-    """A hook that reduces, unless it is told to break its contract."""
+    """A hook that reduces, unless it is set to break its contract."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -118,7 +118,7 @@ def batch(group: Group) -> Tensor:
 
 
 def trains_rightly(ddp: DDP, group: Group) -> None:
-    """Two steps with the mean over ranks, which every rank can work out for itself."""
+    """Two steps with the mean over ranks, which every rank can compute by itself."""
     for _ in range(2):
         ddp.zero_grad()
         ddp(batch(group)).sum().backward()
@@ -128,7 +128,7 @@ def trains_rightly(ddp: DDP, group: Group) -> None:
 
 
 def wait_for_failure(group: Group) -> None:
-    """Return when this rank has been told that another rank's step has failed."""
+    """Return when this rank has detected that another rank's step has failed."""
     with pytest.raises(GroupError):
         while True:
             group.check_peers()
@@ -137,7 +137,7 @@ def wait_for_failure(group: Group) -> None:
 
 @dataclass(frozen=True)
 class Heard:
-    """What one rank heard of a violation."""
+    """The error that one rank got for a violation."""
 
     kind: str
     is_group_error: bool
@@ -149,7 +149,7 @@ class Heard:
 
 
 def violate(ddp: DDP, hook: Faulty, group: Group, violation: Violation, culprits: tuple[int, ...]) -> Heard:
-    group.barrier()  # all have finished what was before; then the fault is nobody else's
+    group.barrier()  # all have finished what was before, so the fault hits no other step
     hook.violation, hook.fired = (violation if group.rank in culprits else None), 0
     started = time.perf_counter()
     with pytest.raises(Exception) as caught:
@@ -178,7 +178,7 @@ def through_all(group: Group, violations: dict[str, Violation], culprits: tuple[
 
 
 def check(heard: Heard, violation: Violation, rank: int, culprits: tuple[int, ...]) -> None:
-    """A rank that broke the contract hears its own error, unless another's reached it first; all others a GroupError."""
+    """A rank that broke the contract gets its own error, unless another's reached it first; all others get a GroupError."""
     if rank not in culprits:
         assert heard.fired == 0
         assert heard.is_group_error, heard
@@ -200,7 +200,7 @@ CULPRITS = {"all ranks": (0, 1), "only rank 1": (1,)}
 
 @pytest.fixture(scope="module", params=[(kind, who) for kind in KINDS for who in CULPRITS], ids=" ".join)
 def story(request: pytest.FixtureRequest) -> Any:
-    """What every rank heard of every violation, in one world; and who the culprits were."""
+    """The errors that every rank got for every violation, in one world; and the culprits."""
     kind, who = request.param
     culprits = CULPRITS[who]
     heard = run_ranks(lambda group: through_all(group, VIOLATIONS, culprits), 2, kind=kind)
@@ -225,7 +225,7 @@ def test_a_future_that_is_never_completed_is_given_up(kind: str, who: str) -> No
         return through_all(group, {"never": NEVER}, culprits)["never"]
 
     heard = run_ranks(rank_main, 2, kind=kind, wrap=lambda group: Deadline(group, seconds=SECONDS))
-    # Where both wait for a Future of their own, one gives up first, and the other may hear of that before it does.
+    # If both wait for their own Future, one times out first, and the other may get its abort before it times out too.
     first = next(rank for rank in culprits if heard[rank].expected)
     for rank in range(2):
         gave_up = rank == first or (rank in culprits and heard[rank].expected)
@@ -254,7 +254,7 @@ def test_every_kind_of_graph_recovers_from_every_violation(flags: dict[str, Any]
 
 @pytest.mark.filterwarnings("ignore:rank 0 had finished step 0")
 def test_a_rank_that_finished_the_step_goes_on_with_the_others() -> None:
-    """The culprit reduces, and only then hands back what it must not: the other's step is done by then.
+    """The culprit reduces, and only then returns something invalid: the other's step is done by then.
 
     To raise in its next step would leave the ranks a step apart; it is warned, and both make the next step together.
     """
@@ -349,7 +349,7 @@ def generated_story(group: Group, collectives: int | None) -> dict[str, tuple[bo
             wait_for_failure(group)
         fault[0] = None
         trains_rightly(ddp, group)
-        # Where the fault came after the collective, the other rank's step was done: it was warned before its next.
+        # If the fault was after the collective, the other rank's step was done: it got a warning before its next.
         heard.setdefault(name, (True, str(ddp.replica.reducer.iterations.last_error)))
     return heard
 
@@ -381,7 +381,7 @@ def test_a_reduction_left_over_from_a_failed_step_does_not_reach_the_recovered_g
             held.set()
             threading.Event().wait(
                 0.3
-            )  # at work, as a hook that computes is, while the caller goes on to its next step
+            )  # busy, like a hook that computes, while the caller continues with its next step
 
     def rank_main(group: Group) -> None:
         ddp = DDP(nn.Linear(4, 2), process_group=group, bucket_cap_mb_list=[0.00001])

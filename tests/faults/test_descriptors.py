@@ -1,4 +1,4 @@
-"""A rank that has no file descriptor left cannot look at its peers' processes; it must not take them for dead."""
+"""A rank that has no file descriptors left cannot inspect its peers' processes; it must not take them for dead."""
 
 from __future__ import annotations
 

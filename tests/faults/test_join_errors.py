@@ -51,7 +51,7 @@ def train(ddp: DDP, rank: int, batches: int, place: str = "") -> None:
 
 
 def fail_and_go_on(ddp: DDP, group: Group, place: str) -> tuple[str, float]:
-    """What this rank was told, and the gradient of a step after that."""
+    """The error that this rank got, and the gradient of a step after that."""
     batches = 1 if group.rank == 0 else 5  # rank 0 has run out of inputs when rank 1 fails
     with pytest.raises((ValueError, gw.GroupAborted)) as caught:
         train(ddp, group.rank, batches, place)

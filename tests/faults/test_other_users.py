@@ -154,7 +154,7 @@ def loopback_only(*pids: int) -> bool:
 
 @needs_root
 def test_a_private_socket_accepts_its_own_user_only(tmp_path: Path) -> None:
-    """Even where somebody has opened the directory."""
+    """Even if the directory was opened to others."""
     tmp_path.chmod(0o700)
     with PrivateListener(tmp_path, backlog=2) as listener:
 
@@ -169,7 +169,7 @@ def test_a_private_socket_accepts_its_own_user_only(tmp_path: Path) -> None:
                 return type(error).__name__
 
         assert as_nobody(knock) == "PermissionError"
-        for path in (tmp_path, *tmp_path.parents[:3]):  # as if somebody had opened the way
+        for path in (tmp_path, *tmp_path.parents[:3]):  # as if the directories had been opened to others
             if "pytest" in str(path):
                 path.chmod(0o755)
         (tmp_path / "socket").chmod(0o777)
@@ -366,7 +366,7 @@ STORE_SCRIPT = """
     import gradwire as gw
 
     folder, way = sys.argv[1:]
-    if way == "back end":
+    if way == "backend":
         gw.register_backend()
         dist.init_process_group("gradwire")
         group = gw.from_process_group()
@@ -400,13 +400,13 @@ def start_ranks(way: str, folder: Path) -> list[subprocess.Popen[str]]:
     port = free.port
     del free
     environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if way == "by hand, with LOCAL_WORLD_SIZE":
+    if way == "manual, with LOCAL_WORLD_SIZE":
         environ |= {"LOCAL_WORLD_SIZE": "2"}
     return [subprocess.Popen(command, env=environ | {"RANK": str(rank)}, **pipes) for rank in range(2)]
 
 
 @needs_root
-@pytest.mark.parametrize("way", ["gradwire run", "torchrun", "by hand", "by hand, with LOCAL_WORLD_SIZE", "back end"])
+@pytest.mark.parametrize("way", ["gradwire run", "torchrun", "manual", "manual, with LOCAL_WORLD_SIZE", "backend"])
 def test_another_user_cannot_end_a_job_through_a_store(way: str, tmp_path: Path) -> None:
     started = start_ranks(way, tmp_path)
     try:

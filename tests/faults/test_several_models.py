@@ -1,4 +1,4 @@
-"""Several models on one group: the one that comes first recovers from a failed step of another, and one iteration is lost."""
+"""Several models on one group: the first to be used recovers from a failed step of another, and one iteration is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`abort()` in a signal handler, at any moment: nothing hangs, everybody is told, and the group recovers."""
+"""`abort()` in a signal handler, at any moment: nothing hangs, every rank gets the error, and the group recovers."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class AfterLines:
 
 @pytest.mark.parametrize("wrap", [lambda group: group, NanCheck], ids=["bare", "NanCheck"])
 def test_abort_at_every_line_of_an_operation(wrap: Any) -> None:
-    """The operation succeeds or fails with the abort, and whoever waits again is told the same."""
+    """The operation succeeds or fails with the abort, and a second wait has the same outcome."""
     fired = 0
     for n in range(1, 10_000):
         a, b = (wrap(group) for group in ThreadGroup.world(2, timeout=30))
@@ -140,7 +140,7 @@ def rank_interrupted(group: Group) -> tuple[bool, list[float]]:
             interrupted = True
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         side.barrier()
-        # What is in flight still is settled by the others; what this rank has broken off is not in flight any more.
+        # What is still in flight is settled by the others; what this rank has aborted is no longer in flight.
         until = time.monotonic() + 30
         joined = threading.Event()
         for work in list(group.ledger.pending.values()):

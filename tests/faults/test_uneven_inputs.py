@@ -1,4 +1,4 @@
-"""A rank that has one batch more than the others is told what to do about it."""
+"""A rank that has one batch more than the others gets an error with advice."""
 
 from __future__ import annotations
 

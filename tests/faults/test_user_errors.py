@@ -1,4 +1,4 @@
-"""Exceptions of the user's own in a step: every rank hears of each once, in the same iteration, and goes on with right gradients.
+"""User exceptions in a step: every rank raises each once, in the same iteration, and continues with correct gradients.
 
 The input of an iteration is its number plus the rank, so a gradient shows which iterations of the ranks were averaged.
 """
@@ -89,7 +89,7 @@ def train(
     by_function: bool = False,
     **flags: Any,
 ) -> list[str]:
-    """What came of each iteration; `faults` gives by iteration the rank that fails and where."""
+    """The outcome of each iteration; `faults` maps iterations to the rank that fails and where."""
     model = Model(buffer=buffer)
     ddp: Any = replicate(model, group=group) if by_function else DDP(model, process_group=group, **flags)
     if hook is not None:
@@ -223,7 +223,7 @@ def test_an_exception_between_forward_and_backward_that_is_reported(kind: str) -
                 loss.backward()
             except Exception as error:
                 ddp.step_failed(error)
-                ddp.step_failed(error)  # that is known already
+                ddp.step_failed(error)  # already reported
                 story.append(f"{type(error).__name__}: {error}")
             else:
                 story.append(f"{model.first.weight.grad.item():g}")

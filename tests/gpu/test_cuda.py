@@ -73,7 +73,7 @@ def test_completion_is_noticed_on_the_host(nccl: Group) -> None:
 @pytest.mark.parametrize("noticed", [False, True], ids=["waited for", "noticed"])
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM], ids=lambda op: op.name)
 def test_gloo_follows_the_streams_of_its_callers(op: ReduceOp, noticed: bool) -> None:
-    """What is sent is made late on one stream, and what comes is read on another, whichever thread has to do with it."""
+    """Inputs are computed late on one stream, and results are read on another, whichever threads are involved."""
     from torch._C._distributed_c10d import HashStore
 
     store, count = HashStore(), 1 << 20
@@ -87,7 +87,7 @@ def test_gloo_follows_the_streams_of_its_callers(op: ReduceOp, noticed: bool) ->
                     torch.cuda._sleep(50_000_000)
                     t = torch.full((count,), float(rank + 1 + step), device="cuda")
                     work = group.all_reduce(t, op, async_op=True, **factor)
-                    if noticed:  # by another thread, before anybody waits
+                    if noticed:  # by another thread, before any wait
                         over = threading.Event()
                         work.add_done_callback(lambda _, over=over: over.set())
                         assert over.wait(20)
@@ -181,5 +181,5 @@ def _refused(group: Group) -> str:
 
 
 def test_thread_ranks_cannot_share_a_device() -> None:
-    """The engine has one thread per device: a rank that waits in it would keep the others from ever coming."""
+    """The engine has one thread per device: a rank that waits in it would block the others forever."""
     assert all("one thread per CUDA device" in text for text in run_ranks(_refused, 2, kind="threads"))

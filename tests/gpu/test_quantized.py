@@ -1,4 +1,4 @@
-"""The Triton codec against torch operations, bit for bit, and how quick it is. Skipped where there is no CUDA device."""
+"""The Triton codec against torch operations, bit for bit, and its speed. Skipped where there is no CUDA device."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_triton_gives_the_bits_of_eager(kernels, bits: int, block: int, rows: in
 
 
 def test_rows_of_more_bytes_than_32_bits_count(kernels) -> None:  # type: ignore[no-untyped-def]
-    """Two rows of 2 ** 31 bytes of codes and a little more. What lies at the end of each comes back, and so does their sum."""
+    """Two rows of 2 ** 31 bytes of codes and a little more. The end of each survives the round trip, and so does their sum."""
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GiB of free device memory")
     row = 2**31 + 8192

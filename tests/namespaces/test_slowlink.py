@@ -1,4 +1,4 @@
-"""`gradwire lab slowlink` on real hosts: the link is as slow as it was asked to be, and its bytes are counted."""
+"""`gradwire lab slowlink` on real hosts: the link is as slow as requested, and its bytes are counted."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def train(group: Group) -> dict[str, Any]:
 
 
 def survive(group: Group) -> tuple[str, int | None, float]:
-    """The last rank dies; the others say what they are told."""
+    """The last rank dies; the others return the error they get."""
     group.barrier()
     if group.rank == SIZE - 1:
         os.kill(os.getpid(), signal.SIGKILL)

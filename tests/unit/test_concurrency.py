@@ -1,4 +1,4 @@
-"""A worker does its jobs in order, off the caller's thread, and ends when stopped; a weak callback keeps nothing alive."""
+"""A worker runs its jobs in order, off the caller's thread, and ends when stopped; a weak callback keeps nothing alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handles, callbacks and the emitter: what may be removed when, and what a listener that raises can disturb."""
+"""Handles, callbacks and the emitter: what may be removed when, and what a listener that raises affects."""
 
 from __future__ import annotations
 

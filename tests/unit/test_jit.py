@@ -1,4 +1,4 @@
-"""Loops compiled where numba is, and the way without it."""
+"""Loops compiled by numba, and the path without it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradwire import jit
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """Whether numba is there is found out once per process; these tests change the answer."""
+    """Whether numba is available is cached per process; these tests change it."""
     jit._njit.cache_clear()
     yield
     jit._njit.cache_clear()

@@ -11,7 +11,7 @@ Note [What the walk cannot see]
     less than the walk finds.
 
 Note [Marks]
-    So where a backward has to be told whose it is, the nodes of a model's outputs are marked as well: a dict that torch keeps
+    So where a backward must be assigned to its model, the nodes of a model's outputs are marked as well: a dict that torch keeps
     for every node, and frees with it, holds a weak reference to the owner.
 """
 
@@ -75,7 +75,7 @@ def reaches_mark(outputs: Any, owner: object) -> bool:
 
 def _nodes(outputs: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
     """The nodes, with their edges, that a backward from these tensors or gradient edges may run, in no particular order."""
-    seen: set[Any] = set()  # of nodes, not of their ids: a node that nobody holds is freed, and its id used again
+    seen: set[Any] = set()  # of nodes, not of their ids: a node without references is freed, and its id reused
     for value in _leaves(outputs):
         node = value.grad_fn if isinstance(value, torch.Tensor) else value
         if isinstance(node, torch.autograd.graph.Node):

@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_directory(args: argparse.Namespace, script: str) -> dict[str, str]:
-    """The variable that tells ranks where to record, if they are recorded at all: training does not depend on it."""
+    """The variable with the directory in which ranks record, if recording is possible: training does not depend on it."""
     if args.no_record:
         if args.run_dir is not None:
             raise UsageError("gradwire run --run-dir and --no-record: choose one.")

@@ -25,7 +25,7 @@ class C10dWorkInfo:
 def translate_hook(hook: Callable[[C10dWorkInfo], None]) -> Callable[[WorkInfo], None]:
     """A gradwire completion hook that calls a c10d one and has its name, for errors."""
 
-    def told(info: WorkInfo) -> None:
+    def call(info: WorkInfo) -> None:
         hook(
             C10dWorkInfo(
                 op_type=op_type(info.op.kind),
@@ -36,5 +36,5 @@ def translate_hook(hook: Callable[[C10dWorkInfo], None]) -> Callable[[WorkInfo],
             )
         )
 
-    told.__qualname__ = getattr(hook, "__qualname__", type(hook).__name__)
-    return told
+    call.__qualname__ = getattr(hook, "__qualname__", type(hook).__name__)
+    return call

@@ -12,7 +12,7 @@ _LENGTH = 512
 _PAUSE = 0.005
 
 
-def tell_all(text: str, world: World, *, timeout: float) -> str:
+def broadcast_text(text: str, world: World, *, timeout: float) -> str:
     """Rank 0's `text`, on every rank."""
     comm = _comm_world(world)
     if (comm.rank, comm.size) != (world.rank, world.size):

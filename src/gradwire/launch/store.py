@@ -24,7 +24,7 @@ from gradwire.groups.private_rendezvous import move, move_if_together
 from gradwire.groups.private_store import PrivateStore
 from gradwire.groups.rendezvous import Rendezvous
 from gradwire.groups.tcp_store import LOOPBACK, host_store
-from gradwire.launch.mpi import tell_all
+from gradwire.launch.mpi import broadcast_text
 from gradwire.launch.world import Address, World
 from gradwire.private_file import available
 
@@ -70,14 +70,14 @@ def _open_by_mpi(world: World, host: str, timeout: float) -> Store:
     """Rank 0 makes a private store, or chooses a port, and sends it to the others over MPI."""
     if world.on_one_host and available():
         return _private_by_mpi(world, timeout)
-    mine, told = None, ""
+    mine, text = None, ""
     if world.rank == 0:
         mine = host_store(LOOPBACK if world.on_one_host else "", timeout=timeout)
-        told = str(Address(host or (LOOPBACK if world.on_one_host else socket.gethostname()), mine.port))
-    told = tell_all(told, world, timeout=timeout)
+        text = str(Address(host or (LOOPBACK if world.on_one_host else socket.gethostname()), mine.port))
+    text = broadcast_text(text, world, timeout=timeout)
     if mine is not None:
         return mine
-    host, _, port = told.rpartition(":")
+    host, _, port = text.rpartition(":")
     address = Address(host, int(port))
     _reach(address, world, time.monotonic() + timeout, timeout)
     return TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=timeout))
@@ -87,12 +87,12 @@ def _private_by_mpi(world: World, timeout: float) -> Store:
     if world.rank == 0:
         private = PrivateStore.create()
         try:
-            tell_all(private.name, world, timeout=timeout)
+            broadcast_text(private.name, world, timeout=timeout)
         except BaseException:
             private.close()
             raise
     else:
-        private = PrivateStore.open(tell_all("", world, timeout=timeout))
+        private = PrivateStore.open(broadcast_text("", world, timeout=timeout))
     private.set_timeout(timedelta(seconds=timeout))
     return private
 

@@ -62,9 +62,9 @@ class NonFiniteChecked:
             found = -(self._names.index(averages) + 1)
         mine = torch.tensor([found], device=self._device)
         group = self._inner.group
-        everybody = mine.new_empty(group.size)
-        group.submit(all_gather_into_tensor(everybody, mine, label="finite?")).wait()
-        answers = everybody.tolist()
+        gathered = mine.new_empty(group.size)
+        group.submit(all_gather_into_tensor(gathered, mine, label="finite?")).wait()
+        answers = gathered.tolist()
         if any(answers):
             raise StepRejected(self._error(answers, step))
 

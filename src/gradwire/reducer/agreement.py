@@ -23,9 +23,9 @@ def compare_parameters(group: Group, specs: Sequence[ParameterSpec], *, device: 
     lines = [spec.describe() for spec in specs]
     text = json.dumps(lines).encode()
     mine = _tensor(hashlib.sha256(text).digest() + len(text).to_bytes(8, "little"), device)
-    everybody = torch.empty(group.size * mine.numel(), dtype=torch.uint8, device=device)
-    group.submit(all_gather_into_tensor(everybody, mine, label="compare parameters")).wait()
-    pages = [bytes(p.tolist()) for p in everybody.view(group.size, -1).cpu()]
+    gathered = torch.empty(group.size * mine.numel(), dtype=torch.uint8, device=device)
+    group.submit(all_gather_into_tensor(gathered, mine, label="compare parameters")).wait()
+    pages = [bytes(p.tolist()) for p in gathered.view(group.size, -1).cpu()]
     if all(page == pages[0] for page in pages):
         return
     places = [torch.empty(int.from_bytes(p[32:], "little"), dtype=torch.uint8, device=device) for p in pages]

@@ -2,15 +2,15 @@
 
 Note [Where a reduction runs]
 On CUDA, if the group orders streams, it runs straight through in the caller's thread under a side stream: `wait` then does
-not block the host, so the whole hook is enqueued while backward goes on. Elsewhere a hook of no collective is done at once; a
+not block the host, so the whole hook is enqueued while backward continues. Elsewhere a hook of no collective is done at once; a
 hook of one is submitted at once and finished by its waiter; a hook of several runs on the group's lane, one bucket
 after another, so that all ranks submit their collectives in the same order whatever the timing. What the lane does on CUDA (gloo
 takes CUDA tensors and orders no streams) is on the side stream, behind what the caller had enqueued at launch.
 
 Note [Scopes]
 A reduction may yield collectives of the ranks of one host, or of one rank per host. A group that knows of hosts (`group.layout`)
-takes them as they are, in order with all others, and hooks are told of the hosts. To any other group all ranks are one host: what
-is meant for the host is for all, and between hosts there is nobody to send to.
+runs them in order with all others, and hooks see its hosts. For any other group all ranks are one host: collectives of the host
+involve all ranks, and those between hosts have no peers.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ def _on(group: Group, carry_out: Callable[[Collective], Work]) -> Callable[[Coll
 
 
 def gradient_reduction(group: Group, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-    """The reduction of a gradient by `hook`, checked; the hook is told of the group's hosts."""
+    """The reduction of a gradient by `hook`, checked; the hook sees the group's hosts."""
     turn = _with_hosts(turn, group)
     return begin(hook.reduce(grad, state, turn), hook, turn, grad.numel(), grad.dtype)
 
 
 def outer_reduction(group: Group, hook: OuterHook, parameters: Tensor, state: Any, turn: Turn) -> Reduction:
-    """The first half of an outer step by `hook`, checked; the hook is told of the group's hosts."""
+    """The first half of an outer step by `hook`, checked; the hook sees the group's hosts."""
     turn = _with_hosts(turn, group)
     return begin(hook.after_step(parameters, state, turn), hook, turn, parameters.numel())
 
@@ -160,7 +160,7 @@ class Driver:
         """Wait until no reduction is at work on the lane.
 
         After a failure the group is first drained, then recovered: a reduction left over from the failed step would
-        otherwise submit its next collective to the recovered group, where nobody expects it.
+        otherwise submit its next collective to the recovered group, where no rank expects it.
         """
         if self._lane.idle:
             return

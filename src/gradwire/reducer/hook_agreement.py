@@ -21,9 +21,9 @@ def odd_ones_out(group: Group, said: str, *, device: torch.device, label: str) -
     """The ranks that say something else than this one; every rank asks. What is compared is a digest."""
     digest = hashlib.sha256(said.encode()).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
-    everybody = torch.empty(group.size * 32, dtype=torch.uint8, device=device)
-    group.submit(all_gather_into_tensor(everybody, mine, label=label)).wait()
-    return [r for r, row in enumerate(everybody.view(group.size, 32)) if not torch.equal(row, mine)]
+    gathered = torch.empty(group.size * 32, dtype=torch.uint8, device=device)
+    group.submit(all_gather_into_tensor(gathered, mine, label=label)).wait()
+    return [r for r, row in enumerate(gathered.view(group.size, 32)) if not torch.equal(row, mine)]
 
 
 def load_together(

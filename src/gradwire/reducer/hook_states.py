@@ -3,7 +3,7 @@
 It does not know groups, models or backwards: the HookRunner owns one.
 
 Note [Whose state it is]
-A hook's state belongs to the rank that made it: a residual is what this rank has not sent. So a saved state tells its rank.
+A hook's state belongs to the rank that made it: a residual is what this rank has not sent. So a saved state contains its rank.
 The rank of the same number takes all of it, in a world of any size. Any other rank takes what the hook says all ranks share
 (`CommHook.shared`: DiLoCo's anchor, say) and begins with `init` for the rest. So a rank that is new loads rank 0's state, and a
 program that saves on rank 0 alone and loads everywhere does not hand one rank's residual to all. What a rank had not sent is

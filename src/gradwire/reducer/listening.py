@@ -7,7 +7,7 @@ Note [Last per bucket]
 To be called for every gradient is what costs most: by the time the next one arrives the engine has pushed this code out of the
 caches, so a call takes 5 to 10 microseconds on a slow core. All but a few of these calls change nothing: in a step like the last
 one, buckets are launched when the same gradients arrive. So once a step has shown which these are, all other hooks only append
-their parameter to a list, which takes no Python at all, and the state machine is told of them, in their order, when one of the
+their parameter to a list, which takes no Python at all, and the state machine processes them, in order, when one of the
 few arrives, when backward ends, and when a new step begins. Nothing is missed and nothing is launched later: only a bucket's
 own last gradient can fill it, and when one of the few launches other buckets than last time, the order has changed and every
 gradient calls until the end of the step.
@@ -75,7 +75,7 @@ class Listening:
 
     @property
     def polling(self) -> bool:
-        """Whether most gradients of this step call nobody."""
+        """Whether most gradients of this step call no hook."""
         return self.mode is HookMode.POLL
 
     # -- a step, in this order -------------------------------------------------------------------------------------------

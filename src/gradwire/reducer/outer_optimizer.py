@@ -99,7 +99,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def backward_begins(self) -> None:
-        """The first one is where training starts from. Complain if nobody tells of the optimizer's steps and one was due."""
+        """The first backward is where training starts. Raise if an outer step was due but optimizer steps are not reported."""
         if self._fresh:
             self._fresh = False
             self._begin()  # a checkpoint may have been loaded into the model since
@@ -108,7 +108,7 @@ class OuterOptimizer:
         if self._owed:
             raise UsageError(
                 f"{self.hook!r} on rank {self.group.rank}: an outer step was due after step {self.step + self._backwards}, but "
-                "nobody told of the optimizer's steps, so the ranks would drift apart for good. Call "
+                "the optimizer's steps were not reported, so the ranks would diverge permanently. Call "
                 "model.attach_optimizer(optimizer) once before training; or model.attach_optimizer() and then "
                 "model.outer_step() after every step."
             )

@@ -93,7 +93,7 @@ class Reductions:
                 listening.mark_irregular()
             elif launch is not self.held:  # after backward has ended there is nothing left that could change them
                 self._launched.add(bucket, parameters, gradients)
-        new = listening.polling and not buckets.keep_views  # nobody else has seen this buffer
+        new = listening.polling and not buckets.keep_views  # nothing else references this buffer
         buffer = buckets.fill(bucket, gradients, self.group, elsewhere=new)
         if self._events:
             self._events.emit(BucketFull(time.perf_counter(), self.group.rank, bucket, spec.names, buffer.numel()))

@@ -145,7 +145,7 @@ def groups(rank: int, size: int) -> Any:
         dist.all_reduce(t, group=all_but_last)
     dist.all_reduce(t, group=alone)
     dist.all_reduce(t, group=dist.new_subgroups(1)[0])
-    engine = dist.new_group(list(range(size)), backend="gloo")  # of its own backend, beside the default group
+    engine = dist.new_group(list(range(size)), backend="gloo")  # with another backend than the default group
     dist.all_reduce(t, group=engine)
     kind = dist.get_backend(engine)
     if rank < size - 1:
@@ -209,7 +209,7 @@ EQUAL = [
 
 @pytest.fixture(scope="module", params=[2, 3])
 def results(request: pytest.FixtureRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Every scenario's results on every rank, over gloo and over gradwire. One world does them all: worlds are slow."""
+    """Every scenario's results on every rank, over gloo and over gradwire. One world runs them all: worlds are slow."""
 
     def all_of_them(rank: int, size: int) -> dict[str, Any]:
         done: dict[str, Any] = {}
@@ -236,7 +236,7 @@ def test_gradwire_gives_what_gloo_gives(results: tuple[list[dict[str, Any]], ...
 
 
 def same(a: Any, b: Any) -> None:
-    """Equal to the last bit, whatever they are made of."""
+    """Bitwise equal, whatever they consist of."""
     assert type(a) is type(b)
     if isinstance(a, torch.Tensor):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
@@ -287,7 +287,7 @@ def test_coalescing_manager_gathers_reductions(stock: Callable[..., Any]) -> Non
     assert (first[3], second[3]) == ([10, 12, 14], [16, 18, 20])
 
 
-# -- the world's own facts -----------------------------------------------------------------------------------------------
+# -- rank, size and backend ----------------------------------------------------------------------------------------------
 
 
 def test_the_world_says_what_it_is(stock: Callable[..., Any]) -> None:
@@ -396,7 +396,7 @@ def test_abort_ends_what_is_in_flight(stock: Callable[..., Any]) -> None:
 
 
 def test_what_torch_refuses_by_name_works_on_the_group(stock: Callable[..., Any]) -> None:
-    """The table in docs/interop.md: when one of these begins to work, the table has a row too many."""
+    """The table in docs/interop.md: if one of these starts to work, its row must go."""
 
     def scenario(rank: int, size: int) -> Any:
         world = dist.group.WORLD
@@ -424,7 +424,7 @@ def test_what_torch_refuses_by_name_works_on_the_group(stock: Callable[..., Any]
 
 
 def test_what_c_plus_plus_does_not_hand_to_python(stock: Callable[..., Any]) -> None:
-    """As above: C++ looks for a backend in C++, and says that there is none."""
+    """As above: C++ looks for a C++ backend, and reports that there is none."""
 
     def scenario(rank: int, size: int) -> Any:
         name, boxed, t = dist.group.WORLD.group_name, dist.group.WORLD.boxed(), numbers(rank)

@@ -36,7 +36,7 @@ from gradwire.testing import run_ranks
 
 
 class Coarse(CommHook):
-    """The mean of gradients rounded to a grid: lossy, and told apart easily."""
+    """The mean of gradients rounded to a grid: lossy, and easy to recognize."""
 
     collectives = 1
 
@@ -125,7 +125,7 @@ def frozen(mesh: Any, replicas: Group, rank: int) -> Tensor:
 
 
 def in_place_of_the_reduce_scatter(rank: int, size: int, device: str = "cpu") -> dict[str, Tensor]:
-    """Everybody is a shard."""
+    """Every rank is a shard."""
     done = {}
     mesh = init_device_mesh(device, (size,))
     done["plain"] = train(sharded(mesh), rank, range(3))
@@ -155,7 +155,7 @@ def in_place_of_the_reduce_scatter(rank: int, size: int, device: str = "cpu") ->
 def test_fsdp_trains_with_our_hooks(fresh: Callable[..., Any], device: str) -> None:
     """The mean gives what FSDP gives by itself; a lossy hook, with error feedback, something near it. Replicas agree.
 
-    On CUDA both ranks share a device, over gloo: NCCL wants one for each.
+    On CUDA both ranks share a device, over gloo: NCCL needs one for each.
     """
 
     def both(rank: int, size: int) -> list[dict[str, Tensor]]:
@@ -176,7 +176,7 @@ def test_fsdp_trains_with_our_hooks(fresh: Callable[..., Any], device: str) -> N
 
 
 def test_a_tensor_of_another_length_is_one_nameless_row() -> None:
-    """Some parameters got no gradient: which, FSDP does not tell."""
+    """Some parameters got no gradient; FSDP does not expose which."""
 
     def rank_main(group: Group) -> list[str]:
         hook = as_fsdp_hook(LOSSY, group, named_parameters=[("a", torch.zeros(4)), ("b", torch.zeros(2, 3))])
@@ -195,7 +195,7 @@ def test_a_tensor_of_another_length_is_one_nameless_row() -> None:
 
 
 def test_a_hook_of_two_levels_is_told_of_hosts() -> None:
-    """What crosses between hosts is narrow; inside each host it is not."""
+    """Values are narrow between hosts, but not inside each host."""
 
     def rank_main(world: Group) -> list[float]:
         inside, across = world.split(world.rank // 2), world.split(world.rank % 2)

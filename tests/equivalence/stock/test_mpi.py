@@ -42,7 +42,7 @@ def ddp(rank: int, size: int) -> torch.Tensor:
 
 
 def ddp_half(rank: int, size: int) -> torch.Tensor:
-    """bfloat16, which MPI does not know, in the buckets."""
+    """bfloat16, which MPI does not support, in the buckets."""
     model = DistributedDataParallel(nn.Linear(8, 4).bfloat16())
     with torch.no_grad():
         for p in model.parameters():

@@ -50,7 +50,7 @@ def flat(model: nn.Module) -> torch.Tensor:
 
 
 class Forked(nn.Module):
-    """Each rank uses a part of it only."""
+    """Each rank uses only a part of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def ddp_sparse(rank: int, size: int) -> torch.Tensor:
 
 
 def ddp_compiled(rank: int, size: int) -> torch.Tensor:
-    """Dynamo must leave the group's methods alone, which C++ calls while it looks on."""
+    """Dynamo must not trace the group's methods, which C++ calls inside a compiled function."""
     return train(torch.compile(DistributedDataParallel(make_model()), backend="eager"), rank)
 
 
@@ -275,7 +275,7 @@ def test_a_wrapper_under_stock_ddp_sees_its_traffic(stock: Callable[..., Any]) -
 
 
 def test_a_missing_rank_ends_ddp_with_its_name(fresh: Callable[..., Any]) -> None:
-    """C++ hands the error on as a RuntimeError; the text survives."""
+    """C++ passes the error on as a RuntimeError; the message survives."""
 
     def scenario(rank: int, size: int) -> str:
         store = dist.group.WORLD.get_group_store()
@@ -298,7 +298,7 @@ def test_a_missing_rank_ends_ddp_with_its_name(fresh: Callable[..., Any]) -> Non
 
 
 def test_the_builtin_fp16_hook_is_out_of_reach(stock: Callable[..., Any]) -> None:
-    """It wants a future that only C++ can make; docs/interop.md says what to use instead."""
+    """It needs a future that only C++ can make; docs/interop.md has the alternative."""
 
     def scenario(rank: int, size: int) -> bool:
         model = DistributedDataParallel(make_model())

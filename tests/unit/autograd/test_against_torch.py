@@ -1,4 +1,4 @@
-"""Every rule of the seed, run through torch and through gradwire: same gradients, same type and words of error."""
+"""Every rule of torch's hooks, run through torch and through gradwire: same gradients, same type and message of error."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def without_type_names(error: Exception) -> str:
 
 
 def same(theirs: Any, mine: Any) -> None:
-    """Equal gradients, or an error of torch's type with torch's words in it."""
+    """Equal gradients, or an error of torch's type that contains torch's message."""
     if isinstance(theirs, Exception):
         assert isinstance(mine, AutogradHookError), mine
         assert isinstance(mine, type(theirs))

@@ -32,7 +32,7 @@ def say(log: list[str], word: str) -> Any:
 
 @pytest.mark.parametrize("early_node_hook", [True, False])
 def test_order_at_a_leaf(api: Any, accumulator: Any, early_node_hook: bool) -> None:
-    """on_grad comes before before_node, whichever was registered first."""
+    """on_grad runs before before_node, whichever was registered first."""
     w, log = leaf(), []
     node = accumulator(w)
 

@@ -70,7 +70,7 @@ def test_a_chain_is_the_composition_of_its_hooks(kind: Kind, actions: list[str])
 def test_a_pass_runs_its_snapshot(
     kind: Kind, actions: list[str], removals: list[tuple[int, int]], additions: list[int]
 ) -> None:
-    """Hook `who` removes hook `whom`, and some add another: this pass runs all that stood at its start."""
+    """Hook `who` removes hook `whom`, and some add another: this pass runs all that were registered at its start."""
     chain, calls, handles = HookChain(kind), [], []
     count = len(actions)
     removals = [(who % count, whom % count) for who, whom in removals]

@@ -1,4 +1,4 @@
-"""On a GPU the engine runs nodes on a thread per device: hooks, the end of a backward and its failure come from there."""
+"""On a GPU the engine runs nodes on a thread per device: hooks, the end of a backward and its failure are reported there."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Mixed(nn.Module):
 
 
 class Owner:
-    """Notes which gradients call, and the end of the backward in which they did, as a reducer does."""
+    """Records which gradients call, and the end of their backward, as a reducer does."""
 
     def __init__(self, params: list[torch.Tensor]) -> None:
         self.events: list[Any] = []

@@ -1,4 +1,4 @@
-"""RemovableHooks: told of every gradient while they are on, and nothing left on a parameter when they are off."""
+"""RemovableHooks: called for every gradient while they are on, and nothing left on a parameter when they are off."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradwire.autograd.removable_hooks import RemovableHooks
 
 
 class Listener:
-    """Notes which gradients it was told of, and what they were then."""
+    """Records which gradients it was called for, and their values then."""
 
     def __init__(self, count: int = 3) -> None:
         self.params = [nn.Parameter(torch.full((1,), 2.0 + i)) for i in range(count)]
@@ -142,7 +142,7 @@ def test_after_a_backward_that_failed_the_next_one_is_told_of_as_usual(listener:
     y.register_hook(fail)
     with pytest.raises(KeyError, match="here"):
         (y * listener.params[1]).sum().backward()
-    assert listener.heard == []  # nothing may be launched any more
+    assert listener.heard == []  # nothing may be launched anymore
     listener.product(0).backward()
     assert [i for i, _ in listener.heard] == [0]
 
@@ -206,7 +206,7 @@ def test_they_keep_nothing_alive() -> None:
         param = listener.params[1]
         del listener
         assert [w() for w in weak] == [None, None]
-        (param * 2).sum().backward()  # its hook has nobody to tell
+        (param * 2).sum().backward()  # its hook's owner is gone
     finally:
         gc.enable()
 

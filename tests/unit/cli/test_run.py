@@ -227,7 +227,7 @@ def start(*words: str) -> subprocess.Popen[str]:
 
 
 def test_ctrl_z_stops_ranks_too_and_ctrl_c_ends_them_once(script):
-    # To the process group, as a terminal sends it: ranks are not in it, and hear of it from the launcher alone.
+    # To the process group, as a terminal sends it: ranks are not in it, and get it only from the launcher.
     with start("-n", "2", script(SLEEP)) as launcher:
         try:
             pids = started(launcher, 2)
@@ -282,7 +282,7 @@ def test_a_third_ctrl_c_ends_a_launcher_whose_reader_does_not_read(script):
             size = fcntl.fcntl(launcher.stdout, fcntl.F_GETPIPE_SZ)
             wait_until(lambda: waiting(launcher.stdout) > size - 4096)
             launcher.send_signal(signal.SIGINT)
-            wait_until(Path(path + ".mark").exists)  # passed on, though the launcher cannot write
+            wait_until(Path(path + ".mark").exists)  # forwarded, though the launcher cannot write
             launcher.send_signal(signal.SIGINT)
             wait_until(lambda: gone(rank))
             launcher.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Whether ranks' collectives fit together, and how a mismatch reads."""
+"""Whether ranks' collectives match, and the message of a mismatch."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ def test_a_mismatch_carries_what_each_rank_submitted() -> None:
 
 
 def test_what_is_compared_can_differ_from_what_is_shown() -> None:
-    labelled = signatures(build.barrier(label="a"), build.barrier(label="b"))
-    assert mismatch("g", labelled) is not None
-    assert mismatch("g", labelled, compared=[replace(s, label="") for s in labelled]) is None
+    labeled = signatures(build.barrier(label="a"), build.barrier(label="b"))
+    assert mismatch("g", labeled) is not None
+    assert mismatch("g", labeled, compared=[replace(s, label="") for s in labeled]) is None
 
 
 FIELDS = {

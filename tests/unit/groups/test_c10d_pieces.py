@@ -81,7 +81,7 @@ def test_a_peer_that_does_not_come_is_named_in_time() -> None:
 
 
 class Native:
-    """c10d's Work, as far as it is asked."""
+    """c10d's Work, as far as it is used."""
 
     def __init__(self, error: str | None = None, *, done: bool = True) -> None:
         self.error, self.done = error, threading.Event()

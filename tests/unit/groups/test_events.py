@@ -1,4 +1,4 @@
-"""Events of a group: what a listener hears of operations that go well and badly, on which rank, in which order."""
+"""Events of a group: what a listener gets for operations that succeed and fail, on which rank, in which order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The private store: torch's interface, who may open it, and what becomes of it when a process is killed or stopped."""
+"""The private store: torch's interface, who may open it, and what happens when a process is killed or stopped."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_name_is_four_numbers(name: str) -> None:
 
 
 def test_other_files_of_this_user_are_refused(tmp_path: os.PathLike[str]) -> None:
-    """Where somebody else could say which one to open and write to."""
+    """Where another user could choose the file to open and write to."""
     with open(os.path.join(tmp_path, "diary"), "w+") as file:
         with pytest.raises(PrivateFileGone, match="another file has taken its place"):
             open_private(name_of(file.fileno()))
@@ -287,7 +287,7 @@ def test_the_end_of_its_maker_takes_nothing_away() -> None:
 
 
 def test_writers_that_are_killed_leave_the_store_whole(store: PrivateStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At any moment: records are whole, counters only grow, and nobody waits for a lock of the dead."""
+    """At any moment: records are complete, counters only grow, and no process waits for the lock of a dead one."""
     monkeypatch.setattr(private_log, "_COMPACT_FROM", 1 << 14)
     delays = random.Random(5)
     for turn in range(30):

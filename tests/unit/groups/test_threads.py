@@ -1,4 +1,4 @@
-"""ThreadGroup: the same bits every run, many ranks, and what each rank is told when another goes wrong."""
+"""ThreadGroup: the same bits every run, many ranks, and the error that each rank gets when another fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every place that takes a time-out refuses what is none, before anybody is waited for."""
+"""Every place that takes a timeout refuses invalid ones, before it waits for any rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLACES: dict[str, Callable[[Any], object]] = {
     "HierarchicalGroup": lambda value: HierarchicalGroup.discover(HashStore(), 0, 2, timeout=value),
     "run_ranks": lambda value: run_ranks(str, 1, timeout=value),
     "a collective": lambda value: all_reduce(torch.zeros(1)).within(value),
-    "a collective with a time-out": lambda value: all_reduce(torch.zeros(1)).within(5).within(value),
+    "a collective with a timeout": lambda value: all_reduce(torch.zeros(1)).within(5).within(value),
 }
 
 

@@ -111,11 +111,11 @@ def test_ranks_that_differ_are_a_mismatch(script: Callable[..., Reduction], word
 
 
 def test_labels_may_differ_as_in_a_group() -> None:
-    def labelled(grad: Tensor, state: Any, turn: Turn) -> Reduction:
+    def labeled(grad: Tensor, state: Any, turn: Turn) -> Reduction:
         yield all_reduce(grad.clone(), label=f"rank {turn.rank}")
         return Reduced(grad, grad)
 
-    assert len(simulate(Scripted(labelled), [torch.ones(1)] * 2).exchanges) == 1
+    assert len(simulate(Scripted(labeled), [torch.ones(1)] * 2).exchanges) == 1
 
 
 def test_errors_of_a_hook_are_raised_with_their_rank() -> None:

@@ -1,4 +1,4 @@
-"""The process group that `as_torch_hook` communicates over: one of its own, made at the first bucket."""
+"""The process group that `as_torch_hook` communicates over: a separate one, made at the first bucket."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_outer_steps_need_no_group_at_first(torch_world: Callable[..., Any]) -> 
 
 
 class Bucket:
-    """What torch hands to a hook."""
+    """What torch passes to a hook."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self._parameters = parameters

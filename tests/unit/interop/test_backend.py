@@ -1,4 +1,4 @@
-"""register_backend, in a world of one: what can go wrong, and the ways to initialise."""
+"""register_backend, with one rank: what can go wrong, and the ways to initialize."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_world_of_one() -> None:
 @pytest.mark.parametrize("how", ["env", "tcp", "file"])
 def test_ways_to_initialise(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gw.register_backend()
-    # Port 0 will do where nobody else has to find the store.
+    # Port 0 is enough: no other process has to find the store.
     methods = {"env": "env://", "tcp": "tcp://127.0.0.1:0", "file": f"file://{tmp_path}/store"}
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "0")
@@ -94,7 +94,7 @@ def test_beside_another_back_end() -> None:
 
 
 def test_a_mixed_back_end_string_gives_gradwire_alone() -> None:
-    """torch puts the Python group in the place of the whole; docs/interop.md says so."""
+    """torch replaces the whole by the Python group: see docs/interop.md."""
     gw.register_backend()
     init("cpu:gradwire,meta:gloo")
     assert isinstance(dist.group.WORLD, GradwireProcessGroup)

@@ -230,7 +230,7 @@ def test_waiting_for_what_is_in_flight() -> None:
     first, second = ThreadGroup.world(2, timeout=0.3)
     pg = as_process_group(first)
     work = pg.barrier()
-    pg._wait_for_pending_works()  # nobody else comes: the deadline ends it, and the wait raises nothing
+    pg._wait_for_pending_works()  # no other rank joins: the deadline ends it, and the wait does not raise
     assert work.is_completed()
     assert not work.is_success()
     first.close()
@@ -241,6 +241,6 @@ def test_sequence_numbers(alone: GradwireProcessGroup) -> None:
     alone._set_sequence_number_for_group()
     assert alone._get_sequence_number_for_group() == 0
     alone.barrier().wait()
-    alone.group.barrier()  # the group's own users count too, when torch next comes
+    alone.group.barrier()  # operations of the group's own users count too
     alone.barrier().wait()
     assert alone._get_sequence_number_for_group() == 3

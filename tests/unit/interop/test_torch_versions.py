@@ -1,4 +1,4 @@
-"""What torch's ProcessGroup and Work have, version by version, is ours, or inherited for a reason that stands here."""
+"""Every method of torch's ProcessGroup and Work, version by version, is ours, or inherited for a reason that is given here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gw.init(): alone, and on rank processes whose environment says what a launcher would."""
+"""gw.init(): alone, and on rank processes whose environment is that of a launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole lines out of bytes that come in any pieces."""
+"""Whole lines out of bytes that arrive in any pieces."""
 
 from __future__ import annotations
 

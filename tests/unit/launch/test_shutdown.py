@@ -1,4 +1,4 @@
-"""What the launcher does as ranks end and signals come: a table, without processes and clocks."""
+"""What the launcher does when ranks end and signals arrive: a table, without processes and clocks."""
 
 from __future__ import annotations
 

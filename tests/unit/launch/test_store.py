@@ -19,7 +19,7 @@ from gradwire.groups.private_rendezvous import release
 from gradwire.groups.private_store import PrivateStore
 from gradwire.groups.tcp_store import host_store
 from gradwire.launch import Address, Launcher, World
-from gradwire.launch.mpi import tell_all
+from gradwire.launch.mpi import broadcast_text
 from gradwire.launch.store import arrive, open_store, say_goodbye
 
 
@@ -286,10 +286,10 @@ def test_without_mpi4py_a_meeting_place_is_demanded(monkeypatch):
 def test_an_mpi4py_of_another_mpi_is_found_out(monkeypatch):
     fake_mpi(monkeypatch, Comm(0, 1))
     with pytest.raises(UsageError, match="in mpi4py this is rank 0 of 1. It was built for another MPI"):
-        tell_all("", MPI, timeout=5)
+        broadcast_text("", MPI, timeout=5)
 
 
 def test_a_broadcast_that_never_comes_is_a_timeout(monkeypatch):
     fake_mpi(monkeypatch, Comm(1, 2))
     with pytest.raises(CollectiveTimeout, match="rank 0 has not sent the store.s address over MPI within 0.05 s"):
-        tell_all("", MPI, timeout=0.05)
+        broadcast_text("", MPI, timeout=0.05)

@@ -1,4 +1,4 @@
-"""Whose rank a process is, told by its environment alone."""
+"""Which rank of which world a process is, by its environment alone."""
 
 from __future__ import annotations
 

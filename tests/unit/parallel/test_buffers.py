@@ -1,4 +1,4 @@
-"""Buffers: made equal to rank 0's before every forward, at the start, never, or by a hook of the user's own."""
+"""Buffers: made equal to rank 0's before every forward, at the start, never, or by a user's hook."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradwire.testing import run_ranks
 
 
 class Counter(nn.Module):
-    """A layer with a buffer that every rank changes its own way."""
+    """A layer with a buffer that every rank changes differently."""
 
     def __init__(self, rank: int, *, reassign: bool = False) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def test_torchs_flags_are_these_policies(flags: dict[str, bool], policy: Buffers
     assert run_ranks(rank_main, 2) == EXPECTED[policy]
 
 
-def test_nothing_is_sent_before_a_forward_that_follows_one_without_synchronisation() -> None:
+def test_nothing_is_sent_before_a_forward_that_follows_one_without_synchronization() -> None:
     """As in torch: the buffers have not been trained on together since."""
 
     def rank_main(group: Group) -> list[int]:

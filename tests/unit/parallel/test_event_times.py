@@ -1,4 +1,4 @@
-"""Events tell when things happened, and listening to them changes nothing."""
+"""Events have the time at which things happened, and listening to them changes nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradwire.testing import run_ranks
 
 
 class Slow(torch.autograd.Function):
-    """An identity whose backward notes when it begins."""
+    """An identity whose backward records when it begins."""
 
     began: float
 

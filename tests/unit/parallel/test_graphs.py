@@ -30,7 +30,7 @@ def inputs(rank: int, step: int = 0, rows: int = 3) -> Tensor:
 
 
 class Branches(nn.Module):
-    """Uses those of its layers that it is told to."""
+    """Uses the given layers only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Branches(nn.Module):
 
 
 class Tied(nn.Module):
-    """One matrix in and out, as language models have it."""
+    """Tied input and output matrices, as in language models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class MixedDtypes(nn.Module):
 
 
 class Shuffled(nn.Module):
-    """Runs its layers in the order it is told, so that gradients come in another order each time."""
+    """Runs its layers in a given order, so that gradients arrive in a different order each time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ def test_a_static_graph_that_changes_is_an_error() -> None:
         with pytest.raises(GraphChanged, match="Your training graph has changed in this iteration") as caught:
             ddp(inputs(0), "abc").sum().backward()
         assert "(c." in str(caught.value)
-        ddp(inputs(0), "ab").sum().backward()  # a failed step is over; the graph is learnt anew
+        ddp(inputs(0), "ab").sum().backward()  # the failed step is over; the graph is recorded again
         ddp(inputs(0), "a").sum().backward()
         with pytest.raises((GraphChanged, Unfinished), match="b.weight, b.bias"):
             ddp(inputs(0), "ab")
@@ -355,7 +355,7 @@ def test_a_backward_that_was_interrupted_on_all_ranks_is_over(
         for _ in range(good_steps):
             ddp(inputs(group.rank)).sum().backward()
         handle = ddp.module[0].weight.register_hook(explode)
-        with pytest.raises((KeyError, GroupAborted), match="in the middle"):  # whichever fails first tells the others
+        with pytest.raises((KeyError, GroupAborted), match="in the middle"):  # the first to fail aborts the others
             ddp(inputs(group.rank)).sum().backward()
         handle.remove()
         expected = local_means_after_recovery(group, ddp)

@@ -83,7 +83,7 @@ class Stubborn(CommHook):
 
 
 class FakeBucket:
-    """What torch hands to a hook."""
+    """What torch passes to a hook."""
 
     def __init__(self, parameters: list[Tensor], value: float) -> None:
         self._parameters = parameters
@@ -298,7 +298,7 @@ DILOCO = streaming_diloco(every=3, fragments=2, delay=1)
 )
 @pytest.mark.parametrize("face", ["replica", "torch"])
 def test_what_cannot_be_read_on_one_rank_changes_nothing_on_any(hook: CommHook, spoil: Any, face: str) -> None:
-    """Whatever the error is: the others neither wait for the rank that has it, nor go on without it."""
+    """Whatever the error is: the others neither wait for the rank that has it, nor continue without it."""
 
     def rank_main(group: Group) -> str | None:
         parameters = [(n, p.detach().clone().requires_grad_()) for n, p in NET.named_parameters()]
@@ -375,7 +375,7 @@ def test_not_during_backward_and_not_under_a_hook_of_torchs() -> None:
 
 
 class Breaks(CommHook):
-    """Rank 1 fails in step 3, once; says which steps it was told."""
+    """Rank 1 fails in step 3, once; records the steps it was called with."""
 
     collectives = 1
 

@@ -262,7 +262,7 @@ def test_a_state_is_freed_with_the_model() -> None:
 
 
 class Doubles(CommHook):
-    """Twice the mean, so that it can be told from others."""
+    """Twice the mean, so that it can be distinguished from others."""
 
     collectives = 1
 
@@ -400,7 +400,7 @@ class Slow(CommHook):
 with torch.random.fork_rng():
     torch.manual_seed(0)
     SEEDED = mlp()
-    """The same in every run: where a projection happens to cancel, the check rightly says nothing."""
+    """The same in every run: if a projection happens to cancel, the check correctly does not raise."""
 
 
 def scaled(group: Group, hook: CommHook, check: ScaleCheck | None, steps: int = 3) -> None:

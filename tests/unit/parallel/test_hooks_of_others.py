@@ -1,4 +1,4 @@
-"""Hooks that others have put on parameters, to be called after accumulation, run before a bucket is taken, as in torch's DDP."""
+"""Post-accumulate hooks of other code on parameters run before a bucket is launched, as in torch's DDP."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_buffers_hooks_and_weights_are_shadowed(torch_world: Callable[..., Any])
 
 
 class Shares(CommHook):
-    """A mean as lossy hooks make it: over all ranks, and then multiplied by what `turn` says."""
+    """A mean as lossy hooks make it: over all ranks, and then multiplied by `turn`'s share."""
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         shares = [torch.empty(2, dtype=torch.float64) for _ in range(turn.world_size)]
@@ -211,7 +211,7 @@ def test_early_termination_is_told_to_every_rank(torch_world: Callable[..., Any]
 
 
 def test_join_over_a_group_of_threads() -> None:
-    """Without torch.distributed initialised at all."""
+    """Without torch.distributed initialized at all."""
     base = mlp()
     for divide in (True, False):
         results = run_ranks(

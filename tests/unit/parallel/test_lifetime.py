@@ -2,8 +2,8 @@
 
 Note [What fills slowly without leaking]
 CPython keeps the last 4096 attributes that were looked up on types, each under the address of its name. torch looks attributes
-up by names that it makes anew each time (`__torch_function__`), so the same name comes under ever new addresses, and up to 4096
-dead strings stay in that cache: some hundreds in a thousand steps, fewer in the next. Whoever counts blocks empties it first.
+up by strings that it creates each time (`__torch_function__`), so the same name has a new address each time, and up to 4096 dead
+strings stay in that cache: some hundreds in a thousand steps, fewer in the next. Tests that count blocks empty it first.
 """
 
 from __future__ import annotations

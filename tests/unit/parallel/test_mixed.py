@@ -170,7 +170,7 @@ def test_a_forward_without_a_synchronized_backward_leaves_full_precision(way: st
             elif way == "no backward":
                 ddp(inputs(group.rank))
             elif way == "failing backward":
-                # The rank that fails first tells the other, before or after it has failed by itself.
+                # The rank that fails first aborts the other, before or after it has failed by itself.
                 with pytest.raises((ZeroDivisionError, GroupAborted), match="division by zero"), ddp.no_sync():
                     output = ddp(inputs(group.rank))
                     output.register_hook(lambda _: 1 / 0)

@@ -1,4 +1,4 @@
-"""Hooks with an outer half on a model: attached to the optimizer, counted by its steps, saved, and missed when forgotten."""
+"""Hooks with outer steps on a model: attached to the optimizer, counted by its steps, saved, and an error when forgotten."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ with torch.random.fork_rng():
 
 
 def batch(rank: int, step: int, size: int = 16) -> tuple[Tensor, Tensor]:
-    """Four kinds of digits, as noisy points around four centres."""
+    """Four kinds of digits, as noisy points around four centers."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     labels = torch.randint(4, (size,), generator=generator)
     return CENTRES[labels] + 0.7 * torch.randn(size, 16, generator=generator), labels
@@ -236,7 +236,7 @@ def test_several_optimizers_make_one_step_together() -> None:
                 steps.append(replica.runner.outer.step)
         replica.detach()
         loss_on(model, group.rank, 5).backward()
-        pair[0].step(), pair[1].step()  # detached: nobody hears
+        pair[0].step(), pair[1].step()  # detached: these steps do not count
         assert replica.runner.outer.step == 3
         return steps
 
@@ -286,7 +286,7 @@ def test_steps_can_be_told_by_hand() -> None:
         replica.attach_optimizer()
         for step in range(4):
             model.zero_grad()
-            for part in range(2):  # synchronised without need: still one step
+            for part in range(2):  # synchronized needlessly: still one step
                 loss_on(model, group.rank, 10 * step + part).backward()
             with torch.no_grad():
                 for p in model.parameters():

@@ -1,4 +1,4 @@
-"""Policies refuse nonsense; torch's flags become policies."""
+"""Policies refuse invalid values; torch's flags become policies."""
 
 from __future__ import annotations
 

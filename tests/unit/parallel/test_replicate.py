@@ -1,4 +1,4 @@
-"""The function form: the module stays what it is."""
+"""The function form: the module itself is not wrapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage where a hook is wanted: every door says how to make a hook of it."""
+"""A stage where a hook is expected: every entry point's error states how to make it a hook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps out of the ordinary: accumulation, sparse and ignored parameters, layouts, outputs of every kind, weights, events."""
+"""Unusual steps: accumulation, sparse and ignored parameters, layouts, outputs of every kind, weights, events."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ Pair = namedtuple("Pair", ["logits", "extra"])
 
 
 class Packs(nn.Module):
-    """Wraps its output as it is told to."""
+    """Wraps its output in the given way."""
 
     def __init__(self, pack: Callable[[Tensor], Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Our class where torch's own tools ask for torch's DDP: checkpoints, pipelines, Join, ZeRO, torch.compile."""
+"""Our class where torch's own tools check for torch's DDP: checkpoints, pipelines, Join, ZeRO, torch.compile."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_a_sparse_gradient_in_a_dense_bucket_is_an_error_with_its_name(since: in
                 ddp(words).sum().backward()
         ddp.zero_grad()
         model.sparse = False
-        ddp(words).sum().backward()  # it goes on
+        ddp(words).sum().backward()  # it keeps working
         assert model.table.grad is not None
         assert model.table.grad.abs().sum() > 0
 

@@ -65,7 +65,7 @@ def step(model: nn.Module, optimizer: Any, rank: int) -> None:
 def test_a_warning_exactly_when_replicas_differ(hook: Callable[[], CommHook], unequal: set[int], form: str) -> None:
     def rank_main(group: Group) -> set[int]:
         found = set()
-        for last in range(7):  # the warning comes once, so every number of steps gets a model of its own
+        for last in range(7):  # the warning is given once, so every number of steps needs a separate model
             inner = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(2, 2, bias=False))
             model: Any = inner
             if form == "replicate":

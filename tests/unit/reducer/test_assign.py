@@ -1,4 +1,4 @@
-"""by_size deals parameters to buckets exactly as torch's C++ does."""
+"""by_size assigns parameters to buckets exactly as torch's C++ does."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ours(parameters: list[tuple[int, torch.dtype, bool]], caps: list[int], order
 def torchs(
     parameters: list[tuple[int, torch.dtype, bool]], caps: list[int], order: list[int] | None
 ) -> list[list[int]]:
-    """In torch the tensors themselves come in order, and `order` tells their indices."""
+    """In torch the tensors themselves are in order, and `order` has their indices."""
     dealt = [parameters[i] for i in order] if order else parameters
     shown = [torch.empty(n, dtype=dtype) for n, dtype, _ in dealt]
     sparse = [s for _, _, s in parameters]  # not in order: torch looks them up by index

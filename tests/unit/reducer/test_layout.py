@@ -1,4 +1,4 @@
-"""Layouts are data: what hooks see of them, and a fingerprint that is equal exactly when they are."""
+"""Layouts are data: what hooks see of them, and a fingerprint that is equal exactly if they are."""
 
 from __future__ import annotations
 

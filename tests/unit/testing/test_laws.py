@@ -31,7 +31,7 @@ from gradwire.testing import check_hook, laws
 
 
 class Average(CommHook):
-    """A right hook, to be broken in one place each."""
+    """A correct hook, to be broken in one place each."""
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         value = grad.clone()
@@ -78,7 +78,7 @@ class ForgetsDivisor(Average):
 
 
 class ForgetsWeights(Average):
-    """Weighs, and does not say so in what it sent."""
+    """Weighs, without weighing what it reports as sent."""
 
     traits = Trait.WEIGHS
 
@@ -88,7 +88,7 @@ class ForgetsWeights(Average):
 
 
 class Drops(Average):
-    """Says that it sent what it did not."""
+    """Reports as sent what it did not send."""
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         value, sent = yield from super().reduce(grad, state, turn)

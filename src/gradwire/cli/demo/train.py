@@ -116,9 +116,9 @@ def fingerprints(group: Group, tensors: Sequence[Tensor]) -> tuple[str, ...]:
     for t in tensors:
         digest.update(t.detach().contiguous().view(torch.uint8).numpy().tobytes())
     mine = torch.tensor(list(digest.digest()), dtype=torch.uint8)
-    everybody = torch.empty(group.size * mine.numel(), dtype=torch.uint8)
-    group.all_gather_into_tensor(everybody, mine, label="fingerprints")
-    return tuple(bytes(row.tolist()).hex() for row in everybody.chunk(group.size))
+    gathered = torch.empty(group.size * mine.numel(), dtype=torch.uint8)
+    group.all_gather_into_tensor(gathered, mine, label="fingerprints")
+    return tuple(bytes(row.tolist()).hex() for row in gathered.chunk(group.size))
 
 
 @torch.no_grad()

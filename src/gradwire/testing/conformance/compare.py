@@ -66,9 +66,9 @@ def against_reference(group: Group, cases: Sequence[Case], *, rounds: int = 1) -
         chunk = cases[first : first + AT_ONCE]
         wanted = []
         for case in chunk:
-            everybody = [case.make(rank) for rank in range(group.size)]
-            perform(everybody)
-            wanted.append(everybody[group.rank])
+            ops = [case.make(rank) for rank in range(group.size)]
+            perform(ops)
+            wanted.append(ops[group.rank])
         for _ in range(rounds):
             yield from _run_and_compare(group, chunk, wanted)
 

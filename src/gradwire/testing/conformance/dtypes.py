@@ -72,16 +72,18 @@ def check_dtypes_without_arithmetic(group: Group) -> Problems:
             yield from unlike(f"{op}", got.view(torch.uint8), right.view(torch.uint8))
 
     for d in sorted(ONLY_BITS, key=str):
-        everybody = [value(d, r) for r in range(size)]
+        all_values = [value(d, r) for r in range(size)]
         outs, whole = [blank(d) for _ in range(size)], blank(d, size)
-        yield from moved(build.all_gather(outs, value(d, rank)), outs, everybody)
-        yield from moved(build.all_gather_into_tensor(whole, value(d, rank)), list(whole.view(size, -1)), everybody)
+        yield from moved(build.all_gather(outs, value(d, rank)), outs, all_values)
+        yield from moved(build.all_gather_into_tensor(whole, value(d, rank)), list(whole.view(size, -1)), all_values)
         mine = value(d, rank)
-        yield from moved(build.broadcast(mine, src=last), [mine], everybody[last:])
+        yield from moved(build.broadcast(mine, src=last), [mine], all_values[last:])
         outs = [blank(d) for _ in range(size)]
         op = build.gather(value(d, rank), outs if rank == 0 else None, dst=0)
-        yield from moved(op, outs if rank == 0 else [], everybody if rank == 0 else [])
+        yield from moved(op, outs if rank == 0 else [], all_values if rank == 0 else [])
         place = blank(d)
-        yield from moved(build.scatter(place, everybody if rank == last else None, src=last), [place], [value(d, rank)])
+        yield from moved(
+            build.scatter(place, all_values if rank == last else None, src=last), [place], [value(d, rank)]
+        )
         outs = [blank(d) for _ in range(size)]
-        yield from moved(build.all_to_all(outs, [value(d, rank) for _ in range(size)]), outs, everybody)
+        yield from moved(build.all_to_all(outs, [value(d, rank) for _ in range(size)]), outs, all_values)

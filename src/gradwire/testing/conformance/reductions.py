@@ -83,9 +83,9 @@ def check_all_reduce_same_bits(group: Group) -> Problems:
     for dtype in (torch.float32, torch.bfloat16):
         t = draw((1031,), dtype, 7, group.rank)
         group.all_reduce(t, ReduceOp.AVG)
-        everybody = [blank(t.shape, dtype) for _ in range(group.size)]
-        group.all_gather(everybody, t)
-        for rank, other in enumerate(everybody):
+        gathered = [blank(t.shape, dtype) for _ in range(group.size)]
+        group.all_gather(gathered, t)
+        for rank, other in enumerate(gathered):
             yield from unlike(f"all_reduce AVG of {dtype}: the result of rank {rank}, compared with mine,", other, t)
 
 

@@ -179,15 +179,17 @@ def check_many_in_flight(group: Group) -> Problems:
     tensors = [draw((n,), torch.int64, 67, n, group.rank) for n in range(40)]
     works: list[tuple[str, Tensor, Tensor, Work]] = []
     for n, t in enumerate(tensors):
-        everybody = [draw((n,), torch.int64, 67, n, rank) for rank in range(group.size)]
+        all_values = [draw((n,), torch.int64, 67, n, rank) for rank in range(group.size)]
         if n % 3 == 0:
-            works.append(("all_reduce", t, torch.as_tensor(sum(everybody)), group.all_reduce(t, async_op=True)))
+            works.append(("all_reduce", t, torch.as_tensor(sum(all_values)), group.all_reduce(t, async_op=True)))
         elif n % 3 == 1:
             root = n % group.size
-            works.append(("broadcast", t, everybody[root], group.broadcast(t, src=root, async_op=True)))
+            works.append(("broadcast", t, all_values[root], group.broadcast(t, src=root, async_op=True)))
         else:
             out = blank((n * group.size,), torch.int64)
-            works.append(("all_gather", out, torch.cat(everybody), group.all_gather_into_tensor(out, t, async_op=True)))
+            works.append(
+                ("all_gather", out, torch.cat(all_values), group.all_gather_into_tensor(out, t, async_op=True))
+            )
     random.Random(group.rank).shuffle(works)
     for name, got, want, work in works:
         work.wait()

@@ -1,4 +1,4 @@
-"""`gradwire bench overhead` from end to end, small, and what it says."""
+"""`gradwire bench overhead` end to end, small, and its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timelines of streams: which is whose, what overlaps, the picture; and what `bench overlap` refuses."""
+"""Timelines of streams: which is the model's, what overlaps, the plot; and what `bench overlap` refuses."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def on_all(groups: list[SharedMemoryGroup], fn: Callable[[SharedMemoryGroup], An
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    """`world(size, **options)` makes groups that meet in a store of their own; they are closed at the end."""
+    """`world(size, **options)` makes groups that meet in a separate store; they are closed at the end."""
     made: list[SharedMemoryGroup] = []
 
     def make(size: int, **options: Any) -> list[SharedMemoryGroup]:

@@ -1,4 +1,4 @@
-"""A rank is told once that its gradients on a GPU go by way of the host."""
+"""A rank warns once that its gradients on a GPU are copied through the host."""
 
 from __future__ import annotations
 

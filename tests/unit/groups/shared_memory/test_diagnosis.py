@@ -1,4 +1,4 @@
-"""What a rank concludes from the board and from the pulse of the processes."""
+"""What a rank concludes from the board and from which processes are alive."""
 
 from __future__ import annotations
 

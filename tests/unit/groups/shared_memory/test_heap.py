@@ -1,4 +1,4 @@
-"""The heap against a model: no overlap, everything comes back, and what may still be written is kept."""
+"""The heap against a model: no overlap, everything is returned, and what may still be written is kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = [torch.uint8, torch.float16, torch.float32, torch.float64, torch.comple
 
 
 class Reserved:
-    """Remembers what was asked for; can be told to refuse."""
+    """Records what was requested; can be set to refuse."""
 
     def __init__(self, limit: int = ROOM) -> None:
         self.limit = limit
@@ -103,7 +103,7 @@ def test_against_a_model(steps: list[Step]) -> None:
     heap.let_go()
     blocks = free_blocks(heap)
     assert heap.available == heap.reserved
-    assert len(blocks) <= 1, "neighbours that are free have become one"
+    assert len(blocks) <= 1, "adjacent free blocks are merged"
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -112,7 +112,7 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [0, 2, 1], [1, 0, 2], [1, 2, 0]])
-def test_neighbours_become_one_in_whatever_order_they_come_back(order: list[int]) -> None:
+def test_adjacent_blocks_are_merged_in_whatever_order_they_are_freed(order: list[int]) -> None:
     heap, _, reserve = make()
     tensors: list[Tensor | None] = [heap.tensor(1_500_000, torch.uint8) for _ in range(3)]
     reserved = heap.reserved

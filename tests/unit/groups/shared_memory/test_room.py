@@ -1,4 +1,4 @@
-"""Shared memory that is short, as in a container with docker's 64 MiB of /dev/shm: slower, with one warning, and right."""
+"""Too little shared memory, as in a container with docker's 64 MiB of /dev/shm: slower, with one warning, and correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The segment: mode, owner, what is refused, what stays behind (nothing), and memory that is not there."""
+"""The segment: mode, owner, what is refused, what stays behind (nothing), and missing memory."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_with_a_name_that_nobody_can_guess_and_that_goes_once_all_have_it(tmp_pa
     assert [stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()] == [0o600] * 2
     for segment, ticket in segments:
         twin = Segment.join(ticket)
-        twin.close()  # whoever only joined leaves the name to its maker
+        twin.close()  # a rank that only joined leaves the name to its creator
         assert os.path.exists(ticket.path)
         segment.unlink()
         assert not os.path.exists(ticket.path)
@@ -342,7 +342,7 @@ def test_two_groups_over_one_store_and_two_jobs_of_the_same_name_never_meet(worl
 
 
 def refused(ticket_changes: dict[str, Any] | None = None, *, size: int = 2) -> list[BaseException]:
-    """Rank 0 as always; rank 1 is handed a ticket that was changed on the way, or wants another size."""
+    """Rank 0 as always; rank 1 gets a ticket that was changed on the way, or requests another size."""
     store = HashStore()
     errors: list[BaseException] = []
 
