@@ -17,6 +17,7 @@ from gradwire.errors import CollectiveTimeout, GroupError, PeerLost
 from gradwire.groups import Group
 from gradwire.groups.shared_memory.board import HERE
 from gradwire.testing import run_ranks
+from helpers.waiting import wait_until
 
 SIZE, VICTIM = 4, 2
 DEADLINE = 120.0
@@ -188,8 +189,7 @@ def _sigstop(group: Any, nth: int) -> dict[str, Any]:
         facts |= {"error": type(error).__name__, "text": str(error), "missing": getattr(error, "missing", None)}
     facts["seconds"] = time.perf_counter() - began
     if group.rank == 0:
-        while any(group._board.states[rank] == HERE for rank in (1, 3)):
-            time.sleep(0.001)  # until they have given up too
+        wait_until(lambda: all(group._board.states[rank] != HERE for rank in (1, 3)), "ranks 1 and 3 give up too")
         with open(f"/proc/{pid}/stat") as file:
             facts["victim was"] = file.read().rpartition(")")[2].split()[0]
         os.kill(pid, signal.SIGCONT)

@@ -19,11 +19,15 @@ SCRIPT = """
     from gradwire.collectives import build
     from gradwire.errors import CollectiveTimeout
     group = gw.init(kind=sys.argv[1], timeout=4)
-    group.barrier()
+    host = torch.tensor([os.getpid()])
+    group.broadcast(host, src=0)
     if group.rank == 0:
         os.kill(os.getpid(), 19)
         os._exit(0)
-    time.sleep(0.5)
+    began = time.perf_counter()
+    while open(f"/proc/{int(host)}/stat").read().rpartition(")")[2].split()[0] != "T":
+        assert time.perf_counter() - began < 60, "rank 0 is not stopped"
+        time.sleep(0.01)
     began = time.perf_counter()
     forgotten = group.all_reduce(torch.ones(3), async_op=True)
     while not forgotten.is_completed():  # nobody waits for it

@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import termios
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gradwire.cli import main, run
 from gradwire.launch import store_host
+from helpers.waiting import wait_for_exit, wait_until
 
 COMMAND = [sys.executable, "-m", "gradwire", "run"]
 
@@ -30,13 +29,6 @@ def state(pid: int) -> str:
 
 def gone(pid: int) -> bool:
     return state(pid) in "ZX"
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -232,9 +224,9 @@ def test_ctrl_z_stops_ranks_too_and_ctrl_c_ends_them_once(script):
         try:
             pids = started(launcher, 2)
             os.killpg(launcher.pid, signal.SIGTSTP)
-            wait_until(lambda: {state(pid) for pid in (launcher.pid, *pids)} == {"T"})
+            wait_until(lambda: {state(pid) for pid in (launcher.pid, *pids)} == {"T"}, "all are stopped")
             os.killpg(launcher.pid, signal.SIGCONT)
-            wait_until(lambda: "T" not in {state(pid) for pid in (launcher.pid, *pids)})
+            wait_until(lambda: "T" not in {state(pid) for pid in (launcher.pid, *pids)}, "none is stopped")
             os.killpg(launcher.pid, signal.SIGINT)
             _, err = launcher.communicate(timeout=300)
         finally:
@@ -249,7 +241,8 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(script):
     with start("-n", "2", script(SLEEP)) as launcher:
         pids = started(launcher, 2)
         launcher.kill()
-    wait_until(lambda: all(map(gone, pids)))
+    for pid in pids:
+        wait_for_exit(pid)
 
 
 def test_when_nobody_reads_the_ranks_are_stopped(script):
@@ -280,11 +273,12 @@ def test_a_third_ctrl_c_ends_a_launcher_whose_reader_does_not_read(script):
             assert launcher.stdout is not None
             (rank,) = started(launcher, 1)
             size = fcntl.fcntl(launcher.stdout, fcntl.F_GETPIPE_SZ)
-            wait_until(lambda: waiting(launcher.stdout) > size - 4096)
+            wait_until(lambda: waiting(launcher.stdout) > size - 4096, "the pipe is full")
             launcher.send_signal(signal.SIGINT)
-            wait_until(Path(path + ".mark").exists)  # forwarded, though the launcher cannot write
+            # Forwarded, though the launcher cannot write.
+            wait_until(Path(path + ".mark").exists, "the rank receives the signal")
             launcher.send_signal(signal.SIGINT)
-            wait_until(lambda: gone(rank))
+            wait_for_exit(rank)
             launcher.send_signal(signal.SIGINT)
             assert launcher.wait(100) == 130
         finally:

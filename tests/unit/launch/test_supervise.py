@@ -19,6 +19,7 @@ from gradwire.errors import UsageError
 from gradwire.launch import shutdown, tracebacks
 from gradwire.launch.process import RankProcess
 from gradwire.launch.supervise import Run, _Supervisor, supervise
+from helpers.waiting import wait_for_exit, wait_until
 
 HEAD = """
 import os, signal, subprocess, sys, time
@@ -48,25 +49,8 @@ def launch(tmp_path, capfdbinary):
     return start
 
 
-def wait_for(*paths: Path, limit: float = 20.0) -> None:
-    deadline = time.monotonic() + limit
-    while missing := [path for path in paths if not path.exists()]:
-        assert time.monotonic() < deadline, f"{missing} were not made"
-        time.sleep(0.01)
-
-
-def assert_gone(pid: int, limit: float = 20.0) -> None:
-    """A process that nobody waits for may stay a zombie: it has ended all the same."""
-    deadline = time.monotonic() + limit
-    while True:
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            return
-        if stat.rpartition(")")[2].split()[0] in "ZX":
-            return
-        assert time.monotonic() < deadline, f"process {pid} still runs"
-        time.sleep(0.01)
+def wait_for(*paths: Path) -> None:
+    wait_until(lambda: all(path.exists() for path in paths), f"{', '.join(map(str, paths))} are made")
 
 
 # -- output ----------------------------------------------------------------------------------------------------------------
@@ -325,7 +309,7 @@ def test_what_a_rank_started_neither_holds_the_launcher_up_nor_outlives_it(launc
     assert len(children) == 2
     assert out.count(b"late") == 2
     for pid in children:
-        assert_gone(pid)
+        wait_for_exit(pid)
 
 
 def test_what_a_stopped_rank_started_gets_the_signal_too(launch):
@@ -342,7 +326,7 @@ def test_what_a_stopped_rank_started_gets_the_signal_too(launch):
     )
     assert code == 3
     (pid,) = map(int, re.findall(rb"child (\d+)", out))
-    assert_gone(pid)
+    wait_for_exit(pid)
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
@@ -360,7 +344,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
     pids = list(map(int, done.stdout.split()))
     assert len(pids) == 2
     for pid in pids:
-        assert_gone(pid)
+        wait_for_exit(pid)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -402,17 +386,14 @@ thread.join() if {thread} else None
     pids = list(map(int, done.stdout.split()))
     assert len(pids) == 4
     for pid in pids:
-        assert_gone(pid)
+        wait_for_exit(pid)
 
 
 def test_a_rank_whose_launcher_is_gone_already_does_not_begin(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "getpid", lambda: 1 << 22)  # nobody's parent
     process = RankProcess(0, [sys.executable, "-c", f"open({str(tmp_path / 'mark')!r}, 'w')"], {}, stdin=-3)
     monkeypatch.undo()
-    deadline = time.monotonic() + 20
-    while process.status is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: process.status is not None, "the process ends")
     assert process.status == 1
     process.release()
     assert not (tmp_path / "mark").exists()

@@ -24,6 +24,7 @@ from gradwire.errors import (
 from gradwire.groups.shared_memory import board
 from gradwire.groups.shared_memory.board import LEFT
 from gradwire.groups.shared_memory.engine import _Current
+from helpers.waiting import wait_until
 
 LARGE = 300_000
 """Elements of a float32 tensor that needs several chunks."""
@@ -118,8 +119,7 @@ def test_ctrl_c_in_the_thread_that_drives(world: Any, everywhere: Any, size: int
 
     def reduce(group: Any) -> None:
         if group.rank == 1 and place == "asleep":
-            while board.wait_queue.sleep.error is not None:  # until rank 0 has gone to sleep, and was interrupted there
-                time.sleep(0.001)
+            wait_until(lambda: board.wait_queue.sleep.error is None, "rank 0 goes to sleep, and is interrupted there")
         group.all_reduce(torch.ones(size), label="interrupted")
 
     errors = everywhere(groups, reduce)
@@ -279,7 +279,7 @@ def test_recovery_after_every_kind_of_failure_again_and_again(world: Any, everyw
         def messages(group: Any) -> Any:
             if group.rank == 0:
                 sends = [group.send(torch.ones(9), dst=1, tag=tag, async_op=True) for tag in range(40)]
-                time.sleep(0.05)
+                wait_until(lambda: not group._engine.mailbox._free[1], "all slots for messages are taken")
                 group.abort("messages are under way")
                 return [type(send.exception()) for send in sends]
             return None
@@ -314,8 +314,7 @@ def test_a_rank_that_was_let_through_a_recovery_that_another_gave_up_comes_back(
         meet(deadline, timeout)
         meetings.append(1)
         if len(meetings) == 2:
-            while groups[1].failure is not None:
-                time.sleep(0.001)
+            wait_until(lambda: groups[1].failure is None, "rank 1 has recovered")
             raise CollectiveTimeout("given up at the last moment")
 
     recovery.meet = gives_up
@@ -353,8 +352,7 @@ def test_what_was_in_flight_does_not_reach_the_recovered_group(world: Any, every
     doomed = groups[0].allocate(LARGE)
     place = doomed.data_ptr()
     work = groups[0].all_reduce(doomed, async_op=True)
-    while groups[0]._board.signals[0] < 1:
-        time.sleep(0.001)
+    wait_until(lambda: groups[0]._board.signals[0] >= 1, "rank 0 has come to the sum")
     groups[0].abort("on a whim")
     with pytest.raises(GroupAborted):
         work.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted,
 from gradwire.groups.shared_memory import p2p
 from gradwire.groups.shared_memory.board import SLOTS
 from gradwire.groups.shared_memory.engine import _THREAD_SPINS, _YIELDS
+from helpers.waiting import wait_until
 
 
 def number(value: float, n: int = 3) -> torch.Tensor:
@@ -25,20 +25,22 @@ def number(value: float, n: int = 3) -> torch.Tensor:
 @pytest.mark.parametrize("receiver_first", [False, True])
 def test_more_messages_than_slots_arrive_in_order(world: Any, everywhere: Any, receiver_first: bool) -> None:
     groups = world(2)
-    many = 5 * SLOTS + 3
+    many, first_is_through = 5 * SLOTS + 3, threading.Event()
 
     def use(group: Any) -> list[float]:
         if group.rank == 0:
             if receiver_first:
-                time.sleep(0.05)
+                assert first_is_through.wait(60)
             sends = [group.send(number(i, 100 * (i % 7)), dst=1, async_op=True) for i in range(many)]
+            first_is_through.set()
             for send in sends:
                 send.wait()
             return []
         places = [torch.empty(100 * (i % 7)) for i in range(many)]
         if not receiver_first:
-            time.sleep(0.05)
+            assert first_is_through.wait(60)
         works = [group.recv(t, src=0, async_op=True) for t in places]
+        first_is_through.set()
         for work in works:
             work.wait()
         return [t[0].item() if t.numel() else i for i, t in enumerate(places)]
@@ -129,8 +131,9 @@ def test_from_anybody_serves_everybody_and_keeps_each_ones_order(world: Any, eve
             for work in [group.send(number(i), dst=1, async_op=True) for i in range(each)]:
                 work.wait()
             return []
-        while any(len(other._engine.mailbox._free[1]) > 0 for other in groups if other.rank != 1):
-            time.sleep(0.001)  # all slots are taken: from here on it is the receiver that chooses
+        # Once all slots are taken it is the receiver that chooses.
+        senders = [other for other in groups if other.rank != 1]
+        wait_until(lambda: not any(other._engine.mailbox._free[1] for other in senders), "all slots are taken")
         found = []
         for _ in range(3 * each):
             t = torch.empty(3)
@@ -156,7 +159,7 @@ def test_receives_are_served_in_the_order_of_submission(world: Any, everywhere: 
         groups[2].recv(second, src=0, async_op=True),
         groups[2].recv(other, src=1, tag=5, async_op=True),
     ]
-    time.sleep(0.02)
+    wait_until(lambda: len(groups[2]._engine._messages) == 3, "the receives are under way")
     sends = [groups[0].send(number(1), dst=2, async_op=True), groups[1].send(number(9), dst=2, tag=5, async_op=True)]
     for work in [*sends, works[0], works[2]]:
         work.wait()
@@ -222,10 +225,7 @@ def test_messages_that_were_given_up_are_withdrawn_and_their_slots_used_again(wo
         for send in given_up:
             with pytest.raises(CollectiveTimeout):
                 send.wait()
-        deadline = time.perf_counter() + 5
-        while mailbox._free[1] or len(mailbox._withdrawn) < SLOTS:
-            assert time.perf_counter() < deadline
-            time.sleep(0.005)
+        wait_until(lambda: not mailbox._free[1] and len(mailbox._withdrawn) == SLOTS, "all messages are withdrawn")
         # All slots hold messages that were withdrawn. The next is put when the receiver has looked at its slots.
         sending = groups[0].send(number(round_), dst=1, tag=9, async_op=True)
         assert not sending.is_completed()
@@ -242,8 +242,7 @@ def test_a_slot_that_is_used_again_is_not_taken_for_withdrawn(world: Any) -> Non
     send = groups[0].submit(build.send(number(-1), dst=1).within(0.05))
     with pytest.raises(CollectiveTimeout):
         send.wait()
-    while not mailbox._withdrawn:  # until then it can be received
-        time.sleep(0.005)
+    wait_until(lambda: mailbox._withdrawn, "the message is withdrawn")  # until then it can be received
     for i in range(3 * SLOTS):
         t = torch.empty(3)
         work = groups[1].recv(t, src=0, async_op=True)
