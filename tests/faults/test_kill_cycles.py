@@ -14,7 +14,7 @@ import pytest
 from gradwire.groups.shared_memory.segment import default_directory
 from helpers.warm_python import WarmPython
 
-CYCLES = 200
+CYCLES = 100
 
 
 @pytest.fixture

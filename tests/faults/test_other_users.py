@@ -31,6 +31,7 @@ from gradwire.testing import run_ranks
 from gradwire.testing.mpi import MPIWorlds, missing
 from gradwire.testing.mpi.launch import Launch
 from gradwire.testing.private_socket import PrivateListener, connect
+from helpers.warm_python import WarmPython
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -384,7 +385,7 @@ STORE_SCRIPT = """
 """
 
 
-def start_ranks(way: str, folder: Path) -> list[subprocess.Popen[str]]:
+def start_ranks(way: str, folder: Path, python: WarmPython) -> list[Any]:
     script = folder / "script.py"
     script.write_text(textwrap.dedent(STORE_SCRIPT))
     command = [sys.executable, str(script), str(folder), way]
@@ -399,16 +400,22 @@ def start_ranks(way: str, folder: Path) -> list[subprocess.Popen[str]]:
     free = host_store()  # only to find a port
     port = free.port
     del free
-    environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environ = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if way == "manual, with LOCAL_WORLD_SIZE":
         environ |= {"LOCAL_WORLD_SIZE": "2"}
-    return [subprocess.Popen(command, env=environ | {"RANK": str(rank)}, **pipes) for rank in range(2)]
+    code = script.read_text()
+    return [python.start(code, str(folder), way, env=environ | {"RANK": str(rank)}, capture=True) for rank in range(2)]
 
 
 @needs_root
 @pytest.mark.parametrize("way", ["gradwire run", "torchrun", "manual", "manual, with LOCAL_WORLD_SIZE", "backend"])
-def test_another_user_cannot_end_a_job_through_a_store(way: str, tmp_path: Path) -> None:
-    started = start_ranks(way, tmp_path)
+def test_another_user_cannot_end_a_job_through_a_store(
+    way: str, tmp_path: Path, warm_python: WarmPython, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in os.environ:
+        if name.startswith("GLOO"):
+            monkeypatch.delenv(name)
+    started = start_ranks(way, tmp_path, warm_python)
     try:
         deadline = time.monotonic() + 100
         while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from gradwire.groups.tcp_store import host_store
+from helpers.warm_python import WarmPython
 
 SCRIPT = """
     import os, sys, time, torch
@@ -43,20 +40,17 @@ SCRIPT = """
 
 
 @pytest.mark.parametrize("kind", ["gloo", "hierarchical"])
-def test_a_stopped_store_host_holds_nobody(kind: str, tmp_path: Path) -> None:
+def test_a_stopped_store_host_holds_nobody(kind: str, warm_python: WarmPython) -> None:
     free = host_store()  # only to find a port
     port = free.port
     del free
-    script = tmp_path / "rank.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    base = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    base = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), kind],
+        warm_python.start(
+            textwrap.dedent(SCRIPT),
+            kind,
             env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            capture=True,
         )
         for rank in range(2)
     ]
@@ -66,5 +60,6 @@ def test_a_stopped_store_host_holds_nobody(kind: str, tmp_path: Path) -> None:
         assert state == "T", "the fault did not fire"
         assert (ranks[1].returncode, out) == (0, "closed\n"), err
     finally:
-        ranks[0].send_signal(signal.SIGKILL)
-        ranks[0].communicate()
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()

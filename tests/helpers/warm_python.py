@@ -31,20 +31,21 @@ SERVER_SETTINGS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTORCH
 class WarmProcess:
     """A child of the server, which says how it ended."""
 
-    def __init__(self, pid: int, status: socket.socket) -> None:
+    def __init__(self, pid: int, status: socket.socket, outputs: Sequence[int] = ()) -> None:
         self.pid = pid
+        self.returncode: int | None = None
         self._status = status
-        self._returncode: int | None = None
+        self._outputs = list(outputs)
 
     def poll(self, limit: float = 0.0) -> int | None:
         """The exit status as `subprocess` has it, if the process ends within `limit` seconds."""
-        if self._returncode is None and select.select([self._status], [], [], max(0.0, limit))[0]:
+        if self.returncode is None and select.select([self._status], [], [], max(0.0, limit))[0]:
             told = self._status.recv(100)
             if not told:
                 raise RuntimeError("the fork server has died")
-            self._returncode = int(told)
+            self.returncode = int(told)
             self._status.close()
-        return self._returncode
+        return self.returncode
 
     def wait(self, timeout: float = MESSAGE_LIMIT) -> int:
         """The exit status; raises if the process does not end in time."""
@@ -52,6 +53,14 @@ class WarmProcess:
         if status is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
         return status
+
+    def communicate(self, timeout: float = MESSAGE_LIMIT) -> tuple[str, str]:
+        """What it wrote on stdout and stderr, once it has ended; nothing when asked again."""
+        self.wait(timeout)
+        said = [os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace") for fd in self._outputs]
+        while self._outputs:
+            os.close(self._outputs.pop())
+        return (said[0], said[1]) if said else ("", "")
 
     def terminate(self) -> None:
         """Ask it to end, if it still runs."""
@@ -81,24 +90,30 @@ class WarmPython:
         self._control: socket.socket | None = None
 
     def start(
-        self, code: str, *args: str, fds: Sequence[int] = (), env: dict[str, str] | None = None, path: str = "<string>"
+        self,
+        code: str,
+        *args: str,
+        fds: Sequence[int] = (),
+        env: dict[str, str] | None = None,
+        path: str = "<string>",
+        capture: bool = False,
     ) -> WarmProcess:
         """Run `code` in a new process, as `python -c` would, or as the file `path`.
 
-        `fds` become its descriptors 0, 1 and so on, the same ones each time; without them it has this process's output.
+        `fds` become its descriptors 0, 1 and so on. Without them it has this process's output, or one that `communicate` returns.
         """
         ours, theirs = socket.socketpair()
         request = {"code": code, "path": path, "args": args, "env": {**os.environ, **(env or {})}, "cwd": os.getcwd()}
+        text = json.dumps(request).encode()
+        outputs = [os.memfd_create(name) for name in ("stdout", "stderr")] if capture else []
         with open(os.devnull) as nothing, theirs:
-            passed = fds or (nothing.fileno(), 1, 2)
+            passed = fds or (nothing.fileno(), *(outputs or (1, 2)))
             control = self._running()
-            socket.send_fds(
-                control, [len(text := json.dumps(request).encode()).to_bytes(8, "big")], [theirs.fileno(), *passed]
-            )
+            socket.send_fds(control, [len(text).to_bytes(8, "big")], [theirs.fileno(), *passed])
             control.sendall(text)
         if not select.select([ours], [], [], START_LIMIT)[0]:
             raise RuntimeError("the fork server does not answer")
-        return WarmProcess(int(ours.recv(100)), ours)
+        return WarmProcess(int(ours.recv(100)), ours, outputs)
 
     def run(self, code: str, *args: str, timeout: float) -> subprocess.CompletedProcess[str]:
         """Run `code` to its end, and return what it wrote."""
@@ -121,24 +136,18 @@ class WarmPython:
         Raises TimeoutExpired, and ends those that still run, after `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
-        files = [[os.memfd_create(name) for name in ("stdout", "stderr")] for _ in commands]
         started: list[WarmProcess] = []
         done = []
         try:
-            with open(os.devnull) as nothing:
-                for (code, *args), (out, err), env in zip(commands, files, envs or [{}] * len(commands), strict=True):
-                    started.append(self.start(code, *args, fds=(nothing.fileno(), out, err), env=env, path=path))
-            for process, (_, *args), (out, err) in zip(started, commands, files, strict=True):
-                status = process.poll(deadline - time.monotonic())
-                said = [os.pread(fd, 1 << 24, 0).decode(errors="replace") for fd in (out, err)]
-                if status is None:
-                    raise subprocess.TimeoutExpired([path, *args], timeout, *said)
-                done.append(subprocess.CompletedProcess([path, *args], status, *said))
+            for (code, *args), env in zip(commands, envs or [{}] * len(commands), strict=True):
+                started.append(self.start(code, *args, env=env, path=path, capture=True))
+            for process, (_, *args) in zip(started, commands, strict=True):
+                out, err = process.communicate(deadline - time.monotonic())
+                done.append(subprocess.CompletedProcess([path, *args], process.wait(), out, err))
         finally:
             for process in started:
                 process.kill()
-            for fd in [fd for pair in files for fd in pair]:
-                os.close(fd)
+                process.communicate()
         return done
 
     def _running(self) -> socket.socket:

@@ -7,9 +7,7 @@ import importlib.util
 import json
 import os
 import re
-import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -35,6 +33,8 @@ from gradwire.testing import LeftBehind, RankPool, default_pool, kinds, ranks, r
 from gradwire.testing.pool import Fate, Outcome, RemoteTraceback
 from gradwire.testing.pool.shipping import ship
 from gradwire.testing.ranks import Request, _verdict
+from helpers.waiting import wait_for_exit
+from helpers.warm_python import WarmPython
 
 OFFSET = 40
 every_kind = pytest.mark.parametrize("kind", ["threads", "gloo"])
@@ -513,22 +513,15 @@ run_ranks(kill_the_parent if not {polite} else lambda group: tell(), 2, kind="gl
         pytest.param(False, True, False, -signal.SIGKILL, id="killed: Linux kills a worker that can see nothing"),
     ],
 )
-def test_no_worker_outlives_its_parent(thread: bool, stop: bool, polite: bool, status: int) -> None:
-    script = SCRIPT.format(thread=thread, stop=stop, polite=polite)
-    # Output ends when the last process that holds the pipe has ended: that is the wait.
-    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=300)
-    assert done.returncode == status
+def test_no_worker_outlives_its_parent(
+    thread: bool, stop: bool, polite: bool, status: int, warm_python: WarmPython
+) -> None:
+    done = warm_python.run(SCRIPT.format(thread=thread, stop=stop, polite=polite), timeout=300)
+    assert done.returncode == status, done.stderr
     pids = [int(line.split()[1]) for line in done.stdout.splitlines()]
     assert len(pids) == 2
     for pid in pids:
-        try:
-            ended = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        try:
-            assert select.select([ended], [], [], 10)[0], f"worker {pid} is still there"
-        finally:
-            os.close(ended)
+        wait_for_exit(pid, limit=20)
 
 
 # -- what is sent how ----------------------------------------------------------------------------------------------------
