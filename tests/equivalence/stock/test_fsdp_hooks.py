@@ -102,7 +102,7 @@ def between_replicas(rank: int, size: int, device: str = "cpu") -> dict[str, Ten
             assert residuals == {n: p.numel() for n, p in model.named_parameters()}
             for h, state in zip(hooks, states, strict=True):
                 h.load_hook_state_dict(state)
-    with pytest.raises(UsageError, match=r"torch averages over its replicas itself.*a mesh of one dimension"):
+    with pytest.raises(UsageError, match=r"torch itself averages over its replicas.*over a 1-D mesh"):
         for _, named in fsdp_parameters(sharded(mesh)):
             as_fsdp_hook(mean(), replicas, named_parameters=named)
     done["frozen"] = frozen(mesh, replicas, rank)
@@ -175,7 +175,7 @@ def test_fsdp_trains_with_our_hooks(fresh: Callable[..., Any], device: str) -> N
 # -- without FSDP --------------------------------------------------------------------------------------------------------
 
 
-def test_a_tensor_of_another_length_is_one_nameless_row() -> None:
+def test_a_tensor_of_another_length_is_one_unnamed_row() -> None:
     """Some parameters got no gradient; FSDP does not expose which."""
 
     def rank_main(group: Group) -> list[str]:
@@ -224,7 +224,7 @@ def test_what_does_not_fit_is_refused() -> None:
             return 2
 
     comm = as_fsdp_reduce_scatter(mean(), group)
-    with pytest.raises(UsageError, match="asks 2 ranks for .*and this is a hook over 1 ranks"):
+    with pytest.raises(UsageError, match="over 2 ranks, .*but this hook averages or sums over 1 ranks"):
         comm(torch.zeros(1), torch.zeros(2), Pair(), dist.ReduceOp.AVG)
     assert repr(as_fsdp_hook(mean(), group)).startswith("FsdpHook(mean(), <threads rank 0 of 1")
     assert list(fsdp_parameters(nn.Linear(2, 2))) == []

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
+from gradwire import host
 from gradwire.errors import UsageError
-from gradwire.groups import host
 from gradwire.lab import hosts, namespaces, why_not
 
 WHY_NOT = why_not()
@@ -85,7 +85,7 @@ class TestHosts:
 
     @pytest.mark.parametrize(("n", "mbit"), [(0, None), (1000, None), (2, 0.0)])
     def test_what_makes_no_sense_is_refused(self, n: int, mbit: float | None) -> None:
-        with pytest.raises(UsageError, match=r"choose from 1 to 200|needs some rate"):
+        with pytest.raises(UsageError, match=r"choose from 1 to 200|rate must be positive"):
             with hosts(n, mbit=mbit):
                 pass
 
@@ -103,9 +103,9 @@ def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_the_tools_it_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/bin/{tool}")
-    assert "'tc' is not there" in str(why_not(mbit=1))
+    assert "'tc' is not installed" in str(why_not(mbit=1))
     monkeypatch.setattr(shutil, "which", lambda tool: None)
-    assert "'ip' is not there" in str(why_not())
+    assert "'ip' is not installed" in str(why_not())
 
 
 def test_without_permission_it_says_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:

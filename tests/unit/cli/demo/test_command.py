@@ -100,5 +100,5 @@ def test_a_python_without_source_is_one_clear_error(capfd, monkeypatch, tmp_path
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     assert main([*TINY, "--ranks", "2", "--kind", "threads"]) == 2
     error = capfd.readouterr().err
-    assert f"gradwire: UsageError: reading the demo's text from {tmp_path}: 0 Python source files are there" in error
+    assert f"gradwire: UsageError: reading the demo's text from {tmp_path}: found 0 Python source files" in error
     assert "Traceback" not in error
