@@ -9,10 +9,10 @@ READY := $(VENV)/ready
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quick test test-torch lint types layers tests format clean
 
-help: ## say what can be made
+help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 18
 
-setup: $(READY) ## make .venv with pinned requirements and gradwire in it
+setup: $(READY) ## create .venv with pinned requirements and gradwire
 demo: $(READY) ## train a small transformer data-parallel on this machine
 	@$(BIN)/gradwire demo
 
@@ -52,7 +52,7 @@ test-torch: ## the tests on another torch: make test-torch VERSION=2.15.0 [TESTS
 		cp $(TORCH_VENV)/requirements.txt $(TORCH_VENV)/installed.txt; }
 	$(TORCH_BIN)/python -m pytest $(TESTS)
 
-format: $(READY) ## rewrite the code as ruff likes it
+format: $(READY) ## format the code and fix what ruff can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
