@@ -100,7 +100,7 @@ class Shuffled(nn.Module):
 
 
 @pytest.fixture
-def same_as_alone(local_means: Callable[..., Any], assert_gradients: Callable[..., None]) -> Callable[..., None]:
+def assert_same_as_alone(local_means: Callable[..., Any], assert_gradients: Callable[..., None]) -> Callable[..., None]:
     """Three steps on `n` ranks, each compared with the mean of local gradients."""
 
     def check(
@@ -134,21 +134,21 @@ FLAGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: " ".join(flags) or "plain")
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_plain(same_as_alone: Callable[..., None], flags: dict[str, Any], n: int) -> None:
-    same_as_alone(mlp, lambda m, rank, step: m(inputs(rank, step)).pow(2).sum(), n, **flags)
+def test_plain(assert_same_as_alone: Callable[..., None], flags: dict[str, Any], n: int) -> None:
+    assert_same_as_alone(mlp, lambda m, rank, step: m(inputs(rank, step)).pow(2).sum(), n, **flags)
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: " ".join(flags) or "plain")
-def test_shared_parameters(same_as_alone: Callable[..., None], flags: dict[str, Any]) -> None:
-    same_as_alone(Tied, lambda m, rank, step: m(torch.tensor([rank, 1, 2 + step])).pow(2).sum(), **flags)
+def test_shared_parameters(assert_same_as_alone: Callable[..., None], flags: dict[str, Any]) -> None:
+    assert_same_as_alone(Tied, lambda m, rank, step: m(torch.tensor([rank, 1, 2 + step])).pow(2).sum(), **flags)
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: " ".join(flags) or "plain")
-def test_two_forwards_one_backward(same_as_alone: Callable[..., None], flags: dict[str, Any]) -> None:
+def test_two_forwards_one_backward(assert_same_as_alone: Callable[..., None], flags: dict[str, Any]) -> None:
     def loss(model: nn.Module, rank: int, step: int) -> Tensor:
         return model(inputs(rank, step)).sum() + model(inputs(rank, step + 50)).pow(2).sum()
 
-    same_as_alone(mlp, loss, **flags)
+    assert_same_as_alone(mlp, loss, **flags)
 
 
 ORDERS = list(itertools.permutations(range(4)))
@@ -156,19 +156,19 @@ ORDERS = list(itertools.permutations(range(4)))
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: " ".join(flags) or "plain")
 def test_gradients_that_come_in_another_order_in_every_step_and_on_every_rank(
-    same_as_alone: Callable[..., None], flags: dict[str, Any]
+    assert_same_as_alone: Callable[..., None], flags: dict[str, Any]
 ) -> None:
     def loss(model: nn.Module, rank: int, step: int) -> Tensor:
         return model(inputs(rank, step), ORDERS[(7 * step * (step > 2) + 5 * rank) % 24]).pow(2).sum()
 
-    same_as_alone(Shuffled, loss, n=2, steps=8, **flags)
+    assert_same_as_alone(Shuffled, loss, n=2, steps=8, **flags)
 
 
-def test_mixed_dtypes_get_buckets_of_their_own(same_as_alone: Callable[..., None]) -> None:
-    same_as_alone(MixedDtypes, lambda m, rank, step: m(inputs(rank, step)).sum())
+def test_mixed_dtypes_get_buckets_of_their_own(assert_same_as_alone: Callable[..., None]) -> None:
+    assert_same_as_alone(MixedDtypes, lambda m, rank, step: m(inputs(rank, step)).sum())
 
 
-def test_complex_parameters(same_as_alone: Callable[..., None]) -> None:
+def test_complex_parameters(assert_same_as_alone: Callable[..., None]) -> None:
     class Complex(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -178,11 +178,11 @@ def test_complex_parameters(same_as_alone: Callable[..., None]) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (x.to(torch.complex64) @ self.w).abs() + self.b
 
-    same_as_alone(Complex, lambda m, rank, step: m(inputs(rank, step)).sum())
+    assert_same_as_alone(Complex, lambda m, rank, step: m(inputs(rank, step)).sum())
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op")
-def test_layers_without_elements(same_as_alone: Callable[..., None]) -> None:
+def test_layers_without_elements(assert_same_as_alone: Callable[..., None]) -> None:
     class Hollow(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -191,8 +191,8 @@ def test_layers_without_elements(same_as_alone: Callable[..., None]) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.full(x).sum() + self.none(x).sum()
 
-    same_as_alone(Hollow, lambda m, rank, step: m(inputs(rank, step)), bucket_cap_mb=SMALL)
-    same_as_alone(Hollow, lambda m, rank, step: m(inputs(rank, step)), gradient_as_bucket_view=True)
+    assert_same_as_alone(Hollow, lambda m, rank, step: m(inputs(rank, step)), bucket_cap_mb=SMALL)
+    assert_same_as_alone(Hollow, lambda m, rank, step: m(inputs(rank, step)), gradient_as_bucket_view=True)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------------
@@ -200,16 +200,20 @@ def test_layers_without_elements(same_as_alone: Callable[..., None]) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("flags", [{}, {"static_graph": True}, {"bucket_cap_mb": SMALL}], ids=str)
-def test_checkpoint(same_as_alone: Callable[..., None], reentrant: bool, flags: dict[str, Any]) -> None:
-    same_as_alone(lambda: Checkpointed(reentrant=reentrant), lambda m, rank, step: m(inputs(rank, step)).sum(), **flags)
+def test_checkpoint(assert_same_as_alone: Callable[..., None], reentrant: bool, flags: dict[str, Any]) -> None:
+    assert_same_as_alone(
+        lambda: Checkpointed(reentrant=reentrant), lambda m, rank, step: m(inputs(rank, step)).sum(), **flags
+    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_one_part_checkpointed_twice_in_a_static_graph(same_as_alone: Callable[..., None], reentrant: bool) -> None:
+def test_one_part_checkpointed_twice_in_a_static_graph(
+    assert_same_as_alone: Callable[..., None], reentrant: bool
+) -> None:
     def loss(model: nn.Module, rank: int, step: int) -> Tensor:
         return model(inputs(rank, step), times=2).sum()
 
-    same_as_alone(lambda: Checkpointed(reentrant=reentrant), loss, static_graph=True, bucket_cap_mb=SMALL)
+    assert_same_as_alone(lambda: Checkpointed(reentrant=reentrant), loss, static_graph=True, bucket_cap_mb=SMALL)
 
 
 def test_one_part_checkpointed_twice_reentrantly_is_ready_twice() -> None:
@@ -226,9 +230,9 @@ def test_one_part_checkpointed_twice_reentrantly_is_ready_twice() -> None:
 # -- unused parameters -----------------------------------------------------------------------------------------------------
 
 
-def test_unused_here_but_used_elsewhere_gets_the_mean(same_as_alone: Callable[..., None]) -> None:
+def test_unused_here_but_used_elsewhere_gets_the_mean(assert_same_as_alone: Callable[..., None]) -> None:
     used = ["ab", "b", "bc"]
-    same_as_alone(
+    assert_same_as_alone(
         Branches,
         lambda m, rank, step: m(inputs(rank, step), used[(rank + step) % 3]).pow(2).sum(),
         n=3,
@@ -252,9 +256,9 @@ def test_unused_on_all_ranks_is_left_alone(views: bool) -> None:
     run_ranks(rank_main, 2)
 
 
-def test_an_output_that_is_not_part_of_the_loss(same_as_alone: Callable[..., None]) -> None:
+def test_an_output_that_is_not_part_of_the_loss(assert_same_as_alone: Callable[..., None]) -> None:
     for flags in ({"find_unused_parameters": True}, {"static_graph": True}):
-        same_as_alone(TwoHeads, lambda m, rank, step: m(inputs(rank, step))[0].sum(), **flags)
+        assert_same_as_alone(TwoHeads, lambda m, rank, step: m(inputs(rank, step))[0].sum(), **flags)
 
 
 def test_the_used_map_counts_ranks() -> None:
@@ -330,7 +334,7 @@ def test_two_backwards_of_one_forward(
     run_ranks(rank_main, 2)
 
 
-def test_forward_without_backward_any_number_of_times(same_as_alone: Callable[..., None]) -> None:
+def test_forward_without_backward_any_number_of_times(assert_same_as_alone: Callable[..., None]) -> None:
     def loss(model: nn.Module, rank: int, step: int) -> Tensor:
         for _ in range(rank + 2):
             model(inputs(rank))
@@ -338,7 +342,7 @@ def test_forward_without_backward_any_number_of_times(same_as_alone: Callable[..
             model(inputs(rank))
         return model(inputs(rank, step)).sum()
 
-    same_as_alone(mlp, loss)
+    assert_same_as_alone(mlp, loss)
 
 
 @pytest.mark.parametrize("good_steps", [0, 4])
