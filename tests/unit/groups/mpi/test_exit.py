@@ -112,7 +112,7 @@ def test_a_rank_that_hangs_does_not_hold_the_job(how: str, body: str, tmp_path: 
     assert seconds < 200
 
 
-PAGE = (Path(__file__).parents[3] / "docs" / "mpi.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs" / "mpi.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
 
 
