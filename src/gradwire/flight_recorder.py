@@ -8,11 +8,17 @@ Without torch: `gradwire run` reads rings too.
 
 Note [Format]
 A ring is a page of header, `HEADER` and then JSON, followed by records. Record number n is in slot n modulo the capacity, and a
-slot is valid if its number leads there and its kind is not 0. Text (groups, labels, errors) is written once, to a file next to the
-ring: one JSON string per line, and records hold the number of the line. Line 0 is the empty string.
+slot is valid if its number leads there and its kind is not 0. The kind is written last: readers are other processes, and without
+that they would see records of which half is missing. Text (groups, labels, errors) is written once, to a file next to the ring:
+one line per text, its number and a JSON string. Records hold the number. Number 0 is the empty string.
 
-Note [Several threads]
-Numbers come from one counter, and packing is one call, so threads need no lock of ours: the interpreter's makes both atomic.
+Note [No locks]
+Numbers come from counters of one atomic step each, so writing takes no lock. A lock would block forever in a signal handler or a
+finalizer that writes a record, e.g. because it aborts a group, while the thread that it interrupts holds that lock.
+
+Note [No errors]
+Recording must not end a training: a record with a value that does not fit is left out. The numbers of records that were never
+written, also because an exception of a signal handler came between, are gaps that readers skip.
 
 Note [A full disk]
 Writing to a mapped file whose disk is full ends the process with SIGBUS. So the blocks of the file are reserved when it is made,
@@ -35,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 MAGIC = b"GWFLIGHT"
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct("<8sIIII")
 """Magic, version, bytes per record, records, length of the JSON that follows."""
 RECORD = struct.Struct("<QQBBHIIIIIQQii")
@@ -44,6 +50,9 @@ nanoseconds on the system's monotonic clock, which all processes of a host share
 PAGE = 4096
 CAPACITY = 65536
 _MOST_NAMES = 65536
+_LONGEST_NAME = 1000
+_KIND = 16
+"""Where the kind is in a record."""
 _LOW = (1 << 32) - 1
 _TOO_MANY = "(too many different names)"
 
@@ -96,7 +105,7 @@ class FlightRecorder:
         self.pid = os.getpid()
         size = PAGE + capacity * RECORD.size
         new = path.with_name(f".{path.name}.{self.pid}")
-        fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, size)  # see Note [A full disk]
             self._ring = mmap.mmap(fd, size)
@@ -108,11 +117,19 @@ class FlightRecorder:
         HEADER.pack_into(self._ring, 0, MAGIC, VERSION, RECORD.size, capacity, len(text))
         self._ring[HEADER.size : HEADER.size + len(text)] = text
         self._names = {"": 0}
-        self._names_lock = threading.Lock()
-        self._names_file = os.open(
-            names_path(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600
-        )
-        os.write(self._names_file, b'""\n')
+        self._next_name: Callable[[], int] = itertools.count(1).__next__
+        try:
+            names_path(path).unlink(
+                missing_ok=True
+            )  # not truncated: the ring of the run before may be read at this moment
+            self._names_file = os.open(
+                names_path(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600
+            )
+            os.write(self._names_file, b'0 ""\n')
+        except BaseException:
+            new.unlink(missing_ok=True)
+            self._ring.close()
+            raise
         os.replace(new, path)  # whoever reads it sees all of the header, and its names are there
         self._mask = capacity - 1
         self._next: Callable[[], int] = itertools.count().__next__
@@ -139,22 +156,27 @@ class FlightRecorder:
 
         `step` and `bucket` are those of the thread (see `within`) unless given.
         """
-        names, thread = self._names, self.thread
-        group_number = names.get(group)
-        label_number = names.get(label)
         try:
+            names, thread = self._names, self.thread
+            group_number = names.get(group)
+            if group_number is None:
+                group_number = self._number(group)
+            label_number = names.get(label)
+            if label_number is None:
+                label_number = self._number(label)
             number = self._next()
+            slot = PAGE + (number & self._mask) * 64
             RECORD.pack_into(
                 self._ring,
-                PAGE + (number & self._mask) * 64,
+                slot,
                 number,
                 time.monotonic_ns() if at is None else int(at * 1e9),
-                kind,
+                0,
                 op,
                 rank,
                 thread.number,
-                self._number(group) if group_number is None else group_number,
-                self._number(label) if label_number is None else label_number,
+                group_number,
+                label_number,
                 seq & _LOW,
                 ordinal & _LOW,
                 nbytes,
@@ -162,35 +184,33 @@ class FlightRecorder:
                 thread.step if step is None else step,
                 thread.bucket if bucket is None else bucket,
             )
-        except (TypeError, ValueError):  # closed in the meantime, by another thread
-            if not self._ring.closed:
-                raise
+            self._ring[slot + _KIND] = kind
+        except (TypeError, ValueError, OverflowError, struct.error):
+            pass  # see Note [No errors]; or another thread has closed the ring in the meantime
 
     def _number(self, text: str) -> int:
-        """The number of a name, written down when it is seen for the first time."""
-        with self._names_lock:
-            known = self._names.get(text)
-            if known is not None:
-                return known
-            if len(self._names) >= _MOST_NAMES:
-                text = _TOO_MANY  # a label that is different every time must not fill the disk
-                if text in self._names:
-                    return self._names[text]
-            if self._names_file < 0:
-                return 0
-            try:
-                os.write(self._names_file, json.dumps(text).encode() + b"\n")
-            except OSError:  # a full disk: training goes on
-                return 0
-            number = self._names[text] = len(self._names)
-            return number
+        """The number of a name, written to the file of names when it is seen for the first time. See Note [No locks]."""
+        names = self._names
+        if len(names) >= _MOST_NAMES:
+            text = _TOO_MANY  # a label that is different every time must not fill the disk
+            if text in names:
+                return names[text]
+        number = self._next_name()
+        line = f"{number} {json.dumps(text[:_LONGEST_NAME])}\n".encode()
+        if self._names_file < 0:
+            return 0
+        try:
+            os.write(self._names_file, line)
+        except OSError:  # a full disk: training goes on
+            return 0
+        names[text] = number
+        return number
 
     def close(self) -> None:
         """Write no more. What was written stays in the file."""
-        with self._names_lock:
-            if self._names_file >= 0:
-                os.close(self._names_file)
-                self._names_file = -1
+        file, self._names_file = self._names_file, -1
+        if file >= 0:
+            os.close(file)
         self._ring.close()
 
 
@@ -214,7 +234,8 @@ _NOWHERE = contextlib.nullcontext()
 
 def within(step: int, bucket: int) -> contextlib.AbstractContextManager[None]:
     """Records of this thread belong to `bucket` of `step` in here. Costs next to nothing without a recorder."""
-    return _NOWHERE if active is None else _Within(active.thread, step, bucket)
+    recorder = active  # which another thread may stop at any time
+    return _NOWHERE if recorder is None else _Within(recorder.thread, step, bucket)
 
 
 class _Within(contextlib.AbstractContextManager[None]):
@@ -234,7 +255,8 @@ class _Within(contextlib.AbstractContextManager[None]):
 
 def place() -> tuple[int, int]:
     """The step and bucket that records of this thread belong to, to be taken to another thread."""
-    return (-1, -1) if active is None else (active.thread.step, active.thread.bucket)
+    recorder = active
+    return (-1, -1) if recorder is None else (recorder.thread.step, recorder.thread.bucket)
 
 
 def _forget() -> None:

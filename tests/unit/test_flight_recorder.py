@@ -14,7 +14,8 @@ import pytest
 
 from gradwire import flight_recorder
 from gradwire.errors import UsageError
-from gradwire.flight_recorder import FlightRecorder, RecordKind, names_path, within
+from gradwire.flight_recorder import HEADER as HEADER_FIELDS
+from gradwire.flight_recorder import RECORD, FlightRecorder, RecordKind, names_path, within
 from gradwire.observe.ring import read_ring
 
 HEADER = {
@@ -210,3 +211,97 @@ def test_a_torn_record_is_left_out(recorder):
     copy = recorder.path.with_name("rank-4.ring")
     copy.write_bytes(data)
     assert [record.seq for record in read_ring(copy).records] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rank": 70_000},
+        {"nbytes": -1},
+        {"step": 1 << 40},
+        {"label": ["unhashable"]},
+        {"label": b"bytes"},
+        {"duration": float("nan")},
+        {"duration": float("inf")},
+    ],
+)
+def test_what_does_not_fit_is_left_out_and_raises_nothing(recorder, fields):
+    recorder.put(RecordKind.MARK, **{"rank": 3, **fields})
+    recorder.put(RecordKind.MARK, 3, label="after")
+    assert [record.label for record in read_ring(recorder.path).records] == ["after"]
+
+
+@pytest.mark.parametrize("label", ["\ud800", "a\nb\u2028c", "x" * 100_000])
+def test_labels_of_all_kinds_are_read_again(recorder, label):
+    recorder.put(RecordKind.MARK, 3, label=label)
+    recorder.put(RecordKind.MARK, 3, label="next")
+    assert [record.label for record in read_ring(recorder.path).records] == [label[:1000], "next"]
+
+
+def test_a_signal_handler_may_write_while_a_name_is_being_written(recorder, monkeypatch):
+    """It would wait forever for a lock that the interrupted code holds."""
+    write = os.write
+
+    def interrupted(fd, data):
+        if b"outer" in data:
+            recorder.put(RecordKind.MARK, 3, label="inner")
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", interrupted)
+    recorder.put(RecordKind.MARK, 3, label="outer")
+    recorder.put(RecordKind.MARK, 3, label="later")
+    assert [record.label for record in read_ring(recorder.path).records] == ["inner", "outer", "later"]
+
+
+def test_a_name_whose_writing_was_interrupted_does_not_shift_the_others(recorder, monkeypatch):
+    write = os.write
+
+    def interrupted(fd, data):
+        write(fd, data)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        recorder.put(RecordKind.MARK, 3, label="lost")
+    monkeypatch.undo()
+    recorder.put(RecordKind.MARK, 3, label="later")
+    assert [record.label for record in read_ring(recorder.path).records] == ["later"]
+
+
+def test_a_record_is_valid_once_its_kind_is_written(recorder, monkeypatch):
+    """Readers are other processes: nothing but the order of writes keeps them from half a record."""
+    seen = []
+
+    class Struct:
+        def pack_into(self, *args):
+            RECORD.pack_into(*args)
+            seen.append(read_ring(recorder.path).records)
+
+    monkeypatch.setattr(flight_recorder, "RECORD", Struct())
+    recorder.put(RecordKind.MARK, 3)
+    assert seen == [[]]
+    monkeypatch.undo()
+    assert len(read_ring(recorder.path).records) == 1
+
+
+def test_links_in_the_directory_are_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "rank-0.names").symlink_to(victim)
+    (tmp_path / "rank-0.ring").symlink_to(victim)
+    FlightRecorder(tmp_path / "rank-0.ring", header=HEADER).close()
+    (tmp_path / f".rank-1.ring.{os.getpid()}").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic"):
+        FlightRecorder(tmp_path / "rank-1.ring", header=HEADER)
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("text", [b"{", b"[1]", b"7"])
+def test_a_damaged_header_is_refused(recorder, text):
+    data = bytearray(Path(recorder.path).read_bytes())
+    HEADER_FIELDS.pack_into(data, 0, flight_recorder.MAGIC, flight_recorder.VERSION, 64, 16, len(text))
+    data[HEADER_FIELDS.size : HEADER_FIELDS.size + len(text)] = text
+    copy = recorder.path.with_name("rank-4.ring")
+    copy.write_bytes(data)
+    with pytest.raises(UsageError, match="damaged header"):
+        read_ring(copy)

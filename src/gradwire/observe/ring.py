@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +16,8 @@ from gradwire.flight_recorder import HEADER, MAGIC, PAGE, RECORD, VERSION, Recor
 from gradwire.host import ProcessState, process_state
 
 _UNKNOWN = "?"
+_ABOUT_TO = 1_000_000_000
+"""After so many nanoseconds a record that is missing between others is not written any more."""
 _KINDS = {kind.value: kind for kind in RecordKind}
 
 
@@ -112,11 +116,14 @@ class RingFile:
                 raise UsageError(
                     f"{path} was written by another version of gradwire (format {version}; this one reads {VERSION})."
                 )
-            self.header: dict[str, Any] = json.loads(page[HEADER.size : HEADER.size + length])
+            try:
+                self.header: dict[str, Any] = dict(json.loads(page[HEADER.size : HEADER.size + length]))
+            except (TypeError, ValueError):
+                raise UsageError(f"{path} has a damaged header.") from None
         except BaseException:
             os.close(self._fd)
             raise
-        self._names: list[str] = []
+        self._names: dict[int, str] = {}
         self._names_read = 0
 
     def read(self, slot: int, count: int) -> list[Record]:
@@ -134,23 +141,22 @@ class RingFile:
         return records
 
     def _name(self, number: int) -> str:
-        if number >= len(self._names):
+        if number not in self._names:
             self._read_names()
-        return self._names[number] if number < len(self._names) else _UNKNOWN
+        return self._names.get(number, _UNKNOWN)
 
     def _read_names(self) -> None:
         try:
             with names_path(self.path).open("rb") as file:
                 file.seek(self._names_read)
                 lines = file.read().split(b"\n")[:-1]  # the last one is empty, or half written
-        except FileNotFoundError:
+        except OSError:
             return
         for line in lines:
             self._names_read += len(line) + 1
-            try:
-                self._names.append(str(json.loads(line)))
-            except ValueError:
-                self._names.append(_UNKNOWN)
+            number, _, text = line.partition(b" ")
+            with contextlib.suppress(ValueError):  # of a disk that was full
+                self._names[int(number)] = str(json.loads(text))
 
     def close(self) -> None:
         """Close the file."""
@@ -172,30 +178,39 @@ class RingFollower:
         self._file = RingFile(path)
         self.header = self._file.header
         self._next = 0
+        self._gap = -1
+        """The record that was to come next at the end of the last call."""
 
     def poll(self) -> list[Record]:
         """The records since the last call, as far as they have not been overwritten."""
         found: list[Record] = []
         capacity = self._file.capacity
-        for _ in range(2 * (capacity // self._CHUNK + 1)):  # a rank that writes faster than we read must not keep us
-            slot = self._next % capacity
-            records = self._file.read(slot, min(self._CHUNK, capacity - slot))
-            new = [record for record in records if record.number >= self._next]
+        count = min(self._CHUNK, capacity)
+        for _ in range(2 * (capacity // count + 1)):  # a rank that writes faster than we read must not keep us
+            begin, slot = self._next, self._next % capacity
+            records = self._file.read(slot, min(count, capacity - slot))
+            records += self._file.read(0, max(0, slot + count - capacity))
+            new = [record for record in records if record.number >= begin]
             if not new:
                 break
-            if new[0].number >= self._next + capacity:  # overwritten before we came: go on behind the writer
+            if new[0].number >= begin + capacity:  # overwritten before we came: go on behind the writer
                 self._next = new[-1].number - capacity // 2
                 continue
             for record in new:
                 if record.number != self._next:
-                    break
+                    if not self._is_never_written(record):
+                        break
+                    self._next = record.number
                 found.append(record)
                 self._next += 1
-            else:
-                if len(new) == min(self._CHUNK, capacity - slot):
-                    continue
-            break
+            if self._next == begin:
+                break
+        self._gap = self._next
         return found
+
+    def _is_never_written(self, later: Record) -> bool:
+        """Whether what should come next is a gap (see Note [No errors] in flight_recorder.py), not about to be written."""
+        return self._next == self._gap or time.monotonic_ns() - later.time > _ABOUT_TO
 
     def close(self) -> None:
         """Close the file."""

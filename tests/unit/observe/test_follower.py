@@ -52,3 +52,20 @@ def test_a_reader_that_was_overtaken_goes_on_with_what_is_there(recorder, follow
     assert len(found) >= 1024
     write(recorder, 10_000, 10_010)
     assert [record.seq for record in follower.poll()] == list(range(10_000, 10_010))
+
+
+@pytest.mark.parametrize("at", [0, 5, 1023, 1024, 2047])
+@pytest.mark.parametrize("old", [True, False])
+def test_a_record_that_is_never_written_is_skipped(recorder, follower, at, old):
+    when = 0.0 if old else None
+    for number in range(at):
+        recorder.put(RecordKind.MARK, 0, seq=number)
+    found = [record.seq for record in follower.poll()]
+    recorder.put(RecordKind.MARK, 0, nbytes=-1)  # takes a number, and does not fit
+    for number in range(at + 1, at + 30):
+        recorder.put(RecordKind.MARK, 0, seq=number, at=when)
+    later = [record.seq for record in follower.poll()]
+    if not old:  # the next one may be about to be written
+        write(recorder, at + 30, at + 31)
+        later += [record.seq for record in follower.poll()]
+    assert [*found, *later] == [*range(at), *range(at + 1, at + 30 + (not old))]
