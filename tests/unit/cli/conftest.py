@@ -16,7 +16,7 @@ from helpers.warm_python import WarmPython
 # the first kernel is made, so this cannot be a fixture.
 os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
 
-RANK = "import os, runpy; os.setsid(); runpy.run_module('gradwire.cli.experiment.rank', run_name='__main__')"
+RANK = "import os, runpy; os.setsid(); runpy.run_module('gradwire.cli.experiment.rank_main', run_name='__main__')"
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def warm_ranks(monkeypatch: pytest.MonkeyPatch, warm_python: WarmPython) -> None
         if command[0] != sys.executable:
             start_interpreter(self, program, command, environment, ranks)
             return
-        module = command.index("gradwire.cli.experiment.rank")
+        module = command.index("gradwire.cli.experiment.rank_main")
         with open(self.folder / "output", "ab") as output, open(os.devnull) as nothing:
             fds = (nothing.fileno(), output.fileno(), output.fileno())
             process = warm_python.start(RANK, *command[module + 1 :], fds=fds, env=environment)
