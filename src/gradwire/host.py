@@ -24,6 +24,17 @@ def host_identity() -> str:
     return f"{socket.gethostname()} {_read('/proc/sys/kernel/random/boot_id').strip()} {namespace}"
 
 
+def clock_identity() -> str:
+    """Which monotonic clock this process reads: that of its host, or of its time namespace, which containers may have.
+
+    The same for two processes only if each can see the other by its pid.
+    """
+    try:
+        return f"{host_identity()} {os.readlink('/proc/self/ns/time')}"
+    except OSError:
+        return host_identity()
+
+
 def _stat(pid: int) -> list[str]:
     """The fields of /proc/<pid>/stat from the state on; raises OSError where it cannot be read."""
     with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:

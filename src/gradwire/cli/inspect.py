@@ -10,7 +10,7 @@ from typing import Any
 
 from gradwire.errors import UsageError
 from gradwire.observe.hang_watch import HangWatch
-from gradwire.observe.hangs import described, find_waiting, report_lines
+from gradwire.observe.hangs import described, report_lines
 from gradwire.observe.progress import RankProgress
 from gradwire.observe.runs import find_run
 from gradwire.observe.stacks import user_frames
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"gradwire inspect {args.run or ''}: no flight recorder has written there.")
         for _, rank in sorted(watch.ranks.items()):
             _show(watch, rank, whole=args.stacks)
-        waiting = find_waiting(list(watch.ranks.values()), time.monotonic_ns(), deadline=0.0)
+        waiting = watch.waiting(0.0)
         if waiting is not None:
             print("\n" + "\n".join(report_lines(waiting, watch.suspects(waiting))))
     finally:
@@ -70,7 +70,9 @@ def _show(watch: HangWatch, rank: RankProgress, *, whole: bool) -> None:
     pending = rank.oldest_pending()
     stacks = watch.stacks(rank)
     own = user_frames(stacks[0].frames, rank.header) if stacks else []
-    parts = [f"rank {rank.rank} (process {rank.header['pid']}): {state.value}"]
+    here = rank in watch.local_ranks
+    where = "" if here else f" on {rank.header['host']}"
+    parts = [f"rank {rank.rank} (process {rank.header['pid']}{where}): {state.value}"]
     if rank.step >= 0:
         parts.append(f"step {rank.step}")
     if own:
@@ -78,7 +80,7 @@ def _show(watch: HangWatch, rank: RankProgress, *, whole: bool) -> None:
     print(", ".join(parts))
     if pending is not None:
         seconds = (time.monotonic_ns() - pending.time) / 1e9
-        print(f"    for {seconds:.1f} s in {described(pending)}")
+        print(f"    {f'for {seconds:.1f} s ' if here else ''}in {described(pending)}")
     for number, stack in enumerate(stacks if whole else []):
         print(f"    {'main thread' if number == 0 else 'another thread'}:")
         for frame in stack.frames:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from gradwire.launch.store_host import LOOPBACK, StoreHost
 from gradwire.launch.supervise import Run, supervise
 from gradwire.launch.world import Address
 from gradwire.observe.hang_watch import HangWatch
-from gradwire.observe.runs import KEPT, new_run, runs_directory
+from gradwire.observe.runs import KEPT, clear_run, new_run, runs_directory
 from gradwire.private_file import create, name_of
 
 _SEVERAL_HOSTS = (
@@ -119,11 +120,12 @@ def run(args: argparse.Namespace) -> int:
     recorded = _run_directory(args, script)
     private = create()
     store = StoreHost()
-    watch = HangWatch(Path(recorded[RUN_DIRECTORY])) if recorded else None
+    watch = HangWatch(Path(recorded[RUN_DIRECTORY]), since=time.monotonic_ns()) if recorded else None
     try:
         world = LocalWorld(size, name_of(private), Address(LOOPBACK, store.port), cpus)
         extra = {**recorded, **dict(args.env)}
-        environments = [rank_environment(os.environ, extra, rank, world) for rank in range(size)]
+        base = {name: value for name, value in os.environ.items() if name != RUN_DIRECTORY}  # of a run around this one
+        environments = [rank_environment(base, extra, rank, world) for rank in range(size)]
         command = [sys.executable, *(["-m"] if args.module else []), script, *arguments]
         return supervise(
             Run(
@@ -155,6 +157,7 @@ def _run_directory(args: argparse.Namespace, script: str) -> dict[str, str]:
         if directory is None:
             directory = new_run(runs_directory(os.environ), script)
         directory.mkdir(parents=True, exist_ok=True)
+        clear_run(directory)
     except OSError as error:
         if args.run_dir is not None:
             raise UsageError(f"gradwire run --run-dir {directory}: {error.strerror}.") from None

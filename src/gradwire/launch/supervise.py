@@ -142,7 +142,11 @@ class _Supervisor:
                     self._ranks[rank].send(number)
             self._release_held()
             if (watch := self._watch_for_hangs) is not None:
-                self._err.write("".join(f"gradwire run: {line}\n" for line in watch.check_if_due()).encode())
+                self._err.write(
+                    "".join(f"gradwire run: {line}\n" for line in watch.check_if_due()).encode(
+                        errors="backslashreplace"
+                    )
+                )
         self._end_companions()
         pids = [process.pid for process in self._ranks]
         RunReport(self._err, [self._streams[rank][1] for rank in range(len(pids))], self._run.log_dir).show(

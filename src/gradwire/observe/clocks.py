@@ -89,16 +89,23 @@ def _bounds(rings: Sequence[Ring]) -> dict[tuple[str, str], float]:
     begun: dict[tuple[str, int], dict[str, int]] = defaultdict(dict)  # by operation and host: the last submission
     ended: dict[tuple[str, int], dict[str, int]] = defaultdict(dict)  # and the first end
     doubtful = ambiguous_groups(rings)
+    twice: set[tuple[str, int]] = set()  # a group was closed, and another of its name counts from 1 again
     for ring in rings:
         host = ring.clock
+        seen: set[tuple[str, int]] = set()
         for record in ring.of_kind(RecordKind.COLLECTIVE_FINISHED):
             if record.op in _MEETING and record.group not in doubtful:
                 key = record.group, record.ordinal
+                if key in seen:
+                    twice.add(key)
+                seen.add(key)
                 submitted = record.time - record.duration
                 begun[key][host] = max(begun[key].get(host, submitted), submitted)
                 ended[key][host] = min(ended[key].get(host, record.time), record.time)
     bounds: dict[tuple[str, str], float] = {}
     for key, submissions in begun.items():
+        if key in twice:
+            continue
         for a, submitted in submissions.items():
             for b, end in ended[key].items():
                 if a != b:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from gradwire.errors import UsageError
 from gradwire.flight_recorder import RecordKind
-from gradwire.host import ProcessState, process_state
+from gradwire.host import ProcessState, clock_identity
 from gradwire.observe.hangs import SOFT_DEADLINE, Suspect, Waiting, as_dict, find_suspects, find_waiting, report_lines
 from gradwire.observe.progress import RankProgress
-from gradwire.observe.ring import RingFollower
+from gradwire.observe.ring import RingFollower, state_of_writer
 from gradwire.observe.stacks import Stack, read_stacks
 
 PERIOD = 0.5
@@ -20,11 +22,17 @@ PERIOD = 0.5
 
 
 class HangWatch:
-    """The ranks of one run, as far as they are on this host and have been recorded in `directory`."""
+    """The ranks of one run, as far as they are on this host and have been recorded in `directory`.
 
-    def __init__(self, directory: Path, *, deadline: float = SOFT_DEADLINE) -> None:
+    `since`: rings that were begun before, in nanoseconds on the monotonic clock, are of an earlier run, and not looked at.
+    """
+
+    def __init__(self, directory: Path, *, deadline: float = SOFT_DEADLINE, since: int | None = None) -> None:
         self._directory = directory
         self._deadline = deadline
+        self._since = since
+        self._clock = clock_identity()
+        self._works = True
         self._followers: dict[Path, RingFollower] = {}
         self._reported: Waiting | None = None
         self._reports = 0
@@ -36,27 +44,49 @@ class HangWatch:
     def look(self) -> None:
         """Read what ranks have written since the last look."""
         for path in self._directory.glob("rank-*.ring"):
+            if path in self._followers and self._followers[path].is_replaced():  # a rank was started again
+                self._followers.pop(path).close()
             if path not in self._followers:
                 try:
-                    self._followers[path] = RingFollower(path)
+                    follower = RingFollower(path)
                 except (OSError, UsageError):  # it is gone again, or not ours
                     continue
-                rank = int(self._followers[path].header["rank"])
-                self.ranks[rank] = RankProgress(rank, self._followers[path].header)
+                if self._is_of_earlier_run(follower.header):
+                    follower.close()
+                    continue
+                self._followers[path] = follower
+                rank = int(follower.header["rank"])
+                self.ranks[rank] = RankProgress(rank, follower.header)
             follower = self._followers[path]
             self.ranks[int(follower.header["rank"])].update(follower.poll())
 
+    def _is_of_earlier_run(self, header: Mapping[str, Any]) -> bool:
+        return self._since is not None and (header["clock"] != self._clock or header["started"] < self._since)
+
+    @property
+    def local_ranks(self) -> list[RankProgress]:
+        """The ranks of this host: times of others are on another clock."""
+        return [rank for rank in self.ranks.values() if rank.header["clock"] == self._clock]
+
+    def waiting(self, deadline: float) -> Waiting | None:
+        """The collective in which ranks of this host have waited for longest, if longer than `deadline`."""
+        return find_waiting(self.local_ranks, time.monotonic_ns(), deadline=deadline)
+
     def check_if_due(self) -> list[str]:
-        """`check`, if it is time for it."""
-        if time.monotonic() < self.next_look:
+        """`check`, if it is time for it. An error ends the watch and not the run."""
+        if time.monotonic() < self.next_look or not self._works:
             return []
         self.next_look = time.monotonic() + PERIOD
-        return self.check()
+        try:
+            return self.check()
+        except Exception as error:
+            self._works, self.next_look = False, math.inf
+            return [f"hangs are not reported any more: {type(error).__name__}: {error}"]
 
     def check(self) -> list[str]:
         """Look, and return what is to be said: a report when a hang is found, a line when it is over."""
         self.look()
-        waiting = find_waiting(list(self.ranks.values()), time.monotonic_ns(), deadline=self._deadline)
+        waiting = self.waiting(self._deadline)
         known, self._reported = self._reported, waiting
         if waiting is not None and (known is None or not _is_same(known, waiting)):
             suspects = self.suspects(waiting)
@@ -72,11 +102,11 @@ class HangWatch:
 
     def state(self, rank: RankProgress) -> ProcessState:
         """What the process of a rank does."""
-        return process_state(int(rank.header["pid"]), str(rank.header["process_start"]))
+        return state_of_writer(rank.header)
 
     def stacks(self, rank: RankProgress) -> Sequence[Stack]:
         """The stacks of a rank, the main thread's first; none if its process is gone or stopped."""
-        if self.state(rank) in (ProcessState.GONE, ProcessState.STOPPED):
+        if self.state(rank) in (ProcessState.GONE, ProcessState.STOPPED, ProcessState.UNKNOWN):
             return []
         return read_stacks(self._directory / f"rank-{rank.rank}.ring", rank.header)
 

@@ -46,7 +46,9 @@ class Waiting:
     missing: tuple[int, ...]
     """Ranks of the world that have not submitted it."""
     members: tuple[int, ...]
-    """Ranks of the world that take part in the group, in its order."""
+    """Ranks of the world that take part in the group, in its order, as far as they are recorded here."""
+    unknown: int = 0
+    """How many ranks of the group are not recorded here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,15 @@ def find_waiting(ranks: Sequence[RankProgress], now: int, *, deadline: float = S
             continue
         waiting = tuple(r.rank for r in members if any(_is_same(p, record) for p in r.pending.values()))
         missing = tuple(r.rank for r in members if not _has_reached(r, record))
-        return Waiting(record, (now - record.time) / 1e9, waiting, missing, tuple(r.rank for r in members))
+        size = max(r.groups[record.group][1] for r in members)
+        return Waiting(
+            record,
+            (now - record.time) / 1e9,
+            waiting,
+            missing,
+            tuple(r.rank for r in members),
+            max(0, size - len(members)),
+        )
     return None
 
 
@@ -175,7 +185,10 @@ def report_lines(waiting: Waiting, suspects: Sequence[Suspect], *, frames: int =
     who = f"rank{'s' if len(waiting.ranks) > 1 else ''} {_list(waiting.ranks)}"
     has = "have" if len(waiting.ranks) > 1 else "has"
     lines = [f"{who} {has} waited for {waiting.seconds:.1f} s in {described(waiting.record)}"]
-    if not suspects:
+    if waiting.unknown:
+        are = "ranks of the group are" if waiting.unknown > 1 else "rank of the group is"
+        lines.append(f"  {waiting.unknown} {are} not recorded here: if on another host, look there too")
+    elif not suspects:
         lines.append("  all ranks have submitted it: the engine or the link is slow or stuck")
     for suspect in suspects:
         at = f": {suspect.where}" if suspect.where else f": {suspect.doing}" if suspect.doing else ""
@@ -203,6 +216,7 @@ def as_dict(waiting: Waiting, suspects: Sequence[Suspect]) -> dict[str, Any]:
         "seconds": waiting.seconds,
         "waiting": list(waiting.ranks),
         "missing": list(waiting.missing),
+        "unknown": waiting.unknown,
         "suspects": [
             {
                 "rank": suspect.rank,

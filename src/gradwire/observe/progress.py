@@ -22,7 +22,7 @@ class RankProgress:
     rank: int
     header: Mapping[str, Any]
     groups: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By the name of a group: this rank's number in it, and its size."""
+    """By the name of a group: this rank's number in it, and its size, or 0 if that is not known."""
     reached: dict[str, Record] = field(default_factory=dict)
     """By group: the last collective that was submitted, or finished without having been seen before."""
     pending: dict[tuple[str, int], Record] = field(default_factory=dict)
@@ -41,8 +41,13 @@ class RankProgress:
             self.step = max(self.step, record.step)
             kind, key = record.kind, (record.group, record.seq)
             if kind is RecordKind.GROUP:
+                self._forget(record.group)  # one of the same name was closed: the new one counts from 1 again
                 self.groups[record.group] = record.rank, record.nbytes
-            elif kind is RecordKind.COLLECTIVE_SUBMITTED:
+            elif record.group:  # in a long run the record of the group itself was overwritten
+                self.groups.setdefault(record.group, (record.rank, 0))
+            if kind is RecordKind.GROUP:
+                continue
+            if kind is RecordKind.COLLECTIVE_SUBMITTED:
                 self.pending[key] = record
                 self._reach(record)
             elif kind in (RecordKind.COLLECTIVE_FINISHED, RecordKind.COLLECTIVE_FAILED):
@@ -51,6 +56,11 @@ class RankProgress:
                 if kind is RecordKind.COLLECTIVE_FINISHED:
                     of_this = self.durations.setdefault((record.group, record.op), deque(maxlen=_KEPT_DURATIONS))
                     of_this.append(record.duration)
+
+    def _forget(self, group: str) -> None:
+        self.reached.pop(group, None)
+        for key in [key for key in self.pending if key[0] == group]:
+            del self.pending[key]
 
     def _reach(self, record: Record) -> None:
         known = self.reached.get(record.group)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import errno
+import json
 import os
 import platform
 import socket
@@ -17,9 +17,9 @@ from typing import Any
 
 from gradwire import flight_recorder
 from gradwire.errors import UsageError
-from gradwire.flight_recorder import FlightRecorder, RecordKind
-from gradwire.host import ProcessState, host_identity, process_start
-from gradwire.observe.ring import read_ring
+from gradwire.flight_recorder import HEADER, PAGE, FlightRecorder, RecordKind
+from gradwire.host import ProcessState, clock_identity, process_start
+from gradwire.observe.ring import RingFile
 from gradwire.observe.stacks import StackFile, can_write_stacks, libraries
 
 _lock = threading.Lock()
@@ -60,7 +60,10 @@ def start(directory: str | os.PathLike[str], *, rank: int | None = None, size: i
             return
         _record_optimizers(rank)
         if can_write_stacks():
-            _handles.append(StackFile(path.with_suffix(".stacks")))
+            try:
+                _handles.append(StackFile(path.with_suffix(".stacks")))
+            except (OSError, RuntimeError) as error:  # records are worth something without stacks
+                warnings.warn(f"observe.start({str(directory)!r}): stacks are not recorded: {error}", stacklevel=2)
         flight_recorder.active = recorder
         _set_rank(rank)
 
@@ -80,7 +83,7 @@ def mark(text: str) -> None:
     """Write a note of your own into the record: it is shown in traces and reports. Without a recorder it does nothing."""
     recorder = flight_recorder.active
     if recorder is not None:
-        recorder.put(RecordKind.MARK, _rank, label=text)
+        recorder.put(RecordKind.MARK, _rank, label=str(text))
 
 
 def _set_rank(rank: int) -> None:
@@ -105,13 +108,13 @@ def _header(rank: int, size: int) -> dict[str, Any]:
 
     from gradwire.collectives.op_kinds import OpKind
 
-    return {
+    header = {
         "rank": rank,
         "size": size,
         "pid": os.getpid(),
         "process_start": process_start(os.getpid()) or "",
         "host": socket.gethostname(),
-        "clock": _clock(),
+        "clock": clock_identity(),
         "started": time.monotonic_ns(),
         "started_wall": time.time_ns(),
         "main_thread": threading.main_thread().ident,
@@ -122,25 +125,26 @@ def _header(rank: int, size: int) -> dict[str, Any]:
         "gradwire": sys.modules["gradwire"].__version__,
         "command": " ".join(sys.argv)[:500],
     }
-
-
-def _clock() -> str:
-    """Which monotonic clock this process reads: that of its host, or of its time namespace, which containers may have."""
-    with contextlib.suppress(OSError):
-        return f"{host_identity()} {os.readlink('/proc/self/ns/time')}"
-    return host_identity()
+    for most in (100, 0):  # a character may take 12 bytes in JSON
+        if len(json.dumps(header)) > PAGE - HEADER.size:
+            header["command"] = header["command"][:most]
+    if len(json.dumps(header)) > PAGE - HEADER.size:  # paths of that length are rare
+        header["libraries"] = []
+    return header
 
 
 def _check_not_in_use(path: Path) -> None:
     """Refuse to take the ring of a process that still writes it: two ranks were given the same number."""
     try:
-        ring = read_ring(path)
+        with RingFile(path) as ring:
+            pid, rank = int(ring.header["pid"]), ring.header["rank"]
+            in_use = pid != os.getpid() and ring.state() not in (ProcessState.GONE, ProcessState.UNKNOWN)
     except (OSError, UsageError):
         return
-    if ring.clock == _clock() and ring.pid != os.getpid() and ring.state is not ProcessState.GONE:
+    if in_use:
         raise UsageError(
-            f"observe.start({str(path.parent)!r}): process {ring.pid} records as rank {ring.rank} there. Pass each "
-            "process's own rank=, or another directory."
+            f"observe.start({str(path.parent)!r}): process {pid} records as rank {rank} there. Pass each process's own rank=, or "
+            "another directory."
         )
 
 
@@ -158,4 +162,14 @@ def _record_optimizers(rank: int) -> None:
     _handles.extend([register_optimizer_step_pre_hook(began), register_optimizer_step_post_hook(ended)])
 
 
+def _forget() -> None:
+    """In a forked child: what the parent has registered is not the child's, whose own recorder may come."""
+    global _lock
+    _lock = threading.Lock()  # which a thread of the parent may have held
+    for handle in _handles:
+        handle.close() if isinstance(handle, StackFile) else handle.remove()
+    _handles.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 atexit.register(stop)

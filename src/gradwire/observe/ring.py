@@ -6,14 +6,14 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradwire.errors import UsageError
 from gradwire.flight_recorder import HEADER, MAGIC, PAGE, RECORD, VERSION, RecordKind, names_path
-from gradwire.host import ProcessState, process_state
+from gradwire.host import ProcessState, clock_identity, process_state
 
 _UNKNOWN = "?"
 _ABOUT_TO = 1_000_000_000
@@ -67,8 +67,8 @@ class Ring:
 
     @property
     def state(self) -> ProcessState:
-        """What its process does now, as seen from a process on the same host."""
-        return process_state(self.pid, str(self.header["process_start"]))
+        """What its process does now; unknown if it is, or was, on another host."""
+        return state_of_writer(self.header)
 
     @property
     def clock(self) -> str:
@@ -87,6 +87,13 @@ class Ring:
     def of_kind(self, *kinds: RecordKind) -> Iterator[Record]:
         """The records of these kinds, in order."""
         return (record for record in self.records if record.kind in kinds)
+
+
+def state_of_writer(header: Mapping[str, Any]) -> ProcessState:
+    """What the process that wrote a ring with this header does now; unknown if it is, or was, on another host."""
+    if header["clock"] != clock_identity():
+        return ProcessState.UNKNOWN
+    return process_state(int(header["pid"]), str(header["process_start"]))
 
 
 def read_ring(path: str | os.PathLike[str]) -> Ring:
@@ -158,6 +165,17 @@ class RingFile:
             with contextlib.suppress(ValueError):  # of a disk that was full
                 self._names[int(number)] = str(json.loads(text))
 
+    def state(self) -> ProcessState:
+        """As `Ring.state`."""
+        return state_of_writer(self.header)
+
+    def is_replaced(self) -> bool:
+        """Whether another ring has taken its path, or none is there any more."""
+        try:
+            return not os.path.samestat(os.fstat(self._fd), self.path.stat())
+        except OSError:
+            return True
+
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
@@ -177,6 +195,7 @@ class RingFollower:
     def __init__(self, path: Path) -> None:
         self._file = RingFile(path)
         self.header = self._file.header
+        self.is_replaced = self._file.is_replaced
         self._next = 0
         self._gap = -1
         """The record that was to come next at the end of the last call."""

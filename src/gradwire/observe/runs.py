@@ -10,8 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gradwire.errors import UsageError
+from gradwire.host import ProcessState
+from gradwire.observe.ring import RingFile
 
 KEPT = 20
+_WEEK = 7 * 24 * 3600
 LATEST = "latest"
 _NAME = re.compile(r"\d{8}-\d{6}-.+-\d+")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.]+")
@@ -29,7 +32,8 @@ def runs_directory(environ: Mapping[str, str]) -> Path:
 
 
 def new_run(runs: Path, script: str) -> Path:
-    """A directory for a run of `script`, which is `latest` from now on. Of the earlier runs, all but the last 20 are removed."""
+    """A directory for a run of `script`, which is `latest` from now on. Of the earlier runs, all but the last 20 are removed,
+    except those that still run."""
     name = _UNSAFE.sub("_", Path(script).stem) or "run"
     path = runs / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}"
     path.mkdir(parents=True, mode=0o700)
@@ -37,8 +41,9 @@ def new_run(runs: Path, script: str) -> Path:
     link.unlink(missing_ok=True)
     link.symlink_to(path.name)
     os.replace(link, runs / LATEST)
-    for old in _finished(runs)[:-KEPT]:
-        shutil.rmtree(old, ignore_errors=True)
+    for old in _runs(runs)[:-KEPT]:
+        if not _is_in_use(old):
+            shutil.rmtree(old, ignore_errors=True)
     return path
 
 
@@ -54,7 +59,36 @@ def find_run(given: str | None, environ: Mapping[str, str]) -> Path:
     return latest.resolve()
 
 
-def _finished(runs: Path) -> list[Path]:
+def clear_run(run: Path) -> None:
+    """Remove what an earlier run has recorded in `run`, which would be taken for ranks of the next one; unless it still runs."""
+    if _is_in_use(run):
+        return
+    for path in [
+        *run.glob("rank-*.ring"),
+        *run.glob("rank-*.names"),
+        *run.glob("rank-*.stacks"),
+        *run.glob("hang-*.json"),
+    ]:
+        path.unlink(missing_ok=True)
+
+
+def _is_in_use(run: Path) -> bool:
+    """Whether a rank of the run may be alive. One of another host, which shares the directory, may be for a week."""
+    for path in run.glob("rank-*.ring"):
+        try:
+            with RingFile(path) as ring:
+                state = ring.state()
+            if state is ProcessState.UNKNOWN:
+                if time.time() - path.stat().st_mtime < _WEEK:
+                    return True
+            elif state is not ProcessState.GONE:
+                return True
+        except (OSError, KeyError, ValueError):  # not a ring that this version reads
+            continue
+    return False
+
+
+def _runs(runs: Path) -> list[Path]:
     """The directories of runs, oldest first. Nothing else in there is touched."""
     return sorted(
         path for path in runs.iterdir() if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()

@@ -52,9 +52,14 @@ class StackFile:
 
     def __init__(self, path: Path) -> None:
         assert SIGNAL is not None
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        signal.signal(SIGNAL, signal.SIG_IGN)  # what unregistering goes back to: a signal may be under way then
-        faulthandler.register(SIGNAL, file=self._fd, all_threads=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd = os.open(path, flags, 0o600)
+        try:
+            signal.signal(SIGNAL, signal.SIG_IGN)  # what unregistering goes back to: a signal may be under way then
+            faulthandler.register(SIGNAL, file=self._fd, all_threads=True)
+        except BaseException:
+            os.close(self._fd)
+            raise
 
     def close(self) -> None:
         """Write no more."""

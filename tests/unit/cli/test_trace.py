@@ -56,9 +56,11 @@ def test_the_latest_run_is_traced_unless_another_is_named(state, script, tmp_pat
     assert {e["pid"] for e in events(tmp_path / "t.json")} == {0}
 
 
-def test_a_run_that_is_not_to_be_recorded(state, script):
+def test_a_run_that_is_not_to_be_recorded(state, script, tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADWIRE_RUN_DIR", str(tmp_path / "of a run around this one"))
     assert main(["run", "-n", "1", "--no-record", script]) == 0
     assert not state.exists()
+    assert not (tmp_path / "of a run around this one").exists()
 
 
 def test_both_options_at_once_are_refused(state, script, capsys):

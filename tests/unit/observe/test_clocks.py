@@ -68,3 +68,19 @@ def test_groups_of_the_same_name_are_not_taken_for_one(record, ring):
     rings = [ring(r, *collectives(record, 0, [(r, r + 5)], group="pair"), host="ab"[r]) for r in range(2)]
     assert ambiguous_groups(rings) == {"pair"}
     assert align(rings)["b"].error == -1
+
+
+def test_groups_of_one_name_one_after_the_other_do_not_bound_clocks(record, ring):
+    """Their collectives have the same numbers: the submission of one and the end of another would be compared."""
+
+    def finished(rank, time, ordinal):
+        fields = {"op": "all_reduce", "group": "world", "rank": rank, "ordinal": ordinal, "duration": 10}
+        return record(K.COLLECTIVE_FINISHED, time, **fields)
+
+    times = [(100, 1), (5000, 1), (6000, 2)]
+    rings = [
+        ring(0, *[finished(0, time, ordinal) for time, ordinal in times], host="a"),
+        ring(1, *[finished(1, time + 1000, ordinal) for time, ordinal in times], host="b"),
+    ]
+    aligned = align(rings)["b"]
+    assert (aligned.offset, aligned.error) == (-1000, 10)

@@ -14,8 +14,10 @@ import time
 import pytest
 
 from gradwire.cli import main
+from gradwire.flight_recorder import FlightRecorder, RecordKind
 from gradwire.host import ProcessState, process_start, process_state
 from gradwire.observe.hang_watch import HangWatch
+from gradwire.observe.recording import _header
 from gradwire.observe.stacks import parse_stacks
 
 RANK = """
@@ -188,3 +190,62 @@ def test_inspect_refuses_what_is_not_recorded(tmp_path, capsys):
     assert "is not recorded" in capsys.readouterr().err
     assert main(["inspect", "999999999"]) == 2
     assert "999999999" in capsys.readouterr().err
+
+
+@pytest.fixture
+def ring(tmp_path):
+    """A ring of a rank that waits in the first collective of a group of two, with these fields in its header."""
+    recorders = []
+
+    def make(rank, **header):
+        recorder = FlightRecorder(
+            tmp_path / "run" / f"rank-{rank}.ring", header={**_header(rank, 2), **header}, capacity=16
+        )
+        recorders.append(recorder)
+        recorder.put(RecordKind.GROUP, rank, group="world", nbytes=2)
+        recorder.put(RecordKind.COLLECTIVE_SUBMITTED, rank, group="world", ordinal=1)
+        return recorder
+
+    (tmp_path / "run").mkdir()
+    yield make
+    for recorder in recorders:
+        recorder.close()
+
+
+def test_rings_of_an_earlier_run_are_not_looked_at(ring, tmp_path):
+    ring(0)
+    watch = HangWatch(tmp_path / "run", deadline=0.0, since=time.monotonic_ns())
+    assert watch.check() == []
+    ring(1)
+    assert "rank 1 has waited" in watch.check()[0]
+    watch.close()
+
+
+def test_a_rank_that_was_started_again_is_followed(ring, watch):
+    ring(0)
+    watch.look()
+    ring(0).put(RecordKind.MARK, 0, label="again")
+    watch.look()
+    assert watch.ranks[0].last[-1].label == "again"
+
+
+def test_ranks_of_other_hosts_are_neither_signaled_nor_said_to_have_ended(ring, watch, tmp_path, capsys):
+    ring(0, clock="of another host", host="there")
+    assert watch.check() == []
+    assert watch.state(watch.ranks[0]) is ProcessState.UNKNOWN
+    assert watch.stacks(watch.ranks[0]) == []
+    assert main(["inspect", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert f"rank 0 (process {os.getpid()} on there): unknown" in out
+    assert " s in all_reduce" not in out
+
+
+def test_an_error_ends_the_watch_and_not_the_run(watch, monkeypatch):
+    def fail():
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(watch, "look", fail)
+    [line] = watch.check_if_due()
+    assert "OSError: stale file handle" in line
+    assert watch.next_look == float("inf")
+    assert watch.check_if_due() == []

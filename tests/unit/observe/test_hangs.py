@@ -148,3 +148,34 @@ def test_nobody_is_to_blame(rank):
         "ranks 0-2 have waited for 6.0 s in all_reduce 'bucket 1' (operation #1 of world, 4 bytes of step 7, bucket 1)",
         "  all ranks have submitted it: the engine or the link is slow or stuck",
     ]
+
+
+def test_a_rank_that_is_not_recorded_may_be_the_one(rank):
+    waiting = find_waiting([rank(0, pending=[1]), rank(2, pending=[1])], 6 * S)
+    assert waiting is not None
+    assert waiting.unknown == 1
+    assert report_lines(waiting, [])[1:] == [
+        "  1 rank of the group is not recorded here: if on another host, look there too"
+    ]
+
+
+def test_members_are_known_after_the_record_of_the_group_was_overwritten(rank):
+    ranks = [rank(0, finished=4, pending=[5]), rank(1, finished=4), rank(2, finished=4, pending=[5])]
+    for n, progress in enumerate(ranks):
+        fresh = RankProgress(n, progress.header)
+        fresh.update(list(progress.last)[1:])
+        ranks[n] = fresh
+    waiting = find_waiting(ranks, 6 * S)
+    assert waiting is not None
+    assert (waiting.missing, waiting.members, waiting.unknown) == ((1,), (0, 1, 2), 0)
+
+
+def test_a_new_group_of_the_same_name_counts_from_one_again(rank, record):
+    ranks = [rank(n, finished=9, pending=[10]) for n in range(2)]
+    for n, progress in enumerate(ranks):
+        progress.update([record(K.GROUP, 0, group="world", rank=n, nbytes=2)])
+    assert find_waiting(ranks, 60 * S) is None
+    ranks[0].update([record(K.COLLECTIVE_SUBMITTED, 0, op="barrier", group="world", rank=0, seq=0, ordinal=1)])
+    waiting = find_waiting(ranks, 60 * S)
+    assert waiting is not None
+    assert waiting.missing == (1,)

@@ -205,3 +205,44 @@ def test_collectives_of_a_hook_belong_to_their_bucket(tmp_path):
         of_hook = [r for r in ring.of_kind(K.COLLECTIVE_SUBMITTED, K.COLLECTIVE_FINISHED) if r.bucket >= 0]
         assert len({r.seq for r in of_hook}) >= 3 * 2  # two collectives or more per step
         assert {r.step for r in of_hook} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("arguments", [["x" * 5000], ["\U0001f600" * 600]])
+def test_a_command_of_any_length_is_recorded(tmp_path, monkeypatch, arguments):
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    observe.start(tmp_path, rank=0, size=1)
+    observe.stop()
+    assert observe.read_rings(tmp_path)[0].header["command"].startswith("train.py")
+
+
+def test_without_a_file_for_stacks_the_rest_is_recorded(tmp_path):
+    (tmp_path / "rank-0.stacks").mkdir()
+    with pytest.warns(UserWarning, match="stacks are not recorded"):
+        observe.start(tmp_path, rank=0, size=1)
+    observe.mark("here")
+    observe.stop()
+    assert len(observe.read_rings(tmp_path)[0].records) == 1
+
+
+def test_a_forked_child_that_is_recorded_writes_each_record_once(tmp_path):
+    script = f"""
+import os, torch, warnings
+from gradwire import observe
+observe.start({str(tmp_path)!r}, rank=0, size=2)
+warnings.simplefilter("ignore")
+if os.fork() == 0:
+    observe.start({str(tmp_path)!r}, rank=1, size=2)
+    parameter = torch.ones(1, requires_grad=True)
+    torch.optim.SGD([parameter], 0.1).step()
+    os._exit(0)
+os.wait()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    first, second = observe.read_rings(tmp_path)
+    assert first.records == []
+    assert [(r.kind, r.rank) for r in second.records] == [(K.OPTIMIZER_BEGAN, 1), (K.OPTIMIZER_ENDED, 1)]
+
+
+def test_a_mark_is_a_text_of_whatever_is_given(recorded):
+    observe.mark(["epoch", 3])  # type: ignore[arg-type]
+    assert observe.read_rings(recorded)[0].records[0].label == "['epoch', 3]"

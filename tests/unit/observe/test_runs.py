@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from gradwire.errors import UsageError
+from gradwire.flight_recorder import FlightRecorder
 from gradwire.observe import runs
+from gradwire.observe.recording import _header
 
 
 def test_the_last_runs_are_kept_and_nothing_else_is_touched(tmp_path, monkeypatch):
@@ -41,3 +45,38 @@ def test_a_relative_state_directory_is_not_used():
         str(runs.runs_directory({"XDG_STATE_HOME": "here", "HOME": "/home/me"}))
         == "/home/me/.local/state/gradwire/runs"
     )
+
+
+def test_a_run_that_still_runs_is_not_removed(tmp_path, monkeypatch):
+    numbers = iter(range(100))
+    monkeypatch.setattr(runs.time, "strftime", lambda _: f"20260101-{next(numbers):06}")
+    made = [runs.new_run(tmp_path, "train.py") for _ in range(3)]
+    elsewhere = {**_header(0, 1), "clock": "of another host"}
+    recorders = [
+        FlightRecorder(made[0] / "rank-0.ring", header=_header(0, 1)),
+        FlightRecorder(
+            made[1] / "rank-0.ring", header={**_header(0, 1), "process_start": "1"}
+        ),  # its process has ended
+        FlightRecorder(made[2] / "rank-0.ring", header=elsewhere),
+    ]
+    later = [runs.new_run(tmp_path, "train.py") for _ in range(20)]
+    assert [path.exists() for path in made] == [True, False, True]
+    assert all(path.exists() for path in later)
+    os.utime(made[2] / "rank-0.ring", (0, 0))
+    runs.new_run(tmp_path, "train.py")
+    assert [path.exists() for path in made] == [True, False, False]
+    for recorder in recorders:
+        recorder.close()
+
+
+def test_what_an_earlier_run_has_left_is_removed(tmp_path):
+    ended = {**_header(0, 1), "process_start": "1"}
+    FlightRecorder(tmp_path / "rank-0.ring", header=ended).close()
+    (tmp_path / "rank-0.log").touch()
+    (tmp_path / "hang-1.json").touch()
+    runs.clear_run(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-0.log"]
+    with_one_that_runs = FlightRecorder(tmp_path / "rank-1.ring", header=_header(1, 2))
+    runs.clear_run(tmp_path)
+    assert (tmp_path / "rank-1.ring").exists()
+    with_one_that_runs.close()
