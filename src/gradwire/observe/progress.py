@@ -25,8 +25,9 @@ class RankProgress:
     """By the name of a group: this rank's number in it, and its size, or 0 if that is not known."""
     reached: dict[str, Record] = field(default_factory=dict)
     """By group: the last collective that was submitted, or finished without having been seen before."""
-    pending: dict[tuple[str, int], Record] = field(default_factory=dict)
-    """By group and sequence number: operations that were submitted and are not over."""
+    pending: dict[tuple[str, int, int], Record] = field(default_factory=dict)
+    """By group, rank in it (threads of one process may be several) and sequence number: operations that were submitted and are
+    not over."""
     durations: dict[tuple[str, str], deque[int]] = field(default_factory=dict)
     """By group and operation: how long the last ones took."""
     last: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_RECORDS))
@@ -39,7 +40,7 @@ class RankProgress:
         for record in records:
             self.last.append(record)
             self.step = max(self.step, record.step)
-            kind, key = record.kind, (record.group, record.seq)
+            kind, key = record.kind, (record.group, record.rank, record.seq)
             if kind is RecordKind.GROUP:
                 self._forget(record.group)  # one of the same name was closed: the new one counts from 1 again
                 self.groups[record.group] = record.rank, record.nbytes

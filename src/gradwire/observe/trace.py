@@ -86,11 +86,11 @@ class _Rank:
 
     def _collectives(self, buckets: Sequence[_Slice]) -> Iterator[Event]:
         places = {(s.arguments["step"], s.name): s for s in buckets}
-        submitted: dict[tuple[str, int], Record] = {}
+        submitted: dict[tuple[str, int, int], Record] = {}
         slices: dict[str, list[_Slice]] = {}
         changes: list[tuple[int, int]] = []
         for record in self._ring.records:
-            key = record.group, record.seq
+            key = record.group, record.rank, record.seq
             if record.kind is RecordKind.COLLECTIVE_SUBMITTED:
                 submitted[key] = record
             elif record.kind in (RecordKind.COLLECTIVE_FINISHED, RecordKind.COLLECTIVE_FAILED):
@@ -108,7 +108,9 @@ class _Rank:
         end = self._ring.records[-1].time if self._ring.records else 0
         for record in submitted.values():  # not over yet, or never
             arguments = {"sequence number": record.seq, "bytes": record.nbytes, "label": record.label}
-            slices.setdefault(record.group, []).append(_Slice(f"{record.op} (not over)", record.time, end, arguments))
+            slices.setdefault(record.group, []).append(
+                _Slice(f"{record.op} (not over)", record.time, max(record.time, end), arguments)
+            )
         for number, (group, found) in enumerate(sorted(slices.items())):
             yield from self._tracks(f"wire: {group}", _WIRE * (number + 1), found)
         total = 0

@@ -179,3 +179,10 @@ def test_a_new_group_of_the_same_name_counts_from_one_again(rank, record):
     waiting = find_waiting(ranks, 60 * S)
     assert waiting is not None
     assert waiting.missing == (1,)
+
+
+def test_ranks_of_one_process_are_told_apart(rank, record):
+    progress = rank(0, pending=[1])
+    progress.update([record(K.COLLECTIVE_SUBMITTED, 0, op="all_reduce", group="world", rank=1, seq=1, ordinal=1)])
+    progress.update([record(K.COLLECTIVE_FINISHED, 0, op="all_reduce", group="world", rank=0, seq=1, ordinal=1)])
+    assert [pending.rank for pending in progress.pending.values()] == [1]

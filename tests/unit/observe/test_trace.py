@@ -98,3 +98,26 @@ def test_a_file_of_two_ranks_is_json(step, ring, tmp_path):
 def test_no_records_give_an_empty_trace(ring, tmp_path):
     write_trace([ring(0)], tmp_path / "t.json")
     assert [e["ph"] for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"]] == ["M", "M", "M"]
+
+
+def test_ranks_of_one_process_are_told_apart(record, ring):
+    facts = {"op": "all_reduce", "group": "world", "seq": 0, "ordinal": 1}
+    events = trace_events(
+        [
+            ring(
+                0,
+                record(K.COLLECTIVE_SUBMITTED, 0, rank=0, **facts),
+                record(K.COLLECTIVE_SUBMITTED, 0, rank=1, **facts),
+                record(K.COLLECTIVE_FINISHED, 10, rank=0, duration=10, **facts),
+            )
+        ]
+    )
+    assert sorted(e["name"] for e in of(events, "X")) == ["all_reduce", "all_reduce (not over)"]
+
+
+def test_what_is_not_over_has_no_negative_duration(record, ring):
+    """The last record may be of an earlier time: threads write theirs when they come to it."""
+    events = trace_events(
+        [ring(0, record(K.COLLECTIVE_SUBMITTED, 500, op="all_reduce", group="world"), record(K.MARK, 100))]
+    )
+    assert [e["dur"] for e in of(events, "X")] == [0.0]
