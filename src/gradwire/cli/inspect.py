@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import UsageError
+from gradwire.host import ProcessState
 from gradwire.observe.hang_watch import HangWatch
 from gradwire.observe.hangs import described, report_lines
 from gradwire.observe.progress import RankProgress
@@ -80,7 +81,8 @@ def _show(watch: HangWatch, rank: RankProgress, *, whole: bool) -> None:
     print(", ".join(parts))
     if pending is not None:
         seconds = (time.monotonic_ns() - pending.time) / 1e9
-        print(f"    {f'for {seconds:.1f} s ' if here else ''}in {described(pending)}")
+        how_long = f"for {seconds:.1f} s in" if here else "in"
+        print(f"    {'at its end in' if state is ProcessState.GONE else how_long} {described(pending)}")
     for number, stack in enumerate(stacks if whole else []):
         print(f"    {'main thread' if number == 0 else 'another thread'}:")
         for frame in stack.frames:

@@ -249,3 +249,9 @@ def test_an_error_ends_the_watch_and_not_the_run(watch, monkeypatch):
     assert "OSError: stale file handle" in line
     assert watch.next_look == float("inf")
     assert watch.check_if_due() == []
+
+
+def test_the_wait_of_a_rank_that_has_ended_does_not_go_on(ring, tmp_path, capsys):
+    ring(0, process_start="1")
+    assert main(["inspect", str(tmp_path / "run")]) == 0
+    assert "    at its end in all_reduce" in capsys.readouterr().out
