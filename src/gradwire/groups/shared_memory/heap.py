@@ -1,12 +1,17 @@
 """One rank's heap in the segment: memory that the other ranks can reach, handed out as tensors.
 
 A block goes back to the heap when the last tensor that lies in it is gone: the tensor's storage holds the block's numpy
-array, and a finalizer of that array is what frees it. Blocks are found first fit, and neighbors that are free become one.
+array, and the callback of a weak reference to that array is what frees it. Blocks are found first fit, and neighbors that are
+free become one.
 
 Note [Blocks that another rank may still write]
 A collective in the heap is carried out by all ranks: others write into this rank's block. When it fails here, another rank may
 still be at it. From a failure until all ranks have met again (`Group.recover`), freed blocks are therefore kept back, so that
 a late write cannot land in another tensor.
+
+Note [No finalizer per block]
+`weakref.finalize` keeps all finalizers of the process in one dictionary, and at exit Python iterates over it without a lock. If a
+group's thread freed a block at that moment, the iteration would end with an error, and no finalizer of the process would run.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +49,7 @@ class Heap:
         self._reserve = reserve
         self._free: list[tuple[int, int]] = []  # (offset, bytes), by offset
         self._returned: deque[tuple[int, int]] = deque()
+        self._in_use: dict[int, weakref.ref[Any]] = {}  # by the id of the reference, which frees the block of its array
         self._holding = False
         self._lock = threading.Lock()
 
@@ -64,8 +71,14 @@ class Heap:
         room = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
         offset = self._take(room)
         block: np.ndarray[tuple[int], np.dtype[np.uint8]] = np.frombuffer(self._memory, np.uint8, room, offset)  # type: ignore[call-overload]
-        # At exit nothing is freed: the process goes, and with it its part of the segment.
-        weakref.finalize(block, self._returned.append, (offset, room)).atexit = False
+        in_use, returned = self._in_use, self._returned
+
+        def free(reference: weakref.ref[Any]) -> None:
+            returned.append((offset, room))
+            in_use.pop(id(reference), None)
+
+        reference = weakref.ref(block, free)  # see Note [No finalizer per block]
+        in_use[id(reference)] = reference
         return torch.from_numpy(block)[:nbytes].view(dtype)
 
     def _take(self, room: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -237,4 +238,17 @@ def test_several_threads_at_once() -> None:
     for thread in threads:
         thread.join(100)
     assert problems == []
+    assert heap.available == heap.reserved
+
+
+def test_a_block_leaves_pythons_registry_of_finalizers_alone():
+    """Python iterates over it at exit without a lock, and a group's thread may free a block at that moment."""
+    registry = weakref.finalize._registry  # type: ignore[attr-defined]
+    gc.collect()
+    heap, _, _ = make()
+    before = len(registry)
+    t = heap.tensor(100, torch.float32)
+    assert len(registry) == before
+    del t
+    assert len(registry) == before
     assert heap.available == heap.reserved
