@@ -119,9 +119,8 @@ class FlightRecorder:
         self._names = {"": 0}
         self._next_name: Callable[[], int] = itertools.count(1).__next__
         try:
-            names_path(path).unlink(
-                missing_ok=True
-            )  # not truncated: the ring of the run before may be read at this moment
+            # Not truncated: the ring of the run before may be read at this moment.
+            names_path(path).unlink(missing_ok=True)
             self._names_file = os.open(
                 names_path(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600
             )
@@ -130,7 +129,7 @@ class FlightRecorder:
             new.unlink(missing_ok=True)
             self._ring.close()
             raise
-        os.replace(new, path)  # whoever reads it sees all of the header, and its names are there
+        os.replace(new, path)  # a reader sees the whole header, and its names file exists
         self._mask = capacity - 1
         self._next: Callable[[], int] = itertools.count().__next__
         self.thread = _Thread()
@@ -201,13 +200,13 @@ class FlightRecorder:
             return 0
         try:
             os.write(self._names_file, line)
-        except OSError:  # a full disk: training goes on
+        except OSError:  # a full disk: training continues
             return 0
         names[text] = number
         return number
 
     def close(self) -> None:
-        """Write no more. What was written stays in the file."""
+        """Stop writing. What was written stays in the file."""
         file, self._names_file = self._names_file, -1
         if file >= 0:
             os.close(file)

@@ -21,7 +21,7 @@ def wait_until(condition: Callable[[], object], what: str, *, limit: float = LIM
 
 
 def wait_for_exit(pid: int, *, limit: float = LIMIT) -> None:
-    """Return when the process has ended, whoever's child it is and whether or not anybody has waited for it."""
+    """Return when the process has ended, whether or not it is our child and its parent has waited for it."""
     try:
         ended = os.pidfd_open(pid)
     except ProcessLookupError:

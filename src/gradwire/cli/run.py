@@ -156,7 +156,7 @@ def _run_directory(args: argparse.Namespace, script: str) -> dict[str, str]:
     try:
         if directory is None:
             directory = new_run(runs_directory(os.environ), script)
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         clear_run(directory)
     except OSError as error:
         if args.run_dir is not None:

@@ -84,7 +84,7 @@ class HangWatch:
             return [f"hangs are not reported any more: {type(error).__name__}: {error}"]
 
     def check(self) -> list[str]:
-        """Look, and return what is to be said: a report when a hang is found, a line when it is over."""
+        """Look, and return what is to be said: a report when a hang is found, a line when it has ended."""
         self.look()
         waiting = self.waiting(self._deadline)
         known, self._reported = self._reported, waiting
@@ -93,7 +93,9 @@ class HangWatch:
             self._save(waiting, suspects)
             return report_lines(waiting, suspects)
         if known is not None and waiting is None and not self._has_failed(known):
-            return [f"{known.record.op} (operation #{known.record.seq} of {known.record.group}) is over: ranks go on"]
+            return [
+                f"{known.record.op} (operation #{known.record.seq} of {known.record.group}) has finished: ranks continue"
+            ]
         return []
 
     def suspects(self, waiting: Waiting) -> list[Suspect]:

@@ -26,8 +26,8 @@ class RankProgress:
     reached: dict[str, Record] = field(default_factory=dict)
     """By group: the last collective that was submitted, or finished without having been seen before."""
     pending: dict[tuple[str, int, int], Record] = field(default_factory=dict)
-    """By group, rank in it (threads of one process may be several) and sequence number: operations that were submitted and are
-    not over."""
+    """By group, rank in it (threads of one process may be several) and sequence number: operations that were submitted and have
+    not finished."""
     durations: dict[tuple[str, str], deque[int]] = field(default_factory=dict)
     """By group and operation: how long the last ones took."""
     last: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_RECORDS))

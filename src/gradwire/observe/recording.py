@@ -32,7 +32,7 @@ def start(directory: str | os.PathLike[str], *, rank: int | None = None, size: i
 
     Every rank calls it, with the same directory; ranks on other hosts may have one of their own. `rank` and `size` are those of
     torch.distributed's default process group unless given. Called again with the same directory, it changes nothing.
-    Where there is no room for the ring, training goes on without it, with a warning.
+    Where there is no room for the ring, training continues without it, with a warning.
 
     The ring holds the last 65,536 records, in 4 MiB. It costs about a microsecond per collective, bucket and step.
     """
@@ -49,7 +49,7 @@ def start(directory: str | os.PathLike[str], *, rank: int | None = None, size: i
             )
         _check_not_in_use(path)
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             recorder = FlightRecorder(path, header=_header(rank, size))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG):
@@ -69,7 +69,7 @@ def start(directory: str | os.PathLike[str], *, rank: int | None = None, size: i
 
 
 def stop() -> None:
-    """Record no more. What was recorded stays."""
+    """Stop recording. What was recorded stays."""
     with _lock:
         recorder, flight_recorder.active = flight_recorder.active, None
         for handle in _handles:

@@ -212,7 +212,7 @@ class RingFollower:
             new = [record for record in records if record.number >= begin]
             if not new:
                 break
-            if new[0].number >= begin + capacity:  # overwritten before we came: go on behind the writer
+            if new[0].number >= begin + capacity:  # overwritten before we came: continue behind the writer
                 self._next = new[-1].number - capacity // 2
                 continue
             for record in new:

@@ -62,7 +62,7 @@ class StackFile:
             raise
 
     def close(self) -> None:
-        """Write no more."""
+        """Stop writing."""
         assert SIGNAL is not None
         faulthandler.unregister(SIGNAL)
         os.close(self._fd)

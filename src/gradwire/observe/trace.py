@@ -106,10 +106,10 @@ class _Rank:
                 )
                 changes += [(start, record.nbytes), (record.time, -record.nbytes)]
         end = self._ring.records[-1].time if self._ring.records else 0
-        for record in submitted.values():  # not over yet, or never
+        for record in submitted.values():  # not finished yet, or never
             arguments = {"sequence number": record.seq, "bytes": record.nbytes, "label": record.label}
             slices.setdefault(record.group, []).append(
-                _Slice(f"{record.op} (not over)", record.time, max(record.time, end), arguments)
+                _Slice(f"{record.op} (not finished)", record.time, max(record.time, end), arguments)
             )
         for number, (group, found) in enumerate(sorted(slices.items())):
             yield from self._tracks(f"wire: {group}", _WIRE * (number + 1), found)

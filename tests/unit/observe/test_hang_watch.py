@@ -129,7 +129,7 @@ def test_the_rank_that_does_not_come_is_named(ranks, watch, tmp_path, what, word
 
 
 @pytest.mark.parametrize(
-    ("end", "words"), [("finish", ["all_reduce (operation #1 of world) is over: ranks go on"]), ("fail", [])]
+    ("end", "words"), [("finish", ["all_reduce (operation #1 of world) has finished: ranks continue"]), ("fail", [])]
 )
 def test_the_end_of_a_hang_is_said_too_unless_it_is_an_error(ranks, watch, end, words):
     waiting, _ = ranks("waits", "blocked")

@@ -139,7 +139,7 @@ def test_a_rank_that_is_stopped_in_the_middle_of_it(rank):
     assert (suspect.rank, suspect.cause) == (2, Cause.STOPPED)
 
 
-def test_nobody_is_to_blame(rank):
+def test_no_rank_is_to_blame(rank):
     ranks = [rank(n, pending=[1]) for n in range(3)]
     waiting = find_waiting(ranks, 6 * S)
     assert waiting is not None

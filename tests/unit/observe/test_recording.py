@@ -24,6 +24,11 @@ def kinds(records):
     return [record.kind for record in records]
 
 
+def test_only_the_owner_can_read_what_was_recorded(recorded):
+    observe.mark("secret")
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (recorded, *recorded.iterdir()))
+
+
 def test_a_second_start_in_the_same_place_changes_nothing(recorded):
     observe.mark("one")
     observe.start(recorded, rank=0, size=1)

@@ -81,7 +81,7 @@ def test_what_has_not_finished_is_drawn_to_the_end(record, ring):
     ]
     events = list(trace_events([ring(0, *records)]))
     [stuck] = of(events, "X")
-    assert (stuck["name"], stuck["dur"]) == ("all_reduce (not over)", 9.0)
+    assert (stuck["name"], stuck["dur"]) == ("all_reduce (not finished)", 9.0)
     [mark] = of(events, "i")
     assert mark["name"] == "still here"
 
@@ -112,7 +112,7 @@ def test_ranks_of_one_process_are_told_apart(record, ring):
             )
         ]
     )
-    assert sorted(e["name"] for e in of(events, "X")) == ["all_reduce", "all_reduce (not over)"]
+    assert sorted(e["name"] for e in of(events, "X")) == ["all_reduce", "all_reduce (not finished)"]
 
 
 def test_what_is_not_over_has_no_negative_duration(record, ring):
