@@ -281,8 +281,8 @@ FORKING = """
     groups.pop().close()
     if rank == 0:
         assert os.waitpid(peer, 0)[1] == 0
-    if os.path.exists(path):  # the store may have removed it
-        os.remove(path)
+        if os.path.exists(path):  # the store may have removed it
+            os.remove(path)
 """
 
 MAKERS = {

@@ -28,6 +28,10 @@ timeout still names such a rank: it has not joined. Collectives that bypass grad
 A process group that is destroyed and made again may have the same store and the same keys. Each rank therefore numbers the process
 groups over a store in which it has opened groups, and writes its number into its page. Nothing is known of a rank with another
 number, not even whether it has joined, so a timeout that would depend on it names no ranks.
+
+Note [An exchange that outlives its epoch]
+Ranks that recover together begin a new epoch, with new keys. A call to the store may be in progress on a thread at that moment.
+What it reads is about the old epoch and is written into the old `_Epoch`, so it cannot hide a failure of the new one or invent one.
 """
 
 from __future__ import annotations
@@ -118,6 +122,20 @@ class Peers:
         return number == self.number and joined > self.before
 
 
+@dataclass(slots=True)
+class _Epoch:
+    """What is known since the ranks last recovered together: see Note [An exchange that outlives its epoch]."""
+
+    prefix: str
+    peers: Peers
+    failure_record: tuple[int | None, str] | None = None
+    unreported: list[Any] | None = None
+    """The failure that this rank has found, until it is in the store."""
+    published: tuple[int, str] | None = None
+    seen: int = -1
+    """How often pages had changed when they were last read."""
+
+
 class _PartOfStore(PrefixStore):
     """The keys of a subgroup, and the connection to them that memberships share."""
 
@@ -135,10 +153,6 @@ class Progress:
 class Membership(Progress):
     """One rank's page in the store, and its view of the others' pages."""
 
-    peers: Peers
-    _epoch: int = 0
-    """How often the ranks have recovered together."""
-
     def __init__(
         self, connection: Any, rank: int, size: int, *, key: str = "", resumes: Membership | None = None
     ) -> None:
@@ -150,14 +164,10 @@ class Membership(Progress):
         self.rank = rank
         self.size = size
         self.joined = 0 if resumes is None else resumes.joined
-        self.failure_record: tuple[int | None, str] | None = None
-        """The rank that another rank has reported lost, or None for an aborted group, and why."""
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         """The groups that share it. One that is garbage-collected without being closed no longer counts."""
         self._left = ""
         self._start = process_start(os.getpid()) or ""
-        self._published: tuple[int, str] | None = None
-        self._seen = -1
         self._next_look, self._look_pause = 0.0, _SHORTEST_PAUSE
         self._counted, self._quiet_since, self._quiet_pause = self.joined, 0.0, _SHORTEST_PAUSE
         self._connection = connection
@@ -165,12 +175,14 @@ class Membership(Progress):
         who = f"the membership of rank {rank} of {size}"
         rendezvous = Rendezvous(connection, rank, size, timeout=_STORE_PATIENCE.total_seconds(), who=who)
         self._base = f"gradwire/{key}" if key else rendezvous.next_key("gradwire")
+        self._recoveries = 0 if resumes is None else resumes._recoveries
+        """How often the ranks have recovered together."""
         if resumes is None:
             number = rendezvous.store.add(f"{self._base}/{rank}/number", 1) if key else 0
-            self.peers = Peers.of(rank, size, number=number)
+            self._epoch = self._new_epoch(Peers.of(rank, size, number=number))
         else:
-            self._epoch = resumes._epoch
-            self.peers = Peers.of(rank, size, number=resumes.peers.number, before=self.joined)
+            peers = Peers.of(rank, size, number=resumes.peers.number, before=self.joined)
+            self._epoch = self._new_epoch(peers)
             # This rank may have called recover() in the earlier group without success.
             rendezvous.store.set(self._recovery_keys()[rank], "")
             self._calls.run(self._date_earlier_group, within=_STORE_PATIENCE.total_seconds())
@@ -200,12 +212,21 @@ class Membership(Progress):
         return _PartOfStore(name, store, self._connection)
 
     @property
-    def _prefix(self) -> str:
-        return f"{self._base}/{self._epoch}"
+    def peers(self) -> Peers:
+        """The other ranks, by their pages as last read."""
+        return self._epoch.peers
+
+    @property
+    def failure_record(self) -> tuple[int | None, str] | None:
+        """The rank that some rank has reported lost, or None for an aborted group, and why."""
+        return self._epoch.failure_record
+
+    def _new_epoch(self, peers: Peers) -> _Epoch:
+        return _Epoch(f"{self._base}/{self._recoveries}", peers)
 
     def _recovery_keys(self) -> list[str]:
         """The keys that ranks set when they reach the next recovery; empty: not yet."""
-        return [f"{self._base}/recover/{self.peers.number}/{self._epoch + 1}/{r}" for r in range(self.size)]
+        return [f"{self._base}/recover/{self.peers.number}/{self._recoveries + 1}/{r}" for r in range(self.size)]
 
     def start_over(self, in_flight: int, timeout: float) -> tuple[str, bool]:
         """Meet all ranks after a failure and begin a new epoch: (its prefix in the store, whether all were in step).
@@ -213,6 +234,8 @@ class Membership(Progress):
         In step means that every rank has joined the same number of collectives and none is in flight: then the engine can be
         kept. Raises TimeoutError naming the missing ranks.
         """
+        if self._epoch.unreported is not None:
+            self.publish()  # the others may be waiting in an operation, and recover once they know of the failure
         store = bounded(self._connection, timeout, f"recovery on rank {self.rank} of {self.size}")
         keys = self._recovery_keys()
         store.set(keys[self.rank], json.dumps([self.joined, in_flight]))
@@ -223,14 +246,12 @@ class Membership(Progress):
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
         states = [json.loads(value) for value in values]
-        self._epoch += 1
+        self._recoveries += 1
         self.joined = 0
-        self.peers = Peers.of(self.rank, self.size, number=self.peers.number)
-        self.failure_record = None
-        self._published, self._seen = None, -1
+        self._epoch = self._new_epoch(Peers.of(self.rank, self.size, number=self.peers.number))
         self.publish()
         in_step = len({joined for joined, _ in states}) == 1 and not any(pending for _, pending in states)
-        return f"{self._base}/recovered/{self.peers.number}/{self._epoch}", in_step
+        return f"{self._base}/recovered/{self.peers.number}/{self._recoveries}", in_step
 
     def _not_recovered(self, store: Any, keys: list[str]) -> str:
         self.refresh()
@@ -255,7 +276,7 @@ class Membership(Progress):
                 self._calls.run(self._write_and_read, within=0.0)
             return
         self._look_pause, self._next_look = _SHORTEST_PAUSE, 0.0
-        if self._published == (self.joined, self._left):
+        if self._epoch.unreported is None and self._epoch.published == (self.joined, self._left):
             return
         if self._counted != self.joined:
             self._counted, self._quiet_since = self.joined, now
@@ -264,7 +285,7 @@ class Membership(Progress):
             self._calls.run(self._write, within=0.0)
 
     def publish(self) -> None:
-        """Write this rank's page if it has changed; waits briefly for the store."""
+        """Write this rank's page if it has changed, and its failure; waits briefly for the store."""
         self._calls.run(self._write, within=_STORE_PATIENCE.total_seconds())
 
     def refresh(self, within: float | None = None) -> None:
@@ -273,11 +294,11 @@ class Membership(Progress):
 
     def record_failure(self, rank: int | None, reason: str) -> None:
         """Report to all ranks that `rank` is lost, or, if it is None, that the group is aborted."""
-        if self.failure_record is None:
-            self.failure_record = (rank, reason)
-            self._calls.run(
-                lambda: self._put("lost", [rank, reason, self.peers.number, self.joined]), within=_REPORTED_WITHIN
-            )
+        epoch = self._epoch
+        if epoch.failure_record is None:
+            epoch.failure_record = (rank, reason)
+            epoch.unreported = [rank, reason, epoch.peers.number, self.joined]
+            self._calls.run(self._write, within=_REPORTED_WITHIN)  # if the store is busy for longer, `tick` tries again
 
     def leave(self, how: str, group: object = None) -> None:
         """Unless a group other than `group` still uses it: write that this rank has left, and `how`, and drop the connection."""
@@ -292,49 +313,54 @@ class Membership(Progress):
 
     # -- on the thread of a store call ---------------------------------------------------------------------------------
 
-    def _put(self, key: str, value: object) -> None:
+    def _put(self, epoch: _Epoch, key: str, value: object) -> None:
         store = self._connection
         if store is not None:
-            store.set(f"{self._prefix}/{key}", json.dumps(value))
-            store.add(f"{self._prefix}/changes", 1)
+            store.set(f"{epoch.prefix}/{key}", json.dumps(value))
+            store.add(f"{epoch.prefix}/changes", 1)
 
     def _write(self) -> None:
+        epoch = self._epoch
+        if epoch.unreported is not None:
+            self._put(epoch, "lost", epoch.unreported)
+            epoch.unreported = None
         page = (self.joined, self._left)
-        if page == self._published:
+        if page == epoch.published:
             return
-        me = Member(self.peers.here, os.getpid(), self._start, *page, self.peers.number)
-        self._put(f"{self.rank}", asdict(me))
-        self._published = page
+        me = Member(epoch.peers.here, os.getpid(), self._start, *page, epoch.peers.number)
+        self._put(epoch, f"{self.rank}", asdict(me))
+        epoch.published = page
 
     def _date_earlier_group(self) -> None:
         """Treat everything that ranks wrote when they left or failed as about the earlier group, whatever their counts."""
         self._read()
-        earlier = [self.peers.before]
-        earlier += [m.joined for m in self.peers.members.values() if m.left and m.number == self.peers.number]
-        if self._connection.check([f"{self._prefix}/lost"]):
-            earlier.append(json.loads(self._connection.get(f"{self._prefix}/lost"))[3])
-        self.peers.before, self.failure_record = max(earlier), None
+        epoch = self._epoch
+        earlier = [epoch.peers.before]
+        earlier += [m.joined for m in epoch.peers.members.values() if m.left and m.number == epoch.peers.number]
+        if self._connection.check([f"{epoch.prefix}/lost"]):
+            earlier.append(json.loads(self._connection.get(f"{epoch.prefix}/lost"))[3])
+        epoch.peers.before, epoch.failure_record = max(earlier), None
 
     def _read(self) -> None:
-        store = self._connection
+        store, epoch = self._connection, self._epoch
         if store is None:
             return
-        changes = store.add(f"{self._prefix}/changes", 0)
-        if changes == self._seen:
+        changes = store.add(f"{epoch.prefix}/changes", 0)
+        if changes == epoch.seen:
             return
         others = [r for r in range(self.size) if r != self.rank]
-        keys = [f"{self._prefix}/{r}" for r in others]
+        keys = [f"{epoch.prefix}/{r}" for r in others]
         if keys and not store.check(keys):  # some ranks have not made their group yet
             others = [r for r, key in zip(others, keys, strict=True) if store.check([key])]
-            keys = [f"{self._prefix}/{r}" for r in others]
+            keys = [f"{epoch.prefix}/{r}" for r in others]
         pages = store.multi_get(keys) if keys and store.has_extended_api() else [store.get(key) for key in keys]
         for r, page in zip(others, pages, strict=True):
-            self.peers.members[r] = Member(**json.loads(page))
-        if self.failure_record is None and store.check([f"{self._prefix}/lost"]):
-            rank, reason, number, joined = json.loads(store.get(f"{self._prefix}/lost"))
-            if self.peers.is_current(number, joined):
-                self.failure_record = (rank, reason)
-        self._seen = changes
+            epoch.peers.members[r] = Member(**json.loads(page))
+        if epoch.failure_record is None and store.check([f"{epoch.prefix}/lost"]):
+            rank, reason, number, joined = json.loads(store.get(f"{epoch.prefix}/lost"))
+            if epoch.peers.is_current(number, joined):
+                epoch.failure_record = (rank, reason)
+        epoch.seen = changes
 
     def _write_and_read(self) -> None:
         self._write()

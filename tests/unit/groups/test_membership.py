@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -380,3 +381,98 @@ def test_what_ranks_wrote_at_the_end_of_an_earlier_group_is_not_about_the_next(r
         rank.opened[-1].barrier()
 
     ranks(count_differently)
+
+
+class Stalling:
+    """A store, seen by one rank, of which one call stalls until it is released: `nth` from now, counted from 1."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.nth = 0
+        self.stalled, self.release = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._inner, name)
+
+        def call(*args: Any) -> Any:
+            value = method(*args)
+            self.nth -= 1
+            if self.nth == 0:
+                self.stalled.set()
+                assert self.release.wait(60)
+            return value
+
+        return call
+
+
+@pytest.mark.parametrize("changes", range(4))
+@pytest.mark.parametrize("nth", range(1, 9))
+def test_an_exchange_that_outlives_its_epoch_hides_no_failure_of_the_next_and_invents_none(
+    nth: int, changes: int
+) -> None:
+    """Stalled at each of its calls, and for each number of changes in the next epoch: one is that of the first."""
+    store = dist.HashStore()
+    slow = Stalling(store)
+    waits, other = Membership(slow, 0, 2), Membership(store, 1, 2)
+    other.record_failure(None, "the first")
+    waits.joined, slow.nth = 1, nth
+    waits.tick(slow=True)  # writes and reads, on a thread, and stalls
+    assert slow.stalled.wait(60)
+
+    with ThreadPoolExecutor(2) as meeting:
+        recovered = [meeting.submit(rank.start_over, 0, 60.0) for rank in (waits, other)]
+        assert recovered[1].result(60)
+        while waits._recoveries == 0:
+            pass
+        slow.release.set()
+        recovered[0].result(60)
+    assert waits.failure_record is None
+
+    for _ in range(changes):
+        other.joined += 1
+        other.publish()
+    other.record_failure(None, "the second")
+    waits.refresh()
+    assert waits.failure_record == (None, "the second")
+    for rank in (waits, other):
+        rank.leave("closed")
+
+
+def test_a_failure_is_reported_once_the_store_answers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "_REPORTED_WITHIN", 0.01)
+    store = dist.HashStore()
+    slow = Stalling(store)
+    fails, other = Membership(slow, 0, 2), Membership(store, 1, 2)
+    fails.joined, slow.nth = 1, 2
+    fails.tick(slow=True)
+    assert slow.stalled.wait(60)
+    fails.record_failure(None, "aborted")
+    other.refresh()
+    assert other.failure_record is None
+    slow.release.set()
+    deadline = time.monotonic() + 60
+    while other.failure_record is None and time.monotonic() < deadline:
+        fails.tick(slow=False)
+        other.refresh()
+    assert other.failure_record == (None, "aborted")
+    for rank in (fails, other):
+        rank.leave("closed")
+
+
+def test_a_rank_that_recovers_has_reported_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others may still wait in an operation, and recover only once they know."""
+    monkeypatch.setattr(membership, "_REPORTED_WITHIN", 0.0)
+    store = dist.HashStore()
+    slow = Stalling(store)
+    fails, other = Membership(slow, 0, 2), Membership(store, 1, 2)
+    fails.joined, slow.nth = 1, 2
+    fails.tick(slow=True)
+    assert slow.stalled.wait(60)
+    fails.record_failure(None, "aborted")
+    slow.release.set()
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] have not called"):
+        fails.start_over(0, 0.01)
+    other.refresh()
+    assert other.failure_record == (None, "aborted")
+    for rank in (fails, other):
+        rank.leave("closed")
