@@ -175,7 +175,7 @@ class Membership(Progress):
         who = f"the membership of rank {rank} of {size}"
         rendezvous = Rendezvous(connection, rank, size, timeout=_STORE_PATIENCE.total_seconds(), who=who)
         self._base = f"gradwire/{key}" if key else rendezvous.next_key("gradwire")
-        self._recoveries = 0 if resumes is None else resumes._recoveries
+        self._recoveries: int = 0 if resumes is None else resumes._recoveries
         """How often the ranks have recovered together."""
         if resumes is None:
             number = rendezvous.store.add(f"{self._base}/{rank}/number", 1) if key else 0
