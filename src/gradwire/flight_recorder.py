@@ -10,7 +10,8 @@ Note [Format]
 A ring is a page of header, `HEADER` and then JSON, followed by records. Record number n is in slot n modulo the capacity, and a
 slot is valid if its number leads there and its kind is not 0. The kind is written last: readers are other processes, and without
 that they would see records of which half is missing. Text (groups, labels, errors) is written once, to a file next to the ring:
-one line per text, its number and a JSON string. Records hold the number. Number 0 is the empty string.
+one line per text, its number and a JSON string. Records hold the number. Number 0 is the empty string. A line that begins with a
+word describes what records refer to, as a JSON object: see `FlightRecorder.describe`.
 
 Note [No locks]
 Numbers come from counters of one atomic step each, so writing takes no lock. A lock would block forever in a signal handler or a
@@ -51,6 +52,8 @@ PAGE = 4096
 CAPACITY = 65536
 _MOST_NAMES = 65536
 _LONGEST_NAME = 1000
+_MOST_DESCRIPTIONS = 1000
+_LONGEST_DESCRIPTION = 1 << 20
 _KIND = 16
 """Where the kind is in a record."""
 _LOW = (1 << 32) - 1
@@ -118,6 +121,7 @@ class FlightRecorder:
         self._ring[HEADER.size : HEADER.size + len(text)] = text
         self._names = {"": 0}
         self._next_name: Callable[[], int] = itertools.count(1).__next__
+        self._descriptions: set[int] = set()
         try:
             # Not truncated: the ring of the run before may be read at this moment.
             names_path(path).unlink(missing_ok=True)
@@ -204,6 +208,22 @@ class FlightRecorder:
             return 0
         names[text] = number
         return number
+
+    def describe(self, subject: str, facts: Mapping[str, Any]) -> None:
+        """Write what records of `subject` (a word, such as "group") refer to, where no later record overwrites it.
+
+        Equal facts are written once. Like a record, a description that cannot be written is left out.
+        """
+        try:
+            line = f"{subject} {json.dumps(dict(facts))}\n".encode()
+            known = self._descriptions
+            if hash(line) in known or len(known) >= _MOST_DESCRIPTIONS or len(line) > _LONGEST_DESCRIPTION:
+                return
+            known.add(hash(line))
+            if self._names_file >= 0:
+                os.write(self._names_file, line)
+        except (TypeError, ValueError, OSError):
+            pass  # see Note [No errors]
 
     def close(self) -> None:
         """Stop writing. What was written stays in the file."""

@@ -305,3 +305,17 @@ def test_a_damaged_header_is_refused(recorder, text):
     copy.write_bytes(data)
     with pytest.raises(UsageError, match="damaged header"):
         read_ring(copy)
+
+
+def test_descriptions_are_written_once_and_survive_any_number_of_records(tmp_path):
+    recorder = FlightRecorder(tmp_path / "rank-0.ring", header=HEADER, capacity=4)
+    for size in (2, 2, 3):
+        recorder.describe("group", {"name": "world", "size": size})
+    recorder.describe("group", {"name": object()})  # cannot be written
+    for _ in range(10):
+        recorder.put(RecordKind.MARK, 0, label="x")
+    recorder.close()
+    recorder.describe("group", {"name": "late"})
+    ring = read_ring(tmp_path / "rank-0.ring")
+    assert ring.descriptions == {"group": [{"name": "world", "size": 2}, {"name": "world", "size": 3}]}
+    assert {record.label for record in ring.records} == {"x"}

@@ -75,7 +75,7 @@ class Group(Verbs, ABC):
         if wraps is not None:
             self.ledger, self._watchdog = wraps.ledger, wraps._watchdog
             return
-        self.ledger = Ledger(name=self.name, rank=rank, size=size)
+        self.ledger = Ledger(name=self.name, rank=rank, size=size, kind=type(self).__name__)
         self.ledger.arrivals = weakly(self.arrivals)
         self._watchdog = watchdog or Watchdog(f"{self.name}-{rank}")
         self._watchdog.watch(self.ledger)

@@ -43,10 +43,12 @@ class Arrivals:
 class Ledger:
     """The operations of one group on one rank."""
 
-    def __init__(self, *, name: str, rank: int, size: int) -> None:
+    def __init__(self, *, name: str, rank: int, size: int, kind: str = "") -> None:
         self.name = name
         self.rank = rank
         self.size = size
+        self.kind = kind
+        """What sort of group it is, for people."""
         self.pid = os.getpid()
         """The process that made the group: see forked.py."""
         self.events = Emitter()
@@ -139,6 +141,7 @@ class Ledger:
     def _record_group(self, recorder: FlightRecorder) -> None:
         self._recorder = recorder
         recorder.put(RecordKind.GROUP, self.rank, group=self.name, nbytes=self.size)
+        recorder.describe("group", {"name": self.name, "kind": self.kind, "rank": self.rank, "size": self.size})
 
     def fail_all(self, error: BaseException) -> None:
         """Fail everything in flight."""

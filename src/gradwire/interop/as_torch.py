@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradwire import flight_recorder
 from gradwire.errors import HookError, UsageError, UsageTypeError
+from gradwire.flight_recorder import RecordKind
 from gradwire.groups.base import Group
 from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook
@@ -18,6 +19,7 @@ from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.periodic.base import OuterHook, check_outer
 from gradwire.interop.own_group import OwnGroup
 from gradwire.reducer.attached_optimizers import AttachedOptimizers
+from gradwire.reducer.bucket_records import record_bucket
 from gradwire.reducer.drive import Landed
 from gradwire.reducer.hook_runner import HookRunner
 from gradwire.reducer.outer_optimizer import cut
@@ -125,11 +127,15 @@ class _Adapter:
         if spec.index == 0:  # torch launches its buckets in index order
             runner.next_step()
         ours = GradBucket(spec, buffer, bucket.parameters(), is_last=False)  # which gradwire hooks do not see
-        with torch.no_grad(), flight_recorder.within(runner.step, spec.index):
+        group, step = runner.group, runner.step
+        record_bucket(RecordKind.BUCKET_FULL, group, spec, step=step)
+        with torch.no_grad(), flight_recorder.within(step, spec.index):
             pending = runner.start(ours) if self._own.overlaps else Landed(runner.run(ours))
+        record_bucket(RecordKind.BUCKET_LAUNCHED, group, spec, step=step, hook=runner.name)
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
         if device.type == "cuda" or not self._own.overlaps:
             future.set_result(pending.wait())
+            record_bucket(RecordKind.BUCKET_REDUCED, group, spec, step=step)
             return future
 
         def fulfill(kept: HookRunner = runner) -> None:  # kept until its reduction is done, even if the model is freed
@@ -139,6 +145,7 @@ class _Adapter:
             except BaseException as error:  # any exception: torch waits for this future without a timeout
                 future.set_exception(_as_exception(error, self._hook, spec))  # type: ignore[arg-type]  # torch's stub is wrong
             else:
+                record_bucket(RecordKind.BUCKET_REDUCED, group, spec, step=step)
                 future.set_result(value)
 
         # torch waits for the future in C++ with no way to call back here, so one of our threads waits for the reduction.

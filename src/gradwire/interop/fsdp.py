@@ -24,10 +24,12 @@ from torch.distributed import ReduceOp
 
 from gradwire import flight_recorder
 from gradwire.errors import UsageError
+from gradwire.flight_recorder import RecordKind
 from gradwire.groups.base import Group
 from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.bucket import BucketSpec, GradBucket
+from gradwire.reducer.bucket_records import record_bucket
 from gradwire.reducer.hook_runner import HookRunner
 
 
@@ -68,8 +70,13 @@ class FsdpHook:
         self._device = flat.device
         self._runner.next_step()
         # On CUDA this runs on FSDP's own stream, which the wait for each collective orders.
-        with flight_recorder.within(self._runner.step, 0):
-            return self._runner.run(GradBucket(self._spec(flat), flat, (), is_last=True))
+        runner, spec = self._runner, self._spec(flat)
+        record_bucket(RecordKind.BUCKET_FULL, runner.group, spec, step=runner.step)
+        record_bucket(RecordKind.BUCKET_LAUNCHED, runner.group, spec, step=runner.step, hook=runner.name)
+        with flight_recorder.within(runner.step, spec.index):
+            result = runner.run(GradBucket(spec, flat, (), is_last=True))
+        record_bucket(RecordKind.BUCKET_REDUCED, runner.group, spec, step=runner.step)
+        return result
 
     def _spec(self, flat: Tensor) -> BucketSpec:
         parts = self._parts

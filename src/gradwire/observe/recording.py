@@ -64,6 +64,7 @@ def start(directory: str | os.PathLike[str], *, rank: int | None = None, size: i
                 _handles.append(StackFile(path.with_suffix(".stacks")))
             except (OSError, RuntimeError) as error:  # records are worth something without stacks
                 warnings.warn(f"observe.start({str(directory)!r}): stacks are not recorded: {error}", stacklevel=2)
+        recorder.describe("system", _system())
         flight_recorder.active = recorder
         _set_rank(rank)
 
@@ -76,6 +77,7 @@ def stop() -> None:
             handle.close() if isinstance(handle, StackFile) else handle.remove()
         _handles.clear()
     if recorder is not None:
+        recorder.describe("end", {"time": time.monotonic_ns()})
         recorder.close()
 
 
@@ -131,6 +133,18 @@ def _header(rank: int, size: int) -> dict[str, Any]:
     if len(json.dumps(header)) > PAGE - HEADER.size:  # paths of that length are rare
         header["libraries"] = []
     return header
+
+
+def _system() -> dict[str, Any]:
+    """What the rank runs on. CUDA is not initialized for it."""
+    import torch
+
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda,
+    }
 
 
 def _check_not_in_use(path: Path) -> None:

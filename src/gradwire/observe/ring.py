@@ -54,6 +54,8 @@ class Ring:
     header: dict[str, Any]
     records: list[Record] = field(repr=False)
     """Oldest first, without gaps, except where the ring was written to while it was read."""
+    descriptions: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False)
+    """By subject, oldest first: see `FlightRecorder.describe`."""
 
     @property
     def rank(self) -> int:
@@ -103,7 +105,7 @@ def read_ring(path: str | os.PathLike[str]) -> Ring:
     """
     with RingFile(Path(path)) as file:
         records = file.read(0, file.capacity)
-        return Ring(file.path, file.header, sorted(records))
+        return Ring(file.path, file.header, sorted(records), file.read_descriptions())
 
 
 class RingFile:
@@ -132,6 +134,7 @@ class RingFile:
             raise
         self._names: dict[int, str] = {}
         self._names_read = 0
+        self._descriptions: dict[str, list[dict[str, Any]]] = {}
 
     def read(self, slot: int, count: int) -> list[Record]:
         """The valid records in `count` slots from `slot` on, in the order of the slots, which does not wrap."""
@@ -152,6 +155,11 @@ class RingFile:
             self._read_names()
         return self._names.get(number, _UNKNOWN)
 
+    def read_descriptions(self) -> dict[str, list[dict[str, Any]]]:
+        """What records refer to, by subject, as far as it was written: see `FlightRecorder.describe`."""
+        self._read_names()
+        return self._descriptions
+
     def _read_names(self) -> None:
         try:
             with names_path(self.path).open("rb") as file:
@@ -163,7 +171,10 @@ class RingFile:
             self._names_read += len(line) + 1
             number, _, text = line.partition(b" ")
             with contextlib.suppress(ValueError):  # of a disk that was full
-                self._names[int(number)] = str(json.loads(text))
+                if number.isdigit():
+                    self._names[int(number)] = str(json.loads(text))
+                elif isinstance(facts := json.loads(text), dict):
+                    self._descriptions.setdefault(number.decode(errors="replace"), []).append(facts)
 
     def state(self) -> ProcessState:
         """As `Ring.state`."""

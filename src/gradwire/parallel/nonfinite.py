@@ -35,6 +35,11 @@ class NonFiniteChecked:
         self._check = weakly(self._verify)  # the runner, which this object holds, holds the check
 
     @property
+    def name(self) -> str:
+        """The inner runner's."""
+        return self._inner.name
+
+    @property
     def checks(self) -> list[Callable[[int], None]]:
         """The inner runner's."""
         return self._inner.checks

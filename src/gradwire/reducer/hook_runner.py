@@ -49,6 +49,8 @@ class HookRunner:
         self.hook = hook
         self.torch_hook: tuple[TorchHook, Any] | None = None
         """A torch-style hook, with its state, in place of `hook`."""
+        self._named: tuple[object, object, str] = (None, None, "")
+        """The hook whose name was asked for last, and its name, which takes a while to make."""
         self.group = group
         self.weight = 1.0
         self.divisor: int | None = None
@@ -63,8 +65,12 @@ class HookRunner:
 
     @property
     def name(self) -> str:
-        """The hook in error messages."""
-        return repr(self.hook) if self.torch_hook is None else name_of(self.torch_hook[0])
+        """The hook in error messages and records."""
+        hook, torch_hook, name = self._named
+        if hook is not self.hook or torch_hook is not self.torch_hook:
+            name = repr(self.hook) if self.torch_hook is None else name_of(self.torch_hook[0])
+            self._named = self.hook, self.torch_hook, name
+        return name
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 

@@ -18,9 +18,11 @@ from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
 from gradwire.reducer.arrivals import GradListener
 from gradwire.reducer.bucket_buffers import Buckets, all_there
+from gradwire.reducer.bucket_records import describe_buckets, record_bucket
 from gradwire.reducer.drive import Pending
 from gradwire.reducer.machine import Launch
 
+_LAUNCHED = RecordKind.BUCKET_LAUNCHED
 _version: Callable[[Tensor | None], int] = attrgetter("_version")
 
 
@@ -34,6 +36,10 @@ class StepRejected(Exception):
 
 class Runner(Protocol):
     """What reduces buckets: a HookRunner, or a wrapper around one."""
+
+    @property
+    def name(self) -> str:
+        """The hook, for people."""
 
     @property
     def checks(self) -> list[Callable[[int], None]]:
@@ -65,6 +71,8 @@ class Reductions:
         self._events = events
         self._launched = LaunchedGradients()
         self._pending: list[tuple[Launch, Pending]] = []
+        self._described: tuple[object, object] = (None, None)
+        """The recorder that has the layout, and that layout."""
 
     def hold(self, launch: Launch) -> None:
         """Launch this bucket when backward has ended."""
@@ -136,11 +144,14 @@ class Reductions:
             self._buckets.release(bucket)
 
     def _record(self, kind: RecordKind, bucket: int) -> None:
-        recorder = flight_recorder.active
-        if recorder is not None:
-            spec, group = self._buckets.storages[bucket].spec, self.group
-            nbytes = spec.numel * spec.dtype.itemsize
-            recorder.put(kind, group.rank, group=group.name, nbytes=nbytes, step=self.step, bucket=bucket)
+        recorder, layout = flight_recorder.active, self._buckets.layout
+        if recorder is None:
+            return
+        if self._described[0] is not recorder or self._described[1] is not layout:
+            self._described = recorder, layout
+            describe_buckets(recorder, self.group, layout.buckets)
+        hook = self.runner.name if kind is _LAUNCHED else ""
+        record_bucket(kind, self.group, self._buckets.storages[bucket].spec, step=self.step, hook=hook)
 
     def drop(self) -> None:
         """Forget what is in flight."""

@@ -121,6 +121,12 @@ def test_a_training_step(recorded):
     ]
     assert {r.bucket for r in step[2:7]} == {0}
     assert step[2].nbytes == step[3].nbytes == 10 * 4
+    [launched] = [r for r in step if r.kind is K.BUCKET_LAUNCHED]
+    assert launched.label == "mean()"
+    described = observe.read_rings(recorded)[0].descriptions
+    assert [(d["kind"], d["size"]) for d in described["group"]] == [("ThreadGroup", 1)]
+    [bucket] = described["buckets"][-1]["buckets"]
+    assert (bucket["bytes"], sorted(bucket["names"])) == (40, ["bias", "weight"])
     assert kinds(records[-2:]) == [K.OPTIMIZER_BEGAN, K.OPTIMIZER_ENDED]
     times = [r.time for r in records]
     assert times == sorted(times)
