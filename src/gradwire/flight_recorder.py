@@ -84,6 +84,8 @@ class RecordKind(IntEnum):
     """This rank takes part in a group of `nbytes` ranks."""
     MARK = 16
     """A note of the user's: `gradwire.observe.mark`."""
+    WARNING = 18
+    """`label` is what a check has found: see `warn`."""
 
 
 class _Thread(threading.local):
@@ -231,6 +233,16 @@ class FlightRecorder:
         if file >= 0:
             os.close(file)
         self._ring.close()
+
+
+def warn(text: str, *, rank: int, group: str = "", step: int = -1) -> None:
+    """Record what a check has found, for everything that shows warnings of a run. Without a recorder it does nothing.
+
+    Ranks that find the same thing together write the same text, which is then shown once.
+    """
+    recorder = active
+    if recorder is not None:
+        recorder.put(RecordKind.WARNING, rank, group=group, label=text, step=step, bucket=-1)
 
 
 def names_path(path: Path) -> Path:

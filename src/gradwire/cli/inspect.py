@@ -13,6 +13,7 @@ from gradwire.host import ProcessState
 from gradwire.observe.hang_watch import HangWatch
 from gradwire.observe.hangs import described, report_lines
 from gradwire.observe.progress import RankProgress
+from gradwire.observe.run_warnings import merge_warnings
 from gradwire.observe.runs import find_run
 from gradwire.observe.stacks import user_frames
 
@@ -45,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"gradwire inspect {args.run or ''}: no flight recorder has written there.")
         for _, rank in sorted(watch.ranks.items()):
             _show(watch, rank, whole=args.stacks)
+        for warning in merge_warnings((r.rank, r.header, r.warnings) for r in watch.ranks.values()):
+            print(f"warning: {warning}")
         waiting = watch.waiting(0.0)
         if waiting is not None:
             print("\n" + "\n".join(report_lines(waiting, watch.suspects(waiting))))

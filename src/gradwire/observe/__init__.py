@@ -15,5 +15,6 @@ from __future__ import annotations
 
 from gradwire.observe.recording import mark, start, stop
 from gradwire.observe.ring import Record, Ring, read_ring, read_rings
+from gradwire.observe.run_warnings import RunWarning, read_warnings
 
-__all__ = ["Record", "Ring", "mark", "read_ring", "read_rings", "start", "stop"]
+__all__ = ["Record", "Ring", "RunWarning", "mark", "read_ring", "read_rings", "read_warnings", "start", "stop"]

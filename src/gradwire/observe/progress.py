@@ -13,6 +13,7 @@ from gradwire.observe.ring import Record
 
 _KEPT_DURATIONS = 100
 _KEPT_RECORDS = 20
+_KEPT_WARNINGS = 20
 
 
 @dataclass
@@ -32,6 +33,8 @@ class RankProgress:
     """By group and operation: how long the last ones took."""
     last: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_RECORDS))
     """The last records."""
+    warnings: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_WARNINGS))
+    """The last warnings."""
     step: int = -1
     """The step that it is in, or was in last."""
 
@@ -46,6 +49,8 @@ class RankProgress:
                 self.groups[record.group] = record.rank, record.nbytes
             elif record.group:  # in a long run the record of the group itself was overwritten
                 self.groups.setdefault(record.group, (record.rank, 0))
+            if kind is RecordKind.WARNING:
+                self.warnings.append(record)
             if kind is RecordKind.GROUP:
                 continue
             if kind is RecordKind.COLLECTIVE_SUBMITTED:

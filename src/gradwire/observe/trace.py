@@ -119,7 +119,7 @@ class _Rank:
             yield self._counter("bytes in flight", time, total)
 
     def _instants(self) -> Iterator[Event]:
-        kinds = {RecordKind.MARK: "mark", RecordKind.STEP_FAILED: "step failed"}
+        kinds = {RecordKind.MARK: "mark", RecordKind.STEP_FAILED: "step failed", RecordKind.WARNING: "warning"}
         for record in self._ring.of_kind(*kinds):
             name = record.label or kinds[record.kind]
             yield self._event("i", _STEP, record.time) | {"name": name, "s": "p", "cat": kinds[record.kind]}

@@ -1,0 +1,49 @@
+"""Warnings in the records of a run: written by one function, merged over ranks, shown by commands."""
+
+from __future__ import annotations
+
+from gradwire import flight_recorder, observe
+from gradwire.cli import main
+from gradwire.flight_recorder import RecordKind
+from gradwire.observe.progress import RankProgress
+from gradwire.observe.trace import trace_events
+
+K = RecordKind
+
+
+def test_what_ranks_have_recorded_together_is_one_warning(ring, record):
+    rings = [
+        ring(rank, record(K.MARK, 1), record(K.WARNING, 500 + rank, label="NaN on rank 1", step=3), host="ab"[rank])
+        for rank in (0, 1)
+    ]
+    rings.append(ring(2, record(K.WARNING, 100, label="rank 2 is slow")))
+    first, second = observe.read_warnings(rings)
+    assert (first.text, first.ranks, first.step) == ("rank 2 is slow", (2,), -1)
+    assert (second.text, second.ranks, second.step) == ("NaN on rank 1", (0, 1), 3)
+    assert str(first) == "rank 2 is slow (recorded by rank 2)"
+    assert str(second) == "NaN on rank 1 (step 3, recorded by ranks 0, 1)"
+
+
+def test_the_same_finding_in_two_steps_is_two_warnings(ring, record):
+    both = [record(K.WARNING, time, label="NaN", step=time) for time in (1, 2)]
+    assert [warning.step for warning in observe.read_warnings([ring(0, *both)])] == [1, 2]
+
+
+def test_a_rank_keeps_its_last_warnings_only(ring, record):
+    rank = RankProgress(0, {})
+    rank.update(record(K.WARNING, time, label=str(time)) for time in range(100))
+    assert [warning.label for warning in rank.warnings] == [str(time) for time in range(80, 100)]
+
+
+def test_warnings_are_recorded_and_shown(recorded, capsys):
+    flight_recorder.warn("the gradient of fc.weight is NaN", rank=0, group="world", step=7)
+    rings = observe.read_rings(recorded)
+    (warning,) = observe.read_warnings(rings)
+    assert (warning.text, warning.step) == ("the gradient of fc.weight is NaN", 7)
+    assert [e["cat"] for e in trace_events(rings) if e["ph"] == "i"] == ["warning"]
+    assert main(["inspect", str(recorded)]) == 0
+    assert "warning: the gradient of fc.weight is NaN (step 7, recorded by rank 0)" in capsys.readouterr().out
+
+
+def test_without_a_recorder_a_warning_is_nothing():
+    flight_recorder.warn("nobody reads this", rank=0)
