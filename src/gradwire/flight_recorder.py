@@ -84,6 +84,8 @@ class RecordKind(IntEnum):
     """This rank takes part in a group of `nbytes` ranks."""
     MARK = 16
     """A note of the user's: `gradwire.observe.mark`."""
+    COLLECTIVE_WAITED = 17
+    """A caller waits for a collective that has not finished. Until then it is in the background, and nobody misses it."""
     WARNING = 18
     """`label` is what a check has found: see `warn`."""
 

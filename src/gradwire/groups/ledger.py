@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from gradwire.groups.work import Work
 # To look up a member of an Enum takes ten times as long.
 _SUBMITTED = RecordKind.COLLECTIVE_SUBMITTED
 _STARTED = RecordKind.COLLECTIVE_STARTED
+_WAITED = RecordKind.COLLECTIVE_WAITED
 _FINISHED = RecordKind.COLLECTIVE_FINISHED
 _FAILED = RecordKind.COLLECTIVE_FAILED
 _COUNT_BITS = 24
@@ -101,6 +103,12 @@ class Ledger:
             self.events.emit(CollectiveStarted(time, *self._facts(work)))
         if flight_recorder.active is not None:
             self.record(_STARTED, work, time)
+
+    def waited(self, work: Work) -> None:
+        """A caller waits for an operation in flight. Recorded once: one that runs in the background is not a hang."""
+        if flight_recorder.active is not None and not work.waited_for:
+            work.waited_for = True
+            self.record(_WAITED, work, time.perf_counter())
 
     def settled(self, work: Work) -> None:
         """An operation has finished or failed."""

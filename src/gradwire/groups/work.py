@@ -59,6 +59,7 @@ class WorkLedger(Protocol):
     def next_ordinal(self, op: Collective) -> int: ...
     def started(self, work: Work, time: float) -> None: ...
     def record(self, kind: RecordKind, work: Work, time: float) -> None: ...
+    def waited(self, work: Work) -> None: ...
     def settled(self, work: Work) -> None: ...
     def expire(self, work: Work) -> None: ...
     def timed_out(self, work: Work, limit: float) -> CollectiveTimeout: ...
@@ -78,6 +79,8 @@ class Work:
     """How many collectives the rank had joined including this one, if the group counts them."""
     ordinal = 0
     """The number of the collective, the same on all ranks: see `Ledger.next_ordinal`."""
+    waited_for = False
+    """Whether it is on record that a caller waits, or has waited, for it."""
 
     def __init__(self, op: Collective, ledger: WorkLedger, *, seq: int, timeout: float) -> None:
         self.op = op
@@ -178,6 +181,7 @@ class Work:
         """Like `wait`, without the errors of completion hooks: for a group that takes several steps and must not stop halfway."""
         if not self.settled:
             refuse_in_child(self.ledger.pid, "wait for", self.op)
+            self.ledger.waited(self)
         limit = seconds(timeout)
         remaining = max(0.0, self.deadline - time.perf_counter())
         if limit is None or limit >= remaining:
@@ -246,6 +250,7 @@ class Work:
         """A torch Future of the list of outputs; on CUDA it preserves stream order."""
         if not self.settled:
             refuse_in_child(self.ledger.pid, "get_future of", self.op)
+            self.ledger.waited(self)  # or will: a wait for a torch Future in C++, as in torch's DDP, cannot be seen
         with self.ledger.futures.lock:
             if self._future is None:
                 queue = None if self.settled else self.ledger.futures.queue_for_caller()

@@ -19,6 +19,7 @@ _UNKNOWN = "?"
 _ABOUT_TO = 1_000_000_000
 """After so many nanoseconds a record that is missing between others is not written any more."""
 _KINDS = {kind.value: kind for kind in RecordKind}
+_OF_COLLECTIVES = frozenset(kind for kind in RecordKind if kind.name.startswith("COLLECTIVE_"))
 
 
 class Record(NamedTuple):
@@ -146,7 +147,7 @@ class RingFile:
             kind = _KINDS.get(code)
             if kind is None or number % self.capacity != slot + i:
                 continue
-            name = ops[op] if kind <= RecordKind.COLLECTIVE_FAILED and op < len(ops) else ""
+            name = ops[op] if kind in _OF_COLLECTIVES and op < len(ops) else ""
             records.append(Record(number, time, kind, name, rank, thread, self._name(group), self._name(label), *rest))
         return records
 

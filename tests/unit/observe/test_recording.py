@@ -13,7 +13,7 @@ from torch import nn
 
 import gradwire as gw
 from gradwire import flight_recorder, observe
-from gradwire.errors import GroupAborted, UsageError
+from gradwire.errors import CollectiveTimeout, GroupAborted, UsageError
 from gradwire.flight_recorder import RecordKind
 from gradwire.testing import run_ranks
 
@@ -252,6 +252,20 @@ os.wait()
     first, second = observe.read_rings(tmp_path)
     assert first.records == []
     assert [(r.kind, r.rank) for r in second.records] == [(K.OPTIMIZER_BEGAN, 1), (K.OPTIMIZER_ENDED, 1)]
+
+
+def test_a_wait_is_recorded_once_and_only_if_there_is_something_to_wait_for(recorded):
+    one, two = gw.ThreadGroup.world(2)
+    work = one.all_reduce(torch.ones(1), async_op=True)
+    for _ in range(2):
+        with pytest.raises(CollectiveTimeout):
+            work.wait(0.01)
+    two.all_reduce(torch.ones(1), async_op=True).wait()
+    work.wait()
+    one.close()
+    two.close()
+    waited = [r for r in observe.read_rings(recorded)[0].records if r.kind is K.COLLECTIVE_WAITED]
+    assert [(r.rank, r.op, r.ordinal) for r in waited] == [(0, "all_reduce", 1)]
 
 
 def test_a_mark_is_a_text_of_whatever_is_given(recorded):

@@ -129,16 +129,23 @@ class SharedMemoryGroup(Group):
         if self.size > 1 and op.scope is _WORLD and not ledger.events and not ledger.hooks:
             self.check_usable(op)
             started = time.perf_counter()
-            done = engine.sum_now(op, lambda: self.begin(op))
+            done = engine.sum_now(op, lambda: self._begin_and_wait(op))
             if done is True:
                 return Work.over(op, ledger, started=started, timeout=self.timeout)
             if isinstance(done, Work):
                 done.wait_done()
                 return done
         work = self._put(op)
-        if not work.is_completed() and not engine.drive_for(work):
-            engine.wake()
+        if not work.is_completed():
+            ledger.waited(work)
+            if not engine.drive_for(work):
+                engine.wake()
         work.wait_done()
+        return work
+
+    def _begin_and_wait(self, op: Collective) -> Work:
+        work = self.begin(op)
+        self.ledger.waited(work)
         return work
 
     def _put(self, op: Collective) -> Work:
