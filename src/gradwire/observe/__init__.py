@@ -16,5 +16,19 @@ from __future__ import annotations
 from gradwire.observe.recording import mark, start, stop
 from gradwire.observe.ring import Record, Ring, read_ring, read_rings
 from gradwire.observe.run_warnings import RunWarning, read_warnings
+from gradwire.observe.straggler_watch import find_stragglers
+from gradwire.observe.stragglers import Straggler
 
-__all__ = ["Record", "Ring", "RunWarning", "mark", "read_ring", "read_rings", "read_warnings", "start", "stop"]
+__all__ = [
+    "Record",
+    "Ring",
+    "RunWarning",
+    "Straggler",
+    "find_stragglers",
+    "mark",
+    "read_ring",
+    "read_rings",
+    "read_warnings",
+    "start",
+    "stop",
+]

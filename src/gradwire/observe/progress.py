@@ -10,6 +10,7 @@ from typing import Any
 
 from gradwire.flight_recorder import RecordKind
 from gradwire.observe.ring import Record
+from gradwire.observe.step_times import StepFolder
 
 _KEPT_DURATIONS = 100
 _KEPT_RECORDS = 20
@@ -37,11 +38,14 @@ class RankProgress:
     """The last warnings."""
     step: int = -1
     """The step that it is in, or was in last."""
+    folder: StepFolder = field(default_factory=StepFolder)
+    """The times of its last steps."""
 
     def update(self, records: Iterable[Record]) -> None:
         """Take new records into account."""
         for record in records:
             self.last.append(record)
+            self.folder.add(record)
             self.step = max(self.step, record.step)
             kind, key = record.kind, (record.group, record.rank, record.seq)
             if kind is RecordKind.GROUP:

@@ -38,7 +38,7 @@ class Span:
         return (self.end - self.start) / 1e9
 
 
-_AFTER: dict[RecordKind, Phase | None] = {
+_AFTER: dict[RecordKind, Phase] = {
     RecordKind.FORWARD_BEGAN: Phase.FORWARD,
     RecordKind.FORWARD_ENDED: Phase.BACKWARD,
     RecordKind.BACKWARD_ENDED: Phase.EXPOSED,
@@ -50,22 +50,43 @@ _AFTER: dict[RecordKind, Phase | None] = {
 """What a rank does from a record of this kind on, until the next."""
 
 
-def spans(records: Iterable[Record]) -> list[Span]:
-    """The phases of the steps in `records`, which are of one rank, in order. Before its first record nothing is known.
+class PhaseTracker:
+    """The phases of one rank, record by record. Before its first record nothing is known.
 
     Time after the averages are there counts as data until an optimizer begins, because nothing says what else it is.
     """
-    found: list[Span] = []
-    phase: Phase | None = None
-    start, step, averaged = 0, 0, -1
-    for record in sorted(records, key=lambda record: record.time):
-        if record.kind not in _AFTER:
-            continue
-        if phase is not None and record.time > start:
-            found.append(Span(phase, step, start, record.time))
-        phase, start = _AFTER[record.kind], record.time
+
+    def __init__(self) -> None:
+        self.phase: Phase | None = None
+        """The phase that the rank is in."""
+        self.start = 0
+        """When it began."""
+        self._step, self._averaged = 0, -1
+
+    @staticmethod
+    def handles(kind: RecordKind) -> bool:
+        """Whether records of this kind begin a phase."""
+        return kind in _AFTER
+
+    def add(self, record: Record) -> Span | None:
+        """Take a record into account that begins a phase; returns the phase that it has ended, if that took any time."""
+        span = None
+        if self.phase is not None and record.time > self.start:
+            span = Span(self.phase, self._step, self.start, record.time)
+        self.phase, self.start = _AFTER[record.kind], record.time
         if record.step >= 0:
-            step = averaged = record.step
+            self._step = self._averaged = record.step
         elif record.kind is RecordKind.OPTIMIZER_ENDED:
-            step = averaged + 1  # data for the next step
-    return found
+            self._step = self._averaged + 1  # data for the next step
+        return span
+
+
+def spans(records: Iterable[Record]) -> list[Span]:
+    """The phases of the steps in `records`, which are of one rank, in order."""
+    tracker = PhaseTracker()
+    ended = (
+        tracker.add(record)
+        for record in sorted(records, key=lambda record: record.time)
+        if tracker.handles(record.kind)
+    )
+    return [span for span in ended if span is not None]

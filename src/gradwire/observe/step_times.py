@@ -1,0 +1,187 @@
+"""How long each phase of each step took on a rank, without the time in which it waited for other ranks. Pure.
+
+Note [Own time]
+Ranks meet in every step, so a slow rank makes the steps of all ranks long, and the others spend the difference waiting. To find
+the slow one, time that a rank waits must not count as its own. After its last gradient a rank only waits. Before that it waits in
+collectives of buffers and of user code, from the record of the wait, or from the submission if the collective was over when it
+returned; and in collectives of buckets only if they finish while the bucket is being launched. Waits of other threads, such as
+those that run hooks, do not keep the rank from computing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from gradwire.flight_recorder import RecordKind
+from gradwire.observe.ring import Record
+from gradwire.observe.steps import Phase, PhaseTracker
+
+COMPUTE = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+"""The phases in which a rank works on its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """One step of one rank, from the end of the step before to its own end. Times are in nanoseconds on the rank's clock."""
+
+    step: int
+    start: int
+    end: int
+    phases: Mapping[Phase, int]
+    """How long each phase took. Waiting counts as exposed communication, whatever the phase: see Note [Own time]."""
+    ready: Mapping[int, int]
+    """By bucket: when all its gradients were there."""
+    nbytes: int = 0
+    """Bytes of the collectives that finished."""
+    group: str = ""
+    """The group whose ranks took part, and this rank's number in it."""
+    group_rank: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long the step took."""
+        return (self.end - self.start) / 1e9
+
+    @property
+    def last_ready(self) -> int:
+        """When this rank's last bucket was ready: other ranks may have waited for it until then."""
+        return max(self.ready.values(), default=self.end)
+
+    def share(self, phase: Phase) -> float:
+        """Seconds in a phase."""
+        return self.phases.get(phase, 0) / 1e9
+
+    @property
+    def compute(self) -> float:
+        """Seconds in which the rank did not wait."""
+        return sum(self.phases.get(phase, 0) for phase in COMPUTE) / 1e9
+
+
+class StepFolder:
+    """Folds the records of one rank, in the order in which they were written, into the times of its steps.
+
+    The first step is left out, since nothing tells when it began, and so are steps that failed and those that follow them.
+    """
+
+    def __init__(self, kept: int = 256) -> None:
+        self.steps: deque[StepTimes] = deque(maxlen=kept)
+        """The last steps, oldest first."""
+        self._tracker = PhaseTracker()
+        self._phase_start = 0
+        self._waits: list[tuple[int, int]] = []
+        self._launch_start: int | None = None
+        self._pending: dict[tuple[str, int, int], int | None] = {}
+        """By collective in flight: since when the rank has waited for it. None: it does not wait."""
+        self._threads: set[int] = set()
+        """Those that compute, by the records of phases."""
+        self._ranks: dict[str, int] = {}
+        self._shared = False
+        """Whether several ranks write this ring, as threads of one process: their phases cannot be told apart."""
+        self._begin(None)
+
+    def add(self, record: Record) -> None:
+        """Take a record into account."""
+        kind, time = record.kind, record.time
+        if kind is RecordKind.COLLECTIVE_SUBMITTED:
+            self._pending[_key(record)] = None
+        elif kind is RecordKind.COLLECTIVE_WAITED:
+            if record.bucket < 0 and record.thread in self._threads:
+                self._pending[_key(record)] = time
+        elif kind is RecordKind.COLLECTIVE_FINISHED:
+            self._nbytes += record.nbytes
+            self._collective_finished(record)
+        elif kind is RecordKind.COLLECTIVE_FAILED:
+            self._pending.pop(_key(record), None)
+        elif kind is RecordKind.BUCKET_FULL:
+            self._ready[record.bucket] = self._launch_start = time
+        elif kind is RecordKind.BUCKET_LAUNCHED:
+            self._launch_start = None
+        else:
+            self._phase_record(record)
+
+    def _collective_finished(self, record: Record) -> None:
+        """Note the time in which a collective has blocked the rank: see Note [Own time]."""
+        submitted = record.time - record.duration
+        since = self._pending.pop(_key(record), submitted)  # without a record of its submission it was over at once
+        if self._launch_start is not None and submitted >= self._launch_start:
+            since = submitted
+        elif record.bucket >= 0:
+            since = None
+        if since is not None:
+            self._waits.append((max(since, self._phase_start), record.time))
+
+    def _phase_record(self, record: Record) -> None:
+        kind, time = record.kind, record.time
+        if not self._tracker.handles(kind):
+            return
+        self._threads.add(record.thread)
+        if record.group and self._ranks.setdefault(record.group, record.rank) != record.rank:
+            self._shared = True
+        span = self._tracker.add(record)
+        if span is not None:
+            waited = _covered(self._waits)
+            own = max(0, span.end - span.start - waited)
+            self._phases[span.phase] = self._phases.get(span.phase, 0) + own
+            self._phases[Phase.EXPOSED] = self._phases.get(Phase.EXPOSED, 0) + span.end - span.start - own
+        self._waits.clear()
+        self._phase_start = time
+        if kind is RecordKind.STEP_ENDED:
+            self._step_ended(record)
+        elif kind is RecordKind.STEP_FAILED:
+            self._begin(None)
+
+    def _step_ended(self, record: Record) -> None:
+        if self._start is not None and not self._shared:
+            times = StepTimes(
+                record.step,
+                self._start,
+                record.time,
+                self._phases,
+                self._ready,
+                self._nbytes,
+                record.group,
+                record.rank,
+            )
+            if self.steps and self.steps[-1].step == times.step:  # two models are trained in turns
+                times = _joined(self.steps.pop(), times)
+            self.steps.append(times)
+        self._begin(record.time)
+
+    def _begin(self, start: int | None) -> None:
+        self._start = start
+        self._phases: dict[Phase, int] = {}
+        self._ready: dict[int, int] = {}
+        self._nbytes = 0
+        self._launch_start = None
+
+
+def step_times(records: Iterable[Record]) -> list[StepTimes]:
+    """The times of all steps in `records`, which are of one rank, in the order in which they were written."""
+    folder = StepFolder(kept=1 << 20)
+    for record in records:
+        folder.add(record)
+    return list(folder.steps)
+
+
+def _key(record: Record) -> tuple[str, int, int]:
+    return record.group, record.rank, record.seq
+
+
+def _covered(intervals: list[tuple[int, int]]) -> int:
+    """The length of the union of intervals.
+
+    >>> _covered([(5, 9), (0, 2), (6, 7), (8, 10)])
+    7
+    """
+    total, reached = 0, 0
+    for start, end in sorted(intervals):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _joined(a: StepTimes, b: StepTimes) -> StepTimes:
+    phases = {phase: a.phases.get(phase, 0) + b.phases.get(phase, 0) for phase in {**a.phases, **b.phases}}
+    return StepTimes(b.step, a.start, b.end, phases, {**a.ready, **b.ready}, a.nbytes + b.nbytes, b.group, b.group_rank)

@@ -1,0 +1,108 @@
+"""Stragglers of a run: of one that is being watched, each reported once, and of what a run has recorded. Without torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from gradwire.observe.clocks import align
+from gradwire.observe.ring import read_rings
+from gradwire.observe.step_times import StepTimes, step_times
+from gradwire.observe.steps import Phase
+from gradwire.observe.stragglers import (
+    WINDOW,
+    Straggler,
+    Times,
+    common_steps,
+    comparable,
+    compare,
+    describe,
+    slow_ranks,
+)
+
+PERIOD = 1.0
+"""Seconds between two comparisons."""
+CONFIRM = 2.0
+"""Seconds for which a rank must be slow before it is reported: short steps fit 20 times into a hiccup of the machine."""
+
+
+def find_stragglers(run: str | os.PathLike[str]) -> list[Straggler]:
+    """The ranks that others waited for in a run, with the steps in which they did, in order. `run` is the directory of a run.
+
+    It may still go on, or be over.
+    """
+    rings = read_rings(run)
+    alignments = align(rings)
+    offsets = {ring.rank: alignments[ring.clock].offset for ring in rings}
+    times = {ring.rank: step_times(ring.records) for ring in rings}
+    return stragglers_over_time(times, offsets=offsets)
+
+
+def stragglers_over_time(times: Times, *, offsets: Mapping[int, int] | None = None) -> list[Straggler]:
+    """The stragglers of all steps: windows are compared one after another, and those that agree are joined. Pure."""
+    found: list[Straggler] = []
+    for ranks in comparable(times):
+        steps = common_steps(ranks)
+        now: dict[tuple[int, Phase], int] = {}  # by rank and phase: where the first of the windows that agree begins
+        begins = range(0, len(steps) - WINDOW + 1, WINDOW // 2)
+        for begin in [*begins, len(steps)]:
+            window = steps[begin : begin + WINDOW]
+            here = {(one.rank, one.phase) for one in compare(ranks, window, offsets)} if window else set()
+            for key in now.keys() - here:
+                end = begin + WINDOW // 2 if window else len(steps)
+                found += _joined(ranks, steps[now.pop(key) : end], key, offsets)
+            for key in here - now.keys():
+                now[key] = begin
+    return sorted(found, key=lambda one: (one.first_step, one.rank))
+
+
+def _joined(
+    ranks: Times, steps: Sequence[int], key: tuple[int, Phase], offsets: Mapping[int, int] | None
+) -> list[Straggler]:
+    """The straggler of several windows, from all their steps; if it is not one over all of them, from the first."""
+    for part in (steps, steps[:WINDOW]):
+        if same := [one for one in compare(ranks, part, offsets) if (one.rank, one.phase) == key]:
+            return same
+    return []
+
+
+class StragglerWatch:
+    """Compares ranks while they run. Reports a straggler once, again when it changes, and when it is one no longer."""
+
+    def __init__(self) -> None:
+        self.current: list[Straggler] = []
+        """The stragglers that have been confirmed."""
+        self._since: dict[tuple[int, Phase], float] = {}
+        self._reported: dict[int, Straggler] = {}
+        self._seen: dict[int, int] = {}
+        """By rank that was reported: the step at which it was slow last."""
+        self._next = 0.0
+
+    def check(self, times: Mapping[int, Sequence[StepTimes]], now: float) -> list[str]:
+        """What is to be said at `now`, in seconds on any clock. `times` are the last steps of each rank, on one clock."""
+        if now < self._next:
+            return []
+        self._next = now + PERIOD
+        found = slow_ranks(times)
+        self._since = {(one.rank, one.phase): self._since.get((one.rank, one.phase), now) for one in found}
+        self.current = [one for one in found if now - self._since[one.rank, one.phase] >= CONFIRM]
+        lines = describe(self.current) if any(map(self._is_new, self.current)) else []
+        if lines:
+            self._reported |= {one.rank: one for one in self.current}
+        return [*lines, *self._recovered(times, {one.rank for one in found})]
+
+    def _is_new(self, one: Straggler) -> bool:
+        known = self._reported.get(one.rank)
+        return known is None or known.phase is not one.phase or not known.extra / 2 < one.extra < known.extra * 2
+
+    def _recovered(self, times: Mapping[int, Sequence[StepTimes]], slow: set[int]) -> list[str]:
+        """Ranks that were reported and have not been slow in a whole window since."""
+        lines = []
+        for rank, known in list(self._reported.items()):
+            step = times[rank][-1].step if times.get(rank) else known.last_step
+            if rank in slow:
+                self._seen[rank] = step
+            elif step - self._seen.setdefault(rank, step) >= WINDOW:
+                del self._reported[rank], self._seen[rank]
+                lines.append(f"rank {rank} is as fast as the others again (step {step})")
+        return lines
