@@ -2,7 +2,7 @@
 
 Engines report little: gloo's "connection closed by peer" names no rank, and neither does a timeout. So every rank writes a page
 into the store: its host and process, how many collectives it has joined, and how it left. It reads the others' pages when an
-operation has been in flight for a while.
+operation has been in flight for a while. `pages.py` has the pages.
 
 Note [Dead, or only silent]
 A rank counts as dead only on proof: its process, on this host, is gone or a zombie, or it wrote that it left, or another rank wrote
@@ -28,10 +28,6 @@ timeout still names such a rank: it has not joined. Collectives that bypass grad
 A process group that is destroyed and made again may have the same store and the same keys. Each rank therefore numbers the process
 groups over a store in which it has opened groups, and writes its number into its page. Nothing is known of a rank with another
 number, not even whether it has joined, so a timeout that would depend on it names no ranks.
-
-Note [An exchange that outlives its epoch]
-Ranks that recover together begin a new epoch, with new keys. A call to the store may be in progress on a thread at that moment.
-What it reads is about the old epoch and is written into the old `_Epoch`, so it cannot hide a failure of the new one or invent one.
 """
 
 from __future__ import annotations
@@ -41,17 +37,18 @@ import os
 import threading
 import time
 import weakref
-from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore
 
 from gradwire.errors import ClosedError
 from gradwire.groups.bounded_store import StoreCalls, bounded, innermost
+from gradwire.groups.pages import Epoch, Member, Peers
 from gradwire.groups.private_store import PrivateStore
 from gradwire.groups.rendezvous import Rendezvous
-from gradwire.host import host_identity, is_dead, process_start
+from gradwire.host import process_start
 
 _STORE_PATIENCE = timedelta(seconds=3)
 _REPORTED_WITHIN = 1.0
@@ -59,81 +56,6 @@ _REPORTED_WITHIN = 1.0
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 _LONGEST_QUIET_PAUSE = 1.0
 """Shorter than the time for which the watchdog keeps ticking after the last operation."""
-
-
-@dataclass(slots=True)
-class Member:
-    """One rank's page."""
-
-    host: str = ""
-    pid: int = 0
-    start: str = ""
-    joined: int = 0
-    left: str = ""
-    number: int = 0
-    """Which process group over the store the page is about: see Note [One membership per process group]."""
-
-
-@dataclass(slots=True)
-class Peers:
-    """The other ranks, by their pages as last read."""
-
-    members: dict[int, Member]
-    number: int = 0
-    before: int = -1
-    """Pages that ranks wrote when they had joined at most this many collectives may be about an earlier group."""
-    here: str = field(default_factory=host_identity)
-
-    @classmethod
-    def of(cls, rank: int, size: int, *, number: int = 0, before: int = -1) -> Peers:
-        """The peers of `rank`, before any page was read."""
-        return cls({r: Member() for r in range(size) if r != rank}, number, before)
-
-    def joined(self, place: int) -> tuple[int, ...] | None:
-        """Those that have joined at least `place` collectives. None if that is unknown for any of them."""
-        if any(member.pid and member.number != self.number for member in self.members.values()):
-            return None
-        return tuple(rank for rank, member in self.members.items() if member.joined >= place)
-
-    def dead(self) -> int | None:
-        """One whose process on this host has ended without leaving."""
-        for rank, member in self.members.items():
-            on_this_host = bool(member.pid) and member.host == self.here
-            if on_this_host and not self._has_left(member) and is_dead(member.pid, member.start):
-                return rank
-        return None
-
-    def left_before(self, joined: int) -> int | None:
-        """One that left before it had joined `joined` collectives."""
-        for rank, member in self.members.items():
-            if self._has_left(member) and member.joined < joined:
-                return rank
-        return None
-
-    def all_left(self) -> int | None:
-        """One of them, if all have left."""
-        return max(self.members) if self.members and all(map(self._has_left, self.members.values())) else None
-
-    def _has_left(self, member: Member) -> bool:
-        return bool(member.left) and self.is_current(member.number, member.joined)
-
-    def is_current(self, number: int, joined: int) -> bool:
-        """Whether what a rank wrote is certainly about the current groups."""
-        return number == self.number and joined > self.before
-
-
-@dataclass(slots=True)
-class _Epoch:
-    """What is known since the ranks last recovered together: see Note [An exchange that outlives its epoch]."""
-
-    prefix: str
-    peers: Peers
-    failure_record: tuple[int | None, str] | None = None
-    unreported: list[Any] | None = None
-    """The failure that this rank has found, until it is in the store."""
-    published: tuple[int, str] | None = None
-    seen: int = -1
-    """How often pages had changed when they were last read."""
 
 
 class _PartOfStore(PrefixStore):
@@ -185,7 +107,8 @@ class Membership(Progress):
             self._epoch = self._new_epoch(peers)
             # This rank may have called recover() in the earlier group without success.
             rendezvous.store.set(self._recovery_keys()[rank], "")
-            self._calls.run(self._date_earlier_group, within=_STORE_PATIENCE.total_seconds())
+            date = partial(self._epoch.date_earlier_group, connection)
+            self._calls.run(date, within=_STORE_PATIENCE.total_seconds())
         self.publish()
 
     @classmethod
@@ -221,8 +144,8 @@ class Membership(Progress):
         """The rank that some rank has reported lost, or None for an aborted group, and why."""
         return self._epoch.failure_record
 
-    def _new_epoch(self, peers: Peers) -> _Epoch:
-        return _Epoch(f"{self._base}/{self._recoveries}", peers)
+    def _new_epoch(self, peers: Peers) -> Epoch:
+        return Epoch(f"{self._base}/{self._recoveries}", peers)
 
     def _recovery_keys(self) -> list[str]:
         """The keys that ranks set when they reach the next recovery; empty: not yet."""
@@ -313,54 +236,15 @@ class Membership(Progress):
 
     # -- on the thread of a store call ---------------------------------------------------------------------------------
 
-    def _put(self, epoch: _Epoch, key: str, value: object) -> None:
-        store = self._connection
-        if store is not None:
-            store.set(f"{epoch.prefix}/{key}", json.dumps(value))
-            store.add(f"{epoch.prefix}/changes", 1)
-
     def _write(self) -> None:
-        epoch = self._epoch
-        if epoch.unreported is not None:
-            self._put(epoch, "lost", epoch.unreported)
-            epoch.unreported = None
-        page = (self.joined, self._left)
-        if page == epoch.published:
-            return
-        me = Member(epoch.peers.here, os.getpid(), self._start, *page, epoch.peers.number)
-        self._put(epoch, f"{self.rank}", asdict(me))
-        epoch.published = page
-
-    def _date_earlier_group(self) -> None:
-        """Treat everything that ranks wrote when they left or failed as about the earlier group, whatever their counts."""
-        self._read()
-        epoch = self._epoch
-        earlier = [epoch.peers.before]
-        earlier += [m.joined for m in epoch.peers.members.values() if m.left and m.number == epoch.peers.number]
-        if self._connection.check([f"{epoch.prefix}/lost"]):
-            earlier.append(json.loads(self._connection.get(f"{epoch.prefix}/lost"))[3])
-        epoch.peers.before, epoch.failure_record = max(earlier), None
+        store, epoch = self._connection, self._epoch
+        if store is not None:
+            epoch.write(store, self.rank, Member(epoch.peers.here, os.getpid(), self._start, self.joined, self._left))
 
     def _read(self) -> None:
-        store, epoch = self._connection, self._epoch
-        if store is None:
-            return
-        changes = store.add(f"{epoch.prefix}/changes", 0)
-        if changes == epoch.seen:
-            return
-        others = [r for r in range(self.size) if r != self.rank]
-        keys = [f"{epoch.prefix}/{r}" for r in others]
-        if keys and not store.check(keys):  # some ranks have not made their group yet
-            others = [r for r, key in zip(others, keys, strict=True) if store.check([key])]
-            keys = [f"{epoch.prefix}/{r}" for r in others]
-        pages = store.multi_get(keys) if keys and store.has_extended_api() else [store.get(key) for key in keys]
-        for r, page in zip(others, pages, strict=True):
-            epoch.peers.members[r] = Member(**json.loads(page))
-        if epoch.failure_record is None and store.check([f"{epoch.prefix}/lost"]):
-            rank, reason, number, joined = json.loads(store.get(f"{epoch.prefix}/lost"))
-            if epoch.peers.is_current(number, joined):
-                epoch.failure_record = (rank, reason)
-        epoch.seen = changes
+        store = self._connection
+        if store is not None:
+            self._epoch.read(store)
 
     def _write_and_read(self) -> None:
         self._write()

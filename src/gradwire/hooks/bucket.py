@@ -7,7 +7,7 @@ parameters' names.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,6 +26,16 @@ class BucketSpec:
     dtype: torch.dtype
     device: torch.device
     sparse: bool = False
+    numel: int = field(init=False, repr=False, compare=False)
+    """Elements of the whole bucket."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", sum(self.numels))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole bucket."""
+        return self.numel * self.dtype.itemsize
 
     @property
     def numels(self) -> tuple[int, ...]:
@@ -40,11 +50,6 @@ class BucketSpec:
             offsets.append(position)
             position += numel
         return tuple(offsets)
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole bucket."""
-        return sum(self.numels)
 
     def __str__(self) -> str:
         names = ", ".join(self.names[:4])

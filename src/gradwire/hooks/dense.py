@@ -37,7 +37,7 @@ class Mean(CommHook):
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         """2 (n - 1) / n of the bucket; unknown if it is sparse."""
-        return None if spec.sparse else 2 * (world_size - 1) / world_size * spec.numel * spec.dtype.itemsize
+        return None if spec.sparse else 2 * (world_size - 1) / world_size * spec.nbytes
 
     def __repr__(self) -> str:
         return "mean()"

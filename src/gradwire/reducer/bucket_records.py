@@ -16,8 +16,7 @@ def record_bucket(kind: RecordKind, group: Group, spec: BucketSpec, *, step: int
     """Write what happened to a bucket to the flight recorder, if there is one."""
     recorder = flight_recorder.active
     if recorder is not None:
-        nbytes = spec.numel * spec.dtype.itemsize
-        recorder.put(kind, group.rank, group=group.name, label=hook, nbytes=nbytes, step=step, bucket=spec.index)
+        recorder.put(kind, group.rank, group=group.name, label=hook, nbytes=spec.nbytes, step=step, bucket=spec.index)
 
 
 def describe_buckets(recorder: FlightRecorder, group: Group, buckets: Iterable[BucketSpec]) -> None:
@@ -26,7 +25,7 @@ def describe_buckets(recorder: FlightRecorder, group: Group, buckets: Iterable[B
     few = sum(len(spec.names) for spec in specs) <= _MOST_NAMES
     facts = [
         {
-            "bytes": spec.numel * spec.dtype.itemsize,
+            "bytes": spec.nbytes,
             "dtype": str(spec.dtype).removeprefix("torch."),
             "device": str(spec.device),
             "parameters": len(spec.names),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 import torch
@@ -130,6 +132,55 @@ def test_a_training_step(recorded):
     assert kinds(records[-2:]) == [K.OPTIMIZER_BEGAN, K.OPTIMIZER_ENDED]
     times = [r.time for r in records]
     assert times == sorted(times)
+
+
+def calls_of_a_step(layers):
+    """The function calls of one step, counted once hooks have settled on the parameters they stay on."""
+    [group] = gw.ThreadGroup.world(1)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    replica = gw.replicate(model, group=group)
+    calls = 0
+
+    def count(frame, event, what):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    for step in range(30):
+        model.zero_grad()
+        if step == 29:
+            sys.setprofile(count)
+        model(torch.ones(3, 4)).sum().backward()
+        sys.setprofile(None)
+    del replica
+    group.close()
+    return calls
+
+
+def test_the_cost_of_recording_does_not_grow_with_the_number_of_parameters(recorded):
+    with_recorder = [calls_of_a_step(layers) for layers in (2, 20)]
+    observe.stop()
+    without = [calls_of_a_step(layers) for layers in (2, 20)]
+    assert with_recorder[0] > without[0]
+    assert with_recorder[1] - without[1] == with_recorder[0] - without[0]
+
+
+def test_recording_takes_no_more_memory_with_every_step(recorded):
+    [group] = gw.ThreadGroup.world(1)
+    tensor = torch.ones(3)
+
+    def run(operations):
+        for _ in range(operations):
+            group.all_reduce(tensor)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        first = run(1000)
+        assert run(10_000) - first < 100_000  # 10 bytes per operation
+    finally:
+        tracemalloc.stop()
+        group.close()
 
 
 def test_a_step_that_fails(recorded):

@@ -12,25 +12,30 @@ import functools
 import gc
 import math
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from gradwire import flight_recorder
 from gradwire.cli.arguments import at_least
 from gradwire.cli.bench.models import SIZES
 from gradwire.cli.bench.workload import Workload
 from gradwire.cli.experiment import peers
 from gradwire.cli.experiment.machine import describe
 from gradwire.cli.experiment.report import Result, Row, add_json_option, show
-from gradwire.cli.experiment.timing import Rounds, Series, compare, interleave
+from gradwire.cli.experiment.timing import Rounds, Series, Step, compare, interleave
 from gradwire.errors import UsageError
+from gradwire.flight_recorder import FlightRecorder
 
 _WARM_UP = 15
 """Warm-up steps: buckets are rebuilt after the first, and both DDPs sample their own times in the first ten."""
+_RECORDED = ", recorded"
 _CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -64,6 +69,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         help="wall, or cpu: the processor time of this process, which is more reliable on a busy machine (default: %(default)s)",
     )
     parser.add_argument("--adamw", action="store_true", help="include an AdamW step, fused on cuda")
+    parser.add_argument("--record", action="store_true", help="also measure gradwire's with the flight recorder on")
     add_json_option(parser)
     return parser
 
@@ -80,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
             work,
             Rounds(rounds, block=block, lead_in=1, warm_up=_WARM_UP),
             adamw=args.adamw,
+            record=args.record,
             fence=functools.partial(_fence, device),
             after_round=lambda done: status.update(f"measuring: round {done} of {rounds}"),
             clock=_CLOCKS[args.clock],
@@ -93,15 +100,35 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(work: Workload, rounds: Rounds, *, adamw: bool, **how: Any) -> dict[str, Series]:
-    models = {name: wrap(copy.deepcopy(work.model)) for name, wrap in peers.wrappers().items()}
+def _measure(work: Workload, rounds: Rounds, *, adamw: bool, record: bool, **how: Any) -> dict[str, Series]:
+    wrappers = dict(peers.wrappers())
+    if record:
+        wrappers |= {name + _RECORDED: wrappers[name] for name in (peers.OURS, peers.OURS + peers.VIEWS)}
+    models = {name: wrap(copy.deepcopy(work.model)) for name, wrap in wrappers.items()}
     try:
         work.check(models)
-        steps = {name: work.step(model, adamw=adamw) for name, model in models.items()}
-        return interleave(steps, rounds, **how)
+        steps: dict[str, Step] = {name: work.step(model, adamw=adamw) for name, model in models.items()}
+        with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
+            recorder = FlightRecorder(Path(folder, "rank-0.ring"), header={})
+            try:
+                steps |= {name: _recorded(steps[name], recorder) for name in steps if name.endswith(_RECORDED)}
+                return interleave(steps, rounds, **how)
+            finally:
+                recorder.close()
     finally:
         for model in models.values():
             peers.unwrap(model)
+
+
+def _recorded(step: Step, recorder: FlightRecorder) -> Step:
+    def run() -> None:
+        flight_recorder.active = recorder
+        try:
+            step()
+        finally:
+            flight_recorder.active = None
+
+    return run
 
 
 def _device(kind: str) -> torch.device:
@@ -147,6 +174,14 @@ def _result(
         ratio = compare(ours, theirs, over=over)
         rows += [Row(theirs, theirs.median - bare.median), Row(ours, ours.median - bare.median, ratio)]
         kind = "with bucket views" if flags else "with default flags"
+        recorded = series.get(peers.OURS + flags + _RECORDED)
+        if recorded is not None:
+            with_recorder = compare(recorded, theirs, over=over)
+            rows.append(Row(recorded, recorded.median - bare.median, with_recorder))
+            lines.append(
+                f"The flight recorder adds {100 * (compare(recorded, ours).median_of_rounds - 1):.1f} % to a step {kind}, and "
+                f"{with_recorder.median_of_rounds - ratio.median_of_rounds:+.2f} to the ratio (medians over rounds)."
+            )
         what = "overhead" if over is not None else "step time"
         if math.isnan(ratio.of_medians):
             lines.append(

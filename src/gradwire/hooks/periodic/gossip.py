@@ -61,7 +61,7 @@ class Gossip(OuterHook):
     def outer_wire_bytes(self, spec: BucketSpec, world_size: int) -> float | None:
         """The parameters, once per neighbor."""
         neighbors = min(world_size - 1, 2 if self.topology == "ring" else 1)
-        return float(neighbors * spec.numel * spec.dtype.itemsize)
+        return float(neighbors * spec.nbytes)
 
     def __repr__(self) -> str:
         return f"gossip(topology={self.topology!r}, every={self.every}, seed={self.seed})"

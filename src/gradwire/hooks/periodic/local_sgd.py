@@ -38,7 +38,7 @@ class LocalSGD(OuterHook):
 
     def outer_wire_bytes(self, spec: BucketSpec, world_size: int) -> float | None:
         """2 (n - 1) / n of the parameters."""
-        return 2 * (world_size - 1) / world_size * spec.numel * spec.dtype.itemsize
+        return 2 * (world_size - 1) / world_size * spec.nbytes
 
     def __repr__(self) -> str:
         return f"local_sgd(every={self.every})"

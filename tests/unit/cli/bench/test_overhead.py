@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradwire import flight_recorder
 from gradwire.cli import main
 from gradwire.cli.bench import overhead
 from gradwire.cli.experiment import peers
@@ -69,6 +70,16 @@ def test_it_measures_all_variants_and_writes_every_round(capsys, tmp_path):
     )
     assert torch.get_num_threads() == threads
     assert not torch.distributed.is_initialized()
+
+
+def test_it_measures_the_flight_recorder_and_leaves_none(capsys, tmp_path):
+    file = tmp_path / "overhead.json"
+    assert main([*SMALL, "--record", "--json", str(file)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert len(re.findall(r"The flight recorder adds -?[\d.]+ % to a step with", out)) == 2
+    variants = json.loads(file.read_text())["variants"]
+    assert list(variants) == [*VARIANTS[:3], "gradwire, recorded", *VARIANTS[3:], "gradwire, views, recorded"]
+    assert flight_recorder.active is None
 
 
 def test_the_model_for_cuda_runs_the_same_way_on_the_cpu(capsys):
