@@ -32,6 +32,7 @@ _COMMANDS: Mapping[str, str] = {
     "demo": "train a small transformer data-parallel on this machine",
     "inspect": "show where every rank of a job is, and which one the others wait for",
     "lab": "train over slow links, and see what compression costs",
+    "report": "make a page of what a run was, where its time went, and what to look at",
     "run": "start a script on several ranks of this machine",
     "trace": "show what all ranks of a run did, as one picture",
 }

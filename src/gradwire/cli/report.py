@@ -1,0 +1,49 @@
+"""`gradwire report`: what a run was, where its time went, and what to look at."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from gradwire.errors import UsageError
+from gradwire.observe.report.load import load_report
+from gradwire.observe.report.plain_text import render_text
+from gradwire.observe.report.render import render_page
+from gradwire.observe.runs import find_run
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+    """Declare `gradwire report` and its options."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "report",
+        description="Make a page of what the flight recorders of all ranks have written: what the run was, step times, where a "
+        "step's time goes, buckets and collectives of a typical and of the slowest step, bytes, which ranks were late, and "
+        "warnings with advice. One HTML file without references to others. The job may still run, hang, or be gone.",
+    )
+    add = parser.add_argument
+    add("run_dir", nargs="?", metavar="RUN", help="the directory of a run (default: the latest)")
+    add("-o", "--output", type=Path, metavar="FILE", help="(default: report.html)")
+    add("--text", action="store_true", help="write text instead of a page, to the terminal unless -o names a file")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the report."""
+    directory = find_run(args.run_dir, os.environ)
+    report = load_report(directory)
+    text = render_text(report) if args.text else render_page(report)
+    if args.text and args.output is None:
+        encoding = sys.stdout.encoding or "ascii"
+        print(text.encode(encoding, "replace").decode(encoding), end="")
+        return 0
+    output = args.output or Path("report.html")
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"gradwire report -o {output}: {error.strerror}.") from None
+    records = sum(rank.records for rank in report.ranks)
+    print(f"{output}: {records} records of {len(report.ranks)} ranks in {directory}")
+    return 0

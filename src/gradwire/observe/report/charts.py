@@ -1,0 +1,261 @@
+"""The charts of a report as shapes with coordinates, which the page draws as SVG. Pure.
+
+Colors are classes of the page's style sheet, so that they follow light and dark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gradwire.observe.intervals import Operation
+from gradwire.observe.report.binning import bin_steps, heat_bins
+from gradwire.observe.report.report_model import PHASES, StepRow, Timeline, TimelineRow
+from gradwire.observe.steps import Phase
+from gradwire.observe.units import duration, size
+
+WIDTH = 1000
+_LEFT, _RIGHT = 64, 12
+_LEVELS = 8
+_LANE = 14
+
+
+@dataclass(frozen=True, slots=True)
+class Rect:
+    """A rectangle; `title` is shown when the pointer is on it."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    style: str
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text that begins, ends or is centered at x."""
+
+    x: float
+    y: float
+    text: str
+    anchor: str = "start"
+    style: str = "label"
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """Lines or areas, in SVG's notation."""
+
+    d: str
+    style: str
+
+
+@dataclass(slots=True)
+class Chart:
+    """A picture: its shapes in the order in which they are drawn."""
+
+    title: str
+    height: float = 0
+    rects: list[Rect] = field(default_factory=list)
+    paths: list[Path] = field(default_factory=list)
+    texts: list[Text] = field(default_factory=list)
+    width: float = WIDTH
+
+
+def history(rows: Sequence[StepRow], *, bins: int = 240) -> tuple[Chart, int]:
+    """The step time over the run: the median of the ranks, and a band from the fastest to the slowest. And the steps per point."""
+    top, height, bottom = 10, 180, 26
+    found, per_bin = bin_steps(rows, bins)
+    chart = Chart("Step time over the run", top + height + bottom)
+    most = max(row.high for row in found)
+    # One step that took far longer than the others must not flatten the rest.
+    usual = sorted(row.high for row in found)[int(0.98 * (len(found) - 1))]
+    limit = min(most, 2.5 * usual) * 1.05 or 1.0
+    first, last = found[0].step, max(found[-1].step, found[0].step + 1)
+
+    def x(step: float) -> float:
+        return _LEFT + (step - first) / (last - first) * (WIDTH - _LEFT - _RIGHT)
+
+    def y(seconds: float) -> float:
+        return top + height * (1 - min(seconds, limit) / limit)
+
+    for value in ticks(limit):
+        chart.paths.append(Path(f"M{_LEFT} {y(value):.1f}H{WIDTH - _RIGHT}", "grid"))
+        chart.texts.append(Text(_LEFT - 8, y(value) + 4, duration(value), "end"))
+    band = [f"{x(row.step):.1f} {y(row.high):.1f}" for row in found]
+    band += [f"{x(row.step):.1f} {y(row.low):.1f}" for row in reversed(found)]
+    chart.paths.append(Path("M" + "L".join(band) + "Z", "band"))
+    chart.paths.append(Path("M" + "L".join(f"{x(row.step):.1f} {y(row.middle):.1f}" for row in found), "line"))
+    for row in found:
+        if row.high > limit:
+            left = x(row.step) > WIDTH / 2
+            place, anchor = (x(row.step) - 7, "end") if left else (x(row.step) + 7, "start")
+            chart.texts.append(Text(place, top + 4, f"{duration(row.high)}", anchor, "over"))
+    chart.texts = _apart(chart.texts)
+    _step_axis(chart, first, last, x, top + height + 18)
+    return chart, per_bin
+
+
+def phases(means: Mapping[int, Mapping[Phase, float]]) -> Chart:
+    """Where a step's time goes: a bar for each rank."""
+    row, gap = 16, 6
+    chart = Chart("Time per step by phase and rank", len(means) * (row + gap) + 28)
+    longest = max((sum(one.values()) for one in means.values()), default=0) or 1.0
+    scale = (WIDTH - _LEFT - _RIGHT - 70) / longest
+    for number, (rank, one) in enumerate(means.items()):
+        x, y = float(_LEFT), number * (row + gap) + 4
+        chart.texts.append(Text(_LEFT - 8, y + 12, f"rank {rank}", "end"))
+        for phase in PHASES:
+            width = one.get(phase, 0.0) * scale
+            title = f"rank {rank}: {phase.value} {duration(one.get(phase, 0.0))}"
+            chart.rects.append(Rect(x, y, width, row, phase_style(phase), title))
+            x += width
+        chart.texts.append(Text(x + 6, y + 12, duration(sum(one.values()))))
+    _time_axis(chart, longest, scale, chart.height - 6)
+    return chart
+
+
+def timeline(line: Timeline) -> Chart:
+    """One step: for each rank its phases, and below them its buckets with their collectives."""
+    chart = Chart(f"{line.title} on {len(line.rows)} ranks")
+    scale = (WIDTH - _LEFT - _RIGHT) / max(line.nanoseconds, 1)
+    y = 4.0
+    for row in line.rows:
+        chart.texts.append(Text(_LEFT - 8, y + 13, f"rank {row.rank}", "end"))
+        for span in row.phases:
+            title = f"rank {row.rank}: {span.phase.value} {duration(span.seconds)}"
+            x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
+            chart.rects.append(Rect(x, y, width, 18, phase_style(span.phase), title))
+        y = _buckets(chart, row, y + 21, scale, line.nanoseconds) + 12
+    chart.height = y + 22
+    _time_axis(chart, line.nanoseconds / 1e9, scale * 1e9, chart.height - 6)
+    return chart
+
+
+def _buckets(chart: Chart, row: TimelineRow, y: float, scale: float, end: int) -> float:
+    """The buckets of a rank from `y` on, on as many lanes as they need, and those collectives that are of no bucket."""
+    lanes: list[float] = []
+
+    def draw(one: Operation, top: float, style: str) -> None:
+        stop = one.ended if one.ended is not None else end
+        x, width = _LEFT + one.submitted * scale, max(1.0, (stop - one.submitted) * scale)
+        title = f"{one.op} {one.label}, {size(one.nbytes)}, {duration((stop - one.submitted) / 1e9)}"
+        chart.rects.append(Rect(x, top, width, 4.5, style, title))
+
+    for bucket in row.buckets:
+        stop = bucket.reduced if bucket.reduced is not None else end
+        top = y + _free_lane(lanes, bucket.full, stop) * _LANE
+        x, width = _LEFT + bucket.full * scale, max(1.0, (stop - bucket.full) * scale)
+        title = (
+            f"rank {row.rank}: bucket {bucket.bucket}, {size(bucket.nbytes)}, {duration((stop - bucket.full) / 1e9)}"
+        )
+        chart.rects.append(Rect(x, top, width, 12, "bucket", f"{title}, {bucket.hook or 'not launched'}"))
+        for one in row.operations:
+            if one.bucket == bucket.bucket and one.step == bucket.step:
+                draw(one, top + 7.5, "wire")
+        chart.texts.append(Text(x - 4, top + 10, str(bucket.bucket), "end", "tiny"))
+    for one in row.operations:
+        if one.bucket < 0:
+            lane = _free_lane(lanes, one.submitted, one.ended if one.ended is not None else end)
+            draw(one, y + lane * _LANE + 3, "other")
+    return y + _LANE * len(lanes)
+
+
+def _free_lane(lanes: list[float], start: float, stop: float) -> int:
+    lane = next((i for i, busy in enumerate(lanes) if busy <= start), len(lanes))
+    if lane == len(lanes):
+        lanes.append(0)
+    lanes[lane] = stop
+    return lane
+
+
+def heat_map(lateness: Mapping[int, Mapping[int, float]], *, bins: int = 120) -> tuple[Chart, int, list[float]]:
+    """Rank × step: how long after the first rank each was ready. And the steps per cell, and the limits of the levels."""
+    table, per_bin, first, last = heat_bins(lateness, bins)
+    columns = max(map(len, table.values()))
+    row = 16.0 if len(table) <= 24 else 9.0
+    chart = Chart("Time after the first rank at which each rank was ready", len(table) * row + 26)
+    values = sorted(value for cells in table.values() for value in cells)
+    top = values[int(0.98 * (len(values) - 1))] or max(values) or 1e-9
+    limits = [top * (level + 1) / _LEVELS for level in range(_LEVELS - 1)]
+    width = (WIDTH - _LEFT - _RIGHT) / columns
+    drawn: dict[int, list[str]] = {}
+    for number, (rank, cells) in enumerate(table.items()):
+        y, start = 2 + number * row, 0
+        levels = [sum(value >= limit for limit in limits) for value in cells]
+        for column in range(1, len(levels) + 1):  # equal neighbors are one rectangle
+            if column == len(levels) or levels[column] != levels[start]:
+                wide = f"{(column - start) * width:.1f}"
+                shape = f"M{_LEFT + start * width:.1f} {y:.0f}h{wide}v{row - 1:.0f}h-{wide}z"
+                drawn.setdefault(levels[start], []).append(shape)
+                start = column
+        if len(table) <= 24 or number % 4 == 0:
+            chart.texts.append(Text(_LEFT - 8, y + min(row, 14) - 2, f"rank {rank}", "end"))
+    chart.paths += [Path("".join(parts), f"heat{level}") for level, parts in sorted(drawn.items())]
+    span = max(1, last - first)
+    _step_axis(
+        chart, first, last, lambda step: _LEFT + (step - first) / span * (WIDTH - _LEFT - _RIGHT), chart.height - 6
+    )
+    return chart, per_bin, limits
+
+
+def phase_style(phase: Phase) -> str:
+    """The class of a phase in the style sheet.
+
+    >>> phase_style(Phase.EXPOSED)
+    'p-exposed'
+    """
+    return f"p-{phase.name.lower()}"
+
+
+def ticks(limit: float, count: int = 4) -> list[float]:
+    """Round values from 0 to at most `limit`.
+
+    >>> ticks(0.094)
+    [0.0, 0.025, 0.05, 0.075]
+    """
+    rough = limit / count
+    power = 10.0 ** _floor_log10(rough)
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
+    return [round(i * step, 12) for i in range(int(limit / step + 1e-9) + 1)]
+
+
+def _floor_log10(value: float) -> int:
+    exponent = 0
+    while value < 10.0**exponent:
+        exponent -= 1
+    while value >= 10.0 ** (exponent + 1):
+        exponent += 1
+    return exponent
+
+
+def _time_axis(chart: Chart, seconds: float, scale: float, y: float) -> None:
+    for value in ticks(seconds, 8):
+        x = _LEFT + value * scale
+        chart.paths.append(Path(f"M{x:.1f} 0V{y - 14:.1f}", "grid"))
+        chart.texts.append(Text(x, y, duration(value) if value else "0", _anchor(x)))
+
+
+def _step_axis(chart: Chart, first: int, last: int, x: Callable[[float], float], y: float) -> None:
+    step = max(1, round(ticks(last - first, 8)[1]))
+    for number in range(-(-first // step) * step, last + 1, step):
+        chart.texts.append(Text(x(number), y, str(number), _anchor(x(number))))
+    chart.texts.append(Text(_LEFT - 8, y, "step", "end"))
+
+
+def _anchor(x: float) -> str:
+    return "end" if x > WIDTH - 60 else "start" if x < _LEFT + 20 else "middle"
+
+
+def _apart(texts: Iterable[Text]) -> list[Text]:
+    """Without the labels of outliers that would be drawn over another."""
+    kept: list[Text] = []
+    taken = -1000.0
+    for text in texts:
+        if text.style == "over":
+            if text.x - taken < 90:
+                continue
+            taken = text.x
+        kept.append(text)
+    return kept

@@ -1,0 +1,219 @@
+"""What a report warns of, each with advice. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.flight_recorder import RecordKind
+from gradwire.host import ProcessState
+from gradwire.observe.report.report_model import RunReport
+from gradwire.observe.run_warnings import merge_warnings
+from gradwire.observe.steps import Phase
+from gradwire.observe.units import duration
+from gradwire.observe.units import ranks as ranks_text
+
+_EXPOSED = 0.2
+_DATA = 0.2
+_MOST_OF_A_KIND = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something to look at."""
+
+    severity: str
+    """error, warning or note."""
+    title: str
+    detail: str = ""
+    advice: str = ""
+
+
+def find(report: RunReport) -> list[Finding]:
+    """Everything to look at, what matters most first."""
+    found = [
+        *_hangs(report),
+        *_failures(report),
+        *_endings(report),
+        *_warnings(report),
+        *_speed(report),
+        *_notes(report),
+    ]
+    order = {"error": 0, "warning": 1, "note": 2}
+    return sorted(found, key=lambda finding: order[finding.severity])
+
+
+def _hangs(report: RunReport) -> Iterator[Finding]:
+    for hang in report.hangs[:_MOST_OF_A_KIND]:
+        collective = _dict(hang.get("collective"))
+        what = f"{collective.get('op', 'a collective')} {collective.get('label') or ''}".strip()
+        suspects = [_dict(one) for one in hang.get("suspects") or ()]
+        detail = "; ".join(
+            f"rank {one.get('rank')} ({one.get('state')}): {str(one.get('cause', '')).lower().replace('_', ' ')}"
+            + (f", {one.get('where') or one.get('doing')}" if one.get("where") or one.get("doing") else "")
+            for one in suspects
+        )
+        waiting = [rank for rank in hang.get("waiting") or () if isinstance(rank, int)]
+        seconds = hang.get("seconds")
+        yield Finding(
+            "error",
+            f"{ranks_text(waiting).capitalize()} hung in {what}"
+            + (f" for {seconds:.1f} s" if isinstance(seconds, float) else ""),
+            detail or "All ranks had submitted it.",
+            f"Look at the ranks that are named: their stacks are in {hang.get('file', 'the hang report')}."
+            if suspects
+            else "The engine or the link was slow or stuck: look at the network.",
+        )
+
+
+def _failures(report: RunReport) -> Iterator[Finding]:
+    failed: dict[tuple[RecordKind, str], list[tuple[int, int]]] = {}
+    for rank in report.ranks:
+        for record in rank.failures:
+            failed.setdefault((record.kind, record.label), []).append((rank.rank, record.step))
+    for (kind, text), where in list(failed.items())[:_MOST_OF_A_KIND]:
+        ranks = sorted({rank for rank, _ in where})
+        steps = sorted({step for _, step in where if step >= 0})
+        what = "A collective failed" if kind is RecordKind.COLLECTIVE_FAILED else "A step failed"
+        times = f", {len(where)} times" if len(where) > len(ranks) else ""
+        at = f" in step {steps[0]}" if len(steps) == 1 else f" in steps {steps[0]} to {steps[-1]}" if steps else ""
+        yield Finding(
+            "error",
+            f"{what} on {ranks_text(ranks)}{at}{times}",
+            text,
+            "A collective fails on all ranks when one of them stops: look for the first rank that failed or ended, below and in "
+            "the output of the run."
+            if kind is RecordKind.COLLECTIVE_FAILED
+            else "Look at the traceback in the output of that rank.",
+        )
+
+
+def _endings(report: RunReport) -> Iterator[Finding]:
+    ranks = report.ranks
+    size = max(int(rank.header["size"]) for rank in ranks)
+    missing = sorted(set(range(size)) - {rank.rank for rank in ranks})
+    if missing:
+        yield Finding(
+            "warning",
+            f"{ranks_text(missing)} of {size} left no record here".capitalize(),
+            advice="If they ran on another host, copy their files into this directory.",
+        )
+    killed = [rank.rank for rank in ranks if not rank.ended and rank.state is ProcessState.GONE]
+    if killed:
+        steps = [rank.last_step for rank in ranks if rank.rank in killed and rank.last_step >= 0]
+        at = (
+            ""
+            if not steps
+            else f" in step {min(steps)}"
+            if min(steps) == max(steps)
+            else f" in steps {min(steps)} to {max(steps)}"
+        )
+        yield Finding(
+            "error",
+            f"{ranks_text(killed)} ended{at} without stopping the recorder".capitalize(),
+            "They were killed, crashed, or left by os._exit.",
+            "Look at the last output of these ranks, and in the system's log (dmesg) for the OOM killer.",
+        )
+    last = max(rank.last_step for rank in ranks)
+    early = [rank for rank in ranks if rank.ended and 0 <= rank.last_step < last - 1]
+    for rank in early[:_MOST_OF_A_KIND]:
+        yield Finding(
+            "warning",
+            f"Rank {rank.rank} stopped recording in step {rank.last_step}; others went on to step {last}",
+            advice="Ranks that get fewer batches than others end early: see `join()` for uneven inputs.",
+        )
+    for rank in ranks:
+        if rank.pending and (rank.ended or rank.state is ProcessState.GONE):
+            one = rank.pending[0]
+            yield Finding(
+                "warning",
+                f"Rank {rank.rank} ended while {one.op} {one.label!r} was under way",
+                f"Operation #{one.seq} of {one.group}, {len(rank.pending)} in all.",
+                "Other ranks may have been waiting for the same operation: compare their last records with `gradwire trace`.",
+            )
+
+
+def _warnings(report: RunReport) -> Iterator[Finding]:
+    merged = merge_warnings((rank.rank, rank.header, rank.warnings) for rank in report.ranks)
+    for warning in merged[-_MOST_OF_A_KIND:]:
+        step = f" in step {warning.step}" if warning.step >= 0 else ""
+        yield Finding("warning", warning.text, f"Recorded by {ranks_text(warning.ranks)}{step}.")
+    if len(merged) > _MOST_OF_A_KIND:
+        yield Finding("note", f"{len(merged) - _MOST_OF_A_KIND} earlier warnings are not shown.")
+
+
+def _speed(report: RunReport) -> Iterator[Finding]:
+    slow = ranks_text(sorted(one.rank for one in report.stragglers))
+    for straggler in report.stragglers[:_MOST_OF_A_KIND]:
+        text = str(straggler)
+        yield Finding(
+            "warning",
+            f"Rank {straggler.rank} is slow: the others wait for it",
+            f"{text[:1].upper()}{text[1:]}. Without {slow} a step takes {duration(straggler.without)} instead of "
+            f"{duration(straggler.step_seconds)}.",
+            _STRAGGLER_ADVICE[straggler.phase],
+        )
+    mean = report.mean_phases
+    total = sum(mean.values())
+    if total and len(report.ranks) > 1 and mean[Phase.EXPOSED] > _EXPOSED * total and not report.stragglers:
+        yield Finding(
+            "warning",
+            f"{mean[Phase.EXPOSED] / total:.0%} of a step is exposed communication",
+            f"{duration(mean[Phase.EXPOSED])} of {duration(total)} pass after the last gradient, when ranks only wait.",
+            "If one rank is ready last in most steps, it is the one to look at. Otherwise send fewer bytes with a hook (cast, "
+            "quantize, power_sgd), start earlier with smaller buckets (bucket_cap_mb), or average less often (no_sync, diloco).",
+        )
+    if total and mean[Phase.DATA] > _DATA * total:
+        yield Finding(
+            "warning",
+            f"{mean[Phase.DATA] / total:.0%} of a step is spent on data, logging and the rest of the loop",
+            f"{duration(mean[Phase.DATA])} of {duration(total)} pass outside of forward, backward and optimizer.",
+            "Give the data loader more workers and pin_memory, prefetch, and look for .item(), prints and checkpoints in the loop.",
+        )
+
+
+_STRAGGLER_ADVICE = {
+    Phase.DATA: "Look at that rank's data loader, disk and CPU: its batches arrive late.",
+    Phase.FORWARD: "Look at that rank's device (clocks, temperature, other processes) and at the sizes of its batches.",
+    Phase.BACKWARD: "Look at that rank's device (clocks, temperature, other processes) and at the sizes of its batches.",
+    Phase.OPTIMIZER: "Look at that rank's device and memory: its optimizer does the same work as the others'.",
+    Phase.EXPOSED: "Look at that rank's network.",
+}
+
+
+def _notes(report: RunReport) -> Iterator[Finding]:
+    running = [r.rank for r in report.ranks if not r.ended and r.state not in (ProcessState.GONE, ProcessState.UNKNOWN)]
+    if running:
+        yield Finding("note", f"The run is in progress: {ranks_text(running)} had not ended when this report was made.")
+    lost = [rank for rank in report.ranks if rank.lost]
+    if lost:
+        yield Finding(
+            "note",
+            f"{ranks_text([rank.rank for rank in lost])}: earlier records were overwritten".capitalize(),
+            f"A ring holds the last 65,536 records of a rank; up to {max(rank.lost for rank in lost):,} were lost. What is shown "
+            "covers the end of the run.",
+        )
+    if not report.steps and any(rank.records for rank in report.ranks):
+        yield Finding(
+            "note",
+            "No complete steps were recorded",
+            "Steps are recorded of models of gradwire (DistributedDataParallel, replicate); of torch's DDP only collectives and "
+            "buckets are.",
+        )
+    if not any(rank.records for rank in report.ranks):
+        yield Finding("note", "Nothing was recorded", "Recording had begun, but no collective or step was.")
+    for clock, alignment in report.clocks.items():
+        host = next(rank.header["host"] for rank in report.ranks if rank.header["clock"] == clock)
+        if alignment.error < 0:
+            yield Finding(
+                "note", f"The clock of {host} is taken from its wall clock: comparisons with other hosts are rough."
+            )
+        elif alignment.error:
+            yield Finding("note", f"The clock of {host} was aligned to within {duration(alignment.error / 1e9)}.")
+    for name, why in report.damaged.items():
+        yield Finding("warning", f"{name} cannot be read, and is left out", why)
+
+
+def _dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,79 @@
+"""Reads what a report is made of from the directory of a run: rings, and the reports of hangs that were saved there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from gradwire.errors import UsageError
+from gradwire.observe.intervals import ranks_apart
+from gradwire.observe.report.report_model import RunReport, build
+from gradwire.observe.ring import Ring, RingFile, read_ring
+
+_KEPT = 8
+
+
+def load_report(directory: Path) -> RunReport:
+    """The report of the run that was recorded in `directory`, in whatever state its ranks are."""
+    good: list[tuple[int, Path]] = []
+    damaged: dict[str, str] = {}
+    for path in directory.glob("rank-*.ring"):
+        try:
+            with RingFile(path) as ring:
+                good.append((int(ring.header["rank"]), path))
+        except (OSError, UsageError, KeyError, ValueError) as error:
+            damaged[path.name] = str(error)
+    if not good:
+        reasons = "".join(f" {reason}" for reason in damaged.values())
+        raise UsageError(
+            f"{directory}: no flight recorder has written here.{reasons} Name the directory of a run: `gradwire run --run-dir "
+            "DIR` makes one, as does gradwire.observe.start(DIR)."
+        )
+    rings: Sequence[Ring] = StoredRings([path for _, path in sorted(good)])
+    if len(rings) == 1:
+        rings = ranks_apart(list(rings))
+    return build(rings, directory=directory, hangs=_hangs(directory), damaged=damaged)
+
+
+class StoredRings(Sequence[Ring]):
+    """Rings that are read when they are asked for: 64 ranks have 4 million records. A few of them are kept."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = list(paths)
+        self._kept: dict[int, Ring] = {}
+
+    @overload
+    def __getitem__(self, index: int) -> Ring: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Ring]: ...
+
+    def __getitem__(self, index: int | slice) -> Ring | Sequence[Ring]:
+        if isinstance(index, slice):
+            return StoredRings(self._paths[index])
+        if index not in self._kept:
+            ring = read_ring(self._paths[index])
+            if len(self._kept) >= _KEPT:
+                return ring
+            self._kept[index] = ring
+        return self._kept[index]
+
+    def __iter__(self) -> Iterator[Ring]:
+        return (self[index] for index in range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+
+def _hangs(directory: Path) -> list[dict[str, Any]]:
+    found = []
+    for path in sorted(directory.glob("hang-*.json")):
+        try:
+            report = json.loads(path.read_text())
+        except (OSError, ValueError):  # half written, as the disk is full
+            continue
+        if isinstance(report, dict):
+            found.append({**report, "file": path.name})
+    return found

@@ -1,0 +1,139 @@
+"""What a report needs to know of one rank: a ring of 65,536 records, reduced to a few thousand numbers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from gradwire.flight_recorder import RecordKind
+from gradwire.host import ProcessState
+from gradwire.observe.intervals import Operation, operations
+from gradwire.observe.ring import Record, Ring
+from gradwire.observe.step_times import StepTimes, step_times
+
+_KEPT_DURATIONS = 2000
+_KEPT_EVENTS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficKey:
+    """What is added up: operations of one kind in one group, for one hook."""
+
+    hook: str
+    """"" for operations that no hook has submitted."""
+    op: str
+    group: str
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Operations that finished."""
+
+    calls: int = 0
+    nbytes: int = 0
+    nanoseconds: int = 0
+    durations: list[int] = field(default_factory=list)
+    """Of the last 2,000."""
+
+    def add(self, operation: Operation) -> None:
+        """Count an operation."""
+        self.calls += 1
+        self.nbytes += operation.nbytes
+        self.nanoseconds += operation.duration
+        if len(self.durations) >= _KEPT_DURATIONS:
+            del self.durations[: _KEPT_DURATIONS // 2]
+        self.durations.append(operation.duration)
+
+    @property
+    def usual(self) -> float:
+        """The median duration in seconds."""
+        return median(self.durations) / 1e9 if self.durations else 0.0
+
+
+@dataclass(slots=True)
+class RankSummary:
+    """One rank. Times are in nanoseconds on its host's clock."""
+
+    rank: int
+    header: dict[str, Any]
+    descriptions: dict[str, list[dict[str, Any]]]
+    state: ProcessState
+    records: int
+    lost: int
+    first: int
+    """The time of its first record; 0 without records."""
+    last: int
+    steps: list[StepTimes]
+    last_step: int
+    """The last step that any record names, -1 if none does."""
+    traffic: dict[TrafficKey, Traffic]
+    failures: list[Record]
+    """Collectives and steps that failed, the last 50."""
+    warnings: list[Record]
+    marks: list[Record]
+    pending: list[Operation]
+    """Operations that have not finished."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the rank has stopped its recorder, as programs do that end by themselves."""
+        return bool(self.descriptions.get("end"))
+
+    @property
+    def seconds(self) -> float:
+        """From its first record to its last."""
+        return (self.last - self.first) / 1e9
+
+    def wall_time(self, time: int) -> float:
+        """A time of this rank as seconds since 1970."""
+        return float(self.header["started_wall"] + time - self.header["started"]) / 1e9
+
+
+def summarize(ring: Ring) -> RankSummary:
+    """Reduce a ring to what a report shows."""
+    records = ring.records
+    hooks = {(r.step, r.bucket): r.label for r in ring.of_kind(RecordKind.BUCKET_LAUNCHED)}
+    traffic: dict[TrafficKey, Traffic] = {}
+    pending = []
+    for operation in operations(records):
+        if operation.ended is None:
+            pending.append(operation)
+        elif not operation.error:
+            hook = hooks.get((operation.step, operation.bucket), "") if operation.bucket >= 0 else ""
+            traffic.setdefault(TrafficKey(hook, operation.op, operation.group), Traffic()).add(operation)
+    return RankSummary(
+        rank=ring.rank,
+        header=ring.header,
+        descriptions=ring.descriptions,
+        state=ring.state,
+        records=len(records),
+        lost=ring.lost,
+        first=min((r.time for r in records), default=0),
+        last=max((r.time for r in records), default=0),
+        steps=step_times(records),
+        last_step=max((r.step for r in records), default=-1),
+        traffic=traffic,
+        failures=_last(ring, RecordKind.COLLECTIVE_FAILED, RecordKind.STEP_FAILED),
+        warnings=_last(ring, RecordKind.WARNING),
+        marks=_last(ring, RecordKind.MARK),
+        pending=pending,
+    )
+
+
+def _last(ring: Ring, *kinds: RecordKind) -> list[Record]:
+    return list(ring.of_kind(*kinds))[-_KEPT_EVENTS:]
+
+
+def total_traffic(ranks: Sequence[RankSummary]) -> dict[TrafficKey, Traffic]:
+    """The operations of all ranks, added up."""
+    total: dict[TrafficKey, Traffic] = {}
+    for rank in ranks:
+        for key, one in rank.traffic.items():
+            sums = total.setdefault(key, Traffic())
+            sums.calls += one.calls
+            sums.nbytes += one.nbytes
+            sums.nanoseconds += one.nanoseconds
+            sums.durations += one.durations
+    return total

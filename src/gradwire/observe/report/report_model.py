@@ -1,0 +1,252 @@
+"""The model of a report: everything that it shows, calculated from the rings of all ranks. Pure; pages and texts lay it out.
+
+Note [Steps that are shown]
+A ring holds the last records of its rank, so ranks may have recorded different steps. What is compared between ranks (readiness) is
+taken from steps that all of them have; what is shown per step from every rank that has it. Where a step's time goes is the
+mean over a rank's complete steps without the slowest and the fastest 5 %, so that a checkpoint or a warm-up does not hide the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from gradwire.observe.clocks import Alignment, align
+from gradwire.observe.intervals import BucketSpan, Operation, bucket_spans, operations
+from gradwire.observe.report.rank_summary import RankSummary, Traffic, TrafficKey, summarize, total_traffic
+from gradwire.observe.ring import Ring
+from gradwire.observe.step_times import StepTimes
+from gradwire.observe.steps import Phase, Span, spans
+from gradwire.observe.stragglers import Straggler, common_steps, slow_ranks
+
+_TRIMMED = 0.05
+_TIMELINE_RANKS = 4
+_MOST_SHOWN = 100
+PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.EXPOSED, Phase.OPTIMIZER)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One step over all ranks that have recorded it; seconds."""
+
+    step: int
+    low: float
+    middle: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineRow:
+    """What one rank did in one step. Times are in nanoseconds from the beginning of the timeline."""
+
+    rank: int
+    phases: list[Span]
+    buckets: list[BucketSpan]
+    operations: list[Operation]
+    left_out: int = 0
+    """How many buckets and operations are not shown, because there are too many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One step on some ranks."""
+
+    title: str
+    step: int
+    nanoseconds: int
+    rows: list[TimelineRow]
+    ranks: int
+    """How many ranks have recorded the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What a report shows."""
+
+    directory: str
+    ranks: list[RankSummary]
+    clocks: Mapping[str, Alignment]
+    steps: list[StepRow]
+    phases: Mapping[int, Mapping[Phase, float]]
+    """By rank: seconds per step."""
+    timelines: list[Timeline]
+    traffic: Mapping[TrafficKey, Traffic]
+    lateness: Mapping[int, Mapping[int, float]]
+    """By rank and step: how long after the first rank it was ready, in seconds."""
+    stragglers: list[Straggler]
+    hangs: list[dict[str, Any]]
+    """Reports that were saved during the run."""
+    damaged: Mapping[str, str]
+    """By name: files that cannot be read, and why."""
+
+    @property
+    def mean_phases(self) -> dict[Phase, float]:
+        """Seconds per step, over all ranks."""
+        rows = [row for row in self.phases.values() if row]
+        return {phase: sum(row[phase] for row in rows) / len(rows) for phase in PHASES} if rows else {}
+
+    @property
+    def exposed_share(self) -> float:
+        """The share of a step in which nothing but communication happens."""
+        mean = self.mean_phases
+        total = sum(mean.values())
+        return mean[Phase.EXPOSED] / total if total else 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        """The median step time."""
+        return median(row.middle for row in self.steps) if self.steps else 0.0
+
+    @property
+    def hooks(self) -> list[str]:
+        """The hooks that have reduced buckets."""
+        return list(dict.fromkeys(key.hook for key in self.traffic if key.hook))
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Bytes of the collectives of a step on one rank, on average."""
+        sizes = [one.nbytes for rank in self.ranks for one in rank.steps]
+        return sum(sizes) / len(sizes) if sizes else 0.0
+
+    @property
+    def begin(self) -> float:
+        """When the first rank began to record, in seconds since 1970."""
+        return min(int(rank.header["started_wall"]) for rank in self.ranks) / 1e9
+
+    @property
+    def end(self) -> float:
+        """When the last record was written, in seconds since 1970."""
+        return max([rank.wall_time(rank.last) for rank in self.ranks if rank.records] or [self.begin])
+
+    def described(self, subject: str) -> list[dict[str, Any]]:
+        """What the first rank that has written anything has written about `subject`, the latest last."""
+        return next((rank.descriptions[subject] for rank in self.ranks if rank.descriptions.get(subject)), [])
+
+
+def build(
+    rings: Sequence[Ring],
+    *,
+    directory: str | Path = "",
+    hangs: Sequence[dict[str, Any]] = (),
+    damaged: Mapping[str, str] | None = None,
+) -> RunReport:
+    """The report of these rings, which may be read from disk each time that they are asked for."""
+    summaries = [summarize(ring) for ring in rings]
+    several = len({rank.header["clock"] for rank in summaries}) > 1
+    clocks = align(rings) if several else {rank.header["clock"]: Alignment(0, 0) for rank in summaries}
+    offsets = {rank.rank: clocks[rank.header["clock"]].offset for rank in summaries}
+    times = {rank.rank: rank.steps for rank in summaries}
+    rows = _step_rows(times)
+    return RunReport(
+        directory=str(directory),
+        ranks=summaries,
+        clocks=clocks,
+        steps=rows,
+        phases={rank: _mean_phases(steps) for rank, steps in times.items()},
+        timelines=_timelines(rings, rows, times, offsets),
+        traffic=total_traffic(summaries),
+        lateness=_lateness(times, offsets),
+        stragglers=slow_ranks(times, offsets=offsets),
+        hangs=list(hangs),
+        damaged=damaged or {},
+    )
+
+
+def _step_rows(times: Mapping[int, Sequence[StepTimes]]) -> list[StepRow]:
+    seconds: dict[int, list[float]] = {}
+    for steps in times.values():
+        for one in steps:
+            seconds.setdefault(one.step, []).append(one.seconds)
+    return [StepRow(step, min(row), median(row), max(row)) for step, row in sorted(seconds.items())]
+
+
+def _mean_phases(steps: Sequence[StepTimes]) -> dict[Phase, float]:
+    """See Note [Steps that are shown]."""
+    cut = int(len(steps) * _TRIMMED)
+    kept = sorted(steps, key=lambda one: one.end - one.start)[cut : len(steps) - cut]
+    totals = dict.fromkeys(PHASES, 0)
+    for one in kept:
+        for phase, nanoseconds in one.phases.items():
+            totals[phase] += nanoseconds
+    return {phase: total / len(kept) / 1e9 for phase, total in totals.items()} if kept else {}
+
+
+def _lateness(times: Mapping[int, Sequence[StepTimes]], offsets: Mapping[int, int]) -> dict[int, dict[int, float]]:
+    known = {rank: steps for rank, steps in times.items() if steps}
+    if len(known) < 2:
+        return {}
+    common = set(common_steps(known))
+    ready = {
+        rank: {one.step: one.last_ready + offsets[rank] for one in steps if one.step in common}
+        for rank, steps in known.items()
+    }
+    first = {step: min(row[step] for row in ready.values()) for step in sorted(common)}
+    return {rank: {step: (row[step] - first[step]) / 1e9 for step in first} for rank, row in ready.items()}
+
+
+def _timelines(
+    rings: Sequence[Ring],
+    rows: Sequence[StepRow],
+    times: Mapping[int, Sequence[StepTimes]],
+    offsets: Mapping[int, int],
+) -> list[Timeline]:
+    by_step: dict[int, dict[int, StepTimes]] = {}
+    for rank, steps in times.items():
+        for one in steps:
+            by_step.setdefault(one.step, {})[rank] = one
+    most = max(map(len, by_step.values()), default=0)
+    candidates = [row for row in rows if len(by_step[row.step]) == most]  # the steps that most ranks have recorded
+    if not candidates:
+        return []
+    middle = median(row.middle for row in candidates)
+    typical = min(candidates, key=lambda row: (abs(row.middle - middle), row.step))
+    chosen = [("A typical step", typical.step)]
+    slowest = max(candidates, key=lambda row: row.high)
+    if slowest.step != typical.step:
+        chosen.append(("The slowest step", slowest.step))
+    shown = {step: _shown_ranks(by_step[step], offsets) for _, step in chosen}
+    wanted = {rank for ranks in shown.values() for rank in ranks}
+    found = {ring.rank: ring for ring in rings if ring.rank in wanted}
+    return [_timeline(title, step, by_step[step], found, shown[step], offsets) for title, step in chosen]
+
+
+def _shown_ranks(steps: Mapping[int, StepTimes], offsets: Mapping[int, int]) -> list[int]:
+    """The last rank to be ready, the first, and others as far as there is room."""
+    order = sorted(steps, key=lambda rank: steps[rank].last_ready + offsets[rank])
+    chosen = dict.fromkeys([order[-1], order[0], *sorted(steps)])
+    return sorted(list(chosen)[:_TIMELINE_RANKS])
+
+
+def _timeline(
+    title: str,
+    step: int,
+    times: Mapping[int, StepTimes],
+    rings: Mapping[int, Ring],
+    ranks: Sequence[int],
+    offsets: Mapping[int, int],
+) -> Timeline:
+    start = min(times[rank].start + offsets[rank] for rank in ranks)
+    end = max(times[rank].end + offsets[rank] for rank in ranks)
+    rows = []
+    for rank in ranks:
+        low, high, shift = times[rank].start, times[rank].end, offsets[rank] - start
+        records = [r for r in rings[rank].records if low - (high - low) <= r.time <= high + (high - low)]
+        phases = [
+            Span(s.phase, s.step, max(s.start, low) + shift, min(s.end, high) + shift)
+            for s in spans(records)
+            if s.end > low and s.start < high
+        ]
+        buckets = [b for b in bucket_spans(records) if b.step == step and low <= b.full <= high]
+        inside = [o for o in operations(records) if low <= o.submitted <= high]
+        for bucket in buckets:
+            bucket.full += shift
+            bucket.reduced = None if bucket.reduced is None else bucket.reduced + shift
+        for operation in inside:
+            operation.submitted += shift
+            operation.ended = None if operation.ended is None else operation.ended + shift
+        too_many = max(0, len(buckets) - _MOST_SHOWN) + max(0, len(inside) - _MOST_SHOWN)
+        rows.append(TimelineRow(rank, phases, buckets[:_MOST_SHOWN], inside[:_MOST_SHOWN], too_many))
+    return Timeline(title, step, end - start, rows, len(times))

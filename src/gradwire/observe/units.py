@@ -1,0 +1,64 @@
+"""Durations and sizes as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def duration(seconds: float) -> str:
+    """A duration, to three digits.
+
+    >>> [duration(s) for s in (0, 2.5e-6, 0.01841, 1.5, 93.7, 4000, 99999)]
+    ['0 ms', '2.5 µs', '18.4 ms', '1.5 s', '1 min 34 s', '1 h 6 min', '27 h 46 min']
+    """
+    if seconds >= 3600:
+        return f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60} min"
+    if seconds >= 60:
+        return f"{round(seconds) // 60} min {round(seconds) % 60} s"
+    if seconds >= 0.9995:
+        return f"{seconds:.3g} s"
+    if seconds >= 0.9995e-3:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e6:.3g} µs" if seconds > 0 else "0 ms"
+
+
+def size(nbytes: float) -> str:
+    """A number of bytes, to three digits, in powers of 1024.
+
+    >>> [size(n) for n in (0, 1000, 1024, 2_115_624, 3 * 2**40)]
+    ['0 B', '1000 B', '1.00 KiB', '2.02 MiB', '3.00 TiB']
+    """
+    unit = 0
+    while nbytes >= 1023.5 and unit < len(_UNITS) - 1:
+        nbytes /= 1024
+        unit += 1
+    digits = 0 if unit == 0 or nbytes >= 99.95 else 1 if nbytes >= 9.995 else 2
+    return f"{nbytes:.{digits}f} {_UNITS[unit]}"
+
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """Sorted ranks as a person writes them.
+
+    >>> rank_list([0, 1, 2, 5, 7, 8])
+    '0-2, 5, 7, 8'
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return ", ".join(parts)
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    """Sorted ranks, with the word for them.
+
+    >>> ranks([3]), ranks([0, 1])
+    ('rank 3', 'ranks 0, 1')
+    """
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {rank_list(numbers)}"

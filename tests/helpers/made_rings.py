@@ -1,0 +1,127 @@
+"""Rings that are made up: ranks that train, as a real run records them."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+from gradwire.flight_recorder import FlightRecorder
+from gradwire.flight_recorder import RecordKind as K
+from gradwire.observe.ring import Record, Ring
+
+MS = 1_000_000
+STEP = 20 * MS
+"""What a step takes."""
+BUCKET = 1 << 20
+_EMPTY = {"op": "", "rank": 0, "thread": 1, "group": "", "label": "", "seq": 0, "ordinal": 0, "nbytes": 0}
+_PLACE = {"duration": 0, "step": -1, "bucket": -1}
+
+
+def header(rank: int, size: int, **more: Any) -> dict[str, Any]:
+    """The header of a ring of a process that is not on this host."""
+    facts = {
+        "rank": rank,
+        "size": size,
+        "pid": 1000 + rank,
+        "process_start": "",
+        "host": "node-a",
+        "clock": "node-a",
+        "started": 0,
+        "started_wall": 1_800_000_000 * 10**9,
+        "main_thread": 1,
+        "libraries": [],
+        "ops": ["all_reduce", "send", "recv", "broadcast"],
+        "python": "3.11",
+        "torch": "2.13",
+        "gradwire": "0.1",
+        "command": "train.py --lr 0.1",
+    }
+    return facts | more
+
+
+def step_records(
+    rank: int,
+    step: int,
+    *,
+    late: int = 0,
+    buckets: int = 2,
+    hook: str = "mean()",
+    numbers: itertools.count[int] | None = None,
+) -> list[Record]:
+    """A step of a rank from `step * STEP` on, ready `late` nanoseconds after the others: data, forward, backward, optimizer."""
+    numbers = numbers or itertools.count(step * (6 + 6 * buckets))
+    start, world = step * STEP, {"group": "world", "rank": rank}
+    found: list[Record] = []
+
+    def add(kind: K, at: int, **fields: Any) -> None:
+        found.append(Record(next(numbers), start + at, kind, **{**_EMPTY, **_PLACE, **fields}))
+
+    add(K.OPTIMIZER_BEGAN, 1 * MS, rank=rank)
+    add(K.OPTIMIZER_ENDED, 2 * MS, rank=rank)
+    add(K.FORWARD_BEGAN, 4 * MS + late, step=step, **world)
+    add(K.FORWARD_ENDED, 7 * MS + late, step=step, **world)
+    ends = []
+    for bucket in range(buckets):
+        seq = step * buckets + bucket
+        at = 8 * MS + late + bucket * 4 * MS // buckets
+        facts = {"nbytes": BUCKET, "bucket": bucket, "step": step, **world}
+        collective = {"op": "all_reduce", "label": f"bucket {bucket}", "seq": seq, "ordinal": seq + 1, **facts}
+        add(K.BUCKET_FULL, at, **facts)
+        add(K.COLLECTIVE_SUBMITTED, at + 10_000, **collective)
+        add(K.COLLECTIVE_STARTED, at + 20_000, **collective)
+        add(K.BUCKET_LAUNCHED, at + 30_000, label=hook, **facts)
+        ends.append((collective, 17 * MS + bucket * MS // buckets, at + 10_000))
+    add(K.BACKWARD_ENDED, 12 * MS + late, step=step, **world)
+    for collective, end, submitted in ends:
+        add(K.COLLECTIVE_FINISHED, end, **{**collective, "step": -1, "bucket": -1, "duration": end - submitted})
+    for bucket in range(buckets):
+        add(K.BUCKET_REDUCED, 18 * MS + bucket * 1000, nbytes=BUCKET, bucket=bucket, step=step, **world)
+    add(K.STEP_ENDED, 20 * MS - 1, step=step, **world)
+    return found
+
+
+def made_ring(
+    rank: int, steps: range, *, size: int = 2, late: int = 0, more: list[Record] | None = None, **facts: Any
+) -> Ring:
+    """The ring of a rank that has recorded these steps."""
+    records = [record for step in steps for record in step_records(rank, step, late=late)]
+    described = {
+        "system": [{"system": "Linux", "cpus": 2, "threads": 1, "cuda": None}],
+        "group": [{"name": "world", "kind": "ThreadGroup", "rank": rank, "size": size}],
+        "buckets": [
+            {
+                "group": "world",
+                "rank": rank,
+                "buckets": [
+                    {"bytes": BUCKET, "dtype": "float32", "device": "cpu", "parameters": 2, "names": ["w", "b"]}
+                ]
+                * 2,
+            }
+        ],
+        "end": [{"time": steps.stop * STEP}],
+    }
+    return Ring(Path(f"rank-{rank}.ring"), header(rank, size, **facts), records + (more or []), described)
+
+
+def mark(number: int, time: int, kind: K, label: str, **fields: Any) -> Record:
+    """A record of another kind."""
+    return Record(number, time, kind, **{**_EMPTY, **_PLACE, "label": label, **fields})
+
+
+def write_ring(directory: Path, ring: Ring, *, capacity: int = 1024) -> Path:
+    """A ring as a file."""
+    path = directory / f"rank-{ring.rank}.ring"
+    recorder = FlightRecorder(path, header=ring.header, capacity=capacity)
+    ops = ring.header["ops"]
+    for r in ring.records:
+        fields = {"group": r.group, "label": r.label, "seq": r.seq, "ordinal": r.ordinal, "nbytes": r.nbytes}
+        op = ops.index(r.op) if r.op else 0
+        recorder.put(
+            r.kind, r.rank, at=r.time / 1e9, op=op, duration=r.duration / 1e9, step=r.step, bucket=r.bucket, **fields
+        )
+    for subject, facts in ring.descriptions.items():
+        for one in facts:
+            recorder.describe(subject, one)
+    recorder.close()
+    return path

@@ -1,0 +1,119 @@
+"""`gradwire report`: a page or a text of a run, in whatever state its ranks are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gradwire.cli import main
+from gradwire.flight_recorder import CAPACITY
+from gradwire.host import ProcessState
+from gradwire.observe.ring import RingFile
+from helpers.made_rings import made_ring, write_ring
+
+DEADLINE = 120.0
+
+
+@pytest.fixture
+def run(tmp_path):
+    directory = tmp_path / "run"
+    directory.mkdir()
+    for rank in range(2):
+        write_ring(directory, made_ring(rank, range(30)))
+    return directory
+
+
+def test_a_page_and_a_text(run, tmp_path, capsys):
+    assert main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
+    assert "1080 records of 2 ranks" in capsys.readouterr().out
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    assert main(["report", str(run), "--text"]) == 0
+    assert "Where a step's time goes" in capsys.readouterr().out
+    assert main(["report", str(run), "--text", "-o", str(tmp_path / "page.txt")]) == 0
+    assert "Where a step's time goes" in (tmp_path / "page.txt").read_text()
+
+
+def test_a_terminal_that_knows_ascii_only(run, monkeypatch, capsys):
+    class Ascii:
+        encoding = "ascii"
+        written = ""
+
+        def write(self, text):
+            self.written += text.encode("ascii").decode()
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr(sys, "stdout", Ascii())
+    assert main(["report", str(run), "--text"]) == 0
+    assert "Where a step's time goes" in sys.stdout.written  # type: ignore[attr-defined]
+
+
+def test_the_page_is_in_the_working_directory_unless_named(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(run)]) == 0
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "there is no directory nowhere"),
+        (["{tmp}"], "no flight recorder has written here"),
+        (["{run}", "-o", "{tmp}/no/page.html"], "No such file or directory"),
+    ],
+)
+def test_what_cannot_be_done(run, tmp_path, arguments, message, capsys):
+    filled = [argument.format(tmp=tmp_path, run=run) for argument in arguments]
+    assert main(["report", *filled]) == 2
+    assert message in capsys.readouterr().err
+
+
+SCRIPT = """
+import sys, time
+import gradwire as gw
+group = gw.init()
+for number in range(66_000):
+    gw.observe.mark(str(number % 100))
+group.barrier()
+open(sys.argv[1] + f"/ready-{group.rank}", "w").close()
+time.sleep(600)
+"""
+
+
+def test_after_sigkill_of_all_ranks_and_the_launcher_the_last_records_are_there(tmp_path, capsys):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "gradwire", "run", "-n", "2", "--run-dir", str(run), "train.py", str(tmp_path)]
+    launcher = subprocess.Popen(
+        command, cwd=tmp_path, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    pids = []
+    try:
+        deadline = time.monotonic() + DEADLINE
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            assert time.monotonic() < deadline, "the ranks did not start"
+            assert launcher.poll() is None
+            time.sleep(0.05)
+        for path in run.glob("rank-*.ring"):
+            with RingFile(path) as ring:
+                pids.append(int(ring.header["pid"]))
+    finally:
+        for pid in (launcher.pid, *pids):
+            os.kill(pid, signal.SIGKILL)
+        launcher.wait()
+    for path in run.glob("rank-*.ring"):
+        with RingFile(path) as ring:
+            while ring.state() is not ProcessState.GONE:
+                assert time.monotonic() < deadline, "a rank did not end"
+                time.sleep(0.01)
+    assert main(["report", str(run), "--text"]) == 0
+    text = capsys.readouterr().out
+    assert text.count(f"{CAPACITY:,}") == 3  # of each rank, and in the explanation
+    assert f"{2 * CAPACITY:,} records" in text
+    assert "Ranks 0, 1 ended without stopping the recorder" in text

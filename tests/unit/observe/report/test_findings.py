@@ -1,0 +1,98 @@
+"""What a report warns of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gradwire.flight_recorder import RecordKind as K
+from gradwire.host import ProcessState
+from gradwire.observe.report.findings import find
+from gradwire.observe.report.report_model import build
+from helpers.made_rings import MS, made_ring, mark
+
+
+def found(*rings, **more):
+    return {finding.title: finding for finding in find(build(rings, **more))}
+
+
+def only(titles, *parts):
+    [title] = [title for title in titles if all(part in title for part in parts)]
+    return titles[title]
+
+
+def test_a_healthy_run_with_little_exposed_communication_has_no_warnings():
+    assert found(made_ring(0, range(30), size=1)) == {}
+
+
+def test_a_straggler_with_what_if_and_advice():
+    warning = only(found(made_ring(0, range(30)), made_ring(1, range(30), late=3 * MS)), "Rank 1 is slow")
+    assert "Without rank 1 a step takes 17 ms instead of 20 ms" in warning.detail
+    assert "data loader" in warning.advice
+
+
+def test_exposed_communication_without_a_straggler():
+    warning = only(found(made_ring(0, range(30)), made_ring(1, range(30))), "40% of a step is exposed")
+    assert "quantize" in warning.advice
+
+
+def test_failures_of_several_ranks_are_one_finding_with_their_text():
+    rings = [
+        made_ring(rank, range(3), more=[mark(99, 70 * MS, K.COLLECTIVE_FAILED, "PeerLost: rank 2 <b>", step=3)])
+        for rank in range(2)
+    ]
+    error = only(found(*rings), "A collective failed on ranks 0, 1 in step 3")
+    assert (error.severity, error.detail) == ("error", "PeerLost: rank 2 <b>")
+
+
+def test_warnings_of_checks():
+    ring = made_ring(0, range(3), more=[mark(99, 70 * MS, K.WARNING, "NaN in layer.weight", step=2)])
+    assert "step 2" in only(found(ring), "NaN in layer.weight").detail
+
+
+def test_ranks_that_were_killed_and_ranks_that_left_nothing():
+    ring = made_ring(0, range(3), size=4)
+    del ring.descriptions["end"]
+    report = build([ring])
+    report.ranks[0].state = ProcessState.GONE
+    titles = {one.title: one for one in find(report)}
+    assert "dmesg" in only(titles, "Rank 0 ended in step 2 without stopping").advice
+    assert only(titles, "Ranks 1-3 of 4 left no record here")
+
+
+def test_a_rank_that_ended_early_in_an_operation():
+    pending = mark(99, 70 * MS, K.COLLECTIVE_SUBMITTED, "loss", op="all_reduce", group="world", seq=999)
+    titles = found(made_ring(0, range(3), more=[pending]), made_ring(1, range(30)))
+    assert only(titles, "Rank 0 stopped recording in step 2; others went on to step 29")
+    assert only(titles, "Rank 0 ended while all_reduce 'loss' was under way")
+
+
+SUSPECT = {"rank": 1, "cause": "USER_CODE", "state": "running", "where": "spin() at train.py:6"}
+HANG = {"collective": {"op": "all_reduce", "label": "b"}, "seconds": 5.5, "waiting": [0, 2], "suspects": [SUSPECT]}
+
+
+@pytest.mark.parametrize("hang", [HANG, {}, {"collective": None, "waiting": ["x"], "suspects": [3]}])
+def test_hangs_that_were_saved_whatever_their_form(hang):
+    error = only(found(made_ring(0, range(3), size=1), hangs=[hang]), "hung in")
+    if hang.get("seconds"):
+        assert error.title == "Ranks 0, 2 hung in all_reduce b for 5.5 s"
+        assert "rank 1 (running): user code, spin() at train.py:6" in error.detail
+
+
+def test_a_ring_that_has_wrapped_a_run_in_progress_and_damaged_files():
+    ring = made_ring(0, range(5), size=1)
+    ring.records[:] = [r._replace(number=r.number + 1000) for r in ring.records]
+    report = build([ring], damaged={"rank-1.ring": "is not a ring"})
+    report.ranks[0].state = ProcessState.RUNNING
+    report.ranks[0].descriptions.pop("end")
+    titles = {one.title: one for one in find(report)}
+    assert "up to 1,000 were lost" in only(titles, "earlier records were overwritten").detail
+    assert only(titles, "The run is in progress: rank 0")
+    assert only(titles, "rank-1.ring cannot be read").detail == "is not a ring"
+
+
+def test_nothing_and_no_steps():
+    assert only(found(made_ring(0, range(0), size=1)), "Nothing was recorded")
+    marks = replace(made_ring(0, range(0), size=1), records=[mark(0, 0, K.MARK, "x")])
+    assert only(found(marks), "No complete steps")

@@ -1,0 +1,115 @@
+"""The model of a report, from rings that are made up."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwire.flight_recorder import RecordKind as K
+from gradwire.observe.intervals import bucket_spans, operations, ranks_apart
+from gradwire.observe.report.rank_summary import TrafficKey
+from gradwire.observe.report.report_model import build
+from gradwire.observe.steps import Phase
+from helpers.made_rings import BUCKET, MS, made_ring, mark, step_records
+
+
+@pytest.fixture
+def report():
+    return build([made_ring(0, range(30)), made_ring(1, range(30), late=3 * MS)])
+
+
+def test_step_times_and_phases(report):
+    assert [row.step for row in report.steps] == list(range(1, 30))  # when the first step began is not known
+    assert report.step_seconds == pytest.approx(0.02)
+    ms = {phase: round(seconds * 1e3, 3) for phase, seconds in report.phases[0].items()}
+    assert ms == {Phase.DATA: 3.0, Phase.FORWARD: 3.0, Phase.BACKWARD: 5.0, Phase.EXPOSED: 8.0, Phase.OPTIMIZER: 1.0}
+    assert report.exposed_share == pytest.approx((8 + 5) / 40)
+
+
+def test_bytes_are_counted_by_hook_and_collective(report):
+    [(key, traffic)] = report.traffic.items()
+    assert key == TrafficKey("mean()", "all_reduce", "world")
+    assert (traffic.calls, traffic.nbytes) == (2 * 30 * 2, 2 * 30 * 2 * BUCKET)
+    assert report.bytes_per_step == 2 * BUCKET
+
+
+def test_the_late_rank_is_late_in_every_step(report):
+    assert set(report.lateness[0].values()) == {0.0}
+    assert set(report.lateness[1].values()) == {0.003}
+    [straggler] = report.stragglers
+    assert (straggler.rank, straggler.phase) == (1, Phase.DATA)
+
+
+def test_timelines_are_of_a_typical_and_the_slowest_step():
+    slow = [made_ring(rank, range(30)) for rank in range(2)]
+    for ring in slow:
+        ring.records[:] = [
+            r._replace(time=r.time + 50 * MS) if r.step > 20 or r.time > 21 * 20 * MS else r for r in ring.records
+        ]
+    typical, slowest = build(slow).timelines
+    assert typical.nanoseconds == 20 * MS
+    assert slowest.step == 21
+    assert slowest.nanoseconds == 70 * MS
+    row = typical.rows[1]
+    assert (row.rank, [b.bucket for b in row.buckets], len(row.operations)) == (1, [0, 1], 2)
+    assert all(0 <= o.submitted < o.ended <= typical.nanoseconds for o in row.operations)
+    assert sum(span.end - span.start for span in row.phases) == typical.nanoseconds
+
+
+def test_ranks_that_have_recorded_different_steps():
+    report = build([made_ring(0, range(10)), made_ring(1, range(5, 20))])
+    assert [row.step for row in report.steps] == list(range(1, 20))
+    assert sorted(report.lateness[0]) == [6, 7, 8, 9]
+    assert report.timelines[0].step in range(6, 10)
+
+
+def test_ranks_without_a_step_in_common_are_not_compared():
+    report = build([made_ring(0, range(5)), made_ring(1, range(10, 15))])
+    assert report.lateness == {0: {}, 1: {}}
+    assert len(report.timelines[0].rows) == 1
+
+
+def test_one_rank_and_no_records():
+    assert build([made_ring(0, range(3), size=1)]).lateness == {}
+    empty = build([made_ring(0, range(0))])
+    assert (empty.steps, empty.timelines, dict(empty.traffic), empty.exposed_share) == ([], [], {}, 0.0)
+    assert empty.end == empty.begin
+
+
+def test_clocks_of_two_hosts_are_aligned():
+    shifted = made_ring(1, range(30), clock="node-b", host="node-b")
+    shifted.records[:] = [r._replace(time=r.time + 3 * 10**9) for r in shifted.records]
+    report = build([made_ring(0, range(30)), shifted])
+    error = report.clocks["node-b"].error / 1e9
+    assert 0 < error < 0.01
+    assert all(value <= error for value in report.lateness[1].values())
+
+
+def test_operations_of_a_ring_that_has_wrapped():
+    records = step_records(0, 3)
+    cut = [r for r in records if r.kind not in (K.COLLECTIVE_SUBMITTED, K.COLLECTIVE_STARTED)]
+    assert [(o.submitted, o.ended) for o in operations(cut)] == [(o.submitted, o.ended) for o in operations(records)]
+    assert operations(cut)[0].bucket == -1
+    assert [o.ended for o in operations(records[:10])] == [None, None]
+
+
+def test_a_failed_operation_keeps_its_label():
+    failed = mark(99, 10 * MS, K.COLLECTIVE_FAILED, "PeerLost: gone", op="all_reduce", group="world", seq=0)
+    submitted = mark(98, 5 * MS, K.COLLECTIVE_SUBMITTED, "loss", op="all_reduce", group="world", seq=0)
+    [one] = operations([submitted, failed])
+    assert (one.label, one.error, one.duration) == ("loss", "PeerLost: gone", 5 * MS)
+    [alone] = operations([failed])
+    assert (alone.label, alone.error) == ("", "PeerLost: gone")
+
+
+def test_a_bucket_that_was_not_reduced():
+    spans = bucket_spans(step_records(0, 0)[:9])
+    assert [(b.bucket, b.hook, b.reduced) for b in spans] == [(0, "mean()", None), (1, "", None)]
+
+
+def test_ranks_that_are_threads_of_one_process_are_told_apart():
+    ring = made_ring(0, range(3), size=1)
+    other = [r._replace(rank=1 if r.group else 0, thread=2) for r in made_ring(1, range(3)).records]
+    ring.records[:] = sorted(ring.records + other, key=lambda r: r.time)
+    apart = ranks_apart([ring])
+    assert [(r.rank, len(r.records)) for r in apart] == [(0, 3 * 18), (1, 3 * 18)]
+    assert [len(rank.steps) for rank in build(apart).ranks] == [2, 2]
