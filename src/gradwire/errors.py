@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -234,13 +235,40 @@ class PrivateFileGone(GroupError):
     """No process has the private file open under this name anymore."""
 
 
-class NonFiniteGradient(GradwireError, RuntimeError):
-    """A tensor on its way to the wire holds NaN or infinity."""
+class Origin(Enum):
+    """Where NaN or infinity came from."""
 
-    def __init__(self, message: str, *, rank: int | None = None, parameter: str | None = None) -> None:
+    GRADIENT = "gradient"
+    """A rank's own gradient: its batch, its loss, a layer."""
+    OVERFLOW = "overflow"
+    """All gradients were finite, but one of them, or their sum, is beyond the range of the dtype in which they are reduced."""
+    HOOK = "hook"
+    """All gradients were finite, and the communication hook has made something else of them."""
+
+
+class NonFiniteGradient(GradwireError, RuntimeError):
+    """A gradient, or what was made of it on its way, holds NaN or infinity.
+
+    `rank`: whose gradient it was, or None if it was nobody's. `parameter`: the first one in the order of backward. `index`: its
+    first such element. `origin`: where it came from. `step`: the iteration, as in the records of `gradwire.observe`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        parameter: str | None = None,
+        index: tuple[int, ...] | None = None,
+        origin: Origin | None = None,
+        step: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.parameter = parameter
+        self.index = index
+        self.origin = origin
+        self.step = step
 
 
 class InternalError(GradwireError, RuntimeError):

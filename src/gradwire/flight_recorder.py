@@ -53,6 +53,7 @@ CAPACITY = 65536
 _MOST_NAMES = 65536
 _LONGEST_NAME = 1000
 _MOST_DESCRIPTIONS = 1000
+_MOST_WARNINGS = 200
 _LONGEST_DESCRIPTION = 1 << 20
 _KIND = 16
 """Where the kind is in a record."""
@@ -126,6 +127,7 @@ class FlightRecorder:
         self._names = {"": 0}
         self._next_name: Callable[[], int] = itertools.count(1).__next__
         self._descriptions: set[int] = set()
+        self._warnings_left = _MOST_WARNINGS
         try:
             # Not truncated: the ring of the run before may be read at this moment.
             names_path(path).unlink(missing_ok=True)
@@ -229,6 +231,12 @@ class FlightRecorder:
         except (TypeError, ValueError, OSError):
             pass  # see Note [No errors]
 
+    def describe_warning(self, facts: Mapping[str, Any]) -> None:
+        """Keep a warning where no later record overwrites it: the first ones, because what was wrong first matters most."""
+        if self._warnings_left > 0:
+            self._warnings_left -= 1
+            self.describe("warning", facts)
+
     def close(self) -> None:
         """Stop writing. What was written stays in the file."""
         file, self._names_file = self._names_file, -1
@@ -245,6 +253,7 @@ def warn(text: str, *, rank: int, group: str = "", step: int = -1) -> None:
     recorder = active
     if recorder is not None:
         recorder.put(RecordKind.WARNING, rank, group=group, label=text, step=step, bucket=-1)
+        recorder.describe_warning({"text": text, "step": step, "time": time.monotonic_ns()})
 
 
 def names_path(path: Path) -> Path:

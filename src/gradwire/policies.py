@@ -43,12 +43,17 @@ class Buffers(Enum):
 
 
 class NonFinite(Enum):
-    """What happens when a gradient holds NaN or infinity."""
+    """What happens when a gradient, or an average of gradients, holds NaN or infinity. All ranks find out together."""
 
     PASS = "pass"
-    """It is averaged like any other, as in torch; GradScaler needs this."""
+    """It is averaged like any other and not looked for, as in torch."""
+    RECORD = "record"
+    """It is averaged like any other. Rank, parameter and origin are recorded as a warning; the first time rank 0 shows it."""
+    SKIP = "skip"
+    """Recorded too, and the step is skipped on every rank: all gradients become None, so the optimizer does nothing. Not for
+    `torch.amp.GradScaler`, which skips steps itself and needs the gradients for it."""
     RAISE = "raise"
-    """Every rank raises NonFiniteGradient, with the rank and the parameter, before an average is written to `.grad`."""
+    """Recorded too, and every rank raises NonFiniteGradient from backward, before an average is written to `.grad`."""
 
 
 class BucketMemory(Enum):
@@ -96,12 +101,12 @@ def check_policies(**given: tuple[object, Any]) -> None:
 
     >>> check_policies(nonfinite=(True, NonFinite))
     Traceback (most recent call last):
-    gradwire.errors.UsageTypeError: nonfinite=True: not a gradwire.policies.NonFinite. Pass NonFinite.PASS or NonFinite.RAISE.
+    gradwire.errors.UsageTypeError: nonfinite=True: not a gradwire.policies.NonFinite. Pass NonFinite.PASS, \
+NonFinite.RECORD, NonFinite.SKIP or NonFinite.RAISE.
     """
     for argument, (value, kind) in given.items():
         if not isinstance(value, kind):
             policy = getattr(kind, "__args__", (kind,))[0]  # `Buckets | None` has args
             values = [str(member) for member in policy] if issubclass(policy, Enum) else [f"{policy.__name__}(...)"]
-            raise UsageTypeError(
-                f"{argument}={value!r}: not a gradwire.policies.{policy.__name__}. Pass {' or '.join(values)}."
-            )
+            choice = " or ".join(part for part in (", ".join(values[:-1]), values[-1]) if part)
+            raise UsageTypeError(f"{argument}={value!r}: not a gradwire.policies.{policy.__name__}. Pass {choice}.")

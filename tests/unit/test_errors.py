@@ -20,6 +20,7 @@ from gradwire.errors import (
     InternalError,
     LayoutError,
     NonFiniteGradient,
+    Origin,
     PeerLost,
     UsageError,
     UsageTypeError,
@@ -40,7 +41,7 @@ EXAMPLES = [
     CollectiveTimeout("what", op=OP),
     CollectiveMismatch("what", ops={0: OP, 1: OP}),
     GroupAborted("what", reason="because"),
-    NonFiniteGradient("what", rank=1, parameter="fc.weight"),
+    NonFiniteGradient("what", rank=1, parameter="fc.weight", index=(2, 0), origin=Origin.GRADIENT, step=7),
     InternalError("what", story=["first", "then"]),
 ]
 

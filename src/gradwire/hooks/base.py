@@ -108,9 +108,14 @@ class CommHook(ABC):
         @property
         def traits(self) -> Trait:
             """What restricts how it can be combined with other hooks."""
+
+        @property
+        def passes_nonfinite(self) -> bool:
+            """Whether NaN or infinity in any rank's gradient is in the value of all ranks: then gradients need not be checked."""
     else:
         collectives = None
         traits = Trait(0)
+        passes_nonfinite = False
 
     alone: str = ""
     """For a hook that could be mistaken for a stage: why no hook to its right can send its output. `chain` quotes it."""
@@ -148,6 +153,10 @@ class CommHook(ABC):
     def error(self, spec: BucketSpec) -> float:
         """The largest difference between `value` and the mean of all `sent`, relative to the largest element: rounding."""
         return 16 * torch.finfo(spec.dtype).eps if spec.dtype.is_floating_point or spec.dtype.is_complex else 0.0
+
+    def narrowest(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of least range to which gradients of `dtype` are converted on their way: larger ones become infinite."""
+        return dtype
 
     def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
         """The state by parameter name; empty if there is none."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradwire.hooks.base import CommHook, Trait
@@ -78,7 +79,10 @@ class Composite(CommHook):
 
 @dataclass(frozen=True, slots=True)
 class Wrapped(CommHook):
-    """A hook around one other, as stages make it. What a subclass does not define is that of the inner hook, state included."""
+    """A hook around one other, as stages make it. What a subclass does not define is that of the inner hook, state included.
+
+    Except `passes_nonfinite`, which would miss what the stage itself makes of a NaN: it is False.
+    """
 
     inner: CommHook
 
@@ -111,6 +115,10 @@ class Wrapped(CommHook):
     def error(self, spec: BucketSpec) -> float:
         """That of the inner hook."""
         return self.inner.error(self.inside(spec))
+
+    def narrowest(self, dtype: torch.dtype) -> torch.dtype:
+        """That of the inner hook."""
+        return self.inner.narrowest(dtype)
 
     def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
         """What the inner hook saves."""

@@ -23,6 +23,7 @@ class Mean(CommHook):
     """The hook of `mean`."""
 
     collectives = 1
+    passes_nonfinite = True
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """One all-reduce."""
@@ -57,6 +58,7 @@ class ReduceScatterMean(CommHook):
     """The hook of `reduce_scatter_mean`."""
 
     collectives = 2
+    passes_nonfinite = True
 
     def check(self, spec: BucketSpec) -> None:
         """Raise unless the bucket is dense."""
@@ -97,6 +99,7 @@ class WeightedMean(CommHook):
 
     collectives = 1
     traits = Trait.WEIGHS
+    passes_nonfinite = True
 
     def check(self, spec: BucketSpec) -> None:
         """Raise unless the bucket is dense."""
@@ -141,6 +144,18 @@ class Cast(Wrapped):
     """The stage of `cast`."""
 
     dtype: torch.dtype
+
+    @property
+    def passes_nonfinite(self) -> bool:
+        """As the inner hook: a conversion keeps NaN and infinity."""
+        return self.inner.passes_nonfinite
+
+    def narrowest(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the cast, or one to which it is converted inside."""
+        if not dtype.is_floating_point:
+            return dtype
+        inside = self.inner.narrowest(self.dtype)
+        return min(dtype, inside, key=lambda one: torch.finfo(one).max)
 
     def __post_init__(self) -> None:
         if self.inner.remembers:

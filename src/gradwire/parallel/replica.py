@@ -26,7 +26,6 @@ from gradwire.hooks.periodic.base import check_outer
 from gradwire.interop.untraced import untraced_call
 from gradwire.parallel.hook_controls import HookControls
 from gradwire.parallel.module_state import ModuleState
-from gradwire.parallel.nonfinite import NonFiniteChecked
 from gradwire.parallel.recovery import Recovery
 from gradwire.parallel.sink import through_sink
 from gradwire.parallel.trainable import check_engine_thread, check_not_aborted, trainable_parameters
@@ -37,6 +36,8 @@ from gradwire.reducer.assign import by_size
 from gradwire.reducer.hook_runner import HookRunner
 from gradwire.reducer.layout import ParameterSpec
 from gradwire.reducer.machine import State
+from gradwire.reducer.nonfinite import NonFiniteChecked
+from gradwire.reducer.reductions import Runner
 
 _UNLIMITED = 2**62
 
@@ -100,14 +101,17 @@ class Replica(HookControls):
             hook.check(spec)
         self.runner = HookRunner(hook, group, zip(self.names, self.parameters, strict=True))
         self.runner.scale_check = policies.scale_check
-        checked = policies.nonfinite is NonFinite.RAISE
+        views = policies.gradients is Gradients.VIEWS
+        runner: Runner = self.runner
+        if policies.nonfinite is not NonFinite.PASS:
+            runner = NonFiniteChecked(self.runner, specs, policies.nonfinite, keeps_gradients=not views)
         self.reducer = Reducer(
             self.parameters,
             layout,
             group=group,
-            runner=NonFiniteChecked(self.runner, self.names) if checked else self.runner,
+            runner=runner,
             options=ReducerOptions(
-                keep_views=policies.gradients is Gradients.VIEWS,
+                keep_views=views,
                 lazy_buckets=self._buckets.memory is BucketMemory.DURING_BACKWARD,
                 track_unused=self.graph is Graph.FIND_UNUSED,
                 skip_unused=policies.skip_unused,

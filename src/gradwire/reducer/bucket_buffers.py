@@ -21,6 +21,12 @@ _address: Callable[[Any], int] = Tensor.data_ptr
 _is_sparse = attrgetter("is_sparse")
 
 
+class ZeroBucket(GradBucket):
+    """What a rank without inputs contributes: zeros, whatever the `.grad` of its parameters still holds."""
+
+    __slots__ = ()
+
+
 class Buckets:
     """The buckets of one model in one layout.
 
@@ -68,16 +74,16 @@ class Buckets:
         storage = self.storages[bucket]
         return GradBucket(storage.spec, buffer, self.parameters[bucket], is_last=last, views=storage.views or None)
 
-    def zeros(self) -> list[GradBucket]:
+    def zeros(self) -> list[ZeroBucket]:
         """All buckets with nothing in them, in launch order, in memory of their own."""
-        buckets = []
+        buckets: list[ZeroBucket] = []
         for storage, parameters in zip(self.storages, self.parameters, strict=True):
             spec = storage.spec
             shape = parameters[0].shape if spec.sparse else (spec.numel,)
             buffer = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
             if spec.sparse:
                 buffer = buffer.to_sparse(1)
-            buckets.append(GradBucket(spec, buffer, parameters, is_last=storage is self.storages[-1]))
+            buckets.append(ZeroBucket(spec, buffer, parameters, is_last=storage is self.storages[-1]))
         return buckets
 
     def put_back(

@@ -56,7 +56,7 @@ class HookRunner:
         self.divisor: int | None = None
         self.scale_check: ScaleCheck | None = None
         self.checks: list[Callable[[int], None]] = []
-        """To be called with the number of the step when all its reductions are over, before any result is used."""
+        """To be called with the number of the iteration when all its reductions are over, before any result is used."""
         self.outer: OuterOptimizer | None = None
         self.optimizers = optimizers or AttachedOptimizers()
         self.driver = Driver(group)

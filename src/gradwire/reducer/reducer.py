@@ -31,7 +31,7 @@ from gradwire.reducer.bucket_order import BucketOrder
 from gradwire.reducer.iterations import Iterations
 from gradwire.reducer.layout import BucketLayout
 from gradwire.reducer.machine import Launch, Machine, State
-from gradwire.reducer.reductions import Reductions, Runner, StepRejected
+from gradwire.reducer.reductions import Reductions, Runner, StepRejected, StepSkipped
 from gradwire.reducer.used_parameters import UsedParameters
 
 _RESTING = State.RESTING  # to look up a member of an Enum takes ten times as long, and this is asked for every gradient
@@ -272,8 +272,8 @@ class Reducer:
             with torch.no_grad():
                 self._put_back()
         except StepRejected as rejected:
-            self.iterations.reject(rejected.error)
-            raise rejected.error from None
+            self._reject(rejected)
+            return
         except BaseException as error:
             self.iterations.fail(error)
             raise
@@ -297,7 +297,7 @@ class Reducer:
             listening.mark_irregular()
             if listening.polling:
                 raise self.machine.late([self.listener.index_of(p) for p in changed])
-        reductions.run_checks(self.steps)
+        reductions.run_checks(self.iterations.number)
         unused = self.used.unused_everywhere(self.group)
         self._drop()
         reductions.put_back(results, unused, leave=self.leave_gradients)
@@ -310,10 +310,10 @@ class Reducer:
     def shadow_step_ended(self) -> None:
         """Take part in the end of a step of other ranks, without gradients of its own."""
         try:
-            self.reductions.run_checks(self.steps)
+            self.reductions.run_checks(self.iterations.number)
         except StepRejected as rejected:
-            self.iterations.reject(rejected.error)
-            raise rejected.error from None
+            self._reject(rejected)
+            return
         first_of_static = self.used.learning_unused
         self.used.reset()
         self.used.unused_everywhere(self.group)
@@ -322,6 +322,14 @@ class Reducer:
             self.order.note_shadow_step()
         self.steps += 1
         self.iterations.number += 1
+
+    def _reject(self, rejected: StepRejected) -> None:
+        """Drop the step, as all ranks do: raise, or leave no gradients to the optimizer, unless it has used them in backward."""
+        self.iterations.reject(rejected.error)
+        if self.leave_gradients or not isinstance(rejected, StepSkipped):
+            raise rejected.error from None
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def _abandon(self, why: str) -> None:
         """The step has failed: forget it on this rank."""

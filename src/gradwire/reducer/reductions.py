@@ -34,6 +34,10 @@ class StepRejected(Exception):
         self.error = error
 
 
+class StepSkipped(StepRejected):
+    """As StepRejected, but nothing is raised: gradients become None, so that the optimizer does nothing."""
+
+
 class Runner(Protocol):
     """What reduces buckets: a HookRunner, or a wrapper around one."""
 
@@ -43,7 +47,7 @@ class Runner(Protocol):
 
     @property
     def checks(self) -> list[Callable[[int], None]]:
-        """Called with the number of the step when all its reductions are over and no gradient is touched yet; then forgotten."""
+        """Called with the number of the iteration when its reductions are over and no gradient is touched yet; then forgotten."""
 
     def start(self, bucket: GradBucket) -> Pending:
         """Start the reduction of a bucket."""
@@ -124,7 +128,7 @@ class Reductions:
         return self._launched.changed()
 
     def run_checks(self, step: int) -> None:
-        """Run what is to be known of all results before any touches a gradient.
+        """Run what is to be known of all results of this iteration before any touches a gradient.
 
         Not earlier: a check that communicates while other buckets' hooks still do would meet them in another order on
         another rank.

@@ -256,6 +256,21 @@ def recovers(trial: Trial) -> None:
             )
 
 
+def passes_nonfinite(trial: Trial) -> None:
+    """A hook that declares it passes a NaN or infinity of any rank on to all ranks."""
+    if not trial.hook.passes_nonfinite or not trial.spec.numel:
+        return
+    for bad in (float("nan"), float("inf")):
+        for culprit in range(trial.ranks):
+            brought = trial.gradients()
+            brought[culprit][trial.spec.numel // 2] = bad
+            for rank, (value, _) in enumerate(trial.run(brought).reduced):
+                if bool(torch.isfinite(value).all()):
+                    raise trial.broken(
+                        "passes_nonfinite", f"rank {rank} has finite values only, with {bad} on rank {culprit}"
+                    )
+
+
 LAWS: tuple[Law, ...] = (
     agree,
     kept,
@@ -267,6 +282,7 @@ LAWS: tuple[Law, ...] = (
     saved,
     from_nothing,
     recovers,
+    passes_nonfinite,
 )
 
 

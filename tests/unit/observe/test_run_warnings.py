@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from gradwire import flight_recorder, observe
 from gradwire.cli import main
-from gradwire.flight_recorder import RecordKind
+from gradwire.flight_recorder import FlightRecorder, RecordKind
 from gradwire.observe.progress import RankProgress
+from gradwire.observe.ring import RingFile
 from gradwire.observe.trace import trace_events
 
 K = RecordKind
@@ -47,3 +48,27 @@ def test_warnings_are_recorded_and_shown(recorded, capsys):
 
 def test_without_a_recorder_a_warning_is_nothing():
     flight_recorder.warn("nobody reads this", rank=0)
+
+
+def test_the_first_warnings_outlive_their_records(tmp_path):
+    recorder = FlightRecorder(tmp_path / "rank-0.ring", header={"rank": 0, "started": 0, "started_wall": 0}, capacity=4)
+    flight_recorder.active = recorder
+    try:
+        flight_recorder.warn("NaN", rank=0, step=3)
+        for step in range(300):
+            recorder.put(K.MARK, 0)
+            flight_recorder.warn("later", rank=0, step=step)
+    finally:
+        flight_recorder.active = None
+        recorder.close()
+    file = RingFile(recorder.path)
+    kept = file.read_descriptions()["warning"]
+    file.close()
+    assert [(one["text"], one["step"]) for one in kept[:2]] == [("NaN", 3), ("later", 0)]
+    assert len(kept) == 200  # the last ones are in the ring
+
+
+def test_what_is_kept_and_in_the_ring_is_one_warning(recorded):
+    flight_recorder.warn("NaN", rank=0, step=3)
+    assert [warning.text for warning in observe.read_warnings(observe.read_rings(recorded))] == ["NaN"]
+    assert observe.read_rings(recorded)[0].descriptions["warning"][0]["text"] == "NaN"

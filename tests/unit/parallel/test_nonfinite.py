@@ -1,4 +1,4 @@
-"""`NonFinite.RAISE`: NaN and infinity are named by rank and parameter on every rank, and training goes on."""
+"""`NonFinite`: NaN and infinity are named by rank, parameter, index and origin on every rank, and training goes on."""
 
 from __future__ import annotations
 
@@ -14,11 +14,27 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradwire.errors import NonFiniteGradient
+from gradwire import observe
+from gradwire.collectives import ReduceOp, all_reduce
+from gradwire.errors import NonFiniteGradient, Origin
 from gradwire.groups import Group, Recording, ThreadGroup
-from gradwire.hooks import CommHook, cast, chain, diloco, error_feedback, mean, quantize, top_k
+from gradwire.hooks import (
+    CommHook,
+    Reduced,
+    Reduction,
+    Turn,
+    cast,
+    chain,
+    diloco,
+    error_feedback,
+    mean,
+    quantize,
+    top_k,
+)
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.policies import Buckets, Gradients, NonFinite
@@ -71,12 +87,20 @@ def inputs(rank: int, step: int = 0) -> Tensor:
     return torch.rand(3, 4, generator=torch.Generator().manual_seed(100 * step + rank)) + 0.1
 
 
+def alone(model: nn.Module, rank: int, step: int, poison: float) -> dict[str, Tensor]:
+    """The gradients of one rank."""
+    copied = copy.deepcopy(model)
+    copied.zero_grad()
+    copied(inputs(rank, step), poison).pow(2).sum().backward()
+    return {name: p.grad for name, p in copied.named_parameters() if p.grad is not None}
+
+
 def means(model: nn.Module, n: int, step: int) -> list[Tensor]:
-    alone = copy.deepcopy(model)
-    alone.zero_grad()
+    copied = copy.deepcopy(model)
+    copied.zero_grad()
     for rank in range(n):
-        alone(inputs(rank, step)).pow(2).sum().div(n).backward()
-    return [p.grad for p in alone.parameters()]  # type: ignore[misc]
+        copied(inputs(rank, step)).pow(2).sum().div(n).backward()
+    return [p.grad for p in copied.parameters()]  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
@@ -90,11 +114,14 @@ def test_every_rank_raises_with_rank_and_parameter_and_the_next_step_is_right(fl
             loss = ddp(inputs(group.rank, step), value if bad and group.rank == 1 else 1.0).float().pow(2).sum()
             if bad:
                 with pytest.raises(
-                    NonFiniteGradient, match=r"on rank 1 the gradient of first\.\w+ holds NaN"
+                    NonFiniteGradient, match=r"on rank 1 the gradient of first\.\w+ is (NaN|infinite) at \["
                 ) as caught:
                     loss.backward()
-                assert caught.value.rank == 1
-                assert caught.value.parameter in ("first.weight", "first.bias")
+                error = caught.value
+                assert (error.rank, error.origin, error.step) == (1, Origin.GRADIENT, step)
+                assert error.parameter in ("first.weight", "first.bias")
+                gradient = alone(ddp.module, 1, step, value)[error.parameter]
+                assert error.index == tuple((~gradient.isfinite()).nonzero()[0].tolist())
             else:
                 loss.backward()
                 for p, want in zip(ddp.parameters(), means(ddp.module, group.size, step), strict=True):
@@ -156,16 +183,269 @@ def test_ranks_that_do_not_average_their_gradients_raise_together() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_an_average_that_overflows_is_nobodys_gradient() -> None:
+@pytest.mark.parametrize("gradients", Gradients, ids=lambda g: g.value)
+def test_a_gradient_that_float16_cannot_hold_is_an_overflow_on_its_rank(gradients: Gradients) -> None:
     def rank_main(group: Group) -> None:
-        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
-        ddp.set_hook(chain(cast(torch.float16), mean()))
-        with pytest.raises(NonFiniteGradient, match="finite on every rank, but their average is not") as caught:
-            ddp(inputs(group.rank), 1e6).sum().backward()
-        assert caught.value.rank is None
-        assert caught.value.parameter in ("first.weight", "first.bias")
+        model = Model()
+        hook = chain(cast(torch.float16), mean())
+        replica = replicate(model, group=group, hook=hook, nonfinite=NonFinite.RAISE, gradients=gradients)
+        for _ in range(2):
+            model.zero_grad(set_to_none=False)
+            with pytest.raises(NonFiniteGradient, match=r"too large for the dtype .* cast\(torch.float16\)") as caught:
+                model(inputs(group.rank), 1e7 if group.rank == 1 else 1.0).sum().backward()
+            assert (caught.value.rank, caught.value.origin) == (1, Origin.OVERFLOW)
+            assert caught.value.parameter in ("first.weight", "first.bias")
+        replica.detach()
+
+    run_ranks(rank_main, 3)
+
+
+@pytest.mark.parametrize("gradients", Gradients, ids=lambda g: g.value)
+def test_a_sum_that_overflows_is_nobodys_gradient(gradients: Gradients) -> None:
+    def rank_main(group: Group) -> None:
+        model = nn.Linear(2, 2, bias=False)
+        replica = replicate(model, group=group, nonfinite=NonFinite.RAISE, gradients=gradients)
+        with pytest.raises(NonFiniteGradient, match="finite on every rank, but their average is not, at") as caught:
+            (model(torch.ones(1, 2))[0, 1] * 3e38).backward()
+        error = caught.value
+        assert (error.rank, error.origin, error.parameter, error.index) == (None, Origin.OVERFLOW, "weight", (1, 0))
+        replica.detach()
 
     run_ranks(rank_main, 2)
+
+
+class _Broken(CommHook):
+    """Averages, and spoils an element of the result on some ranks."""
+
+    def __init__(self, *ranks: int) -> None:
+        self.ranks = ranks
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        value = grad.clone()
+        yield all_reduce(value, op=ReduceOp.AVG)
+        if turn.rank in self.ranks:
+            value[1] = math.inf
+        return Reduced(value, grad)
+
+
+@pytest.mark.parametrize("gradients", Gradients, ids=lambda g: g.value)
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (1,)], ids=["everywhere", "on one rank"])
+def test_what_a_hook_makes_of_finite_gradients_is_the_hooks(ranks: tuple[int, ...], gradients: Gradients) -> None:
+    def rank_main(group: Group) -> None:
+        model = nn.Linear(2, 2, bias=False)
+        replica = replicate(model, group=group, hook=_Broken(*ranks), nonfinite=NonFinite.RAISE, gradients=gradients)
+        for _ in range(2):
+            with pytest.raises(NonFiniteGradient, match="what the hook _Broken.* is infinite") as caught:
+                model(torch.ones(1, 2)).sum().backward()
+            error = caught.value
+            assert (error.origin, error.parameter, error.index) == (Origin.HOOK, "weight", (0, 1))
+            assert error.rank == (None if len(ranks) == 3 else 1)
+        assert group.failure is None
+        replica.detach()
+
+    run_ranks(rank_main, 3)
+
+
+def test_a_hook_written_for_torch() -> None:
+    def spoil(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer() / (0.0 if state.rank == 1 else 1.0))
+        return future
+
+    def rank_main(group: Group) -> None:
+        ddp = DDP(nn.Linear(2, 2), process_group=group, nonfinite=NonFinite.RAISE)
+        ddp.register_comm_hook(group, spoil)
+        with pytest.raises(NonFiniteGradient, match="spoil") as caught:
+            ddp(torch.ones(1, 2)).sum().backward()
+        assert (caught.value.rank, caught.value.origin) == (1, Origin.HOOK)
+
+    run_ranks(rank_main, 2)
+
+
+class _Hides(CommHook):
+    """Turns NaN into zero before it averages."""
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        value = grad.nan_to_num(0.0, 0.0, 0.0)
+        yield all_reduce(value, op=ReduceOp.AVG)
+        return Reduced(value, grad)
+
+
+def test_what_a_hook_hides_is_found() -> None:
+    def rank_main(group: Group) -> None:
+        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
+        ddp.set_hook(_Hides())
+        with pytest.raises(NonFiniteGradient) as caught:
+            ddp(inputs(group.rank), math.nan if group.rank == 1 else 1.0).sum().backward()
+        assert (caught.value.rank, caught.value.origin) == (1, Origin.GRADIENT)
+
+    run_ranks(rank_main, 2)
+
+
+def test_several_ranks_and_parameters_are_counted() -> None:
+    def rank_main(group: Group) -> str:
+        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
+        with pytest.raises(NonFiniteGradient) as caught:
+            (ddp(inputs(group.rank)) * (math.nan if group.rank else 1.0)).sum().backward()
+        return str(caught.value)
+
+    texts = run_ranks(rank_main, 3)
+    assert len(set(texts)) == 1
+    assert (
+        "on rank 1 the gradient of last.bias is NaN at [0], as in 3 other parameters. So it is on rank 2." in texts[0]
+    )
+
+
+@pytest.mark.filterwarnings("ignore:averaging gradients in step 2")
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+def test_a_skipped_step_leaves_no_trace(flags: Any) -> None:
+    """As if the bad batch had not been there, on all ranks; also in the state of Adam."""
+    start = Model()
+
+    def rank_main(group: Group) -> None:
+        results = []
+        for bad in (2, None):
+            ddp = DDP(copy.deepcopy(start), process_group=group, nonfinite=NonFinite.SKIP, **flags)
+            optimizer = torch.optim.Adam(ddp.parameters(), lr=0.1, weight_decay=0.1)
+            for step in range(5):
+                if step == 2 and bad is None:
+                    continue
+                poison = math.nan if step == bad and group.rank == 1 else 1.0
+                ddp(inputs(group.rank, step), poison).float().pow(2).sum().backward()
+                assert all((p.grad is None) == (step == bad) for p in ddp.parameters())
+                optimizer.step()
+                optimizer.zero_grad()
+            assert group.failure is None
+            results.append([p.detach() for p in ddp.parameters()])
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+
+    run_ranks(rank_main, 2)
+
+
+def test_recorded_gradients_are_averaged_like_any_other(tmp_path: Path) -> None:
+    def rank_main(group: Group) -> None:
+        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RECORD)
+        for step in range(4):
+            ddp.zero_grad()
+            ddp(inputs(group.rank), math.nan if step in (1, 2) and group.rank == 1 else 1.0).sum().backward()
+            finite = [bool(p.grad.isfinite().all()) for p in ddp.parameters() if p.grad is not None]
+            assert finite == [not (step in (1, 2) and n.startswith("first")) for n, _ in ddp.module.named_parameters()]
+
+    observe.start(tmp_path, rank=0, size=1)
+    try:
+        with pytest.warns(RuntimeWarning, match=r"on rank 1 .* Later ones are recorded only\.") as caught:
+            run_ranks(rank_main, 2)
+    finally:
+        observe.stop()
+    assert len(caught) == 1  # in the first step that is bad, on rank 0
+    warnings = observe.read_warnings(observe.read_rings(tmp_path))
+    assert [warning.step for warning in warnings] == [1, 2]
+    assert all("on rank 1 the gradient of first.bias is NaN" in warning.text for warning in warnings)
+
+
+def test_an_optimizer_that_has_stepped_in_backward_cannot_skip() -> None:
+    def rank_main(group: Group) -> None:
+        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
+        ddp.replica.reducer.leave_gradients = True
+        with pytest.raises(NonFiniteGradient):
+            ddp(inputs(0), math.nan).sum().backward()
+
+    with pytest.warns(RuntimeWarning):
+        run_ranks(rank_main, 1)
+
+
+@pytest.mark.filterwarnings("ignore:averaging gradients in step 3")
+@pytest.mark.parametrize("policy", [NonFinite.SKIP, NonFinite.RAISE])
+def test_a_rank_without_inputs_takes_part(policy: NonFinite) -> None:
+    """Its own gradients are left from its last step, and nobody's concern."""
+
+    def rank_main(group: Group) -> None:
+        ddp = DDP(Model(), process_group=group, nonfinite=policy)
+
+        def train() -> None:
+            with ddp.join():
+                for step in range(4 if group.rank == 1 else 2):
+                    ddp.zero_grad()
+                    ddp(inputs(group.rank, step), math.nan if step == 3 else 1.0).sum().backward()
+                    if group.rank == 0 and step == 1:
+                        ddp.module.first.weight.grad.fill_(math.nan)
+
+        if policy is NonFinite.SKIP:
+            train()
+            return
+        with pytest.raises(NonFiniteGradient) as caught:
+            train()
+        assert (caught.value.rank, caught.value.origin) == (1, Origin.GRADIENT)
+
+    run_ranks(rank_main, 2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_element_of_any_parameter_on_any_rank(data: st.DataObject) -> None:
+    """Of any dtype and layout, with copies and views: rank, parameter and index are exact, whatever the order of memory."""
+    n = data.draw(st.integers(1, 3))
+    dtypes = st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64])
+    shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
+    kinds = data.draw(st.lists(st.tuples(shapes, dtypes, st.booleans()), min_size=1, max_size=5))
+    sizes = [math.prod(shape) for shape, _, _ in kinds]
+    assume(any(sizes))
+    chosen = data.draw(st.sampled_from([i for i, size in enumerate(sizes) if size]))
+    element = data.draw(st.integers(0, sizes[chosen] - 1))
+    culprit = data.draw(st.integers(0, n - 1))
+    value = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+    gradients, limit = data.draw(st.sampled_from(list(Gradients))), data.draw(st.sampled_from([1, 2**20]))
+    keep, steps = data.draw(st.booleans()), data.draw(st.integers(1, 3))
+
+    def rank_main(group: Group) -> None:
+        module = nn.Module()
+        for i, (shape, dtype, turned) in enumerate(kinds):
+            p = torch.ones(shape, dtype=dtype)
+            module.register_parameter(f"p{i}", nn.Parameter(p.mT.contiguous().mT if turned and p.dim() > 1 else p))
+        module.forward = lambda: sum((p.abs() if p.is_complex() else p).float().sum() for p in module.parameters())
+        replica = replicate(
+            module, group=group, nonfinite=NonFinite.RAISE, gradients=gradients, buckets=Buckets((limit,))
+        )
+        for step in range(steps):
+            if step == steps - 1 and group.rank == culprit:
+                place = torch.zeros(sizes[chosen]).scatter(0, torch.tensor(element), 1.0).bool().view(kinds[chosen][0])
+                module.get_parameter(f"p{chosen}").register_hook(lambda g: g.masked_fill(place, value))
+            module.zero_grad(set_to_none=not keep)
+            if step < steps - 1:
+                module().backward()
+                continue
+            with pytest.raises(NonFiniteGradient) as caught:
+                module().backward()
+            error = caught.value
+            index = tuple(int(i) for i in torch.unravel_index(torch.tensor(element), kinds[chosen][0]))
+            assert (error.rank, error.parameter, error.index) == (culprit, f"p{chosen}", index)
+            assert (error.origin, error.step) == (Origin.GRADIENT, steps - 1)
+        replica.detach()
+
+    run_ranks(rank_main, n)
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
+def test_on_processes(kind: str) -> None:
+    def rank_main(group: Group) -> list[Any]:
+        model, seen = Model(), []
+        for hook in (mean(), chain(cast(torch.float16), mean()), chain(error_feedback(), quantize(bits=8))):
+            replica = replicate(model, group=group, hook=hook, nonfinite=NonFinite.RAISE)
+            for value in (1.0, math.nan, 1e9, 1.0):
+                model.zero_grad()
+                try:
+                    model(inputs(group.rank), value if group.rank == 2 else 1.0).sum().backward()
+                    seen.append("fine")
+                except NonFiniteGradient as error:
+                    seen.append((error.rank, error.parameter, error.origin))
+            replica.detach()
+        return seen
+
+    results = run_ranks(rank_main, 3, kind=kind)
+    bad, over = (2, "first.bias", Origin.GRADIENT), (2, "first.bias", Origin.OVERFLOW)
+    assert results[0] == ["fine", bad, "fine", "fine", "fine", bad, over, "fine", "fine", bad, "fine", "fine"]
+    assert results[1:] == results[:1] * 2
 
 
 def test_huge_but_finite_gradients_pass() -> None:
@@ -183,7 +463,7 @@ def test_sparse_gradients() -> None:
             ddp.zero_grad()
             loss = (ddp(torch.tensor([1, 2])) * (factor if group.rank == 1 else 1.0)).sum()
             if math.isnan(factor):
-                with pytest.raises(NonFiniteGradient, match="on rank 1 the gradient of weight"):
+                with pytest.raises(NonFiniteGradient, match=r"on rank 1 the gradient of weight is NaN at \[1, 0\]"):
                     loss.backward()
             else:
                 loss.backward()
@@ -191,26 +471,28 @@ def test_sparse_gradients() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_it_costs_one_collective_and_nothing_unless_asked_for() -> None:
+def test_it_costs_no_collective_with_a_hook_that_passes_nan_on_and_one_with_any_other() -> None:
     def rank_main(group: Group) -> None:
-        for policy, more in ((NonFinite.PASS, 0), (NonFinite.RAISE, 1)):
+        hooks = (mean(), NonFinite.PASS, 1), (mean(), NonFinite.RAISE, 1), (_Hides(), NonFinite.RAISE, 2)
+        for hook, policy, count in hooks:
             recorded = Recording(group)
             model = Model()
-            replica = replicate(model, group=recorded, nonfinite=policy)
+            replica = replicate(model, group=recorded, hook=hook, nonfinite=policy)
             for _ in range(3):
                 model.zero_grad()
                 model(inputs(group.rank)).sum().backward()
             before = len(recorded.submitted)
             model.zero_grad()
             model(inputs(group.rank)).sum().backward()
-            assert len(recorded.submitted) - before == 1 + more
+            assert len(recorded.submitted) - before == count
             replica.detach()
 
     run_ranks(rank_main, 2)
 
 
-def test_the_page_tells_the_truth() -> None:
-    page = Path(__file__).parents[3] / "docs" / "ddp.md"
+@pytest.mark.parametrize("name", ["ddp.md", "silent-errors.md"])
+def test_the_pages_tell_the_truth(name: str) -> None:
+    page = Path(__file__).parents[3] / "docs" / name
     blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
     assert blocks
     for block in blocks:

@@ -87,10 +87,11 @@ def test_every_member_says_what_it_means() -> None:
     [
         (
             {"nonfinite": True},
-            "nonfinite=True: not a gradwire.policies.NonFinite. Pass NonFinite.PASS or NonFinite.RAISE.",
+            "nonfinite=True: not a gradwire.policies.NonFinite. Pass NonFinite.PASS, NonFinite.RECORD, NonFinite.SKIP or "
+            "NonFinite.RAISE.",
         ),
         ({"nonfinite": "raise"}, "nonfinite='raise': not a gradwire.policies.NonFinite"),
-        ({"graph": "static"}, "Pass Graph.ALL_USED or Graph.FIND_UNUSED or Graph.STATIC."),
+        ({"graph": "static"}, "Pass Graph.ALL_USED, Graph.FIND_UNUSED or Graph.STATIC."),
         ({"gradients": "views"}, "not a gradwire.policies.Gradients"),
         ({"buffers": False}, "not a gradwire.policies.Buffers"),
         ({"buckets": 25}, r"buckets=25: not a gradwire.policies.Buckets. Pass Buckets\(...\)."),

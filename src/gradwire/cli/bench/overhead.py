@@ -14,7 +14,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         help="wall, or cpu: the processor time of this process, which is more reliable on a busy machine (default: %(default)s)",
     )
     parser.add_argument("--adamw", action="store_true", help="include an AdamW step, fused on cuda")
-    parser.add_argument("--record", action="store_true", help="also measure gradwire's with the flight recorder on")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--record", action="store_true", help="also measure gradwire's with the flight recorder on")
+    instead.add_argument(
+        "--nonfinite",
+        action="store_true",
+        help="instead: a step of gradwire's DDP with nonfinite=NonFinite.RAISE, and without",
+    )
     add_json_option(parser)
     return parser
 
@@ -84,9 +90,9 @@ def run(args: argparse.Namespace) -> int:
         work = _workload(args, device)
         series = _measure(
             work,
+            _wrappers(args),
             Rounds(rounds, block=block, lead_in=1, warm_up=_WARM_UP),
             adamw=args.adamw,
-            record=args.record,
             fence=functools.partial(_fence, device),
             after_round=lambda done: status.update(f"measuring: round {done} of {rounds}"),
             clock=_CLOCKS[args.clock],
@@ -96,14 +102,24 @@ def run(args: argparse.Namespace) -> int:
         "step": "zero_grad(set_to_none=True), forward, backward" + (", AdamW" if args.adamw else ""),
         "measured": f"{args.clock} time, {rounds} interleaved rounds of {block} steps each, after one untimed step",
     }
-    show(_result(machine, settings, series, device), json_file=args.json, console=console)
+    check = args.nonfinite
+    result = _result_of_check(machine, settings, series) if check else _result(machine, settings, series, device)
+    show(result, json_file=args.json, console=console)
     return 0
 
 
-def _measure(work: Workload, rounds: Rounds, *, adamw: bool, record: bool, **how: Any) -> dict[str, Series]:
+def _wrappers(args: argparse.Namespace) -> Mapping[str, peers.Wrapper]:
+    if args.nonfinite:
+        return peers.checked_wrappers()
     wrappers = dict(peers.wrappers())
-    if record:
+    if args.record:
         wrappers |= {name + _RECORDED: wrappers[name] for name in (peers.OURS, peers.OURS + peers.VIEWS)}
+    return wrappers
+
+
+def _measure(
+    work: Workload, wrappers: Mapping[str, peers.Wrapper], rounds: Rounds, *, adamw: bool, **how: Any
+) -> dict[str, Series]:
     models = {name: wrap(copy.deepcopy(work.model)) for name, wrap in wrappers.items()}
     try:
         work.check(models)
@@ -195,3 +211,17 @@ def _result(
         )
     ratio_of = "our overhead over bare to torch's" if over is not None else "our step to torch's"
     return Result("overhead", machine, settings, rows, ratio_of, lines)
+
+
+def _result_of_check(machine: dict[str, str], settings: dict[str, str], series: dict[str, Series]) -> Result:
+    rows, lines = [], []
+    for flags, words in (("", "with default flags"), (peers.VIEWS, "with bucket views")):
+        plain, checked = series[peers.OURS + flags], series[peers.OURS + flags + peers.CHECKED]
+        ratio = compare(checked, plain)
+        rows += [Row(plain), Row(checked, checked.median - plain.median, ratio)]
+        lines.append(
+            f"{words.capitalize()}, the check adds {100 * (ratio.of_medians - 1):.2f} % to a step (median over {ratio.rounds} "
+            f"rounds: {100 * (ratio.median_of_rounds - 1):.2f} %)."
+        )
+    ratio_of = "a step with nonfinite=NonFinite.RAISE to one without"
+    return Result("overhead of a check", machine, settings, rows, ratio_of, lines, more_than="plain")

@@ -5,6 +5,7 @@ The only module of the benchmarks that uses torch.distributed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,11 +21,13 @@ from gradwire.errors import UsageError
 from gradwire.groups import Group
 from gradwire.groups.tcp_store import host_store
 from gradwire.parallel import DistributedDataParallel
+from gradwire.policies import NonFinite
 
 BARE = "bare"
 TORCH = "torch"
 OURS = "gradwire"
 VIEWS = ", views"
+CHECKED = " checked"
 
 Wrapper = Callable[[nn.Module], nn.Module]
 
@@ -77,6 +80,17 @@ def wrappers(group: Group | None = None) -> Mapping[str, Wrapper]:
         OURS: lambda model: ours(model, process_group=group),
         TORCH + VIEWS: lambda model: torchs(model, gradient_as_bucket_view=True),
         OURS + VIEWS: lambda model: ours(model, process_group=group, gradient_as_bucket_view=True),
+    }
+
+
+def checked_wrappers() -> Mapping[str, Wrapper]:
+    """Our wrapper without and with a check for NaN and infinity, on the default process group."""
+    return {
+        OURS + views + checked: functools.partial(
+            DistributedDataParallel, gradient_as_bucket_view=bool(views), nonfinite=policy
+        )
+        for views in ("", VIEWS)
+        for checked, policy in (("", NonFinite.PASS), (CHECKED, NonFinite.RAISE))
     }
 
 

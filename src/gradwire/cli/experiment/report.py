@@ -20,7 +20,7 @@ MS = 1e3
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One variant: its times, its overhead over the bare model, and how that compares."""
+    """One variant: its times, its overhead, and how that compares."""
 
     series: Series
     more: float | None = None
@@ -38,6 +38,8 @@ class Result:
     ratio_of: str
     lines: Sequence[str] = field(default=())
     """What the figures mean, as sentences."""
+    more_than: str = "bare"
+    """The variant whose time `Row.more` is in addition to."""
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +86,7 @@ def present(
 def _table(result: Result) -> Table:
     table = Table(caption=f"ms per step: median, and quartiles below it. Ratios are of {result.ratio_of}.")
     table.add_column("variant")
-    for head in ("step", "over bare", "ratio of\nmedians", "median of\nround ratios"):
+    for head in ("step", f"over {result.more_than}", "ratio of\nmedians", "median of\nround ratios"):
         table.add_column(head, justify="right")
     for row in result.rows:
         low, high = row.series.quartiles

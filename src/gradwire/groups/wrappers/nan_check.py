@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, OpKind, all_gather_into_tensor
-from gradwire.collectives.dtypes import ALWAYS_FINITE
+from gradwire.collectives.finite import is_finite
 from gradwire.collectives.lower import Program
-from gradwire.errors import NonFiniteGradient
+from gradwire.errors import NonFiniteGradient, Origin
 from gradwire.groups.work import Work
 from gradwire.groups.wrappers.base import TrackedWrapper
 
@@ -45,6 +45,7 @@ class NanCheck(TrackedWrapper):
                 f"{op} of {self.name}: every rank's values were finite, but their {op.reduce_op and op.reduce_op.name} is not. "
                 "Scale down before the reduction, or reduce in a wider dtype.",
                 parameter=op.label or None,
+                origin=Origin.OVERFLOW,
             )
 
     def _error(self, op: Collective, rank: int, ranks: list[int] | None = None) -> NonFiniteGradient:
@@ -53,17 +54,9 @@ class NanCheck(TrackedWrapper):
             f"{op} of {self.name}: {who} contributed NaN or infinity. Check that rank's batch, loss and learning rate.",
             rank=rank,
             parameter=op.label or None,
+            origin=Origin.GRADIENT,
         )
 
 
 def _finite(tensors: tuple[Tensor, ...]) -> bool:
-    for t in tensors:
-        t = t.detach()
-        t = t._values() if t.is_sparse else t
-        if t.dtype in ALWAYS_FINITE:
-            continue
-        if t.dtype.is_floating_point and t.dtype.itemsize == 1:
-            t = t.float()
-        if (t.dtype.is_floating_point or t.dtype.is_complex) and not bool(torch.isfinite(t).all()):
-            return False
-    return True
+    return all(map(is_finite, tensors))

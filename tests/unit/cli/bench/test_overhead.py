@@ -91,6 +91,15 @@ def test_the_model_for_cuda_runs_the_same_way_on_the_cpu(capsys):
     assert "cpu time, 2 interleaved rounds of 2 steps each, after one untimed step" in out
 
 
+def test_what_a_check_for_nan_adds(capsys):
+    assert main([*SMALL, "--nonfinite"]) == 0
+    out = capsys.readouterr().out
+    for name in ("gradwire", "gradwire checked", "gradwire, views", "gradwire, views checked"):
+        assert re.search(rf"^│ {name} +│ +[\d.]+ │", out, re.M), name
+    assert max(map(len, out.splitlines())) <= 80
+    assert re.search(r"With bucket views, the check adds -?[\d.]+ % to a step", " ".join(out.split()))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_no_cuda_device_is_one_clear_error(capsys):
     assert main([*SMALL, "--device", "cuda"]) == 2

@@ -1,0 +1,177 @@
+"""Checks whether the gradients of a step, and their averages, are finite (see `policies.NonFinite`).
+
+Note [What a healthy step costs]
+The averages are looked at, by one sum over each bucket (see `collectives/finite.py`). If the hook passes NaN on to all ranks
+(`CommHook.passes_nonfinite`: `mean` does), that is all: averages are the same bits on every rank, so either all ranks find them bad
+and go on to exchange what they know, or none does. The gradients that they were made of are looked at afterwards, in `.grad`. If
+they are views of the bucket, as when `zero_grad(set_to_none=False)` keeps them, they have been overwritten by then, so such a
+bucket is looked at before its reduction too.
+
+Any other hook may hide a NaN, or give each rank another result. Then ranks check gradients as well, and exchange 8 bytes in every
+step, since a rank that decided alone would leave the others waiting.
+
+Nothing waits for a CUDA device until all reductions have been enqueued; then the results of all checks are copied at once.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire import flight_recorder
+from gradwire.collectives import all_gather_into_tensor
+from gradwire.concurrency import weakly
+from gradwire.groups.base import Group
+from gradwire.hooks.bucket import BucketSpec, GradBucket
+from gradwire.policies import NonFinite
+from gradwire.reducer.bucket_buffers import ZeroBucket
+from gradwire.reducer.drive import Pending
+from gradwire.reducer.hook_runner import HookRunner
+from gradwire.reducer.layout import ParameterSpec
+from gradwire.reducer.nonfinite_report import Report, exchange
+from gradwire.reducer.nonfinite_search import Found, Look, Search
+from gradwire.reducer.reductions import StepRejected, StepSkipped
+
+_WORTH_ASKING = 4096
+"""Elements that are summed in about the time of two calls from Python."""
+
+
+class NonFiniteChecked:
+    """A runner that checks every bucket of a step, and decides with all ranks what happens if one of them finds a non-finite value.
+
+    `keeps_gradients`: whether `.grad` is not overwritten before the end of the step.
+    """
+
+    def __init__(
+        self, inner: HookRunner, specs: Sequence[ParameterSpec], policy: NonFinite, *, keeps_gradients: bool
+    ) -> None:
+        self._inner = inner
+        self._specs = list(specs)
+        self._policy = policy
+        self._keeps_gradients = keeps_gradients
+        self._search = Search([spec.name for spec in specs])
+        self._check = weakly(self._verify)  # the runner, which this object holds, holds the check
+        self._shown = False
+        self._begin(torch.device("cpu"))
+
+    @property
+    def name(self) -> str:
+        """The inner runner's."""
+        return self._inner.name
+
+    @property
+    def checks(self) -> list[Callable[[int], None]]:
+        """The inner runner's."""
+        return self._inner.checks
+
+    def buckets_changed(self) -> None:
+        """As the inner runner."""
+        self._inner.buckets_changed()
+
+    def start(self, bucket: GradBucket) -> Pending:
+        """Start the reduction of `bucket`, and check its result, and its input where that is needed."""
+        if self._check not in self.checks:  # the first bucket of a step
+            self._begin(bucket.spec.device)
+            self.checks.append(self._check)
+        if not isinstance(bucket, ZeroBucket):
+            if self._trusted and not bucket.spec.sparse and (self._keeps_gradients or _lie_elsewhere(bucket)):
+                self._kept.append(bucket)
+            elif (look := self._search.before(bucket, self._narrow(bucket.spec))) is not None:
+                self._gradients.append(look)
+        return _Looked(self._inner.start(bucket), self._look_at, bucket.spec)
+
+    def _begin(self, device: torch.device) -> None:
+        inner = self._inner
+        self._device = device
+        self._trusted = inner.torch_hook is None and inner.outer is None and inner.hook.passes_nonfinite
+        self._gradients: list[Look] = []
+        self._averages: list[Look] = []
+        self._kept: list[GradBucket] = []
+
+    def _narrow(self, spec: BucketSpec) -> torch.dtype | None:
+        """The dtype in which gradients may overflow before they are reduced."""
+        narrow = self._inner.hook.narrowest(spec.dtype) if self._trusted else spec.dtype
+        return None if narrow == spec.dtype else narrow
+
+    def _look_at(self, spec: BucketSpec, result: Tensor) -> None:
+        if (look := self._search.after(spec, result)) is not None:
+            self._averages.append(look)
+
+    def _verify(self, step: int) -> None:
+        """Exchange what ranks have found, if there may be something, and do what the policy says."""
+        try:
+            report = self._report(step)
+        finally:
+            self._begin(self._device)  # nothing of the step is kept
+        if report is not None:
+            self._decide(report)
+
+    def _report(self, step: int) -> Report | None:
+        found = _examine([*self._gradients, *self._averages], self._device)
+        count = len(self._gradients)
+        gradients, averages = ([f for look in part for f in look] for part in (found[:count], found[count:]))
+        group, trusted = self._inner.group, self._trusted
+        if trusted and not averages:
+            return None  # on all ranks: see Note [What a healthy step costs]
+        if not trusted and not _any_rank(bool(gradients or averages), group, self._device):
+            return None
+        for bucket in self._kept:
+            gradients += self._search.in_grads(bucket, self._narrow(bucket.spec))
+        answers = exchange(group, gradients, averages, device=self._device)
+        names, shapes = [spec.name for spec in self._specs], [spec.shape for spec in self._specs]
+        return Report(answers, names, shapes, hook=self.name, averages_only=trusted, step=step)
+
+    def _decide(self, report: Report) -> None:
+        error, group = report.error(self._policy), self._inner.group
+        flight_recorder.warn(str(error), rank=group.rank, group=group.name, step=report.step)
+        if self._policy is NonFinite.RAISE:
+            raise StepRejected(error)
+        if not self._shown and group.rank == 0:
+            warnings.warn(f"{error} Later ones are recorded only.", RuntimeWarning, stacklevel=2)
+        self._shown = True
+        if self._policy is NonFinite.SKIP:
+            raise StepSkipped(error)
+
+
+class _Looked:
+    """A reduction whose result is looked at."""
+
+    def __init__(self, pending: Pending, look_at: Callable[[BucketSpec, Tensor], None], spec: BucketSpec) -> None:
+        self._pending, self._look_at, self._spec = pending, look_at, spec
+
+    def wait(self) -> Tensor:
+        """The result."""
+        result = self._pending.wait()
+        self._look_at(self._spec, result)
+        return result
+
+
+def _lie_elsewhere(bucket: GradBucket) -> bool:
+    """Whether no gradient lies in its bucket, so that none is overwritten before the end of the step.
+
+    False for small parameters: to ask for each of them would take longer than to look at all.
+    """
+    parameters = bucket.parameters()
+    if len(parameters) * _WORTH_ASKING > bucket.buffer().numel():
+        return False
+    rows = zip(parameters, bucket.gradients(), strict=True)
+    return all(p.grad is None or p.grad.data_ptr() != view.data_ptr() for p, view in rows)
+
+
+def _examine(looks: Sequence[Look], device: torch.device) -> list[list[Found]]:
+    """What is not finite, by look. Waits for the device, once if all is finite."""
+    if not looks:
+        return []
+    probes = torch.stack([look.probe.to(device, torch.float32) for look in looks]).tolist()
+    return [[] if math.isfinite(value) else look.find() for look, value in zip(looks, probes, strict=True)]
+
+
+def _any_rank(mine: bool, group: Group, device: torch.device) -> bool:
+    flag = torch.tensor([int(mine)], dtype=torch.int64, device=device)
+    flags = flag.new_empty(group.size)
+    group.submit(all_gather_into_tensor(flags, flag, label="finite?")).wait()
+    return any(flags.tolist())
