@@ -30,7 +30,7 @@ from gradwire.errors import (
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.ledger import Arrivals
 from gradwire.groups.watchdog import Watchdog
-from gradwire.groups.work import Work
+from gradwire.groups.work import Work, settle_together
 
 
 class ThreadGroup(Group):
@@ -169,11 +169,7 @@ class _Table:
                     "Ranks must agree on the sizes they send and receive."
                 )
                 error.__cause__ = problem
-        for work in works:
-            if error is None:
-                work.finish()
-            else:
-                work.fail(error)
+        settle_together([(work, None) for work in works], error)
 
     def _obstacle(self, works: Sequence[Work]) -> Exception | None:
         gave_up = [r for r, work in enumerate(works) if work.is_completed()]
@@ -282,6 +278,7 @@ def _fits(work: Work, rank: int, other: Work, other_rank: int) -> bool:
 
 def _deliver(send: Work, source: int, recv: Work) -> None:
     value, place = send.op.inputs[0], recv.op.outputs[0]
+    error: Exception | None = None
     now = time.perf_counter()
     for work in (send, recv):
         work.ledger.started(work, now)
@@ -293,12 +290,9 @@ def _deliver(send: Work, source: int, recv: Work) -> None:
                 ops={source: send.op.signature, recv.ledger.rank: recv.op.signature},
             )
         store(place, value)
-    except Exception as error:
-        send.fail(error)
-        recv.fail(error)
-    else:
-        recv.finish(source_rank=source)
-        send.finish()
+    except Exception as problem:
+        error = problem
+    settle_together([(recv, source), (send, None)], error)
 
 
 class _SharedWatchdog(Watchdog):

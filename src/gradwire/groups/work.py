@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -94,7 +94,7 @@ class Work:
         self._error: BaseException | None = None
         self.settled = False
         """Whether `finish` or `fail` was called. Does not query the engine: see `is_completed`."""
-        self._outcomes: list[tuple[BaseException | None]] = []  # see Note [Settled by one step]
+        self._outcomes: list[list[BaseException | None]] = []  # see Note [Settled by one step]
         self._latch = threading.Lock()
         self._latch.acquire()
         self.group: object = None
@@ -108,7 +108,7 @@ class Work:
         work = cls(op, ledger, seq=ledger.next_seq(), timeout=timeout)
         work.ordinal = ledger.next_ordinal(op)
         work.started, work.finished = started, time.perf_counter()
-        work._outcomes.append((None,))
+        work._outcomes.append([None])
         work.settled = True
         work._latch.release()
         if flight_recorder.active is not None:
@@ -119,18 +119,18 @@ class Work:
 
     def finish(self, *, source_rank: int | None = None) -> bool:
         """Mark it finished: the outputs hold the result. False if it was already settled."""
-        return self._settle(None, source_rank)
+        return self._settle([None], source_rank)
 
     def fail(self, error: BaseException) -> bool:
         """Mark it failed with `error`. False if it was already settled."""
-        return self._settle(error, None)
+        return self._settle([error], None)
 
-    def _settle(self, error: BaseException | None, source_rank: int | None) -> bool:
-        mine = (error,)
-        self._outcomes.append(mine)
-        if self._outcomes[0] is not mine:
+    def _settle(self, outcome: list[BaseException | None], source_rank: int | None) -> bool:
+        """End it with `outcome`, an error or None in a list, unless another outcome was the first."""
+        self._outcomes.append(outcome)
+        if self._outcomes[0] is not outcome:
             return False
-        self._error = error
+        self._error = error = outcome[0]
         if source_rank is not None:
             self.source = source_rank
         self.finished = time.perf_counter()
@@ -270,6 +270,19 @@ class Work:
         return (
             f"<{type(self).__name__} #{self.seq} {self.op} on rank {self.ledger.rank} of {self.ledger.name}: {state}>"
         )
+
+
+def settle_together(works: Sequence[tuple[Work, int | None]], error: BaseException | None) -> None:
+    """Settle one operation of several ranks of this process, each with its source rank.
+
+    The outcome of all is fixed before any rank learns of it: the first that does may abort the group, and what all ranks have
+    completed must not fail on some of them.
+    """
+    outcome = [error]
+    for work, _ in works:
+        work._outcomes.append(outcome)
+    for work, source_rank in works:
+        work._settle(outcome, source_rank)
 
 
 def _call_back(work: Work, callbacks: deque[Callable[[Work], None]]) -> None:

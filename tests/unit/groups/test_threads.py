@@ -296,6 +296,22 @@ def test_abort_reaches_every_rank_but_not_subgroups() -> None:
     assert run_ranks(ranks, 3) == [(f"<threads rank {rank} of 3, failed>", 3.0) for rank in range(3)]
 
 
+@pytest.mark.parametrize("p2p", [False, True])
+def test_what_all_ranks_have_joined_is_done_even_if_the_first_that_learns_of_it_fails_next(p2p: bool) -> None:
+    early, late = ThreadGroup.world(2)
+    tensor = torch.ones(2)
+    first = early.recv(tensor, src=1, async_op=True) if p2p else early.all_reduce(tensor, async_op=True)
+    first.add_done_callback(lambda work: early.abort("the next step failed"))
+    other = torch.full((2,), 3.0)
+    second = late.send(other, dst=0, async_op=True) if p2p else late.all_reduce(other, async_op=True)
+    assert first.wait()
+    assert second.wait()
+    assert tensor.tolist() == ([3.0, 3.0] if p2p else [4.0, 4.0])
+    with pytest.raises(GroupAborted, match="the next step failed"):
+        late.barrier()
+    close(early, late)
+
+
 def test_closing_with_an_operation_in_flight() -> None:
     a, b = ThreadGroup.world(2)
     work = a.barrier(async_op=True)

@@ -81,8 +81,8 @@ class C10dWork(Work):
         """Whether the group or the interpreter is ending, so that no thread should be inside the engine."""
         return self._poller is not None and self._poller.stopping
 
-    def _settle(self, error: BaseException | None, source_rank: int | None) -> bool:
-        settled = super()._settle(error, source_rank)
+    def _settle(self, outcome: list[BaseException | None], source_rank: int | None) -> bool:
+        settled = super()._settle(outcome, source_rank)
         native, self.native = self.native, None  # a caller that keeps this Work must not keep the engine's sockets open
         if native is not None and not native.is_completed() and self._poller is not None:
             self.left_in_engine = True

@@ -24,9 +24,9 @@ class MPIWork(Work):
         if self.settled:
             self._pending = None
 
-    def _settle(self, error: BaseException | None, source_rank: int | None) -> bool:
+    def _settle(self, outcome: list[BaseException | None], source_rank: int | None) -> bool:
         self._pending = None  # a caller that keeps this Work must not keep the requests
-        return super()._settle(error, source_rank)
+        return super()._settle(outcome, source_rank)
 
     def is_completed(self) -> bool:
         """Whether it is over, done or failed."""
