@@ -101,3 +101,12 @@ def process_state(pid: int, start: str = "") -> ProcessState:
         return _STATES.get(_stat(pid)[0], ProcessState.UNKNOWN)
     except (OSError, IndexError):
         return ProcessState.UNKNOWN
+
+
+def handles_signal(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal: one without would be ended by it."""
+    fields = dict(line.split(":", 1) for line in _read(f"/proc/{pid}/status").splitlines() if ":" in line)
+    try:
+        return bool(int(fields["SigCgt"], 16) >> (number - 1) & 1)
+    except (KeyError, ValueError):
+        return False

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gradwire.errors import UsageError
 from gradwire.host import ProcessState
+from gradwire.observe.hang_report import described, report_lines
 from gradwire.observe.hang_watch import HangWatch
-from gradwire.observe.hangs import described, report_lines
 from gradwire.observe.progress import RankProgress
+from gradwire.observe.run_follower import RunFollower
 from gradwire.observe.run_warnings import merge_warnings
 from gradwire.observe.runs import find_run
-from gradwire.observe.stacks import user_frames
+from gradwire.observe.stacks import Stack, user_frames
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
@@ -39,20 +40,22 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 def run(args: argparse.Namespace) -> int:
     """Look once, and print."""
-    watch = HangWatch(_directory(args.run))
+    ranks = RunFollower(_directory(args.run))
+    watch = HangWatch(ranks, deadline=0.0)
     try:
-        watch.look()
-        if not watch.ranks:
+        ranks.look()
+        if not ranks.ranks:
             raise UsageError(f"gradwire inspect {args.run or ''}: no flight recorder has written there.")
-        for _, rank in sorted(watch.ranks.items()):
-            _show(watch, rank, whole=args.stacks)
-        for warning in merge_warnings((r.rank, r.header, r.warnings) for r in watch.ranks.values()):
+        stacks = ranks.stacks(ranks.ranks.values())
+        for _, rank in sorted(ranks.ranks.items()):
+            _show(ranks, rank, stacks.get(rank.rank, ()), whole=args.stacks)
+        for warning in merge_warnings((r.rank, r.header, r.warnings) for r in ranks.ranks.values()):
             print(f"warning: {warning}")
-        waiting = watch.waiting(0.0)
+        waiting = watch.waiting
         if waiting is not None:
             print("\n" + "\n".join(report_lines(waiting, watch.suspects(waiting))))
     finally:
-        watch.close()
+        ranks.close()
     return 0
 
 
@@ -69,12 +72,11 @@ def _directory(given: str | None) -> Path:
     return Path(rings[0]).parent
 
 
-def _show(watch: HangWatch, rank: RankProgress, *, whole: bool) -> None:
-    state = watch.state(rank)
-    pending = rank.oldest_pending()
-    stacks = watch.stacks(rank)
+def _show(ranks: RunFollower, rank: RankProgress, stacks: Sequence[Stack], *, whole: bool) -> None:
+    state = ranks.state(rank)
+    waiting = rank.waiting_in()
     own = user_frames(stacks[0].frames, rank.header) if stacks else []
-    here = rank in watch.local_ranks
+    here = rank in ranks.local_ranks
     where = "" if here else f" on {rank.header['host']}"
     parts = [f"rank {rank.rank} (process {rank.header['pid']}{where}): {state.value}"]
     if rank.step >= 0:
@@ -82,10 +84,10 @@ def _show(watch: HangWatch, rank: RankProgress, *, whole: bool) -> None:
     if own:
         parts.append(f"at {own[0]}")
     print(", ".join(parts))
-    if pending is not None:
-        seconds = (time.monotonic_ns() - pending.time) / 1e9
-        how_long = f"for {seconds:.1f} s in" if here else "in"
-        print(f"    {'at its end in' if state is ProcessState.GONE else how_long} {described(pending)}")
+    if waiting is not None:
+        record, since = waiting
+        how_long = f"for {(ranks.now - since) / 1e9:.1f} s in" if here else "in"
+        print(f"    {'at its end in' if state is ProcessState.GONE else how_long} {described(record)}")
     for number, stack in enumerate(stacks if whole else []):
         print(f"    {'main thread' if number == 0 else 'another thread'}:")
         for frame in stack.frames:

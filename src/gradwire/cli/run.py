@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -16,6 +17,8 @@ from gradwire.launch.store_host import LOOPBACK, StoreHost
 from gradwire.launch.supervise import Run, supervise
 from gradwire.launch.world import Address
 from gradwire.observe.hang_watch import HangWatch
+from gradwire.observe.hangs import SOFT_DEADLINE
+from gradwire.observe.run_follower import RunFollower
 from gradwire.observe.runs import KEPT, clear_run, new_run, runs_directory
 from gradwire.private_file import create, name_of
 
@@ -51,8 +54,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         usage="gradwire run [options] [-m] SCRIPT [arguments of the script]",
         description="Start N processes of a script on this machine; gw.init() makes them ranks of one world. Each line of "
         "their output is shown with its rank. When one fails the others are stopped, its traceback is shown last, and its "
-        "exit code is returned. Signals are forwarded to all ranks; a second Ctrl-C kills them. Rank 0 reads what is piped "
-        "in; no rank reads the terminal.",
+        "exit code is returned. Signals are forwarded to all ranks; a second Ctrl-C kills them. SIGUSR1 shows where every rank "
+        "stands, and is forwarded only to ranks that handle it. Rank 0 reads what is piped in; no rank reads the terminal.",
         epilog="For several hosts use torchrun, mpirun or srun: gw.init() works under each.",
     )
     parser.set_defaults(hints=_HINTS)
@@ -100,6 +103,15 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         f"last {KEPT} runs are kept)",
     )
     add("--no-record", action="store_true", help="do not record what the ranks do")
+    add(
+        "--hang-after",
+        "--hang_after",
+        type=_hang_after,
+        default=SOFT_DEADLINE,
+        metavar="SECONDS",
+        help="report a hang when ranks have waited for so long in a collective, and ten times as long as usual (default: "
+        "%(default)g; 0 or never: do not)",
+    )
     add("--standalone", action="store_true", help="as for torchrun; ranks are always on this machine only")
     add("--nnodes", type=_one_host, metavar="1", help="as for torchrun; must be 1")
     # One argument for both, not REMAINDER, from which argparse drops a first "--".
@@ -120,7 +132,8 @@ def run(args: argparse.Namespace) -> int:
     recorded = _run_directory(args, script)
     private = create()
     store = StoreHost()
-    watch = HangWatch(Path(recorded[RUN_DIRECTORY]), since=time.monotonic_ns()) if recorded else None
+    ranks = RunFollower(Path(recorded[RUN_DIRECTORY]), since=time.monotonic_ns()) if recorded else None
+    watch = None if ranks is None else HangWatch(ranks, deadline=args.hang_after)
     try:
         world = LocalWorld(size, name_of(private), Address(LOOPBACK, store.port), cpus)
         extra = {**recorded, **dict(args.env)}
@@ -142,8 +155,8 @@ def run(args: argparse.Namespace) -> int:
     finally:
         store.close()
         os.close(private)
-        if watch is not None:
-            watch.close()
+        if ranks is not None:
+            ranks.close()
 
 
 def _run_directory(args: argparse.Namespace, script: str) -> dict[str, str]:
@@ -205,6 +218,10 @@ def _assignment(text: str) -> tuple[str, str]:
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
     return name, value
+
+
+def _hang_after(text: str) -> float:
+    return (0.0 if text == "never" else _seconds(text)) or math.inf
 
 
 def _seconds(text: str) -> float:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from types import FrameType
 from typing import BinaryIO
 
 from gradwire.errors import UsageError
+from gradwire.host import handles_signal
 from gradwire.launch.first_failure import Ending, described
 from gradwire.launch.process import RankProcess
 from gradwire.launch.run_report import RunReport
@@ -142,17 +143,16 @@ class _Supervisor:
                     self._ranks[rank].send(number)
             self._release_held()
             if (watch := self._watch_for_hangs) is not None:
-                self._err.write(
-                    "".join(f"gradwire run: {line}\n" for line in watch.check_if_due()).encode(
-                        errors="backslashreplace"
-                    )
-                )
+                self._say(watch.check_if_due())
         self._end_companions()
         pids = [process.pid for process in self._ranks]
         RunReport(self._err, [self._streams[rank][1] for rank in range(len(pids))], self._run.log_dir).show(
             shutdown, pids, self._now
         )
         return shutdown.exit_code
+
+    def _say(self, lines: Iterable[str]) -> None:
+        self._err.write("".join(f"gradwire run: {line}\n" for line in lines).encode(errors="backslashreplace"))
 
     @property
     def _watch_for_hangs(self) -> HangWatch | None:
@@ -196,6 +196,10 @@ class _Supervisor:
             self._drain(process)
             if status == 0:
                 self._streams[process.rank][1].release()
+            if (
+                status < 0 and (watch := self._watch_for_hangs) is not None
+            ):  # without a traceback that says where it was
+                self._say(watch.rank_ended(process.rank))
             words = tuple(self._streams[process.rank][1].tail.lines)
             self._shutdown.ended(Ending(process.rank, status, after, words=words))
 
@@ -230,12 +234,16 @@ class _Supervisor:
         if number == signal.SIGINT and self._interrupts > 2:
             signal.default_int_handler(number, frame)  # ends a launcher that waits for a reader who does not read
         for process in list(self._ranks):
-            process.send(signal.SIGKILL if self._interrupts > 1 else number)
+            if number != signal.SIGUSR1 or handles_signal(process.pid, number):  # else it would end the rank
+                process.send(signal.SIGKILL if self._interrupts > 1 else number)
         self._signals.append(signal.Signals(number))
 
     def _take_signals(self) -> None:
         while self._signals:
-            self._shutdown.signalled(self._signals.pop(0), self._now)
+            number = self._signals.pop(0)
+            self._shutdown.signalled(number, self._now)
+            if number == signal.SIGUSR1 and self._run.watch is not None:
+                self._say(self._run.watch.standing())
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

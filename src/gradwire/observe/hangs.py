@@ -1,16 +1,15 @@
 """Hangs: which rank the others wait for, and what it does instead. Pure.
 
-A collective that takes far longer than usual hangs. Ranks that have not submitted it keep the others waiting; if all have, they
-disagree on what it is, or one of them was stopped in the middle of it.
+A collective that takes far longer than usual, and that a caller waits for, hangs. Ranks that have not submitted it keep the others
+waiting; if all have, they disagree on what it is, or one of them was stopped in the middle of it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from gradwire.host import ProcessState
 from gradwire.observe.progress import RankProgress
@@ -35,18 +34,44 @@ class Cause(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Member:
+    """A rank of a group."""
+
+    rank: int
+    """In the world; of threads that share a process and its ring, in the group."""
+    number: int
+    """In the group."""
+    progress: RankProgress = field(repr=False)
+
+    def waits_in(self, record: Record) -> bool:
+        """Whether it has submitted this collective, which has not finished."""
+        return any(_is_same(own, record) and own.rank == self.number for own in self.progress.pending.values())
+
+    def submission(self, record: Record) -> Record | None:
+        """Its own submission of this collective, if that is the last one that it has reached."""
+        reached = self.progress.reached.get((record.group, self.number))
+        return reached if reached is not None and reached.ordinal == record.ordinal else None
+
+    def has_reached(self, record: Record) -> bool:
+        """Whether it has submitted this collective or a later one."""
+        reached = self.progress.reached.get((record.group, self.number))
+        return reached is not None and reached.ordinal >= record.ordinal
+
+
+@dataclass(frozen=True, slots=True)
 class Waiting:
     """A collective that hangs."""
 
     record: Record
     """Its submission, on the rank that has waited for longest."""
     seconds: float
+    """How long that rank has waited."""
     ranks: tuple[int, ...]
-    """Ranks of the world that wait in it."""
+    """Ranks that wait in it."""
     missing: tuple[int, ...]
-    """Ranks of the world that have not submitted it."""
-    members: tuple[int, ...]
-    """Ranks of the world that take part in the group, in its order, as far as they are recorded here."""
+    """Ranks that have not submitted it."""
+    members: tuple[Member, ...]
+    """The ranks of the group, in its order, as far as they are recorded here."""
     unknown: int = 0
     """How many ranks of the group are not recorded here."""
 
@@ -59,44 +84,64 @@ class Suspect:
     pid: int
     cause: Cause
     state: ProcessState
-    where: Frame | None
+    stack: tuple[Frame, ...] = ()
+    where: Frame | None = None
     """The innermost line of user code that it is in."""
-    stack: tuple[Frame, ...]
-    doing: str
-    """More on the cause: the collective that it waits in, or the one that it has submitted."""
+    other: Record | None = None
+    """The collective that it waits in, or has submitted, instead."""
+    bucket: int = -1
+    """The bucket that is not full there; -1 where that is not the reason."""
+    parameters: tuple[str, ...] = ()
+    """Those of the bucket."""
 
 
-def find_waiting(ranks: Sequence[RankProgress], now: int, *, deadline: float = SOFT_DEADLINE) -> Waiting | None:
-    """The collective that ranks have waited in for longest, if that is longer than `deadline` seconds and ten times the usual."""
+def find_waiting(
+    ranks: Sequence[RankProgress], now: int, *, deadline: float = SOFT_DEADLINE, failed: bool = False
+) -> Waiting | None:
+    """The collective that ranks have waited in for longest, if that is longer than `deadline` seconds and ten times the usual.
+
+    With `failed`, also one that has failed since, and nothing came after it: for a rank that has ended.
+    """
     late = []
     for rank in ranks:
-        for record in rank.pending.values():
-            seconds = (now - record.time) / 1e9
-            if record.ordinal and seconds > max(deadline, _TIMES_USUAL * rank.usual_duration(record)):
-                late.append((record.time, rank.rank, record))
-    for _, _, record in sorted(late):
+        for since, record in _waits(rank, failed=failed):
+            usual = 0.0 if failed else _TIMES_USUAL * rank.usual_duration(record)
+            if record.ordinal and (now - since) / 1e9 > max(deadline, usual):
+                late.append((since, rank.rank, record))
+    for since, _, record in sorted(late):
         members = _members(ranks, record.group)
         if members is None:
             continue
-        waiting = tuple(r.rank for r in members if any(_is_same(p, record) for p in r.pending.values()))
-        missing = tuple(r.rank for r in members if not _has_reached(r, record))
-        size = max(r.groups[record.group][1] for r in members)
+        size = max(member.progress.groups[record.group][member.number] for member in members)
         return Waiting(
             record,
-            (now - record.time) / 1e9,
-            waiting,
-            missing,
-            tuple(r.rank for r in members),
+            (now - since) / 1e9,
+            tuple(m.rank for m in members if (m.submission(record) if failed else m.waits_in(record))),
+            tuple(m.rank for m in members if not m.has_reached(record)),
+            tuple(members),
             max(0, size - len(members)),
         )
     return None
 
 
-def _members(ranks: Sequence[RankProgress], group: str) -> list[RankProgress] | None:
+def _waits(rank: RankProgress, *, failed: bool) -> Iterator[tuple[int, Record]]:
+    for key, since in rank.waited.items():
+        if key in rank.pending:
+            yield since, rank.pending[key]
+    for record in rank.failed if failed else ():
+        if rank.reached.get((record.group, record.rank)) == record:
+            yield record.time, record
+
+
+def _members(ranks: Sequence[RankProgress], group: str) -> list[Member] | None:
     """Who takes part in a group, by its order. None if several groups have this name: then nothing can be said."""
-    found = {rank.groups[group][0]: rank for rank in ranks if group in rank.groups}
-    if len(found) < sum(group in rank.groups for rank in ranks):
-        return None
+    found: dict[int, Member] = {}
+    for rank in ranks:
+        numbers = rank.groups.get(group, {})
+        for number in numbers:
+            if number in found:
+                return None
+            found[number] = Member(rank.rank if len(numbers) == 1 else number, number, rank)
     return [found[number] for number in sorted(found)]
 
 
@@ -104,65 +149,87 @@ def _is_same(a: Record, b: Record) -> bool:
     return a.group == b.group and a.ordinal == b.ordinal
 
 
-def _has_reached(rank: RankProgress, record: Record) -> bool:
-    reached = rank.reached.get(record.group)
-    return reached is not None and reached.ordinal >= record.ordinal
-
-
 def find_suspects(
     waiting: Waiting,
-    ranks: Mapping[int, RankProgress],
     *,
     state: Callable[[RankProgress], ProcessState],
-    stacks: Callable[[RankProgress], Sequence[Stack]],
+    stacks: Callable[[Sequence[RankProgress]], Mapping[int, Sequence[Stack]]],
 ) -> list[Suspect]:
-    """The ranks that keep the others waiting. `state` and `stacks` look at a rank's process."""
+    """The ranks that keep the others waiting. `state` and `stacks` look at processes of ranks."""
+    found = _to_blame(waiting, state)
+    of_rank = stacks([member.progress for member in found])
+    return [
+        _suspect(member, waiting, state(member.progress), of_rank.get(member.progress.rank, ())) for member in found
+    ]
+
+
+def _to_blame(waiting: Waiting, state: Callable[[RankProgress], ProcessState]) -> list[Member]:
     if waiting.missing:
-        return [_suspect(ranks[rank], waiting, state, stacks) for rank in waiting.missing]
-    here = {
-        rank: record
-        for rank in waiting.members
-        for record in ranks[rank].pending.values()
-        if _is_same(record, waiting.record)
-    }
-    kinds = Counter((record.op, record.nbytes) for record in here.values())
-    if len(kinds) > 1:
-        usual = kinds.most_common(1)[0][0]
-        odd = [rank for rank, record in here.items() if (record.op, record.nbytes) != usual]
-        return [_suspect(ranks[rank], waiting, state, stacks, different=here[rank]) for rank in odd]
-    suspects = [_suspect(ranks[rank], waiting, state, stacks) for rank in waiting.members]
-    return [suspect for suspect in suspects if suspect.state in (ProcessState.STOPPED, ProcessState.GONE)]
+        return [member for member in waiting.members if member.rank in waiting.missing]
+    odd = [member for member in waiting.members if _different(member, waiting) is not None]
+    ended = (ProcessState.STOPPED, ProcessState.GONE)
+    return odd or [member for member in waiting.members if state(member.progress) in ended]
 
 
-def _suspect(
-    rank: RankProgress,
-    waiting: Waiting,
-    state: Callable[[RankProgress], ProcessState],
-    stacks: Callable[[RankProgress], Sequence[Stack]],
-    *,
-    different: Record | None = None,
-) -> Suspect:
-    now = state(rank)
-    found = list(stacks(rank))
-    pending = rank.oldest_pending()
-    cause, stack, doing = Cause.UNKNOWN, found[0].frames if found else (), ""
-    in_hook = next((s.frames for s in found if _is_in_hook(s.frames)), None)
-    if now is ProcessState.GONE:
-        cause = Cause.DEAD
-    elif now is ProcessState.STOPPED:
-        cause = Cause.STOPPED
-    elif different is not None:
-        cause, doing = Cause.DIFFERENT, described(different)
-    elif pending is not None and not _is_same(pending, waiting.record):
-        cause, doing = Cause.OTHER_COLLECTIVE, described(pending)
-    elif in_hook is not None:
-        cause, stack = Cause.HOOK, in_hook
-    elif any("/torch/utils/data/" in frame.file for frame in stack):
-        cause = Cause.DATA_LOADER
-    elif stack:
-        cause = Cause.USER_CODE
-    own = user_frames(stack, rank.header)
-    return Suspect(rank.rank, int(rank.header["pid"]), cause, now, own[0] if own else None, tuple(stack), doing)
+def _different(member: Member, waiting: Waiting) -> Record | None:
+    """The submission of a rank that differs from those of most ranks."""
+    submitted = [other.submission(waiting.record) for other in waiting.members]
+    kinds = Counter((record.op, record.nbytes) for record in submitted if record is not None)
+    own = member.submission(waiting.record)
+    if own is None or len(kinds) < 2 or (own.op, own.nbytes) == kinds.most_common(1)[0][0]:
+        return None
+    return own
+
+
+def _suspect(member: Member, waiting: Waiting, state: ProcessState, stacks: Sequence[Stack]) -> Suspect:
+    cause, other = _cause(member, waiting, state, stacks)
+    stack = _stack(cause, stacks)
+    own = user_frames(stack, member.progress.header)
+    bucket = _missing_bucket(member, waiting)
+    return Suspect(
+        member.rank,
+        int(member.progress.header["pid"]),
+        cause,
+        state,
+        tuple(stack),
+        own[0] if own else None,
+        other,
+        bucket,
+        parameters_of(bucket, waiting.record, [m.progress for m in waiting.members]) if bucket >= 0 else (),
+    )
+
+
+def _cause(
+    member: Member, waiting: Waiting, state: ProcessState, stacks: Sequence[Stack]
+) -> tuple[Cause, Record | None]:
+    """What a rank does, and the collective that it does instead, if any."""
+    different = _different(member, waiting)
+    elsewhere = member.progress.waiting_in(member.number)
+    if different is not None:
+        return Cause.DIFFERENT, different
+    if state is ProcessState.GONE:
+        return Cause.DEAD, None
+    if state is ProcessState.STOPPED:
+        return Cause.STOPPED, None
+    if elsewhere is not None and not _is_same(elsewhere[0], waiting.record):
+        return Cause.OTHER_COLLECTIVE, elsewhere[0]
+    if any(_is_in_hook(stack.frames) for stack in stacks):
+        return Cause.HOOK, None
+    if not stacks:
+        return Cause.UNKNOWN, None
+    in_loader = any("/torch/utils/data/" in frame.file for frame in _stack(Cause.USER_CODE, stacks))
+    return Cause.DATA_LOADER if in_loader else Cause.USER_CODE, None
+
+
+def _stack(cause: Cause, stacks: Sequence[Stack]) -> tuple[Frame, ...]:
+    """The stack to show: that of the thread that is in a hook; or of the main thread, unless that waits for other threads."""
+    wanted = _is_in_hook if cause is Cause.HOOK else _is_at_work
+    return next((s.frames for s in stacks if wanted(s.frames)), stacks[0].frames if stacks else ())
+
+
+def _is_at_work(frames: Sequence[Frame]) -> bool:
+    """Whether a thread is neither in a wait for a collective nor in one for other threads."""
+    return bool(frames) and not frames[0].file.endswith("/threading.py") and "/gradwire/groups/" not in frames[0].file
 
 
 def _is_in_hook(frames: Sequence[Frame]) -> bool:
@@ -173,76 +240,25 @@ def _is_in_hook(frames: Sequence[Frame]) -> bool:
     return False
 
 
-def described(record: Record) -> str:
-    """A collective as a person reads it."""
-    name = f" {record.label!r}" if record.label else ""
-    place = f" of step {record.step}, bucket {record.bucket}" if record.bucket >= 0 else ""
-    return f"{record.op}{name} (operation #{record.seq} of {record.group}, {record.nbytes:,} bytes{place})"
-
-
-def report_lines(waiting: Waiting, suspects: Sequence[Suspect], *, frames: int = 6) -> list[str]:
-    """The report, for a terminal."""
-    who = f"rank{'s' if len(waiting.ranks) > 1 else ''} {_list(waiting.ranks)}"
-    has = "have" if len(waiting.ranks) > 1 else "has"
-    lines = [f"{who} {has} waited for {waiting.seconds:.1f} s in {described(waiting.record)}"]
-    if waiting.unknown:
-        are = "ranks of the group are" if waiting.unknown > 1 else "rank of the group is"
-        lines.append(f"  {waiting.unknown} {are} not recorded here: if on another host, look there too")
-    elif not suspects:
-        lines.append("  all ranks have submitted it: the engine or the link is slow or stuck")
-    for suspect in suspects:
-        at = f": {suspect.where}" if suspect.where else f": {suspect.doing}" if suspect.doing else ""
-        lines.append(f"  rank {suspect.rank} (process {suspect.pid}, {suspect.state.value}): {suspect.cause.value}{at}")
-        if suspect.doing and suspect.where:
-            lines.append(f"      {suspect.doing}")
-        lines += [f"      {frame}" for frame in suspect.stack[:frames]]
-        if len(suspect.stack) > frames:
-            lines.append(f"      ... {len(suspect.stack) - frames} more")
-    return lines
-
-
-def as_dict(waiting: Waiting, suspects: Sequence[Suspect]) -> dict[str, Any]:
-    """The report, for programs."""
+def _missing_bucket(member: Member, waiting: Waiting) -> int:
+    """The bucket that the others reduce and that is not full on this rank; -1 if there is none."""
     record = waiting.record
-    facts = {
-        "op": record.op,
-        "label": record.label,
-        "group": record.group,
-        "seq": record.seq,
-        "ordinal": record.ordinal,
-    }
-    return {
-        "collective": {**facts, "bytes": record.nbytes, "step": record.step, "bucket": record.bucket},
-        "seconds": waiting.seconds,
-        "waiting": list(waiting.ranks),
-        "missing": list(waiting.missing),
-        "unknown": waiting.unknown,
-        "suspects": [
-            {
-                "rank": suspect.rank,
-                "pid": suspect.pid,
-                "cause": suspect.cause.name,
-                "state": suspect.state.value,
-                "doing": suspect.doing,
-                "where": None if suspect.where is None else str(suspect.where),
-                "stack": [str(frame) for frame in suspect.stack],
-            }
-            for suspect in suspects
-        ],
-    }
+    full = member.progress.full.get((record.group, record.bucket))
+    missing = member.rank in waiting.missing and record.bucket >= 0
+    return record.bucket if missing and (full is None or full.step < record.step) else -1
 
 
-def _list(ranks: Sequence[int]) -> str:
-    """Ranks as a person writes them.
+def parameters_of(bucket: int, record: Record, ranks: Sequence[RankProgress]) -> tuple[str, ...]:
+    """The names of the parameters in a bucket of the group of `record`, as far as a rank has described them.
 
-    >>> _list([0, 1, 2, 5, 7, 8])
-    '0-2, 5, 7, 8'
+    Models may share a group: of several descriptions, the one is meant whose bucket was as large when it was full.
     """
-    runs: list[list[int]] = []
     for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return ", ".join(parts)
+        full = rank.full.get((record.group, bucket))
+        if full is None:
+            continue
+        for model in reversed(rank.descriptions.get("buckets", ())):
+            buckets = model["buckets"] if model["group"] == record.group else ()
+            if bucket < len(buckets) and buckets[bucket]["bytes"] == full.nbytes:
+                return tuple(buckets[bucket]["names"])
+    return ()

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from gradwire.flight_recorder import RecordKind
-from gradwire.observe.ring import Record
+from gradwire.observe.ring import COLLECTIVES, Record
 from gradwire.observe.step_times import StepFolder
+from gradwire.observe.steps import Phase
 
 _KEPT_DURATIONS = 100
 _KEPT_RECORDS = 20
 _KEPT_WARNINGS = 20
+_KEPT_FAILED = 20
+
+Operation = tuple[str, int, int]
+"""Group, rank in it (threads of one process may be several), and sequence number."""
 
 
 @dataclass
@@ -23,13 +28,19 @@ class RankProgress:
 
     rank: int
     header: Mapping[str, Any]
-    groups: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By the name of a group: this rank's number in it, and its size, or 0 if that is not known."""
-    reached: dict[str, Record] = field(default_factory=dict)
-    """By group: the last collective that was submitted, or finished without having been seen before."""
-    pending: dict[tuple[str, int, int], Record] = field(default_factory=dict)
-    """By group, rank in it (threads of one process may be several) and sequence number: operations that were submitted and have
-    not finished."""
+    groups: dict[str, dict[int, int]] = field(default_factory=dict)
+    """By the name of a group: this rank's number in it, or those of the threads of this process, and its size; 0 if that is not
+    known."""
+    reached: dict[tuple[str, int], Record] = field(default_factory=dict)
+    """By group and rank in it: the last collective that was submitted, or finished without having been seen before."""
+    pending: dict[Operation, Record] = field(default_factory=dict)
+    """Operations that were submitted and have not finished."""
+    waited: dict[Operation, int] = field(default_factory=dict)
+    """Since when a caller waits for a pending operation. Others run in the background."""
+    failed: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_FAILED))
+    """The submissions of operations that have failed."""
+    full: dict[tuple[str, int], Record] = field(default_factory=dict)
+    """By group and bucket: when it was full last."""
     durations: dict[tuple[str, str], deque[int]] = field(default_factory=dict)
     """By group and operation: how long the last ones took."""
     last: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_RECORDS))
@@ -40,6 +51,10 @@ class RankProgress:
     """The step that it is in, or was in last."""
     folder: StepFolder = field(default_factory=StepFolder)
     """The times of its last steps."""
+    last_collective: Record | None = None
+    """The last record of a collective."""
+    descriptions: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """What records refer to: see `FlightRecorder.describe`."""
 
     def update(self, records: Iterable[Record]) -> None:
         """Take new records into account."""
@@ -47,41 +62,80 @@ class RankProgress:
             self.last.append(record)
             self.folder.add(record)
             self.step = max(self.step, record.step)
-            kind, key = record.kind, (record.group, record.rank, record.seq)
+            kind = record.kind
             if kind is RecordKind.GROUP:
-                self._forget(record.group)  # one of the same name was closed: the new one counts from 1 again
-                self.groups[record.group] = record.rank, record.nbytes
-            elif record.group:  # in a long run the record of the group itself was overwritten
-                self.groups.setdefault(record.group, (record.rank, 0))
+                self._forget(record)
+                self.groups.setdefault(record.group, {})[record.rank] = record.nbytes
+                continue
+            if record.group:  # in a long run the record of the group itself was overwritten
+                self.groups.setdefault(record.group, {}).setdefault(record.rank, 0)
             if kind is RecordKind.WARNING:
                 self.warnings.append(record)
-            if kind is RecordKind.GROUP:
-                continue
-            if kind is RecordKind.COLLECTIVE_SUBMITTED:
-                self.pending[key] = record
-                self._reach(record)
-            elif kind in (RecordKind.COLLECTIVE_FINISHED, RecordKind.COLLECTIVE_FAILED):
-                self.pending.pop(key, None)
-                self._reach(record)
-                if kind is RecordKind.COLLECTIVE_FINISHED:
-                    of_this = self.durations.setdefault((record.group, record.op), deque(maxlen=_KEPT_DURATIONS))
-                    of_this.append(record.duration)
+            elif kind is RecordKind.BUCKET_FULL:
+                self.full[record.group, record.bucket] = record
+            elif kind in COLLECTIVES:
+                self._update_collective(record)
 
-    def _forget(self, group: str) -> None:
-        self.reached.pop(group, None)
-        for key in [key for key in self.pending if key[0] == group]:
+    @property
+    def phase(self) -> Phase | None:
+        """What it does in the step, if it trains a model."""
+        return self.folder.tracker.phase
+
+    @property
+    def phase_since(self) -> int:
+        """When the phase began."""
+        return self.folder.tracker.start
+
+    def _update_collective(self, record: Record) -> None:
+        kind, key = record.kind, (record.group, record.rank, record.seq)
+        self.last_collective = record
+        if kind is RecordKind.COLLECTIVE_SUBMITTED:
+            self.pending[key] = record
+            self._reach(record)
+        elif kind is RecordKind.COLLECTIVE_WAITED:
+            self.waited.setdefault(key, record.time)
+        elif kind in (RecordKind.COLLECTIVE_FINISHED, RecordKind.COLLECTIVE_FAILED):
+            submitted = self.pending.pop(key, record)
+            self.waited.pop(key, None)
+            self._reach(record)
+            if kind is RecordKind.COLLECTIVE_FAILED:
+                self.failed.append(submitted)
+            else:
+                of_this = self.durations.setdefault((record.group, record.op), deque(maxlen=_KEPT_DURATIONS))
+                of_this.append(record.duration)
+
+    def _forget(self, group: Record) -> None:
+        """A group of the same name was closed: the new one counts from 1 again."""
+        self.reached.pop((group.group, group.rank), None)
+        for key in [key for key in self.pending if key[:2] == (group.group, group.rank)]:
             del self.pending[key]
+            self.waited.pop(key, None)
 
     def _reach(self, record: Record) -> None:
-        known = self.reached.get(record.group)
+        known = self.reached.get((record.group, record.rank))
         if record.ordinal and (known is None or record.ordinal > known.ordinal):
-            self.reached[record.group] = record
+            self.reached[record.group, record.rank] = record
 
     def usual_duration(self, record: Record) -> float:
         """The median of what operations like this one took here lately, in seconds; 0 if there were none."""
         durations = self.durations.get((record.group, record.op))
         return median(durations) / 1e9 if durations else 0.0
 
-    def oldest_pending(self) -> Record | None:
-        """The operation that has been under way for longest."""
-        return min(self.pending.values(), key=lambda record: record.time, default=None)
+    def waiting_in(self, number: int | None = None) -> tuple[Record, int] | None:
+        """The operation that a caller has waited for longest, and since when; of threads, that of rank `number`."""
+        alone = number is None or all(len(numbers) < 2 for numbers in self.groups.values())
+        found = min(
+            ((since, key) for key, since in self.waited.items() if key in self.pending and (alone or key[1] == number)),
+            default=None,
+        )
+        return None if found is None else (self.pending[found[1]], found[0])
+
+    def missing_bucket(self, group: str) -> int:
+        """The first bucket of the step that is not full here; -1 where nothing is known of buckets."""
+        buckets = sorted(bucket for name, bucket in self.full if name == group)
+        began = self.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.EXPOSED)
+        for bucket in buckets:
+            step = self.full[group, bucket].step
+            if step < self.step or (step == self.step and not began):
+                return bucket
+        return -1

@@ -19,7 +19,8 @@ _UNKNOWN = "?"
 _ABOUT_TO = 1_000_000_000
 """After so many nanoseconds a record that is missing between others is not written any more."""
 _KINDS = {kind.value: kind for kind in RecordKind}
-_OF_COLLECTIVES = frozenset(kind for kind in RecordKind if kind.name.startswith("COLLECTIVE_"))
+COLLECTIVES = frozenset(kind for kind in RecordKind if kind.name.startswith("COLLECTIVE_"))
+"""Records of collectives, sends and receives."""
 
 
 class Record(NamedTuple):
@@ -147,7 +148,7 @@ class RingFile:
             kind = _KINDS.get(code)
             if kind is None or number % self.capacity != slot + i:
                 continue
-            name = ops[op] if kind in _OF_COLLECTIVES and op < len(ops) else ""
+            name = ops[op] if kind in COLLECTIVES and op < len(ops) else ""
             records.append(Record(number, time, kind, name, rank, thread, self._name(group), self._name(label), *rest))
         return records
 
@@ -208,6 +209,7 @@ class RingFollower:
         self._file = RingFile(path)
         self.header = self._file.header
         self.is_replaced = self._file.is_replaced
+        self.read_descriptions = self._file.read_descriptions
         self._next = 0
         self._gap = -1
         """The record that was to come next at the end of the last call."""

@@ -1,13 +1,14 @@
 """Python stacks of a rank that may not answer. Without torch.
 
 In a rank that is recorded, faulthandler writes the stacks of all threads to `rank-N.stacks` when a signal comes. Its handler is
-C code that runs at once: in a Python loop, in a system call, and in C code that holds the interpreter's lock. Only a process that
-is stopped does not answer.
+C code that runs at once: in a Python loop, in a system call, and in C code that holds the interpreter's lock. A process that is
+stopped, or blocks the signal, does not answer: py-spy reads its stacks, if it is installed (`pip install gradwire[py-spy]`).
 """
 
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import re
 import signal
@@ -20,9 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradwire.host import ProcessState, handles_signal, process_state
+from gradwire.observe.py_spy import dump_stacks
+
 SIGNAL = signal.SIGRTMIN + 12 if hasattr(signal, "SIGRTMIN") else None
 """Not one that programs use."""
 _PATIENCE = 1.0
+_PAUSE = 0.02
+_LARGEST = 1 << 20
+_OUTERMOST = ("<module>", "_run_module_as_main")
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
@@ -73,26 +80,68 @@ def can_write_stacks() -> bool:
     return SIGNAL is not None and threading.current_thread() is threading.main_thread()
 
 
-def read_stacks(path: Path, header: Mapping[str, Any]) -> list[Stack]:
-    """The stacks of the threads of a rank now, the main thread's first. Empty if it does not answer within a second."""
-    pid, stacks = int(header["pid"]), path.with_suffix(".stacks")
-    if SIGNAL is None or not _handles(pid, SIGNAL):
-        return []
+def read_stacks(headers: Mapping[Path, Mapping[str, Any]]) -> dict[Path, list[Stack]]:
+    """The stacks of the threads of several ranks now, the main thread's first.
+
+    By the path of each rank's file of stacks and the header of its ring. All ranks are asked at the same time, and have a
+    second to answer. Those that do not, or are stopped, are looked at by py-spy, where it is installed.
+    """
+    found: dict[Path, list[Stack]] = {path: [] for path in headers}
+    asked = {path: answer for path, header in headers.items() if (answer := _ask(path, header)) is not None}
+    deadline = time.monotonic() + _PATIENCE
+    while asked and time.monotonic() < deadline:
+        time.sleep(_PAUSE)
+        for path, answer in list(asked.items()):
+            answer.read()
+            found[path] = parse_stacks(answer.text, main=int(headers[path]["main_thread"]))
+            if answer.is_complete(found[path]):
+                del asked[path]
+    silent = {path: int(headers[path]["pid"]) for path, stacks in found.items() if not stacks}
+    for path, text in dump_stacks(silent, within=_PATIENCE).items():
+        found[path] = parse_dump(text, main=int(headers[path]["main_thread"]))
+    return found
+
+
+class _Answer:
+    """What faulthandler has written since it was asked."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._begin = path.stat().st_size
+        if self._begin > _LARGEST:  # it is only ever added to
+            os.truncate(path, 0)
+            self._begin = 0
+        self.text = ""
+        self._changed = time.monotonic()
+
+    def read(self) -> None:
+        try:
+            with self._path.open(errors="replace") as file:
+                file.seek(self._begin)
+                text = file.read()
+        except OSError:
+            return
+        if text != self.text:
+            self.text, self._changed = text, time.monotonic()
+
+    def is_complete(self, stacks: Sequence[Stack]) -> bool:
+        """Whether nothing more is to come. Nothing marks the end, except that the stack of a program ends in a module."""
+        since = time.monotonic() - self._changed
+        ended = any(stack.frames and stack.frames[-1].function in _OUTERMOST for stack in stacks[:1])
+        return bool(stacks) and since > (_PAUSE if ended else 10 * _PAUSE)
+
+
+def _ask(path: Path, header: Mapping[str, Any]) -> _Answer | None:
+    """Send the signal; None if the rank cannot answer."""
+    pid = int(header["pid"])
+    if SIGNAL is None or process_state(pid) is ProcessState.STOPPED or not handles_signal(pid, SIGNAL):
+        return None
     try:
-        before = stacks.stat().st_size
+        answer = _Answer(path)
         os.kill(pid, SIGNAL)
     except OSError:
-        return []
-    deadline, text = time.monotonic() + _PATIENCE, ""
-    while time.monotonic() < deadline:
-        with stacks.open(errors="replace") as file:
-            file.seek(before)
-            now = file.read()
-        if now and now == text:  # nothing was added for a while
-            break
-        text = now
-        time.sleep(0.02)
-    return parse_stacks(text, main=int(header["main_thread"]))
+        return None
+    return answer
 
 
 def parse_stacks(text: str, *, main: int) -> list[Stack]:
@@ -102,23 +151,33 @@ def parse_stacks(text: str, *, main: int) -> list[Stack]:
     >>> parse_stacks(text, main=255)
     [Stack(thread=255, frames=(Frame(file='a.py', line=3, function='f'),))]
     """
-    stacks: list[tuple[int, list[Frame]]] = []
+    stacks: dict[int, list[Frame]] = {}  # of a rank that was asked twice, the last
+    frames: list[Frame] = []
     for line in text.splitlines():
         if found := _THREAD.match(line):
-            stacks.append((int(found[1], 16), []))
-        elif stacks and (found := _FRAME.match(line)):
-            stacks[-1][1].append(Frame(found[1], int(found[2]) if found[2].isdigit() else 0, found[3]))
-    return sorted((Stack(thread, tuple(frames)) for thread, frames in stacks), key=lambda stack: stack.thread != main)
+            frames = stacks[int(found[1], 16)] = []
+        elif found := _FRAME.match(line):
+            frames.append(Frame(found[1], int(found[2]) if found[2].isdigit() else 0, found[3]))
+    return main_first(stacks, main)
 
 
-def _handles(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal: one without would be ended by it."""
+def parse_dump(text: str, *, main: int) -> list[Stack]:
+    """What py-spy has written, the main thread's stack first; nothing if that is not what it was asked for."""
     try:
-        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-            fields = dict(line.split(":", 1) for line in file if ":" in line)
-        return bool(int(fields["SigCgt"], 16) >> (number - 1) & 1)
-    except (OSError, KeyError, ValueError):
-        return False
+        threads = {
+            int(thread["thread_id"]): [
+                Frame(str(frame["filename"]), int(frame["line"]), str(frame["name"])) for frame in thread["frames"]
+            ]
+            for thread in json.loads(text)
+        }
+    except (KeyError, TypeError, ValueError):
+        return []
+    return main_first(threads, main)
+
+
+def main_first(threads: Mapping[int, Sequence[Frame]], main: int) -> list[Stack]:
+    """The stacks of `threads`, that of `main` first."""
+    return sorted((Stack(thread, tuple(frames)) for thread, frames in threads.items()), key=lambda s: s.thread != main)
 
 
 def user_frames(frames: Sequence[Frame], header: Mapping[str, Any]) -> list[Frame]:

@@ -68,7 +68,8 @@ class StepFolder:
     def __init__(self, kept: int = 256) -> None:
         self.steps: deque[StepTimes] = deque(maxlen=kept)
         """The last steps, oldest first."""
-        self._tracker = PhaseTracker()
+        self.tracker = PhaseTracker()
+        """The phase that the rank is in."""
         self._phase_start = 0
         self._waits: list[tuple[int, int]] = []
         self._launch_start: int | None = None
@@ -114,12 +115,12 @@ class StepFolder:
 
     def _phase_record(self, record: Record) -> None:
         kind, time = record.kind, record.time
-        if not self._tracker.handles(kind):
+        if not self.tracker.handles(kind):
             return
         self._threads.add(record.thread)
         if record.group and self._ranks.setdefault(record.group, record.rank) != record.rank:
             self._shared = True
-        span = self._tracker.add(record)
+        span = self.tracker.add(record)
         if span is not None:
             waited = _covered(self._waits)
             own = max(0, span.end - span.start - waited)

@@ -440,6 +440,13 @@ def test_signals_are_passed_on_and_ranks_that_deal_with_them_end_well(launch, se
     assert sorted(out.splitlines()) == [b"[%d] ['SIGUSR1', 'SIGINT']" % rank for rank in (0, 1)]
 
 
+def test_usr1_does_not_end_ranks_that_have_no_handler_for_it(launch, send):
+    send(("ready", signal.SIGUSR1), ("ready", signal.SIGINT))
+    code, _, err = launch("mark('ready'); time.sleep(100)")
+    assert code == 130
+    assert b"SIGUSR1" not in err
+
+
 def test_an_interrupt_that_ranks_do_not_deal_with_is_exit_code_130(launch, send):
     send(("ready", signal.SIGINT))
     code, _, err = launch("mark('ready'); time.sleep(100)")

@@ -18,6 +18,7 @@ from gradwire.flight_recorder import FlightRecorder, RecordKind
 from gradwire.host import ProcessState, process_start, process_state
 from gradwire.observe.hang_watch import HangWatch
 from gradwire.observe.recording import _header
+from gradwire.observe.run_follower import RunFollower
 from gradwire.observe.stacks import parse_stacks
 
 RANK = """
@@ -54,6 +55,7 @@ def blocked():
 
 if what == "waits":
     work = submit()
+    ledger.waited(work)
     print("ready", flush=True)
     work.finish() if sys.stdin.readline() == "finish\\n" else work.fail(RuntimeError("lost"))
     print("over", flush=True)
@@ -93,7 +95,7 @@ def wait_for(process, state):
 
 @pytest.fixture
 def watch(tmp_path):
-    watch = HangWatch(tmp_path / "run", deadline=0.0)
+    watch = HangWatch(RunFollower(tmp_path / "run"), deadline=0.0)
     yield watch
     watch.close()
 
@@ -203,7 +205,8 @@ def ring(tmp_path):
         )
         recorders.append(recorder)
         recorder.put(RecordKind.GROUP, rank, group="world", nbytes=2)
-        recorder.put(RecordKind.COLLECTIVE_SUBMITTED, rank, group="world", ordinal=1)
+        for kind in (RecordKind.COLLECTIVE_SUBMITTED, RecordKind.COLLECTIVE_WAITED):
+            recorder.put(kind, rank, group="world", ordinal=1)
         return recorder
 
     (tmp_path / "run").mkdir()
@@ -214,7 +217,7 @@ def ring(tmp_path):
 
 def test_rings_of_an_earlier_run_are_not_looked_at(ring, tmp_path):
     ring(0)
-    watch = HangWatch(tmp_path / "run", deadline=0.0, since=time.monotonic_ns())
+    watch = HangWatch(RunFollower(tmp_path / "run", since=time.monotonic_ns()), deadline=0.0)
     assert watch.check() == []
     ring(1)
     assert "rank 1 has waited" in watch.check()[0]
@@ -223,17 +226,17 @@ def test_rings_of_an_earlier_run_are_not_looked_at(ring, tmp_path):
 
 def test_a_rank_that_was_started_again_is_followed(ring, watch):
     ring(0)
-    watch.look()
+    watch.run.look()
     ring(0).put(RecordKind.MARK, 0, label="again")
-    watch.look()
-    assert watch.ranks[0].last[-1].label == "again"
+    watch.run.look()
+    assert watch.run.ranks[0].last[-1].label == "again"
 
 
 def test_ranks_of_other_hosts_are_neither_signaled_nor_said_to_have_ended(ring, watch, tmp_path, capsys):
     ring(0, clock="of another host", host="there")
     assert watch.check() == []
-    assert watch.state(watch.ranks[0]) is ProcessState.UNKNOWN
-    assert watch.stacks(watch.ranks[0]) == []
+    assert watch.run.state(watch.run.ranks[0]) is ProcessState.UNKNOWN
+    assert watch.run.stacks(watch.run.ranks.values()) == {}
     assert main(["inspect", str(tmp_path / "run")]) == 0
     out = capsys.readouterr().out
     assert f"rank 0 (process {os.getpid()} on there): unknown" in out
@@ -244,7 +247,7 @@ def test_an_error_ends_the_watch_and_not_the_run(watch, monkeypatch):
     def fail():
         raise OSError("stale file handle")
 
-    monkeypatch.setattr(watch, "look", fail)
+    monkeypatch.setattr(watch.run, "look", fail)
     [line] = watch.check_if_due()
     assert "OSError: stale file handle" in line
     assert watch.next_look == float("inf")

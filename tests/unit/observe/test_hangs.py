@@ -6,11 +6,13 @@ import pytest
 
 from gradwire.flight_recorder import RecordKind as K
 from gradwire.host import ProcessState
-from gradwire.observe.hangs import Cause, find_suspects, find_waiting, report_lines
+from gradwire.observe.hang_report import report_lines
+from gradwire.observe.hangs import Cause, find_suspects, find_waiting
 from gradwire.observe.progress import RankProgress
 from gradwire.observe.stacks import Frame, Stack
 
 S = 1_000_000_000
+WAITED = K.COLLECTIVE_WAITED
 LIBRARIES = ["/lib/", "/src/gradwire/"]
 
 
@@ -18,7 +20,9 @@ LIBRARIES = ["/lib/", "/src/gradwire/"]
 def rank(record):
     """A rank of a group of three that has finished collectives 1 to `finished`, and has submitted those in `pending`."""
 
-    def make(number, *, finished=0, pending=(), took=S // 100, op="all_reduce", nbytes=4, group="world", at=0):
+    def make(
+        number, *, finished=0, pending=(), took=S // 100, op="all_reduce", nbytes=4, group="world", at=0, waits=WAITED
+    ):
         header = {"pid": 100 + number, "process_start": "", "libraries": LIBRARIES}
         progress = RankProgress(number, header)
         progress.update([record(K.GROUP, 0, group=group, rank=number, nbytes=3)])
@@ -27,7 +31,7 @@ def rank(record):
             progress.update([record(K.COLLECTIVE_FINISHED, at, seq=n, ordinal=n, duration=took, **facts)])
         facts |= {"step": 7, "bucket": 1, "label": "bucket 1"}
         for n in pending:
-            progress.update([record(K.COLLECTIVE_SUBMITTED, at, seq=n, ordinal=n, **facts)])
+            progress.update([record(kind, at, seq=n, ordinal=n, **facts) for kind in (K.COLLECTIVE_SUBMITTED, waits)])
         return progress
 
     return make
@@ -37,9 +41,8 @@ def suspects_of(ranks, waiting, states=None, stacks=None):
     states, stacks = states or {}, stacks or {}
     return find_suspects(
         waiting,
-        {rank.rank: rank for rank in ranks},
         state=lambda rank: states.get(rank.rank, ProcessState.SLEEPING),
-        stacks=lambda rank: stacks.get(rank.rank, []),
+        stacks=lambda asked: {rank.rank: stacks.get(rank.rank, []) for rank in asked},
     )
 
 
@@ -47,7 +50,8 @@ def test_ranks_that_have_not_submitted_it_are_missing(rank):
     ranks = [rank(0, finished=4, pending=[5]), rank(1, finished=4), rank(2, finished=4, pending=[5])]
     waiting = find_waiting(ranks, 6 * S)
     assert waiting is not None
-    assert (waiting.ranks, waiting.missing, waiting.members) == ((0, 2), (1,), (0, 1, 2))
+    assert (waiting.ranks, waiting.missing) == ((0, 2), (1,))
+    assert [member.rank for member in waiting.members] == [0, 1, 2]
     assert (waiting.seconds, waiting.record.ordinal) == (6.0, 5)
 
 
@@ -112,13 +116,13 @@ def test_what_the_missing_rank_does(rank, state, stacks, cause, where):
 
 def test_a_rank_that_waits_elsewhere(rank, record):
     ranks = [rank(0, finished=4, pending=[5]), rank(1, finished=4), rank(2, finished=4, pending=[5])]
-    other = record(K.COLLECTIVE_SUBMITTED, 0, op="barrier", group="side", seq=2, ordinal=3, label="epoch")
-    ranks[1].update([other])
+    facts = {"op": "barrier", "group": "side", "seq": 2, "ordinal": 3, "label": "epoch"}
+    ranks[1].update([record(kind, S, **facts) for kind in (K.COLLECTIVE_SUBMITTED, WAITED)])
     waiting = find_waiting(ranks, 6 * S)
     assert waiting is not None
     [suspect] = suspects_of(ranks, waiting)
     assert (suspect.rank, suspect.cause) == (1, Cause.OTHER_COLLECTIVE)
-    assert "barrier 'epoch' (operation #2 of side" in suspect.doing
+    assert "barrier 'epoch' (operation #2 of side" in report_lines(waiting, [suspect])[1]
 
 
 def test_a_different_collective(rank):
@@ -128,7 +132,7 @@ def test_a_different_collective(rank):
     assert waiting.missing == ()
     [suspect] = suspects_of(ranks, waiting)
     assert (suspect.rank, suspect.cause) == (1, Cause.DIFFERENT)
-    assert "8 bytes" in suspect.doing
+    assert "8 bytes" in report_lines(waiting, [suspect])[1]
 
 
 def test_a_rank_that_is_stopped_in_the_middle_of_it(rank):
@@ -167,7 +171,7 @@ def test_members_are_known_after_the_record_of_the_group_was_overwritten(rank):
         ranks[n] = fresh
     waiting = find_waiting(ranks, 6 * S)
     assert waiting is not None
-    assert (waiting.missing, waiting.members, waiting.unknown) == ((1,), (0, 1, 2), 0)
+    assert (waiting.missing, len(waiting.members), waiting.unknown) == ((1,), 3, 0)
 
 
 def test_a_new_group_of_the_same_name_counts_from_one_again(rank, record):
@@ -175,7 +179,8 @@ def test_a_new_group_of_the_same_name_counts_from_one_again(rank, record):
     for n, progress in enumerate(ranks):
         progress.update([record(K.GROUP, 0, group="world", rank=n, nbytes=2)])
     assert find_waiting(ranks, 60 * S) is None
-    ranks[0].update([record(K.COLLECTIVE_SUBMITTED, 0, op="barrier", group="world", rank=0, seq=0, ordinal=1)])
+    facts = {"op": "barrier", "group": "world", "rank": 0, "seq": 0, "ordinal": 1}
+    ranks[0].update([record(kind, 0, **facts) for kind in (K.COLLECTIVE_SUBMITTED, WAITED)])
     waiting = find_waiting(ranks, 60 * S)
     assert waiting is not None
     assert waiting.missing == (1,)
@@ -186,3 +191,80 @@ def test_ranks_of_one_process_are_told_apart(rank, record):
     progress.update([record(K.COLLECTIVE_SUBMITTED, 0, op="all_reduce", group="world", rank=1, seq=1, ordinal=1)])
     progress.update([record(K.COLLECTIVE_FINISHED, 0, op="all_reduce", group="world", rank=0, seq=1, ordinal=1)])
     assert [pending.rank for pending in progress.pending.values()] == [1]
+
+
+def test_what_runs_in_the_background_is_no_hang(rank):
+    """A rank that has submitted early computes; one that waits for it later hangs from then on."""
+    ranks = [rank(0, pending=[1], waits=K.COLLECTIVE_STARTED), rank(1), rank(2)]
+    assert find_waiting(ranks, 60 * S) is None
+    ranks[2] = rank(2, pending=[1], at=58 * S)
+    assert find_waiting(ranks, 60 * S) is None
+    waiting = find_waiting(ranks, 64 * S)
+    assert waiting is not None
+    assert (waiting.seconds, waiting.ranks, waiting.missing) == (6.0, (0, 2), (1,))
+
+
+def test_a_receive_in_the_background_is_not_what_a_rank_does(rank, record):
+    ranks = [rank(0, pending=[1]), rank(1), rank(2, pending=[1])]
+    ranks[1].update([record(K.COLLECTIVE_SUBMITTED, 0, op="recv", group="world", rank=1, seq=7)])
+    waiting = find_waiting(ranks, 6 * S)
+    assert waiting is not None
+    [suspect] = suspects_of(ranks, waiting, stacks={1: [Stack(1, (USER,))]})
+    assert suspect.cause is Cause.USER_CODE
+
+
+def test_ranks_that_are_threads_share_a_ring(rank, record):
+    progress = rank(0, pending=[1])
+    for number in (1, 2):
+        progress.update([record(K.GROUP, 0, group="world", rank=number, nbytes=3)])
+    facts = {"op": "all_reduce", "group": "world", "rank": 2, "seq": 1, "ordinal": 1}
+    progress.update([record(kind, 0, **facts) for kind in (K.COLLECTIVE_SUBMITTED, WAITED)])
+    waiting = find_waiting([progress], 6 * S)
+    assert waiting is not None
+    assert (waiting.ranks, waiting.missing, waiting.unknown) == ((0, 2), (1,), 0)
+    [suspect] = suspects_of([progress], waiting, stacks={0: [Stack(1, (WAIT, USER)), Stack(2, (USER,))]})
+    assert (suspect.rank, suspect.pid, suspect.cause, suspect.stack) == (1, 100, Cause.USER_CODE, (USER,))
+
+
+def test_the_bucket_that_is_not_full_and_its_parameters(rank, record):
+    ranks = [rank(0, pending=[1]), rank(1), rank(2, pending=[1])]
+    facts = {"group": "world", "bucket": 1, "nbytes": 24}
+    ranks[0].update([record(K.BUCKET_FULL, 0, step=7, **facts)])
+    other = {"group": "world", "buckets": [{"bytes": 8, "names": ["a"]}, {"bytes": 16, "names": ["b"]}]}
+    mine = {
+        "group": "world",
+        "buckets": [{"bytes": 8, "names": ["a"]}, {"bytes": 24, "names": ["fc.weight", "fc.bias"]}],
+    }
+    ranks[0].descriptions = {"buckets": [mine, other]}
+    waiting = find_waiting(ranks, 6 * S)
+    assert waiting is not None
+    [suspect] = suspects_of(ranks, waiting)
+    assert (suspect.bucket, suspect.parameters) == (1, ("fc.weight", "fc.bias"))
+    line = "      bucket 1 is not full there: it has no gradient yet of fc.weight, fc.bias"
+    assert line in report_lines(waiting, [suspect])
+    ranks[1].update([record(K.BUCKET_FULL, 0, step=7, **facts)])  # it is in the hook
+    [suspect] = suspects_of(ranks, waiting)
+    assert (suspect.bucket, suspect.parameters) == (-1, ())
+
+
+def test_ranks_at_the_same_place_are_named_together(rank):
+    ranks = [rank(0, pending=[1]), rank(1), rank(2)]
+    waiting = find_waiting(ranks, 6 * S)
+    assert waiting is not None
+    found = suspects_of(ranks, waiting, stacks={n: [Stack(1, (USER,))] for n in (1, 2)})
+    assert report_lines(waiting, found)[1:] == [
+        "  ranks 1, 2 (processes 101, 102, sleeping): it is in user code: spin() at /home/me/train.py:31",
+        "      bucket 1 is not full there",
+        "      spin() at /home/me/train.py:31",
+    ]
+
+
+def test_after_the_end_what_has_failed_counts(rank, record):
+    ranks = [rank(0, pending=[1]), rank(1), rank(2, pending=[1])]
+    for n in (0, 2):
+        facts = {"op": "all_reduce", "group": "world", "rank": n, "seq": 1, "ordinal": 1}
+        ranks[n].update([record(K.COLLECTIVE_FAILED, S, **facts)])
+    assert find_waiting(ranks, 2 * S, deadline=0.0) is None
+    waiting = find_waiting(ranks, 2 * S, deadline=0.0, failed=True)
+    assert waiting is not None
+    assert (waiting.ranks, waiting.missing) == ((0, 2), (1,))

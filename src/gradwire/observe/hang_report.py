@@ -1,0 +1,156 @@
+"""What a hang report says, for people and for programs, and where a rank stands, in a line. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from gradwire.flight_recorder import RecordKind
+from gradwire.host import ProcessState
+from gradwire.observe.hangs import Cause, Suspect, Waiting
+from gradwire.observe.progress import RankProgress
+from gradwire.observe.ring import Record
+
+_MOST_NAMES = 6
+_ENDED = {
+    RecordKind.COLLECTIVE_FINISHED: "finished",
+    RecordKind.COLLECTIVE_FAILED: "failed",
+}
+
+
+def described(record: Record) -> str:
+    """A collective as a person reads it."""
+    name = f" {record.label!r}" if record.label else ""
+    place = f" of step {record.step}, bucket {record.bucket}" if record.bucket >= 0 else ""
+    return f"{record.op}{name} (operation #{record.seq} of {record.group}, {record.nbytes:,} bytes{place})"
+
+
+def report_lines(waiting: Waiting | None, suspects: Sequence[Suspect], *, frames: int = 6) -> list[str]:
+    """The report, for a terminal. Ranks that stand at the same place are named together."""
+    lines = []
+    if waiting is not None:
+        who = f"rank{'s' if len(waiting.ranks) > 1 else ''} {list_ranks(waiting.ranks)}"
+        has = "have" if len(waiting.ranks) > 1 else "has"
+        lines.append(f"{who} {has} waited for {waiting.seconds:.1f} s in {described(waiting.record)}")
+        if waiting.unknown:
+            are = "ranks of the group are" if waiting.unknown > 1 else "rank of the group is"
+            lines.append(f"  {waiting.unknown} {are} not recorded here: if on another host, look there too")
+        elif not suspects:
+            lines.append("  all ranks have submitted it: the engine or the link is slow or stuck")
+    for group in _alike(suspects):
+        lines += _suspect_lines(group, frames)
+    return lines
+
+
+def _alike(suspects: Iterable[Suspect]) -> list[list[Suspect]]:
+    """Suspects of the same cause and stack together."""
+    groups: dict[object, list[Suspect]] = {}
+    for suspect in suspects:
+        what = suspect.other and (suspect.other.op, suspect.other.group, suspect.other.ordinal, suspect.other.nbytes)
+        groups.setdefault((suspect.cause, suspect.stack, what), []).append(suspect)
+    return list(groups.values())
+
+
+def _suspect_lines(group: Sequence[Suspect], frames: int) -> list[str]:
+    suspect = group[0]
+    several = len(group) > 1
+    ranks = f"rank{'s' if several else ''} {list_ranks([one.rank for one in group])}"
+    process = f"process{'es' if several else ''} {', '.join(str(one.pid) for one in group)}"
+    states = ", ".join(dict.fromkeys(one.state.value for one in group))
+    other = described(suspect.other) if suspect.other is not None else ""
+    at = f": {suspect.where}" if suspect.where else f": {other}" if other else ""
+    lines = [f"  {ranks} ({process}, {states}): {suspect.cause.value}{at}"]
+    if other and suspect.where:
+        lines.append(f"      {other}")
+    if suspect.bucket >= 0:
+        names = ", ".join(suspect.parameters[:_MOST_NAMES])
+        more = len(suspect.parameters) - _MOST_NAMES
+        of = f": it has no gradient yet of {names}" + (f" and {more} more" if more > 0 else "") if names else ""
+        lines.append(f"      bucket {suspect.bucket} is not full there{of}")
+    lines += [f"      {frame}" for frame in suspect.stack[:frames]]
+    if len(suspect.stack) > frames:
+        lines.append(f"      ... {len(suspect.stack) - frames} more")
+    return lines
+
+
+def as_dict(waiting: Waiting | None, suspects: Sequence[Suspect]) -> dict[str, Any]:
+    """The report, for programs."""
+    return {
+        "time": time.time(),
+        "collective": None if waiting is None else _facts(waiting.record),
+        "seconds": 0.0 if waiting is None else waiting.seconds,
+        "waiting": [] if waiting is None else list(waiting.ranks),
+        "missing": [] if waiting is None else list(waiting.missing),
+        "unknown": 0 if waiting is None else waiting.unknown,
+        "suspects": [
+            {
+                "rank": suspect.rank,
+                "pid": suspect.pid,
+                "cause": suspect.cause.name,
+                "state": suspect.state.value,
+                "other": None if suspect.other is None else _facts(suspect.other),
+                "bucket": suspect.bucket,
+                "parameters": list(suspect.parameters),
+                "where": None if suspect.where is None else str(suspect.where),
+                "stack": [str(frame) for frame in suspect.stack],
+            }
+            for suspect in suspects
+        ],
+    }
+
+
+def _facts(record: Record) -> dict[str, Any]:
+    return {
+        "op": record.op,
+        "label": record.label,
+        "group": record.group,
+        "seq": record.seq,
+        "ordinal": record.ordinal,
+        "bytes": record.nbytes,
+        "step": record.step,
+        "bucket": record.bucket,
+    }
+
+
+def end_of(rank: RankProgress, bucket: int, parameters: Sequence[str]) -> Suspect:
+    """A rank that has ended, where nothing is known of others that wait for it."""
+    pid = int(rank.header["pid"])
+    return Suspect(rank.rank, pid, Cause.DEAD, ProcessState.GONE, bucket=bucket, parameters=tuple(parameters))
+
+
+def standing(rank: RankProgress, state: ProcessState, now: int | None) -> str:
+    """Where a rank stands, in a line: its step, its phase, and its last collective. `now` is None on another clock."""
+    parts = [f"rank {rank.rank}: {state.value}"]
+    if rank.step >= 0:
+        parts.append(f"step {rank.step}")
+    if rank.phase is not None:
+        parts.append(f"{rank.phase.value}{_ago(' for', now, rank.phase_since)}")
+    waiting, last = rank.waiting_in(), rank.last_collective
+    if waiting is not None:
+        parts.append(f"waits{_ago(' for', now, waiting[1])} in {described(waiting[0])}")
+    elif last is not None and (how := _ENDED.get(last.kind)) is not None:
+        parts.append(f"last {last.op} (operation #{last.seq} of {last.group}) {how}{_ago('', now, last.time, ' ago')}")
+    elif last is not None:
+        parts.append(f"{described(last)} in the background{_ago(' for', now, last.time)}")
+    return ", ".join(parts)
+
+
+def _ago(before: str, now: int | None, then: int, after: str = "") -> str:
+    return "" if now is None else f"{before} {max(0, now - then) / 1e9:.1f} s{after}"
+
+
+def list_ranks(ranks: Sequence[int]) -> str:
+    """Ranks as a person writes them.
+
+    >>> list_ranks([0, 1, 2, 5, 7, 8])
+    '0-2, 5, 7, 8'
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return ", ".join(parts)

@@ -1,0 +1,89 @@
+"""Follows the rings of a run from outside: how far each rank is, and what its process does. Without torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradwire.errors import UsageError
+from gradwire.host import ProcessState, clock_identity
+from gradwire.observe.progress import RankProgress
+from gradwire.observe.ring import RingFollower, state_of_writer
+from gradwire.observe.stacks import Stack, read_stacks
+
+
+class RunFollower:
+    """The ranks of one run, as far as they have been recorded in `directory`.
+
+    `since`: rings that were begun before, in nanoseconds on the monotonic clock, are of an earlier run, and not looked at.
+    """
+
+    def __init__(self, directory: Path, *, since: int | None = None) -> None:
+        self.directory = directory
+        self.ranks: dict[int, RankProgress] = {}
+        """What is known of each rank."""
+        self._since = since
+        self._clock = clock_identity()
+        self._followers: dict[Path, RingFollower] = {}
+
+    def look(self) -> None:
+        """Read what ranks have written since the last look."""
+        for path in self.directory.glob("rank-*.ring"):
+            if path in self._followers and self._followers[path].is_replaced():  # a rank was started again
+                self._followers.pop(path).close()
+            if path not in self._followers:
+                try:
+                    follower = RingFollower(path)
+                except (OSError, UsageError):  # it is gone again, or not ours
+                    continue
+                if self._is_of_earlier_run(follower.header):
+                    follower.close()
+                    continue
+                self._followers[path] = follower
+                rank = int(follower.header["rank"])
+                self.ranks[rank] = RankProgress(rank, follower.header)
+            follower = self._followers[path]
+            self.ranks[int(follower.header["rank"])].update(follower.poll())
+
+    def _is_of_earlier_run(self, header: Mapping[str, Any]) -> bool:
+        return self._since is not None and (header["clock"] != self._clock or header["started"] < self._since)
+
+    def read_descriptions(self) -> None:
+        """Read what ranks have described: which parameters their buckets hold."""
+        for follower in self._followers.values():
+            self.ranks[int(follower.header["rank"])].descriptions = follower.read_descriptions()
+
+    @property
+    def local_ranks(self) -> list[RankProgress]:
+        """The ranks of this host: times of others are on another clock."""
+        return [rank for rank in self.ranks.values() if rank.header["clock"] == self._clock]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no rank of this host is left."""
+        return all(self.state(rank) is ProcessState.GONE for rank in self.local_ranks)
+
+    @property
+    def now(self) -> int:
+        """The time until which ranks wait, on the host's clock: of a run that is over, that of its last record."""
+        last = [rank.last[-1].time for rank in self.local_ranks if rank.last]
+        return max(last, default=0) if self.is_over else time.monotonic_ns()
+
+    def state(self, rank: RankProgress) -> ProcessState:
+        """What the process of a rank does."""
+        return state_of_writer(rank.header)
+
+    def stacks(self, ranks: Iterable[RankProgress]) -> dict[int, Sequence[Stack]]:
+        """The stacks of these ranks, read at the same time, the main thread's first; none of those whose process is gone."""
+        gone = (ProcessState.GONE, ProcessState.UNKNOWN)
+        asked = {rank.rank: rank for rank in ranks if self.state(rank) not in gone}
+        paths = {number: self.directory / f"rank-{number}.stacks" for number in asked}
+        found = read_stacks({paths[number]: asked[number].header for number in asked})
+        return {number: found[path] for number, path in paths.items()}
+
+    def close(self) -> None:
+        """Close the files."""
+        for follower in self._followers.values():
+            follower.close()
