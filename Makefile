@@ -35,8 +35,12 @@ QUICK := tests/unit/collectives tests/unit/reducer tests/unit/autograd tests/uni
 quick: lint types layers ## the inner loop, under two minutes: lint, types, layers, and tests that start no processes
 	$(BIN)/python -m pytest $(QUICK)
 
-tests: $(READY) ## pytest: tests, and the examples in docstrings and documents
-	$(BIN)/python -m pytest
+# Tests wait for processes a good part of their time, so several run at once. Each worker has its own warm rank processes.
+JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4)))
+PARALLEL = -n $(JOBS) --dist worksteal
+
+tests: $(READY) ## pytest: tests, and the examples in docstrings and documents [JOBS=1]
+	$(BIN)/python -m pytest $(PARALLEL)
 
 # Everything but torch is pinned as in .venv. One virtual environment per version: some gigabytes where torch comes with CUDA.
 TORCH_VENV = .venv-torch-$(VERSION)
@@ -50,7 +54,7 @@ test-torch: ## the tests on another torch: make test-torch VERSION=2.15.0 [TESTS
 		echo "setting up $(TORCH_VENV)"; \
 		$(TORCH_BIN)/python -m pip install --quiet --disable-pip-version-check -r $(TORCH_VENV)/requirements.txt --editable . && \
 		cp $(TORCH_VENV)/requirements.txt $(TORCH_VENV)/installed.txt; }
-	$(TORCH_BIN)/python -m pytest $(TESTS)
+	$(TORCH_BIN)/python -m pytest $(PARALLEL) $(TESTS)
 
 format: $(READY) ## format the code and fix what ruff can
 	$(BIN)/ruff check --fix
