@@ -22,7 +22,7 @@ import types  # noqa: E402
 
 PRELOADED = (
     "torch", "torch.distributed", "torch._dynamo", "numba", "gradwire.hooks", "gradwire.interop", "gradwire.parallel",
-    "gradwire.testing.pool.worker", "gradwire.launch",
+    "gradwire.testing.pool.warm_worker", "gradwire.launch",
 )  # fmt: skip
 
 

@@ -15,13 +15,12 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gradwire.testing.pool.outcome import MESSAGE_LIMIT, START_LIMIT
-from gradwire.testing.pool.process import WORKER_SETTINGS, Hold
+from gradwire.testing.pool.process import Hold, Spawn
 
 SERVER = Path(__file__).with_name("fork_server.py")
 SERVER_SETTINGS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -181,12 +180,12 @@ class WarmPython:
     def start_workers(self, count: int, store: str) -> Iterator[Hold]:
         """What `RankPool._start` does, with processes of this server."""
         for _ in range(count):
-            yield WarmWorker(self, store)
+            yield WarmWorker(self, store, Spawn())
 
 
 WORKER = """
 import os
-from gradwire.testing.pool.worker import work
+{program}
 work(3, 4, 5, {store!r}, os.getppid())
 """
 
@@ -194,12 +193,14 @@ work(3, 4, 5, {store!r}, os.getppid())
 class WarmWorker(Hold):
     """A worker of the pool that the server forked."""
 
-    def __init__(self, python: WarmPython, store: str) -> None:
+    def __init__(self, python: WarmPython, store: str, spawn: Spawn) -> None:
         super().__init__()
         control, theirs = socket.socketpair()
+        code = WORKER.format(program=spawn.program, store=store)
+        streams = (1, 2) if spawn.output is None else (spawn.output, spawn.output)
         with open(os.devnull) as nothing, theirs:
-            fds = (nothing.fileno(), 1, 2, theirs.fileno(), self._stack, self._dumped_there)
-            self.process = python.start(textwrap.dedent(WORKER).format(store=store), fds=fds, env=WORKER_SETTINGS)
+            fds = (nothing.fileno(), *streams, theirs.fileno(), self._stack, self._dumped_there)
+            self.process = python.start(code, fds=fds, env=dict(spawn.settings))
         self._take(control, self.process.pid)
 
     @property

@@ -2,10 +2,7 @@
 
 Every kind of group that is registered (`groups/kinds.py`) can be run. This module runs threads itself, leaves processes to `pool/`
 and `mpi/`, and decides which of several failures is the one to raise.
-
-Note [Which failure is raised]
-That of `root_cause.py`: near the earliest, an error of the rank itself comes first, then a process that died, then PeerLost and
-GroupAborted, which look like consequences. The others are added as notes; nothing is hidden.
+The one raised is the root cause; the others are added as notes, so nothing is hidden.
 """
 
 from __future__ import annotations
@@ -23,12 +20,21 @@ from typing import Any
 from torch._C._distributed_c10d import HashStore, Store
 
 from gradwire.collectives.timeouts import timeout_seconds
-from gradwire.errors import CollectiveTimeout, GroupAborted, PeerLost, UsageError
+from gradwire.errors import CollectiveTimeout, PeerLost, UsageError
 from gradwire.groups import Group, HierarchicalGroup
 from gradwire.groups.kinds import GroupKind, Ranks, check_built, find_kind, known_kinds, registered_kinds
-from gradwire.root_cause import root_cause
-from gradwire.testing.mpi import default_worlds
-from gradwire.testing.pool import ABORT_GRACE, GROUP_MARGIN, Fate, LeftBehind, Outcome, default_pool
+from gradwire.testing.mpi import MPIWorlds, default_worlds
+from gradwire.testing.pool import (
+    ABORT_GRACE,
+    GROUP_MARGIN,
+    Fate,
+    GroupJob,
+    LeftBehind,
+    Outcome,
+    RankPool,
+    default_pool,
+    root_failure,
+)
 
 DEFAULT_TIMEOUT = 60.0
 """The default timeout of `run_ranks`, in seconds, for all ranks together. A test suite for busy machines sets more."""
@@ -85,7 +91,8 @@ def run_ranks(
     found = find_kind(kind, who=f"run_ranks({getattr(fn, '__qualname__', repr(fn))}, {n}, kind={kind!r})")
     request = Request(fn, n, found, seconds, frozenset(lost), wrap, leftovers or DEFAULT_LEFTOVERS)
     _check(request)
-    return _verdict(_RUN[found.ranks](request), request)
+    run = _run_threads if found.ranks is Ranks.THREADS else _run_processes
+    return _verdict(run(request), request)
 
 
 def kinds() -> tuple[str, ...]:
@@ -114,27 +121,15 @@ def _verdict(outcomes: Sequence[Outcome], request: Request) -> list[Any]:
     failures = [outcome for outcome in outcomes if outcome.failed(request.lost)]
     if not failures:
         return [outcome.value for outcome in outcomes]
-    active = [outcome for outcome in failures if outcome.fate is not Fate.STUCK]
-    error = _error(_first(active), request) if active else _timed_out(failures, outcomes, request)
-    first = _first(active or failures)
+    first = root_failure(failures)
+    error = _timed_out(failures, outcomes, request) if first is None else _error(first, request)
     for outcome in failures:
-        if active and outcome is not first:
+        if first is not None and outcome is not first:
             error.add_note(_mention(outcome, request))
     try:
         raise error
     finally:
-        del error, first, active, failures, outcomes  # a traceback must not keep every rank's objects alive in a cycle
-
-
-def _first(failures: Sequence[Outcome]) -> Outcome:
-    """See Note [Which failure is raised]."""
-
-    def consequence(outcome: Outcome) -> int:
-        if outcome.fate is Fate.DIED:
-            return 1
-        return 2 if isinstance(outcome.error, (PeerLost, GroupAborted)) else 0
-
-    return root_cause(failures, when=lambda outcome: outcome.when, consequence=consequence) or failures[0]
+        del error, first, failures, outcomes  # a traceback must not keep every rank's objects alive in a cycle
 
 
 def _error(outcome: Outcome, request: Request) -> BaseException:
@@ -260,13 +255,13 @@ def _close(group: Group, outcome: Outcome) -> Outcome:
 
 
 def _run_processes(request: Request) -> list[Outcome]:
-    return default_pool().run(
-        request.fn,
+    ranks: RankPool | MPIWorlds = default_worlds() if request.kind.ranks is Ranks.MPI else default_pool()
+    build = _on_two_hosts if request.kind.name == "hierarchical" else request.kind.build
+    return ranks.run(
+        GroupJob(request.fn, build, request.wrap),
         request.n,
-        build=_on_two_hosts if request.kind.name == "hierarchical" else request.kind.build,
         timeout=request.timeout,
         lost=request.lost,
-        wrap=request.wrap,
         leftovers=request.leftovers,
         name=request.kind.name,
     )
@@ -276,17 +271,3 @@ def _on_two_hosts(store: Store, rank: int, size: int, *, timeout: float, name: s
     """Two nominal hosts: the first half of the ranks, and the second."""
     host = f"host {rank * 2 // size}"
     return HierarchicalGroup.discover(store, rank, size, timeout=timeout, name=name, host=host)
-
-
-def _run_mpi(request: Request) -> list[Outcome]:
-    return default_worlds().run(
-        request.fn,
-        request.n,
-        build=request.kind.build,
-        timeout=request.timeout,
-        wrap=request.wrap,
-        leftovers=request.leftovers,
-    )
-
-
-_RUN = {Ranks.THREADS: _run_threads, Ranks.PROCESSES: _run_processes, Ranks.MPI: _run_mpi}

@@ -105,8 +105,6 @@ def test_pickles_are_read_only_where_the_other_end_is_this_user() -> None:
         "testing/pool/messages.py": "a socket pair, or a private socket that checks the user",
         "testing/pool/shipping.py": "what came over the same",
         "testing/pool/worker.py": "what came over the same",
-        "cli/experiment/rank_main.py": "a private socket that checks the user",
-        "cli/experiment/world.py": "the other end of the same",
     }
     root = Path(gradwire.__file__).parent
     reads = re.compile(

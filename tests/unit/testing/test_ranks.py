@@ -30,7 +30,7 @@ from gradwire.errors import (
 from gradwire.groups import C10dGroup, Group, GroupWrapper
 from gradwire.groups.kinds import find_kind
 from gradwire.testing import LeftBehind, RankPool, default_pool, kinds, ranks, run_ranks
-from gradwire.testing.pool import Fate, Outcome, RemoteTraceback
+from gradwire.testing.pool import Fate, GroupJob, Outcome, RemoteTraceback
 from gradwire.testing.pool.shipping import ship
 from gradwire.testing.ranks import Request, _verdict
 from helpers.waiting import wait_for_exit
@@ -463,22 +463,22 @@ def test_a_pool_of_its_own_ends_its_workers(capfd: pytest.CaptureFixture[str]) -
         return os.getpid()
 
     with RankPool() as pool:
-        pids = [outcome.value for outcome in pool.run(speak, 2, build=C10dGroup.gloo)]
+        pids = [outcome.value for outcome in pool.run(GroupJob(speak, C10dGroup.gloo), 2)]
         assert pool.pids == pids
         assert repr(pool) == "<RankPool, 2 workers>"
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
     assert repr(pool) == "<RankPool, closed>"
     pool.close()
     with pytest.raises(ClosedError):
-        pool.run(speak, 2, build=C10dGroup.gloo)
+        pool.run(GroupJob(speak, C10dGroup.gloo), 2)
     captured = capfd.readouterr()
     assert (captured.out, captured.err) == ("rank 0\n", "rank 1\n")
 
 
 def test_a_worker_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with RankPool() as pool, pytest.raises(GroupError, match=r"worker \d+ exited with code 1"):
-        pool.run(offset_rank, 2, build=C10dGroup.gloo)
+    with RankPool() as pool, pytest.raises(GroupError, match="that of rank 0 exited with code 1"):
+        pool.run(GroupJob(offset_rank, C10dGroup.gloo), 2)
 
 
 SCRIPT = """

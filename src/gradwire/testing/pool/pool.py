@@ -15,23 +15,25 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from gradwire.errors import ClosedError, GroupError, UsageTypeError
-from gradwire.groups import Group
-from gradwire.groups.base import BuildGroup
 from gradwire.groups.private_store import PrivateStore
+from gradwire.testing.pool.job import JobContext
 from gradwire.testing.pool.messages import Job, Ready, receive
-from gradwire.testing.pool.outcome import ABORT_GRACE, GROUP_MARGIN, START_LIMIT, TURN_LIMIT, LeftBehind, Outcome
-from gradwire.testing.pool.process import Hold, Process, ending
+from gradwire.testing.pool.outcome import ABORT_GRACE, START_LIMIT, TURN_LIMIT, LeftBehind, Outcome
+from gradwire.testing.pool.process import Hold, Process, Spawn, ending
 from gradwire.testing.pool.run import Run
 from gradwire.testing.pool.shipping import ship
 
 
 class RankPool:
-    """Warm rank processes. Workers are started when first needed, all missing ones at once; calls are serialized.
+    """Rank processes, warm ones by default: `spawn(rank)` is how each is started.
+
+    Workers are started when first needed, all missing ones at once; calls are serialized.
 
     Workers end with `close()`, at interpreter exit, or when the pool is freed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spawn: Callable[[int], Spawn] = lambda rank: Spawn()) -> None:
+        self._spawn = spawn
         self._turns = threading.Lock()
         self._numbers = itertools.count()
         self._workers: list[Hold] = []
@@ -47,25 +49,27 @@ class RankPool:
 
     def run(
         self,
-        fn: Callable[[Group], object],
+        job: Callable[[JobContext], object],
         n: int,
         *,
-        build: BuildGroup,
         timeout: float = 60.0,
         lost: Collection[int] = (),
-        wrap: Callable[[Group], Group] | None = None,
         leftovers: LeftBehind = LeftBehind.RAISE,
         name: str = "ranks",
+        on_report: Callable[[Any], object] = lambda progress: None,
     ) -> list[Outcome]:
-        """Run `fn(wrap(build(...)))` on `n` ranks and return each rank's outcome. Raises only for problems of the pool itself."""
+        """Run `job(context)`, e.g. a `GroupJob`, on `n` ranks and return each rank's outcome.
+
+        Each report of a rank goes to `on_report` and extends the timeout. Raises only for problems of the pool itself.
+        """
         with self._turn():
             self._staff(n)
             name = f"{name}-{next(self._numbers)}"
-            blob = self._ship(fn, build, wrap)
+            blob = self._ship(job)
             workers = self._workers[:n]
             try:
-                jobs = [Job(rank, n, name, timeout + GROUP_MARGIN, blob) for rank in range(n)]
-                return Run(workers, lost, timeout, leftovers).finish(jobs)
+                jobs = [Job(rank, n, name, timeout, blob) for rank in range(n)]
+                return Run(workers, lost, timeout, leftovers, on_report).finish(jobs)
             except BaseException:  # Ctrl-C, a test's own timeout: the state of the workers is unknown
                 for worker in workers:
                     worker.spoilt = True
@@ -85,12 +89,12 @@ class RankPool:
         finally:
             self._turns.release()
 
-    def _ship(self, *parts: object) -> bytes:
+    def _ship(self, job: object) -> bytes:
         try:
-            return ship(parts, self._paths)
+            return ship(job, self._paths)
         except Exception as problem:
             raise UsageTypeError(
-                f"{parts[0]!r} cannot be sent to rank processes: {type(problem).__name__}: {problem}. "
+                f"{job!r} cannot be sent to rank processes: {type(problem).__name__}: {problem}. "
                 "Create what cannot be pickled inside the function, on its rank, instead of passing it along."
             ) from problem
 
@@ -108,7 +112,7 @@ class RankPool:
                 self._workers.append(worker)
             deadline = time.monotonic() + START_LIMIT
             for worker in fresh:
-                self._paths = _greet(worker, deadline).paths
+                self._paths = _greet(worker, self._workers.index(worker), deadline).paths
         except BaseException:
             self._discharge(fresh)
             raise
@@ -116,7 +120,7 @@ class RankPool:
     def _start(self, count: int, store: str) -> Iterator[Hold]:
         """New workers, one by one; `store` is the name of their store."""
         for _ in range(count):
-            yield Process(store)
+            yield Process(store, self._spawn(len(self._workers)))
 
     def _discharge(self, workers: Sequence[Hold]) -> None:
         for worker in workers:
@@ -157,8 +161,8 @@ class RankPool:
         return any(fd in worker.descriptors for worker in self._workers) or any(s.holds(fd) for s in self._stores)
 
 
-def _greet(worker: Hold, deadline: float) -> Ready:
-    """Wait until a new worker has started."""
+def _greet(worker: Hold, rank: int, deadline: float) -> Ready:
+    """Wait until the new worker for `rank` has started."""
     sources: list[Any] = [worker.control, worker.alive]
     ready, _, _ = select.select(sources, [], [], max(0.0, deadline - time.monotonic()))
     try:
@@ -169,7 +173,7 @@ def _greet(worker: Hold, deadline: float) -> Ready:
         pass
     status = worker.wait(1.0 if ready else 0.0)
     what = f"did not report within {START_LIMIT:.0f} s" if status is None else ending(status)
-    raise GroupError(f"starting rank processes: worker {worker.pid} {what}. Its output, if any, is on stderr.")
+    raise GroupError(f"starting rank processes: that of rank {rank} {what}. Look at its output.")
 
 
 def _dismiss(workers: list[Hold], stores: list[PrivateStore], owner: int) -> None:

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from gradwire.errors import GroupError
 from gradwire.testing.pool.outcome import MESSAGE_LIMIT
@@ -18,8 +20,8 @@ from gradwire.testing.pool.outcome import MESSAGE_LIMIT
 WORKER_SETTINGS = {"OMP_NUM_THREADS": "1", "ONEDNN_JIT_PROFILE": "0", "GLOO_SOCKET_IFNAME": "lo"}
 """Variables of a worker in addition to the parent's. All are on this host, so gloo needs only the loopback interface."""
 
-QUICK_START = "import gc; gc.disable()"
-"""The beginning of a worker's program: imports create no garbage, and collecting it takes a tenth of the import time."""
+QUICK_START = "import gc; gc.disable(); "
+"""The beginning of a warm worker's program: imports create no garbage, and collecting it takes a tenth of the import time."""
 
 
 ENDED = 256
@@ -82,10 +84,28 @@ class Hold(ABC):
             os.close(fd)
 
 
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    """How a worker is started."""
+
+    program: str = f"{QUICK_START}from gradwire.testing.pool.warm_worker import work"
+    """Python code that defines `work`, the main function."""
+    output: int | None = None
+    """A descriptor for its stdout and stderr, instead of this process's."""
+    settings: Mapping[str, str] = field(default_factory=WORKER_SETTINGS.copy)
+    """Variables in addition to this process's."""
+    command: Callable[[list[str]], list[str]] = list
+    """Turns its command line into the one that runs it where it belongs. It must exec, and keep open descriptors."""
+
+
+FRESH = "from gradwire.testing.pool.worker import work"
+"""The program of a worker for a single job, in which nothing is different from any other process of Python."""
+
+
 class Process(Hold):
     """A worker that this process started."""
 
-    def __init__(self, store: str) -> None:
+    def __init__(self, store: str, spawn: Spawn) -> None:
         super().__init__()
         control, theirs = socket.socketpair()
         fds = (theirs.fileno(), self._stack, self._dumped_there)
@@ -93,15 +113,12 @@ class Process(Hold):
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
         with theirs:
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-c",
-                    f"{QUICK_START}; from gradwire.testing.pool.worker import work; work{(*fds, store, parent)}",
-                ],
+                spawn.command([sys.executable, "-P", "-c", f"{spawn.program}; work{(*fds, store, parent)}"]),
                 stdin=subprocess.DEVNULL,
+                stdout=spawn.output,
+                stderr=spawn.output,
                 pass_fds=fds,
-                env={**os.environ, **WORKER_SETTINGS},
+                env={**os.environ, **spawn.settings},
             )
         self._take(control, self.process.pid)
 

@@ -12,11 +12,12 @@ import select
 import selectors
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from typing import Any
 
 from gradwire.errors import InternalError
-from gradwire.testing.pool.messages import Abort, Close, Ended, Job, Raised, Returned, receive, send
+from gradwire.testing.pool.messages import Abort, Close, Ended, Job, Raised, Report, Returned, receive, send
 from gradwire.testing.pool.outcome import (
     ABORT_GRACE,
     CLOSE_LIMIT,
@@ -31,13 +32,22 @@ from gradwire.testing.pool.shipping import load_result, unpack
 
 
 class Run:
-    """Sends jobs to the workers, receives their answers, stops the others when one fails."""
+    """Sends jobs to the workers, receives their answers, stops the others when one fails. Each report extends the deadline."""
 
-    def __init__(self, workers: Sequence[Hold], lost: Collection[int], timeout: float, leftovers: LeftBehind) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Hold],
+        lost: Collection[int],
+        timeout: float,
+        leftovers: LeftBehind,
+        on_report: Callable[[Any], object],
+    ) -> None:
         self._leftovers = leftovers
+        self._on_report = on_report
         self._workers = workers
         self._ranks = range(len(workers))
         self._lost = lost
+        self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._outcomes: dict[int, Outcome] = {}
         self._ended: set[int] = set()
@@ -87,6 +97,10 @@ class Run:
             self._note(unpack(rank, message))
         elif isinstance(message, Returned):
             self._note(load_result(rank, message))
+        elif isinstance(message, Report):
+            if not self._failing:
+                self._deadline = time.monotonic() + self._timeout
+            self._on_report(message.progress)
         elif isinstance(message, Ended):
             self._ended.add(rank)
             worker.spoilt = bool(message.left)

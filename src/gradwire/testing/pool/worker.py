@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import gc
 import os
 import queue
 import signal
@@ -24,27 +23,27 @@ from datetime import timedelta
 
 import cloudpickle  # type: ignore[import-untyped]
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 
-from gradwire.groups import Group
 from gradwire.groups.private_store import PrivateStore
-from gradwire.testing.leftovers import Leftovers, prime
-from gradwire.testing.pool.messages import Abort, Ended, Job, Raised, Ready, Returned, receive, send
-from gradwire.testing.pool.outcome import CLOSE_LIMIT, LEFTOVER_GRACE, START_LIMIT
+from gradwire.testing.pool.job import JobContext, Resource
+from gradwire.testing.pool.messages import Abort, Ended, Job, Raised, Ready, Report, Returned, receive, send
+from gradwire.testing.pool.outcome import CLOSE_LIMIT, START_LIMIT
 from gradwire.testing.pool.shipping import dump_result, pack
 
 
 class Worker:
     """One rank process: its main thread runs jobs, a second thread listens to the parent."""
 
-    def __init__(self, control: socket.socket, store: Store, *, notice: float = 0.0) -> None:
-        self._control = control
-        self._store = store
+    def __init__(self, control: int, store: str, *, notice: float) -> None:
+        self._control = socket.socket(fileno=control)
+        self._store = PrivateStore.open(store)
+        self._store.set_timeout(timedelta(seconds=START_LIMIT))
         self._notice = notice
         """Seconds that the main thread has to exit when the parent is gone, before the process is ended by force."""
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._group: Group | None = None
+        self._owned: Resource | None = None
         self._aborted: str | None = None
         self._released = threading.Event()
 
@@ -54,8 +53,7 @@ class Worker:
         send(self._control, Ready(tuple(os.path.realpath(path) for path in sys.path if path)))
         # Without a deadline: waiting for the parent is what an idle worker does.
         while (job := self._jobs.get()) is not None:
-            self._perform(job)
-            del job
+            send(self._control, self._perform(job))
 
     def _listen(self) -> None:
         try:
@@ -76,53 +74,53 @@ class Worker:
                 time.sleep(self._notice)
             os._exit(0)
 
-    def _perform(self, job: Job) -> None:
-        before = Leftovers.snapshot()
-        answer = self._call(job)
-        send(self._control, answer)
-        if isinstance(answer, Returned):
-            self._released.wait(job.timeout + CLOSE_LIMIT)
-        raised = self._leave(job)
-        del answer, job
-        _flush()
-        send(self._control, Ended(raised, tuple(before.compare(grace=LEFTOVER_GRACE))))
-
-    def _call(self, job: Job) -> Returned | Raised:
+    def _perform(self, job: Job) -> Ended:
+        failure = None
         try:
-            fn, build, wrap = cloudpickle.loads(job.blob)
-            store = PrefixStore(job.name, self._store)
-            self._adopt(build(store, job.rank, job.size, timeout=job.timeout, name=job.name))
-            if wrap is not None:
-                self._adopt(wrap(self._group))
-            return Returned(dump_result(fn(self._group), job.rank))
+            answer: Returned | Raised = Returned(dump_result(self._call(job), job.rank))
         except BaseException as error:
-            when = time.monotonic()
-            self._abort(f"rank {job.rank} raised {type(error).__name__}: {error}")
-            return pack(error, job.rank, when)
+            answer = pack(error, job.rank, time.monotonic())
+            failure = f"rank {job.rank} raised {type(error).__name__}: {error}"
+        send(self._control, answer)
+        if failure is None:
+            self._released.wait(job.timeout + CLOSE_LIMIT)
+        else:
+            self._abort(failure)
+        raised = self._leave(job)
+        _flush()
+        return Ended(raised, ())
 
-    def _adopt(self, group: Group) -> None:
+    def _call(self, job: Job) -> object:
+        store = PrefixStore(job.name, self._store)
+        context = JobContext(job.rank, job.size, job.name, job.timeout, store, self._own, self._report)
+        return cloudpickle.loads(job.blob)(context)
+
+    def _report(self, progress: object) -> None:
+        send(self._control, Report(progress))
+
+    def _own(self, resource: Resource | None) -> None:
         with self._lock:
-            self._group = group
+            self._owned = resource
             reason = self._aborted
-        if reason is not None:
-            group.abort(reason)
+        if resource is not None and reason is not None:
+            resource.abort(reason)
 
     def _abort(self, reason: str) -> None:
         with self._lock:
             self._aborted = reason
-            group = self._group
-        if group is not None:
+            owned = self._owned
+        if owned is not None:
             try:
-                group.abort(reason)
+                owned.abort(reason)
             except Exception:  # must not end the thread that detects the parent's end, nor hide the rank's own error
                 traceback.print_exc()
 
     def _leave(self, job: Job) -> Raised | None:
         with self._lock:
-            group, self._group = self._group, None
+            owned, self._owned = self._owned, None
         try:
-            if group is not None:
-                group.close()
+            if owned is not None:
+                owned.close()
         except BaseException as error:
             return pack(error, job.rank, time.monotonic())
         return None
@@ -140,11 +138,17 @@ def work(control: int, stack: int, dumped: int, store: str, parent: int, *, noti
 
     A worker that must exit normally when its parent is gone, instead of at once, has `notice` seconds for it.
     """
+    prepare(stack, dumped, parent)
+    Worker(control, store, notice=notice).serve()
+
+
+def prepare(stack: int, dumped: int, parent: int) -> None:
+    """Signals, and torch's threads. Exits if the parent is gone already."""
     if parent:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
         if os.getppid() != parent:
-            return
+            sys.exit()
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C goes to the whole process group; the parent decides how to handle it
@@ -156,10 +160,3 @@ def work(control: int, stack: int, dumped: int, store: str, parent: int, *, noti
     signal.set_wakeup_fd(dumped, warn_on_full_buffer=False)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True, chain=True)
     torch.set_num_threads(1)
-    prime()
-    gc.collect()
-    gc.enable()  # QUICK_START had it off
-    gc.freeze()  # existing objects stay: a collection before each check for leftovers then costs almost nothing
-    meeting = PrivateStore.open(store)
-    meeting.set_timeout(timedelta(seconds=START_LIMIT))
-    Worker(socket.socket(fileno=control), meeting, notice=notice).serve()

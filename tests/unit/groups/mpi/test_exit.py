@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.testing.mpi import missing
-from gradwire.testing.mpi.launch import OPTIONS, SETTINGS, find_mpirun
+from gradwire.testing.mpi.launch import command, find_mpirun, settings
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -70,8 +70,8 @@ def run(script: str, folder: Path, n: int = 2, limit: float = 300) -> tuple[int,
     """Exit code, all that was said, and the seconds it took."""
     began = time.perf_counter()
     done = subprocess.run(
-        [str(find_mpirun()), "-n", str(n), *OPTIONS, sys.executable, "-c", script],
-        env={**os.environ, **SETTINGS, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"},
+        [*command(str(find_mpirun()), n), sys.executable, "-c", script],
+        env={**os.environ, **settings(n), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -20,6 +20,7 @@ from gradwire.groups import Group, SharedMemoryGroup
 from gradwire.groups.shared_memory import sync
 from gradwire.groups.shared_memory.sync import Fence, Futex, Polling, Sleep, WaitQueue, spins_before_sleep, usable_cores
 from gradwire.testing import check_group, default_pool
+from gradwire.testing.pool import GroupJob
 
 Make = Callable[[mmap.mmap], Sleep]
 
@@ -273,7 +274,7 @@ def _polling_group(store: Any, rank: int, size: int, *, timeout: float, name: st
 
 
 def _polling_ranks(fn: Callable[[Group], Any]) -> list[Any]:
-    outcomes = default_pool().run(fn, 2, build=_polling_group)
+    outcomes = default_pool().run(GroupJob(fn, _polling_group), 2)
     for outcome in outcomes:
         if outcome.error is not None:
             raise outcome.error
