@@ -5,6 +5,7 @@ A contender is one entry of `CONTENDERS`: its name, and a function that makes it
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -143,16 +144,14 @@ def _ordinary(numel: int) -> Tensor:
     return torch.empty(numel)
 
 
-def _heap_kind(context: RankContext, op: str, numel: int, stack: ExitStack) -> Contender:
-    return _gradwire(context, op, numel, stack, heap=True)
-
-
-def _ordinary_kind(context: RankContext, op: str, numel: int, stack: ExitStack) -> Contender:
-    return _gradwire(context, op, numel, stack, heap=False)
-
-
 CONTENDERS: Mapping[str, Callable[[RankContext, str, int, ExitStack], Contender]] = MappingProxyType(
-    {HEAP: _heap_kind, ORDINARY: _ordinary_kind, GLOO: _gloo, MPI: _mpi, MEMCPY: _memcpy}
+    {
+        HEAP: functools.partial(_gradwire, heap=True),
+        ORDINARY: functools.partial(_gradwire, heap=False),
+        GLOO: _gloo,
+        MPI: _mpi,
+        MEMCPY: _memcpy,
+    }
 )
 """Factories: `(context, operation, elements, what to close) -> Contender`, called in the same order on all ranks."""
 

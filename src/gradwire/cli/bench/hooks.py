@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -23,6 +22,7 @@ from gradwire.cli.bench.splits import Ours, Outcome, Split, Torchs, TorchsOnNccl
 from gradwire.cli.bench.sweep import size_words
 from gradwire.cli.experiment import peers
 from gradwire.cli.experiment.bar import bar
+from gradwire.cli.experiment.bench_device import add_device_option, find_device, settled
 from gradwire.cli.experiment.machine import describe
 from gradwire.cli.experiment.plot_file import check
 from gradwire.cli.experiment.recipes import RECIPES, names_of
@@ -45,7 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "timed. Ranks are simulated in this process; gradients are normal random numbers in matrices of 1024 columns.",
     )
     add = functools.partial(parser.add_argument, metavar="N")
-    add("--device", choices=("cpu", "cuda"), default="cpu", metavar="DEVICE", help="%(choices)s (default: %(default)s)")
+    add_device_option(parser)
     add(
         "--sizes",
         type=list_of(byte_size),
@@ -77,8 +77,7 @@ def _known() -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and show the results."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("bench hooks --device cuda: torch sees no CUDA device. Omit --device for the CPU.")
+    device = find_device("bench hooks", args.device)
     odd = [size for size in args.sizes if size % 4]
     if odd:
         raise UsageError(
@@ -87,16 +86,10 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check("--plot", args.plot)
     names = _names(args.hooks, args.device)
-    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device(args.device)
     machine, console = describe(device), Console(highlight=False)
-    os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with peers.world_of_one(device) if set(names) & set(NCCL_HOOKS) else nullcontext():
-            measured = [_measure(size, names, args.ranks, args.rounds, device, console) for size in args.sizes]
-    finally:
-        torch.set_num_threads(threads)
+    world = peers.world_of_one(device) if set(names) & set(NCCL_HOOKS) else nullcontext()
+    with settled(one_thread=True), world:
+        measured = [_measure(size, names, args.ranks, args.rounds, device, console) for size in args.sizes]
     settings = {
         "bucket": "float32 matrices of 1024 columns, normal random numbers; one CPU thread",
         "ranks": f"{args.ranks} simulated, the first is timed; torch's hooks on one rank, bytes as for {args.ranks}",

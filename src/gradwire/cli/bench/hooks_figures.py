@@ -10,6 +10,7 @@ from rich.table import Table
 
 from gradwire.cli.bench.splits import Outcome
 from gradwire.cli.bench.sweep import size_words
+from gradwire.cli.experiment.report import new_table
 from gradwire.cli.experiment.timing import Ratio, Series, compare
 
 PEERS = {
@@ -49,15 +50,13 @@ class Measured:
 
 def table(measured: Measured) -> Table:
     """One row per hook."""
-    made = Table(
-        title=f"a bucket of {size_words(measured.nbytes)}",
-        caption="ms: medians, and the quartiles of the total below it. Wire: bytes that a rank sends, below it the error of the "
+    caption = (
+        "ms: medians, and the quartiles of the total below it. Wire: bytes that a rank sends, below it the error of the "
         "first step, relative to the true mean. Of torch's: our total divided by that of torch's corresponding hook, of medians "
-        "and below it the median over rounds.",
+        "and below it the median over rounds."
     )
-    made.add_column("hook", no_wrap=True)
-    for head in ("com-\npress", "middle", "decom-\npress", "total", "wire\nerror", "of\ntorch's"):
-        made.add_column(head, justify="right", no_wrap=True)
+    heads = ("com-\npress", "middle", "decom-\npress", "total", "wire\nerror", "of\ntorch's")
+    made = new_table("hook", *heads, title=f"a bucket of {size_words(measured.nbytes)}", caption=caption)
     for name, one in measured.hooks.items():
         low, high = one.total.quartiles
         ratio = measured.ratio(name)
@@ -66,7 +65,7 @@ def table(measured: Measured) -> Table:
             *(_ms(one.parts[part].median) if one.parts[part].median else "" for part in PARTS),
             f"{_ms(one.total.median)}\n[dim]{_ms(low)}…{_ms(high)}[/dim]",
             f"{_bytes(one.outcome.wire_bytes)}\n[dim]{one.outcome.error:.1e}[/dim]",
-            "" if ratio is None else f"{ratio.of_medians:.2f}\n[dim]{ratio.median_of_rounds:.2f}[/dim]",
+            "" if ratio is None else ratio.cell(2),
         )
     return made
 
@@ -77,15 +76,7 @@ def _ms(seconds: float) -> str:
     ('12.3', '123', '0.012')
     """
     value = seconds * 1e3
-    return (
-        f"{value:.0f}"
-        if value >= 100
-        else f"{value:.1f}"
-        if value >= 10
-        else f"{value:.2f}"
-        if value >= 1
-        else f"{value:.3f}"
-    )
+    return f"{value:.{3 - sum(value >= limit for limit in (1, 10, 100))}f}"
 
 
 def _bytes(count: float) -> str:
@@ -124,13 +115,8 @@ def _as_json(measured: Measured, name: str) -> dict[str, Any]:
     one, ratio = measured.hooks[name], measured.ratio(name)
     times = {**one.parts, "total": one.total}
     return {
-        **{
-            part: {"median_us": series.median * 1e6, "rounds_us": [s * 1e6 for s in series.seconds]}
-            for part, series in times.items()
-        },
+        **{part: series.as_json("us", 1e6) for part, series in times.items()},
         "wire_bytes": one.outcome.wire_bytes,
         "error": one.outcome.error,
-        "ratio_to_torch": None
-        if ratio is None
-        else {"of_medians": ratio.of_medians, "median_of_rounds": ratio.median_of_rounds},
+        "ratio_to_torch": None if ratio is None else ratio.as_json(),
     }

@@ -10,19 +10,16 @@ from pathlib import Path
 
 from gradwire.cli.bench.hooks_figures import Measured
 from gradwire.cli.bench.sweep import size_words, time_words
+from gradwire.cli.experiment.plot_file import new_figure
 
 _COLORS = {"compress": "#0072b2", "middle": "#e69f00", "decompress": "#009e73"}
 
 
 def draw(file: Path, measured: Sequence[Measured], facts: Mapping[str, str]) -> None:
     """Draw medians into `file`."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     names = list(measured[0].hooks)
     height = 1.9 + 0.34 * len(names)
-    figure = Figure(figsize=(6.0 * len(measured) + 1.0, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(6.0 * len(measured) + 1.0, height)
     panels = figure.subplots(1, len(measured), squeeze=False, sharey=True)[0]
     for one, axes in zip(measured, panels, strict=True):
         longest = max(figures.total.median for figures in one.hooks.values())

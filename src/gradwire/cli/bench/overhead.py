@@ -9,13 +9,10 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import gc
 import math
-import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +24,10 @@ from gradwire.cli.arguments import at_least
 from gradwire.cli.bench.models import SIZES
 from gradwire.cli.bench.workload import Workload
 from gradwire.cli.experiment import peers
+from gradwire.cli.experiment.bench_device import add_device_option, find_device, settled
 from gradwire.cli.experiment.machine import describe
 from gradwire.cli.experiment.report import Result, Row, add_json_option, show
 from gradwire.cli.experiment.timing import Rounds, Series, Step, compare, interleave
-from gradwire.errors import UsageError
 from gradwire.flight_recorder import FlightRecorder
 
 _WARM_UP = 15
@@ -50,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "autocast.",
     )
     add = functools.partial(parser.add_argument, metavar="N")
-    add("--device", choices=("cpu", "cuda"), default="cpu", metavar="DEVICE", help="%(choices)s (default: %(default)s)")
+    add_device_option(parser)
     add("--parameters", type=at_least(1), default=400, help="number of small parameters (default: %(default)s)")
     add(
         "--size",
@@ -82,11 +79,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and show the results."""
-    device = _device(args.device)
+    device = find_device("bench overhead", args.device)
     machine, console = describe(device), Console(highlight=False)
     block = args.block or (5 if device.type == "cuda" else 3)
     rounds = max(2, (args.steps or (100 if device.type == "cuda" else 300)) // block)
-    with _settled(device), peers.world_of_one(device), console.status("preparing") as status:
+    with settled(one_thread=device.type == "cpu"), peers.world_of_one(device), console.status("preparing") as status:
         work = _workload(args, device)
         series = _measure(
             work,
@@ -147,12 +144,6 @@ def _recorded(step: Step, recorder: FlightRecorder) -> Step:
     return run
 
 
-def _device(kind: str) -> torch.device:
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UsageError("bench overhead --device cuda: torch sees no CUDA device. Omit --device for the CPU.")
-    return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
-
-
 def _workload(args: argparse.Namespace, device: torch.device) -> Workload:
     if args.size is None and device.type == "cpu":
         return Workload.many_small(args.parameters, batch=args.batch or 4)
@@ -162,21 +153,6 @@ def _workload(args: argparse.Namespace, device: torch.device) -> Workload:
 def _fence(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-@contextmanager
-def _settled(device: torch.device) -> Iterator[None]:
-    """One thread on the CPU, where more would only add noise, and no garbage from before."""
-    # oneDNN writes every kernel that it makes to /tmp/perf-PID.map, for profilers, and leaves the file there.
-    os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
-    threads = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    gc.collect()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _result(

@@ -23,7 +23,7 @@ from gradwire.cli.experiment import peers
 from gradwire.cli.experiment.machine import describe
 from gradwire.cli.experiment.plot_file import check
 from gradwire.cli.experiment.recipes import RECIPES, names_of
-from gradwire.cli.experiment.report import add_json_option, present
+from gradwire.cli.experiment.report import add_json_option, new_table, present
 from gradwire.errors import UsageError
 from gradwire.hooks import CommHook
 from gradwire.parallel import DistributedDataParallel
@@ -104,10 +104,8 @@ def _profile(name: str, hook: CommHook, work: Workload) -> timeline.Timeline:
 
 
 def _table(timelines: list[timeline.Timeline]) -> Table:
-    table = Table(caption="The hook's kernels are all kernels that did not run on the model's stream.")
-    table.add_column("hook")
-    for head in ("step\nms", "hook's kernels\nms", "overlapped\nms", "share"):
-        table.add_column(head, justify="right")
+    caption = "The hook's kernels are all kernels that did not run on the model's stream."
+    table = new_table("hook", "step\nms", "hook's kernels\nms", "overlapped\nms", "share", caption=caption)
     for t in timelines:
         share = f"{t.hidden / t.busy:.0%}" if t.busy else ""
         table.add_row(t.name, f"{t.seconds * 1e3:.2f}", f"{t.busy * 1e3:.3f}", f"{t.hidden * 1e3:.3f}", share)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from gradwire.cli.bench.contenders import GLOO, HEAP, MEMCPY, MPI, ORDINARY
 from gradwire.cli.bench.sweep import Sweep, size_words, time_words
+from gradwire.cli.experiment.plot_file import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,11 +31,7 @@ _APART = 0.055
 
 def draw(file: Path, op: str, sweeps: Sequence[Sweep], machine: Mapping[str, str]) -> None:
     """Draw all times into `file`: medians, with a band between the quartiles."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.2 * len(sweeps) + 0.6, 5.4), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(6.2 * len(sweeps) + 0.6, 5.4)
     panels: list[Axes] = list(figure.subplots(1, len(sweeps), sharey=True, squeeze=False)[0])
     for sweep, axes in zip(sweeps, panels, strict=True):
         for name in sweep.names:

@@ -10,7 +10,8 @@ from rich.table import Table
 
 from gradwire.cli.bench.contenders import GLOO, HEAP, MEMCPY, MPI, ORDINARY
 from gradwire.cli.bench.measure import Key
-from gradwire.cli.experiment.timing import Series, compare
+from gradwire.cli.experiment.report import new_table
+from gradwire.cli.experiment.timing import Ratio, Series, compare
 
 RATIOS = ((GLOO, HEAP), (MPI, HEAP), (HEAP, MEMCPY), (GLOO, ORDINARY), (MPI, ORDINARY))
 """What is divided by what."""
@@ -32,6 +33,10 @@ class Sweep:
     def ratios(self) -> list[tuple[str, str]]:
         """Those of `RATIOS` whose two sides took part."""
         return [(a, b) for a, b in RATIOS if a in self.names and b in self.names]
+
+    def ratio(self, a: str, b: str, nbytes: int) -> Ratio:
+        """`a` as a fraction of `b` at one size."""
+        return compare(self.series[a, nbytes], self.series[b, nbytes])
 
 
 def size_words(nbytes: int) -> str:
@@ -63,13 +68,10 @@ def _unit(seconds: float) -> tuple[float, str]:
 
 def time_table(sweep: Sweep, op: str) -> Table:
     """One row per size, one column per contender."""
-    table = Table(
-        title=f"{op}, {sweep.ranks} ranks",
-        caption="Time per call: median, and quartiles below it.",
-    )
-    table.add_column("size", justify="right")
-    for name in sweep.names:
-        table.add_column(_stacked(name), justify="right", no_wrap=True)
+    heads = [_stacked(name) for name in sweep.names]
+    caption = "Time per call: median, and quartiles below it."
+    table = new_table("size", *heads, title=f"{op}, {sweep.ranks} ranks", caption=caption)
+    table.columns[0].justify = "right"
     for nbytes in sweep.sizes:
         cells = []
         for name in sweep.names:
@@ -82,20 +84,15 @@ def time_table(sweep: Sweep, op: str) -> Table:
 
 def ratio_table(sweep: Sweep) -> Table:
     """One row per size, one column per ratio."""
-    table = Table(
-        title=f"ratios, {sweep.ranks} ranks",
-        caption="Ratio of medians, and below it the median of the ratios of single rounds. Above 1, gradwire is faster; for "
-        "heap / memcpy, below.",
+    caption = (
+        "Ratio of medians, and below it the median of the ratios of single rounds. Above 1, gradwire is faster; for "
+        "heap / memcpy, below."
     )
-    table.add_column("size", justify="right")
-    for a, b in sweep.ratios:
-        table.add_column(f"{_short(a)} /\n{_short(b)}", justify="right", no_wrap=True)
+    heads = [f"{_short(a)} /\n{_short(b)}" for a, b in sweep.ratios]
+    table = new_table("size", *heads, title=f"ratios, {sweep.ranks} ranks", caption=caption)
+    table.columns[0].justify = "right"
     for nbytes in sweep.sizes:
-        cells = []
-        for a, b in sweep.ratios:
-            ratio = compare(sweep.series[a, nbytes], sweep.series[b, nbytes])
-            cells.append(f"{ratio.of_medians:.2f}\n[dim]{ratio.median_of_rounds:.2f}[/dim]")
-        table.add_row(size_words(nbytes), *cells)
+        table.add_row(size_words(nbytes), *(sweep.ratio(a, b, nbytes).cell(2) for a, b in sweep.ratios))
     return table
 
 
@@ -107,8 +104,7 @@ def notable(sweeps: Sequence[Sweep]) -> list[str]:
             continue
         said = []
         for a, b in sweep.ratios:
-            of_medians = compare(sweep.series[a, _TOLD], sweep.series[b, _TOLD]).of_medians
-            said.append(f"{_short(a)} takes {of_medians:.2f} times as long as {_short(b)}")
+            said.append(f"{_short(a)} takes {sweep.ratio(a, b, _TOLD).of_medians:.2f} times as long as {_short(b)}")
         lines.append(f"{size_words(_TOLD)}, {sweep.ranks} ranks: {'; '.join(said)}.")
     return lines
 
@@ -137,23 +133,10 @@ def as_json(
 def _sweep_as_json(sweep: Sweep) -> dict[str, Any]:
     rows = []
     for nbytes in sweep.sizes:
-        times = {name: _series_as_json(sweep.series[name, nbytes], sweep.blocks[name, nbytes]) for name in sweep.names}
-        ratios = {}
-        for a, b in sweep.ratios:
-            ratio = compare(sweep.series[a, nbytes], sweep.series[b, nbytes])
-            ratios[f"{_short(a)} / {_short(b)}"] = {
-                "of_medians": ratio.of_medians,
-                "median_of_rounds": ratio.median_of_rounds,
-                "quartiles_of_rounds": list(ratio.quartiles),
-            }
+        times = {
+            name: {**sweep.series[name, nbytes].as_json("us", 1e6), "calls_a_turn": sweep.blocks[name, nbytes]}
+            for name in sweep.names
+        }
+        ratios = {f"{_short(a)} / {_short(b)}": sweep.ratio(a, b, nbytes).as_json() for a, b in sweep.ratios}
         rows.append({"bytes": nbytes, "times": times, "ratios": ratios})
     return {"ranks": sweep.ranks, "sizes": rows}
-
-
-def _series_as_json(series: Series, calls: int) -> dict[str, Any]:
-    return {
-        "median_us": series.median * 1e6,
-        "quartiles_us": [q * 1e6 for q in series.quartiles],
-        "rounds_us": [s * 1e6 for s in series.seconds],
-        "calls_a_turn": calls,
-    }

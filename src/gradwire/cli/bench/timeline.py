@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradwire.cli.experiment.plot_file import new_figure
+
 Interval = tuple[float, float]
 """Begin and end, in seconds."""
 
@@ -108,11 +110,7 @@ class Timeline:
 
 def draw(file: Path, timelines: Sequence[Timeline], machine: Mapping[str, str]) -> None:
     """A pair of rows for each: the model's stream above, the hook's below."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 1.1 + 0.85 * len(timelines)), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 1.1 + 0.85 * len(timelines))
     axes = figure.subplots()
     places, labels = [], []
     for number, timeline in enumerate(timelines):

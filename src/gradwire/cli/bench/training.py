@@ -21,7 +21,7 @@ from gradwire.cli.bench.trial import QUIET, Times, Trial, run_trial
 from gradwire.cli.experiment import peers
 from gradwire.cli.experiment.bar import bar
 from gradwire.cli.experiment.machine import describe
-from gradwire.cli.experiment.report import MS, add_json_option, present
+from gradwire.cli.experiment.report import MS, add_json_option, new_table, present
 from gradwire.cli.experiment.timing import Ratio, Series, compare, slowest
 from gradwire.cli.experiment.world import TIMEOUT, TIMEOUT_HELP, run_world
 from gradwire.errors import UsageError
@@ -139,19 +139,13 @@ def entries(series: Mapping[str, Series]) -> list[Entry]:
 
 
 def _table(rows: Sequence[Entry]) -> Table:
-    table = Table(
-        caption="ms per step: median, and quartiles below it; shm is shared memory. Exposed: extra time over the step under "
+    caption = (
+        "ms per step: median, and quartiles below it; shm is shared memory. Exposed: extra time over the step under "
         "no_sync, computed per round. Ratio: our step to torch's; of medians, and below it the median over rounds."
     )
-    table.add_column("variant")
-    for head in ("step", "under\nno_sync", "exposed", "ratio"):
-        table.add_column(head, justify="right", no_wrap=True)
+    table = new_table("variant", "step", "under\nno_sync", "exposed", "ratio", caption=caption)
     for row in rows:
-        ratio = (
-            ""
-            if row.to_torch is None
-            else f"{row.to_torch.of_medians:.3f}\n[dim]{row.to_torch.median_of_rounds:.3f}[/dim]"
-        )
+        ratio = "" if row.to_torch is None else row.to_torch.cell(3)
         table.add_row(row.words, *(_cell(s) for s in (row.step, row.quiet, row.exposed)), ratio)
     return table
 
@@ -188,18 +182,10 @@ def _as_json(machine: Mapping[str, str], settings: Mapping[str, str], rows: Sequ
 
 def _entry_as_json(row: Entry) -> dict[str, Any]:
     data: dict[str, Any] = {
-        key: {
-            "median_ms": series.median * MS,
-            "quartiles_ms": [q * MS for q in series.quartiles],
-            "rounds_ms": [s * MS for s in series.seconds],
-        }
+        key: series.as_json("ms", MS)
         for key, series in (("step", row.step), ("no_sync", row.quiet), ("exposed", row.exposed))
         if series is not None
     }
     if row.to_torch is not None:
-        data["ratio_to_torch"] = {
-            "of_medians": row.to_torch.of_medians,
-            "median_of_rounds": row.to_torch.median_of_rounds,
-            "quartiles_of_rounds": list(row.to_torch.quartiles),
-        }
+        data["ratio_to_torch"] = row.to_torch.as_json()
     return data

@@ -83,11 +83,19 @@ def present(
         console.print(Text(f"All figures are in {json_file}.", style="dim"))
 
 
+def new_table(first: str, *heads: str, caption: str, title: str | None = None) -> Table:
+    """An empty table: a column of names, and columns of figures."""
+    table = Table(title=title, caption=caption)
+    table.add_column(first)
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    return table
+
+
 def _table(result: Result) -> Table:
-    table = Table(caption=f"ms per step: median, and quartiles below it. Ratios are of {result.ratio_of}.")
-    table.add_column("variant")
-    for head in ("step", f"over {result.more_than}", "ratio of\nmedians", "median of\nround ratios"):
-        table.add_column(head, justify="right")
+    heads = ("step", f"over {result.more_than}", "ratio of\nmedians", "median of\nround ratios")
+    caption = f"ms per step: median, and quartiles below it. Ratios are of {result.ratio_of}."
+    table = new_table("variant", *heads, caption=caption)
     for row in result.rows:
         low, high = row.series.quartiles
         cells = [f"{row.series.median * MS:.3f}\n[dim]{low * MS:.2f} … {high * MS:.2f}[/dim]"]
@@ -114,11 +122,7 @@ def as_json(result: Result) -> dict[str, Any]:
 
 
 def _row_as_json(row: Row) -> dict[str, Any]:
-    data: dict[str, Any] = {
-        "median_ms": row.series.median * MS,
-        "quartiles_ms": [q * MS for q in row.series.quartiles],
-        "rounds_ms": [s * MS for s in row.series.seconds],
-    }
+    data = row.series.as_json("ms", MS)
     if row.more is not None:
         data["over_bare_ms"] = row.more * MS
     if row.ratio is not None:

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 Step = Callable[[], object]
 
@@ -34,6 +35,14 @@ class Series:
         """Half of all rounds are between these two."""
         return _quartiles(self.seconds)
 
+    def as_json(self, unit: str, scale: float) -> dict[str, Any]:
+        """Plain data, with every round, in `unit`, of which a second has `scale`."""
+        return {
+            f"median_{unit}": self.median * scale,
+            f"quartiles_{unit}": [q * scale for q in self.quartiles],
+            f"rounds_{unit}": [s * scale for s in self.seconds],
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
@@ -44,6 +53,18 @@ class Ratio:
     quartiles: tuple[float, float]
     rounds: int
     """How many rounds could be compared: noise can hide a difference."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "of_medians": self.of_medians,
+            "median_of_rounds": self.median_of_rounds,
+            "quartiles_of_rounds": list(self.quartiles),
+        }
+
+    def cell(self, digits: int) -> str:
+        """Both figures, one below the other, for a table."""
+        return f"{self.of_medians:.{digits}f}\n[dim]{self.median_of_rounds:.{digits}f}[/dim]"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@ some are slow to import."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -10,44 +11,14 @@ from typing import Any
 Hook = tuple[Any, Callable[[Any, Any], Any]]
 """The arguments of `register_comm_hook`: a state, and a function of it and a bucket."""
 
-
+_HOME = "torch.distributed.algorithms.ddp_comm_hooks"
 DENSE_STEPS = 2
 """Steps of `power_sgd` before it compresses."""
 
 
-def fp16(process_group: Any) -> Hook:
-    """`fp16_compress_hook`."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    return process_group, default_hooks.fp16_compress_hook
-
-
-def bf16(process_group: Any) -> Hook:
-    """`bf16_compress_hook`."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    return process_group, default_hooks.bf16_compress_hook
-
-
-def allreduce(process_group: Any) -> Hook:
-    """`allreduce_hook`."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    return process_group, default_hooks.allreduce_hook
-
-
-def quantize(process_group: Any) -> Hook:
-    """`quantization_pertensor_hook`: 8 bits, one scale for the bucket."""
-    from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
-
-    return process_group, quantization_hooks.quantization_pertensor_hook
-
-
-def quantize_channels(process_group: Any) -> Hook:
-    """`quantization_perchannel_hook`: 8 bits, a scale for every 512 elements."""
-    from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
-
-    return process_group, quantization_hooks.quantization_perchannel_hook
+def _stateless(module: str, name: str) -> Callable[[Any], Hook]:
+    """A hook whose state is its process group."""
+    return lambda process_group: (process_group, getattr(importlib.import_module(f"{_HOME}.{module}"), name))
 
 
 def power_sgd(process_group: Any) -> Hook:
@@ -61,16 +32,20 @@ def power_sgd(process_group: Any) -> Hook:
 # Its batched_powerSGD_hook is not here: it fails an assertion of its own when it first compresses (torch 2.11 to 2.13).
 TORCH_HOOKS: Mapping[str, Callable[[Any], Hook]] = MappingProxyType(
     {
-        "torch-allreduce": allreduce,
-        "torch-fp16": fp16,
-        "torch-bf16": bf16,
+        "torch-allreduce": _stateless("default_hooks", "allreduce_hook"),
+        "torch-fp16": _stateless("default_hooks", "fp16_compress_hook"),
+        "torch-bf16": _stateless("default_hooks", "bf16_compress_hook"),
         "torch-powersgd": power_sgd,
     }
 )
 NCCL_HOOKS: Mapping[str, tuple[Callable[[Any], Hook], Callable[[int], float]]] = MappingProxyType(
     {
-        "torch-quantize": (quantize, lambda numel: numel + 8),
-        "torch-quantize-channels": (quantize_channels, lambda numel: (numel // 512 + 1) * (512 + 8)),
+        # 8 bits, with one scale for the bucket, and with a scale for every 512 elements
+        "torch-quantize": (_stateless("quantization_hooks", "quantization_pertensor_hook"), lambda numel: numel + 8),
+        "torch-quantize-channels": (
+            _stateless("quantization_hooks", "quantization_perchannel_hook"),
+            lambda numel: (numel // 512 + 1) * (512 + 8),
+        ),
     }
 )
 """Those that read the result of an all-gather in a form that only NCCL returns, so they run on neither gloo nor a group in Python;

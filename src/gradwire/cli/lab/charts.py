@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradwire.cli.experiment.plot_file import new_figure
 from gradwire.cli.lab.contenders import CONTENDERS
 from gradwire.cli.lab.curve import Curve, Point
 from gradwire.cli.lab.figures import HEADS, Race, cells, lines
@@ -45,11 +46,7 @@ def draw(file: Path, race: Race, facts: Mapping[str, str]) -> None:
 
 
 def _figure(race: Race, facts: Mapping[str, str]) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 5.6), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(13, 5.6)
     left, right = figure.subplots(1, 2, sharey=True)
     for number, curve in enumerate(race.curves):
         style = _style(race, number)

@@ -21,7 +21,7 @@ from gradwire.cli.arguments import at_least
 from gradwire.cli.experiment.bar import bar
 from gradwire.cli.experiment.machine import describe
 from gradwire.cli.experiment.recipes import RECIPES, names_of
-from gradwire.cli.experiment.report import add_json_option, present
+from gradwire.cli.experiment.report import add_json_option, new_table, present
 from gradwire.cli.experiment.world import TIMEOUT_HELP, run_world
 from gradwire.cli.lab.noise import Comparison, Verdict, compare
 from gradwire.cli.lab.tasks import TASKS, Plan, Score, Scores, run_plan
@@ -119,13 +119,11 @@ def _losses(scores: Sequence[Score]) -> list[float]:
 def table(scores: Scores, found: Mapping[str, Comparison]) -> Table:
     """One row per hook."""
     allowed = found[_DENSE].allowed
-    made = Table(
-        caption="Loss on held-out data: mean and standard deviation over seeds. More than dense: difference of the means, and "
+    caption = (
+        "Loss on held-out data: mean and standard deviation over seeds. More than dense: difference of the means, and "
         f"below it the mean of the seeds' differences in percent. Within noise: at most {allowed:.4f} more."
     )
-    made.add_column("hook")
-    for head in ("loss", "more than\ndense", "accuracy", "verdict"):
-        made.add_column(head, justify="right", no_wrap=True)
+    made = new_table("hook", "loss", "more than\ndense", "accuracy", "verdict", caption=caption)
     for name, one in found.items():
         accuracy = statistics.fmean(score.accuracy for score in scores[name])
         more = "" if name == _DENSE else f"{one.difference:+.4f}\n[dim]{one.percent:+.1f} %[/dim]"
