@@ -55,6 +55,8 @@ _LONGEST_NAME = 1000
 _MOST_DESCRIPTIONS = 1000
 _MOST_WARNINGS = 200
 _LONGEST_DESCRIPTION = 1 << 20
+ORDINAL_BITS = 24
+"""So many lower bits of an ordinal count collectives; those above count recoveries of the group."""
 _KIND = 16
 """Where the kind is in a record."""
 _LOW = (1 << 32) - 1

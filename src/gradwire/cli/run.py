@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -119,8 +120,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     return parser
 
 
-def run(args: argparse.Namespace) -> int:
-    """Start the ranks, wait for them, and return the exit code."""
+def run(args: argparse.Namespace, *, popen: type[subprocess.Popen[bytes]] = subprocess.Popen) -> int:
+    """Start the ranks, by `popen`, wait for them, and return the exit code."""
     script, *arguments = args.script[1:] if args.script[0] == "--" else args.script
     if not args.module and not Path(script).is_file():
         raise UsageError(
@@ -131,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     size = args.nproc if isinstance(args.nproc, int) else _ranks(args.nproc, cpus)
     recorded = _run_directory(args, script)
     private = create()
-    store = StoreHost()
+    store = StoreHost(popen)
     ranks = RunFollower(Path(recorded[RUN_DIRECTORY]), since=time.monotonic_ns()) if recorded else None
     watch = None if ranks is None else HangWatch(ranks, deadline=args.hang_after)
     try:
@@ -149,6 +150,7 @@ def run(args: argparse.Namespace) -> int:
                 log_dir=args.log_dir,
                 store=store,
                 watch=watch,
+                popen=popen,
                 all_tracebacks=args.debug,
             )
         )

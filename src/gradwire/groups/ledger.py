@@ -19,7 +19,7 @@ from gradwire.collectives import Collective
 from gradwire.deprecated import renamed
 from gradwire.errors import CollectiveTimeout, HookError
 from gradwire.events import CollectiveFailed, CollectiveFinished, CollectiveStarted, CollectiveSubmitted, Emitter
-from gradwire.flight_recorder import FlightRecorder, RecordKind, summary
+from gradwire.flight_recorder import ORDINAL_BITS, FlightRecorder, RecordKind, summary
 from gradwire.groups.completion import CompletionHooks
 from gradwire.groups.futures import FutureThreads
 from gradwire.groups.work import Work
@@ -30,8 +30,7 @@ _STARTED = RecordKind.COLLECTIVE_STARTED
 _WAITED = RecordKind.COLLECTIVE_WAITED
 _FINISHED = RecordKind.COLLECTIVE_FINISHED
 _FAILED = RecordKind.COLLECTIVE_FAILED
-_COUNT_BITS = 24
-_MOST = (1 << _COUNT_BITS) - 1
+_MOST = (1 << ORDINAL_BITS) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ class Ledger:
 
         In its upper part it counts recoveries: the ranks of a failed group have submitted different numbers of operations.
         """
-        return 0 if op.kind.is_p2p else self._epoch << _COUNT_BITS | next(self._collectives) & _MOST
+        return 0 if op.kind.is_p2p else self._epoch << ORDINAL_BITS | next(self._collectives) & _MOST
 
     def recovered(self) -> None:
         """The group can be used again, on all ranks: their collectives are counted from here."""

@@ -25,7 +25,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
-_BECOME = (
+BECOME = (
     "import ctypes,os,sys;"
     "ctypes.CDLL(None).prctl(1,9);"  # PR_SET_PDEATHSIG, SIGKILL
     "os.getppid()==int(sys.argv[1]) or os._exit(1);"  # the launcher died before the request
@@ -68,11 +68,19 @@ class _Guardian:
 class RankProcess:
     """A rank that runs or has run."""
 
-    def __init__(self, rank: int, command: Sequence[str], environ: Mapping[str, str], *, stdin: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        stdin: int,
+        popen: type[subprocess.Popen[bytes]] = subprocess.Popen,
+    ) -> None:
         self.rank = rank
         if threading.current_thread() is threading.main_thread():
-            command = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), *command]
-        self._process = subprocess.Popen(
+            command = [sys.executable, "-I", "-S", "-c", BECOME, str(os.getpid()), *command]
+        self._process = popen(
             list(command),
             env=dict(environ),
             stdin=stdin,

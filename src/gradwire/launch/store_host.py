@@ -22,11 +22,11 @@ _PROGRAM = "import sys; from gradwire.launch.store_host import serve; serve(int(
 class StoreHost:
     """A running store, on a free port of the loopback address."""
 
-    def __init__(self) -> None:
+    def __init__(self, popen: type[subprocess.Popen[bytes]] = subprocess.Popen) -> None:
         with socket.create_server((LOOPBACK, 0), backlog=2048) as listener:
             self.port: int = listener.getsockname()[1]
             fd = listener.fileno()
-            self._process = subprocess.Popen(
+            self._process = popen(
                 [sys.executable, "-P", "-c", _PROGRAM, str(fd), str(self.port)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,

@@ -64,6 +64,8 @@ class Run:
     """The store for ranks that call torch's `init_process_group`; the run ends with it."""
     watch: HangWatch | None = None
     """Looks for hangs, if ranks are recorded."""
+    popen: type[subprocess.Popen[bytes]] = subprocess.Popen
+    """How processes of ranks are started."""
     all_tracebacks: bool = False
     """Whether all ranks' tracebacks are shown as they are written, instead of only that of the first failure at the end."""
 
@@ -109,7 +111,7 @@ class _Supervisor:
             log = None
             if self._run.log_dir is not None:
                 log = self._stack.enter_context(_log(self._run.log_dir, rank))
-            process = RankProcess(rank, self._run.command, environ, stdin=_stdin(rank))
+            process = RankProcess(rank, self._run.command, environ, stdin=_stdin(rank), popen=self._run.popen)
             self._ranks.append(process)
             hold = None if self._run.all_tracebacks or len(self._run.environments) == 1 else TracebackHold()
             self._streams[rank] = self._stream(self._out, rank, log), self._stream(self._err, rank, log, hold)

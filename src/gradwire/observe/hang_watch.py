@@ -98,7 +98,7 @@ class HangWatch:
             return []
         waiting = find_waiting(self.run.local_ranks, time.monotonic_ns(), deadline=-math.inf, failed=True)
         suspects = [] if waiting is None else self.suspects(waiting)
-        if rank not in [suspect.rank for suspect in suspects]:
+        if not suspects:
             self.run.read_descriptions()
             record = next((r for r in reversed(ended.last) if r.group), None)
             bucket = -1 if record is None else ended.missing_bucket(record.group)

@@ -1,7 +1,8 @@
 """Hangs: which rank the others wait for, and what it does instead. Pure.
 
 A collective that takes far longer than usual, and that a caller waits for, hangs. Ranks that have not submitted it keep the others
-waiting; if all have, they disagree on what it is, or one of them was stopped in the middle of it.
+waiting; if all have, they disagree on what it is, or one of them was stopped in the middle of it, or does something else that
+keeps its engine from it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from gradwire.flight_recorder import ORDINAL_BITS
 from gradwire.host import ProcessState
 from gradwire.observe.progress import RankProgress
 from gradwire.observe.ring import Record
@@ -47,10 +49,19 @@ class Member:
         """Whether it has submitted this collective, which has not finished."""
         return any(_is_same(own, record) and own.rank == self.number for own in self.progress.pending.values())
 
+    def is_elsewhere(self, record: Record) -> bool:
+        """Whether it has submitted this collective, which has not finished, and does not wait for it."""
+        own = [key for key, one in self.progress.pending.items() if _is_same(one, record) and one.rank == self.number]
+        return bool(own) and not any(key in self.progress.waited for key in own)
+
+    def has_failed(self, record: Record) -> bool:
+        """Whether it has submitted this collective, which has failed."""
+        return any(_is_same(own, record) and own.rank == self.number for own in self.progress.failed)
+
     def submission(self, record: Record) -> Record | None:
-        """Its own submission of this collective, if that is the last one that it has reached."""
-        reached = self.progress.reached.get((record.group, self.number))
-        return reached if reached is not None and reached.ordinal == record.ordinal else None
+        """What it has submitted as the collective of this number, if that was lately."""
+        own = self.progress.submitted.get((record.group, self.number), ())
+        return next((one for one in reversed(own) if one.ordinal == record.ordinal), None)
 
     def has_reached(self, record: Record) -> bool:
         """Whether it has submitted this collective or a later one."""
@@ -100,7 +111,7 @@ def find_waiting(
 ) -> Waiting | None:
     """The collective that ranks have waited in for longest, if that is longer than `deadline` seconds and ten times the usual.
 
-    With `failed`, also one that has failed since, and nothing came after it: for a rank that has ended.
+    With `failed`, one that has failed since counts too, and one that no caller waits for yet: for a rank that has ended.
     """
     late = []
     for rank in ranks:
@@ -116,7 +127,7 @@ def find_waiting(
         return Waiting(
             record,
             (now - since) / 1e9,
-            tuple(m.rank for m in members if (m.submission(record) if failed else m.waits_in(record))),
+            tuple(m.rank for m in members if m.waits_in(record) or (failed and m.has_failed(record))),
             tuple(m.rank for m in members if not m.has_reached(record)),
             tuple(members),
             max(0, size - len(members)),
@@ -125,11 +136,14 @@ def find_waiting(
 
 
 def _waits(rank: RankProgress, *, failed: bool) -> Iterator[tuple[int, Record]]:
-    for key, since in rank.waited.items():
-        if key in rank.pending:
-            yield since, rank.pending[key]
-    for record in rank.failed if failed else ():
-        if rank.reached.get((record.group, record.rank)) == record:
+    if not failed:
+        yield from ((since, rank.pending[key]) for key, since in rank.waited.items() if key in rank.pending)
+        return
+    for record in (*rank.pending.values(), *rank.failed):
+        reached = rank.reached.get((record.group, record.rank))
+        if (
+            reached is not None and reached.ordinal >> ORDINAL_BITS == record.ordinal >> ORDINAL_BITS
+        ):  # not recovered since
             yield record.time, record
 
 
@@ -166,9 +180,13 @@ def find_suspects(
 def _to_blame(waiting: Waiting, state: Callable[[RankProgress], ProcessState]) -> list[Member]:
     if waiting.missing:
         return [member for member in waiting.members if member.rank in waiting.missing]
-    odd = [member for member in waiting.members if _different(member, waiting) is not None]
+    if odd := [member for member in waiting.members if _different(member, waiting) is not None]:
+        return odd
     ended = (ProcessState.STOPPED, ProcessState.GONE)
-    return odd or [member for member in waiting.members if state(member.progress) in ended]
+    if out := [member for member in waiting.members if state(member.progress) in ended]:
+        return out
+    # It runs in the background there. Its engine may need the interpreter, which C code may block.
+    return [member for member in waiting.members if member.is_elsewhere(waiting.record)]
 
 
 def _different(member: Member, waiting: Waiting) -> Record | None:

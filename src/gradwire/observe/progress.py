@@ -17,6 +17,7 @@ _KEPT_DURATIONS = 100
 _KEPT_RECORDS = 20
 _KEPT_WARNINGS = 20
 _KEPT_FAILED = 20
+_KEPT_SUBMITTED = 100
 
 Operation = tuple[str, int, int]
 """Group, rank in it (threads of one process may be several), and sequence number."""
@@ -33,6 +34,8 @@ class RankProgress:
     known."""
     reached: dict[tuple[str, int], Record] = field(default_factory=dict)
     """By group and rank in it: the last collective that was submitted, or finished without having been seen before."""
+    submitted: dict[tuple[str, int], deque[Record]] = field(default_factory=dict)
+    """By group and rank in it: the submissions of the last collectives."""
     pending: dict[Operation, Record] = field(default_factory=dict)
     """Operations that were submitted and have not finished."""
     waited: dict[Operation, int] = field(default_factory=dict)
@@ -107,14 +110,17 @@ class RankProgress:
     def _forget(self, group: Record) -> None:
         """A group of the same name was closed: the new one counts from 1 again."""
         self.reached.pop((group.group, group.rank), None)
+        self.submitted.pop((group.group, group.rank), None)
         for key in [key for key in self.pending if key[:2] == (group.group, group.rank)]:
             del self.pending[key]
             self.waited.pop(key, None)
 
     def _reach(self, record: Record) -> None:
-        known = self.reached.get((record.group, record.rank))
+        member = record.group, record.rank
+        known = self.reached.get(member)
         if record.ordinal and (known is None or record.ordinal > known.ordinal):
-            self.reached[record.group, record.rank] = record
+            self.reached[member] = record
+            self.submitted.setdefault(member, deque(maxlen=_KEPT_SUBMITTED)).append(record)
 
     def usual_duration(self, record: Record) -> float:
         """The median of what operations like this one took here lately, in seconds; 0 if there were none."""

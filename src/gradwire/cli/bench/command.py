@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from gradwire.cli.arguments import add_debug
-from gradwire.cli.bench import collectives, hooks, overhead, overlap, training
+from gradwire.cli.bench import collectives, hangs, hooks, overhead, overlap, training
 
 
 class Benchmark(Protocol):
@@ -22,6 +22,7 @@ class Benchmark(Protocol):
 
 _BENCHMARKS: Mapping[str, Benchmark] = {
     "collectives": collectives,
+    "hangs": hangs,
     "hooks": hooks,
     "overhead": overhead,
     "overlap": overlap,
