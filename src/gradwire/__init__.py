@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports what i
         LayoutError,
         NonFiniteGradient,
         PeerLost,
+        ReplicasDiverged,
         StepError,
         UsageError,
     )
@@ -71,7 +72,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports what i
     )
     from gradwire.interop import as_process_group, from_process_group, register_backend
     from gradwire.launch import init
-    from gradwire.parallel import DistributedDataParallel, Replica, broadcast_coalesced
+    from gradwire.parallel import DistributedDataParallel, DivergenceCheck, Replica, broadcast_coalesced
     from gradwire.parallel.replicate import replicate
 
 __version__ = "0.1.0"
@@ -81,12 +82,12 @@ _LAYERS = "autograd collectives errors events groups hooks interop lab launch ob
 _NAMES = {
     "collectives": "Collective OpKind ReduceOp Signature",
     "errors": "ClosedError CollectiveMismatch CollectiveTimeout GradwireError GroupAborted GroupError HookError InternalError "
-    "LayoutError NonFiniteGradient PeerLost StepError UsageError",
+    "LayoutError NonFiniteGradient PeerLost ReplicasDiverged StepError UsageError",
     "groups": "C10dGroup Deadline Group GroupKind GroupWrapper HierarchicalGroup Latched MPIGroup NanCheck Recording "
     "SharedMemoryGroup ThreadGroup Verified Work WorkInfo register_kind",
     "interop": "as_process_group from_process_group register_backend",
     "launch": "init",
-    "parallel": "DistributedDataParallel Replica broadcast_coalesced replicate",
+    "parallel": "DistributedDataParallel DivergenceCheck Replica broadcast_coalesced replicate",
 }
 _HOME = {name: layer for layer, names in _NAMES.items() for name in names.split()}
 _renamed = renamed(__name__, level=3, Kind="gradwire.OpKind")
@@ -113,6 +114,7 @@ __all__ = [
     "CollectiveTimeout",
     "Deadline",
     "DistributedDataParallel",
+    "DivergenceCheck",
     "GradwireError",
     "Group",
     "GroupAborted",
@@ -132,6 +134,7 @@ __all__ = [
     "Recording",
     "ReduceOp",
     "Replica",
+    "ReplicasDiverged",
     "SharedMemoryGroup",
     "Signature",
     "StepError",

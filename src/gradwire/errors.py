@@ -271,6 +271,29 @@ class NonFiniteGradient(GradwireError, RuntimeError):
         self.step = step
 
 
+class ReplicasDiverged(GradwireError, RuntimeError):
+    """Ranks hold different parameters that should be equal.
+
+    `ranks`: those that are not in the majority, or all if there is a `tie`. `parameters`: the tensors that differ. `step`: after
+    which step of the check.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        ranks: Sequence[int] = (),
+        parameters: Sequence[str] = (),
+        tie: bool = False,
+        step: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.parameters = tuple(parameters)
+        self.tie = tie
+        self.step = step
+
+
 class InternalError(GradwireError, RuntimeError):
     """A bug in gradwire. `story` is what led to it, for the report."""
 

@@ -56,6 +56,17 @@ class NonFinite(Enum):
     """Recorded too, and every rank raises NonFiniteGradient from backward, before an average is written to `.grad`."""
 
 
+class Divergence(Enum):
+    """What happens when replicas of a model are not equal: see `DivergenceCheck`."""
+
+    RECORD = "record"
+    """It is recorded as a warning; the first time rank 0 shows it. Training continues with different replicas."""
+    HEAL = "heal"
+    """Recorded too, and what differs is copied from a rank of the majority; without a majority, every rank raises."""
+    RAISE = "raise"
+    """Recorded too, and every rank raises ReplicasDiverged."""
+
+
 class BucketMemory(Enum):
     """How long the memory of a bucket stays allocated."""
 

@@ -22,6 +22,7 @@ from gradwire.errors import (
     NonFiniteGradient,
     Origin,
     PeerLost,
+    ReplicasDiverged,
     UsageError,
     UsageTypeError,
 )
@@ -42,6 +43,7 @@ EXAMPLES = [
     CollectiveMismatch("what", ops={0: OP, 1: OP}),
     GroupAborted("what", reason="because"),
     NonFiniteGradient("what", rank=1, parameter="fc.weight", index=(2, 0), origin=Origin.GRADIENT, step=7),
+    ReplicasDiverged("what", ranks=[2], parameters=["fc.weight"], step=100),
     InternalError("what", story=["first", "then"]),
 ]
 

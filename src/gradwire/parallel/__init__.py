@@ -2,7 +2,8 @@
 
 from gradwire.parallel.broadcast import broadcast_coalesced
 from gradwire.parallel.ddp import DistributedDataParallel
+from gradwire.parallel.divergence import DivergenceCheck
 from gradwire.parallel.replica import Replica
 from gradwire.parallel.replicate import replicate
 
-__all__ = ["DistributedDataParallel", "Replica", "broadcast_coalesced", "replicate"]
+__all__ = ["DistributedDataParallel", "DivergenceCheck", "Replica", "broadcast_coalesced", "replicate"]

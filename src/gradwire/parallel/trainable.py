@@ -54,7 +54,7 @@ def trainable_parameters(
     module: nn.Module, ignore: Collection[str]
 ) -> tuple[list[str], list[nn.Parameter], list[ParameterSpec]]:
     """Names, tensors and specs of the parameters that get a gradient. Raises for a module that cannot be replicated."""
-    _refuse_dtensors(module, ignore)
+    refuse_dtensors("replicating", module, ignore)
     names, parameters, specs = [], [], []
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
@@ -75,7 +75,8 @@ def trainable_parameters(
     return names, parameters, specs
 
 
-def _refuse_dtensors(module: nn.Module, ignore: Collection[str]) -> None:
+def refuse_dtensors(doing: str, module: nn.Module, ignore: Collection[str]) -> None:
+    """Raise if parameters or buffers are sharded over ranks, which is another kind of parallelism."""
     tensors = sys.modules.get("torch.distributed.tensor")  # if it was never imported, there are no DTensors
     if tensors is None:
         return
@@ -84,7 +85,7 @@ def _refuse_dtensors(module: nn.Module, ignore: Collection[str]) -> None:
     if found:
         names = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
         raise ShardedParameter(
-            f"replicating {type(module).__name__}: {names} are DTensors, from fully_shard or parallelize_module, but buckets hold "
+            f"{doing} {type(module).__name__}: {names} are DTensors, from fully_shard or parallelize_module, but buckets hold "
             "plain tensors. To average over replicas of a sharded model, call fully_shard with a 2-D device mesh; "
             "interop.as_fsdp_hook uses a gradwire hook there. Parameters in `ignore` (DDP: "
             "_set_params_and_buffers_to_ignore_for_model) are skipped."

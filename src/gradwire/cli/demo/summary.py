@@ -45,4 +45,4 @@ def verdict(reports: Sequence[Report]) -> str:
         odd = [rank for rank, p in enumerate(prints) if p != prints[0]]
         return f"The replicas are NOT bitwise equal: ranks {odd} differ from rank 0."
     who = f"All {n} replicas are bitwise equal" if n > 1 else "The only replica is bitwise equal to itself"
-    return f"{who} (SHA-256 {prints[0][:16]})."
+    return f"{who} (digest {prints[0]})."

@@ -5,7 +5,6 @@ An ordinary training loop around one call of `replicate`. It prints nothing: it 
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from gradwire.cli.demo.transformer import SIZES, Transformer
 from gradwire.collectives import ReduceOp
 from gradwire.groups import Group
 from gradwire.parallel import replicate
+from gradwire.parallel.digest import digest, digests
 
 _PROMPT = "def "
 _SAMPLE = 160
@@ -111,14 +111,11 @@ def _learn(job: Job, group: Group, model: Transformer, corpus: Corpus, watch: Wa
 
 
 def fingerprints(group: Group, tensors: Sequence[Tensor]) -> tuple[str, ...]:
-    """The SHA-256 over all bytes of each rank's `tensors`, in rank order, on every rank."""
-    digest = hashlib.sha256()
-    for t in tensors:
-        digest.update(t.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    mine = torch.tensor(list(digest.digest()), dtype=torch.uint8)
-    gathered = torch.empty(group.size * mine.numel(), dtype=torch.uint8)
+    """A digest of the bits of each rank's `tensors`, in rank order, on every rank."""
+    mine = digest(digests(tensors, torch.device("cpu"))).view(1)
+    gathered = mine.new_empty(group.size)
     group.all_gather_into_tensor(gathered, mine, label="fingerprints")
-    return tuple(bytes(row.tolist()).hex() for row in gathered.chunk(group.size))
+    return tuple(f"{value % 2**64:016x}" for value in gathered.tolist())
 
 
 @torch.no_grad()

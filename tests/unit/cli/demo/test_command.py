@@ -59,7 +59,7 @@ def test_two_ranks_end_equal_and_ctrl_c_ends_them_without_a_traceback(kind):
             demo.kill()
     assert demo.returncode == 130
     assert errors.strip() == "gradwire: interrupted"
-    end = next(i for i, line in enumerate(lines) if line.startswith("All 2 replicas are bitwise equal (SHA-256 "))
+    end = next(i for i, line in enumerate(lines) if line.startswith("All 2 replicas are bitwise equal (digest "))
     first = lines[: end + 1]
     assert lines[end + 1].startswith("starting 2 ranks")  # the second demo: nothing comes after that line
     assert [line.split()[1] for line in first if line.startswith("step ")] == ["1/3", "2/3", "3/3"]
@@ -80,7 +80,7 @@ def test_ranks_that_do_not_average_are_found_out(capfd, monkeypatch):
 def test_one_rank_is_a_world(capfd):
     code, lines = run(capfd, "--ranks", "1", "--steps", "1", "--kind", "threads")
     assert code == 0
-    assert lines[-1].startswith("The only replica is bitwise equal to itself (SHA-256 ")
+    assert lines[-1].startswith("The only replica is bitwise equal to itself (digest ")
 
 
 def test_a_seed_fixes_every_bit_and_another_does_not(capfd):

@@ -1,0 +1,240 @@
+"""`DivergenceCheck`: whether the replicas of a model are still equal, bit by bit, and if not, which rank is wrong.
+
+Data-parallel ranks compute the same update from the same averages, so their parameters stay equal. A flipped bit in memory, a
+faulty core, code that runs on one rank only, or a forgotten collective makes them differ, and nothing in training shows it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradwire import flight_recorder
+from gradwire.collectives import all_gather_into_tensor
+from gradwire.errors import ReplicasDiverged, UsageError
+from gradwire.groups.base import Group
+from gradwire.interop import from_process_group
+from gradwire.interop.defaults import default_process_group
+from gradwire.parallel.broadcast import broadcast_coalesced
+from gradwire.parallel.digest import digest, digests
+from gradwire.parallel.trainable import check_module, refuse_dtensors
+from gradwire.policies import Divergence, check_policies
+
+_SHOWN = 3
+"""How many tensors a message names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A tensor that is not the same on all ranks."""
+
+    name: str
+    """A parameter, a buffer, or e.g. "exp_avg of fc.weight" in the optimizer's state."""
+    ranks: tuple[int, ...]
+    """The ranks whose bits are not those of the majority; all ranks if there is none."""
+    source: int | None
+    """The lowest rank of the majority: the largest set of ranks with the same bits. None for a tie."""
+
+
+class DivergenceCheck:
+    """Compares parameters over all ranks every `every` steps. Every rank makes one and calls `step` after the optimizer's.
+
+    `group` is a gradwire Group or a torch process group; by default that of the model, else torch's default one. With
+    `optimizer`, its state is compared, and healed, too. `buffers` names those that should be equal after a step; BatchNorm's
+    statistics are not.
+
+    On the wire: 24 bytes per rank; on a difference 8 more per tensor.
+
+    >>> from gradwire.groups import ThreadGroup
+    >>> (group,) = ThreadGroup.world(1)
+    >>> check = DivergenceCheck(nn.Linear(2, 1), group, every=100)
+    >>> check.step(), check.check()
+    ([], [])
+    >>> group.close()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Any = None,
+        *,
+        every: int = 100,
+        policy: Divergence = Divergence.RAISE,
+        optimizer: torch.optim.Optimizer | None = None,
+        buffers: Collection[str] = (),
+    ) -> None:
+        check_module("DivergenceCheck", module)
+        check_policies(policy=(policy, Divergence))
+        if every < 1:
+            raise UsageError(f"DivergenceCheck(every={every}): it must be at least 1.")
+        self._model = module
+        self._module: nn.Module = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+        refuse_dtensors("comparing", self._module, ())
+        unknown = sorted(set(buffers) - {name for name, _ in self._module.named_buffers()})
+        if unknown or isinstance(buffers, str):
+            raise UsageError(
+                f"DivergenceCheck(buffers={buffers!r}): {', '.join(unknown)}: the model has no such buffer."
+            )
+        self.group = _group_of(module, group)
+        self.every = every
+        self.policy = policy
+        self.steps = 0
+        """How many times `step` was called."""
+        self._optimizer = optimizer
+        self._buffers = frozenset(buffers)
+        self._due = False
+        self._shown = False
+
+    def step(self) -> list[Difference]:
+        """Count a step, and check if it is due. While a hook such as `diloco` lets ranks differ, the check is put off."""
+        self.steps += 1
+        self._due = self._due or self.steps % self.every == 0
+        if not self._due or _may_differ(self._model):
+            return []
+        self._due = False
+        return self.check()
+
+    @torch.no_grad()
+    def check(self) -> list[Difference]:
+        """Compare now; every rank calls it. Returns what differed, after it was recorded or healed; or raises, on every rank."""
+        found = self._compare()
+        if not found:
+            return []
+        healed = self.policy is Divergence.HEAL and all(one.source is not None for one in found)
+        error = self._error(found, healed=healed)
+        flight_recorder.warn(str(error), rank=self.group.rank, group=self.group.name, step=self.steps)
+        if healed:
+            self._heal(found)
+        elif self.policy is not Divergence.RECORD:
+            raise error
+        if not self._shown and self.group.rank == 0:
+            warnings.warn(f"{error} Later ones are recorded only.", RuntimeWarning, stacklevel=3)
+        self._shown = True
+        return found
+
+    # -- comparing -----------------------------------------------------------------------------------------------------
+
+    def _tensors(self) -> dict[str, Tensor]:
+        names = {id(p): name for name, p in self._module.named_parameters()}
+        tensors: dict[str, Tensor] = dict(self._module.named_parameters())
+        tensors |= {name: b for name, b in self._module.named_buffers() if name in self._buffers}
+        for number, p in enumerate(
+            p for g in (self._optimizer.param_groups if self._optimizer else []) for p in g["params"]
+        ):
+            state = self._optimizer.state.get(p, {}) if self._optimizer else {}
+            name = names.get(id(p), f"parameter {number}")
+            tensors |= {f"{key} of {name}": v for key, v in sorted(state.items()) if isinstance(v, Tensor)}
+        return tensors
+
+    def _device(self, tensors: dict[str, Tensor]) -> torch.device:
+        return next(iter(tensors.values())).device if tensors else torch.device("cpu")
+
+    def _compare(self) -> list[Difference]:
+        tensors = self._tensors()
+        device = self._device(tensors)
+        mine = digests(list(tensors.values()), device)
+        text = "\n".join(f"{name} {t.dtype} {list(t.shape)}" for name, t in tensors.items()).encode()
+        names = torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)
+        rows = self._gather(torch.stack([digest(mine), mine.new_tensor(len(tensors)), digest(names).to(device)]))
+        if all(row == rows[0] for row in rows):
+            return []
+        if any(row[1:] != rows[0][1:] for row in rows):
+            raise self._of_different_tensors(rows)
+        by_rank = self._gather(mine)
+        return [
+            _difference(name, [row[number] for row in by_rank])
+            for number, name in enumerate(tensors)
+            if len({row[number] for row in by_rank}) > 1
+        ]
+
+    def _gather(self, mine: Tensor) -> list[list[int]]:
+        gathered = mine.new_empty(self.group.size * mine.numel())
+        self.group.submit(all_gather_into_tensor(gathered, mine, label="digests of parameters")).wait()
+        rows: list[list[int]] = gathered.view(self.group.size, -1).tolist()
+        return rows
+
+    # -- what was found ------------------------------------------------------------------------------------------------
+
+    def _of_different_tensors(self, rows: Sequence[Sequence[int]]) -> ReplicasDiverged:
+        majority = _majority([str(row[1:]) for row in rows])
+        text = f"comparing replicas after step {self.steps}: ranks do not have the same tensors: "
+        text += ", ".join(f"rank {rank} {row[1]}" for rank, row in enumerate(rows))
+        text += ". Their optimizers have made different steps, or their models are different."
+        return ReplicasDiverged(text, ranks=majority[1], tie=majority[0] is None, step=self.steps)
+
+    def _error(self, found: Sequence[Difference], *, healed: bool) -> ReplicasDiverged:
+        ranks = sorted({rank for one in found for rank in one.ranks})
+        tie = any(one.source is None for one in found)
+        named = ", ".join(one.name for one in found[:_SHOWN])
+        more = f" and {len(found) - _SHOWN} more tensors" if len(found) > _SHOWN else ""
+        who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        text = f"comparing replicas after step {self.steps}: "
+        if tie:
+            text += (
+                f"{who} differ in {named}{more}, and no value has a majority, so it is not known which rank is wrong. "
+            )
+        else:
+            text += f"{who} differ{'' if len(ranks) > 1 else 's'} from the majority in {named}{more}. "
+        if healed:
+            text += "It was copied from a rank of the majority. If it happens again, suspect the machine of that rank."
+        elif self.policy is Divergence.RECORD:
+            text += "Training continues with different replicas."
+        else:
+            text += "Load a checkpoint, and look for code that runs on one rank only. If there is none, suspect its machine."
+        return ReplicasDiverged(
+            text, ranks=tuple(ranks), parameters=tuple(one.name for one in found), tie=tie, step=self.steps
+        )
+
+    def _heal(self, found: Sequence[Difference]) -> None:
+        """Copy every tensor that differs from a rank of its majority, and compare again."""
+        tensors = self._tensors()
+        device = self._device(tensors)
+        for source in sorted({one.source for one in found if one.source is not None}):
+            wrong = [tensors[one.name] for one in found if one.source == source]
+            # A counter of an optimizer may be on the host, where a group of GPUs cannot send it from.
+            sent = [t if t.device.type == device.type else t.to(device) for t in wrong]
+            broadcast_coalesced(self.group, sent, src=source)
+            for t, received in zip(wrong, sent, strict=True):
+                if t is not received:
+                    t.copy_(received)
+        left = self._compare()
+        if left:
+            raise self._error(left, healed=False)
+
+
+def _difference(name: str, values: Sequence[int]) -> Difference:
+    source, others = _majority(values)
+    return Difference(name, others, source)
+
+
+def _majority(values: Sequence[int | str]) -> tuple[int | None, tuple[int, ...]]:
+    """The lowest rank with the most frequent value, and the ranks with another; None and all ranks if several are as frequent.
+
+    >>> _majority([7, 7, 8]), _majority([7, 8])
+    ((0, (2,)), (None, (0, 1)))
+    """
+    (most, count), *others = Counter(values).most_common(2)
+    if others and others[0][1] == count:
+        return None, tuple(range(len(values)))
+    return values.index(most), tuple(rank for rank, value in enumerate(values) if value != most)
+
+
+def _group_of(module: nn.Module, group: Any) -> Group:
+    if group is None:
+        group = getattr(module, "group", None)
+    if isinstance(group, Group):
+        return group
+    return from_process_group(default_process_group() if group is None else group)
+
+
+def _may_differ(model: nn.Module) -> bool:
+    """Whether the hook of a model lets parameters differ between ranks now."""
+    replica = getattr(model, "replica", None) or getattr(model, "_gradwire_replica", None)
+    outer = getattr(getattr(replica, "runner", None), "outer", None)
+    return outer is not None and bool(outer.differ)

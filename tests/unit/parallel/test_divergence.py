@@ -1,0 +1,280 @@
+"""`DivergenceCheck`: one flipped bit on one rank is found, its rank and tensor are named on all ranks, and healed."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gradwire import DivergenceCheck, observe
+from gradwire.collectives import OpKind
+from gradwire.errors import ReplicasDiverged, UsageError, UsageTypeError
+from gradwire.groups import Group, Recording, ThreadGroup
+from gradwire.hooks import local_sgd
+from gradwire.parallel import DistributedDataParallel as DDP
+from gradwire.parallel import replicate
+from gradwire.policies import Divergence
+from gradwire.testing import run_ranks
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+START = model()
+
+
+def flip(t: Tensor, byte: int = 0, bit: int = 0) -> None:
+    """Flip one bit of a tensor, in place, whatever its strides."""
+    with torch.no_grad():
+        flat = t.detach().contiguous().reshape(-1)
+        flat.view(torch.uint8)[byte] ^= 1 << bit
+        t.copy_(flat.reshape(t.shape))
+
+
+def raised(check: DivergenceCheck) -> ReplicasDiverged:
+    with pytest.raises(ReplicasDiverged) as caught:
+        check.check()
+    return caught.value
+
+
+def test_equal_replicas_are_quiet_and_cost_one_small_collective_every_n_steps() -> None:
+    def rank_main(group: Group) -> None:
+        recorded = Recording(group)
+        check = DivergenceCheck(copy.deepcopy(START), recorded, every=3)
+        assert [check.step() for _ in range(7)] == [[]] * 7
+        assert [(op.kind, op.shapes[0]) for op in recorded.submitted] == [(OpKind.ALL_GATHER_INTO_TENSOR, (3,))] * 2
+
+    run_ranks(rank_main, 3)
+
+
+def test_a_flipped_bit_is_named_on_all_ranks_within_n_steps() -> None:
+    def rank_main(group: Group) -> str:
+        net = copy.deepcopy(START)
+        check = DivergenceCheck(net, group, every=4)
+        for step in range(1, 9):
+            if step == 5 and group.rank == 2:
+                flip(net[2].weight, byte=5, bit=3)
+            if step < 8:
+                assert check.step() == []
+        with pytest.raises(ReplicasDiverged) as caught:
+            check.step()
+        error = caught.value
+        assert (error.ranks, error.parameters, error.tie, error.step) == ((2,), ("2.weight",), False, 8)
+        return str(error)
+
+    texts = run_ranks(rank_main, 4)
+    assert len(set(texts)) == 1
+    assert "after step 8: rank 2 differs from the majority in 2.weight." in texts[0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_any_bit_of_any_parameter_on_any_rank(data: st.DataObject) -> None:
+    n = data.draw(st.integers(3, 4))
+    dtypes = st.sampled_from(
+        [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e5m2]
+    )
+    kinds = data.draw(
+        st.lists(st.tuples(st.lists(st.integers(0, 4), max_size=3), dtypes, st.booleans()), min_size=1, max_size=4)
+    )
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype, _ in kinds]
+    wrong = data.draw(st.sampled_from(range(len(kinds))))
+    culprit, bit = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, 7))
+    byte = data.draw(st.integers(0, max(0, sizes[wrong] - 1)))
+
+    def rank_main(group: Group) -> None:
+        net = nn.Module()
+        for i, (shape, dtype, turned) in enumerate(kinds):
+            p = torch.full(shape, math.nan).to(dtype)
+            net.register_parameter(
+                f"p{i}", nn.Parameter(p.mT.contiguous().mT if turned and p.dim() > 1 else p, requires_grad=False)
+            )
+        if group.rank == culprit and sizes[wrong]:
+            flip(net.get_parameter(f"p{wrong}"), byte, bit)
+        check = DivergenceCheck(net, group, policy=Divergence.HEAL)
+        found = check.check()
+        assert [(one.name, one.ranks) for one in found] == ([(f"p{wrong}", (culprit,))] if sizes[wrong] else [])
+        assert check.check() == []
+
+    with pytest.warns(RuntimeWarning, match=f"rank {culprit} differs") if sizes[wrong] else _no_warning():
+        run_ranks(rank_main, n)
+
+
+def _no_warning() -> Any:
+    return pytest.MonkeyPatch.context()
+
+
+def test_two_ranks_are_a_tie_which_cannot_be_healed() -> None:
+    def rank_main(group: Group) -> None:
+        net = copy.deepcopy(START)
+        if group.rank == 1:
+            flip(net[0].bias)
+        before = net[0].bias.detach().clone()
+        error = raised(DivergenceCheck(net, group, policy=Divergence.HEAL))
+        assert (error.ranks, error.parameters, error.tie) == ((0, 1), ("0.bias",), True)
+        assert "no value has a majority" in str(error)
+        assert torch.equal(net[0].bias, before)
+
+    run_ranks(rank_main, 2)
+
+
+def test_every_tensor_is_healed_from_its_own_majority() -> None:
+    def rank_main(group: Group) -> list[Tensor]:
+        net = copy.deepcopy(START)
+        if group.rank < 2:
+            flip((net[0].weight, net[2].weight)[group.rank])
+        check = DivergenceCheck(net, group, policy=Divergence.HEAL)
+        found = check.check()
+        assert [(one.name, one.ranks, one.source) for one in found] == [("0.weight", (0,), 1), ("2.weight", (1,), 0)]
+        return [p.detach() for p in net.parameters()]
+
+    with pytest.warns(
+        RuntimeWarning, match=r"ranks 0, 1 differ from the majority in 0.weight, 2.weight. It was copied"
+    ):
+        results = run_ranks(rank_main, 3)
+    for result in results:
+        for a, b in zip(result, START.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_the_state_of_the_optimizer_is_compared_and_healed() -> None:
+    def rank_main(group: Group) -> None:
+        net = copy.deepcopy(START)
+        ddp = DDP(net, process_group=group)
+        optimizer = torch.optim.Adam(ddp.parameters())
+        check = DivergenceCheck(ddp, every=1, policy=Divergence.HEAL, optimizer=optimizer)
+        assert check.group is group
+        for step in range(3):
+            optimizer.zero_grad()
+            ddp(torch.randn(4, 3)).sum().backward()
+            optimizer.step()
+            if step == 1 and group.rank == 1:
+                flip(optimizer.state[net[0].weight]["exp_avg_sq"], byte=3)
+                optimizer.state[net[2].bias]["step"] += 1
+            found = check.step()
+            assert [(one.name, one.ranks) for one in found] == (
+                [("exp_avg_sq of 0.weight", (1,)), ("step of 2.bias", (1,))] if step == 1 else []
+            )
+        assert float(optimizer.state[net[2].bias]["step"]) == 3
+
+    with pytest.warns(RuntimeWarning, match="exp_avg_sq of 0.weight, step of 2.bias"):
+        run_ranks(rank_main, 3)
+
+
+def test_ranks_whose_optimizers_have_made_different_steps() -> None:
+    def rank_main(group: Group) -> None:
+        net = copy.deepcopy(START)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0, momentum=0.9)
+        if group.rank == 1:
+            net(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        error = raised(DivergenceCheck(net, group, policy=Divergence.HEAL, optimizer=optimizer))
+        assert (error.ranks, error.tie) == ((1,), False)
+        assert "do not have the same tensors: rank 0 6, rank 1 12, rank 2 6" in str(error)
+
+    run_ranks(rank_main, 3)
+
+
+def test_buffers_are_compared_if_they_are_named() -> None:
+    def rank_main(group: Group) -> None:
+        net = copy.deepcopy(START)
+        net[1].running_mean.add_(group.rank)
+        assert DivergenceCheck(net, group).check() == []
+        error = raised(DivergenceCheck(net, group, buffers=["1.running_mean"]))
+        assert (error.parameters, error.ranks) == (("1.running_mean",), (0, 1, 2))
+
+    run_ranks(rank_main, 3)
+
+
+def test_what_was_found_is_recorded(tmp_path: Path) -> None:
+    def rank_main(group: Group) -> None:
+        net = copy.deepcopy(START)
+        if group.rank == 0:
+            for p in net.parameters():
+                flip(p)
+        check = DivergenceCheck(net, group, every=1, policy=Divergence.RECORD)
+        for _ in range(2):
+            assert [one.ranks for one in check.step()] == [(0,)] * 6
+
+    observe.start(tmp_path, rank=0, size=1)
+    try:
+        with pytest.warns(
+            RuntimeWarning, match="rank 0 differs .* 0.weight, 0.bias, 1.weight and 3 more tensors"
+        ) as caught:
+            run_ranks(rank_main, 3)
+    finally:
+        observe.stop()
+    assert len(caught) == 1
+    found = observe.read_warnings(observe.read_rings(tmp_path))
+    assert [one.step for one in found] == [1, 2]
+
+
+def test_while_a_hook_lets_ranks_differ_the_check_is_put_off() -> None:
+    def rank_main(group: Group) -> None:
+        net = nn.Linear(2, 1)
+        recorded = Recording(group)
+        replica = replicate(net, group=group, hook=local_sgd(every=3))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        replica.attach_optimizer(optimizer)
+        check = DivergenceCheck(net, recorded, every=2)
+        checks = []
+        for _ in range(6):
+            optimizer.zero_grad()
+            net(torch.full((1, 2), 1.0 + group.rank)).sum().backward()
+            optimizer.step()
+            before = len(recorded.submitted)
+            assert check.step() == []
+            checks.append(len(recorded.submitted) > before)
+        assert checks == [False, False, True, False, False, True]
+        replica.detach()
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
+def test_on_processes(kind: str) -> None:
+    def rank_main(group: Group) -> list[Any]:
+        net = copy.deepcopy(START)
+        results: list[Any] = []
+        for policy in (Divergence.RAISE, Divergence.HEAL):
+            check = DivergenceCheck(net, group, policy=policy)
+            if group.rank == 1:
+                flip(net[2].bias, bit=7)
+            try:
+                results.append([(one.name, one.ranks, one.source) for one in check.check()])
+            except ReplicasDiverged as error:
+                results.append((error.ranks, error.parameters))
+            if policy is Divergence.RAISE and group.rank == 1:
+                flip(net[2].bias, bit=7)
+        results.append(torch.equal(net[2].bias, START[2].bias))
+        return results
+
+    assert run_ranks(rank_main, 3, kind=kind) == [[((1,), ("2.bias",)), [("2.bias", (1,), 0)], True]] * 3
+
+
+def test_wrong_arguments() -> None:
+    (group,) = ThreadGroup.world(1)
+    net = nn.BatchNorm1d(2)
+    with pytest.raises(UsageError, match="every=0"):
+        DivergenceCheck(net, group, every=0)
+    with pytest.raises(
+        UsageTypeError, match=r"policy='heal'.* Pass Divergence.RECORD, Divergence.HEAL or Divergence.RAISE"
+    ):
+        DivergenceCheck(net, group, policy="heal")  # type: ignore[arg-type]
+    with pytest.raises(UsageTypeError, match="torch.nn.Module"):
+        DivergenceCheck(net.state_dict(), group)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="no such buffer"):
+        DivergenceCheck(net, group, buffers=["running_meen"])
+    with pytest.raises(UsageError, match="running_mean"):
+        DivergenceCheck(net, group, buffers="running_mean")
+    assert DivergenceCheck(nn.ReLU(), group).check() == []
+    group.close()
