@@ -263,6 +263,25 @@ def names_path(path: Path) -> Path:
     return path.with_suffix(".names")
 
 
+def pack_message(peer: int | None, tag: int, count: int) -> int:
+    """What stands in place of the ordinal in records of sends and receives: which message it is, between the same two ranks.
+
+    0 if the peer is not known. See `unpack_message`.
+    """
+    if peer is None or peer >= (1 << 12) - 1:
+        return 0
+    return (peer + 1) << 20 | (tag & 63) << 14 | count & ((1 << 14) - 1)
+
+
+def unpack_message(packed: int) -> tuple[int, int]:
+    """The peer, -1 if it is not known, and a number that the send and the receive of one message have in common.
+
+    >>> unpack_message(pack_message(3, tag=7, count=2))
+    (3, 114690)
+    """
+    return (packed >> 20) - 1, packed & ((1 << 20) - 1)
+
+
 def summary(error: BaseException) -> str:
     """An error as a name in records: its class and the first line of its message, cut."""
     lines = str(error).splitlines() or [""]

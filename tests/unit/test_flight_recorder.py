@@ -56,6 +56,8 @@ def test_every_field_is_read_as_it_was_written(recorder):
         "rank": 3,
         "thread": threading.get_native_id(),
         "duration": 250_000_000,
+        "peer": -1,
+        "message": -1,
     }
 
 

@@ -1,17 +1,22 @@
-"""`gradwire trace`: what all ranks of a run did, as one picture."""
+"""`gradwire trace`: what all ranks of a run did, as one picture, or as dumps for torch's analyzer."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gradwire.errors import UsageError
 from gradwire.observe.clocks import align
-from gradwire.observe.ring import read_rings
+from gradwire.observe.fr_dump import write_dumps
+from gradwire.observe.perfetto_trace import write_perfetto
+from gradwire.observe.ring import Ring, read_rings
 from gradwire.observe.runs import find_run
 from gradwire.observe.trace import write_trace
+
+_OUTPUTS = {"chrome": "trace.json", "pftrace": "trace.pftrace", "fr": "fr"}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
@@ -23,7 +28,20 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )
     add = parser.add_argument
     add("run_dir", nargs="?", metavar="RUN", help="the directory of a run (default: the latest)")
-    add("-o", "--output", type=Path, default=Path("trace.json"), metavar="FILE", help="(default: %(default)s)")
+    add(
+        "--format",
+        choices=list(_OUTPUTS),
+        default="chrome",
+        help="chrome: JSON that Perfetto and Chrome open (default). pftrace: Perfetto's own format, which needs the package "
+        "perfetto. fr: a directory with a dump for each rank, which torch's torchfrtrace analyzes",
+    )
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the file, or the directory for fr (default: trace.json, trace.pftrace or fr)",
+    )
     return parser
 
 
@@ -31,12 +49,13 @@ def run(args: argparse.Namespace) -> int:
     """Write the trace, and say what is in it."""
     directory = find_run(args.run_dir, os.environ)
     rings = read_rings(directory)
+    output: Path = args.output or Path(_OUTPUTS[args.format])
     try:
-        number = write_trace(rings, args.output)
+        what = _write(rings, output, args.format)
     except OSError as error:
-        raise UsageError(f"gradwire trace -o {args.output}: {error.strerror}.") from None
+        raise UsageError(f"gradwire trace -o {output}: {error.strerror}.") from None
     records = sum(len(ring.records) for ring in rings)
-    print(f"{args.output}: {number} events from {records} records of {len(rings)} ranks in {directory}")
+    print(f"{output}: {what} from {records} records of {len(rings)} ranks in {directory}")
     lost = max(ring.lost for ring in rings)
     if lost:
         print(f"The rings hold the last records only: up to {lost} earlier ones of a rank were overwritten.")
@@ -48,3 +67,14 @@ def run(args: argparse.Namespace) -> int:
         elif alignment.error:
             print(f"The clock of {host} was aligned to within {alignment.error / 1e6:.3f} ms.")
     return 0
+
+
+def _write(rings: Sequence[Ring], output: Path, form: str) -> str:
+    """Write the trace in a format; returns what is in it."""
+    if form == "chrome":
+        return f"{write_trace(rings, output)} events"
+    if form == "pftrace":
+        return f"{write_perfetto(rings, output)} packets"
+    entries, left_out = write_dumps(rings, output)
+    rest = f" ({left_out} that cannot be matched between ranks are left out)" if left_out else ""
+    return f"dumps of {entries} operations{rest}"

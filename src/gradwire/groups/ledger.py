@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradwire import flight_recorder
-from gradwire.collectives import Collective
+from gradwire.collectives import Collective, OpKind
 from gradwire.deprecated import renamed
 from gradwire.errors import CollectiveTimeout, HookError
 from gradwire.events import CollectiveFailed, CollectiveFinished, CollectiveStarted, CollectiveSubmitted, Emitter
-from gradwire.flight_recorder import ORDINAL_BITS, FlightRecorder, RecordKind, summary
+from gradwire.flight_recorder import ORDINAL_BITS, FlightRecorder, RecordKind, pack_message, summary
 from gradwire.groups.completion import CompletionHooks
 from gradwire.groups.futures import FutureThreads
 from gradwire.groups.work import Work
@@ -60,6 +60,7 @@ class Ledger:
         self.arrivals: Callable[[Work], Arrivals | None] = lambda work: None
         self._numbers = itertools.count()
         self._collectives = itertools.count(1)
+        self._messages: dict[tuple[OpKind, int | None, int], int] = {}
         self._epoch = 0
         self._recorder: FlightRecorder | None = None
         self.failure: BaseException | None = None
@@ -76,16 +77,22 @@ class Ledger:
         return next(self._numbers)
 
     def next_ordinal(self, op: Collective) -> int:
-        """The number of the next collective, the same on all ranks; 0 for sends and receives, which not all ranks take part in.
+        """The number of the next collective, the same on all ranks. Of a send or a receive, which not all ranks take part in,
+        which message to or from its peer it is: see `flight_recorder.pack_message`.
 
         In its upper part it counts recoveries: the ranks of a failed group have submitted different numbers of operations.
         """
-        return 0 if op.kind.is_p2p else self._epoch << ORDINAL_BITS | next(self._collectives) & _MOST
+        if not op.kind.is_p2p:
+            return self._epoch << ORDINAL_BITS | next(self._collectives) & _MOST
+        key = op.kind, op.peer, op.tag
+        self._messages[key] = count = self._messages.get(key, -1) + 1
+        return pack_message(op.peer, op.tag, count)
 
     def recovered(self) -> None:
         """The group can be used again, on all ranks: their collectives are counted from here."""
         self._epoch += 1
         self._collectives = itertools.count(1)
+        self._messages.clear()
 
     def submitted(self, work: Work) -> None:
         """An operation was handed to the group."""

@@ -5,7 +5,8 @@ Ranks of one host share the monotonic clock. Those of different hosts are aligne
 end on one rank before it was submitted on another. Each such pair bounds the difference of the two clocks from one side, and the
 pairs in the other direction from the other. The middle of what is left is the estimate, half its width the error, which is about
 the time that the fastest collective takes. So nothing has to be measured while the job runs, the wall clocks of the hosts need not
-agree, and in the merged trace no effect comes before its cause.
+agree, and in the merged trace no effect comes before its cause. A message bounds the difference from one side: it is not received
+before it was sent.
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ def align(rings: Sequence[Ring]) -> dict[str, Alignment]:
         if host not in aligned:
             first, here = rings[0].header, ring.header
             offset = (here["started_wall"] - here["started"]) - (first["started_wall"] - first["started"])
+            for known, alignment in aligned.items():  # but not so that a message is received before it was sent
+                low = alignment.offset - bounds.get((known, host), math.inf)
+                high = alignment.offset + bounds.get((host, known), math.inf)
+                offset = round(max(low, min(offset, high)))
             aligned[host] = Alignment(offset, -1)
     return aligned
 
@@ -102,7 +107,7 @@ def _bounds(rings: Sequence[Ring]) -> dict[tuple[str, str], float]:
                 submitted = record.time - record.duration
                 begun[key][host] = max(begun[key].get(host, submitted), submitted)
                 ended[key][host] = min(ended[key].get(host, record.time), record.time)
-    bounds: dict[tuple[str, str], float] = {}
+    bounds = _message_bounds(rings, doubtful)
     for key, submissions in begun.items():
         if key in twice:
             continue
@@ -110,4 +115,34 @@ def _bounds(rings: Sequence[Ring]) -> dict[tuple[str, str], float]:
             for b, end in ended[key].items():
                 if a != b:
                     bounds[a, b] = min(bounds.get((a, b), math.inf), end - submitted)
+    return bounds
+
+
+def _message_bounds(rings: Sequence[Ring], doubtful: set[str]) -> dict[tuple[str, str], float]:
+    """By pair of hosts (a, b): the least seen of "received on b" - "sent on a"."""
+    sent: dict[
+        tuple[str, int, int, int], tuple[str, int]
+    ] = {}  # by group, sender, receiver and message: the host and the time
+    received: dict[tuple[str, int, int, int], tuple[str, int]] = {}
+    twice: set[tuple[str, int, int, int]] = set()
+    for ring in rings:
+        for record in ring.of_kind(RecordKind.COLLECTIVE_FINISHED):
+            if record.peer < 0 or record.group in doubtful:
+                continue
+            if record.op == "send":
+                table, key, time = (
+                    sent,
+                    (record.group, record.rank, record.peer, record.message),
+                    record.time - record.duration,
+                )
+            else:
+                table, key, time = received, (record.group, record.peer, record.rank, record.message), record.time
+            if key in table:
+                twice.add(key)
+            table[key] = ring.clock, time
+    bounds: dict[tuple[str, str], float] = {}
+    for key in (sent.keys() & received.keys()) - twice:
+        (a, submitted), (b, end) = sent[key], received[key]
+        if a != b:
+            bounds[a, b] = min(bounds.get((a, b), math.inf), end - submitted)
     return bounds

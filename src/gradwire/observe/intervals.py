@@ -31,6 +31,9 @@ class Operation:
     """None: not yet."""
     error: str = ""
     """Why it failed."""
+    peer: int = -1
+    """The other rank of a send or a receive, -1 if it is not known."""
+    message: int = -1
 
     @property
     def duration(self) -> int:
@@ -100,6 +103,8 @@ def _operation(record: Record, submitted: int) -> Operation:
         record.step,
         record.bucket,
         submitted,
+        peer=record.peer,
+        message=record.message,
     )
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradwire.errors import UsageError
-from gradwire.flight_recorder import HEADER, MAGIC, PAGE, RECORD, VERSION, RecordKind, names_path
+from gradwire.flight_recorder import HEADER, MAGIC, PAGE, RECORD, VERSION, RecordKind, names_path, unpack_message
 from gradwire.host import ProcessState, clock_identity, process_state
 
 _UNKNOWN = "?"
+_P2P = frozenset({"send", "recv"})
 _ABOUT_TO = 1_000_000_000
 """After so many nanoseconds a record that is missing between others is not written any more."""
 _KINDS = {kind.value: kind for kind in RecordKind}
@@ -39,13 +40,17 @@ class Record(NamedTuple):
     seq: int
     """The number of an operation in its group on this rank."""
     ordinal: int
-    """The number of a collective in its group, the same on all ranks; see `Ledger.next_ordinal`."""
+    """The number of a collective in its group, the same on all ranks; 0 for sends and receives. See `Ledger.next_ordinal`."""
     nbytes: int
     duration: int
     step: int
     """-1: none."""
     bucket: int
     """-1: none."""
+    peer: int = -1
+    """Of a send or a receive: the other rank in `group`, -1 if it is not known."""
+    message: int = -1
+    """Of a send or a receive: which of the messages between these two ranks it is; both have the same."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +154,11 @@ class RingFile:
             if kind is None or number % self.capacity != slot + i:
                 continue
             name = ops[op] if kind in COLLECTIVES and op < len(ops) else ""
-            records.append(Record(number, time, kind, name, rank, thread, self._name(group), self._name(label), *rest))
+            record = Record(number, time, kind, name, rank, thread, self._name(group), self._name(label), *rest)
+            if name in _P2P:
+                peer, message = unpack_message(record.ordinal)
+                record = record._replace(ordinal=0, peer=peer, message=message)
+            records.append(record)
         return records
 
     def _name(self, number: int) -> str:

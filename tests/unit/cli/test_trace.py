@@ -10,6 +10,7 @@ import pytest
 
 from gradwire.cli import main
 from gradwire.observe.runs import runs_directory
+from helpers.made_rings import made_ring, write_ring
 
 SCRIPT = """
 import torch
@@ -96,3 +97,23 @@ def test_a_file_that_cannot_be_written(state, script, tmp_path, capsys):
     assert main(["run", "-n", "1", script]) == 0
     assert main(["trace", "-o", str(tmp_path / "no" / "t.json")]) == 2
     assert "gradwire trace -o" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("form", "what"), [("chrome", "events"), ("pftrace", "packets"), ("fr", "dumps of 120 operations")]
+)
+def test_the_formats(tmp_path, monkeypatch, capsys, form, what):
+    if form == "pftrace":
+        pytest.importorskip("perfetto")
+    run = tmp_path / "run"
+    run.mkdir()
+    for rank in range(2):
+        write_ring(run, made_ring(rank, range(30)))
+    monkeypatch.chdir(tmp_path)
+    assert main(["trace", str(run), "--format", form]) == 0
+    output = {"chrome": "trace.json", "pftrace": "trace.pftrace", "fr": "fr"}[form]
+    assert capsys.readouterr().out.startswith(f"{output}: ")
+    assert main(["trace", str(run), "--format", form, "-o", "named"]) == 0
+    assert what in capsys.readouterr().out
+    assert (tmp_path / output).exists()
+    assert (tmp_path / "named").exists()

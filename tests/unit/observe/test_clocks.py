@@ -84,3 +84,35 @@ def test_groups_of_one_name_one_after_the_other_do_not_bound_clocks(record, ring
     ]
     aligned = align(rings)["b"]
     assert (aligned.offset, aligned.error) == (-1000, 10)
+
+
+def message(record, op, rank, peer, begin, end, number=0):
+    fields = {"op": op, "group": "world", "rank": rank, "peer": peer, "message": number, "duration": end - begin}
+    return record(K.COLLECTIVE_FINISHED, end, **fields)
+
+
+def test_no_message_is_received_before_it_was_sent(record, ring):
+    """Host b's clock is 3 s ahead. Messages in both directions leave 40 ns of doubt."""
+    ahead = 3_000_000_000
+    a = ring(0, message(record, "send", 0, 1, 100, 110), message(record, "recv", 0, 1, 100, 240), host="a")
+    b_records = [
+        message(record, "recv", 1, 0, ahead + 90, ahead + 120),
+        message(record, "send", 1, 0, ahead + 220, ahead + 230),
+    ]
+    aligned = align([a, ring(1, *b_records, host="b")])["b"]
+    assert (aligned.offset, aligned.error) == (-ahead, 20)
+
+
+def test_messages_in_one_direction_correct_the_wall_clock(record, ring):
+    rings = [
+        ring(0, message(record, "send", 0, 1, 100, 110), host="a"),
+        ring(1, message(record, "recv", 1, 0, 20, 50), host="b"),
+    ]
+    assert align(rings)["b"].offset == 50  # by the wall clock it would be 0, and received before it was sent
+    assert align(rings)["b"].error == -1
+
+
+def test_messages_that_cannot_be_told_apart_bound_nothing(record, ring):
+    sends = [message(record, "send", 0, 1, at, at + 1) for at in (100, 900)]
+    receives = [message(record, "recv", 1, 0, at, at + 1) for at in (200, 1000)]
+    assert align([ring(0, *sends, host="a"), ring(1, *receives, host="b")])["b"].offset == 0

@@ -322,3 +322,30 @@ def test_a_wait_is_recorded_once_and_only_if_there_is_something_to_wait_for(reco
 def test_a_mark_is_a_text_of_whatever_is_given(recorded):
     observe.mark(["epoch", 3])  # type: ignore[arg-type]
     assert observe.read_rings(recorded)[0].records[0].label == "['epoch', 3]"
+
+
+def test_a_send_and_its_receive_have_the_same_number(recorded):
+    def rank_main(group):
+        for tag in (5, 5, 9):
+            if group.rank == 0:
+                group.send(torch.ones(1), 1, tag=tag)
+            else:
+                group.recv(torch.ones(1), 0, tag=tag)
+        if group.rank == 0:
+            group.recv(torch.ones(1), None, tag=1)
+        else:
+            group.send(torch.ones(1), 0, tag=1)
+
+    run_ranks(rank_main, 2, kind="threads")
+    records = observe.read_rings(recorded)[0].records
+    found: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for record in records:
+        if record.kind is K.COLLECTIVE_FINISHED:
+            found.setdefault((record.op, record.rank), []).append((record.peer, record.message))
+    assert [peer for peer, _ in found["send", 0]] == [1, 1, 1]
+    assert [peer for peer, _ in found["recv", 1]] == [0, 0, 0]
+    numbers = [message for _, message in found["send", 0]]
+    assert numbers == [message for _, message in found["recv", 1]]
+    assert len(set(numbers)) == 3
+    assert found["recv", 0] == [(-1, 0)]  # from any rank
+    assert all(r.ordinal == 0 for r in records if r.op in ("send", "recv"))

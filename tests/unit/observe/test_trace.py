@@ -8,6 +8,7 @@ import pytest
 
 from gradwire.flight_recorder import RecordKind as K
 from gradwire.observe.trace import trace_events, write_trace
+from helpers.made_rings import made_ring, step_records
 
 
 @pytest.fixture
@@ -51,22 +52,64 @@ def test_slices_of_a_step(step, ring):
 def test_slices_on_one_track_do_not_overlap(step, ring):
     events = list(trace_events([ring(0, *step(0))]))
     tracks = {}
-    for e in sorted(of(events, "X"), key=lambda e: e["ts"]):
+    whole = [e for e in of(events, "X") if not e["name"].startswith("stage")]  # these are parts of others
+    for e in sorted(whole, key=lambda e: e["ts"]):
         assert e["ts"] >= tracks.get(e["tid"], 0.0)
         tracks[e["tid"]] = e["ts"] + e["dur"]
-    assert len(tracks) == 1 + 2 + 2
+    assert len(tracks) == 1 + 2 + 2 + 2
 
 
-def test_arrows_lead_from_a_bucket_to_its_collectives(step, ring):
+def test_arrows_lead_from_a_bucket_to_its_hook_and_to_its_collectives(step, ring):
     events = list(trace_events([ring(0, *step(0))]))
     slices = of(events, "X")
     starts, ends = of(events, "s"), of(events, "f")
-    assert len(starts) == len(ends) == 2
+    assert len(starts) == len(ends) == 4
+    arrows = []
     for start, end in zip(starts, ends, strict=True):
         assert start["id"] == end["id"]
-        [source] = [e for e in slices if e["tid"] == start["tid"] and e["ts"] <= start["ts"] <= e["ts"] + e["dur"]]
-        [target] = [e for e in slices if e["tid"] == end["tid"] and e["ts"] == end["ts"]]
-        assert source["name"] == f"bucket {target['args']['bucket']}"
+        sources = [e for e in slices if e["tid"] == start["tid"] and e["ts"] <= start["ts"] <= e["ts"] + e["dur"]]
+        targets = [e for e in slices if e["tid"] == end["tid"] and e["ts"] == end["ts"]]
+        assert sources[0]["args"]["bucket"] == targets[0]["args"]["bucket"]
+        arrows.append((sources[0]["name"], targets[0]["name"]))
+    assert sorted(arrows) == [
+        ("bucket 0", "hook"),
+        ("bucket 1", "hook"),
+        ("hook", "all_reduce"),
+        ("hook", "all_reduce"),
+    ]
+
+
+def test_stages_of_a_hook_are_what_lies_between_its_collectives():
+    records = step_records(0, 1, buckets=1, hook="power_sgd(rank=2)")
+    [full, first] = [r.time for r in records if r.kind in (K.BUCKET_FULL, K.COLLECTIVE_SUBMITTED)]
+    end = next(r for r in records if r.kind is K.COLLECTIVE_FINISHED)
+    second = end._replace(number=end.number + 1, time=end.time + 500_000, seq=99, step=1, bucket=0, duration=100_000)
+    ring = made_ring(0, range(0))
+    ring.records[:] = records + [second]
+    events = list(trace_events([ring]))
+    [hook] = of(events, "X", name="power_sgd(rank=2)")
+    stages = [(e["name"], e["dur"]) for e in events if e["name"].startswith("stage")]
+    assert stages == [("stage 1", (first - full) / 1e3), ("stage 2", 400.0)]
+    assert hook["ts"] + hook["dur"] == (second.time - min(r.time for r in records)) / 1e3
+
+
+def test_any_number_of_overlapping_buckets_have_tracks_of_their_own():
+    ring = made_ring(0, range(0))
+    ring.records[:] = step_records(0, 0, buckets=150)
+    events = list(trace_events([ring]))
+    names = {e["tid"]: e["args"]["name"] for e in of(events, "M", name="thread_name")}
+    assert len(names) == 1 + 3 * 150
+    for e in of(events, "X"):
+        kind = names[e["tid"]]
+        assert kind == {"bucket": "buckets", "all_re": "wire: world", "mean()": "hook", "stage ": "hook"}.get(
+            e["name"][:6], "step"
+        )
+
+
+def test_counters(step, ring):
+    events = list(trace_events([ring(0, *step(0))]))
+    assert [e["args"]["value"] for e in of(events, "C", name="bytes communicated")] == [8, 16]
+    assert [e["args"]["value"] for e in of(events, "C", name="exposed communication (ms)")] == [400 / 1e6]
 
 
 def test_bytes_in_flight_come_back_to_nothing(step, ring):
@@ -97,7 +140,7 @@ def test_a_file_of_two_ranks_is_json(step, ring, tmp_path):
 
 def test_no_records_give_an_empty_trace(ring, tmp_path):
     write_trace([ring(0)], tmp_path / "t.json")
-    assert [e["ph"] for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"]] == ["M", "M", "M"]
+    assert [e["ph"] for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"]] == ["M", "M", "M", "M"]
 
 
 def test_ranks_of_one_process_are_told_apart(record, ring):

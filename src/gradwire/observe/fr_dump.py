@@ -1,0 +1,204 @@
+"""Dumps that torch's flight recorder analyzer (`torchfrtrace`) reads, from rings of any kind of group. Pure but for the files.
+
+Note [What the analyzer compares]
+It matches the n-th collectives of a process group over all ranks, and reports ranks that are missing, and differences in kind,
+size and state. Collectives have the same ordinal on all ranks, which becomes the sequence number. It expects all members of a group
+to take part in everything, so the messages from one rank to another become a group of their own. Sizes are in bytes, and only those
+of operations whose sizes must be equal. Operations before the first one that all members have recorded are left out, as are those
+of groups that share a name: they cannot be matched. The engine is called gloo, because the analyzer refuses names that it does not
+know.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gradwire.flight_recorder import RecordKind
+from gradwire.observe.clocks import align, ambiguous_groups
+from gradwire.observe.intervals import Operation, operations, ranks_apart
+from gradwire.observe.ring import Ring
+
+PREFIX = "gradwire_trace_rank_"
+_VERSION = "2.10"
+_ENGINE = "gloo"
+_NAMES = {
+    "all_gather_into_tensor": "_all_gather_base",
+    "reduce_scatter_tensor": "_reduce_scatter_base",
+    "all_to_all_single": "all_to_all",
+}
+_EQUAL_SIZES = frozenset({"all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor"})
+Dump = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Rank:
+    """The operations of one rank of the world that can be matched."""
+
+    rank: int
+    offset: int
+    """What makes its times nanoseconds since 1970 on the clock of the first host."""
+    found: list[Operation]
+    members: dict[str, int] = field(default_factory=dict)
+    """By group: its rank there."""
+
+
+def write_dumps(rings: Sequence[Ring], directory: Path) -> tuple[int, int]:
+    """Write a dump for each rank into `directory`; returns how many operations they have, and how many were left out."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for old in directory.glob(f"{PREFIX}*"):
+        old.unlink()
+    made, left_out = dumps(rings)
+    for rank, dump in made.items():
+        (directory / f"{PREFIX}{rank}").write_bytes(pickle.dumps(dump))
+    return sum(len(dump["entries"]) for dump in made.values()), left_out
+
+
+def dumps(rings: Sequence[Ring]) -> tuple[dict[int, Dump], int]:
+    """The dumps by rank, and how many operations were left out."""
+    rings = ranks_apart(rings)
+    alignments = align(rings)
+    doubtful = ambiguous_groups(rings)
+    wall = int(rings[0].header["started_wall"]) - int(rings[0].header["started"])
+    ranks, total = [], 0
+    for ring in rings:
+        every = operations(_of_latest_groups(ring))
+        total += len(operations(ring.records))
+        kept = [one for one in every if one.group not in doubtful and (one.ordinal or one.peer >= 0)]
+        members = {one.group: one.rank for one in every}
+        members |= {str(d["name"]): int(d["rank"]) for d in ring.descriptions.get("group", []) if "rank" in d}
+        ranks.append(_Rank(ring.rank, wall + alignments[ring.clock].offset, kept, members))
+    _cut(ranks)
+    groups = _groups(ranks, rings, doubtful)
+    made = {rank.rank: _dump(rank, groups) for rank in ranks}
+    return made, total - sum(len(dump["entries"]) for dump in made.values())
+
+
+def _of_latest_groups(ring: Ring) -> Iterable[Any]:
+    """The records without those of groups that were closed and made again under the same name: they count from 1 again."""
+    latest = {record.group: record.number for record in ring.of_kind(RecordKind.GROUP)}
+    return [record for record in ring.records if record.number >= latest.get(record.group, 0)]
+
+
+def _cut(ranks: Sequence[_Rank]) -> None:
+    """Leave out what some member of the group has not recorded any more: see Note [What the analyzer compares]."""
+    first: dict[str, int] = {}
+    for rank in ranks:
+        own: dict[str, int] = {}
+        for one in rank.found:
+            if one.ordinal:
+                own[one.group] = min(one.ordinal, own.get(one.group, one.ordinal))
+        first |= {group: max(ordinal, first.get(group, 0)) for group, ordinal in own.items()}
+    ends: dict[tuple[str, int, int, int], set[str]] = {}
+    for rank in ranks:
+        for one in rank.found:
+            if not one.ordinal:
+                ends.setdefault(_message(one), set()).add(one.op)
+    for rank in ranks:
+        rank.found = [
+            one
+            for one in rank.found
+            if (one.ordinal and one.ordinal >= first[one.group])
+            or (not one.ordinal and (one.ended is None or len(ends[_message(one)]) == 2))
+        ]
+
+
+def _message(one: Operation) -> tuple[str, int, int, int]:
+    sender, receiver = (one.rank, one.peer) if one.op == "send" else (one.peer, one.rank)
+    return one.group, sender, receiver, one.message
+
+
+def _groups(ranks: Sequence[_Rank], rings: Sequence[Ring], doubtful: set[str]) -> dict[str, list[int]]:
+    """By group: the ranks of the world in it, in its order, as far as they are recorded."""
+    found: dict[str, dict[int, int]] = {}
+    for rank in ranks:
+        for group, number in rank.members.items():
+            if group not in doubtful:
+                found.setdefault(group, {})[number] = rank.rank
+    size = max(int(ring.header["size"]) for ring in rings)
+    sizes = {d["name"]: d["size"] for ring in rings for d in ring.descriptions.get("group", []) if "size" in d}
+    return {
+        group: list(range(size)) if sizes.get(group) == size else [numbers[i] for i in sorted(numbers)]
+        for group, numbers in found.items()
+    }
+
+
+def _dump(rank: _Rank, groups: dict[str, list[int]]) -> Dump:
+    entries: list[Dump] = []
+    config: dict[str, Dump] = {}
+    status: dict[str, Dump] = {}
+    for one in rank.found:
+        name, ranks, what = _group_of(one, groups)
+        if rank.rank not in ranks:
+            continue
+        config[name] = {"name": name, "desc": one.group, "ranks": str(ranks)}
+        entry = _entry(len(entries), one, name, what, len(ranks))
+        for key in ("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns"):
+            entry[key] = None if entry[key] is None else entry[key] + rank.offset
+        entries.append(entry)
+        last = status.setdefault(
+            name,
+            {"last_enqueued_collective": -1, "last_started_collective": -1, "last_completed_collective": -1},
+        )
+        number = entry["collective_seq_id"]
+        last["last_enqueued_collective"] = number
+        if entry["state"] != "scheduled":
+            last["last_started_collective"] = number
+        if entry["state"] == "completed":
+            last["last_completed_collective"] = number
+    for group, members in groups.items():  # a rank that has submitted nothing is a member all the same
+        if rank.rank in members:
+            config.setdefault(group, {"name": group, "desc": group, "ranks": str(members)})
+    return {"version": _VERSION, "entries": entries, "pg_config": config, "pg_status": status, "rank": rank.rank}
+
+
+def _group_of(one: Operation, groups: dict[str, list[int]]) -> tuple[str, list[int], str]:
+    """The group of an operation, its ranks in the world, and what the analyzer calls the operation."""
+    members = groups[one.group]
+    if one.ordinal:
+        return one.group, members, f"{_ENGINE}:{_NAMES.get(one.op, one.op)}"
+    _, sender, receiver, _ = _message(one)
+    pair = [members[rank] for rank in (sender, receiver) if rank < len(members)]
+    places = {rank: place for place, rank in enumerate(sorted(pair))}
+    a, b = (places[rank] for rank in pair) if len(pair) == 2 else (0, 0)
+    arrow = f"{a}->{b}" if one.op == "send" else f"{b}<-{a}"
+    return f"{one.group}: {sender} to {receiver}", sorted(pair), f"{_ENGINE}:{one.op} {arrow}"
+
+
+def _entry(number: int, one: Operation, group: str, what: str, size: int) -> Dump:
+    sizes = [one.nbytes] if one.op in _EQUAL_SIZES or not one.ordinal else [0]
+    outputs = {"all_gather_into_tensor": [one.nbytes * size], "reduce_scatter_tensor": [one.nbytes // size]}
+    sequence = one.ordinal or one.message + 1
+    done = one.ended is not None and not one.error
+    return {
+        "record_id": number,
+        "pg_id": 0,
+        "process_group": (group, one.group),
+        "collective_seq_id": sequence,
+        "p2p_seq_id": 0 if one.ordinal else sequence,
+        "op_id": one.seq,
+        "profiling_name": what,
+        "time_created_ns": one.submitted,
+        "time_discovered_started_ns": one.started,
+        "time_discovered_completed_ns": one.ended if done else None,
+        "duration_ms": (one.ended - (one.started or one.submitted)) / 1e6 if one.ended is not None and done else None,
+        "input_sizes": [sizes],
+        "input_dtypes": ["Byte"],
+        "output_sizes": [outputs.get(one.op, sizes)],
+        "output_dtypes": ["Byte"],
+        "state": "completed" if done else "scheduled" if one.started is None else "started",
+        "timeout_ms": 0,
+        "is_p2p": not one.ordinal,
+        "retired": one.ended is not None,
+        "frames": [],
+        "gradwire": {
+            "label": one.label,
+            "bytes": one.nbytes,
+            "step": one.step,
+            "bucket": one.bucket,
+            "error": one.error,
+        },
+    }

@@ -1,0 +1,98 @@
+"""Two hosts whose clocks are three seconds apart: network namespaces, of which one has a time namespace of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gradwire.lab import hosts, why_not
+from gradwire.observe.clocks import align
+from gradwire.observe.intervals import operations
+from gradwire.observe.ring import read_rings
+from gradwire.observe.trace import trace_events
+
+WHY_NOT = why_not()
+APART = 3
+PATIENCE = 150.0
+
+
+def why_no_clocks() -> str | None:
+    """Why a process cannot have a clock of its own here."""
+    if shutil.which("unshare") is None:
+        return "there is no unshare"
+    tried = subprocess.run(["unshare", "--time", "--monotonic", "1", "true"], capture_output=True)
+    return None if tried.returncode == 0 else "time namespaces are not permitted"
+
+
+WHY_NO_CLOCKS = WHY_NOT or why_no_clocks()
+pytestmark = [pytest.mark.namespaces, pytest.mark.skipif(WHY_NO_CLOCKS is not None, reason=str(WHY_NO_CLOCKS))]
+
+RANK = """
+import sys
+from datetime import timedelta
+import torch
+from torch.distributed import TCPStore
+from gradwire import observe
+from gradwire.groups import HierarchicalGroup
+
+address, rank, run = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+store = TCPStore(address, 29_778, 2, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=120))
+with HierarchicalGroup.discover(store, rank, 2, timeout=60.0) as group:
+    observe.start(run, rank=rank, size=2)
+    for _ in range(10):
+        group.all_reduce(torch.ones(100))
+        for sender in range(2):
+            if rank == sender:
+                group.send(torch.ones(10), 1 - rank, tag=1)
+            else:
+                group.recv(torch.ones(10), 1 - rank, tag=1)
+    group.barrier()
+    observe.stop()
+"""
+
+
+def test_nothing_is_received_before_it_was_sent(tmp_path):
+    run = tmp_path / "run"
+    children = []
+    with hosts(2) as machines:
+        try:
+            for rank, host in enumerate(machines):
+                shift = ["unshare", "--time", "--monotonic", str(APART)] if rank == 1 else []
+                command = [*shift, sys.executable, "-c", RANK, machines[0].address, str(rank), str(run)]
+                children.append(host.popen(command, env=os.environ | {"GLOO_SOCKET_IFNAME": host.interface}))
+            deadline = time.monotonic() + PATIENCE
+            for child in children:
+                assert child.wait(max(0.1, deadline - time.monotonic())) == 0
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
+    rings = read_rings(run)
+    assert len({ring.clock for ring in rings}) == 2
+    raw = [ring.records[-1].time for ring in rings]
+    assert abs(raw[1] - raw[0] - APART * 10**9) < 10**9  # the clocks are apart
+
+    aligned = align(rings)[rings[1].clock]
+    assert 0 <= aligned.error < 10**9
+    offsets = [0, aligned.offset]
+    ends: dict[object, list[tuple[int, int]]] = {}
+    for ring, offset in zip(rings, offsets, strict=True):
+        for one in operations(ring.records):
+            assert one.ended is not None
+            pair = (one.rank, one.peer) if one.op == "send" else (one.peer, one.rank) if one.op == "recv" else ()
+            key = one.group, pair, one.message if pair else (one.op, one.ordinal)
+            ends.setdefault(key, []).append((one.submitted + offset, one.ended + offset))
+    assert len([key for key in ends if key[1]]) >= 20  # type: ignore[index]
+    for key, both in ends.items():
+        (begin_a, end_a), (begin_b, end_b) = both
+        if not key[1] or key[1][0] == 0:  # type: ignore[index]
+            assert end_b >= begin_a - 1, key  # of a message from rank 0, which is first in the list
+        if not key[1] or key[1][0] == 1:  # type: ignore[index]
+            assert end_a >= begin_b - 1, key
+    drawn = {e["pid"]: e["ts"] for e in trace_events(rings) if e["ph"] == "X" and e["name"] == "barrier"}
+    assert abs(drawn[0] - drawn[1]) < 10**6  # and the trace is drawn with them: less than a second apart
