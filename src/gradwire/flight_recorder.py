@@ -290,6 +290,25 @@ def summary(error: BaseException) -> str:
 
 active: FlightRecorder | None = None
 """The recorder of this process."""
+reporter: Callable[[], list[str]] | None = None
+"""What the recorders of all ranks say of a collective that does not finish. `gradwire.observe` sets it; takes up to a second."""
+_REPORT_HEAD = "From the flight recorders:"
+_reporting = threading.Lock()
+
+
+def add_report(error: BaseException) -> None:
+    """Add to an error what recorders say of the other ranks, once, as a note. Without a recorder nothing happens."""
+    report = reporter
+    noted = any(str(note).startswith(_REPORT_HEAD) for note in getattr(error, "__notes__", ()))
+    if report is None or active is None or noted or not _reporting.acquire(blocking=False):
+        return
+    try:
+        if lines := report():
+            error.add_note("\n".join([_REPORT_HEAD, *lines]))
+    except Exception:  # the error itself is what matters
+        pass
+    finally:
+        _reporting.release()
 
 
 _NOWHERE = contextlib.nullcontext()
@@ -324,8 +343,9 @@ def place() -> tuple[int, int]:
 
 def _forget() -> None:
     """In a forked child: the ring is the parent's."""
-    global active
-    active = None
+    global active, reporter, _reporting
+    active = reporter = None
+    _reporting = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_forget)

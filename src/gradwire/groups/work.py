@@ -25,13 +25,17 @@ from torch import Tensor
 from gradwire import flight_recorder
 from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.timeouts import wait_seconds
-from gradwire.errors import CollectiveTimeout, HookError, UsageError, again
+from gradwire.errors import CollectiveTimeout, HookError, PeerLost, UsageError, again
 from gradwire.events import Emitter, is_kept
 from gradwire.flight_recorder import RecordKind
 from gradwire.groups.completion import CompletionHooks
 from gradwire.groups.forked import refuse_in_child
 from gradwire.groups.futures import FutureThreads, OutcomeFuture
 from gradwire.groups.work_info import WorkInfo
+
+_LONG = 5.0
+"""A wait of the caller's own that has failed after so many seconds deserves a report, which may take one. A loop of short ones
+does not."""
 
 
 def seconds(timeout: float | timedelta | None) -> float | None:
@@ -188,10 +192,15 @@ class Work:
             if not self.wait_settled(remaining):
                 self.ledger.expire(self)
         elif not self.wait_settled(limit):
-            raise self.ledger.timed_out(self, limit)
+            late = self.ledger.timed_out(self, limit)
+            if limit >= _LONG:
+                flight_recorder.add_report(late)
+            raise late
         # Not _error, which the settling thread may not have set yet. A stream-ordered wait returns before the Work is settled.
         error = self._outcomes[0][0] if self._outcomes else None
         if error is not None:
+            if isinstance(error, CollectiveTimeout | PeerLost):
+                flight_recorder.add_report(error)
             raise again(error)
         return True
 

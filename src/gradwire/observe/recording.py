@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import functools
 import json
 import os
 import platform
@@ -19,6 +20,7 @@ from gradwire import flight_recorder
 from gradwire.errors import UsageError
 from gradwire.flight_recorder import HEADER, PAGE, FlightRecorder, RecordKind
 from gradwire.host import ProcessState, clock_identity, process_start
+from gradwire.observe.error_report import report_for_error
 from gradwire.observe.ring import RingFile
 from gradwire.observe.stacks import StackFile, can_write_stacks, libraries
 
@@ -66,6 +68,7 @@ def start(directory: str | os.PathLike[str], *, rank: int | None = None, size: i
                 warnings.warn(f"observe.start({str(directory)!r}): stacks are not recorded: {error}", stacklevel=2)
         recorder.describe("system", _system())
         flight_recorder.active = recorder
+        flight_recorder.reporter = functools.partial(report_for_error, directory)
         _set_rank(rank)
 
 
@@ -73,6 +76,7 @@ def stop() -> None:
     """Stop recording. What was recorded stays."""
     with _lock:
         recorder, flight_recorder.active = flight_recorder.active, None
+        flight_recorder.reporter = None
         for handle in _handles:
             handle.close() if isinstance(handle, StackFile) else handle.remove()
         _handles.clear()

@@ -161,6 +161,23 @@ class RingFile:
             records.append(record)
         return records
 
+    def newest(self) -> int:
+        """The number of the newest record; or of an earlier one, where records before it were never written."""
+        first = self._number(0)
+        low, high = 0, self.capacity - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._number(middle) < max(first, 1):
+                high = middle - 1
+            else:
+                low = middle
+        return self._number(low)
+
+    def _number(self, slot: int) -> int:
+        """The number of the record in a slot; -1 if there is none."""
+        number, _, kind, *_ = RECORD.unpack(os.pread(self._fd, RECORD.size, PAGE + slot * RECORD.size))
+        return int(number) if kind and number % self.capacity == slot else -1
+
     def _name(self, number: int) -> str:
         if number not in self._names:
             self._read_names()
@@ -214,12 +231,13 @@ class RingFollower:
 
     _CHUNK = 1024
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, tail: int | None = None) -> None:
+        """Begins with the oldest record, or with about the last `tail`."""
         self._file = RingFile(path)
         self.header = self._file.header
         self.is_replaced = self._file.is_replaced
         self.read_descriptions = self._file.read_descriptions
-        self._next = 0
+        self._next = 0 if tail is None else max(0, self._file.newest() - tail)
         self._gap = -1
         """The record that was to come next at the end of the last call."""
 

@@ -18,13 +18,14 @@ class RunFollower:
     """The ranks of one run, as far as they have been recorded in `directory`.
 
     `since`: rings that were begun before, in nanoseconds on the monotonic clock, are of an earlier run, and not looked at.
+    `tail`: begin with about the last so many records of a rank; reading all of a full ring takes a while.
     """
 
-    def __init__(self, directory: Path, *, since: int | None = None) -> None:
+    def __init__(self, directory: Path, *, since: int | None = None, tail: int | None = None) -> None:
         self.directory = directory
         self.ranks: dict[int, RankProgress] = {}
         """What is known of each rank."""
-        self._since = since
+        self._since, self._tail = since, tail
         self._clock = clock_identity()
         self._followers: dict[Path, RingFollower] = {}
 
@@ -35,7 +36,7 @@ class RunFollower:
                 self._followers.pop(path).close()
             if path not in self._followers:
                 try:
-                    follower = RingFollower(path)
+                    follower = RingFollower(path, tail=self._tail)
                 except (OSError, UsageError):  # it is gone again, or not ours
                     continue
                 if self._is_of_earlier_run(follower.header):
@@ -75,12 +76,12 @@ class RunFollower:
         """What the process of a rank does."""
         return state_of_writer(rank.header)
 
-    def stacks(self, ranks: Iterable[RankProgress]) -> dict[int, Sequence[Stack]]:
+    def stacks(self, ranks: Iterable[RankProgress], *, within: float = 1.0) -> dict[int, Sequence[Stack]]:
         """The stacks of these ranks, read at the same time, the main thread's first; none of those whose process is gone."""
         gone = (ProcessState.GONE, ProcessState.UNKNOWN)
         asked = {rank.rank: rank for rank in ranks if self.state(rank) not in gone}
         paths = {number: self.directory / f"rank-{number}.stacks" for number in asked}
-        found = read_stacks({paths[number]: asked[number].header for number in asked})
+        found = read_stacks({paths[number]: asked[number].header for number in asked}, within=within)
         return {number: found[path] for number, path in paths.items()}
 
     def close(self) -> None:

@@ -26,7 +26,6 @@ from gradwire.observe.py_spy import dump_stacks
 
 SIGNAL = signal.SIGRTMIN + 12 if hasattr(signal, "SIGRTMIN") else None
 """Not one that programs use."""
-_PATIENCE = 1.0
 _PAUSE = 0.02
 _LARGEST = 1 << 20
 _OUTERMOST = ("<module>", "_run_module_as_main")
@@ -80,15 +79,15 @@ def can_write_stacks() -> bool:
     return SIGNAL is not None and threading.current_thread() is threading.main_thread()
 
 
-def read_stacks(headers: Mapping[Path, Mapping[str, Any]]) -> dict[Path, list[Stack]]:
+def read_stacks(headers: Mapping[Path, Mapping[str, Any]], *, within: float = 1.0) -> dict[Path, list[Stack]]:
     """The stacks of the threads of several ranks now, the main thread's first.
 
-    By the path of each rank's file of stacks and the header of its ring. All ranks are asked at the same time, and have a
-    second to answer. Those that do not, or are stopped, are looked at by py-spy, where it is installed.
+    By the path of each rank's file of stacks and the header of its ring. All ranks are asked at the same time, and have
+    `within` seconds to answer. Those that do not, or are stopped, are looked at by py-spy, where it is installed.
     """
     found: dict[Path, list[Stack]] = {path: [] for path in headers}
     asked = {path: answer for path, header in headers.items() if (answer := _ask(path, header)) is not None}
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + within
     while asked and time.monotonic() < deadline:
         time.sleep(_PAUSE)
         for path, answer in list(asked.items()):
@@ -97,7 +96,7 @@ def read_stacks(headers: Mapping[Path, Mapping[str, Any]]) -> dict[Path, list[St
             if answer.is_complete(found[path]):
                 del asked[path]
     silent = {path: int(headers[path]["pid"]) for path, stacks in found.items() if not stacks}
-    for path, text in dump_stacks(silent, within=_PATIENCE).items():
+    for path, text in dump_stacks(silent, within=within).items():
         found[path] = parse_dump(text, main=int(headers[path]["main_thread"]))
     return found
 

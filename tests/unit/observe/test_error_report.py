@@ -1,0 +1,110 @@
+"""The hang report in the text of an error."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from gradwire import flight_recorder, observe
+from gradwire.errors import CollectiveTimeout, PeerLost
+from gradwire.flight_recorder import FlightRecorder, RecordKind
+from gradwire.observe.recording import _header
+from gradwire.observe.ring import RingFile, RingFollower
+from gradwire.testing import run_ranks
+
+
+def notes(error):
+    return "\n".join(getattr(error, "__notes__", ()))
+
+
+@pytest.mark.parametrize("kind", ["shared_memory", "gloo"])
+def test_a_timeout_names_what_the_missing_rank_does(tmp_path, kind):
+    def rank_main(group):
+        observe.start(tmp_path, rank=group.rank, size=group.size)
+        try:
+            group.barrier()
+            if group.rank == 1:
+                read_a_slow_file(tmp_path)
+                return ""
+            group.set_timeout(0.5)
+            began = time.monotonic()
+            with pytest.raises(CollectiveTimeout) as raised:
+                group.all_reduce(torch.ones(3), label="loss")
+            assert time.monotonic() - began < 30
+            (tmp_path / "over").touch()
+            return notes(raised.value)
+        finally:
+            observe.stop()
+
+    def read_a_slow_file(directory):
+        while not (directory / "over").exists():
+            time.sleep(0.01)
+
+    text, _ = run_ranks(rank_main, 2, kind=kind)
+    assert text.startswith("From the flight recorders:\nrank 0 has waited for")
+    assert "in all_reduce 'loss'" in text
+    assert "rank 1 (process" in text
+    assert "read_a_slow_file() at" in text
+
+
+@pytest.fixture
+def waiting(recorded):
+    """A rank 0 that waits in a collective which rank 1, whose process has ended, has not submitted."""
+    other = FlightRecorder(recorded / "rank-1.ring", header={**_header(1, 2), "process_start": "1"}, capacity=16)
+    other.put(RecordKind.GROUP, 1, group="world", nbytes=2)
+    recorder = flight_recorder.active
+    assert recorder is not None
+    recorder.put(RecordKind.GROUP, 0, group="world", nbytes=2)
+    for kind in (RecordKind.COLLECTIVE_SUBMITTED, RecordKind.COLLECTIVE_WAITED, RecordKind.COLLECTIVE_FAILED):
+        recorder.put(kind, 0, group="world", ordinal=1)
+    yield other
+    other.close()
+
+
+def test_a_lost_peer_is_explained_once(waiting):
+    error = PeerLost("rank 1 is lost", rank=1)
+    for _ in range(2):
+        flight_recorder.add_report(error)
+    [note] = error.__notes__
+    assert "rank 1 (process" in note
+    assert "its process has ended" in note
+
+
+def test_what_cannot_be_read_does_not_hide_the_error(waiting, monkeypatch):
+    def fail():
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(flight_recorder, "reporter", fail)
+    error = PeerLost("rank 1 is lost", rank=1)
+    flight_recorder.add_report(error)
+    assert notes(error) == ""
+
+
+def test_without_a_recorder_nothing_is_added():
+    error = PeerLost("rank 1 is lost", rank=1)
+    flight_recorder.add_report(error)
+    assert notes(error) == ""
+
+
+@pytest.mark.parametrize("written", [0, 1, 5, 16, 17, 31, 32, 40])
+def test_the_newest_record_is_found_in_a_ring_that_wraps(tmp_path, written):
+    recorder = FlightRecorder(tmp_path / "rank-0.ring", header=_header(0, 1), capacity=16)
+    for number in range(written):
+        recorder.put(RecordKind.MARK, 0, label=str(number))
+    recorder.close()
+    with RingFile(recorder.path) as ring:
+        assert ring.newest() == written - 1
+    follower = RingFollower(recorder.path, tail=3)
+    assert [r.label for r in follower.poll()] == [str(n) for n in range(max(0, written - 4), written)]
+    follower.close()
+
+
+def test_a_forked_child_has_no_reporter(recorded):
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(flight_recorder.reporter is not None))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert flight_recorder.reporter is not None
