@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from gradwire.collectives import Collective, OpKind, ReduceOp
-from gradwire.collectives.lower import Program, is_plain, lower
+from gradwire.collectives.lower import Program, lower
+from gradwire.collectives.plain import is_plain
 from gradwire.groups import (
     C10dGroup,
     Deadline,

@@ -23,12 +23,8 @@ from gradwire.collectives.compose import compose, exchanges_bytes
 from gradwire.collectives.inference import writes
 from gradwire.collectives.op import Collective
 from gradwire.collectives.op_kinds import OpKind, ReduceOp
+from gradwire.collectives.plain import is_plain
 from gradwire.collectives.reference import reduce_tensors, store, working_dtype
-
-
-def is_plain(t: Tensor) -> bool:
-    """Dense, contiguous, and neither conjugated nor negated lazily: an engine can read and write its memory directly."""
-    return t.layout is torch.strided and t.is_contiguous() and not t.is_conj() and not t.is_neg()
 
 
 def is_identity(op: Collective) -> bool:

@@ -19,25 +19,8 @@ from gradwire.errors import UsageTypeError
 from gradwire.events import CollectiveFailed, Event, Handle
 from gradwire.groups.base import Group
 from gradwire.interop.untraced import untraced
+from gradwire.interop.work import NAMES
 
-_NAMES: Mapping[OpKind, str] = MappingProxyType(
-    {
-        OpKind.ALL_REDUCE: "ALLREDUCE",
-        OpKind.BROADCAST: "BROADCAST",
-        OpKind.REDUCE: "REDUCE",
-        OpKind.ALL_GATHER: "ALLGATHER",
-        OpKind.ALL_GATHER_INTO_TENSOR: "ALLGATHER_BASE",
-        OpKind.REDUCE_SCATTER: "REDUCE_SCATTER",
-        OpKind.REDUCE_SCATTER_TENSOR: "REDUCE_SCATTER_BASE",
-        OpKind.ALL_TO_ALL: "ALLTOALL",
-        OpKind.ALL_TO_ALL_SINGLE: "ALLTOALL_BASE",
-        OpKind.GATHER: "GATHER",
-        OpKind.SCATTER: "SCATTER",
-        OpKind.SEND: "SEND",
-        OpKind.RECV: "RECV",
-        OpKind.BARRIER: "BARRIER",
-    }
-)
 _SEVERAL: Mapping[OpKind, str] = MappingProxyType(
     {
         OpKind.ALL_REDUCE: "ALLREDUCE_COALESCED",
@@ -153,6 +136,6 @@ class OperationHooks:
 def _name(ops: Sequence[Collective]) -> Any:
     kind = ops[0].kind
     several = len(ops) > 1 or (len(ops[0].inputs) > 1 and kind is not OpKind.ALL_GATHER)
-    name = _SEVERAL.get(kind, _NAMES[kind]) if several else _NAMES[kind]
+    name = _SEVERAL.get(kind, NAMES[kind]) if several else NAMES[kind]
     names = getattr(c10d, "HookOpName", None)
     return name if names is None else getattr(names, name)

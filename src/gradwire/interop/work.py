@@ -33,22 +33,24 @@ from gradwire.interop.untraced import untraced
 OpType: Any = c10d.OpType  # type: ignore[attr-defined]  # torch's stubs leave both out
 WorkResult: Any = c10d.WorkResult  # type: ignore[attr-defined]
 
-_OP_TYPES = {
-    OpKind.ALL_REDUCE: OpType.ALLREDUCE,
-    OpKind.BROADCAST: OpType.BROADCAST,
-    OpKind.REDUCE: OpType.REDUCE,
-    OpKind.ALL_GATHER: OpType.ALLGATHER,
-    OpKind.ALL_GATHER_INTO_TENSOR: OpType._ALLGATHER_BASE,
-    OpKind.REDUCE_SCATTER: OpType.REDUCE_SCATTER,
-    OpKind.REDUCE_SCATTER_TENSOR: OpType._REDUCE_SCATTER_BASE,
-    OpKind.ALL_TO_ALL: OpType.ALLTOALL,
-    OpKind.ALL_TO_ALL_SINGLE: OpType.ALLTOALL_BASE,
-    OpKind.GATHER: OpType.GATHER,
-    OpKind.SCATTER: OpType.SCATTER,
-    OpKind.SEND: OpType.SEND,
-    OpKind.RECV: OpType.RECV,
-    OpKind.BARRIER: OpType.BARRIER,
+NAMES = {
+    OpKind.ALL_REDUCE: "ALLREDUCE",
+    OpKind.BROADCAST: "BROADCAST",
+    OpKind.REDUCE: "REDUCE",
+    OpKind.ALL_GATHER: "ALLGATHER",
+    OpKind.ALL_GATHER_INTO_TENSOR: "ALLGATHER_BASE",
+    OpKind.REDUCE_SCATTER: "REDUCE_SCATTER",
+    OpKind.REDUCE_SCATTER_TENSOR: "REDUCE_SCATTER_BASE",
+    OpKind.ALL_TO_ALL: "ALLTOALL",
+    OpKind.ALL_TO_ALL_SINGLE: "ALLTOALL_BASE",
+    OpKind.GATHER: "GATHER",
+    OpKind.SCATTER: "SCATTER",
+    OpKind.SEND: "SEND",
+    OpKind.RECV: "RECV",
+    OpKind.BARRIER: "BARRIER",
 }
+"""c10d's names; two of them are private in its OpType."""
+_OP_TYPES = {kind: getattr(OpType, name if hasattr(OpType, name) else f"_{name}") for kind, name in NAMES.items()}
 
 
 def op_type(kind: OpKind) -> Any:

@@ -18,7 +18,7 @@ from rich.console import Console
 from gradwire.cli.arguments import at_least, byte_size, list_of
 from gradwire.cli.bench import hooks_plot
 from gradwire.cli.bench.hooks_figures import PARTS, Figures, Measured, as_json, lines, table
-from gradwire.cli.bench.splits import Ours, Outcome, Split, Torchs, TorchsOnNccl, bucket, gradients
+from gradwire.cli.bench.splits import Ours, Outcome, Split, Torchs, bucket, gradients
 from gradwire.cli.bench.sweep import size_words
 from gradwire.cli.experiment import peers
 from gradwire.cli.experiment.bar import bar
@@ -126,18 +126,19 @@ def _measure(
     spec = bucket(nbytes, device)
     brought = gradients(spec, ranks)
     with ExitStack() as stack, bar(console, size_words(nbytes), rounds) as on_report:
-        runs: dict[str, Ours | Torchs | TorchsOnNccl] = {}
+        runs: dict[str, Ours | Torchs] = {}
         for name in names:
+            if name in RECIPES:
+                runs[name] = Ours(RECIPES[name].build(), spec, brought)
+                continue
             if name in NCCL_HOOKS:
                 register, sent = NCCL_HOOKS[name]
-                runs[name] = TorchsOnNccl(register(None)[1], spec, brought[0], (ranks - 1) * sent(spec.numel))
-            elif name in TORCH_HOOKS:
+                run = Torchs(register, spec, brought, nccl_bytes=(ranks - 1) * sent(spec.numel))
+            else:
                 late = DENSE_STEPS if name == "torch-powersgd" else 0
                 run = Torchs(TORCH_HOOKS[name], spec, brought, lossy_after=late)
-                stack.callback(run.close)
-                runs[name] = run
-            else:
-                runs[name] = Ours(RECIPES[name].build(), spec, brought)
+            stack.callback(run.close)
+            runs[name] = run
         interleave(runs, Rounds(rounds, warm_up=_WARM_UP), after_round=on_report)
         return Measured(nbytes, {name: _figures(name, run.splits[-rounds:], run.outcome) for name, run in runs.items()})
 

@@ -143,7 +143,11 @@ class Ours:
 
 
 class Torchs:
-    """One of torch's hooks on a group of one rank. The bytes are those of `ranks`."""
+    """One of torch's hooks on a group of one rank. The bytes are those of as many ranks as there are gradients.
+
+    A hook that needs NCCL runs on the default process group instead: its parts cannot be told apart, NCCL's is a copy, and
+    `nccl_bytes` is what a rank sends.
+    """
 
     def __init__(
         self,
@@ -152,15 +156,16 @@ class Torchs:
         brought: Sequence[Tensor],
         *,
         lossy_after: int = 0,
+        nccl_bytes: float | None = None,
     ) -> None:
         self.splits: list[Split] = []
         self.outcome: Outcome | None = None
         self._group = _Alone(Stopwatch(spec.device))
-        self._process_group = as_process_group(self._group)
+        self._process_group = as_process_group(self._group) if nccl_bytes is None else None
         self._state, self._hook = register(self._process_group)
         self._spec, self._mine, self._ranks = spec, brought[0], len(brought)
         self._parameters = [torch.empty(shape, device="meta") for shape in spec.shapes]
-        self._lossy_after = lossy_after
+        self._lossy_after, self._nccl_bytes = lossy_after, nccl_bytes
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -176,32 +181,11 @@ class Torchs:
         self.splits.append(watch.split(list(zip(inner[::2], inner[1::2], strict=True))))
         if self.outcome is None and len(self.splits) > self._lossy_after:
             sent = sum(sent_bytes(op, 0, self._ranks) for op in group.submitted)
-            self.outcome = Outcome(sent, _error(value, [self._mine]))
+            self.outcome = Outcome(sent if self._nccl_bytes is None else self._nccl_bytes, _error(value, [self._mine]))
 
     def close(self) -> None:
         """Close the group."""
         self._group.close()
-
-
-class TorchsOnNccl:
-    """One of torch's hooks on the default process group of one rank, all of it as one span: NCCL's part in it is a copy."""
-
-    def __init__(self, hook: Callable[[Any, Any], Any], spec: BucketSpec, mine: Tensor, sent: float) -> None:
-        self.splits: list[Split] = []
-        self.outcome: Outcome | None = None
-        self._hook, self._spec, self._mine, self._sent = hook, spec, mine, sent
-        self._parameters = [torch.empty(shape, device="meta") for shape in spec.shapes]
-        self._watch = Stopwatch(spec.device)
-
-    @torch.no_grad()
-    def __call__(self) -> None:
-        buffer = self._mine.clone()
-        self._watch.settle()
-        before = self._watch.now()
-        value = self._hook(None, GradBucket(self._spec, buffer, self._parameters, is_last=True)).wait()
-        self.splits.append(self._watch.split([(before, self._watch.now())]))
-        if self.outcome is None:
-            self.outcome = Outcome(self._sent, _error(value, [self._mine]))
 
 
 class _Alone(Group):

@@ -19,13 +19,15 @@ would not fit never exists; where hosts differ in size that would weigh ranks di
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, Layout, OpKind, ReduceOp, Scope, build
 from gradwire.collectives.inference import writes
-from gradwire.collectives.lower import flat, is_plain, lower
+from gradwire.collectives.lower import flat, lower
+from gradwire.collectives.plain import is_native
 from gradwire.collectives.reference import cut, perform, store, working_dtype
 from gradwire.errors import InternalError
 from gradwire.groups.hierarchical.host_place import HostPlace, Step, Steps, split_row
@@ -39,18 +41,8 @@ _NATIVE = frozenset({
     OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL,
     OpKind.ALL_TO_ALL_SINGLE, OpKind.GATHER, OpKind.SCATTER, OpKind.BARRIER,
 })  # fmt: skip
-_ONE_INPUT = frozenset({OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER_INTO_TENSOR})
-
-
-def takes(op: Collective) -> bool:
-    """Whether there is a two-level program for `op` as it is; the rest is made of these."""
-    if op.kind not in _NATIVE or op.reduce_op is ReduceOp.PREMUL_SUM:
-        return False
-    if op.kind in _ONE_INPUT and len(op.inputs) != 1:
-        return False
-    if op.kind in (OpKind.ALL_REDUCE, OpKind.BROADCAST) and op.inputs[0] is not op.outputs[0]:
-        return False
-    return all(is_plain(t) for t in op.inputs) and all(is_plain(t) for t in op.outputs)
+takes = partial(is_native, kinds=_NATIVE)
+"""There is a two-level program for these; the rest is made of them."""
 
 
 class TwoLevel(HostPlace):

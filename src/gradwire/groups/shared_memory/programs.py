@@ -14,14 +14,16 @@ Each rank chooses for itself, and writes it into its table. This module picks th
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective, OpKind, ReduceOp
+from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.aliasing import apart
 from gradwire.collectives.inference import writes
-from gradwire.collectives.lower import is_plain, lower
+from gradwire.collectives.lower import lower
+from gradwire.collectives.plain import is_native
 from gradwire.collectives.reference import store
 from gradwire.errors import CollectiveMismatch, GroupError
 from gradwire.groups.shared_memory.agreement import Agreement, Steps
@@ -34,21 +36,8 @@ _NATIVE = frozenset({
     OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER,
     OpKind.REDUCE_SCATTER_TENSOR, OpKind.ALL_TO_ALL, OpKind.ALL_TO_ALL_SINGLE, OpKind.GATHER, OpKind.SCATTER, OpKind.BARRIER,
 })  # fmt: skip
-_ONE_INPUT = frozenset({
-    OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER_TENSOR
-})  # fmt: skip
-
-
-def takes(op: Collective) -> bool:
-    """Whether there is a program for `op` as it is; the rest is made of these."""
-    if op.kind not in _NATIVE or op.reduce_op is ReduceOp.PREMUL_SUM:
-        return False
-    if op.kind in _ONE_INPUT and len(op.inputs) != 1:
-        return False
-    if op.kind in (OpKind.ALL_REDUCE, OpKind.BROADCAST) and op.inputs[0] is not op.outputs[0]:
-        return False
-    tensors = op.inputs if op.outputs is op.inputs else op.inputs + op.outputs
-    return all(map(is_plain, tensors))
+takes = partial(is_native, kinds=_NATIVE)
+"""There is a program for these; the rest is made of them."""
 
 
 class Programs:

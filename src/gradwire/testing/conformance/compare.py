@@ -7,7 +7,7 @@ check raises, communication itself has failed; then the world cannot be used any
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, OpKind, ReduceOp
 from gradwire.collectives.reference import perform
+from gradwire.errors import UsageError
 from gradwire.groups.base import Group
 from gradwire.testing.conformance.data import FLOAT8, LARGEST
 
@@ -95,6 +96,17 @@ def _differences(what: str, group: Group, op: Collective, want: Collective) -> P
     for index, (got, right) in enumerate(zip(op.inputs, want.inputs, strict=True)):
         if not any(got is output for output in op.outputs):
             yield from unlike(f"{what}: {op}: input {index}, which is not an output,", got, right)
+
+
+def only_mistakes(group: Group, mistakes: Mapping[str, Callable[[], object]]) -> Problems:
+    """Each of the mistakes, made on the last rank only, is a UsageError; the group goes on working."""
+    if group.rank == group.size - 1:
+        for what, call in mistakes.items():
+            yield from raises(UsageError, what, call)
+        yield from same("operations in flight after only mistakes", len(group.ledger.pending), 0)
+    one = torch.ones(1)
+    group.all_reduce(one)
+    yield from same("all_reduce after another rank's mistakes", one.item(), float(group.size))
 
 
 def unlike(what: str, got: Tensor, want: Tensor, reduced: ReduceOp | None = None, size: int = 1) -> Problems:

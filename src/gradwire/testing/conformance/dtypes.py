@@ -10,9 +10,8 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, ReduceOp, build
 from gradwire.collectives.dtypes import MOVES, ONLY_BITS, REDUCES
-from gradwire.errors import UsageError
 from gradwire.groups.base import Group
-from gradwire.testing.conformance.compare import Problems, raises, same, unlike
+from gradwire.testing.conformance.compare import Problems, only_mistakes, unlike
 from gradwire.testing.conformance.data import draw
 
 Make = Callable[[], Tensor]
@@ -47,13 +46,7 @@ def check_refused_dtypes(group: Group) -> Problems:
     for dtype in sorted(MOVES, key=str):
         for op in set(ReduceOp) - REDUCES.get(dtype, frozenset()):
             mistakes[f"{op.name} of {dtype}"] = partial(reduce, dtype, op)
-    if group.rank == size - 1:
-        for what, call in mistakes.items():
-            yield from raises(UsageError, what, call)
-        yield from same("operations in flight after only mistakes", len(group.ledger.pending), 0)
-    one = torch.ones(1)
-    group.all_reduce(one)
-    yield from same("all_reduce after another rank's mistakes", one.item(), float(size))
+    yield from only_mistakes(group, mistakes)
 
 
 def check_dtypes_without_arithmetic(group: Group) -> Problems:

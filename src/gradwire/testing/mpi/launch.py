@@ -120,14 +120,11 @@ class Launch:
 
         Raises, after cleaning up, if ranks that should have exited by themselves failed.
         """
-        if self.doomed:
-            self._mpirun.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self._mpirun.wait(ABORT_GRACE)
-        status = 0 if self.doomed else self._mpirun.poll()
-        if self._mpirun.poll() is None:
-            self._mpirun.kill()
-            self._mpirun.wait(MESSAGE_LIMIT)
+        status = 0 if self.doomed else self._wait()
+        for end in (self._mpirun.terminate, self._mpirun.kill):
+            if self._mpirun.poll() is None:
+                end()
+                self._wait()
         for rank in self.ranks:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(rank.alive, signal.SIGKILL)
@@ -136,6 +133,11 @@ class Launch:
         shutil.rmtree(self._folder, ignore_errors=True)
         if status != 0:
             raise GroupError(f"ending {self.size} idle MPI ranks: {_explain(status)}")
+
+    def _wait(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self._mpirun.wait(ABORT_GRACE)
+        return self._mpirun.poll()
 
     @property
     def descriptors(self) -> tuple[int, ...]:

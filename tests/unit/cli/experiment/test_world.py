@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
+import torch
 
 from gradwire.cli.experiment import mpi
 from gradwire.cli.experiment.world import run_world
@@ -31,10 +34,14 @@ def _gone(pid: int) -> bool:
 
 
 def test_results_come_in_the_order_of_ranks_and_news_on_the_way():
+    """And nothing in a rank is different from any other process: what is measured in it must not depend on who started it."""
+
     def task(context):
         context.report(os.getpid())
         context.barrier.wait()
         context.store.set(f"from {context.rank}", str(context.rank))
+        assert (gc.isenabled(), gc.get_freeze_count(), torch.get_num_threads()) == (True, 0, 1)
+        assert [thread.name for thread in threading.enumerate()] == ["MainThread", "gradwire-pool-control"]
         return context.rank, context.size, context.store.get(f"from {1 - context.rank}").decode()
 
     pids: list[int] = []
