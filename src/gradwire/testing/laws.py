@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,14 @@ class Trial:
         """One step."""
         return simulate(self.hook, gradients, spec=self.spec, states=states, hosts=self.hosts, **named)
 
+    def train(self, steps: int) -> Iterator[Simulation]:
+        """The first `steps` steps, one after another."""
+        states: Any = None
+        for step in range(steps):
+            done = self.run(self.gradients(step), states, step=step)
+            states = done.states
+            yield done
+
     def broken(self, law: str, what: str) -> HookError:
         """The error to raise."""
         shapes = ", ".join(str(list(shape)) for shape in self.spec.shapes)
@@ -75,10 +83,7 @@ def agree(trial: Trial) -> None:
     """All ranks hold the same bits."""
     if trial.hook.local:
         return
-    states: Any = None
-    for step in range(trial.steps):
-        done = trial.run(trial.gradients(step), states, step=step)
-        states = done.states
+    for step, done in enumerate(trial.train(trial.steps)):
         first = done.reduced[0].value
         for rank, (value, _) in enumerate(done.reduced):
             if not _same(value, first):
@@ -190,10 +195,7 @@ def pays_back(trial: Trial) -> None:
 
 def counted(trial: Trial) -> None:
     """The bytes on the wire and the number of collectives are those that the hook declares."""
-    states: Any = None
-    for step in range(trial.steps):
-        done = trial.run(trial.gradients(step), states, step=step)
-        states = done.states
+    for step, done in enumerate(trial.train(trial.steps)):
         told = trial.hook.wire_bytes(trial.spec, trial.ranks, step)
         if told is not None and not math.isclose(told, done.wire_bytes, rel_tol=1e-9, abs_tol=1e-6):
             raise trial.broken(
@@ -207,9 +209,8 @@ def counted(trial: Trial) -> None:
 
 def saved(trial: Trial) -> None:
     """State survives torch.save and a different bucket layout unchanged."""
-    states: Any = None
-    for step in range(2):
-        states = trial.run(trial.gradients(step), states, step=step).states
+    (_, trained), (_, again) = trial.train(2), trial.train(2)
+    states: Sequence[Any] = trained.states
     for rank, state in enumerate(states):
         taken = trial.hook.save(state, trial.spec)
         if not set(taken) <= set(trial.spec.names):
@@ -221,12 +222,11 @@ def saved(trial: Trial) -> None:
         apart: dict[str, Any] = {}
         for half in halves:
             apart |= trial.hook.save(trial.hook.load(back, half), half)
-        again = trial.hook.save(trial.hook.load(apart, trial.spec), trial.spec)
-        if not _equal(taken, again):
+        if not _equal(taken, trial.hook.save(trial.hook.load(apart, trial.spec), trial.spec)):
             raise trial.broken("saved", f"rank {rank}'s state has changed after a round trip through other buckets")
         states = [*states[:rank], trial.hook.load(back, trial.spec), *states[rank + 1 :]]
     brought = trial.gradients(2)
-    went_on = _run_twice(trial, brought)
+    went_on = trial.run(brought, again.states, step=2).reduced[0].value
     if not _same(trial.run(brought, states, step=2).reduced[0].value, went_on):
         raise trial.broken("saved", "a step from loaded state gives a different value than from the state itself")
 
@@ -319,14 +319,6 @@ def check_hook(
                 raise
             except GradwireError as error:
                 raise trial.broken(law.__name__, f"{type(error).__name__}: {error}") from error
-
-
-def _run_twice(trial: Trial, brought: Sequence[Tensor]) -> Tensor:
-    """The value of step 2 after the first two steps, without a save in between."""
-    states: Any = None
-    for step in range(2):
-        states = trial.run(trial.gradients(step), states, step=step).states
-    return trial.run(brought, states, step=2).reduced[0].value
 
 
 def _cut(spec: BucketSpec) -> list[BucketSpec]:
