@@ -91,6 +91,8 @@ class RecordKind(IntEnum):
     """A caller waits for a collective that has not finished. Until then it is in the background, and nobody misses it."""
     WARNING = 18
     """`label` is what a check has found: see `warn`."""
+    SAMPLES = 19
+    """This rank has processed `nbytes` samples more: `gradwire.observe.samples`."""
 
 
 class _Thread(threading.local):

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from gradwire.flight_recorder import FlightRecorder
+from gradwire.flight_recorder import RecordKind as K
+from gradwire.host import clock_identity, process_start
 from gradwire.observe.step_times import COMPUTE, StepTimes
 from gradwire.observe.steps import Phase
 
@@ -47,3 +53,48 @@ def step_seconds(rows: Mapping[int, Sequence[StepTimes]]) -> float:
     """The median of all steps."""
     every = sorted(one.seconds for row in rows.values() for one in row)
     return every[len(every) // 2]
+
+
+def write_rings(directory: Path, rows: Mapping[int, Sequence[StepTimes]], *, size: int, pid: int | None = None) -> None:
+    """Write the rings of ranks of this host that did these steps, the last of which ends now. They are of process `pid`: ours."""
+    pid = os.getpid() if pid is None else pid
+    now, last = time.perf_counter(), max(row[-1].end for row in rows.values() if row)
+    for rank, row in rows.items():
+        header = {
+            "rank": rank,
+            "size": size,
+            "pid": pid,
+            "process_start": process_start(pid) or "",
+            "host": "here",
+            "clock": clock_identity(),
+            "started": time.monotonic_ns(),
+            "started_wall": time.time_ns(),
+            "ops": [],
+        }
+        recorder = FlightRecorder(directory / f"rank-{rank}.ring", header=header, capacity=4096)
+        try:
+            for i, one in enumerate(row):
+                _write_step(recorder, rank, one, now + (one.start - last) / 1e9, first=i == 0)
+        finally:
+            recorder.close()
+
+
+def _write_step(recorder: FlightRecorder, rank: int, one: StepTimes, start: float, *, first: bool) -> None:
+    at = start
+
+    def put(kind: K, after: float = 0.0, step: int | None = one.step, bucket: int = -1, nbytes: int = 0) -> None:
+        nonlocal at
+        at += after
+        recorder.put(kind, rank, at=at, group="world", step=step, bucket=bucket, nbytes=nbytes)
+
+    if first:
+        put(K.STEP_ENDED, step=one.step - 1)
+    put(K.OPTIMIZER_BEGAN, step=None)
+    put(K.OPTIMIZER_ENDED, one.share(Phase.OPTIMIZER), step=None)
+    put(K.FORWARD_BEGAN, one.share(Phase.DATA))
+    put(K.SAMPLES, nbytes=one.samples)
+    put(K.FORWARD_ENDED, one.share(Phase.FORWARD))
+    put(K.BUCKET_FULL, one.share(Phase.BACKWARD), bucket=0)
+    put(K.BUCKET_LAUNCHED, bucket=0)
+    put(K.BACKWARD_ENDED)
+    put(K.STEP_ENDED, one.share(Phase.EXPOSED))

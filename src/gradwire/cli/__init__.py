@@ -34,6 +34,7 @@ _COMMANDS: Mapping[str, str] = {
     "lab": "train over slow links, and see what compression costs",
     "report": "make a page of what a run was, where its time went, and what to look at",
     "run": "start a script on several ranks of this machine",
+    "top": "show all ranks of a job while it runs",
     "trace": "show what all ranks of a run did, as one picture",
 }
 """The modules of this package that are subcommands, and what each does."""

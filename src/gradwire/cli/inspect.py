@@ -17,6 +17,7 @@ from gradwire.observe.run_follower import RunFollower
 from gradwire.observe.run_warnings import merge_warnings
 from gradwire.observe.runs import find_run
 from gradwire.observe.stacks import Stack, user_frames
+from gradwire.observe.stragglers import describe, slow_ranks
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
@@ -51,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
             _show(ranks, rank, stacks.get(rank.rank, ()), whole=args.stacks)
         for warning in merge_warnings((r.rank, r.header, r.warnings) for r in ranks.ranks.values()):
             print(f"warning: {warning}")
+        for line in describe(slow_ranks({rank.rank: rank.folder.steps for rank in ranks.local_ranks})):
+            print(line)
         waiting = watch.waiting
         if waiting is not None:
             print("\n" + "\n".join(report_lines(waiting, watch.suspects(waiting))))

@@ -11,14 +11,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gradwire.cli.arguments import at_least
+from gradwire.cli.arguments import at_least, positive
 from gradwire.errors import UsageError
+from gradwire.launch.display import Picture
 from gradwire.launch.environment import RUN_DIRECTORY, LocalWorld, rank_environment
+from gradwire.launch.panel import find_terminal
 from gradwire.launch.store_host import LOOPBACK, StoreHost
 from gradwire.launch.supervise import Run, supervise
 from gradwire.launch.world import Address
 from gradwire.observe.hang_watch import HangWatch
 from gradwire.observe.hangs import SOFT_DEADLINE
+from gradwire.observe.monitor import PLAIN_INTERVAL, RunMonitor
 from gradwire.observe.run_follower import RunFollower
 from gradwire.observe.runs import KEPT, clear_run, new_run, runs_directory
 from gradwire.private_file import create, name_of
@@ -113,6 +116,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         help="report a hang when ranks have waited for so long in a collective, and ten times as long as usual (default: "
         "%(default)g; 0 or never: do not)",
     )
+    add(
+        "--watch",
+        action="store_true",
+        help="show all ranks in a live view below their output; without a terminal, the same as --stats 10",
+    )
+    add("--stats", type=positive, metavar="SECONDS", help="print a line of figures of the run at this interval")
     add("--standalone", action="store_true", help="as for torchrun; ranks are always on this machine only")
     add("--nnodes", type=_one_host, metavar="1", help="as for torchrun; must be 1")
     # One argument for both, not REMAINDER, from which argparse drops a first "--".
@@ -130,6 +139,7 @@ def run(args: argparse.Namespace, *, popen: type[subprocess.Popen[bytes]] = subp
         )
     cpus = len(os.sched_getaffinity(0))
     size = args.nproc if isinstance(args.nproc, int) else _ranks(args.nproc, cpus)
+    picture, stats = _view(args)
     recorded = _run_directory(args, script)
     private = create()
     store = StoreHost(popen)
@@ -151,6 +161,8 @@ def run(args: argparse.Namespace, *, popen: type[subprocess.Popen[bytes]] = subp
                 store=store,
                 watch=watch,
                 popen=popen,
+                monitor=None if ranks is None else RunMonitor(ranks, size=size, stats=stats),
+                picture=picture,
                 all_tracebacks=args.debug,
             )
         )
@@ -159,6 +171,19 @@ def run(args: argparse.Namespace, *, popen: type[subprocess.Popen[bytes]] = subp
         os.close(private)
         if ranks is not None:
             ranks.close()
+
+
+def _view(args: argparse.Namespace) -> tuple[Picture | None, float | None]:
+    """The live view, if it was asked for and there is a terminal for it, and the interval of lines of figures."""
+    if args.no_record and (args.watch or args.stats is not None):
+        raise UsageError("gradwire run --watch and --stats show what is recorded: omit --no-record.")
+    if not args.watch:
+        return None, args.stats
+    if find_terminal(os.environ) is None:
+        return None, args.stats or PLAIN_INTERVAL
+    from gradwire.cli.live_view import picture  # takes a while to import, and most runs do not need it
+
+    return picture, args.stats
 
 
 def _run_directory(args: argparse.Namespace, script: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
 from gradwire.launch.lines import LineBuffer, Piece
+from gradwire.launch.panel import Panel
 from gradwire.launch.tracebacks import TracebackHold
 
 _COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # readable on dark and light backgrounds; red is reserved for errors
@@ -24,9 +25,20 @@ class Screen:
         self.color = os.isatty(fd) and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
         self.broken = False
         """Whether the reader is gone; output is then dropped."""
+        self.panel: Panel | None = None
+        """The picture on the same terminal, above which lines are written."""
 
     def write(self, data: bytes) -> None:
-        """Write all of it."""
+        """Write all of it: whole lines."""
+        if data:
+            self._write(data if self.panel is None else self.panel.above(data))
+
+    def draw(self, lines: Sequence[bytes]) -> None:
+        """Make this the picture below the lines, if there is a panel."""
+        if self.panel is not None:
+            self._write(self.panel.replaced(lines))
+
+    def _write(self, data: bytes) -> None:
         view = memoryview(data)
         while view and not self.broken:
             try:

@@ -13,6 +13,7 @@ what they have written is shown too.
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import selectors
 import signal
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from typing import BinaryIO
 
 from gradwire.errors import UsageError
 from gradwire.host import handles_signal
+from gradwire.launch.display import Display, Picture
 from gradwire.launch.first_failure import Ending, described
 from gradwire.launch.process import RankProcess
 from gradwire.launch.run_report import RunReport
@@ -37,6 +39,7 @@ from gradwire.launch.shutdown import Shutdown
 from gradwire.launch.store_host import StoreHost
 from gradwire.launch.tracebacks import TracebackHold
 from gradwire.observe.hang_watch import HangWatch
+from gradwire.observe.monitor import RunMonitor
 
 COMPANIONS = 1.0
 _READABLE = selectors.EVENT_READ
@@ -64,6 +67,10 @@ class Run:
     """The store for ranks that call torch's `init_process_group`; the run ends with it."""
     watch: HangWatch | None = None
     """Looks for hangs, if ranks are recorded."""
+    monitor: RunMonitor | None = None
+    """Looks for stragglers and has the figures of the run, if ranks are recorded."""
+    picture: Picture | None = None
+    """Draws what the monitor has on a terminal, below the output of the ranks."""
     popen: type[subprocess.Popen[bytes]] = subprocess.Popen
     """How processes of ranks are started."""
     all_tracebacks: bool = False
@@ -82,6 +89,7 @@ class _Supervisor:
         self._shutdown = Shutdown(len(run.environments), grace=run.grace)
         self._began = time.monotonic()
         self._out, self._err = Screen(1, os.environ), Screen(2, os.environ)
+        self._display = Display(self._out, self._err, monitor=run.monitor, picture=run.picture)
         self._ranks: list[RankProcess] = []
         self._streams: dict[int, tuple[RankStream, RankStream]] = {}
         self._signals: list[signal.Signals] = []
@@ -145,7 +153,10 @@ class _Supervisor:
                     self._ranks[rank].send(number)
             self._release_held()
             if (watch := self._watch_for_hangs) is not None:
-                self._say(watch.check_if_due())
+                self._display.warn(watch.check_if_due())
+            if not self._has_failed:
+                self._display.update()
+        self._display.end()
         self._end_companions()
         pids = [process.pid for process in self._ranks]
         RunReport(self._err, [self._streams[rank][1] for rank in range(len(pids))], self._run.log_dir).show(
@@ -153,8 +164,9 @@ class _Supervisor:
         )
         return shutdown.exit_code
 
-    def _say(self, lines: Iterable[str]) -> None:
-        self._err.write("".join(f"gradwire run: {line}\n" for line in lines).encode(errors="backslashreplace"))
+    @property
+    def _has_failed(self) -> bool:
+        return self._shutdown.stopped_by is not None or any(ending.status for ending in self._shutdown.endings)
 
     @property
     def _watch_for_hangs(self) -> HangWatch | None:
@@ -165,8 +177,12 @@ class _Supervisor:
     def _next_time(self) -> float | None:
         """When to wake up if nothing happens before."""
         held = [self._streams[rank][1].due for rank in self._shutdown.running]
-        look = None if self._watch_for_hangs is None else self._watch_for_hangs.next_look - self._began
-        return min((time for time in (self._shutdown.next_time, look, *held) if time is not None), default=None)
+        looks = [] if (watch := self._watch_for_hangs) is None else [watch.next_look]
+        if not self._has_failed:
+            looks.append(self._display.next_look)
+        look = min(looks, default=math.inf) - self._began
+        times = [time for time in (self._shutdown.next_time, look, *held) if time is not None and time < math.inf]
+        return min(times, default=None)
 
     def _release_held(self) -> None:
         """A rank that continues after a traceback did not fail with it: show it."""
@@ -201,7 +217,7 @@ class _Supervisor:
             if (
                 status < 0 and (watch := self._watch_for_hangs) is not None
             ):  # without a traceback that says where it was
-                self._say(watch.rank_ended(process.rank))
+                self._display.warn(watch.rank_ended(process.rank))
             words = tuple(self._streams[process.rank][1].tail.lines)
             self._shutdown.ended(Ending(process.rank, status, after, words=words))
 
@@ -238,6 +254,8 @@ class _Supervisor:
         for process in list(self._ranks):
             if number != signal.SIGUSR1 or handles_signal(process.pid, number):  # else it would end the rank
                 process.send(signal.SIGKILL if self._interrupts > 1 else number)
+        if number == signal.SIGCONT:
+            self._display.continued()
         self._signals.append(signal.Signals(number))
 
     def _take_signals(self) -> None:
@@ -245,7 +263,7 @@ class _Supervisor:
             number = self._signals.pop(0)
             self._shutdown.signalled(number, self._now)
             if number == signal.SIGUSR1 and self._run.watch is not None:
-                self._say(self._run.watch.standing())
+                self._display.say(self._run.watch.standing())
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from gradwire.observe.recording import mark, start, stop
+from gradwire.observe.recording import mark, samples, start, stop
 from gradwire.observe.ring import Record, Ring, read_ring, read_rings
 from gradwire.observe.run_warnings import RunWarning, read_warnings
 from gradwire.observe.straggler_watch import find_stragglers
@@ -29,6 +29,7 @@ __all__ = [
     "read_ring",
     "read_rings",
     "read_warnings",
+    "samples",
     "start",
     "stop",
 ]

@@ -92,6 +92,18 @@ def mark(text: str) -> None:
         recorder.put(RecordKind.MARK, _rank, label=str(text))
 
 
+def samples(number: int) -> None:
+    """Count samples (or tokens, or whatever a batch has) that this rank processes: views and `--stats` show them per second.
+
+    Call it once for each batch, on every rank. Without a recorder it does nothing.
+    """
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise UsageError(f"observe.samples({number!r}): pass how many samples the batch has, a whole number.")
+    recorder = flight_recorder.active
+    if recorder is not None:
+        recorder.put(RecordKind.SAMPLES, _rank, nbytes=number)
+
+
 def _set_rank(rank: int) -> None:
     global _rank
     _rank = rank

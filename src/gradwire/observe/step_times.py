@@ -38,6 +38,8 @@ class StepTimes:
     group: str = ""
     """The group whose ranks took part, and this rank's number in it."""
     group_rank: int = 0
+    samples: int = 0
+    """What the script has counted with `observe.samples`."""
 
     @property
     def seconds(self) -> float:
@@ -97,6 +99,8 @@ class StepFolder:
             self._pending.pop(_key(record), None)
         elif kind is RecordKind.BUCKET_FULL:
             self._ready[record.bucket] = self._launch_start = time
+        elif kind is RecordKind.SAMPLES:
+            self._samples += record.nbytes
         elif kind is RecordKind.BUCKET_LAUNCHED:
             self._launch_start = None
         else:
@@ -144,6 +148,7 @@ class StepFolder:
                 self._nbytes,
                 record.group,
                 record.rank,
+                self._samples,
             )
             if self.steps and self.steps[-1].step == times.step:  # two models are trained in turns
                 times = _joined(self.steps.pop(), times)
@@ -155,6 +160,7 @@ class StepFolder:
         self._phases: dict[Phase, int] = {}
         self._ready: dict[int, int] = {}
         self._nbytes = 0
+        self._samples = 0
         self._launch_start = None
 
 

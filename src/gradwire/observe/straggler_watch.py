@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from gradwire.observe.clocks import align
+from gradwire.observe.intervals import ranks_apart
 from gradwire.observe.ring import read_rings
 from gradwire.observe.step_times import StepTimes, step_times
 from gradwire.observe.steps import Phase
@@ -31,7 +32,7 @@ def find_stragglers(run: str | os.PathLike[str]) -> list[Straggler]:
 
     It may still go on, or be over.
     """
-    rings = read_rings(run)
+    rings = ranks_apart(read_rings(run))
     alignments = align(rings)
     offsets = {ring.rank: alignments[ring.clock].offset for ring in rings}
     times = {ring.rank: step_times(ring.records) for ring in rings}
@@ -77,12 +78,14 @@ class StragglerWatch:
         self._seen: dict[int, int] = {}
         """By rank that was reported: the step at which it was slow last."""
         self._next = 0.0
+        self._finished: list[int] = []
 
     def check(self, times: Mapping[int, Sequence[StepTimes]], now: float) -> list[str]:
         """What is to be said at `now`, in seconds on any clock. `times` are the last steps of each rank, on one clock."""
-        if now < self._next:
+        finished = [row[-1].step for row in times.values() if row]
+        if now < self._next or finished == self._finished:
             return []
-        self._next = now + PERIOD
+        self._next, self._finished = now + PERIOD, finished
         found = slow_ranks(times)
         self._since = {(one.rank, one.phase): self._since.get((one.rank, one.phase), now) for one in found}
         self.current = [one for one in found if now - self._since[one.rank, one.phase] >= CONFIRM]

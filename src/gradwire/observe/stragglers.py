@@ -5,8 +5,9 @@ A phase of a rank is compared, step by step, with the median of the other ranks 
 ranks (long sequences, a cold cache) does not matter. The median of these differences over 20 steps is what the rank takes more.
 It is slow if that is beyond 5 % of what the phase takes on the others, beyond 4 times the median absolute deviation of the other
 ranks' differences, and beyond 4 standard errors of the median itself. A slow phase makes a straggler of a rank if the others wait
-for it: its last bucket is ready after those of all ranks that are not slow, in more than half of the steps. And what it takes more
-must be noticeable, 2 % of the step.
+for it: in more than half of the steps its last bucket is ready later than that of any other rank usually is. "Usually", because
+on a busy machine some rank is delayed by chance in every step, and is then the last one. Ranks that are about as slow, such as
+those of a slow host, are stragglers together. And what a rank takes more must be noticeable, 2 % of the step.
 
 Note [What if]
 Ranks meet when the last of them is ready. If the slow phases had taken what they take on the others, each slow rank would have
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -25,6 +27,7 @@ from typing import Any
 
 from gradwire.observe.step_times import COMPUTE, StepTimes
 from gradwire.observe.steps import Phase
+from gradwire.observe.units import milliseconds, ranks
 
 WINDOW = 20
 _SHARE = 0.05
@@ -46,7 +49,7 @@ class SlowPhase:
     """What it takes on the other ranks."""
 
     def __str__(self) -> str:
-        return f"{self.phase.value} ({_ms(self.seconds)} ms, the others take {_ms(self.usual)})"
+        return f"{self.phase.value} ({milliseconds(self.seconds)} ms, the others take {milliseconds(self.usual)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class Straggler:
     steps: int
     """How many steps were compared, from `first_step` to `last_step`."""
     last: int
-    """In how many of them it was the last one, of the ranks that are not slow."""
+    """In how many of them it was the last one to be ready."""
     step_seconds: float
     """What a step takes."""
     without: float
@@ -79,7 +82,7 @@ class Straggler:
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} is slow in {' and '.join(map(str, self.slow))}: the last one in {self.last} of {self.steps} steps "
+            f"rank {self.rank} is slow in {' and '.join(map(str, self.slow))}: last in {self.last} of {self.steps} steps "
             f"({self.first_step}-{self.last_step})"
         )
 
@@ -102,10 +105,11 @@ def describe(stragglers: Sequence[Straggler]) -> list[str]:
     """Stragglers of the same steps, as lines for a terminal."""
     if not stragglers:
         return []
-    ranks = sorted(straggler.rank for straggler in stragglers)
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    who = ranks(sorted(straggler.rank for straggler in stragglers))
     first = stragglers[0]
-    what_if = f"  without {who} a step takes {_ms(first.without)} instead of {_ms(first.step_seconds)} ms"
+    what_if = (
+        f"  without {who} a step takes {milliseconds(first.without)} instead of {milliseconds(first.step_seconds)} ms"
+    )
     return [*map(str, stragglers), what_if]
 
 
@@ -120,9 +124,9 @@ def slow_ranks(times: Times, *, offsets: Mapping[int, int] | None = None, window
     than it takes to compare.
     """
     found = []
-    for ranks in comparable(times):
-        steps = common_steps(ranks)[-window:]
-        found += compare(ranks, steps, offsets) if len(steps) >= window else []
+    for rows in comparable(times):
+        steps = common_steps(rows)[-window:]
+        found += compare(rows, steps, offsets) if len(steps) >= window else []
     return found
 
 
@@ -133,9 +137,9 @@ def comparable(times: Times) -> list[Times]:
         if row:
             groups.setdefault(row[-1].group, {})[rank] = row
     return [
-        ranks
-        for ranks in groups.values()
-        if len({row[-1].group_rank for row in ranks.values()}) == len(ranks) > 1  # else several groups have this name
+        rows
+        for rows in groups.values()
+        if len({row[-1].group_rank for row in rows.values()}) == len(rows) > 1  # else several groups have this name
     ]
 
 
@@ -153,8 +157,8 @@ def compare(times: Times, steps: Sequence[int], offsets: Mapping[int, int] | Non
     step_seconds = median(median(one.seconds for one in row) for row in rows.values())
     slow = _noticeable([_slow_in(phase, rows) for phase in COMPUTE], step_seconds)
     ready = {rank: [one.last_ready + (offsets or {}).get(rank, 0) for one in row] for rank, row in rows.items()}
-    last = {rank: _times_last(rank, ready, slow) for rank in slow}
-    guilty = {rank: phases for rank, phases in slow.items() if last[rank] > len(steps) / 2}
+    guilty = {rank: phases for rank, phases in slow.items() if _times_late(rank, ready, slow) > len(steps) / 2}
+    last = _times_last(ready)
     without = step_seconds - _saved(guilty, ready)
     found = [
         Straggler(
@@ -236,12 +240,23 @@ def _deviation(values: Sequence[float]) -> float:
     return float(median(abs(value - middle) for value in values))
 
 
-def _times_last(rank: int, ready: Mapping[int, Sequence[int]], slow: Mapping[int, Any]) -> int:
-    """In how many steps a rank was ready after all ranks that are not slow; or after all others, if all are slow somewhere."""
-    others = [row for other, row in ready.items() if other not in slow] or [
-        row for other, row in ready.items() if other != rank
-    ]
-    return sum(own > max(column) for own, column in zip(ready[rank], zip(*others)))
+def _times_last(ready: Mapping[int, Sequence[int]]) -> Counter[int]:
+    """In how many steps each rank was ready last."""
+    return Counter(max(ready, key=lambda rank: ready[rank][i]) for i in range(len(next(iter(ready.values())))))
+
+
+def _times_late(rank: int, ready: Mapping[int, Sequence[int]], slow: Mapping[int, Sequence[_Slow]]) -> int:
+    """In how many steps a rank was ready later than any other usually is, except those that are about as slow.
+
+    Times are compared with the median of all ranks in the same step.
+    """
+    middle = [median(column) for column in zip(*ready.values())]
+    after = {other: [time - at for time, at in zip(row, middle)] for other, row in ready.items()}
+    extra = {other: sum(one.extra for one in phases) for other, phases in slow.items()}
+    alike = {other for other, time in extra.items() if extra[rank] / 2 < time < extra[rank] * 2}
+    others = [other for other in ready if other not in alike] or [other for other in ready if other != rank]
+    usual = max(median(after[other]) for other in others)
+    return sum(time > usual for time in after[rank])
 
 
 def _saved(slow: Mapping[int, Sequence[_Slow]], ready: Mapping[int, Sequence[int]]) -> float:
@@ -252,13 +267,3 @@ def _saved(slow: Mapping[int, Sequence[_Slow]], ready: Mapping[int, Sequence[int
     }
     saved = [max(now) - max(then) for now, then in zip(zip(*ready.values()), zip(*without.values()))]
     return float(max(0.0, median(saved))) / 1e9
-
-
-def _ms(seconds: float) -> str:
-    """Milliseconds, to three digits.
-
-    >>> _ms(0.2401), _ms(0.00123), _ms(12.3)
-    ('240', '1.23', '12300')
-    """
-    value = seconds * 1e3
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -22,6 +22,16 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} µs" if seconds > 0 else "0 ms"
 
 
+def milliseconds(seconds: float) -> str:
+    """A number of milliseconds, to three digits.
+
+    >>> milliseconds(0.2401), milliseconds(0.00123), milliseconds(12.3)
+    ('240', '1.23', '12300')
+    """
+    value = seconds * 1e3
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"
+
+
 def size(nbytes: float) -> str:
     """A number of bytes, to three digits, in powers of 1024.
 

@@ -16,9 +16,12 @@ import pytest
 
 from gradwire import root_cause
 from gradwire.errors import UsageError
-from gradwire.launch import shutdown, tracebacks
+from gradwire.launch import display, shutdown, tracebacks
 from gradwire.launch.process import RankProcess
 from gradwire.launch.supervise import Run, _Supervisor, supervise
+from gradwire.observe.monitor import RunMonitor
+from gradwire.observe.run_follower import RunFollower
+from helpers.made_steps import made_steps, write_rings
 from helpers.waiting import wait_for_exit, wait_until
 
 HEAD = """
@@ -51,6 +54,54 @@ def launch(tmp_path, capfdbinary):
 
 def wait_for(*paths: Path) -> None:
     wait_until(lambda: all(path.exists() for path in paths), f"{', '.join(map(str, paths))} are made")
+
+
+# -- the monitor -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def monitor(tmp_path):
+    """A monitor of two ranks that were recorded before, with a line of figures at once."""
+    (tmp_path / "run").mkdir()
+    write_rings(tmp_path / "run", made_steps(2, 30), size=2)
+    monitor = RunMonitor(RunFollower(tmp_path / "run"), size=2, stats=0.001)
+    yield monitor
+    monitor.run.close()
+
+
+def test_figures_are_printed_while_ranks_run(launch, monitor):
+    script = "time.sleep(0.1)\nprint('done')"
+    code, out, err = launch(script, monitor=monitor)
+    assert code == 0
+    assert sorted(out.splitlines()) == [b"[0] done", b"[1] done"]
+    assert err.startswith(b"gradwire run: step 30, ")
+
+
+def test_a_picture_is_drawn_below_the_output_and_stays_at_the_end(launch, monitor, monkeypatch):
+    monkeypatch.setattr(display, "find_terminal", lambda environ: 2)
+    monkeypatch.setattr(display.os, "isatty", lambda fd: fd == 2)
+    sizes = []
+
+    def picture(status, columns, lines):
+        sizes.append((columns, lines))
+        return [b"step %d" % status.step]
+
+    code, out, err = launch("print('done', file=sys.stderr)", monitor=monitor, picture=picture)
+    assert code == 0
+    assert sizes[0] == (79, 15)
+    assert out == b""
+    assert b"done\x1b[0m\nstep 30\n" in err or b"done\nstep 30\n" in err
+    assert err.endswith(b"step 30\n")
+
+
+def test_a_picture_stays_above_the_report_of_a_failure(launch, monitor, monkeypatch):
+    monkeypatch.setattr(display, "find_terminal", lambda environ: 2)
+    monkeypatch.setattr(display.os, "isatty", lambda fd: fd == 2)
+    code, _, err = launch("sys.exit(3)", monitor=monitor, picture=lambda *_: [b"the picture"])
+    assert code == 3
+    report = err.rpartition(b"the picture\n")[2]
+    assert b"exit" in report
+    assert b"\x1b[J" not in report  # nothing of it is erased
 
 
 # -- output ----------------------------------------------------------------------------------------------------------------

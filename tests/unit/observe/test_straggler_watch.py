@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from gradwire import observe
 from gradwire.errors import UsageError
-from gradwire.flight_recorder import FlightRecorder
-from gradwire.flight_recorder import RecordKind as K
 from gradwire.observe.steps import Phase
 from gradwire.observe.straggler_watch import StragglerWatch
-from helpers.made_steps import made_steps
+from helpers.made_steps import made_steps, write_rings
 
 SLOW = {(3, Phase.DATA): 0.5}
 
@@ -65,31 +61,7 @@ def run(tmp_path):
     """Writes the rings of 4 ranks with made-up steps."""
 
     def write(extra):
-        base = time.monotonic()
-        for rank, row in made_steps(4, 40, extra).items():
-            recorder = FlightRecorder(
-                tmp_path / f"rank-{rank}.ring",
-                header={"rank": rank, "clock": "here", "started": 0, "started_wall": 0, "ops": []},
-                capacity=1024,
-            )
-            recorder.put(K.STEP_ENDED, rank, at=base, group="world", step=0)
-            for one in row:
-                at = base + one.start / 1e9
-
-                def put(kind, after=0.0, rank=rank, step=one.step, **more):
-                    nonlocal at
-                    at += after
-                    recorder.put(kind, rank, at=at, group="world", step=step, **more)
-
-                put(K.OPTIMIZER_BEGAN)
-                put(K.OPTIMIZER_ENDED, one.share(Phase.OPTIMIZER))
-                put(K.FORWARD_BEGAN, one.share(Phase.DATA))
-                put(K.FORWARD_ENDED, one.share(Phase.FORWARD))
-                put(K.BUCKET_FULL, one.share(Phase.BACKWARD), bucket=0)
-                put(K.BUCKET_LAUNCHED, bucket=0)
-                put(K.BACKWARD_ENDED)
-                put(K.STEP_ENDED, one.share(Phase.EXPOSED))
-            recorder.close()
+        write_rings(tmp_path, made_steps(4, 40, extra), size=4)
         return tmp_path
 
     return write

@@ -37,6 +37,8 @@ def named(found):
         (8, {(2, DATA): 0.4, (5, DATA): 0.4}, {(2, DATA), (5, DATA)}),
         (8, {(2, DATA): 0.5, (5, BACKWARD): 0.3}, {(2, DATA), (5, BACKWARD)}),
         (8, {(r, FORWARD): 0.3 for r in range(4)}, {(r, FORWARD) for r in range(4)}),
+        # The others wait for one of them only.
+        (8, {(2, DATA): 1.0, (5, DATA): 0.3}, {(2, DATA)}),
         # Slower in one phase, and as much faster in another: nobody waits for it.
         (8, {(2, DATA): 0.5, (2, FORWARD): -0.6}, set()),
         # Not worth a word.
@@ -109,7 +111,7 @@ def test_it_is_said_in_two_lines():
     assert len(lines) == 2
     assert lines[0].startswith("rank 3 is slow in data (")
     assert "ms, the others take " in lines[0]
-    assert lines[0].endswith("): the last one in 20 of 20 steps (1-20)")
+    assert lines[0].endswith("): last in 20 of 20 steps (1-20)")
     assert lines[1].startswith("  without rank 3 a step takes 1")
     two = describe(slow_ranks(made_steps(4, 20, {(3, DATA): 1.0, (1, DATA): 1.0})))
     assert len(two) == 3

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from gradwire.cli.arguments import add_debug
-from gradwire.cli.bench import collectives, hangs, hooks, overhead, overlap, training
+from gradwire.cli.bench import collectives, hangs, hooks, overhead, overlap, stragglers, training
 
 
 class Benchmark(Protocol):
@@ -26,6 +26,7 @@ _BENCHMARKS: Mapping[str, Benchmark] = {
     "hooks": hooks,
     "overhead": overhead,
     "overlap": overlap,
+    "stragglers": stragglers,
     "training": training,
 }
 

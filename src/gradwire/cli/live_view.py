@@ -1,0 +1,120 @@
+"""The live view: the status of a run as a table, for a terminal of any size. For `gradwire run --watch` and `gradwire top`."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from gradwire.observe.run_status import Condition, RankStatus, RunStatus
+from gradwire.observe.units import milliseconds, size
+
+_BAR = 30
+_WIDE = 80 + _BAR
+"""Columns from which on a bar shows how a step is divided."""
+_COLUMNS = {"rank": 4, "step": 8, "step ms": 7, "compute": 7, "exposed": 7, "bytes": 8, "late ms": 7}
+"""Widths that do not change, so that the view does not jump."""
+_STYLES = {Condition.ENDED: "red", Condition.STOPPED: "red", Condition.ABSENT: "dim", Condition.STARTING: "dim"}
+
+
+def picture(status: RunStatus, columns: int, lines: int) -> list[bytes]:
+    """The view as lines with colors, at most `columns` wide; of many ranks, those that are worth a look."""
+    text = render(status, columns, lines, color=True)
+    return [line.encode(errors="backslashreplace") for line in text.splitlines()]
+
+
+def render(status: RunStatus, columns: int, lines: int, *, color: bool) -> str:
+    """As `picture`, as text."""
+    console = Console(
+        file=io.StringIO(), width=columns, height=lines, force_terminal=color, highlight=False, legacy_windows=False
+    )
+    below = [part for part in (_summary(status), _warning(status)) if part]
+    room = lines - 2 - sum(len(part.wrap(console, columns)) for part in below)
+    shown = chosen(status.ranks, max(1, room))
+    if len(shown) < len(status.ranks):
+        shown = chosen(status.ranks, max(1, room - 1))
+        below.insert(0, Text(f"and {len(status.ranks) - len(shown)} more ranks", style="dim"))
+    with console.capture() as capture:
+        console.print(Group(_table(status, shown, wide=columns >= _WIDE), *below))
+    return capture.get()
+
+
+def chosen(ranks: Sequence[RankStatus], most: int) -> list[RankStatus]:
+    """At most so many ranks: those that ended, are slow, or late come first. In their order."""
+
+    def interest(rank: RankStatus) -> tuple[bool, bool, float]:
+        return rank.condition in (Condition.ENDED, Condition.STOPPED), rank.is_slow, rank.late
+
+    return sorted(sorted(ranks, key=interest, reverse=True)[:most], key=lambda rank: rank.rank)
+
+
+def _table(status: RunStatus, ranks: Sequence[RankStatus], *, wide: bool) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), expand=True)
+    for head, width in _COLUMNS.items():
+        table.add_column(head, justify="right", no_wrap=True, width=width)
+    if wide:
+        table.add_column("compute, exposed", width=_BAR, no_wrap=True)
+    table.add_column("now", no_wrap=True, overflow="ellipsis", ratio=1)
+    longest = max((rank.seconds for rank in status.ranks), default=0.0)
+    for rank in ranks:
+        table.add_row(
+            *_cells(rank), *([_bar(rank, longest)] if wide else []), _now(rank), style=_STYLES.get(rank.condition, "")
+        )
+    return table
+
+
+def _cells(rank: RankStatus) -> list[str | Text]:
+    step = str(rank.step) if rank.step >= 0 else ""
+    if not rank.seconds:
+        return [str(rank.rank), step, "", "", "", "", ""]
+    late = f"{rank.late * 1e3:+.3g}" if abs(rank.late) >= 5e-5 else "0"
+    return [
+        str(rank.rank),
+        step,
+        milliseconds(rank.seconds),
+        milliseconds(rank.compute),
+        milliseconds(rank.exposed),
+        size(rank.nbytes),
+        Text(late, style="bold yellow" if rank.is_slow else ""),
+    ]
+
+
+def _now(rank: RankStatus) -> Text:
+    if rank.condition is not Condition.RUNS:
+        return Text(rank.doing if rank.condition is Condition.STARTING and rank.doing else rank.condition.value)
+    if rank.is_slow:
+        return Text.assemble((rank.doing, ""), (" slow", "bold yellow"))
+    return Text(rank.doing)
+
+
+def _bar(rank: RankStatus, longest: float) -> Text:
+    if not rank.seconds or not longest:
+        return Text()
+    whole, waits = round(_BAR * rank.seconds / longest), round(_BAR * rank.exposed / longest)
+    return Text.assemble(("█" * max(0, whole - waits), "green"), ("░" * waits, "yellow"))
+
+
+def _summary(status: RunStatus) -> Text:
+    if status.begun < len(status.ranks) and not status.seconds:
+        return Text(f"{status.begun} of {len(status.ranks)} ranks recorded so far", style="bold")
+    if not status.seconds:
+        return Text("no step yet", style="bold")
+    parts = [f"step {status.step}", f"{status.steps_per_second:.3g} steps/s"]
+    if status.samples_per_second:
+        parts.append(f"{status.samples_per_second:,.0f} samples/s")
+    parts.append(
+        f"{milliseconds(status.seconds)} ms: compute {milliseconds(status.compute)}, exposed {milliseconds(status.exposed)}"
+    )
+    if status.slowest is not None:
+        parts.append(f"slowest rank {status.slowest.rank}")
+    if status.idle > max(5.0, 3 * status.seconds):
+        parts.append(f"no step for {status.idle:.0f} s")
+    return Text(" · ".join(parts), style="bold")
+
+
+def _warning(status: RunStatus) -> Text | None:
+    return Text(f"last warning: {status.warning}", style="yellow") if status.warning else None

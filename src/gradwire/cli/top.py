@@ -1,0 +1,84 @@
+"""`gradwire top`: a live view of a job that something else has started."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from typing import Any
+
+from gradwire.cli.arguments import positive
+from gradwire.cli.live_view import picture, render
+from gradwire.errors import UsageError
+from gradwire.launch.panel import Panel, find_terminal
+from gradwire.launch.screen import Screen
+from gradwire.observe.monitor import PLAIN_INTERVAL, RunMonitor
+from gradwire.observe.run_follower import RunFollower
+from gradwire.observe.run_status import Condition, RunStatus, stats_line
+from gradwire.observe.runs import find_run
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+    """Declare `gradwire top` and its options."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "top",
+        description="Show all ranks of a job while it runs: their steps, how a step is divided into computing and waiting for "
+        "communication, the rank that the others wait for, and the last warning. The job is not disturbed, and need not have "
+        "been started by gradwire run: its ranks must be recorded, on this host. Without a terminal, a line every 10 seconds is "
+        "printed. It ends with the job, or with Ctrl-C.",
+    )
+    add = parser.add_argument
+    add("run_dir", nargs="?", metavar="RUN", help="the directory of a run (default: the latest)")
+    add("--once", action="store_true", help="show one picture, and end")
+    add(
+        "--every",
+        type=positive,
+        metavar="SECONDS",
+        help=f"how often the view is updated (default: 1, without a terminal {PLAIN_INTERVAL:g})",
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the run until it is over."""
+    monitor = RunMonitor(RunFollower(find_run(args.run_dir, os.environ)))
+    try:
+        monitor.look_back()
+        if not monitor.run.ranks:
+            raise UsageError(f"{monitor.run.directory}: no flight recorder has written here yet.")
+        if not monitor.run.local_ranks:
+            raise UsageError(
+                f"{monitor.run.directory}: the ranks are, or were, on other hosts. Run gradwire top there."
+            )
+        terminal = find_terminal(os.environ) if os.isatty(1) else None
+        if args.once:
+            columns = Panel(1).size[0] if terminal is not None else 80
+            print(render(monitor.status(), columns, 1000, color=terminal is not None), end="")
+        else:
+            _follow(monitor, terminal, args.every)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        monitor.run.close()
+    return 0
+
+
+def _follow(monitor: RunMonitor, terminal: int | None, every: float | None) -> None:
+    screen = Screen(1, os.environ)
+    if terminal is not None:
+        screen.panel = Panel(1)
+    while not screen.broken:
+        status = monitor.status()
+        if screen.panel is not None:
+            screen.draw(picture(status, *screen.panel.size))
+        else:
+            print(stats_line(status), flush=True)
+        if _is_over(status):
+            return
+        time.sleep(every or (1.0 if terminal is not None else PLAIN_INTERVAL))
+        lines = monitor.check()
+        screen.write("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
+
+
+def _is_over(status: RunStatus) -> bool:
+    return all(rank.condition is Condition.ENDED for rank in status.ranks if rank.condition is not Condition.ABSENT)

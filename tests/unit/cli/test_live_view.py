@@ -1,0 +1,79 @@
+"""The live view at every size."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from gradwire.cli.live_view import chosen, picture, render
+from gradwire.observe.run_status import Condition, RankStatus, RunStatus
+
+WARNING = "rank 3 is slow in data (60.1 ms, the others take 30): last in 19 of 20 steps (41215-41234)"
+
+
+def rank(number, **facts):
+    figures = {"seconds": 0.2384, "compute": 0.181, "exposed": 0.0574, "nbytes": 43.2e6, "doing": "backward"}
+    return RankStatus(number, **{"condition": Condition.RUNS, "step": 41234, **figures, **facts})
+
+
+def run(ranks, **facts):
+    figures = {"step": 41234, "seconds": 0.2384, "compute": 0.181, "exposed": 0.0574, "samples_per_second": 1074.0}
+    return RunStatus(tuple(ranks), **{**figures, **facts})
+
+
+SLOW = rank(3, compute=0.217, exposed=0.0214, late=0.0361, is_slow=True, doing="data")
+EIGHT = [SLOW if number == 3 else rank(number) for number in range(8)]
+MANY = [SLOW if number == 3 else rank(number) for number in range(64)]
+MANY[40] = rank(40, condition=Condition.STOPPED)
+STATES = {
+    "one": run([rank(0)]),
+    "eight": run(EIGHT, slowest=SLOW, warning=WARNING),
+    "many": run(MANY, slowest=SLOW, warning=WARNING, idle=40.0),
+    "dead": run([*EIGHT[:5], rank(5, condition=Condition.ENDED), RankStatus(6), RankStatus(7, Condition.STARTING)]),
+    "none": RunStatus(tuple(RankStatus(number) for number in range(2))),
+    "no step": RunStatus((RankStatus(0, Condition.STARTING),)),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize(("columns", "lines"), [(79, 15), (79, 24), (119, 40), (200, 60), (40, 10), (20, 5)])
+def test_it_fits(name, columns, lines):
+    shown = render(STATES[name], columns, lines, color=False).splitlines()
+    assert max(map(len, shown)) <= columns
+    if columns >= 79:
+        assert len(shown) <= lines
+
+
+@pytest.mark.parametrize(("columns", "bar"), [(79, ""), (119, "███████████████████████░░░░░░░  ")])
+def test_what_is_shown_of_a_rank(columns, bar):
+    text = render(STATES["eight"], columns, 24, color=False)
+    assert f"   0     41234      238      181     57.4  41.2 MiB        0  {bar}backward" in text
+    assert re.search(r"^   3 .* \+36\.1 .*data slow *$", text, re.M)
+    assert "step 41234 · 4.19 steps/s · 1,074 samples/s · 238 ms: compute 181, exposed 57.4" in text
+    assert "slowest rank 3" in text
+    assert "last warning: rank 3 is slow in data" in text
+
+
+def test_ranks_that_do_not_train():
+    text = render(STATES["dead"], 79, 24, color=False)
+    assert re.search(r"^   5 .* ended *$", text, re.M)
+    assert re.search(r"^   6 +not recorded yet *$", text, re.M)
+    assert re.search(r"^   7 +no step yet *$", text, re.M)
+    assert "0 of 2 ranks recorded so far" in render(STATES["none"], 79, 24, color=False)
+    assert "no step for 40 s" in render(STATES["many"], 79, 24, color=False)
+
+
+def test_of_many_ranks_the_interesting_ones_are_shown():
+    text = render(STATES["many"], 79, 15, color=False)
+    assert re.search(r"^   3 .*data slow", text, re.M)
+    assert re.search(r"^  40 .*stopped", text, re.M)
+    assert "more ranks" in text
+    assert [one.rank for one in chosen(MANY, 2)] == [3, 40]
+    assert [one.rank for one in chosen(MANY, 1)] == [40]
+
+
+def test_the_picture_has_colors_and_no_line_feeds():
+    lines = picture(STATES["eight"], 79, 24)
+    assert any(b"\x1b[" in line for line in lines)
+    assert not any(b"\n" in line for line in lines)

@@ -1,0 +1,86 @@
+"""`gradwire top` on rings that are made up."""
+
+from __future__ import annotations
+
+import os
+import pty
+import threading
+
+import pytest
+
+from gradwire.cli import main, top
+from gradwire.observe.steps import Phase
+from helpers.made_steps import made_steps, write_rings
+
+NOBODY = 2**22 + 1
+"""No process has this number."""
+
+
+@pytest.fixture
+def run(tmp_path):
+    write_rings(tmp_path, made_steps(3, 40, {(1, Phase.DATA): 1.0}), size=4, pid=NOBODY)
+    return str(tmp_path)
+
+
+def test_one_picture(run, capsys):
+    assert main(["top", run, "--once"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["rank", "step", "step", "ms", "compute", "exposed", "bytes", "late", "ms", "now"]
+    assert [line.split()[0] for line in lines[2:6]] == ["0", "1", "2", "3"]
+    assert lines[3].split()[-1] == "ended"
+    assert lines[5].rstrip().endswith("not recorded yet")
+    assert "last warning: rank 1 is slow in data" in "\n".join(lines)
+    assert max(map(len, lines)) <= 80
+
+
+def test_without_a_terminal_lines_are_printed_until_the_run_is_over(run, capsys):
+    assert main(["top", run]) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("step 40, ")
+    assert ", slowest rank 1 (" in line
+    assert ", 3 of 4 ranks recorded so far, 3 ranks ended or stopped; last warning: rank 1 is slow in data (" in line
+
+
+def test_on_a_terminal_it_draws_until_the_run_is_over(run, monkeypatch):
+    ours, theirs = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    before = os.dup(1)
+    read = threading.Thread(target=lambda: data.extend(os.read(ours, 100_000)))
+    data = bytearray()
+    read.start()
+    try:
+        os.dup2(theirs, 1)
+        assert main(["top", run]) == 0
+    finally:
+        os.dup2(before, 1)
+        for fd in (before, theirs):
+            os.close(fd)
+        read.join()
+        os.close(ours)
+    assert b"slowest rank 1" in data
+    assert b"\x1b[?25l" not in data
+
+
+def test_ctrl_c_ends_it(tmp_path, monkeypatch, capsys):
+    write_rings(tmp_path, made_steps(2, 5), size=2)
+
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(top.time, "sleep", interrupt)
+    assert main(["top", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("step 5, ")
+
+
+def test_a_directory_without_a_run(tmp_path, capsys, monkeypatch):
+    assert main(["top", str(tmp_path)]) == 2
+    assert "no flight recorder has written here yet" in capsys.readouterr().err
+    assert main(["top", str(tmp_path / "none")]) == 2
+    assert "there is no directory" in capsys.readouterr().err
+
+
+def test_help_fits_a_terminal_of_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["top", "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) < 80

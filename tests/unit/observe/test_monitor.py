@@ -1,0 +1,92 @@
+"""A run that is watched: stragglers, lines of figures, the last warning."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+from gradwire.observe import monitor as monitor_module
+from gradwire.observe.monitor import RunMonitor
+from gradwire.observe.run_follower import RunFollower
+from gradwire.observe.run_status import Condition
+from gradwire.observe.steps import Phase
+from helpers.made_steps import made_steps, write_rings
+
+SLOW = {(1, Phase.DATA): 1.0}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test moves on, for the monitor."""
+
+    class Clock:
+        now = time.monotonic()
+
+    monkeypatch.setattr(monitor_module.time, "monotonic", lambda: Clock.now)
+    return Clock
+
+
+@pytest.fixture
+def watched(tmp_path):
+    """Makes a monitor of 4 ranks whose rings are in `tmp_path`."""
+    made = []
+
+    def make(**options):
+        made.append(RunMonitor(RunFollower(tmp_path), size=4, **options))
+        return made[-1]
+
+    yield make
+    for monitor in made:
+        monitor.run.close()
+
+
+def test_stragglers_and_figures(tmp_path, watched, clock):
+    monitor = watched(stats=5.0)
+    assert monitor.check_if_due() == []  # nobody has begun
+    assert monitor.status().begun == 0
+    rows = made_steps(4, 40, SLOW)
+    write_rings(tmp_path, {rank: row[:30] for rank, row in rows.items()}, size=4)
+    clock.now += 1.1
+    assert monitor.is_due()
+    assert monitor.check_if_due() == []  # it may be a hiccup
+    assert monitor.check_if_due() == []  # not due
+    for path in tmp_path.glob("rank-*"):
+        path.unlink()
+    write_rings(tmp_path, rows, size=4)
+    clock.now += 2.1
+    lines = monitor.check_if_due()
+    assert [line.split(" (")[0] for line in lines[:1]] == ["rank 1 is slow in data"]
+    assert lines[1].startswith("  without rank 1 a step takes ")
+    status = monitor.status()
+    assert [rank.is_slow for rank in status.ranks] == [False, True, False, False]
+    assert status.warning == lines[0]
+    assert status.slowest is status.ranks[1]
+    clock.now += 2.0
+    [line] = monitor.check_if_due()
+    assert "last warning: rank 1 is slow in data" in line
+    assert monitor.next_look == pytest.approx(clock.now + monitor_module.PERIOD)
+
+
+def test_a_run_that_is_over(tmp_path, watched):
+    write_rings(tmp_path, made_steps(4, 30), size=4, pid=2**22 + 1)  # no process has this number
+    monitor = watched()
+    monitor.check()
+    assert {rank.condition for rank in monitor.status().ranks} == {Condition.ENDED}
+
+
+def test_what_others_have_found_is_the_last_warning(watched):
+    monitor = watched()
+    monitor.note([])
+    assert monitor.status().warning == ""
+    monitor.note(["ranks 0, 2 have waited for 5.5 s", "more of it"])
+    assert monitor.status().warning == "ranks 0, 2 have waited for 5.5 s"
+
+
+def test_an_error_ends_the_monitor_and_not_the_run(watched, monkeypatch):
+    monitor = watched()
+    monkeypatch.setattr(monitor.run, "look", lambda: 1 / 0)
+    assert monitor.check_if_due() == ["the run is not watched any more: ZeroDivisionError: division by zero"]
+    assert monitor.check_if_due() == []
+    assert monitor.next_look == math.inf
