@@ -98,6 +98,39 @@ def test_every_hook_obeys_the_laws_on_cuda(name: str) -> None:
     check_hook(hook, device="cuda", world_sizes=(2,))
 
 
+THAT_ELEMENT = {
+    *(
+        "mean",
+        "weighted_mean",
+        "reduce_scatter_mean",
+        "scaled float16",
+        "top_k",
+        "top_k in bfloat16",
+        "threshold",
+        "dgc",
+    ),
+    *("by_size", "after", "every", "hierarchical", "cast to bfloat16", "cast to float16", "noise"),
+}
+HIDDEN = {"every, kept"}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", [*ENDS, *(name for name in STAGES if name != "random_k")])
+def test_what_hooks_make_of_a_nan(name: str, bad: float) -> None:
+    """As the table in docs/silent-errors.md says, on all ranks, also under error feedback; random_k may send it or not."""
+    hook = ENDS[name]() if name in ENDS else hooks.chain(STAGES[name](), hooks.mean())
+    shapes, strides = ((16, 8), (40,)), ((8, 1), (1,))
+    spec = BucketSpec(0, ("layer0.weight", "layer1.weight"), shapes, strides, torch.float32, torch.device("cpu"))
+    for one in (hook, with_feedback(hook)) if name in ENDS else (hook,):
+        brought = [torch.randn(spec.numel, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+        brought[1][77] = bad
+        values = [reduced.value for reduced in simulate(one, brought, spec=spec).reduced]
+        assert all(torch.equal(value.isfinite(), values[0].isfinite()) for value in values)
+        found = set((~values[0].isfinite()).nonzero().flatten().tolist())
+        assert (found == {77}) == (name in THAT_ELEMENT)
+        assert (77 in found) == (name not in HIDDEN)
+
+
 KINDS: dict[str, tuple[torch.dtype, bool]] = {
     "sparse": (torch.float32, True),
     "complex": (torch.complex64, False),

@@ -31,10 +31,12 @@ def probe(t: Tensor, *, narrow: torch.dtype | None = None) -> Tensor:
         return torch.zeros((), device=t.device)
     if narrow is not None and narrow.is_floating_point and narrow != values.dtype:
         return torch.stack(torch.aminmax(values)).to(narrow).float().sum()
-    if values.dtype == torch.float16 and not values.is_cuda:
+    if values.device.type != "cpu":
+        return values.sum(dtype=torch.float32 if values.dtype.itemsize == 2 else None)
+    if values.dtype == torch.float16:
         low, high = torch.aminmax(values)
         return high.float() - low.float()
-    return values.sum(dtype=torch.float32 if values.is_cuda and values.dtype.itemsize == 2 else None)
+    return values.sum()
 
 
 def is_finite(t: Tensor) -> bool:

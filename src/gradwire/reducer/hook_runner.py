@@ -99,8 +99,8 @@ class HookRunner:
         """The state and the step of a bucket. What an earlier hook has not sent is added to its gradient, if it is not refused."""
         outer = self.outer
         # The states of a hook with an outer half belong to that half.
-        state = None if outer is not None or self.torch_hook is not None else self._states.of(bucket.spec)
-        step = self._states.begin(bucket.spec, bucket.buffer())
+        state = None if outer is not None or self.torch_hook is not None else self.states.of(bucket.spec)
+        step = self.states.begin(bucket.spec, bucket.buffer())
         if outer is None:
             return state, step
         if bucket.index() == 0:
@@ -116,20 +116,20 @@ class HookRunner:
 
         Called by owners whose buckets may change between two steps without notice. Without it every bucket counts its own.
         """
-        self._states.next_step()
+        self.states.next_step()
 
     def buckets_changed(self) -> None:
         """Parameters are in other buckets from now on: states follow their parameters."""
         self.next_step()
         if self.outer is None:
-            self._states.take_apart()
+            self.states.take_apart()
 
     # -- the hook and its states -----------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
         """How many times the buckets have been reduced, or for a hook that moves parameters, the optimizer has stepped."""
-        return self._states.steps if self.outer is None else self.outer.step
+        return self.states.steps if self.outer is None else self.outer.step
 
     def replace(self, hook: CommHook | tuple[TorchHook, Any]) -> None:
         """Use another hook; a torch-style one is given with its state. See Note [Another hook] in `hook_states.py`."""
@@ -137,7 +137,7 @@ class HookRunner:
         check_outer(own, "register_comm_hook")
         same = self.outer is not None and own.structure == self.outer.hook.structure
         saved = self.outer.state_dict() if self.outer is not None and same else None
-        states = self._states.hand_over(own, step=self.step)
+        states = self.states.hand_over(own, step=self.step)
         self.hook, self.torch_hook = (hook, None) if isinstance(hook, CommHook) else (self.hook, hook)
         self._use(states, self._outer_optimizer(states, saved))
 
@@ -147,7 +147,7 @@ class HookRunner:
         self._use(states, self._outer_optimizer(states))
 
     def _use(self, states: HookStates, outer: OuterOptimizer | None) -> None:
-        self._states, self.outer = states, outer
+        self.states, self.outer = states, outer
 
     def _outer_optimizer(self, states: HookStates, saved: Mapping[str, Any] | None = None) -> OuterOptimizer | None:
         if self.torch_hook is not None or not isinstance(self.hook, OuterHook):
@@ -159,7 +159,7 @@ class HookRunner:
         """The hook's state on this rank, by parameter name, with `more` to be saved along with it."""
         if self.outer is not None:
             return self.outer.state_dict()
-        return to_dict(self._states, rank=self.group.rank, step=self.step, **more)
+        return to_dict(self.states, rank=self.group.rank, step=self.step, **more)
 
     def load_state_dict(
         self, saved: Mapping[str, Any], *, device: torch.device, specs: Sequence[BucketSpec] | None = None
@@ -171,7 +171,7 @@ class HookRunner:
 
         def build(states: HookStates) -> tuple[HookStates, OuterOptimizer | None]:
             if not isinstance(self.hook, OuterHook):
-                states.rehearse(self._states.specs if specs is None else specs)
+                states.rehearse(self.states.specs if specs is None else specs)
             return states, self._outer_optimizer(states, saved)
 
         self._use(*load_together(saved, self.hook, self.group, device=device, build=build))

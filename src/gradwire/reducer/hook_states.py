@@ -14,6 +14,11 @@ States outlive settings. A hook whose state has the same structure (`CommHook.st
 nothing, say) takes the states over by parameter name, with the count of steps, when it is set and when it loads what the other
 saved. When a hook of another structure is set, it begins with its own `init` at step 0, and the gradients that the old one had not
 sent (`CommHook.owed`) are added to the next ones, so nothing is lost. Where a hook cannot tell what it owes, a warning says so.
+
+Note [A step that is dropped]
+A step that all ranks drop because a gradient is not finite has changed the states. Hooks do not keep NaN, but they would keep the
+finite rest of such a step, however large, and what they sent in it is lost. So where steps may be dropped, each state is copied
+before its reduction, and the copies take their place if the step is dropped.
 """
 
 from __future__ import annotations
@@ -54,6 +59,9 @@ class HookStates:
         self._saved: dict[str, Any] = dict(saved or {})
         self.owed: dict[str, Tensor] = dict(owed or {})
         """Gradients that an earlier hook had not sent, by parameter. See Note [Another hook]."""
+        self.can_roll_back = False
+        """Whether what a bucket has is copied before each reduction, for `roll_back`."""
+        self._before: dict[int, tuple[Any, int | None, dict[str, Tensor]]] = {}
 
     def of(self, spec: BucketSpec) -> Any:
         """The state for this bucket, which the hook may refuse. If the number last had other parameters, buckets were rebuilt:
@@ -72,10 +80,34 @@ class HookStates:
 
     def begin(self, spec: BucketSpec, gradient: Tensor) -> int:
         """The reduction of a bucket begins: the number of its step. What an earlier hook has not sent is added to `gradient`."""
+        if self.can_roll_back:
+            self._copy(spec)
         step = self._next_steps.get(spec.index, self._step)
         self._next_steps[spec.index] = step + 1
         self.pay(spec, gradient)
         return step
+
+    def _copy(self, spec: BucketSpec) -> None:
+        made = self._made.get(spec.index)
+        state = None if made is None else copy.deepcopy(made[1])
+        owed = {name: self.owed[name] for name in spec.names if name in self.owed}
+        self._before[spec.index] = state, self._next_steps.get(spec.index), owed
+
+    def roll_back(self) -> None:
+        """The step is dropped: have what was there before it. All its reductions are over."""
+        for index, (state, step, owed) in self._before.items():
+            if index in self._made:
+                self._made[index] = self._made[index][0], state
+            if step is None:
+                self._next_steps.pop(index, None)
+            else:
+                self._next_steps[index] = step
+            self.owed.update(owed)
+        self._before.clear()
+
+    def commit(self) -> None:
+        """The step is kept: let go of the copies."""
+        self._before.clear()
 
     @property
     def steps(self) -> int:

@@ -76,6 +76,7 @@ class NonFiniteChecked:
         """Start the reduction of `bucket`, and check its result, and its input where that is needed."""
         if self._check not in self.checks:  # the first bucket of a step
             self._begin(bucket.spec.device)
+            self._inner.states.can_roll_back = self._policy is not NonFinite.RECORD
             self.checks.append(self._check)
         if not isinstance(bucket, ZeroBucket):
             if self._trusted and not bucket.spec.sparse and (self._keeps_gradients or _lie_elsewhere(bucket)):
@@ -109,6 +110,7 @@ class NonFiniteChecked:
             self._begin(self._device)  # nothing of the step is kept
         if report is not None:
             self._decide(report)
+        self._inner.states.commit()
 
     def _report(self, step: int) -> Report | None:
         found = _examine([*self._gradients, *self._averages], self._device)
@@ -128,6 +130,8 @@ class NonFiniteChecked:
     def _decide(self, report: Report) -> None:
         error, group = report.error(self._policy), self._inner.group
         flight_recorder.warn(str(error), rank=group.rank, group=group.name, step=report.step)
+        if self._policy is not NonFinite.RECORD:
+            self._inner.states.roll_back()
         if self._policy is NonFinite.RAISE:
             raise StepRejected(error)
         if not self._shown and group.rank == 0:

@@ -56,12 +56,12 @@ class Search:
         `probe`."""
         spec, buffer = bucket.spec, bucket.buffer().detach()
         test = probe(buffer, narrow=narrow)
-        if buffer.is_cuda and buffer.is_sparse:
+        if not on_host(buffer) and buffer.is_sparse:
             copied = buffer.clone()
             return Look(test, lambda: self._search([(spec.names[0], copied)], narrow))
-        if buffer.is_cuda and buffer.numel():
+        if not on_host(buffer) and buffer.numel():
             places = [(one, first_nonfinite_later(buffer, narrow=one)) for one in dict.fromkeys((None, narrow))]
-            firsts = [(one, place, buffer[place].clone()) for one, place in places]
+            firsts = [(one, place, buffer.index_select(0, place.view(1))) for one, place in places]
             return Look(test, lambda: self._on_device(spec, firsts))
         if math.isfinite(test.item()):
             return None
@@ -72,7 +72,7 @@ class Search:
         """Look at an average, which stays as it is; None if it is known to be finite."""
         result = result.detach()
         test = probe(result)
-        if not result.is_cuda and math.isfinite(test.item()):
+        if on_host(result) and math.isfinite(test.item()):
             return None
 
         def find() -> list[Found]:
@@ -112,8 +112,13 @@ class Search:
                 place = int(where)
                 member = max(i for i, at in enumerate(spec.offsets) if at <= place and spec.numels[i])
                 element = number_in_shape(place - spec.offsets[member], spec.shapes[member], spec.strides[member])
-                return [Found(_kind(value.reshape(1), 0), self._number[spec.names[member]], element)]
+                return [Found(_kind(value, 0), self._number[spec.names[member]], element)]
         return []
+
+
+def on_host(t: Tensor) -> bool:
+    """Whether a value can be read without waiting for a device."""
+    return t.device.type == "cpu"
 
 
 def _kind(part: Tensor, element: int) -> Kind:

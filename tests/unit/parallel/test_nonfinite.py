@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import math
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,15 +30,19 @@ from gradwire.hooks import (
     Turn,
     cast,
     chain,
+    dgc,
     diloco,
     error_feedback,
+    every,
     mean,
+    power_sgd,
     quantize,
     top_k,
 )
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.policies import Buckets, Gradients, NonFinite
+from gradwire.reducer import nonfinite_search
 from gradwire.testing import run_ranks
 
 SMALL = 0.0001
@@ -184,7 +189,7 @@ def test_ranks_that_do_not_average_their_gradients_raise_together() -> None:
 
 
 @pytest.mark.parametrize("gradients", Gradients, ids=lambda g: g.value)
-def test_a_gradient_that_float16_cannot_hold_is_an_overflow_on_its_rank(gradients: Gradients) -> None:
+def test_a_gradient_that_float16_cannot_hold_is_an_overflow_on_its_rank(on_host: bool, gradients: Gradients) -> None:
     def rank_main(group: Group) -> None:
         model = Model()
         hook = chain(cast(torch.float16), mean())
@@ -344,6 +349,48 @@ def test_recorded_gradients_are_averaged_like_any_other(tmp_path: Path) -> None:
     assert all("on rank 1 the gradient of first.bias is NaN" in warning.text for warning in warnings)
 
 
+STATEFUL: dict[str, Callable[[], CommHook]] = {
+    "top_k": lambda: chain(error_feedback(), top_k(ratio=0.3)),
+    "quantize": lambda: chain(error_feedback(), quantize(bits=4)),
+    "power_sgd": lambda: chain(error_feedback(), power_sgd(rank=1)),
+    "dgc": lambda: dgc(0.3, momentum=0.5),
+    "every": lambda: every(2, mean()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:averaging gradients")
+@pytest.mark.parametrize("policy", [NonFinite.SKIP, NonFinite.RAISE])
+@pytest.mark.parametrize("hook", STATEFUL.values(), ids=STATEFUL)
+def test_a_dropped_step_leaves_the_state_of_the_hook_as_it_was(hook: Callable[[], CommHook], policy: NonFinite) -> None:
+    """Also the finite rest of its gradients, which may be huge, is not sent later."""
+    start = Model()
+
+    def rank_main(group: Group) -> None:
+        runs = []
+        for bad in (True, False):
+            model = copy.deepcopy(start)
+            replica = replicate(model, group=group, hook=hook(), nonfinite=policy)
+            for step in (0, 1, 2, None, 3) if bad else (0, 1, 2, 3):
+                if step is None:
+                    before = replica.hook_state_dict()
+                    loss = (model(inputs(group.rank), math.nan if group.rank == 1 else 1.0) * 1e20).sum()
+                    with contextlib.suppress(NonFiniteGradient):
+                        loss.backward()
+                    after = replica.hook_state_dict()
+                    for part in ("state", "step", "owed"):
+                        torch.testing.assert_close(after[part], before[part], rtol=0, atol=0)
+                else:
+                    model(inputs(group.rank, step)).sum().backward()
+                    runs.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+                model.zero_grad()
+            replica.detach()
+        for ours, wanted in zip(runs[:4], runs[4:], strict=True):
+            for a, b in zip(ours, wanted, strict=True):
+                assert torch.equal(a, b)
+
+    run_ranks(rank_main, 2)
+
+
 def test_an_optimizer_that_has_stepped_in_backward_cannot_skip() -> None:
     def rank_main(group: Group) -> None:
         ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
@@ -381,9 +428,17 @@ def test_a_rank_without_inputs_takes_part(policy: NonFinite) -> None:
     run_ranks(rank_main, 2)
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["at once", "later"])
+def on_host(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether values are read at once, as on the CPU, or at the end of the step, as on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nonfinite_search, "on_host", lambda t: request.param)
+        yield request.param
+
+
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_any_element_of_any_parameter_on_any_rank(data: st.DataObject) -> None:
+def test_any_element_of_any_parameter_on_any_rank(on_host: bool, data: st.DataObject) -> None:
     """Of any dtype and layout, with copies and views: rank, parameter and index are exact, whatever the order of memory."""
     n = data.draw(st.integers(1, 3))
     dtypes = st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64])
@@ -456,7 +511,7 @@ def test_huge_but_finite_gradients_pass() -> None:
     run_ranks(rank_main, 1)
 
 
-def test_sparse_gradients() -> None:
+def test_sparse_gradients(on_host: bool) -> None:
     def rank_main(group: Group) -> None:
         ddp = DDP(nn.Embedding(5, 3, sparse=True), process_group=group, nonfinite=NonFinite.RAISE)
         for factor in (1.0, math.nan, 1.0):
