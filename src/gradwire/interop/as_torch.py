@@ -18,9 +18,10 @@ from gradwire.hooks.base import CommHook
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.periodic.base import OuterHook, check_outer
 from gradwire.interop.own_group import OwnGroup
+from gradwire.interop.step_checks import StepChecks
+from gradwire.policies import NonFinite
 from gradwire.reducer.attached_optimizers import AttachedOptimizers
 from gradwire.reducer.bucket_records import record_bucket
-from gradwire.reducer.drive import Landed
 from gradwire.reducer.hook_runner import HookRunner
 from gradwire.reducer.outer_optimizer import cut
 
@@ -51,7 +52,11 @@ class TorchHook(Protocol):
 
 
 def as_torch_hook(
-    hook: CommHook, group: Group | None = None, *, named_parameters: Iterable[tuple[str, Tensor]] = ()
+    hook: CommHook,
+    group: Group | None = None,
+    *,
+    named_parameters: Iterable[tuple[str, Tensor]] = (),
+    nonfinite: NonFinite = NonFinite.PASS,
 ) -> TorchHook:
     """A torch-style hook that reduces every bucket with `hook` over the ranks of `group`.
 
@@ -63,7 +68,7 @@ def as_torch_hook(
     The hook's states live as long as the function; when torch rebuilds its buckets they follow their parameters. The function
     has `hook_state_dict()`, `load_hook_state_dict(d)`, and `close()`, which closes its group; and for hooks such as `diloco`,
     which need the names, and parameters that are equal on all ranks, `attach_optimizer(optimizer)`, `outer_step()` and
-    `average_parameters()`.
+    `average_parameters()`. With `nonfinite`, backward checks gradients and averages for NaN and infinity, which needs the names.
     """
     check_hooks("as_torch_hook", hook=hook)
     if group is not None and not isinstance(group, Group):
@@ -71,7 +76,10 @@ def as_torch_hook(
             f"as_torch_hook({hook!r}, {group!r}): not a gradwire Group. Pass gw.from_process_group(pg), or no group for WORLD's."
         )
     check_outer(hook, "as_torch_hook")
-    adapter = _Adapter(hook, group, list(named_parameters))
+    named = list(named_parameters)
+    adapter = _Adapter(
+        hook, group, named, StepChecks(named, nonfinite, doing=f"as_torch_hook({hook!r}, nonfinite=...)")
+    )
 
     def reduce(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
         return adapter.reduce(state, bucket)
@@ -86,8 +94,11 @@ def as_torch_hook(
 
 
 class _Adapter:
-    def __init__(self, hook: CommHook, group: Group | None, named: list[tuple[str, Tensor]]) -> None:
+    def __init__(
+        self, hook: CommHook, group: Group | None, named: list[tuple[str, Tensor]], checks: StepChecks
+    ) -> None:
         self._hook = hook
+        self._checks = checks
         self._own = OwnGroup(group, doing=f"as_torch_hook({hook!r})")
         self._names = {id(p): name for name, p in named}
         self._device = named[0][1].device if named else torch.device("cpu")
@@ -130,7 +141,7 @@ class _Adapter:
         group, step = runner.group, runner.step
         record_bucket(RecordKind.BUCKET_FULL, group, spec, step=step)
         with torch.no_grad(), flight_recorder.within(step, spec.index):
-            pending = runner.start(ours) if self._own.overlaps else Landed(runner.run(ours))
+            pending = self._checks.start(runner, ours, overlap=self._own.overlaps)
         record_bucket(RecordKind.BUCKET_LAUNCHED, group, spec, step=step, hook=runner.name)
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
         if device.type == "cuda" or not self._own.overlaps:

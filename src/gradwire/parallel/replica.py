@@ -36,7 +36,7 @@ from gradwire.reducer.assign import by_size
 from gradwire.reducer.hook_runner import HookRunner
 from gradwire.reducer.layout import ParameterSpec
 from gradwire.reducer.machine import State
-from gradwire.reducer.nonfinite import NonFiniteChecked
+from gradwire.reducer.nonfinite import NonFiniteChecked, Overwritten
 from gradwire.reducer.reductions import Runner
 
 _UNLIMITED = 2**62
@@ -104,7 +104,8 @@ class Replica(HookControls):
         views = policies.gradients is Gradients.VIEWS
         runner: Runner = self.runner
         if policies.nonfinite is not NonFinite.PASS:
-            runner = NonFiniteChecked(self.runner, specs, policies.nonfinite, keeps_gradients=not views)
+            overwritten = Overwritten.IN_BUCKETS if views else Overwritten.NONE
+            runner = NonFiniteChecked(self.runner, specs, policies.nonfinite, overwritten=overwritten)
         self.reducer = Reducer(
             self.parameters,
             layout,

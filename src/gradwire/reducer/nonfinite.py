@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from gradwire.groups.base import Group
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.policies import NonFinite
 from gradwire.reducer.bucket_buffers import ZeroBucket
-from gradwire.reducer.drive import Pending
+from gradwire.reducer.drive import Landed, Pending
 from gradwire.reducer.hook_runner import HookRunner
 from gradwire.reducer.layout import ParameterSpec
 from gradwire.reducer.nonfinite_report import Report, exchange
@@ -40,19 +41,27 @@ _WORTH_ASKING = 4096
 """Elements that are summed in about the time of two calls from Python."""
 
 
-class NonFiniteChecked:
-    """A runner that checks every bucket of a step, and decides with all ranks what happens if one of them finds a non-finite value.
+class Overwritten(Enum):
+    """Which gradients are overwritten in `.grad` before they are checked, so that they must be looked at when they are launched."""
 
-    `keeps_gradients`: whether `.grad` is not overwritten before the end of the step.
-    """
+    NONE = "none"
+    """All stay there until they are checked."""
+    IN_BUCKETS = "in buckets"
+    """Those that are views of their bucket."""
+    ALL = "all"
+    """Averages are there before they are checked, as in torch's DDP."""
+
+
+class NonFiniteChecked:
+    """A runner that checks every bucket of a step, and decides with all ranks what happens if one finds a non-finite value."""
 
     def __init__(
-        self, inner: HookRunner, specs: Sequence[ParameterSpec], policy: NonFinite, *, keeps_gradients: bool
+        self, inner: HookRunner, specs: Sequence[ParameterSpec], policy: NonFinite, *, overwritten: Overwritten
     ) -> None:
         self._inner = inner
         self._specs = list(specs)
         self._policy = policy
-        self._keeps_gradients = keeps_gradients
+        self._overwritten = overwritten
         self._search = Search([spec.name for spec in specs])
         self._check = weakly(self._verify)  # the runner, which this object holds, holds the check
         self._shown = False
@@ -74,16 +83,29 @@ class NonFiniteChecked:
 
     def start(self, bucket: GradBucket) -> Pending:
         """Start the reduction of `bucket`, and check its result, and its input where that is needed."""
+        self._look_before(bucket)
+        return _Looked(self._inner.start(bucket), self._look_at, bucket.spec)
+
+    def run(self, bucket: GradBucket) -> Tensor:
+        """As `start`, to the end, in this thread."""
+        self._look_before(bucket)
+        return _Looked(Landed(self._inner.run(bucket)), self._look_at, bucket.spec).wait()
+
+    def _look_before(self, bucket: GradBucket) -> None:
         if self._check not in self.checks:  # the first bucket of a step
             self._begin(bucket.spec.device)
             self._inner.states.can_roll_back = self._policy is not NonFinite.RECORD
             self.checks.append(self._check)
         if not isinstance(bucket, ZeroBucket):
-            if self._trusted and not bucket.spec.sparse and (self._keeps_gradients or _lie_elsewhere(bucket)):
+            if self._trusted and self._stay_in_grad(bucket):
                 self._kept.append(bucket)
             elif (look := self._search.before(bucket, self._narrow(bucket.spec))) is not None:
                 self._gradients.append(look)
-        return _Looked(self._inner.start(bucket), self._look_at, bucket.spec)
+
+    def _stay_in_grad(self, bucket: GradBucket) -> bool:
+        if bucket.spec.sparse or self._overwritten is Overwritten.ALL:
+            return False
+        return self._overwritten is Overwritten.NONE or _lie_elsewhere(bucket)
 
     def _begin(self, device: torch.device) -> None:
         inner = self._inner

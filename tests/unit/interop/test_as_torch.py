@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.collectives import all_reduce
-from gradwire.errors import HookError, UsageError, UsageTypeError
+from gradwire.errors import HookError, NonFiniteGradient, Origin, UsageError, UsageTypeError
 from gradwire.groups import Group, ThreadGroup
 from gradwire.hooks import BucketSpec, CommHook, Reduction, Turn, cast, chain, local_sgd, mean, quantize
 from gradwire.interop import as_torch_hook
+from gradwire.policies import NonFinite
 from gradwire.testing import run_ranks
 
 
@@ -77,6 +78,44 @@ def test_the_same_parameters_as_plain_ddp(torch_world: Callable[..., Any]) -> No
         torch.testing.assert_close(done["cast"], done["plain"], rtol=0.05, atol=0.02)
         assert not torch.equal(done["cast"], done["plain"])
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.filterwarnings("ignore:averaging gradients")
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_nonfinite_gradients_in_torchs_ddp(torch_world: Callable[..., Any], views: bool) -> None:
+    """Found with their rank and origin by all ranks, also with a hook that hides or composes; and torch's DDP goes on."""
+    hooks = {"mean": mean(), "careful": Careful(), "float16": chain(cast(torch.float16), mean())}
+
+    def rank_main(group: Group) -> list[Any]:
+        seen: list[Any] = []
+        with torch_world(group, "gloo"):
+            for hook in hooks.values():
+                for policy in (NonFinite.RAISE, NonFinite.SKIP):
+                    model = TorchDDP(make_model(), bucket_cap_mb=0.001, gradient_as_bucket_view=views)
+                    names = model.module.named_parameters()
+                    model.register_comm_hook(None, as_torch_hook(hook, named_parameters=names, nonfinite=policy))
+                    for factor in (1.0, float("nan"), 1e9, 1.0):
+                        model.zero_grad()
+                        loss = model(torch.ones(2, 6)).sum() * (factor if group.rank == 1 else 1.0)
+                        try:
+                            loss.backward()
+                            seen.append(all(p.grad is None for p in model.parameters()))
+                        except NonFiniteGradient as error:
+                            seen.append((error.rank, error.parameter, error.origin, error.step))
+        return seen
+
+    results = run_ranks(rank_main, 2, kind="gloo")
+    bad = (1, "4.bias", Origin.GRADIENT, 1)
+    plain = [False, bad, False, False, False, True, False, False]
+    overflow = [False, bad, (1, "4.bias", Origin.OVERFLOW, 2), False, False, True, True, False]
+    assert results == [plain + plain + overflow] * 2
+
+
+def test_nonfinite_needs_names() -> None:
+    with pytest.raises(UsageError, match=r"Pass named_parameters=model.named_parameters\(\)"):
+        as_torch_hook(mean(), nonfinite=NonFinite.RAISE)
+    with pytest.raises(UsageTypeError, match="nonfinite='raise'"):
+        as_torch_hook(mean(), nonfinite="raise")  # type: ignore[arg-type]
 
 
 def test_what_a_hook_raises_comes_out_of_torchs_backward(torch_world: Callable[..., Any]) -> None:
