@@ -298,7 +298,7 @@ def test_links_in_the_directory_are_not_followed(tmp_path):
     assert victim.read_text() == "precious"
 
 
-@pytest.mark.parametrize("text", [b"{", b"[1]", b"7"])
+@pytest.mark.parametrize("text", [b"{", b"[1]", b"7", b"{}", b"[]"])
 def test_a_damaged_header_is_refused(recorder, text):
     data = bytearray(Path(recorder.path).read_bytes())
     HEADER_FIELDS.pack_into(data, 0, flight_recorder.MAGIC, flight_recorder.VERSION, 64, 16, len(text))

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     output = args.output or Path("report.html")
     try:
-        output.write_text(text, encoding="utf-8")
+        output.write_text(text, encoding="utf-8", errors="replace")  # of names of files that are not UTF-8
     except OSError as error:
         raise UsageError(f"gradwire report -o {output}: {error.strerror}.") from None
     records = sum(rank.records for rank in report.ranks)

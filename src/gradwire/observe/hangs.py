@@ -19,7 +19,7 @@ from gradwire.observe.ring import Record
 from gradwire.observe.stacks import Frame, Stack, user_frames
 
 SOFT_DEADLINE = 5.0
-TIMES_USUAL = 10
+_TIMES_USUAL = 10
 
 
 class Cause(Enum):
@@ -116,12 +116,12 @@ def find_waiting(
     late = []
     for rank in ranks:
         for since, record in _waits(rank, failed=failed):
-            usual = 0.0 if failed else TIMES_USUAL * rank.usual_duration(record)
+            usual = 0.0 if failed else _TIMES_USUAL * rank.usual_duration(record)
             if record.ordinal and (now - since) / 1e9 > max(deadline, usual):
                 late.append((since, rank.rank, record))
     for since, _, record in sorted(late):
         members = _members(ranks, record.group)
-        if members is None:
+        if not members:
             continue
         size = max(member.progress.groups[record.group][member.number] for member in members)
         return Waiting(
@@ -148,7 +148,8 @@ def _waits(rank: RankProgress, *, failed: bool) -> Iterator[tuple[int, Record]]:
 
 
 def _members(ranks: Sequence[RankProgress], group: str) -> list[Member] | None:
-    """Who takes part in a group, by its order. None if several groups have this name: then nothing can be said."""
+    """Who takes part in a group, by its order. None if several groups have this name: then nothing can be said.
+    Empty if it has no name."""
     found: dict[int, Member] = {}
     for rank in ranks:
         numbers = rank.groups.get(group, {})

@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gradwire import flight_recorder
 from gradwire.errors import UsageError
@@ -24,16 +24,8 @@ from gradwire.observe.error_report import report_for_error
 from gradwire.observe.ring import RingFile
 from gradwire.observe.stacks import StackFile, can_write_stacks, libraries
 
-
-class Removable(Protocol):
-    """What has an effect until it is removed."""
-
-    def remove(self) -> None:
-        """End it."""
-
-
 _lock = threading.Lock()
-_handles: list[StackFile | Removable] = []
+_handles: list[Any] = []
 _rank = 0
 
 
@@ -69,7 +61,6 @@ def start(directory: str | os.PathLike[str], *, rank: int | None = None, size: i
             )
             return
         _record_optimizers(rank)
-        _record_torch_ddp(rank)
         if can_write_stacks():
             try:
                 _handles.append(StackFile(path.with_suffix(".stacks")))
@@ -86,22 +77,12 @@ def stop() -> None:
     with _lock:
         recorder, flight_recorder.active = flight_recorder.active, None
         flight_recorder.reporter = None
-        _remove_handles()
+        for handle in _handles:
+            handle.close() if isinstance(handle, StackFile) else handle.remove()
+        _handles.clear()
     if recorder is not None:
         recorder.describe("end", {"time": time.monotonic_ns()})
         recorder.close()
-
-
-def attach(handle: Removable) -> None:
-    """Remove `handle` when the recorder is stopped."""
-    with _lock:
-        _handles.append(handle)
-
-
-def _remove_handles() -> None:
-    for handle in _handles:
-        handle.close() if isinstance(handle, StackFile) else handle.remove()
-    _handles.clear()
 
 
 def mark(text: str) -> None:
@@ -211,20 +192,13 @@ def _record_optimizers(rank: int) -> None:
     _handles.extend([register_optimizer_step_pre_hook(began), register_optimizer_step_post_hook(ended)])
 
 
-def _record_torch_ddp(rank: int) -> None:
-    import torch.distributed as dist
-
-    if dist.is_available():
-        from gradwire.observe.torch_ddp import ForwardRecords
-
-        _handles.append(ForwardRecords(rank))
-
-
 def _forget() -> None:
     """In a forked child: what the parent has registered is not the child's, whose own recorder may come."""
     global _lock
     _lock = threading.Lock()  # which a thread of the parent may have held
-    _remove_handles()
+    for handle in _handles:
+        handle.close() if isinstance(handle, StackFile) else handle.remove()
+    _handles.clear()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -19,6 +19,8 @@ _UNKNOWN = "?"
 _P2P = frozenset({"send", "recv"})
 _ABOUT_TO = 1_000_000_000
 """After so many nanoseconds a record that is missing between others is not written any more."""
+_FACTS = {"rank": int, "clock": str, "started": int, "started_wall": int, "ops": list}
+"""What no ring can be read without."""
 _KINDS = {kind.value: kind for kind in RecordKind}
 COLLECTIVES = frozenset(kind for kind in RecordKind if kind.name.startswith("COLLECTIVE_"))
 """Records of collectives, sends and receives."""
@@ -128,14 +130,17 @@ class RingFile:
             )
             if magic != MAGIC:
                 raise UsageError(f"{path} is not a ring of gradwire's flight recorder.")
-            if version != VERSION or size != RECORD.size or os.fstat(self._fd).st_size < PAGE + self.capacity * size:
+            whole = self.capacity > 0 and os.fstat(self._fd).st_size >= PAGE + self.capacity * size
+            if version != VERSION or size != RECORD.size or not whole:
                 raise UsageError(
                     f"{path} was written by another version of gradwire (format {version}; this one reads {VERSION})."
                 )
             try:
                 self.header: dict[str, Any] = dict(json.loads(page[HEADER.size : HEADER.size + length]))
             except (TypeError, ValueError):
-                raise UsageError(f"{path} has a damaged header.") from None
+                self.header = {}
+            if not all(isinstance(self.header.get(fact), kind) for fact, kind in _FACTS.items()):
+                raise UsageError(f"{path} has a damaged header.")
         except BaseException:
             os.close(self._fd)
             raise
@@ -229,10 +234,11 @@ class RingFile:
 class RingFollower:
     """Reads what a rank has written since the last time."""
 
-    def __init__(self, path: Path, *, tail: int | None = None, chunk: int = 1024) -> None:
-        """Begins with the oldest record, or with about the last `tail`. At least `chunk` are read, also if fewer are new."""
+    _CHUNK = 1024
+
+    def __init__(self, path: Path, *, tail: int | None = None) -> None:
+        """Begins with the oldest record, or with about the last `tail`."""
         self._file = RingFile(path)
-        self._chunk = chunk
         self.header = self._file.header
         self.is_replaced = self._file.is_replaced
         self.read_descriptions = self._file.read_descriptions
@@ -244,7 +250,7 @@ class RingFollower:
         """The records since the last call, as far as they have not been overwritten."""
         found: list[Record] = []
         capacity = self._file.capacity
-        count = min(self._chunk, capacity)
+        count = min(self._CHUNK, capacity)
         for _ in range(2 * (capacity // count + 1)):  # a rank that writes faster than we read must not keep us
             begin, slot = self._next, self._next % capacity
             records = self._file.read(slot, min(count, capacity - slot))

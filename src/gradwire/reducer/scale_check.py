@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -47,6 +49,8 @@ class ScaleChecked:
         if not weights:
             return
         expected, norm = total / weights, norms / weights
+        if not math.isfinite(expected):
+            return  # that of a gradient, which is not the hook's fault: see `policies.NonFinite`
         got = float(project(self._result)[0])
         # Where the projection nearly cancels, rounding, whose size goes with the norm, makes its relative error meaningless.
         if abs(expected) < 0.1 * norm or abs(got - expected) <= self._policy.tolerance * abs(expected):

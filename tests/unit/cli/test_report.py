@@ -38,6 +38,12 @@ def test_a_page_and_a_text(run, tmp_path, capsys):
     assert "Where a step's time goes" in (tmp_path / "page.txt").read_text()
 
 
+def test_a_script_whose_name_is_not_utf_8(tmp_path):
+    write_ring(tmp_path, made_ring(0, range(3), size=1, command="tr\udcffain.py"))
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "page.html")]) == 0
+    assert "<title>tr?ain.py" in (tmp_path / "page.html").read_text()
+
+
 def test_a_terminal_that_knows_ascii_only(run, monkeypatch, capsys):
     class Ascii:
         encoding = "ascii"

@@ -7,7 +7,7 @@ import pytest
 from gradwire.flight_recorder import FlightRecorder, RecordKind
 from gradwire.observe.ring import RingFollower
 
-HEADER = {"rank": 0, "ops": []}
+HEADER = {"rank": 0, "clock": "here", "started": 0, "started_wall": 0, "ops": []}
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from gradwire.flight_recorder import FlightRecorder, RecordKind
 from gradwire.observe.progress import RankProgress
 from gradwire.observe.ring import RingFile
 from gradwire.observe.trace import trace_events
+from helpers.made_rings import header
 
 K = RecordKind
 
@@ -51,7 +52,7 @@ def test_without_a_recorder_a_warning_is_nothing():
 
 
 def test_the_first_warnings_outlive_their_records(tmp_path):
-    recorder = FlightRecorder(tmp_path / "rank-0.ring", header={"rank": 0, "started": 0, "started_wall": 0}, capacity=4)
+    recorder = FlightRecorder(tmp_path / "rank-0.ring", header=header(0, 1), capacity=4)
     flight_recorder.active = recorder
     try:
         flight_recorder.warn("NaN", rank=0, step=3)

@@ -41,7 +41,7 @@ from gradwire.hooks import (
 )
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
-from gradwire.policies import Buckets, Gradients, NonFinite
+from gradwire.policies import Buckets, Gradients, NonFinite, ScaleCheck
 from gradwire.reducer import nonfinite_search
 from gradwire.testing import run_ranks
 
@@ -387,6 +387,20 @@ def test_a_dropped_step_leaves_the_state_of_the_hook_as_it_was(hook: Callable[[]
         for ours, wanted in zip(runs[:4], runs[4:], strict=True):
             for a, b in zip(ours, wanted, strict=True):
                 assert torch.equal(a, b)
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.filterwarnings("ignore:averaging gradients in step 1")
+def test_a_gradient_that_is_not_finite_is_not_a_wrong_scale() -> None:
+    def rank_main(group: Group) -> None:
+        model = Model()
+        replica = replicate(model, group=group, nonfinite=NonFinite.RECORD, scale_check=ScaleCheck())
+        for step in range(3):
+            model.zero_grad()
+            model(inputs(group.rank), math.nan if step == 1 and group.rank == 1 else 1.0).sum().backward()
+            assert bool(model.first.weight.grad.isfinite().all()) == (step != 1)
+        replica.detach()
 
     run_ranks(rank_main, 2)
 

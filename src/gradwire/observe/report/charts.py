@@ -215,6 +215,8 @@ def ticks(limit: float, count: int = 4) -> list[float]:
     >>> ticks(0.094)
     [0.0, 0.025, 0.05, 0.075]
     """
+    if not limit > 0:
+        return [0.0]
     rough = limit / count
     power = 10.0 ** _floor_log10(rough)
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
@@ -238,7 +240,7 @@ def _time_axis(chart: Chart, seconds: float, scale: float, y: float) -> None:
 
 
 def _step_axis(chart: Chart, first: int, last: int, x: Callable[[float], float], y: float) -> None:
-    step = max(1, round(ticks(last - first, 8)[1]))
+    step = max(1, round(ticks(max(1, last - first), 8)[1]))
     for number in range(-(-first // step) * step, last + 1, step):
         chart.texts.append(Text(x(number), y, str(number), _anchor(x(number))))
     chart.texts.append(Text(_LEFT - 8, y, "step", "end"))

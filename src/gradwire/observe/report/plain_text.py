@@ -76,7 +76,7 @@ def _lines(report: RunReport) -> Iterator[str]:
 def _steps(report: RunReport) -> Iterator[str]:
     rows, per_bin = bin_steps(report.steps, 64)
     top = max(row.middle for row in rows) or 1.0
-    bars = "".join(_BARS[min(7, int(row.middle / top * 8))] for row in rows)
+    bars = "".join(_BARS[max(0, min(7, int(row.middle / top * 8)))] for row in rows)
     yield from (
         "",
         f"Step time: median {duration(report.step_seconds)}, longest {duration(max(row.high for row in rows))}",

@@ -66,9 +66,10 @@ def test_everything_is_on_the_page_and_nothing_is_loaded(report):
     assert "script" not in page.tags
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("steps", [range(0), range(1), range(2)])
-def test_pages_and_texts_of_almost_nothing(steps):
-    report = build([made_ring(0, steps, size=1)])
+def test_pages_and_texts_of_almost_nothing(steps, ranks):
+    report = build([made_ring(rank, steps, size=ranks) for rank in range(ranks)])
     assert "What ran" in render_page(report)
     assert "Ranks" in render_text(report)
 
