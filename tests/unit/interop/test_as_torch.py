@@ -234,7 +234,9 @@ def test_it_needs_no_result_of_several_collectives_to_return() -> None:
         else:
             meet.wait(100)
             future = hook(None, Bucket(0, [weight]))
-        return future.wait().tolist()
+        value = future.wait().tolist()
+        hook.close()
+        return value
 
     assert run_ranks(rank_main, 2, kind="threads") == [[2.0, 2.0]] * 2
 
