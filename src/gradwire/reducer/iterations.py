@@ -26,6 +26,7 @@ from gradwire.errors import CompiledAutograd, GroupAborted
 from gradwire.flight_recorder import RecordKind, summary
 from gradwire.groups.base import Group
 from gradwire.reducer.machine import Machine, State
+from gradwire.reducer.reductions import StepRejected, StepSkipped
 
 _REASON = re.compile(r"step (\d+) failed on rank \d+ with ")
 
@@ -97,6 +98,14 @@ class Iterations:
         self.record(RecordKind.STEP_FAILED, summary(error))
         self._abandon(self.last_error)
         self.ended()
+
+    def drop(self, rejected: StepRejected, *, used: bool) -> None:
+        """Drop a rejected step: raise, or leave no gradients to the optimizer, unless it has `used` them in backward."""
+        self.reject(rejected.error)
+        if used or not isinstance(rejected, StepSkipped):
+            raise rejected.error from None
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def backward_failed(self, tensors: Any, error: BaseException) -> None:
         """A backward has raised `error`, in this model or in another: if it was of this one, the step has failed."""

@@ -31,7 +31,7 @@ from gradwire.reducer.bucket_order import BucketOrder
 from gradwire.reducer.iterations import Iterations
 from gradwire.reducer.layout import BucketLayout
 from gradwire.reducer.machine import Launch, Machine, State
-from gradwire.reducer.reductions import Reductions, Runner, StepRejected, StepSkipped
+from gradwire.reducer.reductions import Reductions, Runner, StepRejected
 from gradwire.reducer.used_parameters import UsedParameters
 
 _RESTING = State.RESTING  # to look up a member of an Enum takes ten times as long, and this is asked for every gradient
@@ -272,7 +272,7 @@ class Reducer:
             with torch.no_grad():
                 self._put_back()
         except StepRejected as rejected:
-            self._reject(rejected)
+            self.iterations.drop(rejected, used=self.leave_gradients)
             return
         except BaseException as error:
             self.iterations.fail(error)
@@ -312,7 +312,7 @@ class Reducer:
         try:
             self.reductions.run_checks(self.iterations.number)
         except StepRejected as rejected:
-            self._reject(rejected)
+            self.iterations.drop(rejected, used=self.leave_gradients)
             return
         first_of_static = self.used.learning_unused
         self.used.reset()
@@ -322,14 +322,6 @@ class Reducer:
             self.order.note_shadow_step()
         self.steps += 1
         self.iterations.number += 1
-
-    def _reject(self, rejected: StepRejected) -> None:
-        """Drop the step, as all ranks do: raise, or leave no gradients to the optimizer, unless it has used them in backward."""
-        self.iterations.reject(rejected.error)
-        if self.leave_gradients or not isinstance(rejected, StepSkipped):
-            raise rejected.error from None
-        for parameter in self.parameters:
-            parameter.grad = None
 
     def _abandon(self, why: str) -> None:
         """The step has failed: forget it on this rank."""
