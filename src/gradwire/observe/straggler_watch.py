@@ -25,6 +25,8 @@ PERIOD = 1.0
 """Seconds between two comparisons."""
 CONFIRM = 2.0
 """Seconds for which a rank must be slow before it is reported: short steps fit 20 times into a hiccup of the machine."""
+CONFIRM_STEPS = WINDOW // 2
+"""Steps for which it must go on: of thousands of windows, some look slow by chance, if a phase takes now longer, now shorter."""
 
 
 def find_stragglers(run: str | os.PathLike[str]) -> list[Straggler]:
@@ -40,18 +42,20 @@ def find_stragglers(run: str | os.PathLike[str]) -> list[Straggler]:
 
 
 def stragglers_over_time(times: Times, *, offsets: Mapping[int, int] | None = None) -> list[Straggler]:
-    """The stragglers of all steps: windows are compared one after another, and those that agree are joined. Pure."""
+    """The stragglers of all steps: windows are compared one after another, and those that agree are joined. One alone is chance,
+    unless there are no others. Pure."""
     found: list[Straggler] = []
     for ranks in comparable(times):
         steps = common_steps(ranks)
         now: dict[tuple[int, Phase], int] = {}  # by rank and phase: where the first of the windows that agree begins
-        begins = range(0, len(steps) - WINDOW + 1, WINDOW // 2)
+        begins = range(0, len(steps) - WINDOW + 1, CONFIRM_STEPS)
+        least = min(len(steps), WINDOW + CONFIRM_STEPS)
         for begin in [*begins, len(steps)]:
             window = steps[begin : begin + WINDOW]
             here = {(one.rank, one.phase) for one in compare(ranks, window, offsets)} if window else set()
             for key in now.keys() - here:
-                end = begin + WINDOW // 2 if window else len(steps)
-                found += _joined(ranks, steps[now.pop(key) : end], key, offsets)
+                together = steps[now.pop(key) : begin + WINDOW - CONFIRM_STEPS if window else None]
+                found += _joined(ranks, together, key, offsets) if len(together) >= least else []
             for key in here - now.keys():
                 now[key] = begin
     return sorted(found, key=lambda one: (one.first_step, one.rank))
@@ -73,7 +77,8 @@ class StragglerWatch:
     def __init__(self) -> None:
         self.current: list[Straggler] = []
         """The stragglers that have been confirmed."""
-        self._since: dict[tuple[int, Phase], float] = {}
+        self._since: dict[tuple[int, Phase], tuple[float, int]] = {}
+        """When a rank was found to be slow for the first time, and the last step of that window."""
         self._reported: dict[int, Straggler] = {}
         self._seen: dict[int, int] = {}
         """By rank that was reported: the step at which it was slow last."""
@@ -87,12 +92,17 @@ class StragglerWatch:
             return []
         self._next, self._finished = now + PERIOD, finished
         found = slow_ranks(times)
-        self._since = {(one.rank, one.phase): self._since.get((one.rank, one.phase), now) for one in found}
-        self.current = [one for one in found if now - self._since[one.rank, one.phase] >= CONFIRM]
+        since = {(one.rank, one.phase): (now, one.last_step) for one in found}
+        self._since = {key: self._since.get(key, begin) for key, begin in since.items()}
+        self.current = [one for one in found if self._is_confirmed(one, now)]
         lines = describe(self.current) if any(map(self._is_new, self.current)) else []
         if lines:
             self._reported |= {one.rank: one for one in self.current}
         return [*lines, *self._recovered(times, {one.rank for one in found})]
+
+    def _is_confirmed(self, one: Straggler, now: float) -> bool:
+        time, step = self._since[one.rank, one.phase]
+        return now - time >= CONFIRM and one.last_step - step >= CONFIRM_STEPS
 
     def _is_new(self, one: Straggler) -> bool:
         known = self._reported.get(one.rank)
