@@ -9,8 +9,6 @@ from typing import Any
 from gradwire.flight_recorder import RecordKind
 from gradwire.observe.ring import Record, Ring
 
-Finding = tuple[str, int, int]
-"""The text, the step, and the time on the rank's clock."""
 RankWarnings = tuple[int, Mapping[str, Any], Iterable[Record]]
 """A rank, the header of its ring, and its records, or the warnings among them."""
 
@@ -34,34 +32,37 @@ class RunWarning:
 
 
 def read_warnings(rings: Sequence[Ring]) -> list[RunWarning]:
-    """The warnings of a run, oldest first. What several ranks have recorded in the same step is one warning.
+    """The warnings of a run, oldest first. What several ranks have recorded in the same step is one warning."""
+    return merge_warnings((ring.rank, ring.header, warning_records(ring)) for ring in rings)
 
-    The first ones of a rank are kept apart from its records, so they are there also if their records were overwritten.
-    """
-    return _merge((ring.rank, ring.header, [*_described(ring), *_recorded(ring.records)]) for ring in rings)
+
+def warning_records(ring: Ring) -> list[Record]:
+    """The warnings of a rank, oldest first: those in its ring, and its first ones, which outlive their records."""
+    recorded = list(ring.of_kind(RecordKind.WARNING))
+    known = {(record.label, record.step) for record in recorded}
+    found = [_as_record(facts) for facts in ring.descriptions.get("warning", [])]
+    lost = [record for record in found if record is not None and (record.label, record.step) not in known]
+    return sorted([*lost, *recorded], key=lambda record: record.time)
+
+
+def _as_record(facts: Mapping[str, Any]) -> Record | None:
+    """A warning as `flight_recorder.warn` has described it; None if it is damaged."""
+    try:
+        text, step, time = str(facts["text"]), int(facts["step"]), int(facts["time"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return Record(-1, time, RecordKind.WARNING, "", 0, 0, "", text, 0, 0, 0, 0, step, -1)
 
 
 def merge_warnings(ranks: Iterable[RankWarnings]) -> list[RunWarning]:
     """As `read_warnings`, from the records of each rank."""
-    return _merge((rank, header, _recorded(records)) for rank, header, records in ranks)
-
-
-def _recorded(records: Iterable[Record]) -> list[Finding]:
-    return [(r.label, r.step, r.time) for r in records if r.kind is RecordKind.WARNING]
-
-
-def _described(ring: Ring) -> list[Finding]:
-    found = ring.descriptions.get("warning", [])
-    return [(str(f["text"]), int(f["step"]), int(f["time"])) for f in found if f.keys() >= {"text", "step", "time"}]
-
-
-def _merge(ranks: Iterable[tuple[int, Mapping[str, Any], Iterable[Finding]]]) -> list[RunWarning]:
     found: dict[tuple[str, int], dict[int, float]] = {}
-    for rank, header, findings in ranks:
-        for text, step, time in findings:
-            seconds = (header["started_wall"] + time - header["started"]) / 1e9
-            times = found.setdefault((text, step), {})
-            times[rank] = min(seconds, times.get(rank, seconds))
+    for rank, header, records in ranks:
+        for record in records:
+            if record.kind is RecordKind.WARNING:
+                time = (header["started_wall"] + record.time - header["started"]) / 1e9
+                times = found.setdefault((record.label, record.step), {})
+                times[rank] = min(time, times.get(rank, time))
     merged = [
         RunWarning(text, tuple(sorted(times)), step, min(times.values())) for (text, step), times in found.items()
     ]

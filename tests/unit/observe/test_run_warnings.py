@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gradwire import flight_recorder, observe
 from gradwire.cli import main
 from gradwire.flight_recorder import FlightRecorder, RecordKind
 from gradwire.observe.progress import RankProgress
-from gradwire.observe.ring import RingFile
 from gradwire.observe.trace import trace_events
 from helpers.made_rings import header
 
@@ -62,14 +63,19 @@ def test_the_first_warnings_outlive_their_records(tmp_path):
     finally:
         flight_recorder.active = None
         recorder.close()
-    file = RingFile(recorder.path)
-    kept = file.read_descriptions()["warning"]
-    file.close()
-    assert [(one["text"], one["step"]) for one in kept[:2]] == [("NaN", 3), ("later", 0)]
-    assert len(kept) == 200  # the last ones are in the ring
+    ring = observe.read_ring(recorder.path)
+    found = observe.read_warnings([ring])
+    assert [(one.text, one.step) for one in found[:2]] == [("NaN", 3), ("later", 0)]
+    assert [one.step for one in found[1:]] == [*range(199), 298, 299]  # 200 are kept, and two are in the ring
 
 
 def test_what_is_kept_and_in_the_ring_is_one_warning(recorded):
     flight_recorder.warn("NaN", rank=0, step=3)
     assert [warning.text for warning in observe.read_warnings(observe.read_rings(recorded))] == ["NaN"]
     assert observe.read_rings(recorded)[0].descriptions["warning"][0]["text"] == "NaN"
+
+
+def test_a_damaged_description_is_left_out(ring):
+    damaged = [{"text": "no step"}, {"text": "x", "step": "y", "time": 1}, {"text": "whole", "step": 2, "time": 5}]
+    one = replace(ring(0), descriptions={"warning": damaged})
+    assert [warning.text for warning in observe.read_warnings([one])] == ["whole"]

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import nn
 
 from gradwire import flight_recorder
 from gradwire.cli.arguments import at_least
@@ -28,11 +29,14 @@ from gradwire.cli.experiment.bench_device import add_device_option, find_device,
 from gradwire.cli.experiment.machine import describe
 from gradwire.cli.experiment.report import Result, Row, add_json_option, show
 from gradwire.cli.experiment.timing import Rounds, Series, Step, compare, interleave
+from gradwire.collectives.finite import probe
 from gradwire.flight_recorder import FlightRecorder
+from gradwire.parallel import DistributedDataParallel
 
 _WARM_UP = 15
 """Warm-up steps: buckets are rebuilt after the first, and both DDPs sample their own times in the first ten."""
 _RECORDED = ", recorded"
+_SUMS = "the sums alone"
 _CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -121,6 +125,8 @@ def _measure(
     try:
         work.check(models)
         steps: dict[str, Step] = {name: work.step(model, adamw=adamw) for name, model in models.items()}
+        if peers.OURS + peers.CHECKED in models:
+            steps[_SUMS] = functools.partial(_sum, models[peers.OURS + peers.CHECKED])
         with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
             recorder = FlightRecorder(Path(folder, "rank-0.ring"), header={})
             try:
@@ -131,6 +137,13 @@ def _measure(
     finally:
         for model in models.values():
             peers.unwrap(model)
+
+
+def _sum(model: nn.Module) -> None:
+    """What a check does in a healthy step: a sum over each bucket, and one look at all sums."""
+    assert isinstance(model, DistributedDataParallel)
+    buffers = [storage.buffer for storage in model.replica.reducer.buckets.storages]
+    torch.stack([probe(buffer) for buffer in buffers if buffer is not None]).tolist()
 
 
 def _recorded(step: Step, recorder: FlightRecorder) -> Step:
@@ -199,5 +212,11 @@ def _result_of_check(machine: dict[str, str], settings: dict[str, str], series: 
             f"{words.capitalize()}, the check adds {100 * (ratio.of_medians - 1):.2f} % to a step (median over {ratio.rounds} "
             f"rounds: {100 * (ratio.median_of_rounds - 1):.2f} %)."
         )
+    alone = compare(series[_SUMS], series[peers.OURS])
+    rows.append(Row(series[_SUMS], None, alone))
+    lines.append(
+        f"The sums alone, which differences of whole steps hide in noise, take {100 * alone.median_of_rounds:.2f} % of a step with "
+        "default flags (median over rounds)."
+    )
     ratio_of = "a step with nonfinite=NonFinite.RAISE to one without"
     return Result("overhead of a check", machine, settings, rows, ratio_of, lines, more_than="plain")

@@ -11,6 +11,7 @@ from gradwire.flight_recorder import RecordKind
 from gradwire.host import ProcessState
 from gradwire.observe.intervals import Operation, operations
 from gradwire.observe.ring import Record, Ring
+from gradwire.observe.run_warnings import warning_records
 from gradwire.observe.step_times import StepTimes, step_times
 
 _KEPT_DURATIONS = 2000
@@ -72,6 +73,7 @@ class RankSummary:
     failures: list[Record]
     """Collectives and steps that failed, the last 50."""
     warnings: list[Record]
+    """What checks have found, the first and the last."""
     marks: list[Record]
     pending: list[Operation]
     """Operations that have not finished."""
@@ -116,7 +118,7 @@ def summarize(ring: Ring) -> RankSummary:
         last_step=max((r.step for r in records), default=-1),
         traffic=traffic,
         failures=_last(ring, RecordKind.COLLECTIVE_FAILED, RecordKind.STEP_FAILED),
-        warnings=_last(ring, RecordKind.WARNING),
+        warnings=warning_records(ring),
         marks=_last(ring, RecordKind.MARK),
         pending=pending,
     )

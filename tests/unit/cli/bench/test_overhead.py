@@ -98,6 +98,7 @@ def test_what_a_check_for_nan_adds(capsys):
         assert re.search(rf"^│ {name} +│ +[\d.]+ │", out, re.M), name
     assert max(map(len, out.splitlines())) <= 80
     assert re.search(r"With bucket views, the check adds -?[\d.]+ % to a step", " ".join(out.split()))
+    assert re.search(r"The sums alone, .* take [\d.]+ % of a step", " ".join(out.split()))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
