@@ -54,12 +54,15 @@ class GradHooks(Protocol):
     @property
     def can_poll(self) -> bool:
         """Whether parameters that do not call in the mode POLL cost nothing."""
+        return False
 
     def listen(self, mode: HookMode, few: Collection[int] = ()) -> None:
         """Report gradients in this mode from now on; `few` are the parameters that call where not all do."""
+        return
 
     def flush(self) -> None:
         """Between two gradients: report now what would be reported one late."""
+        return
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -91,25 +94,17 @@ def on_backward(output: Any, begun: Callable[[], object]) -> bool:
     return bool(outputs)
 
 
-class NodeHooks:
-    """A hook on every accumulator node, in every mode. With `undefined`, gradients that are None are reported too.
+class NodeHooks(GradHooks):
+    """A hook on every accumulator node, which calls in every mode. With `undefined`, gradients that are None are reported too.
 
     The engine reaches a parameter without a gradient for it when an output of the model is not part of the loss. Only hooks
     on nodes are called then, and they cost a little more than hooks on tensors.
     """
 
-    can_poll = False
-
     def __init__(self, parameters: Sequence[Tensor], on_ready: OnReady, *, undefined: bool) -> None:
         # A tensor knows its accumulator only weakly: who holds it keeps the hook on it alive.
         self._nodes = [_accumulator(p) for p in parameters]
         self._handles = [_call_after_node(node, on_ready, i, undefined=undefined) for i, node in enumerate(self._nodes)]
-
-    def listen(self, mode: HookMode, few: Collection[int] = ()) -> None:
-        """All call, in every mode."""
-
-    def flush(self) -> None:
-        """Nothing is reported late."""
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -118,21 +113,19 @@ class NodeHooks:
         self._handles, self._nodes = [], []
 
 
-class PermanentHooks:
+class PermanentHooks(GradHooks):
     """A hook on every parameter, which calls or appends.
 
     Those that call are on the accumulator nodes: see [After the hooks of others]. Those that append are on the tensors, as
     nothing is launched by them, and there the list's own method will do, which the engine calls without a Python frame.
     """
 
-    can_poll = False
-
     def __init__(
         self, parameters: Sequence[Tensor], nodes: Sequence[Any], on_ready: OnReady, arrived: list[Tensor]
     ) -> None:
         self._parameters = list(parameters)
         self._nodes = list(nodes)
-        self._on_ready = _method(on_ready)
+        self._on_ready = weakref.WeakMethod(on_ready)
         self._append = arrived.append
         self._calling: dict[int, Any] = {}
         self._appending: dict[int, Any] = {}
@@ -153,9 +146,6 @@ class PermanentHooks:
             elif parameter.requires_grad:
                 new[i] = parameter.register_post_accumulate_grad_hook(self._append)
 
-    def flush(self) -> None:
-        """Nothing is reported late."""
-
     def remove(self) -> None:
         """Remove the hooks."""
         for handle in [*self._calling.values(), *self._appending.values()]:
@@ -169,7 +159,7 @@ class PermanentHooks:
         return self._calling.keys()
 
 
-class PollableHooks:
+class PollableHooks(GradHooks):
     """Hooks on all parameters or on a few, with nothing left on the others: see [Which hooks]."""
 
     def __init__(
@@ -177,7 +167,7 @@ class PollableHooks:
     ) -> None:
         self._parameters = list(parameters)
         self._nodes = list(nodes)
-        self._on_ready = _method(on_ready)
+        self._on_ready = weakref.WeakMethod(on_ready)
         self._arrived = arrived
         self._all = RemovableHooks(parameters, on_ready)
         self._few: dict[int, Any] = {}
@@ -233,10 +223,6 @@ class PollableHooks:
             if self._parameters[i].requires_grad:
                 self._nodes[i] = None  # a new node has no trace of the hook, unless a graph holds the old one
                 self._nodes[i] = _accumulator(self._parameters[i])
-
-
-def _method(on_ready: OnReady) -> Callable[[], OnReady | None]:
-    return weakref.WeakMethod(on_ready)
 
 
 def _call_after_node(node: Any, on_ready: OnReady | None, index: int, *, undefined: bool = False) -> Any:
