@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -32,6 +33,19 @@ class BucketSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "numel", sum(self.numels))
 
+    @classmethod
+    def of(cls, index: int, named: Sequence[tuple[str, Tensor]], like: Tensor) -> BucketSpec:
+        """The bucket of these parameters, of which only shapes and strides are read, with gradients like `like`."""
+        return cls(
+            index,
+            names=tuple(name for name, _ in named),
+            shapes=tuple(tuple(p.shape) for _, p in named),
+            strides=tuple(tuple(p.stride()) for _, p in named),
+            dtype=like.dtype,
+            device=like.device,
+            sparse=like.is_sparse,
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes of the whole bucket."""
@@ -45,11 +59,7 @@ class BucketSpec:
     @property
     def offsets(self) -> tuple[int, ...]:
         """Where each parameter begins in the flat buffer."""
-        offsets, position = [], 0
-        for numel in self.numels:
-            offsets.append(position)
-            position += numel
-        return tuple(offsets)
+        return tuple(accumulate(self.numels, initial=0))[:-1]
 
     def __str__(self) -> str:
         names = ", ".join(self.names[:4])

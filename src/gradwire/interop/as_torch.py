@@ -204,15 +204,7 @@ class _Adapter:
         parameters, buffer = bucket.parameters(), bucket.buffer()
         # A parameter without a name is named by the position at which it first appeared, which is the same on every rank.
         names = [self._names.setdefault(id(p), f"parameter {len(self._names)}") for p in parameters]
-        return BucketSpec(
-            index=bucket.index(),
-            names=tuple(names),
-            shapes=tuple(tuple(p.shape) for p in parameters),
-            strides=tuple(tuple(p.stride()) for p in parameters),
-            dtype=buffer.dtype,
-            device=buffer.device,
-            sparse=buffer.is_sparse,
-        )
+        return BucketSpec.of(bucket.index(), list(zip(names, parameters, strict=True)), buffer)
 
 
 def _by_kind(named: Sequence[tuple[str, Tensor]]) -> list[BucketSpec]:

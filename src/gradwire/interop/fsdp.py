@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,7 @@ class FsdpHook:
         group: Group,
         parts: Sequence[tuple[str, tuple[int, ...]]],
         *,
-        device: torch.device,
-        dtype: torch.dtype,
+        like: Tensor,
         doing: str,
     ) -> None:
         check_hooks(doing, hook=hook)
@@ -53,10 +52,10 @@ class FsdpHook:
                 "DistributedDataParallel or replicate(), or a hook that averages gradients."
             )
         if parts:  # checked again with the first gradient, which may have another dtype
-            hook.check(_bucket(parts, 0, dtype, device))
+            hook.check(_bucket(parts, 0, like))
         self._runner = HookRunner(hook, group)
         self._parts = tuple(parts)
-        self._device = device
+        self._device = like.device
         self._doing = doing
         self._warned = False
 
@@ -86,7 +85,7 @@ class FsdpHook:
                 self._warned = True
                 warnings.warn(_lengths(self._doing, numel, flat.numel(), [name for name, _ in parts]), stacklevel=2)
             parts = ((f"{flat.numel()} elements", (flat.numel(),)),)
-        return _bucket(parts, 0 if parts is self._parts else flat.numel(), flat.dtype, flat.device)
+        return _bucket(parts, 0 if parts is self._parts else flat.numel(), flat)
 
     def hook_state_dict(self) -> dict[str, Any]:
         """The hook's state for this rank's shards, by parameter name: see `Replica.hook_state_dict`."""
@@ -109,7 +108,7 @@ def as_fsdp_hook(hook: CommHook, group: Group, *, named_parameters: Iterable[tup
     """
     named = list(named_parameters)
     parts = [(name, _shard_shape(name, p, "as_fsdp_hook")) for name, p in named]
-    return FsdpHook(hook, group, parts, **_kind(named), doing="as_fsdp_hook")
+    return FsdpHook(hook, group, parts, like=_first(named), doing="as_fsdp_hook")
 
 
 class FsdpReduceScatter:
@@ -158,7 +157,7 @@ def as_fsdp_reduce_scatter(
     named = list(named_parameters)
     shards = [(name, _shard_shape(name, p, "as_fsdp_reduce_scatter")) for name, p in named]
     parts = [(f"{name} (shard {r})", shape) for r in range(group.size) for name, shape in shards]
-    inner = FsdpHook(hook, group, parts, **_kind(named), doing="as_fsdp_reduce_scatter")
+    inner = FsdpHook(hook, group, parts, like=_first(named), doing="as_fsdp_reduce_scatter")
     return FsdpReduceScatter(inner, group)
 
 
@@ -189,27 +188,12 @@ def _lengths(doing: str, given: int, reduced: int, names: Sequence[str]) -> str:
     )
 
 
-class _Kind(TypedDict):
-    device: torch.device
-    dtype: torch.dtype
+def _first(named: Sequence[tuple[str, Tensor]]) -> Tensor:
+    return named[0][1] if named else torch.empty(0, device="cpu")
 
 
-def _kind(named: Sequence[tuple[str, Tensor]]) -> _Kind:
-    first = named[0][1] if named else torch.empty(0, device="cpu")
-    return {"device": first.device, "dtype": first.dtype}
-
-
-def _bucket(
-    parts: Sequence[tuple[str, tuple[int, ...]]], index: int, dtype: torch.dtype, device: torch.device
-) -> BucketSpec:
-    return BucketSpec(
-        index=index,
-        names=tuple(name for name, _ in parts),
-        shapes=tuple(shape for _, shape in parts),
-        strides=tuple(tuple(torch.empty(shape, device="meta").stride()) for _, shape in parts),
-        dtype=dtype,
-        device=device,
-    )
+def _bucket(parts: Sequence[tuple[str, tuple[int, ...]]], index: int, like: Tensor) -> BucketSpec:
+    return BucketSpec.of(index, [(name, torch.empty(shape, device="meta")) for name, shape in parts], like)
 
 
 def _shard_shape(name: str, parameter: Tensor, doing: str) -> tuple[int, ...]:

@@ -204,16 +204,7 @@ def cut(
                 at, size = fragment, 0
             pieces[-1][1].append((name, parameter))
             size += parameter.nbytes
-    return [(fragment, _spec(i, members), [p for _, p in members]) for i, (fragment, members) in enumerate(pieces)]
-
-
-def _spec(index: int, members: Sequence[tuple[str, Tensor]]) -> BucketSpec:
-    first = members[0][1]
-    return BucketSpec(
-        index=index,
-        names=tuple(name for name, _ in members),
-        shapes=tuple(tuple(p.shape) for _, p in members),
-        strides=tuple(tuple(p.stride()) for _, p in members),
-        dtype=first.dtype,
-        device=first.device,
-    )
+    return [
+        (fragment, BucketSpec.of(i, members, members[0][1]), [p for _, p in members])
+        for i, (fragment, members) in enumerate(pieces)
+    ]

@@ -306,9 +306,8 @@ def check_hook(
     >>> check_hook(chain(cast(torch.bfloat16), mean()))
     """
     check_hooks("check_hook", hook=hook)
-    names = tuple(f"layer{i}.weight" for i in range(len(shapes)))
-    strides = tuple(tuple(torch.empty(shape, device="meta").stride()) for shape in shapes)
-    spec = BucketSpec(0, names, tuple(map(tuple, shapes)), strides, dtype, torch.device(device))
+    parameters = [(f"layer{i}.weight", torch.empty(shape, device="meta")) for i, shape in enumerate(shapes)]
+    spec = BucketSpec.of(0, parameters, torch.empty(0, dtype=dtype, device=device))
     layout = hosts if hosts is None or isinstance(hosts, Layout) else Layout(tuple(tuple(host) for host in hosts))
     for ranks in world_sizes if layout is None else (layout.size,):
         trial = Trial(hook, spec, ranks, seed, steps, layout)

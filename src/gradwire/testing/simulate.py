@@ -189,8 +189,7 @@ def _in_lockstep(scopes: _Scopes, reductions: Sequence[Reduction]) -> tuple[tupl
 def one_parameter(gradient: Tensor) -> BucketSpec:
     """A bucket that holds only `gradient`."""
     shape = tuple(gradient.shape) if gradient.is_sparse else (gradient.numel(),)
-    stride = tuple(torch.empty(shape, device="meta").stride())
-    return BucketSpec(0, ("parameter",), (shape,), (stride,), gradient.dtype, gradient.device, gradient.is_sparse)
+    return BucketSpec.of(0, [("parameter", torch.empty(shape, device="meta"))], gradient)
 
 
 def _advance(reduction: Reduction, rank: int) -> Collective | Reduced:

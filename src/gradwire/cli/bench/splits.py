@@ -87,9 +87,8 @@ def bucket(nbytes: int, device: torch.device) -> BucketSpec:
         left -= rows * _WIDTH
     if left:
         shapes.append((left,))
-    names = tuple(f"layer{i}.weight" for i in range(len(shapes)))
-    strides = tuple((_WIDTH, 1) if len(shape) == 2 else (1,) for shape in shapes)
-    return BucketSpec(0, names, tuple(shapes), strides, torch.float32, device)
+    parameters = [(f"layer{i}.weight", torch.empty(shape, device="meta")) for i, shape in enumerate(shapes)]
+    return BucketSpec.of(0, parameters, torch.empty(0, dtype=torch.float32, device=device))
 
 
 def gradients(spec: BucketSpec, ranks: int) -> list[Tensor]:
