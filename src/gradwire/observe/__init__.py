@@ -13,6 +13,8 @@
 
 from __future__ import annotations
 
+from gradwire.observe.export import METRICS, Export, export
+from gradwire.observe.exporters import opentelemetry_metrics, opentelemetry_spans, prometheus
 from gradwire.observe.recording import mark, samples, start, stop
 from gradwire.observe.ring import Record, Ring, read_ring, read_rings
 from gradwire.observe.run_warnings import RunWarning, read_warnings
@@ -20,12 +22,18 @@ from gradwire.observe.straggler_watch import find_stragglers
 from gradwire.observe.stragglers import Straggler
 
 __all__ = [
+    "METRICS",
+    "Export",
     "Record",
     "Ring",
     "RunWarning",
     "Straggler",
+    "export",
     "find_stragglers",
     "mark",
+    "opentelemetry_metrics",
+    "opentelemetry_spans",
+    "prometheus",
     "read_ring",
     "read_rings",
     "read_warnings",

@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from gradwire import flight_recorder
 from gradwire.errors import UsageError
@@ -24,8 +24,16 @@ from gradwire.observe.error_report import report_for_error
 from gradwire.observe.ring import RingFile
 from gradwire.observe.stacks import StackFile, can_write_stacks, libraries
 
+
+class Removable(Protocol):
+    """What has an effect until it is removed."""
+
+    def remove(self) -> None:
+        """End it."""
+
+
 _lock = threading.Lock()
-_handles: list[Any] = []
+_handles: list[StackFile | Removable] = []
 _rank = 0
 
 
@@ -77,12 +85,22 @@ def stop() -> None:
     with _lock:
         recorder, flight_recorder.active = flight_recorder.active, None
         flight_recorder.reporter = None
-        for handle in _handles:
-            handle.close() if isinstance(handle, StackFile) else handle.remove()
-        _handles.clear()
+        _remove_handles()
     if recorder is not None:
         recorder.describe("end", {"time": time.monotonic_ns()})
         recorder.close()
+
+
+def attach(handle: Removable) -> None:
+    """Remove `handle` when the recorder is stopped."""
+    with _lock:
+        _handles.append(handle)
+
+
+def _remove_handles() -> None:
+    for handle in _handles:
+        handle.close() if isinstance(handle, StackFile) else handle.remove()
+    _handles.clear()
 
 
 def mark(text: str) -> None:
@@ -196,9 +214,7 @@ def _forget() -> None:
     """In a forked child: what the parent has registered is not the child's, whose own recorder may come."""
     global _lock
     _lock = threading.Lock()  # which a thread of the parent may have held
-    for handle in _handles:
-        handle.close() if isinstance(handle, StackFile) else handle.remove()
-    _handles.clear()
+    _remove_handles()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -234,11 +234,10 @@ class RingFile:
 class RingFollower:
     """Reads what a rank has written since the last time."""
 
-    _CHUNK = 1024
-
-    def __init__(self, path: Path, *, tail: int | None = None) -> None:
-        """Begins with the oldest record, or with about the last `tail`."""
+    def __init__(self, path: Path, *, tail: int | None = None, chunk: int = 1024) -> None:
+        """Begins with the oldest record, or with about the last `tail`. At least `chunk` are read, also if fewer are new."""
         self._file = RingFile(path)
+        self._chunk = chunk
         self.header = self._file.header
         self.is_replaced = self._file.is_replaced
         self.read_descriptions = self._file.read_descriptions
@@ -250,7 +249,7 @@ class RingFollower:
         """The records since the last call, as far as they have not been overwritten."""
         found: list[Record] = []
         capacity = self._file.capacity
-        count = min(self._CHUNK, capacity)
+        count = min(self._chunk, capacity)
         for _ in range(2 * (capacity // count + 1)):  # a rank that writes faster than we read must not keep us
             begin, slot = self._next, self._next % capacity
             records = self._file.read(slot, min(count, capacity - slot))

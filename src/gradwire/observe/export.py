@@ -1,0 +1,176 @@
+"""Per-step metrics of this rank, handed to a callable: TensorBoard, W&B, Prometheus, OpenTelemetry, or your own.
+
+Note [What an export costs]
+Nothing is added to the gradient path, and there is no thread: after an optimizer's step, the rank reads what its flight recorder
+has written since the last export, and calls the callable in the same thread. An export that took a certain time is followed by none
+for 100 times as long, so that exports take at most about 1 % of the time; values are then means over the steps since the last one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gradwire import flight_recorder
+from gradwire.errors import UsageError
+from gradwire.flight_recorder import RecordKind
+from gradwire.observe.recording import attach
+from gradwire.observe.ring import RingFollower
+from gradwire.observe.step_times import StepFolder, StepTimes
+from gradwire.observe.steps import Phase
+
+METRICS: Mapping[str, str] = {
+    "gradwire_step_seconds": "duration of a step",
+    "gradwire_data_seconds": "between steps: loading data, logging, saving",
+    "gradwire_forward_seconds": "the model's forward",
+    "gradwire_backward_seconds": "the loss and its backward, while buckets are reduced",
+    "gradwire_exposed_seconds": "waiting for other ranks and averages",
+    "gradwire_optimizer_seconds": "the optimizer's step",
+    "gradwire_exposed_share": "exposed_seconds as a share of step_seconds",
+    "gradwire_bytes": "bytes of this rank's collectives in a step",
+    "gradwire_steps": "how many steps the values above are means of",
+    "gradwire_warnings": "warnings recorded on this rank so far",
+    "gradwire_export_seconds": "how long the last export took",
+}
+"""The metrics, by name."""
+_PHASES = {
+    Phase.DATA: "gradwire_data_seconds",
+    Phase.FORWARD: "gradwire_forward_seconds",
+    Phase.BACKWARD: "gradwire_backward_seconds",
+    Phase.EXPOSED: "gradwire_exposed_seconds",
+    Phase.OPTIMIZER: "gradwire_optimizer_seconds",
+}
+_SHARE = 0.01
+_CHUNK = 128
+_now = time.perf_counter
+Log = Callable[[dict[str, float], int], object]
+
+
+def export(log: Log, *, every: int = 1) -> Export:
+    """Call `log(metrics, step)` after steps on this rank: `metrics` is a dict of numbers by name, see `METRICS`.
+
+    Called after every `every` steps, or less often: see Note [What an export costs]. Ranks that are not to export do not call
+    this. An exception of `log` is shown once, as a warning. Ends with `observe.stop()`, or with `close()` of what is returned,
+    which exports what is left. The first step is left out, because nothing tells when it began.
+
+    >>> import tempfile, torch, gradwire as gw
+    >>> seen = []
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     gw.observe.start(run, rank=0, size=1)
+    ...     handle = gw.observe.export(lambda metrics, step: seen.append((step, sorted(metrics)[0])))
+    ...     [group] = gw.ThreadGroup.world(1)
+    ...     model = torch.nn.Linear(2, 2)
+    ...     replica = gw.replicate(model, group=group)
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ...     for _ in range(2):
+    ...         model(torch.ones(1, 2)).sum().backward()
+    ...         optimizer.step()
+    ...     handle.close()
+    ...     gw.observe.stop()
+    ...     group.close()
+    >>> seen
+    [(1, 'gradwire_backward_seconds')]
+    """
+    if not callable(log):
+        raise UsageError(f"observe.export(log={log!r}): log must be a callable log(metrics, step).")
+    if every < 1:
+        raise UsageError(f"observe.export(every={every}): must be 1 or more.")
+    recorder = flight_recorder.active
+    if recorder is None:
+        raise UsageError(
+            "observe.export(): this process is not recorded. Call gradwire.observe.start(directory) first."
+        )
+    exporter = Export(log, RingFollower(recorder.path, tail=0, chunk=_CHUNK), every)
+    attach(exporter)
+    return exporter
+
+
+class Export:
+    """Exports the metrics of this rank, made by `export`."""
+
+    def __init__(self, log: Log, follower: RingFollower, every: int) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        self._log = log
+        self._follower: RingFollower | None = follower
+        self._every = every
+        self._folder = StepFolder()
+        self._steps: list[StepTimes] = []
+        self._warnings = 0
+        self._took = 0.0
+        self._not_before = 0.0
+        self._has_warned = False
+        self._busy = threading.Lock()
+        """Held while it exports: a callable may run an optimizer itself, and threads may run optimizers at once."""
+        self._hook = register_optimizer_step_post_hook(self._optimizer_stepped)
+
+    def _optimizer_stepped(self, *_: Any) -> None:
+        if _now() >= self._not_before:
+            self.poll()
+
+    def poll(self) -> None:
+        """Export what is new. Called after each step of an optimizer; programs without one may call it."""
+        if not self._busy.acquire(blocking=False):
+            return
+        try:
+            began = _now()
+            self._read()
+            if len(self._steps) >= self._every:
+                steps, self._steps = self._steps, []
+                self._call({**averages(steps), "gradwire_warnings": self._warnings}, steps[-1].step)
+            self._took = _now() - began
+            self._not_before = began + self._took / _SHARE
+        finally:
+            self._busy.release()
+
+    def _read(self) -> None:
+        follower = self._follower
+        for record in [] if follower is None else follower.poll():
+            self._warnings += record.kind is RecordKind.WARNING
+            self._folder.add(record)
+        self._steps += self._folder.steps
+        self._folder.steps.clear()
+
+    def _call(self, metrics: dict[str, float], step: int) -> None:
+        try:
+            self._log({**metrics, "gradwire_export_seconds": self._took}, step)
+        except Exception as error:
+            if not self._has_warned:
+                self._has_warned = True
+                with contextlib.suppress(Warning):  # a filter that raises must not end training either
+                    warnings.warn(
+                        f"observe.export: log(metrics, {step}) raised {type(error).__name__}: {error}. Training continues; this is "
+                        "shown once.",
+                        stacklevel=2,
+                    )
+
+    def close(self) -> None:
+        """Export what is left, and stop."""
+        self._every = 1
+        self.poll()
+        self.remove()
+
+    def remove(self) -> None:
+        """Stop without another export."""
+        self._hook.remove()
+        follower, self._follower = self._follower, None
+        if follower is not None:
+            follower.close()
+
+
+def averages(steps: Sequence[StepTimes]) -> dict[str, float]:
+    """The metrics of some steps: their means."""
+    number = len(steps)
+    seconds = sum(one.seconds for one in steps) / number
+    phases = {name: sum(one.share(phase) for one in steps) / number for phase, name in _PHASES.items()}
+    return {
+        "gradwire_step_seconds": seconds,
+        **phases,
+        "gradwire_exposed_share": phases["gradwire_exposed_seconds"] / seconds if seconds else 0.0,
+        "gradwire_bytes": sum(one.nbytes for one in steps) / number,
+        "gradwire_steps": number,
+    }
