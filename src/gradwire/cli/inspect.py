@@ -10,7 +10,7 @@ from typing import Any
 
 from gradwire.errors import UsageError
 from gradwire.host import ProcessState
-from gradwire.observe.hang_report import described, report_lines
+from gradwire.observe.hang_report import described, report_lines, stall_lines
 from gradwire.observe.hang_watch import HangWatch
 from gradwire.observe.progress import RankProgress
 from gradwire.observe.run_follower import RunFollower
@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
         waiting = watch.waiting
         if waiting is not None:
             print("\n" + "\n".join(report_lines(waiting, watch.suspects(waiting))))
+        elif (found := watch.stall()) is not None:
+            print("\n" + "\n".join(stall_lines(*found)))
     finally:
         ranks.close()
     return 0

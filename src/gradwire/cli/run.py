@@ -122,6 +122,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         help="show all ranks in a live view below their output; without a terminal, the same as --stats 10",
     )
     add("--stats", type=positive, metavar="SECONDS", help="print a line of figures of the run at this interval")
+    add(
+        "--observe",
+        action="store_true",
+        help="record a script that does not call gradwire too, from its start: steps of torch's DDP, and where ranks hang",
+    )
     add("--standalone", action="store_true", help="as for torchrun; ranks are always on this machine only")
     add("--nnodes", type=_one_host, metavar="1", help="as for torchrun; must be 1")
     # One argument for both, not REMAINDER, from which argparse drops a first "--".
@@ -150,7 +155,8 @@ def run(args: argparse.Namespace, *, popen: type[subprocess.Popen[bytes]] = subp
         extra = {**recorded, **dict(args.env)}
         base = {name: value for name, value in os.environ.items() if name != RUN_DIRECTORY}  # of a run around this one
         environments = [rank_environment(base, extra, rank, world) for rank in range(size)]
-        command = [sys.executable, *(["-m"] if args.module else []), script, *arguments]
+        observed = ["-m", "gradwire.launch.observed"] if args.observe and recorded else []
+        command = [sys.executable, *observed, *(["-m"] if args.module else []), script, *arguments]
         return supervise(
             Run(
                 command,
@@ -191,6 +197,8 @@ def _run_directory(args: argparse.Namespace, script: str) -> dict[str, str]:
     if args.no_record:
         if args.run_dir is not None:
             raise UsageError("gradwire run --run-dir and --no-record: choose one.")
+        if args.observe:
+            raise UsageError("gradwire run --observe and --no-record: choose one.")
         return {}
     directory: Path | None = args.run_dir
     try:

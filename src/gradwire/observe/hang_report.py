@@ -11,6 +11,7 @@ from gradwire.host import ProcessState
 from gradwire.observe.hangs import Cause, Suspect, Waiting
 from gradwire.observe.progress import RankProgress
 from gradwire.observe.ring import Record
+from gradwire.observe.stalls import Stall
 
 _MOST_NAMES = 6
 _ENDED = {
@@ -41,6 +42,15 @@ def report_lines(waiting: Waiting | None, suspects: Sequence[Suspect], *, frames
     for group in _alike(suspects):
         lines += _suspect_lines(group, frames)
     return lines
+
+
+def stall_lines(stall: Stall, suspects: Sequence[Suspect]) -> list[str]:
+    """The report of ranks that wait where collectives are not recorded."""
+    several = len(stall.ranks) > 1
+    ranks = f"rank{'s' if several else ''} {list_ranks(stall.ranks)} {'have' if several else 'has'}"
+    at = f", in {stall.where}" if stall.where else ""
+    head = f"{ranks} waited for {stall.seconds:.1f} s in step {stall.step}{at} (collectives are not recorded)"
+    return [head, *(line for group in _alike(suspects) for line in _suspect_lines(group, 6))]
 
 
 def _alike(suspects: Iterable[Suspect]) -> list[list[Suspect]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from gradwire.observe.hang_report import as_dict, end_of, report_lines, standing
+from gradwire.observe.hang_report import as_dict, end_of, report_lines, stall_lines, standing
 from gradwire.observe.hangs import SOFT_DEADLINE, Suspect, Waiting, find_suspects, find_waiting, parameters_of
 from gradwire.observe.run_follower import RunFollower
+from gradwire.observe.stalls import Stall, find_stall, idle_seconds
 
 PERIOD = 0.5
 """Seconds between two looks."""
@@ -24,6 +26,7 @@ class HangWatch:
         self._deadline = deadline
         self._works = True
         self._reported: Waiting | None = None
+        self._looked_at_stall = False
         self._reports = 0
         self.next_look = time.monotonic() if deadline < math.inf else math.inf
         """When `check_if_due` looks again."""
@@ -80,11 +83,32 @@ class HangWatch:
         known, self._reported = self._reported, waiting
         if waiting is not None and (known is None or not _is_same(known, waiting)):
             return self._report(waiting, self.suspects(waiting))
+        if waiting is None and (lines := self._check_for_stall()):
+            return lines
         if known is not None and waiting is None and not _has_failed(known):
             return [
                 f"{known.record.op} (operation #{known.record.seq} of {known.record.group}) has finished: ranks continue"
             ]
         return []
+
+    def _check_for_stall(self) -> list[str]:
+        """Their stacks are looked at once, when ranks have stopped."""
+        seconds = idle_seconds(self.run.local_ranks, time.monotonic_ns(), deadline=self._deadline)
+        looked, self._looked_at_stall = self._looked_at_stall, seconds is not None
+        found = None if looked else self.stall()
+        if found is None:
+            return []
+        stall, suspects = found
+        self._save({**as_dict(None, suspects), "seconds": stall.seconds, "waiting": list(stall.ranks)})
+        return stall_lines(stall, suspects)
+
+    def stall(self) -> tuple[Stall, list[Suspect]] | None:
+        """Ranks of this host whose collectives are not recorded and that wait, and those that they wait for."""
+        ranks = self.run.local_ranks
+        seconds = idle_seconds(ranks, self.run.now, deadline=self._deadline)
+        if seconds is None:
+            return None
+        return find_stall(ranks, seconds, state=self.run.state, stacks=self.run.stacks(ranks))
 
     def suspects(self, waiting: Waiting) -> list[Suspect]:
         """The ranks that keep the others waiting, by a look at their processes."""
@@ -107,13 +131,16 @@ class HangWatch:
         return [standing(ended, self.run.state(ended), time.monotonic_ns()), *self._report(waiting, suspects)]
 
     def _report(self, waiting: Waiting | None, suspects: Sequence[Suspect]) -> list[str]:
+        self._save(as_dict(waiting, suspects))
+        return report_lines(waiting, suspects)
+
+    def _save(self, facts: Mapping[str, Any]) -> None:
         self._reports += 1
         try:
             path = self.run.directory / f"hang-{self._reports}.json"
-            path.write_text(json.dumps(as_dict(waiting, suspects), indent=1) + "\n")
+            path.write_text(json.dumps(facts, indent=1) + "\n")
         except OSError:  # a full disk: it is on the terminal all the same
             pass
-        return report_lines(waiting, suspects)
 
     def close(self) -> None:
         """Close the files."""

@@ -19,7 +19,7 @@ from gradwire.observe.ring import Record
 from gradwire.observe.stacks import Frame, Stack, user_frames
 
 SOFT_DEADLINE = 5.0
-_TIMES_USUAL = 10
+TIMES_USUAL = 10
 
 
 class Cause(Enum):
@@ -116,7 +116,7 @@ def find_waiting(
     late = []
     for rank in ranks:
         for since, record in _waits(rank, failed=failed):
-            usual = 0.0 if failed else _TIMES_USUAL * rank.usual_duration(record)
+            usual = 0.0 if failed else TIMES_USUAL * rank.usual_duration(record)
             if record.ordinal and (now - since) / 1e9 > max(deadline, usual):
                 late.append((since, rank.rank, record))
     for since, _, record in sorted(late):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -18,6 +19,7 @@ _KEPT_RECORDS = 20
 _KEPT_WARNINGS = 20
 _KEPT_FAILED = 20
 _KEPT_SUBMITTED = 100
+_KEPT_FORWARDS = 20
 
 Operation = tuple[str, int, int]
 """Group, rank in it (threads of one process may be several), and sequence number."""
@@ -54,6 +56,8 @@ class RankProgress:
     """The step that it is in, or was in last."""
     folder: StepFolder = field(default_factory=StepFolder)
     """The times of its last steps."""
+    forwards: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_FORWARDS))
+    """When its last forwards began."""
     last_collective: Record | None = None
     """The last record of a collective."""
     descriptions: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
@@ -76,8 +80,16 @@ class RankProgress:
                 self.warnings.append(record)
             elif kind is RecordKind.BUCKET_FULL:
                 self.full[record.group, record.bucket] = record
+            elif kind is RecordKind.FORWARD_BEGAN:
+                self.forwards.append(record.time)
             elif kind in COLLECTIVES:
                 self._update_collective(record)
+
+    @property
+    def usual_step(self) -> float:
+        """The median time between two forwards, in seconds; 0 if that is not known."""
+        times = list(self.forwards)
+        return median(b - a for a, b in pairwise(times)) / 1e9 if len(times) > 1 else 0.0
 
     @property
     def phase(self) -> Phase | None:

@@ -69,6 +69,7 @@ def start(directory: str | os.PathLike[str], *, rank: int | None = None, size: i
             )
             return
         _record_optimizers(rank)
+        _record_torch_ddp(rank)
         if can_write_stacks():
             try:
                 _handles.append(StackFile(path.with_suffix(".stacks")))
@@ -208,6 +209,15 @@ def _record_optimizers(rank: int) -> None:
             recorder.put(RecordKind.OPTIMIZER_ENDED, rank)
 
     _handles.extend([register_optimizer_step_pre_hook(began), register_optimizer_step_post_hook(ended)])
+
+
+def _record_torch_ddp(rank: int) -> None:
+    import torch.distributed as dist
+
+    if dist.is_available():
+        from gradwire.observe.torch_ddp import ForwardRecords
+
+        _handles.append(ForwardRecords(rank))
 
 
 def _forget() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,12 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gradwire.errors import UsageError
-from gradwire.host import ProcessState
-from gradwire.observe.ring import RingFile
+from gradwire.host import ProcessState, clock_identity, process_start
+from gradwire.observe.ring import RingFile, state_of_writer
 
 KEPT = 20
 _WEEK = 7 * 24 * 3600
 LATEST = "latest"
+_LAUNCHER = "launcher.json"
 _NAME = re.compile(r"\d{8}-\d{6}-.+-\d+")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.]+")
 
@@ -37,6 +39,7 @@ def new_run(runs: Path, script: str) -> Path:
     name = _UNSAFE.sub("_", Path(script).stem) or "run"
     path = runs / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}"
     path.mkdir(parents=True, mode=0o700)
+    (path / _LAUNCHER).write_text(json.dumps(_this_process()))  # before its ranks write, it is in use already
     link = runs / f".{LATEST}.{os.getpid()}"
     link.unlink(missing_ok=True)
     link.symlink_to(path.name)
@@ -73,7 +76,13 @@ def clear_run(run: Path) -> None:
 
 
 def _is_in_use(run: Path) -> bool:
-    """Whether a rank of the run may be alive. One of another host, which shares the directory, may be for a week."""
+    """Whether the launcher or a rank of the run may be alive. One of another host, which shares the directory, may be for a
+    week."""
+    try:
+        if state_of_writer(json.loads((run / _LAUNCHER).read_text())) not in (ProcessState.GONE, ProcessState.UNKNOWN):
+            return True
+    except (OSError, KeyError, TypeError, ValueError):  # ranks record there without a launcher
+        pass
     for path in run.glob("rank-*.ring"):
         try:
             with RingFile(path) as ring:
@@ -86,6 +95,10 @@ def _is_in_use(run: Path) -> bool:
         except (OSError, KeyError, ValueError):  # not a ring that this version reads
             continue
     return False
+
+
+def _this_process() -> dict[str, object]:
+    return {"pid": os.getpid(), "process_start": process_start(os.getpid()) or "", "clock": clock_identity()}
 
 
 def _runs(runs: Path) -> list[Path]:

@@ -16,6 +16,7 @@ def test_the_last_runs_are_kept_and_nothing_else_is_touched(tmp_path, monkeypatc
     (tmp_path / "notes").mkdir()
     numbers = iter(range(100))
     monkeypatch.setattr(runs.time, "strftime", lambda _: f"20260101-{next(numbers):06}")
+    monkeypatch.setattr(runs, "process_start", lambda _: "1")  # their launchers have ended
     made = [runs.new_run(tmp_path, "train.py") for _ in range(25)]
     assert [path for path in made if path.exists()] == made[-20:]
     assert (tmp_path / "notes").exists()
@@ -50,6 +51,7 @@ def test_a_relative_state_directory_is_not_used():
 def test_a_run_that_still_runs_is_not_removed(tmp_path, monkeypatch):
     numbers = iter(range(100))
     monkeypatch.setattr(runs.time, "strftime", lambda _: f"20260101-{next(numbers):06}")
+    monkeypatch.setattr(runs, "process_start", lambda _: "1")  # their launchers have ended
     made = [runs.new_run(tmp_path, "train.py") for _ in range(3)]
     elsewhere = {**_header(0, 1), "clock": "of another host"}
     recorders = [
@@ -67,6 +69,17 @@ def test_a_run_that_still_runs_is_not_removed(tmp_path, monkeypatch):
     assert [path.exists() for path in made] == [True, False, False]
     for recorder in recorders:
         recorder.close()
+
+
+def test_a_run_whose_ranks_have_not_written_yet_is_not_removed(tmp_path, monkeypatch):
+    numbers = iter(range(100))
+    monkeypatch.setattr(runs.time, "strftime", lambda _: f"20260101-{next(numbers):06}")
+    first = runs.new_run(tmp_path, "train.py")
+    monkeypatch.setattr(runs, "process_start", lambda _: "1")
+    second = runs.new_run(tmp_path, "train.py")
+    for _ in range(25):
+        runs.new_run(tmp_path, "train.py")
+    assert (first.exists(), second.exists()) == (True, False)
 
 
 def test_what_an_earlier_run_has_left_is_removed(tmp_path):

@@ -1,0 +1,128 @@
+"""Hangs of scripts that keep torch's DDP: which ranks wait, and which one they wait for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from gradwire import observe
+from gradwire.flight_recorder import RecordKind as K
+from gradwire.host import ProcessState
+from gradwire.observe.hang_report import stall_lines
+from gradwire.observe.hangs import Cause
+from gradwire.observe.progress import RankProgress
+from gradwire.observe.stacks import Frame, Stack
+from gradwire.observe.stalls import find_stall, idle_seconds
+
+S = 1_000_000_000
+USER = Frame("/home/me/train.py", 31, "save")
+LOOP = Frame("/home/me/train.py", 40, "<module>")
+ENGINE = Frame("/lib/torch/autograd/graph.py", 9, "_engine_run_backward")
+BARRIER = Frame("/lib/torch/distributed/distributed_c10d.py", 9, "barrier")
+LOADER = Frame("/lib/torch/utils/data/dataloader.py", 9, "__next__")
+
+
+@pytest.fixture
+def rank(record):
+    """A rank with a step every second, until `end`."""
+
+    def make(number, *, end=10, every=1):
+        progress = RankProgress(number, {"pid": 100 + number, "libraries": ["/lib/"]})
+        progress.update(
+            [record(K.FORWARD_BEGAN, t * S, rank=number, step=step) for step, t in enumerate(range(0, end + 1, every))]
+        )
+        return progress
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("now", "deadline", "idle"),
+    [(19, 5.0, None), (21, 5.0, 11.0), (21, 12.0, None), (10, 0.0, None)],
+)
+def test_ranks_are_idle_after_ten_steps_time(rank, now, deadline, idle):
+    assert idle_seconds([rank(0), rank(1, end=9)], now * S, deadline=deadline) == idle
+
+
+def test_ranks_with_groups_of_their_own_are_left_to_the_collectives(rank, record):
+    ranks = [rank(0), rank(1)]
+    ranks[0].update([record(K.GROUP, 0, group="world", nbytes=2)])
+    assert idle_seconds(ranks, 60 * S) is None
+    assert idle_seconds([rank(0), RankProgress(1, {})], 60 * S) is None
+    assert idle_seconds([rank(0)], 60 * S) is None
+
+
+def stall_of(ranks, stacks, states=None):
+    return find_stall(
+        ranks,
+        11.0,
+        state=lambda rank: (states or {}).get(rank.rank, ProcessState.SLEEPING),
+        stacks={number: [Stack(1, frames)] if frames else [] for number, frames in stacks.items()},
+    )
+
+
+@pytest.mark.parametrize(
+    ("frames", "state", "cause", "where"),
+    [
+        ((USER, LOOP), ProcessState.RUNNING, Cause.USER_CODE, USER),
+        ((LOADER, LOOP), ProcessState.SLEEPING, Cause.DATA_LOADER, LOOP),
+        ((), ProcessState.STOPPED, Cause.STOPPED, None),
+        ((), ProcessState.GONE, Cause.DEAD, None),
+        ((USER, ENGINE, LOOP), ProcessState.RUNNING, Cause.USER_CODE, USER),  # a hook in backward
+    ],
+)
+def test_the_rank_that_stands_elsewhere_is_named(rank, frames, state, cause, where):
+    ranks = [rank(n) for n in range(3)]
+    found = stall_of(ranks, {0: (ENGINE, LOOP), 1: frames, 2: (BARRIER, LOOP)}, {1: state})
+    assert found is not None
+    stall, [suspect] = found
+    assert (stall.ranks, stall.where) == ((0, 2), LOOP)
+    assert (suspect.rank, suspect.cause, suspect.where) == (1, cause, where)
+    lines = stall_lines(stall, [suspect])
+    assert lines[0].startswith("ranks 0, 2 have waited for 11.0 s in step 10, in <module>() at /home/me/train.py:40")
+    assert cause.value in lines[1]
+
+
+@pytest.mark.parametrize("frames", [(ENGINE, LOOP), (USER, LOOP)])
+def test_nothing_is_said_if_all_ranks_do_the_same(rank, frames):
+    assert stall_of([rank(0), rank(1)], {0: frames, 1: frames}) is None
+
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+import gradwire as gw
+import neighbor
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    with torch.no_grad():
+        model(torch.ones(3, 4))
+    gw.observe.mark(f"{sys.argv[1:]} {neighbor.__name__}")
+    gw.observe.stop()
+    model(torch.ones(3, 4)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("words", [["script.py"], ["-m", "script"]])
+def test_a_script_that_keeps_torchs_ddp_is_recorded(tmp_path, words):
+    """As `gradwire run --observe` starts it: with its own arguments, directory and __main__."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "neighbor.py").touch()
+    environ = {"GRADWIRE_RUN_DIR": str(tmp_path / "run"), "RANK": "0", "WORLD_SIZE": "1"}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "gradwire.launch.observed", *words, "--lr", "1"]
+    subprocess.run(command, env=environ, cwd=tmp_path, check=True, timeout=120)
+    *steps, mark = observe.read_rings(tmp_path / "run")[0].records
+    step = [K.FORWARD_BEGAN, K.FORWARD_ENDED, K.OPTIMIZER_BEGAN, K.OPTIMIZER_ENDED]
+    assert [r.kind for r in steps] == 2 * step
+    assert [r.step for r in steps if r.kind is K.FORWARD_BEGAN] == [0, 1]
+    assert mark.label == "['--lr', '1'] neighbor"
