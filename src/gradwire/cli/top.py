@@ -17,6 +17,9 @@ from gradwire.observe.run_follower import RunFollower
 from gradwire.observe.run_status import Condition, RunStatus, stats_line
 from gradwire.observe.runs import find_run
 
+_TAIL = 16384
+"""Records of each rank with which it begins: 20 steps, also with many buckets."""
+
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
     """Declare `gradwire top` and its options."""
@@ -41,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 def run(args: argparse.Namespace) -> int:
     """Show the run until it is over."""
-    monitor = RunMonitor(RunFollower(find_run(args.run_dir, os.environ)))
+    monitor = RunMonitor(RunFollower(find_run(args.run_dir, os.environ), tail=_TAIL))
     try:
         monitor.look_back()
         if not monitor.run.ranks:

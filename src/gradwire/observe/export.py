@@ -45,7 +45,6 @@ _PHASES = {
     Phase.OPTIMIZER: "gradwire_optimizer_seconds",
 }
 _SHARE = 0.01
-_CHUNK = 128
 _now = time.perf_counter
 Log = Callable[[dict[str, float], int], object]
 
@@ -84,7 +83,7 @@ def export(log: Log, *, every: int = 1) -> Export:
         raise UsageError(
             "observe.export(): this process is not recorded. Call gradwire.observe.start(directory) first."
         )
-    exporter = Export(log, RingFollower(recorder.path, tail=0, chunk=_CHUNK), every)
+    exporter = Export(log, RingFollower(recorder.path, tail=0), every)
     attach(exporter)
     return exporter
 

@@ -148,15 +148,15 @@ class RingFile:
         self._names_read = 0
         self._descriptions: dict[str, list[dict[str, Any]]] = {}
 
-    def read(self, slot: int, count: int) -> list[Record]:
-        """The valid records in `count` slots from `slot` on, in the order of the slots, which does not wrap."""
+    def read(self, slot: int, count: int, *, least: int = 0) -> list[Record]:
+        """The valid records from number `least` on in `count` slots from `slot` on, in their order, which does not wrap."""
         data = os.pread(self._fd, count * RECORD.size, PAGE + slot * RECORD.size)
         ops = self.header["ops"]
         records = []
         for i, fields in enumerate(RECORD.iter_unpack(data)):
             number, time, code, op, rank, thread, group, label, *rest = fields
             kind = _KINDS.get(code)
-            if kind is None or number % self.capacity != slot + i:
+            if kind is None or number < least or number % self.capacity != slot + i:
                 continue
             name = ops[op] if kind in COLLECTIVES and op < len(ops) else ""
             record = Record(number, time, kind, name, rank, thread, self._name(group), self._name(label), *rest)
@@ -234,10 +234,12 @@ class RingFile:
 class RingFollower:
     """Reads what a rank has written since the last time."""
 
-    def __init__(self, path: Path, *, tail: int | None = None, chunk: int = 1024) -> None:
-        """Begins with the oldest record, or with about the last `tail`. At least `chunk` are read, also if fewer are new."""
+    _FIRST, _MOST = 64, 1024
+    """Records that are read at once: few, because most of the time there are few new ones, and then more."""
+
+    def __init__(self, path: Path, *, tail: int | None = None) -> None:
+        """Begins with the oldest record, or with about the last `tail`."""
         self._file = RingFile(path)
-        self._chunk = chunk
         self.header = self._file.header
         self.is_replaced = self._file.is_replaced
         self.read_descriptions = self._file.read_descriptions
@@ -249,12 +251,14 @@ class RingFollower:
         """The records since the last call, as far as they have not been overwritten."""
         found: list[Record] = []
         capacity = self._file.capacity
-        count = min(self._chunk, capacity)
-        for _ in range(2 * (capacity // count + 1)):  # a rank that writes faster than we read must not keep us
+        count, left = min(self._FIRST, capacity), 2 * (capacity + self._MOST)
+        while left > 0:  # a rank that writes faster than we read must not keep us
+            left -= count
             begin, slot = self._next, self._next % capacity
-            records = self._file.read(slot, min(count, capacity - slot))
-            records += self._file.read(0, max(0, slot + count - capacity))
-            new = [record for record in records if record.number >= begin]
+            new = self._file.read(slot, min(count, capacity - slot), least=begin)
+            if slot + count > capacity:
+                new += self._file.read(0, slot + count - capacity, least=begin)
+            count = min(4 * count, self._MOST, capacity)
             if not new:
                 break
             if new[0].number >= begin + capacity:  # overwritten before we came: continue behind the writer

@@ -17,6 +17,8 @@ from gradwire.observe.units import size as size_text
 
 _STEPS = 20
 """Figures are means over so many steps, unless an interval is given."""
+_NOTICEABLE = 0.01
+"""Share of a step."""
 
 
 class Condition(Enum):
@@ -65,7 +67,7 @@ class RunStatus:
     idle: float = 0.0
     """Seconds since any rank has finished a step."""
     slowest: RankStatus | None = None
-    """The rank that is last in most steps, if one is."""
+    """The rank that is last in most steps, if one is, by a noticeable time."""
     warning: str = ""
     """The last one."""
 
@@ -120,7 +122,7 @@ def run_status(
         nbytes=_median(rank.nbytes for rank in timed),
         samples_per_second=sum(map(_samples_per_second, chosen.values())),
         idle=(now - max(ends)) / 1e9 if ends else 0.0,
-        slowest=ranks[last] if last is not None else None,
+        slowest=None if last is None or ranks[last].late < _NOTICEABLE * ranks[last].seconds else ranks[last],
         warning=warning,
     )
 

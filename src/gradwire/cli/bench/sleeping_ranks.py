@@ -18,8 +18,8 @@ from gradwire.observe.steps import Phase
 from gradwire.parallel import DistributedDataParallel
 
 _LAYERS = 2
-_WIDTH = 64
-_BUCKET_MB = 0.01
+_WIDTH = 16
+_BUCKET_MB = 0.001
 """Small enough for a bucket per layer."""
 
 
