@@ -94,6 +94,7 @@ class NonFiniteChecked:
     def _look_before(self, bucket: GradBucket) -> None:
         if self._check not in self.checks:  # the first bucket of a step
             self._begin(bucket.spec.device)
+            self._inner.states.commit()  # of a backward that has failed
             self._inner.states.can_roll_back = self._policy is not NonFinite.RECORD
             self.checks.append(self._check)
         if not isinstance(bucket, ZeroBucket):

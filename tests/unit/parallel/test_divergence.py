@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,25 @@ def test_on_processes(kind: str) -> None:
         return results
 
     assert run_ranks(rank_main, 3, kind=kind) == [[((1,), ("2.bias",)), [("2.bias", (1,), 0)], True]] * 3
+
+
+def test_torchs_ddp_on_its_default_group(torch_world: Callable[..., Any]) -> None:
+    def rank_main(group: Group) -> None:
+        with torch_world(group, "gloo"):
+            net = copy.deepcopy(START)
+            ddp = nn.parallel.DistributedDataParallel(net)
+            optimizer = torch.optim.Adam(ddp.parameters())
+            check = DivergenceCheck(ddp, every=2, optimizer=optimizer)
+            for _ in range(2):
+                ddp(torch.randn(4, 3)).sum().backward()
+                optimizer.step()
+                assert check.step() == []
+            if group.rank == 1:
+                flip(net[2].bias)
+            assert raised(check).parameters == ("2.bias",)
+            check.group.close()
+
+    run_ranks(rank_main, 3, kind="gloo")
 
 
 def test_wrong_arguments() -> None:

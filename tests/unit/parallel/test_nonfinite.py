@@ -405,6 +405,53 @@ def test_a_gradient_that_is_not_finite_is_not_a_wrong_scale() -> None:
     run_ranks(rank_main, 2)
 
 
+@pytest.mark.filterwarnings("ignore:averaging gradients")
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+def test_the_first_step_may_be_skipped_and_what_was_accumulated_goes_with_it(flags: Any) -> None:
+    start = Model()
+
+    def rank_main(group: Group) -> None:
+        ddp = DDP(copy.deepcopy(start), process_group=group, nonfinite=NonFinite.SKIP, **flags)
+        static = "static_graph" in flags  # which has no steps without synchronization
+        for step in range(5):
+            bad = step in (0, 3)
+            with ddp.no_sync() if not static else contextlib.nullcontext():
+                if not static:
+                    poison = math.inf if bad and group.rank == 1 else 1.0
+                    ddp(inputs(group.rank, step), poison).float().pow(2).sum().backward()
+            poison = math.inf if static and bad and group.rank == 1 else 1.0
+            ddp(inputs(group.rank, step), poison).float().pow(2).sum().backward()
+            assert all((p.grad is None) == bad for p in ddp.parameters()), step
+            if not bad:
+                for p, want in zip(ddp.parameters(), means(start, group.size, step), strict=True):
+                    torch.testing.assert_close(p.grad, want * (1 if static else 2), rtol=0.1, atol=0.1)
+            ddp.zero_grad()
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.filterwarnings("ignore:averaging gradients")
+def test_with_grad_scaler_as_the_page_says() -> None:
+    """All ranks skip the same steps, and RECORD does not get in the way; SKIP leaves it no gradients."""
+
+    def rank_main(group: Group, policy: NonFinite) -> tuple[float, list[Tensor]]:
+        ddp = DDP(Model(), process_group=group, nonfinite=policy)
+        optimizer, scaler = torch.optim.SGD(ddp.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = ddp(inputs(group.rank, step), math.inf if step == 1 and group.rank == 1 else 1.0).pow(2).sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return scaler.get_scale(), [p.detach() for p in ddp.parameters()]
+
+    (scale, first), (other, second) = run_ranks(lambda group: rank_main(group, NonFinite.RECORD), 2)
+    assert scale == other == 2.0
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(first, second, strict=True))
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        run_ranks(lambda group: rank_main(group, NonFinite.SKIP), 2)
+
+
 def test_an_optimizer_that_has_stepped_in_backward_cannot_skip() -> None:
     def rank_main(group: Group) -> None:
         ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
