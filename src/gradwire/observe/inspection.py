@@ -1,0 +1,63 @@
+"""Where every rank of a run is now, as lines for people: what `gradwire inspect` and torch's debug server show. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from gradwire.errors import UsageError
+from gradwire.host import ProcessState
+from gradwire.observe.hang_report import described, report_lines, stall_lines
+from gradwire.observe.hang_watch import HangWatch
+from gradwire.observe.progress import RankProgress
+from gradwire.observe.run_follower import RunFollower
+from gradwire.observe.run_warnings import merge_warnings
+from gradwire.observe.stacks import Stack, user_frames
+from gradwire.observe.stragglers import describe, slow_ranks
+
+
+def inspection(directory: Path, *, whole: bool) -> list[str]:
+    """Look once at the ranks that are recorded in `directory`; with `whole`, show all of their stacks."""
+    ranks = RunFollower(directory)
+    watch = HangWatch(ranks, deadline=0.0)
+    try:
+        ranks.look()
+        if not ranks.ranks:
+            raise UsageError(f"gradwire inspect: no flight recorder has written in {directory}.")
+        stacks = ranks.stacks(ranks.ranks.values())
+        lines: list[str] = []
+        for _, rank in sorted(ranks.ranks.items()):
+            lines += _rank_lines(ranks, rank, stacks.get(rank.rank, ()), whole=whole)
+        for warning in merge_warnings((r.rank, r.header, r.warnings) for r in ranks.ranks.values()):
+            lines.append(f"warning: {warning}")
+        lines += describe(slow_ranks({rank.rank: rank.folder.steps for rank in ranks.local_ranks}))
+        waiting = watch.waiting
+        if waiting is not None:
+            lines += ["", *report_lines(waiting, watch.suspects(waiting))]
+        elif (found := watch.stall()) is not None:
+            lines += ["", *stall_lines(*found)]
+        return lines
+    finally:
+        ranks.close()
+
+
+def _rank_lines(ranks: RunFollower, rank: RankProgress, stacks: Sequence[Stack], *, whole: bool) -> Iterator[str]:
+    state = ranks.state(rank)
+    waiting = rank.waiting_in()
+    own = user_frames(stacks[0].frames, rank.header) if stacks else []
+    here = rank in ranks.local_ranks
+    where = "" if here else f" on {rank.header['host']}"
+    parts = [f"rank {rank.rank} (process {rank.header['pid']}{where}): {state.value}"]
+    if rank.step >= 0:
+        parts.append(f"step {rank.step}")
+    if own:
+        parts.append(f"at {own[0]}")
+    yield ", ".join(parts)
+    if waiting is not None:
+        record, since = waiting
+        how_long = f"for {(ranks.now - since) / 1e9:.1f} s in" if here else "in"
+        yield f"    {'at its end in' if state is ProcessState.GONE else how_long} {described(record)}"
+    for number, stack in enumerate(stacks if whole else []):
+        yield f"    {'main thread' if number == 0 else 'another thread'}:"
+        for frame in stack.frames:
+            yield f"      {frame}"
