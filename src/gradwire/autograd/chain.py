@@ -181,9 +181,8 @@ class HookChain:
     def _whereabouts(self, entries: list[Entry], index: int) -> str:
         _, name, target = entries[index]
         where = f"{self.kind.value} hook {name}, {index + 1} of {len(entries)} on {target}"
-        if (
-            torch.compiler.is_compiling()
-        ):  # what follows cannot be traced; where graphs must not break, this is the message
+        if torch.compiler.is_compiling():
+            # What follows cannot be traced; where graphs must not break, this is the message.
             torch._dynamo.graph_break(msg=f"failed: {where}")
         return where
 

@@ -95,9 +95,8 @@ def _around(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _compiled_autograd_is_on() -> bool:
-    module = sys.modules.get(
-        "torch._dynamo.compiled_autograd"
-    )  # importing it takes seconds; unless it is, nothing is compiled
+    # Importing it takes seconds; unless it is imported, nothing is compiled.
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
     return module is not None and bool(getattr(module, "compiled_autograd_enabled", False))
 
 

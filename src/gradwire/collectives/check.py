@@ -279,10 +279,6 @@ def _single(op: OpFields) -> None:
         )
 
 
-def _send(op: OpFields) -> None:
-    _one_input(op)
-
-
 _PAIRED = frozenset({OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER_TENSOR})
 _SHAPE_RULES: dict[OpKind, Callable[[OpFields], None]] = {
     OpKind.ALL_REDUCE: _in_place,
@@ -295,7 +291,7 @@ _SHAPE_RULES: dict[OpKind, Callable[[OpFields], None]] = {
     OpKind.ALL_TO_ALL_SINGLE: _single,
     OpKind.GATHER: _one_input,
     OpKind.SCATTER: _one_output,
-    OpKind.SEND: _send,
+    OpKind.SEND: _one_input,
     OpKind.RECV: _one_output,
 }
 

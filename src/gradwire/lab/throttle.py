@@ -167,9 +167,8 @@ class _Parcel:
     def deliver(self) -> None:
         """Wait until it arrives, then settle it."""
         while (left := self.arrival - time.perf_counter()) > 0 and not self.over.wait(min(left, _LOOK_EVERY)):
-            if (
-                self.inner.failure is not None
-            ):  # another rank has failed: the inner group has nothing in flight to fail here
+            if self.inner.failure is not None:
+                # Another rank has failed: the inner group has nothing in flight to fail here.
                 self.work.fail(self.inner.failure)
         self.work.finish(source_rank=self.source)
 

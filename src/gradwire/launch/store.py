@@ -105,9 +105,8 @@ def _listen_here(address: Address) -> int | None:
             return None
         family, _, _, _, there = found[0]
         return socket.create_server(there[:2], family=family, backlog=2048).detach()
-    except (
-        OSError
-    ):  # perhaps a store of this process has the port, which the new one then shares; otherwise the new one fails
+    except OSError:
+        # Perhaps a store of this process has the port, which the new one then shares; otherwise the new one fails.
         return None
 
 

@@ -66,9 +66,8 @@ def _take_apart_fields(record: Any) -> tuple[list[Any], Callable[[Iterator[Any]]
     values, put_together = _take_apart(fields)
 
     def rebuild(values: Iterator[Any]) -> Any:
-        copied = copy.copy(
-            record
-        )  # not its constructor, which may take other arguments than its fields, or have side effects
+        # Not by its constructor, which may take other arguments than its fields, or have side effects.
+        copied = copy.copy(record)
         for name, value in put_together(values).items():
             object.__setattr__(copied, name, value)
         return copied

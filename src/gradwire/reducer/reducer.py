@@ -224,9 +224,8 @@ class Reducer:
             return  # this was `torch.autograd.grad`, which accumulates nothing: the backward is still to come
         machine, everything = self.machine, range(len(self.parameters))
         machine.prepare(i for i in everything if i not in uses)
-        launches = [
-            launch for i in uses for launch in machine.grad_ready(i)
-        ]  # in the order in which they arrived first
+        # In the order in which they arrived first.
+        launches = [launch for i in uses for launch in machine.grad_ready(i)]
         machine.static_uses = [uses.get(i, 0) for i in everything]
         try:
             self.reductions.launch(launches)

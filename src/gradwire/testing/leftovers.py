@@ -82,10 +82,8 @@ class Leftovers:
 
         What is about to end is not a leak: it gets up to `grace` seconds, and unreachable objects are collected first.
         """
-        for generation in (
-            1,
-            2,
-        ):  # the young one first: a full collection takes a tenth of a second once torch is loaded
+        # The young generation first: a full collection takes a tenth of a second once torch is loaded.
+        for generation in (1, 2):
             if not any(True for _ in self._new()):
                 return []
             gc.collect(generation)

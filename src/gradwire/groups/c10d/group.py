@@ -164,9 +164,8 @@ class C10dGroup(Group):
                             self._poller.abandon(native)
                             return
             work.finish()
-        except (
-            BaseException
-        ) as error:  # an engine written in Python may even raise SystemExit, and later operations need the lane
+        except BaseException as error:
+            # An engine written in Python may even raise SystemExit, and later operations need the lane.
             self._broken(work, error, engine)
         finally:
             program.close()

@@ -103,9 +103,8 @@ class Runtime:
         """The communicator that a request makes, if it does so within `limit` seconds."""
         twin, request = making
         deadline = time.perf_counter() + limit
-        self.keep_alive.creating.append(
-            making
-        )  # MPI will write the communicator's handle there, even after the deadline
+        # MPI will write the communicator's handle there, even after the deadline.
+        self.keep_alive.creating.append(making)
         while True:
             with self.lock:
                 if request.Test():

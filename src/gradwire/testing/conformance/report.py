@@ -44,12 +44,10 @@ class Report:
     seconds: float
 
     def __str__(self) -> str:
-        skipped = (
-            f", {len(self.skipped)} skipped because they need more ranks ({', '.join(self.skipped)})"
-            if self.skipped
-            else ""
-        )
-        return f"{len(self.ran)} checks passed on {self.size} ranks in {self.seconds:.1f} s{skipped}"
+        passed = f"{len(self.ran)} checks passed on {self.size} ranks in {self.seconds:.1f} s"
+        if not self.skipped:
+            return passed
+        return f"{passed}, {len(self.skipped)} skipped because they need more ranks ({', '.join(self.skipped)})"
 
 
 class ConformanceError(GradwireError, AssertionError):

@@ -149,9 +149,8 @@ def prepare(stack: int, dumped: int, parent: int) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
         if os.getppid() != parent:
             sys.exit()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C goes to the whole process group; the parent decides how to handle it
+    # Ctrl-C goes to the whole process group; the parent decides how to handle it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     # On SIGUSR1 every thread's stack goes to `stack`, without the interpreter lock; chained after it, Python's own handler
     # then writes a byte to `dumped`, still in the signal handler, which signals the parent that the stacks are complete.
