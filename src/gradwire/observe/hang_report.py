@@ -1,7 +1,8 @@
-"""What a hang report says, for people and for programs, and where a rank stands, in a line. Pure."""
+"""What a hang report says, for people and for programs, and where a rank stands, in a line."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from gradwire.host import ProcessState
 from gradwire.observe.hangs import Cause, Suspect, Waiting
 from gradwire.observe.progress import RankProgress
 from gradwire.observe.ring import Record
+from gradwire.observe.stacks import Frame
 from gradwire.observe.stalls import Stall
 
 _MOST_NAMES = 6
@@ -48,7 +50,7 @@ def stall_lines(stall: Stall, suspects: Sequence[Suspect]) -> list[str]:
     """The report of ranks that wait where collectives are not recorded."""
     several = len(stall.ranks) > 1
     ranks = f"rank{'s' if several else ''} {list_ranks(stall.ranks)} {'have' if several else 'has'}"
-    at = f", in {stall.where}" if stall.where else ""
+    at = f", in {_short(stall.where)}" if stall.where else ""
     head = f"{ranks} waited for {stall.seconds:.1f} s in step {stall.step}{at} (collectives are not recorded)"
     return [head, *(line for group in _alike(suspects) for line in _suspect_lines(group, 6))]
 
@@ -69,7 +71,7 @@ def _suspect_lines(group: Sequence[Suspect], frames: int) -> list[str]:
     process = f"process{'es' if several else ''} {', '.join(str(one.pid) for one in group)}"
     states = ", ".join(dict.fromkeys(one.state.value for one in group))
     other = described(suspect.other) if suspect.other is not None else ""
-    at = f": {suspect.where}" if suspect.where else f": {other}" if other else ""
+    at = f": {_short(suspect.where)}" if suspect.where else f": {other}" if other else ""
     lines = [f"  {ranks} ({process}, {states}): {suspect.cause.value}{at}"]
     if other and suspect.where:
         lines.append(f"      {other}")
@@ -78,10 +80,14 @@ def _suspect_lines(group: Sequence[Suspect], frames: int) -> list[str]:
         more = len(suspect.parameters) - _MOST_NAMES
         of = f": it has no gradient yet of {names}" + (f" and {more} more" if more > 0 else "") if names else ""
         lines.append(f"      bucket {suspect.bucket} is not full there{of}")
-    lines += [f"      {frame}" for frame in suspect.stack[:frames]]
+    lines += [f"      {_short(frame)}" for frame in suspect.stack[:frames]]
     if len(suspect.stack) > frames:
         lines.append(f"      ... {len(suspect.stack) - frames} more")
     return lines
+
+
+def _short(frame: Frame) -> str:
+    return frame.relative_to(os.getcwd())
 
 
 def as_dict(waiting: Waiting | None, suspects: Sequence[Suspect]) -> dict[str, Any]:

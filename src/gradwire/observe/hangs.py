@@ -20,6 +20,8 @@ from gradwire.observe.stacks import Frame, Stack, user_frames
 
 SOFT_DEADLINE = 5.0
 TIMES_USUAL = 10
+_OF_ANY_SIZE = frozenset({"gather", "scatter", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"})
+"""Collectives whose tensors may have other sizes on other ranks."""
 
 
 class Cause(Enum):
@@ -124,10 +126,12 @@ def find_waiting(
         if not members:
             continue
         size = max(member.progress.groups[record.group][member.number] for member in members)
+        record = _usual(members, record)
+        waits = [m for m in members if m.waits_in(record) or (failed and m.has_failed(record))]
         return Waiting(
             record,
             (now - since) / 1e9,
-            tuple(m.rank for m in members if m.waits_in(record) or (failed and m.has_failed(record))),
+            tuple(m.rank for m in waits if _kind(m.submission(record)) == _kind(record)),
             tuple(m.rank for m in members if not m.has_reached(record)),
             tuple(members),
             max(0, size - len(members)),
@@ -158,6 +162,18 @@ def _members(ranks: Sequence[RankProgress], group: str) -> list[Member] | None:
                 return None
             found[number] = Member(rank.rank if len(numbers) == 1 else number, number, rank)
     return [found[number] for number in sorted(found)]
+
+
+def _usual(members: Sequence[Member], record: Record) -> Record:
+    """What most ranks have submitted as this collective."""
+    submitted = [own for member in members if (own := member.submission(record)) is not None]
+    [(kind, _)] = Counter(_kind(own) for own in submitted).most_common(1) or [(_kind(record), 1)]
+    return next((own for own in submitted if _kind(own) == kind), record)
+
+
+def _kind(record: Record | None) -> tuple[str, int] | None:
+    """What must be the same on all ranks."""
+    return None if record is None else (record.op, 0 if record.op in _OF_ANY_SIZE else record.nbytes)
 
 
 def _is_same(a: Record, b: Record) -> bool:
@@ -192,12 +208,8 @@ def _to_blame(waiting: Waiting, state: Callable[[RankProgress], ProcessState]) -
 
 def _different(member: Member, waiting: Waiting) -> Record | None:
     """The submission of a rank that differs from those of most ranks."""
-    submitted = [other.submission(waiting.record) for other in waiting.members]
-    kinds = Counter((record.op, record.nbytes) for record in submitted if record is not None)
     own = member.submission(waiting.record)
-    if own is None or len(kinds) < 2 or (own.op, own.nbytes) == kinds.most_common(1)[0][0]:
-        return None
-    return own
+    return None if _kind(own) in (None, _kind(waiting.record)) else own
 
 
 def _suspect(member: Member, waiting: Waiting, state: ProcessState, stacks: Sequence[Stack]) -> Suspect:

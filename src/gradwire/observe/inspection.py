@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def _rank_lines(ranks: RunFollower, rank: RankProgress, stacks: Sequence[Stack],
     if rank.step >= 0:
         parts.append(f"step {rank.step}")
     if own:
-        parts.append(f"at {own[0]}")
+        parts.append(f"at {own[0].relative_to(os.getcwd())}")
     yield ", ".join(parts)
     if waiting is not None:
         record, since = waiting
@@ -60,4 +61,4 @@ def _rank_lines(ranks: RunFollower, rank: RankProgress, stacks: Sequence[Stack],
     for number, stack in enumerate(stacks if whole else []):
         yield f"    {'main thread' if number == 0 else 'another thread'}:"
         for frame in stack.frames:
-            yield f"      {frame}"
+            yield f"      {frame.relative_to(os.getcwd())}"

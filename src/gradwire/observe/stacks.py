@@ -17,7 +17,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,10 @@ class Frame:
 
     def __str__(self) -> str:
         return f"{self.function}() at {self.file}:{self.line}"
+
+    def relative_to(self, directory: str) -> str:
+        """As a person reads it who is in `directory`."""
+        return str(replace(self, file=self.file.removeprefix(os.path.join(directory, ""))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,11 +131,12 @@ def test_a_rank_that_waits_elsewhere(rank, record):
     assert "barrier 'epoch' (operation #2 of side" in report_lines(waiting, [suspect])[1]
 
 
-def test_a_different_collective(rank):
-    ranks = [rank(0, pending=[1]), rank(1, pending=[1], nbytes=8), rank(2, pending=[1])]
+@pytest.mark.parametrize("at", [0, S // 2])
+def test_a_different_collective(rank, at):
+    ranks = [rank(0, pending=[1], at=at), rank(1, pending=[1], nbytes=8), rank(2, pending=[1], at=at)]
     waiting = find_waiting(ranks, 6 * S)
     assert waiting is not None
-    assert waiting.missing == ()
+    assert (waiting.ranks, waiting.missing, waiting.record.nbytes) == ((0, 2), (), 4)
     [suspect] = suspects_of(ranks, waiting)
     assert (suspect.rank, suspect.cause) == (1, Cause.DIFFERENT)
     assert "8 bytes" in report_lines(waiting, [suspect])[1]
@@ -223,7 +224,7 @@ def test_ranks_that_are_threads_share_a_ring(rank, record):
     progress = rank(0, pending=[1])
     for number in (1, 2):
         progress.update([record(K.GROUP, 0, group="world", rank=number, nbytes=3)])
-    facts = {"op": "all_reduce", "group": "world", "rank": 2, "seq": 1, "ordinal": 1}
+    facts = {"op": "all_reduce", "group": "world", "rank": 2, "seq": 1, "ordinal": 1, "nbytes": 4}
     progress.update([record(kind, 0, **facts) for kind in (K.COLLECTIVE_SUBMITTED, WAITED)])
     waiting = find_waiting([progress], 6 * S)
     assert waiting is not None

@@ -1,0 +1,89 @@
+"""Stacks of ranks that may not answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from gradwire.host import ProcessState, process_state
+from gradwire.observe import py_spy
+from gradwire.observe.recording import _header
+from gradwire.observe.stacks import Frame, parse_dump, parse_stacks, read_stacks
+
+
+@pytest.fixture
+def fake_py_spy(tmp_path, monkeypatch):
+    """Put a program in the place of py-spy that prints `text`, or sleeps for `seconds`."""
+
+    def make(text, seconds=0, code=0):
+        path = tmp_path / "py-spy"
+        first = f"exec sleep {seconds}\n" if seconds else ""
+        path.write_text(f"#!/bin/sh\n{first}cat <<'EOF'\n{text}\nEOF\nexit {code}\n")
+        path.chmod(0o700)
+        monkeypatch.setattr(py_spy, "program", lambda: str(path))
+
+    return make
+
+
+DUMP = [
+    {"thread_id": 7, "frames": [{"name": "run", "filename": "/a.py", "line": 3}]},
+    {"thread_id": 5, "frames": [{"name": "f", "filename": "/b.py", "line": 9}]},
+]
+
+
+def test_what_py_spy_writes_is_read_with_the_main_thread_first():
+    main, other = parse_dump(json.dumps(DUMP), main=5)
+    assert (main.thread, main.frames) == (5, (Frame("/b.py", 9, "f"),))
+    assert other.thread == 7
+
+
+@pytest.mark.parametrize("text", ["", "Error: no such process", "{}", "[1]", '[{"thread_id": 1}]', "null"])
+def test_what_py_spy_does_not_write_is_no_stack(text):
+    assert parse_dump(text, main=5) == []
+
+
+@pytest.mark.parametrize(("seconds", "code", "found"), [(0, 0, {"a": "[]\n"}), (60, 0, {}), (0, 1, {})])
+def test_py_spy_is_bounded_and_may_fail(fake_py_spy, seconds, code, found):
+    fake_py_spy("[]", seconds, code)
+    assert py_spy.dump_stacks({"a": os.getpid()}, within=5.0 if found else 0.5) == found
+
+
+def test_without_py_spy_there_are_no_stacks(monkeypatch):
+    monkeypatch.setattr(py_spy, "program", lambda: None)
+    assert py_spy.dump_stacks({"a": os.getpid()}, within=1.0) == {}
+
+
+def test_a_process_that_is_stopped_is_looked_at_by_py_spy(tmp_path, fake_py_spy):
+    fake_py_spy(json.dumps(DUMP))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        assert process_state(process.pid) is ProcessState.STOPPED
+        path = tmp_path / "rank-0.stacks"
+        path.touch()
+        found = read_stacks({path: {"pid": process.pid, "main_thread": 5}})
+        process.kill()
+    assert [stack.thread for stack in found[path]] == [5, 7]
+
+
+def test_the_file_of_stacks_does_not_grow_for_ever(recorded):
+    path = recorded / "rank-0.stacks"
+    with path.open("a") as file:
+        file.write("x" * (1 << 20) + "\n")
+    [stacks] = read_stacks({path: _header(0, 1)}).values()
+    assert "test_the_file_of_stacks_does_not_grow_for_ever" in [frame.function for frame in stacks[0].frames]
+    assert path.stat().st_size < 1 << 20
+
+
+def test_of_a_rank_that_was_asked_twice_the_last_answer_counts():
+    text = "".join(
+        f'Thread 0x01 (most recent call first):\n  File "/a.py", line {n} in f\n  File "/a.py", line 1 in g\n'
+        for n in (2, 3)
+    )
+    [stack] = parse_stacks(text, main=1)
+    assert [frame.line for frame in stack.frames] == [3, 1]
