@@ -18,6 +18,7 @@ from gradwire.flight_recorder import RecordKind
 from gradwire.observe.ring import Record
 from gradwire.observe.steps import Phase, PhaseTracker
 
+_MOST_WAITS = 1024
 COMPUTE = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 """The phases in which a rank works on its own."""
 
@@ -116,6 +117,8 @@ class StepFolder:
             since = None
         if since is not None:
             self._waits.append((max(since, self._phase_start), record.time))
+            if len(self._waits) >= _MOST_WAITS:  # a phase may last forever, e.g. in a program that trains no model
+                self._waits = [(record.time - _covered(self._waits), record.time)]
 
     def _phase_record(self, record: Record) -> None:
         kind, time = record.kind, record.time

@@ -93,6 +93,15 @@ def test_parts_of_a_collective_are_not_counted_twice(step, record):
     assert times.phases[Phase.DATA] == OWN[Phase.DATA] - 10
 
 
+def test_any_number_of_waits_takes_little_memory(record):
+    """Of a program that trains no model there is no record that ends a phase."""
+    folder = StepFolder()
+    for number in range(5000):
+        folder.add(record(K.COLLECTIVE_FINISHED, 10 * number + 4, seq=number, duration=4))
+    assert len(folder._waits) < 2000
+    assert _covered(folder._waits) == 5000 * 4
+
+
 def test_a_step_that_failed_is_left_out_and_so_is_the_next(step, record):
     failed = [one for one in step(2, 200) if one.kind is not K.STEP_ENDED]
     failed[6] = failed[6]._replace(kind=K.STEP_FAILED)
