@@ -18,6 +18,8 @@ _KEPT_DURATIONS = 100
 _KEPT_RECORDS = 20
 _KEPT_WARNINGS = 20
 _KEPT_FAILED = 20
+_MANY_LOST = 16
+"""So many records in a row have been overwritten; fewer were never written, which happens: see `flight_recorder.py`."""
 _KEPT_SUBMITTED = 100
 _KEPT_FORWARDS = 20
 
@@ -66,6 +68,8 @@ class RankProgress:
     def update(self, records: Iterable[Record]) -> None:
         """Take new records into account."""
         for record in records:
+            if self.last and record.number - self.last[-1].number > _MANY_LOST:
+                self._forget_unfinished()
             self.last.append(record)
             self.folder.add(record)
             self.step = max(self.step, record.step)
@@ -118,6 +122,12 @@ class RankProgress:
             else:
                 of_this = self.durations.setdefault((record.group, record.op), deque(maxlen=_KEPT_DURATIONS))
                 of_this.append(record.duration)
+
+    def _forget_unfinished(self) -> None:
+        """Records were overwritten before they were read: of what was in flight, nobody knows whether it has finished."""
+        self.pending.clear()
+        self.waited.clear()
+        self.folder.forget_unfinished()
 
     def _forget(self, group: Record) -> None:
         """A group of the same name was closed: the new one counts from 1 again."""

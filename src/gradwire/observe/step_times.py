@@ -107,6 +107,13 @@ class StepFolder:
         else:
             self._phase_record(record)
 
+    def forget_unfinished(self) -> None:
+        """Records are missing from here on: leave out the step that they belong to."""
+        self._pending.clear()
+        self._waits.clear()
+        self.tracker = PhaseTracker()
+        self._begin(None)
+
     def _collective_finished(self, record: Record) -> None:
         """Note the time in which a collective has blocked the rank: see Note [Own time]."""
         submitted = record.time - record.duration

@@ -224,6 +224,20 @@ def test_rings_of_an_earlier_run_are_not_looked_at(ring, tmp_path):
     watch.close()
 
 
+def test_a_launcher_that_has_missed_the_end_of_a_collective_reports_no_hang(ring, watch):
+    """As after a reader of its output has kept it waiting while the ring went round."""
+    recorder = ring(0)
+    watch.run.look()
+    assert watch.run.ranks[0].waiting_in() is not None
+    recorder.put(RecordKind.COLLECTIVE_FINISHED, 0, group="world", ordinal=1)
+    for number in range(40):
+        recorder.put(RecordKind.MARK, 0, label="later", seq=number)
+    watch.run.look()
+    watch.run.look()
+    assert watch.run.ranks[0].last[-1].seq == 39
+    assert watch.run.ranks[0].waiting_in() is None
+
+
 def test_a_rank_that_was_started_again_is_followed(ring, watch):
     ring(0)
     watch.run.look()
