@@ -481,6 +481,14 @@ def test_a_worker_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch)
         pool.run(GroupJob(offset_rank, C10dGroup.gloo), 2)
 
 
+def test_a_worker_whose_program_is_missing_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    before = len(os.listdir("/proc/self/fd"))
+    with RankPool() as pool, pytest.raises(FileNotFoundError):
+        pool.run(GroupJob(offset_rank, C10dGroup.gloo), 2)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 SCRIPT = """
 import os, signal, threading
 from gradwire.testing import run_ranks

@@ -111,15 +111,21 @@ class Process(Hold):
         fds = (theirs.fileno(), self._stack, self._dumped_there)
         # See Note [Who outlives whom] in worker.py.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-        with theirs:
-            self.process = subprocess.Popen(
-                spawn.command([sys.executable, "-P", "-c", f"{spawn.program}; work{(*fds, store, parent)}"]),
-                stdin=subprocess.DEVNULL,
-                stdout=spawn.output,
-                stderr=spawn.output,
-                pass_fds=fds,
-                env={**os.environ, **spawn.settings},
-            )
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    spawn.command([sys.executable, "-P", "-c", f"{spawn.program}; work{(*fds, store, parent)}"]),
+                    stdin=subprocess.DEVNULL,
+                    stdout=spawn.output,
+                    stderr=spawn.output,
+                    pass_fds=fds,
+                    env={**os.environ, **spawn.settings},
+                )
+        except BaseException:
+            control.close()
+            for fd in (self._stack, self._dumped, self._dumped_there):
+                os.close(fd)
+            raise
         self._take(control, self.process.pid)
 
     def wait(self, limit: float) -> int | None:
