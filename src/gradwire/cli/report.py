@@ -33,7 +33,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 def run(args: argparse.Namespace) -> int:
     """Write the report."""
     directory = find_run(args.run_dir, os.environ)
-    report = load_report(directory)
+    try:
+        report = load_report(directory)
+    except OSError as error:  # a run that begins anew, or is removed, at this moment
+        raise UsageError(f"gradwire report {directory}: {error.filename or ''}: {error.strerror}.") from None
     text = render_text(report) if args.text else render_page(report)
     if args.text and args.output is None:
         encoding = sys.stdout.encoding or "ascii"

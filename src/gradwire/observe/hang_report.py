@@ -14,6 +14,7 @@ from gradwire.observe.progress import RankProgress
 from gradwire.observe.ring import Record
 from gradwire.observe.stacks import Frame
 from gradwire.observe.stalls import Stall
+from gradwire.observe.units import rank_list
 
 _MOST_NAMES = 6
 _ENDED = {
@@ -33,7 +34,7 @@ def report_lines(waiting: Waiting | None, suspects: Sequence[Suspect], *, frames
     """The report, for a terminal. Ranks that stand at the same place are named together."""
     lines = []
     if waiting is not None:
-        who = f"rank{'s' if len(waiting.ranks) > 1 else ''} {list_ranks(waiting.ranks)}"
+        who = f"rank{'s' if len(waiting.ranks) > 1 else ''} {rank_list(waiting.ranks)}"
         has = "have" if len(waiting.ranks) > 1 else "has"
         lines.append(f"{who} {has} waited for {waiting.seconds:.1f} s in {described(waiting.record)}")
         if waiting.unknown:
@@ -49,7 +50,7 @@ def report_lines(waiting: Waiting | None, suspects: Sequence[Suspect], *, frames
 def stall_lines(stall: Stall, suspects: Sequence[Suspect]) -> list[str]:
     """The report of ranks that wait where collectives are not recorded."""
     several = len(stall.ranks) > 1
-    ranks = f"rank{'s' if several else ''} {list_ranks(stall.ranks)} {'have' if several else 'has'}"
+    ranks = f"rank{'s' if several else ''} {rank_list(stall.ranks)} {'have' if several else 'has'}"
     at = f", in {_short(stall.where)}" if stall.where else ""
     head = f"{ranks} waited for {stall.seconds:.1f} s in step {stall.step}{at} (collectives are not recorded)"
     return [head, *(line for group in _alike(suspects) for line in _suspect_lines(group, 6))]
@@ -67,7 +68,7 @@ def _alike(suspects: Iterable[Suspect]) -> list[list[Suspect]]:
 def _suspect_lines(group: Sequence[Suspect], frames: int) -> list[str]:
     suspect = group[0]
     several = len(group) > 1
-    ranks = f"rank{'s' if several else ''} {list_ranks([one.rank for one in group])}"
+    ranks = f"rank{'s' if several else ''} {rank_list([one.rank for one in group])}"
     process = f"process{'es' if several else ''} {', '.join(str(one.pid) for one in group)}"
     states = ", ".join(dict.fromkeys(one.state.value for one in group))
     other = described(suspect.other) if suspect.other is not None else ""
@@ -154,19 +155,3 @@ def standing(rank: RankProgress, state: ProcessState, now: int | None) -> str:
 
 def _ago(before: str, now: int | None, then: int, after: str = "") -> str:
     return "" if now is None else f"{before} {max(0, now - then) / 1e9:.1f} s{after}"
-
-
-def list_ranks(ranks: Sequence[int]) -> str:
-    """Ranks as a person writes them.
-
-    >>> list_ranks([0, 1, 2, 5, 7, 8])
-    '0-2, 5, 7, 8'
-    """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return ", ".join(parts)

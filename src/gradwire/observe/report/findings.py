@@ -46,25 +46,43 @@ def find(report: RunReport) -> list[Finding]:
 
 def _hangs(report: RunReport) -> Iterator[Finding]:
     for hang in report.hangs[:_MOST_OF_A_KIND]:
-        collective = _dict(hang.get("collective"))
-        what = f"{collective.get('op', 'a collective')} {collective.get('label') or ''}".strip()
-        suspects = [_dict(one) for one in hang.get("suspects") or ()]
-        detail = "; ".join(
-            f"rank {one.get('rank')} ({one.get('state')}): {str(one.get('cause', '')).lower().replace('_', ' ')}"
-            + (f", {one.get('where') or one.get('doing')}" if one.get("where") or one.get("doing") else "")
-            for one in suspects
-        )
+        suspects = [one for one in hang.get("suspects") or () if isinstance(one, dict)]
         waiting = [rank for rank in hang.get("waiting") or () if isinstance(rank, int)]
         seconds = hang.get("seconds")
+        if waiting or not suspects:
+            how_long = f" for {seconds:.1f} s" if isinstance(seconds, float) else ""
+            who = ranks_text(waiting).capitalize() if waiting else "Ranks"
+            title = f"{who} hung in {_collective(hang.get('collective'))}{how_long}"
+        else:
+            title = f"Rank {suspects[0].get('rank')} ended during the run"
         yield Finding(
             "error",
-            f"{ranks_text(waiting).capitalize()} hung in {what}"
-            + (f" for {seconds:.1f} s" if isinstance(seconds, float) else ""),
-            detail or "All ranks had submitted it.",
-            f"Look at the ranks that are named: their stacks are in {hang.get('file', 'the hang report')}."
+            title,
+            "; ".join(map(_suspect, suspects)) or "All ranks had submitted it.",
+            f"Look at the ranks that are named: what was found of them is in {hang.get('file', 'the hang report')}."
             if suspects
             else "The engine or the link was slow or stuck: look at the network.",
         )
+
+
+def _collective(facts: object) -> str:
+    known = _dict(facts)
+    return f"{known.get('op', 'a collective')} {known.get('label') or ''}".strip()
+
+
+def _suspect(one: dict[str, Any]) -> str:
+    """A rank that kept the others waiting, and what is known of it."""
+    cause = str(one.get("cause", "unknown")).lower().replace("_", " ")
+    parts = [f"rank {one.get('rank')} ({one.get('state')}): {cause}"]
+    if one.get("where"):
+        parts.append(str(one["where"]))
+    if one.get("other"):
+        parts.append(f"it had submitted {_collective(one['other'])}")
+    parameters = one.get("parameters")
+    if isinstance(parameters, list) and parameters:
+        more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
+        parts.append(f"bucket {one.get('bucket')} waited for {parameters[0]}{more}")
+    return ", ".join(parts)
 
 
 def _failures(report: RunReport) -> Iterator[Finding]:

@@ -16,6 +16,8 @@ from gradwire.observe.step_times import StepTimes, step_times
 
 _KEPT_DURATIONS = 2000
 _KEPT_EVENTS = 50
+_UNKNOWN = {"host": "?", "pid": 0, "size": 1, "command": "", "gradwire": "?", "torch": "?", "python": "?"}
+"""What a header lacks that was written by another version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ def summarize(ring: Ring) -> RankSummary:
             traffic.setdefault(TrafficKey(hook, operation.op, operation.group), Traffic()).add(operation)
     return RankSummary(
         rank=ring.rank,
-        header=ring.header,
+        header={**_UNKNOWN, **ring.header},
         descriptions=ring.descriptions,
         state=ring.state,
         records=len(records),

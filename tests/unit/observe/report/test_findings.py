@@ -68,7 +68,15 @@ def test_a_rank_that_ended_early_in_an_operation():
     assert only(titles, "Rank 0 ended while all_reduce 'loss' was under way")
 
 
-SUSPECT = {"rank": 1, "cause": "USER_CODE", "state": "running", "where": "spin() at train.py:6"}
+SUSPECT = {
+    "rank": 1,
+    "cause": "USER_CODE",
+    "state": "running",
+    "where": "spin() at train.py:6",
+    "bucket": 2,
+    "parameters": ["a.weight", "a.bias"],
+    "other": {"op": "broadcast", "label": "x"},
+}
 HANG = {"collective": {"op": "all_reduce", "label": "b"}, "seconds": 5.5, "waiting": [0, 2], "suspects": [SUSPECT]}
 
 
@@ -77,7 +85,21 @@ def test_hangs_that_were_saved_whatever_their_form(hang):
     error = only(found(made_ring(0, range(3), size=1), hangs=[hang]), "hung in")
     if hang.get("seconds"):
         assert error.title == "Ranks 0, 2 hung in all_reduce b for 5.5 s"
-        assert "rank 1 (running): user code, spin() at train.py:6" in error.detail
+        assert error.detail == (
+            "rank 1 (running): user code, spin() at train.py:6, it had submitted broadcast x, "
+            "bucket 2 waited for a.weight and 1 more"
+        )
+
+
+def test_a_rank_that_ended_while_nobody_waited():
+    gone = {
+        "collective": None,
+        "seconds": 0.0,
+        "waiting": [],
+        "suspects": [{"rank": 3, "cause": "DEAD", "state": "gone"}],
+    }
+    error = only(found(made_ring(0, range(3), size=1), hangs=[gone]), "Rank 3 ended during the run")
+    assert error.detail == "rank 3 (gone): dead"
 
 
 def test_a_ring_that_has_wrapped_a_run_in_progress_and_damaged_files():
