@@ -23,7 +23,8 @@ class HangWatch:
 
     def __init__(self, run: RunFollower, *, deadline: float = SOFT_DEADLINE) -> None:
         self.run = run
-        self._deadline = deadline
+        self.deadline = deadline
+        """Seconds after which a wait is a hang."""
         self._works = True
         self._reported: Waiting | None = None
         self._looked_at_stall = False
@@ -39,7 +40,7 @@ class HangWatch:
         """
         if self.run.is_over:
             return find_waiting(self.run.local_ranks, self.run.now, deadline=-math.inf, failed=True)
-        return find_waiting(self.run.local_ranks, time.monotonic_ns(), deadline=self._deadline)
+        return find_waiting(self.run.local_ranks, time.monotonic_ns(), deadline=self.deadline)
 
     def check_if_due(self) -> list[str]:
         """`check`, if it is time for it. An error ends the watch and not the run."""
@@ -49,7 +50,7 @@ class HangWatch:
         self.next_look = now + PERIOD
         lines = self._safely(self.check)
         since = [found[1] for rank in self.run.local_ranks if (found := rank.waiting_in()) is not None]
-        due = min(since, default=math.inf) / 1e9 + self._deadline  # so that a hang is reported when it is one
+        due = min(since, default=math.inf) / 1e9 + self.deadline  # so that a hang is reported when it is one
         if now < due < self.next_look:
             self.next_look = due + _MARGIN
         return lines
@@ -93,7 +94,7 @@ class HangWatch:
 
     def _check_for_stall(self) -> list[str]:
         """Their stacks are looked at once, when ranks have stopped."""
-        seconds = idle_seconds(self.run.local_ranks, time.monotonic_ns(), deadline=self._deadline)
+        seconds = idle_seconds(self.run.local_ranks, time.monotonic_ns(), deadline=self.deadline)
         looked, self._looked_at_stall = self._looked_at_stall, seconds is not None
         found = None if looked else self.stall()
         if found is None:
@@ -105,7 +106,7 @@ class HangWatch:
     def stall(self) -> tuple[Stall, list[Suspect]] | None:
         """Ranks of this host whose collectives are not recorded and that wait, and those that they wait for."""
         ranks = self.run.local_ranks
-        seconds = idle_seconds(ranks, self.run.now, deadline=self._deadline)
+        seconds = idle_seconds(ranks, self.run.now, deadline=self.deadline)
         if seconds is None:
             return None
         return find_stall(ranks, seconds, state=self.run.state, stacks=self.run.stacks(ranks))

@@ -133,9 +133,9 @@ class RankProgress:
         """A group of the same name was closed: the new one counts from 1 again."""
         self.reached.pop((group.group, group.rank), None)
         self.submitted.pop((group.group, group.rank), None)
-        for key in [key for key in self.pending if key[:2] == (group.group, group.rank)]:
-            del self.pending[key]
-            self.waited.pop(key, None)
+        for known in (self.pending, self.waited):
+            for key in [key for key in known if key[:2] == (group.group, group.rank)]:
+                del known[key]
 
     def _reach(self, record: Record) -> None:
         member = record.group, record.rank

@@ -68,6 +68,29 @@ def test_the_script_gets_the_arguments_that_python_would_pass(words, options, sc
     assert started[0].command == [sys.executable, path, *words]
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [([], 5.0), (["--hang-after", "30"], 30.0), (["--hang-after=0"], None), (["--hang-after", "never"], None)],
+)
+def test_when_hangs_are_reported(words, expected, script, monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr(run, "supervise", lambda plan: started.append(plan) or 0)
+    assert main(["run", "-n", "1", "--run-dir", str(tmp_path / "run"), *words, script("")]) == 0
+    assert started[0].watch.deadline == (float("inf") if expected is None else expected)
+    assert (started[0].watch.next_look == float("inf")) == (expected is None)
+
+
+@pytest.mark.parametrize(("options", "words"), [([], ["x.py", "1"]), (["-m"], ["x", "1"])])
+def test_a_script_that_is_observed(options, words, script, monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr(run, "supervise", lambda plan: started.append(plan) or 0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").touch()
+    assert main(["run", "-n", "1", "--observe", "--run-dir", str(tmp_path / "run"), *options, *words]) == 0
+    assert started[0].command == [sys.executable, "-m", "gradwire.launch.observed", *options, *words]
+    assert main(["run", "-n", "1", "--observe", "--no-record", *options, *words]) == 2
+
+
 def test_a_module(script, capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script("import sys; print(__name__, sys.argv[1:]); sys.exit(5)")
@@ -114,6 +137,8 @@ def test_a_script_that_is_not_there(capsys, tmp_path):
         (["--timeout", "soon", "x"], "argument --timeout: 'soon' is not a number of seconds"),
         (["--timeout", "-1", "x"], "argument --timeout: '-1' is not a number of seconds"),
         (["--timeout", "inf", "x"], "argument --timeout: 'inf' is not a number of seconds"),
+        (["--hang-after", "later", "x"], "argument --hang-after/--hang_after: 'later' is not a number of seconds"),
+        (["--hang-after", "nan", "x"], "argument --hang-after/--hang_after: 'nan' is not a number of seconds"),
     ],
 )
 def test_a_wrong_option_is_named(argv, message, capsys):
