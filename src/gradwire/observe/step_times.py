@@ -6,17 +6,22 @@ the slow one, time that a rank waits must not count as its own. After its last g
 collectives of buffers and of user code, from the record of the wait, or from the submission if the collective was over when it
 returned; and in collectives of buckets only if they finish while the bucket is being launched. Waits of other threads, such as
 those that run hooks, do not keep the rank from computing.
+
+Note [torch's DDP]
+It waits for averages at the end of its backward, and nothing records when the last gradient was there, unless its buckets go
+through a hook of ours. So a step ends with the optimizer's step, its backward includes the wait, and what is known of when the rank
+was ready is when its forward had ended.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradwire.flight_recorder import RecordKind
 from gradwire.observe.ring import Record
-from gradwire.observe.steps import Phase, PhaseTracker
+from gradwire.observe.steps import Phase, PhaseTracker, Span
 
 _MOST_WAITS = 1024
 COMPUTE = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
@@ -41,6 +46,8 @@ class StepTimes:
     group_rank: int = 0
     samples: int = 0
     """What the script has counted with `observe.samples`."""
+    backward_waits: bool = False
+    """Whether its backward includes the wait for averages: see Note [torch's DDP]."""
 
     @property
     def seconds(self) -> float:
@@ -83,6 +90,10 @@ class StepFolder:
         self._ranks: dict[str, int] = {}
         self._shared = False
         """Whether several ranks write this ring, as threads of one process: their phases cannot be told apart."""
+        self._phases: dict[Phase, int] = {}
+        self._ready: dict[int, int] = {}
+        self._torch_forward: Record | None = None
+        """The forward of torch's DDP in this step."""
         self._begin(None)
 
     def add(self, record: Record) -> None:
@@ -136,41 +147,55 @@ class StepFolder:
             self._shared = True
         span = self.tracker.add(record)
         if span is not None:
-            waited = _covered(self._waits)
-            own = max(0, span.end - span.start - waited)
+            end = self._end_of_gradients(span) if kind is RecordKind.OPTIMIZER_BEGAN else span.end
+            own = max(0, end - span.start - _covered(self._waits))
             self._phases[span.phase] = self._phases.get(span.phase, 0) + own
             self._phases[Phase.EXPOSED] = self._phases.get(Phase.EXPOSED, 0) + span.end - span.start - own
         self._waits.clear()
         self._phase_start = time
         if kind is RecordKind.STEP_ENDED:
-            self._step_ended(record)
+            self._step_ended(record, time)
         elif kind is RecordKind.STEP_FAILED:
             self._begin(None)
+        elif kind is RecordKind.FORWARD_ENDED and not record.group:
+            self._torch_forward = record
+        elif kind is RecordKind.OPTIMIZER_ENDED and self._torch_forward is not None:
+            self._step_ended(self._torch_forward, time)
 
-    def _step_ended(self, record: Record) -> None:
+    def _end_of_gradients(self, span: Span) -> int:
+        """When the last gradient of a backward was there, whose end was not recorded: see Note [torch's DDP]."""
+        if span.phase is not Phase.BACKWARD or self._torch_forward is None:
+            return span.end
+        if self._ready:
+            return min(span.end, max(self._ready.values()))
+        self._ready, self._backward_waits = {0: span.start}, True
+        return span.end
+
+    def _step_ended(self, record: Record, end: int) -> None:
+        """The step that `record` is of has ended."""
         if self._start is not None and not self._shared:
             times = StepTimes(
                 record.step,
                 self._start,
-                record.time,
+                end,
                 self._phases,
                 self._ready,
                 self._nbytes,
                 record.group,
                 record.rank,
                 self._samples,
+                self._backward_waits,
             )
             if self.steps and self.steps[-1].step == times.step:  # two models are trained in turns
                 times = _joined(self.steps.pop(), times)
             self.steps.append(times)
-        self._begin(record.time)
+        self._begin(end)
 
     def _begin(self, start: int | None) -> None:
         self._start = start
-        self._phases: dict[Phase, int] = {}
-        self._ready: dict[int, int] = {}
-        self._nbytes = 0
-        self._samples = 0
+        self._phases, self._ready = {}, {}
+        self._nbytes = self._samples = 0
+        self._torch_forward, self._backward_waits = None, False
         self._launch_start = None
 
 
@@ -201,4 +226,12 @@ def _covered(intervals: list[tuple[int, int]]) -> int:
 
 def _joined(a: StepTimes, b: StepTimes) -> StepTimes:
     phases = {phase: a.phases.get(phase, 0) + b.phases.get(phase, 0) for phase in {**a.phases, **b.phases}}
-    return StepTimes(b.step, a.start, b.end, phases, {**a.ready, **b.ready}, a.nbytes + b.nbytes, b.group, b.group_rank)
+    return replace(
+        b,
+        start=a.start,
+        phases=phases,
+        ready={**a.ready, **b.ready},
+        nbytes=a.nbytes + b.nbytes,
+        samples=a.samples + b.samples,
+        backward_waits=a.backward_waits or b.backward_waits,
+    )

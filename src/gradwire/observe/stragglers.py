@@ -155,7 +155,9 @@ def compare(times: Times, steps: Sequence[int], offsets: Mapping[int, int] | Non
         return []
     rows = {rank: _of_steps(row, steps) for rank, row in times.items()}
     step_seconds = median(median(one.seconds for one in row) for row in rows.values())
-    slow = _noticeable([_slow_in(phase, rows) for phase in COMPUTE], step_seconds)
+    waits = any(one.backward_waits for row in rows.values() for one in row)
+    phases = [phase for phase in COMPUTE if not waits or phase is not Phase.BACKWARD]
+    slow = _noticeable([_slow_in(phase, rows) for phase in phases], step_seconds)
     ready = {rank: [one.last_ready + (offsets or {}).get(rank, 0) for one in row] for rank, row in rows.items()}
     guilty = {rank: phases for rank, phases in slow.items() if _times_late(rank, ready, slow) > len(steps) / 2}
     last = _times_last(ready)

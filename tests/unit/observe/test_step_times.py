@@ -109,12 +109,14 @@ def test_a_step_that_failed_is_left_out_and_so_is_the_next(step, record):
     assert [one.step for one in step_times(records)] == [1, 4]
 
 
-def test_two_models_that_are_trained_in_turns_are_one_step(step):
+def test_two_models_that_are_trained_in_turns_are_one_step(step, record):
     records = [one for number in range(3) for half in (0, 100) for one in step(number, 200 * number + half)]
-    times = step_times(records)
+    records += [record(K.SAMPLES, at, nbytes=8) for at in (410, 510)]
+    times = step_times(sorted(records, key=lambda one: one.time))
     assert [one.step for one in times] == [0, 1, 2]
     assert [one.end - one.start for one in times] == [100, 200, 200]
     assert times[-1].phases[Phase.FORWARD] == 40
+    assert times[-1].samples == 16
 
 
 def test_ranks_that_share_a_ring_are_not_mixed_up(step):
@@ -142,3 +144,35 @@ def test_the_union_of_intervals(pairs):
     intervals = [(start, start + length) for start, length in pairs]
     random.Random(0).shuffle(intervals)
     assert _covered(intervals) == len({x for start, end in intervals for x in range(start, end)})
+
+
+@pytest.fixture
+def torch_step(record):
+    """The records of a step of torch's DDP of 100 from `at` on: 20 data, 20 forward, 50 backward and waiting, 10 optimizer."""
+
+    def make(number, at, *more):
+        records = [
+            record(K.FORWARD_BEGAN, at + 20, step=number, rank=3),
+            record(K.FORWARD_ENDED, at + 40, step=number, rank=3),
+            record(K.OPTIMIZER_BEGAN, at + 90),
+            record(K.OPTIMIZER_ENDED, at + 100),
+        ]
+        return sorted([*records, *more], key=lambda one: one.time)
+
+    return make
+
+
+def test_a_step_of_torch_s_ddp_ends_with_the_optimizer(torch_step):
+    times = step_times([*torch_step(0, 0), *torch_step(1, 100), *torch_step(2, 200)])
+    assert [(one.step, one.start, one.end, one.group_rank) for one in times] == [(1, 100, 200, 3), (2, 200, 300, 3)]
+    assert times[0].phases == {**OWN, Phase.BACKWARD: 50, Phase.EXPOSED: 0}
+    assert times[0].backward_waits
+    assert times[0].last_ready == 140
+
+
+def test_with_a_hook_of_ours_the_wait_of_torch_s_ddp_is_known(torch_step, record):
+    full = [record(K.BUCKET_FULL, 170, step=1, bucket=0), record(K.BUCKET_LAUNCHED, 171, step=1, bucket=0)]
+    [times] = step_times([*torch_step(0, 0), *torch_step(1, 100, *full)])
+    assert times.phases == {**OWN, Phase.BACKWARD: 30, Phase.EXPOSED: 20}
+    assert not times.backward_waits
+    assert times.last_ready == 170

@@ -180,3 +180,20 @@ def test_a_median_without_one_value(values, data):
     others = list(values)
     others.remove(value)
     assert median_without(sorted(values), value) == statistics.median(others)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("phase", [DATA, FORWARD])
+def test_in_torch_s_ddp_the_backward_of_the_ranks_that_wait_is_not_slow(ranks, phase):
+    rows = {}
+    for rank, row in made_steps(ranks, 20, {(1, phase): 0.3}).items():
+        rows[rank] = [
+            replace(
+                one,
+                phases={**one.phases, BACKWARD: one.phases[BACKWARD] + one.phases[Phase.EXPOSED], Phase.EXPOSED: 0},
+                ready={0: one.last_ready - one.phases[BACKWARD]},
+                backward_waits=True,
+            )
+            for one in row
+        ]
+    assert named(slow_ranks(rows)) == {(1, phase)}
