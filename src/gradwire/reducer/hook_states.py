@@ -34,6 +34,7 @@ from torch import Tensor
 from gradwire.errors import HookError
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.periodic.base import OuterHook
 from gradwire.hooks.state import add_owed
 
 VERSION = 2
@@ -61,7 +62,7 @@ class HookStates:
         """Gradients that an earlier hook had not sent, by parameter. See Note [Another hook]."""
         self.can_roll_back = False
         """Whether what a bucket has is copied before each reduction, for `roll_back`."""
-        self._before: dict[int, tuple[Any, int | None, dict[str, Tensor]]] = {}
+        self._before: dict[int, tuple[tuple[BucketSpec, Any] | None, int | None, dict[str, Tensor]]] = {}
 
     def of(self, spec: BucketSpec) -> Any:
         """The state for this bucket, which the hook may refuse. If the number last had other parameters, buckets were rebuilt:
@@ -89,15 +90,16 @@ class HookStates:
 
     def _copy(self, spec: BucketSpec) -> None:
         made = self._made.get(spec.index)
-        state = None if made is None else copy.deepcopy(made[1])
+        if made is not None and not isinstance(self.hook, OuterHook):  # whose states a backward does not change
+            made = made[0], copy.deepcopy(made[1])
         owed = {name: self.owed[name] for name in spec.names if name in self.owed}
-        self._before[spec.index] = state, self._next_steps.get(spec.index), owed
+        self._before[spec.index] = made, self._next_steps.get(spec.index), owed
 
     def roll_back(self) -> None:
         """The step is dropped: have what was there before it. All its reductions are over."""
-        for index, (state, step, owed) in self._before.items():
-            if index in self._made:
-                self._made[index] = self._made[index][0], state
+        for index, (made, step, owed) in self._before.items():
+            if made is not None:
+                self._made[index] = made
             if step is None:
                 self._next_steps.pop(index, None)
             else:

@@ -391,6 +391,31 @@ def test_a_dropped_step_leaves_the_state_of_the_hook_as_it_was(hook: Callable[[]
     run_ranks(rank_main, 2)
 
 
+@pytest.mark.filterwarnings("ignore:averaging gradients")
+def test_a_skipped_step_does_not_part_a_hook_that_moves_parameters_from_what_is_saved_of_it() -> None:
+    start = Model()
+
+    def rank_main(group: Group) -> None:
+        runs = []
+        for policy in (NonFinite.SKIP, NonFinite.PASS):
+            model = copy.deepcopy(start)
+            replica = replicate(model, group=group, hook=diloco(every=2), nonfinite=policy)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            replica.attach_optimizer(optimizer)
+            for step in range(8):
+                bad = step == 3 and group.rank == 1 and policy is NonFinite.SKIP
+                model(inputs(group.rank, step), math.nan if bad else 1.0).pow(2).sum().backward()
+                if step == 3:
+                    optimizer.zero_grad()
+                optimizer.step()
+                optimizer.zero_grad()
+            runs.append(replica.hook_state_dict()["state"])
+            replica.detach()
+        torch.testing.assert_close(*runs, rtol=0, atol=0)
+
+    run_ranks(rank_main, 2)
+
+
 @pytest.mark.filterwarnings("ignore:averaging gradients in step 1")
 def test_a_gradient_that_is_not_finite_is_not_a_wrong_scale() -> None:
     def rank_main(group: Group) -> None:
