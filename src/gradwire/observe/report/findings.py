@@ -212,12 +212,18 @@ def _notes(report: RunReport) -> Iterator[Finding]:
             f"A ring holds the last 65,536 records of a rank; up to {max(rank.lost for rank in lost):,} were lost. What is shown "
             "covers the end of the run.",
         )
+    if not report.knows_exposed:
+        yield Finding(
+            "note",
+            "Backward includes the wait for averages",
+            "Nothing records when the last gradient of torch's DDP is there, unless its buckets go through a hook of gradwire.",
+        )
     if not report.steps and any(rank.records for rank in report.ranks):
         yield Finding(
             "note",
             "No complete steps were recorded",
-            "Steps are recorded of models of gradwire (DistributedDataParallel, replicate); of torch's DDP only collectives and "
-            "buckets are.",
+            "Steps are recorded of models of gradwire (DistributedDataParallel, replicate), and with `gradwire run --observe` of "
+            "torch's DDP.",
         )
     if not any(rank.records for rank in report.ranks):
         yield Finding("note", "Nothing was recorded", "Recording had begun, but no collective or step was.")

@@ -69,6 +69,8 @@ class RankSummary:
     """The time of its first record; 0 without records."""
     last: int
     steps: list[StepTimes]
+    backward_waits: bool
+    """Whether backward includes the wait for averages in some of them, as of torch's DDP."""
     last_step: int
     """The last step that any record names, -1 if none does."""
     traffic: dict[TrafficKey, Traffic]
@@ -97,7 +99,7 @@ class RankSummary:
 
 def summarize(ring: Ring) -> RankSummary:
     """Reduce a ring to what a report shows."""
-    records = ring.records
+    records, steps = ring.records, step_times(ring.records)
     hooks = {(r.step, r.bucket): r.label for r in ring.of_kind(RecordKind.BUCKET_LAUNCHED)}
     traffic: dict[TrafficKey, Traffic] = {}
     pending = []
@@ -116,7 +118,8 @@ def summarize(ring: Ring) -> RankSummary:
         lost=ring.lost,
         first=min((r.time for r in records), default=0),
         last=max((r.time for r in records), default=0),
-        steps=step_times(records),
+        steps=steps,
+        backward_waits=any(one.backward_waits for one in steps),
         last_step=max((r.step for r in records), default=-1),
         traffic=traffic,
         failures=_last(ring, RecordKind.COLLECTIVE_FAILED, RecordKind.STEP_FAILED),

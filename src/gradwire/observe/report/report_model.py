@@ -96,6 +96,11 @@ class RunReport:
         return mean[Phase.EXPOSED] / total if total else 0.0
 
     @property
+    def knows_exposed(self) -> bool:
+        """Whether it is recorded when ranks only wait."""
+        return not any(rank.backward_waits for rank in self.ranks)
+
+    @property
     def step_seconds(self) -> float:
         """The median step time."""
         return median(row.middle for row in self.steps) if self.steps else 0.0
@@ -175,7 +180,7 @@ def _mean_phases(steps: Sequence[StepTimes]) -> dict[Phase, float]:
 
 
 def _lateness(times: Mapping[int, Sequence[StepTimes]], offsets: Mapping[int, int]) -> dict[int, dict[int, float]]:
-    known = {rank: steps for rank, steps in times.items() if steps}
+    known = {rank: steps for rank, steps in times.items() if any(one.ready for one in steps)}
     if len(known) < 2:
         return {}
     common = set(common_steps(known))

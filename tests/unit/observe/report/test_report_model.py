@@ -6,7 +6,10 @@ import pytest
 
 from gradwire.flight_recorder import RecordKind as K
 from gradwire.observe.intervals import bucket_spans, operations, ranks_apart
+from gradwire.observe.report.findings import find
+from gradwire.observe.report.plain_text import render_text
 from gradwire.observe.report.rank_summary import TrafficKey
+from gradwire.observe.report.render import render_page
 from gradwire.observe.report.report_model import build
 from gradwire.observe.steps import Phase
 from helpers.made_rings import BUCKET, MS, made_ring, mark, step_records
@@ -113,3 +116,27 @@ def test_ranks_that_are_threads_of_one_process_are_told_apart():
     apart = ranks_apart([ring])
     assert [(r.rank, len(r.records)) for r in apart] == [(0, 3 * 18), (1, 3 * 18)]
     assert [len(rank.steps) for rank in build(apart).ranks] == [2, 2]
+
+
+def test_torchs_ddp_whose_backward_includes_the_wait():
+    rings = [made_ring(rank, range(10)) for rank in range(2)]
+    hidden = (K.STEP_ENDED, K.BACKWARD_ENDED, K.BUCKET_FULL, K.BUCKET_LAUNCHED, K.BUCKET_REDUCED)
+    for ring in rings:
+        ring.records[:] = [
+            r._replace(group="") if r.kind in (K.FORWARD_BEGAN, K.FORWARD_ENDED) else r
+            for r in ring.records
+            if r.kind not in hidden
+        ]
+    report = build(rings)
+    assert len(report.steps) >= 7
+    assert not report.knows_exposed
+    assert "Backward includes the wait for averages" in [finding.title for finding in find(report)]
+    assert "Where a step's time goes" in render_text(report)
+    assert "<span>exposed communication</span>" not in render_page(report)
+
+
+def test_ranks_without_buckets_are_not_compared():
+    rings = [made_ring(rank, range(10)) for rank in range(2)]
+    for ring in rings:
+        ring.records[:] = [r for r in ring.records if r.bucket < 0]
+    assert build(rings).lateness == {}
