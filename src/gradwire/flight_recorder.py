@@ -132,6 +132,7 @@ class FlightRecorder:
         self._next_name: Callable[[], int] = itertools.count(1).__next__
         self._descriptions: set[int] = set()
         self._warnings_left = _MOST_WARNINGS
+        self._named_warnings = 0
         try:
             # Not truncated: the ring of the run before may be read at this moment.
             names_path(path).unlink(missing_ok=True)
@@ -235,6 +236,11 @@ class FlightRecorder:
         except (TypeError, ValueError, OSError):
             pass  # see Note [No errors]
 
+    def may_name_warning(self) -> bool:
+        """Whether the text of another warning may be written: one in every step must not take the names of groups and errors."""
+        self._named_warnings += 1
+        return self._named_warnings <= _MOST_NAMES // 8
+
     def describe_warning(self, facts: Mapping[str, Any]) -> None:
         """Keep a warning where no later record overwrites it: the first ones, because what was wrong first matters most."""
         if self._warnings_left > 0:
@@ -256,7 +262,8 @@ def warn(text: str, *, rank: int, group: str = "", step: int = -1) -> None:
     """
     recorder = active
     if recorder is not None:
-        recorder.put(RecordKind.WARNING, rank, group=group, label=text, step=step, bucket=-1)
+        label = text if recorder.may_name_warning() else _TOO_MANY
+        recorder.put(RecordKind.WARNING, rank, group=group, label=label, step=step, bucket=-1)
         recorder.describe_warning({"text": text, "step": step, "time": time.monotonic_ns()})
 
 

@@ -309,6 +309,17 @@ def test_a_damaged_header_is_refused(recorder, text):
         read_ring(copy)
 
 
+def test_a_warning_in_every_step_leaves_names_for_the_rest(recorder, monkeypatch):
+    monkeypatch.setattr(flight_recorder, "_MOST_NAMES", 40)
+    monkeypatch.setattr(flight_recorder, "active", recorder)
+    for step in range(100):
+        flight_recorder.warn(f"NaN in step {step}", rank=3, step=step)
+    recorder.put(RecordKind.MARK, 3, group="a new group", label="after")
+    records = read_ring(recorder.path).records
+    assert (records[-1].group, records[-1].label) == ("a new group", "after")
+    assert {r.label for r in records[:-1]} == {"(too many different names)"}
+
+
 def test_descriptions_are_written_once_and_survive_any_number_of_records(tmp_path):
     recorder = FlightRecorder(tmp_path / "rank-0.ring", header=HEADER, capacity=4)
     for size in (2, 2, 3):
