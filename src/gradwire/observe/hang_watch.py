@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gradwire.host import ProcessState
 from gradwire.observe.hang_report import as_dict, end_of, report_lines, stall_lines, standing
-from gradwire.observe.hangs import SOFT_DEADLINE, Suspect, Waiting, find_suspects, find_waiting, parameters_of
+from gradwire.observe.hangs import SOFT_DEADLINE, Cause, Suspect, Waiting, find_suspects, find_waiting, parameters_of
 from gradwire.observe.run_follower import RunFollower
 from gradwire.observe.stalls import Stall, find_stall, idle_seconds
 
@@ -123,6 +124,8 @@ class HangWatch:
             return []
         waiting = find_waiting(self.run.local_ranks, time.monotonic_ns(), deadline=-math.inf, failed=True)
         suspects = [] if waiting is None else self.suspects(waiting)
+        # Others may just not have come so far when it ended.
+        suspects = [one for one in suspects if one.state is ProcessState.GONE or one.cause is Cause.DIFFERENT]
         if not suspects:
             self.run.read_descriptions()
             record = next((r for r in reversed(ended.last) if r.group), None)

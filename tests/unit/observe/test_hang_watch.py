@@ -272,3 +272,21 @@ def test_the_wait_of_a_rank_that_has_ended_does_not_go_on(ring, tmp_path, capsys
     ring(0, process_start="1")
     assert main(["inspect", str(tmp_path / "run")]) == 0
     assert "    at its end in all_reduce" in capsys.readouterr().out
+
+
+def test_a_rank_that_has_ended_is_named_and_not_those_that_have_not_come_so_far(ring, watch):
+    ring(0)
+    late = FlightRecorder(watch.run.directory / "rank-1.ring", header=_header(1, 2), capacity=16)
+    late.put(RecordKind.GROUP, 1, group="world", nbytes=3)
+    ended = FlightRecorder(
+        watch.run.directory / "rank-2.ring", header={**_header(2, 2), "process_start": "1"}, capacity=16
+    )
+    ended.put(RecordKind.GROUP, 2, group="world", nbytes=3)
+    ended.put(RecordKind.FORWARD_BEGAN, 2, group="world", step=7)
+    where, waits, *suspects = watch.rank_ended(2)
+    assert where.startswith("rank 2: gone, step 7, forward for")
+    assert waits.startswith("rank 0 has waited for")
+    assert [line.split(":")[0] for line in suspects] == [f"  rank 2 (process {os.getpid()}, gone)"]
+    assert watch.rank_ended(5) == []  # never recorded
+    late.close()
+    ended.close()
