@@ -52,6 +52,7 @@ PAGE = 4096
 CAPACITY = 65536
 _MOST_NAMES = 65536
 _LONGEST_NAME = 1000
+_LONGEST_ERROR = 400
 _MOST_DESCRIPTIONS = 1000
 _MOST_WARNINGS = 200
 _LONGEST_DESCRIPTION = 1 << 20
@@ -292,9 +293,14 @@ def unpack_message(packed: int) -> tuple[int, int]:
 
 
 def summary(error: BaseException) -> str:
-    """An error as a name in records: its class and the first line of its message, cut."""
+    """An error as a name in records: its class and the first line of its message, cut.
+
+    >>> summary(ValueError("x" * 900))[-8:]
+    'xxxxx...'
+    """
     lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:200]
+    text = f"{type(error).__name__}: {lines[0]}"
+    return text if len(text) <= _LONGEST_ERROR else f"{text[: _LONGEST_ERROR - 3].rstrip()}..."
 
 
 active: FlightRecorder | None = None

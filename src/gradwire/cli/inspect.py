@@ -42,6 +42,8 @@ def _directory(given: str | None) -> Path:
         return find_run(given, os.environ)
     try:
         maps = Path(f"/proc/{given}/maps").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        raise UsageError(f"gradwire inspect {given}: there is no process {given}, and no such directory.") from None
     except OSError as error:
         raise UsageError(f"gradwire inspect {given}: process {given}: {error.strerror}.") from None
     rings = [line.split(maxsplit=5)[-1] for line in maps.splitlines() if line.endswith(".ring")]

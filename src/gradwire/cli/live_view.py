@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from gradwire.observe.run_status import Condition, RankStatus, RunStatus
+from gradwire.observe.run_status import Condition, RankStatus, RunStatus, without_figures
 from gradwire.observe.units import milliseconds, size
 
 _BAR = 30
@@ -102,7 +102,7 @@ def _summary(status: RunStatus) -> Text:
     if status.begun < len(status.ranks) and not status.seconds:
         return Text(f"{status.begun} of {len(status.ranks)} ranks recorded so far", style="bold")
     if not status.seconds:
-        return Text("no step yet", style="bold")
+        return Text(without_figures(status), style="bold")
     parts = [f"step {status.step}", f"{status.steps_per_second:.3g} steps/s"]
     if status.samples_per_second:
         parts.append(f"{status.samples_per_second:,.0f} samples/s")

@@ -25,7 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )
     add = parser.add_argument
     add("run_dir", nargs="?", metavar="RUN", help="the directory of a run (default: the latest)")
-    add("-o", "--output", type=Path, metavar="FILE", help="(default: report.html)")
+    add("-o", "--output", type=Path, metavar="FILE", help="the file (default: report.html)")
     add("--text", action="store_true", help="write text instead of a page, to the terminal unless -o names a file")
     return parser
 

@@ -13,8 +13,9 @@ from gradwire.errors import UsageError
 from gradwire.launch.panel import Panel, find_terminal
 from gradwire.launch.screen import Screen
 from gradwire.observe.monitor import PLAIN_INTERVAL, RunMonitor
+from gradwire.observe.ring import nothing_recorded
 from gradwire.observe.run_follower import RunFollower
-from gradwire.observe.run_status import Condition, RunStatus, stats_line
+from gradwire.observe.run_status import Condition, RunStatus
 from gradwire.observe.runs import find_run
 
 _TAIL = 16384
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         monitor.look_back()
         if not monitor.run.ranks:
-            raise UsageError(f"{monitor.run.directory}: no flight recorder has written here yet.")
+            raise nothing_recorded(monitor.run.directory)
         if not monitor.run.local_ranks:
             raise UsageError(
                 f"{monitor.run.directory}: the ranks are, or were, on other hosts. Run gradwire top there."
@@ -75,7 +76,8 @@ def _follow(monitor: RunMonitor, terminal: int | None, every: float | None) -> N
         if screen.panel is not None:
             screen.draw(picture(status, *screen.panel.size))
         else:
-            print(stats_line(status), flush=True)
+            for line in monitor.figures(status):
+                print(line, flush=True)
         if _is_over(status):
             return
         time.sleep(every or (1.0 if terminal is not None else PLAIN_INTERVAL))

@@ -6,9 +6,9 @@ the end of the rank's last traceback. A timeout may be either: it is raised by t
 a consequence takes precedence.
 
 Note [Who is named]
-Some errors are raised by ranks that did nothing wrong: a timeout by all but the missing rank, a PeerLost by those that wait for a
-rank that has exited, a disagreement by all. Their text names the ranks concerned; the last line of a run repeats it, and does not
-blame the rank that raised it.
+Some errors are raised by ranks that did nothing wrong: a timeout by all but the missing rank, a PeerLost by those that wait for
+a rank that has exited, a disagreement or a NaN of one rank by all. Their text names the ranks concerned; the last line of a run
+repeats it, and does not blame the rank that raised it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ _DIFFERENT = {
     "CollectiveMismatch": re.compile(
         rb"ranks differ in \w+: (?:rank \d+ has|ranks \[[\d, ]+\] have) .*?, the others have [^.]*"
     ),
+    "NonFiniteGradient": re.compile(rb"on rank \d+ the gradient of \S+ is (?:NaN|infinite|too large)"),
+    "ReplicasDiverged": re.compile(rb"ranks? \d+[^.:]*? differs? (?:from the majority )?in [^ ,]*[^ ,.]"),
 }
 """How errors name the ranks they concern. See Note [Who is named]."""
 _LINKS = (

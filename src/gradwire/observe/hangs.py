@@ -16,7 +16,7 @@ from gradwire.flight_recorder import ORDINAL_BITS
 from gradwire.host import ProcessState
 from gradwire.observe.progress import RankProgress
 from gradwire.observe.ring import Record
-from gradwire.observe.stacks import Frame, Stack, user_frames
+from gradwire.observe.stacks import Frame, Stack, user_frames, without_runpy
 
 SOFT_DEADLINE = 5.0
 TIMES_USUAL = 10
@@ -214,7 +214,7 @@ def _different(member: Member, waiting: Waiting) -> Record | None:
 
 def _suspect(member: Member, waiting: Waiting, state: ProcessState, stacks: Sequence[Stack]) -> Suspect:
     cause, other = _cause(member, waiting, state, stacks)
-    stack = _stack(cause, stacks)
+    stack = without_runpy(_stack(cause, stacks))
     own = user_frames(stack, member.progress.header)
     bucket = _missing_bucket(member, waiting)
     return Suspect(

@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from gradwire.errors import UsageError
 from gradwire.host import ProcessState
 from gradwire.observe.hang_report import described, report_lines, stall_lines
 from gradwire.observe.hang_watch import HangWatch
 from gradwire.observe.progress import RankProgress
+from gradwire.observe.ring import nothing_recorded
 from gradwire.observe.run_follower import RunFollower
 from gradwire.observe.run_warnings import merge_warnings
 from gradwire.observe.stacks import Stack, user_frames
@@ -23,8 +23,9 @@ def inspection(directory: Path, *, whole: bool) -> list[str]:
     watch = HangWatch(ranks, deadline=0.0)
     try:
         ranks.look()
+        ranks.read_descriptions()
         if not ranks.ranks:
-            raise UsageError(f"gradwire inspect: no flight recorder has written in {directory}.")
+            raise nothing_recorded(directory)
         stacks = ranks.stacks(ranks.ranks.values())
         lines: list[str] = []
         for _, rank in sorted(ranks.ranks.items()):
@@ -48,7 +49,8 @@ def _rank_lines(ranks: RunFollower, rank: RankProgress, stacks: Sequence[Stack],
     own = user_frames(stacks[0].frames, rank.header) if stacks else []
     here = rank in ranks.local_ranks
     where = "" if here else f" on {rank.header['host']}"
-    parts = [f"rank {rank.rank} (process {rank.header['pid']}{where}): {state.value}"]
+    ended = state is ProcessState.GONE and rank.descriptions.get("end")
+    parts = [f"rank {rank.rank} (process {rank.header['pid']}{where}): {'ended' if ended else state.value}"]
     if rank.step >= 0:
         parts.append(f"step {rank.step}")
     if own:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gradwire.observe.progress import RankProgress
 from gradwire.observe.run_follower import RunFollower
@@ -34,6 +35,7 @@ class RunMonitor:
         self._next_look = self._since
         self._works = True
         self._warning: tuple[float, str] = (0.0, "")
+        self._last_line = self._warned = ""
 
     @property
     def next_look(self) -> float:
@@ -64,9 +66,16 @@ class RunMonitor:
         lines = self.stragglers.check({rank.rank: rank.folder.steps for rank in self.run.local_ranks}, now)
         self.note(lines)
         if self._stats is not None and now >= self._since + self._stats:
-            lines = [*lines, stats_line(self.status(since=int(self._since * 1e9)))]
+            lines = [*lines, *self.figures(self.status(since=int(self._since * 1e9)))]
             self._since = now
         return lines
+
+    def figures(self, status: RunStatus) -> list[str]:
+        """The line of figures, with the last warning if the one before did not have it; nothing if nothing has changed."""
+        line = stats_line(status if status.warning != self._warned else replace(status, warning=""))
+        changed = line != self._last_line
+        self._warned, self._last_line = status.warning, line
+        return [line] if changed else []
 
     def look_back(self) -> None:
         """Look once at a run that was not watched so far: what its last steps show need not be confirmed."""

@@ -289,8 +289,14 @@ def read_rings(directory: str | os.PathLike[str]) -> list[Ring]:
     """The rings of all ranks of a run, by rank."""
     paths = sorted(Path(directory).glob("rank-*.ring"))
     if not paths:
-        raise UsageError(
-            f"{directory}: no flight recorder has written here. Name the directory of a run: `gradwire run --run-dir DIR` makes "
-            "one, as does gradwire.observe.start(DIR)."
-        )
+        raise nothing_recorded(directory)
     return sorted((read_ring(path) for path in paths), key=lambda ring: ring.rank)
+
+
+def nothing_recorded(directory: str | os.PathLike[str], *reasons: str) -> UsageError:
+    """The error of a command that is given a directory without records; `reasons` are those of files that cannot be read."""
+    why = "".join(f" {reason}" for reason in reasons)
+    return UsageError(
+        f"{directory}: no flight recorder has written here.{why} Name the directory of a run: `gradwire run --run-dir DIR` makes "
+        "one, as does gradwire.observe.start(DIR)."
+    )

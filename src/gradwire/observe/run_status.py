@@ -188,8 +188,7 @@ def stats_line(status: RunStatus) -> str:
     if status.begun < len(status.ranks) and not status.seconds:
         return so_far + _last_warning(status)
     if not status.seconds:
-        idle = f"no step for {status.idle:.0f} s" if status.idle else "no step yet"
-        return (f"step {status.step}, {idle}" if status.step >= 0 else idle) + _last_warning(status)
+        return without_figures(status) + _last_warning(status)
     whole, compute, exposed = map(milliseconds, (status.seconds, status.compute, status.exposed))
     parts = [
         f"step {status.step}",
@@ -207,6 +206,13 @@ def stats_line(status: RunStatus) -> str:
     if ended:
         parts.append(f"{len(ended)} rank{'s' * (len(ended) > 1)} ended or stopped")
     return ", ".join(parts) + _last_warning(status)
+
+
+def without_figures(status: RunStatus) -> str:
+    """Where a run is of which no step was timed lately. Of ranks that share a ring, steps are known and their times are not."""
+    if status.idle:
+        return f"step {status.step}, no step for {status.idle:.0f} s"
+    return f"step {status.step}, without step times" if status.step > 0 else "no step yet"
 
 
 def _last_warning(status: RunStatus) -> str:

@@ -54,7 +54,8 @@ def find_run(given: str | None, environ: Mapping[str, str]) -> Path:
     """The directory of the run that a command is about: `given`, or the latest."""
     if given is not None:
         if not Path(given).is_dir():
-            raise UsageError(f"there is no directory {given}. Name that of a run, or none for the latest.")
+            what = f"{given} is not a directory" if Path(given).exists() else f"there is no directory {given}"
+            raise UsageError(f"{what}. Name that of a run, or none for the latest.")
         return Path(given)
     latest = runs_directory(environ) / LATEST
     if not latest.is_dir():

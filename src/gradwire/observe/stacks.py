@@ -28,6 +28,7 @@ SIGNAL = signal.SIGRTMIN + 12 if hasattr(signal, "SIGRTMIN") else None
 """Not one that programs use."""
 _PAUSE = 0.02
 _LARGEST = 1 << 20
+_OBSERVED = "/gradwire/launch/observed.py"
 _OUTERMOST = ("<module>", "_run_module_as_main")
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
@@ -187,6 +188,20 @@ def user_frames(frames: Sequence[Frame], header: Mapping[str, Any]) -> list[Fram
     """The frames that are not in files of Python, torch, gradwire or other installed packages: what the user wrote."""
     libraries = tuple(header["libraries"])
     return [frame for frame in frames if not frame.file.startswith((*libraries, "<frozen"))]
+
+
+def without_runpy(frames: Sequence[Frame]) -> Sequence[Frame]:
+    """The frames without those by which `python -m` and `gradwire run --observe` have started the script.
+
+    >>> script, runpy = Frame("train.py", 3, "<module>"), Frame("<frozen runpy>", 88, "_run_code")
+    >>> observed = Frame("/lib/gradwire/launch/observed.py", 36, "main")
+    >>> without_runpy([script, runpy, observed, runpy]) == [script]
+    True
+    """
+    end = len(frames)
+    while end and (frames[end - 1].file == "<frozen runpy>" or frames[end - 1].file.endswith(_OBSERVED)):
+        end -= 1
+    return frames[:end]
 
 
 def libraries() -> list[str]:

@@ -74,13 +74,6 @@ def test_ctrl_c_ends_it(tmp_path, monkeypatch, capsys):
 
 def test_a_directory_without_a_run(tmp_path, capsys, monkeypatch):
     assert main(["top", str(tmp_path)]) == 2
-    assert "no flight recorder has written here yet" in capsys.readouterr().err
+    assert "no flight recorder has written here" in capsys.readouterr().err
     assert main(["top", str(tmp_path / "none")]) == 2
     assert "there is no directory" in capsys.readouterr().err
-
-
-def test_help_fits_a_terminal_of_80_columns(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        main(["top", "--help"])
-    assert max(map(len, capsys.readouterr().out.splitlines())) < 80

@@ -62,6 +62,31 @@ def test_the_first_failure_is_the_earliest_that_is_no_consequence(endings, rank)
             [Ending(0, 0, 1.0)],
             "rank 0 was lost (PeerLost on rank 1, exit code 1, after 2.0 s); rank 0 had finished",
         ),
+        *(
+            (
+                Ending(2, 1, 2.0, words=(TRACE, b"gradwire.errors." + text)),
+                [],
+                line + " on rank 2, exit code 1, after 2.0 s)",
+            )
+            for text, line in [
+                (
+                    b"NonFiniteGradient: averaging gradients in step 3: on rank 1 the gradient of 2.bias is NaN at [0], as in 3",
+                    "on rank 1 the gradient of 2.bias is NaN (NonFiniteGradient",
+                ),
+                (
+                    b"NonFiniteGradient: averaging gradients in step 3: on rank 0 the gradient of b is too large for the dtype",
+                    "on rank 0 the gradient of b is too large (NonFiniteGradient",
+                ),
+                (
+                    b"ReplicasDiverged: comparing replicas after step 20: rank 1 differs from the majority in 0.weight. Load",
+                    "rank 1 differs from the majority in 0.weight (ReplicasDiverged",
+                ),
+                (
+                    b"ReplicasDiverged: comparing replicas after step 20: ranks 0, 1 differ in a.b, 0.weight, and no value has",
+                    "ranks 0, 1 differ in a.b (ReplicasDiverged",
+                ),
+            ]
+        ),
     ],
 )
 def test_one_line_says_what_became_of_all(first, others, line):

@@ -66,7 +66,14 @@ def test_stragglers_and_figures(tmp_path, watched, clock):
     clock.now += 2.0
     [line] = monitor.check_if_due()
     assert "last warning: rank 1 is slow in data" in line
+    [line] = monitor.figures(monitor.status())
+    assert "last warning" not in line  # once is enough
     assert monitor.next_look == pytest.approx(clock.now + monitor_module.PERIOD)
+
+
+def test_a_line_of_figures_is_not_repeated_while_nothing_changes(watched):
+    monitor = watched()
+    assert [monitor.figures(monitor.status()) for _ in range(2)] == [["0 of 4 ranks recorded so far"], []]
 
 
 def test_a_run_that_is_over(tmp_path, watched):

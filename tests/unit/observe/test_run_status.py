@@ -76,6 +76,8 @@ def test_ranks_that_have_not_begun_or_have_ended():
 def test_nothing_yet():
     assert stats_line(run_status({}, size=2, now=0)) == "0 of 2 ranks recorded so far"
     assert stats_line(run_status(facts({0: [], 1: []}), size=2, now=0)) == "no step yet"
+    untimed = {0: RankFacts([], ProcessState.RUNNING, step=15)}
+    assert stats_line(run_status(untimed, size=1, now=0)) == "step 15, without step times"
     alone = run_status(facts({0: made_steps(1, 3)[0]}), size=1, now=0)
     assert alone.slowest is None
     assert stats_line(alone).startswith("step 3, ")

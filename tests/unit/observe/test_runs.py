@@ -39,6 +39,9 @@ def test_the_latest_run_is_found(tmp_path):
 def test_a_directory_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(UsageError, match="no directory"):
         runs.find_run(str(tmp_path / "nothing"), {})
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="file is not a directory"):
+        runs.find_run(str(tmp_path / "file"), {})
 
 
 def test_a_relative_state_directory_is_not_used():

@@ -56,7 +56,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "hangs",
         help="whether hangs are reported in time, with the right rank, cause, bucket and function",
         description="Start jobs of gradwire run in which one rank hangs in one of eight ways, and check each report: within one "
-        "second of the soft deadline, the right rank, cause, bucket and function. And jobs in which one rank is 30 %% slower "
+        "second of the soft deadline, the right rank, cause, bucket and function. And jobs in which one rank is 30 % slower "
         "than the others, which must not be reported. The exit code is 1 if one run is wrong. The function of a stopped process "
         "is checked where py-spy is installed.",
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from gradwire.flight_recorder import RecordKind
 from gradwire.host import ProcessState
+from gradwire.observe.hangs import Cause
 from gradwire.observe.report.report_model import RunReport
+from gradwire.observe.ring import Record
 from gradwire.observe.run_warnings import merge_warnings
 from gradwire.observe.steps import Phase
 from gradwire.observe.units import duration
@@ -17,6 +20,8 @@ from gradwire.observe.units import ranks as ranks_text
 _EXPOSED = 0.2
 _DATA = 0.2
 _MOST_OF_A_KIND = 10
+_OF_RANK = re.compile(r" on rank \d+ of \d+(?=:)")
+"""What is different on each rank in the texts of one failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,7 @@ def _hangs(report: RunReport) -> Iterator[Finding]:
         waiting = [rank for rank in hang.get("waiting") or () if isinstance(rank, int)]
         seconds = hang.get("seconds")
         if waiting or not suspects:
-            how_long = f" for {seconds:.1f} s" if isinstance(seconds, float) else ""
+            how_long = f", which was reported after {seconds:.1f} s" if isinstance(seconds, float) else ""
             who = ranks_text(waiting).capitalize() if waiting else "Ranks"
             title = f"{who} hung in {_collective(hang.get('collective'))}{how_long}"
         else:
@@ -59,7 +64,8 @@ def _hangs(report: RunReport) -> Iterator[Finding]:
             "error",
             title,
             "; ".join(map(_suspect, suspects)) or "All ranks had submitted it.",
-            f"Look at the ranks that are named: what was found of them is in {hang.get('file', 'the hang report')}."
+            "Look at the ranks that are named: what was found of them is in "
+            f"{hang.get('file', 'the hang report')}, in the directory of the run."
             if suspects
             else "The engine or the link was slow or stuck: look at the network.",
         )
@@ -72,10 +78,9 @@ def _collective(facts: object) -> str:
 
 def _suspect(one: dict[str, Any]) -> str:
     """A rank that kept the others waiting, and what is known of it."""
-    cause = str(one.get("cause", "unknown")).lower().replace("_", " ")
-    parts = [f"rank {one.get('rank')} ({one.get('state')}): {cause}"]
-    if one.get("where"):
-        parts.append(str(one["where"]))
+    cause = next((cause for cause in Cause if cause.name == one.get("cause")), Cause.UNKNOWN)
+    at = f": {one['where']}" if one.get("where") else ""
+    parts = [f"rank {one.get('rank')} ({one.get('state')}): {cause.value}{at}"]
     if one.get("other"):
         parts.append(f"it had submitted {_collective(one['other'])}")
     parameters = one.get("parameters")
@@ -86,15 +91,18 @@ def _suspect(one: dict[str, Any]) -> str:
 
 
 def _failures(report: RunReport) -> Iterator[Finding]:
-    failed: dict[tuple[RecordKind, str], list[tuple[int, int]]] = {}
+    failed: dict[str, list[tuple[int, Record]]] = {}
     for rank in report.ranks:
         for record in rank.failures:
-            failed.setdefault((record.kind, record.label), []).append((rank.rank, record.step))
-    for (kind, text), where in list(failed.items())[:_MOST_OF_A_KIND]:
+            failed.setdefault(_OF_RANK.sub("", record.label), []).append((rank.rank, record))
+    for text, where in list(failed.items())[:_MOST_OF_A_KIND]:
+        # A collective that fails lets its step fail: that is one failure.
+        collectives = [(rank, record) for rank, record in where if record.kind is RecordKind.COLLECTIVE_FAILED]
+        what = "A collective failed" if collectives else "A step failed"
         ranks = sorted({rank for rank, _ in where})
-        steps = sorted({step for _, step in where if step >= 0})
-        what = "A collective failed" if kind is RecordKind.COLLECTIVE_FAILED else "A step failed"
-        times = f", {len(where)} times" if len(where) > len(ranks) else ""
+        steps = sorted({record.step for _, record in where if record.step >= 0})
+        count = len(collectives or where)
+        times = f", {count} times" if count > len(ranks) else ""
         at = f" in step {steps[0]}" if len(steps) == 1 else f" in steps {steps[0]} to {steps[-1]}" if steps else ""
         yield Finding(
             "error",
@@ -102,8 +110,8 @@ def _failures(report: RunReport) -> Iterator[Finding]:
             text,
             "A collective fails on all ranks when one of them stops: look for the first rank that failed or ended, below and in "
             "the output of the run."
-            if kind is RecordKind.COLLECTIVE_FAILED
-            else "Look at the traceback in the output of that rank.",
+            if collectives
+            else f"Look at the traceback in the output of {'these ranks' if len(ranks) > 1 else 'that rank'}.",
         )
 
 
@@ -154,6 +162,8 @@ def _endings(report: RunReport) -> Iterator[Finding]:
 
 def _warnings(report: RunReport) -> Iterator[Finding]:
     merged = merge_warnings((rank.rank, rank.header, rank.warnings) for rank in report.ranks)
+    raised = tuple(record.label.partition(": ")[2] for rank in report.ranks for record in rank.failures)
+    merged = [warning for warning in merged if warning.text not in raised]  # what has raised is shown already
     for warning in merged[-_MOST_OF_A_KIND:]:
         step = f" in step {warning.step}" if warning.step >= 0 else ""
         yield Finding("warning", warning.text, f"Recorded by {ranks_text(warning.ranks)}{step}.")

@@ -10,7 +10,7 @@ from typing import Any, overload
 from gradwire.errors import UsageError
 from gradwire.observe.intervals import ranks_apart
 from gradwire.observe.report.report_model import RunReport, build
-from gradwire.observe.ring import Ring, RingFile, read_ring
+from gradwire.observe.ring import Ring, RingFile, nothing_recorded, read_ring
 
 _KEPT = 8
 
@@ -26,11 +26,7 @@ def load_report(directory: Path) -> RunReport:
         except (OSError, UsageError, KeyError, ValueError) as error:
             damaged[path.name] = str(error)
     if not good:
-        reasons = "".join(f" {reason}" for reason in damaged.values())
-        raise UsageError(
-            f"{directory}: no flight recorder has written here.{reasons} Name the directory of a run: `gradwire run --run-dir "
-            "DIR` makes one, as does gradwire.observe.start(DIR)."
-        )
+        raise nothing_recorded(directory, *damaged.values())
     rings: Sequence[Ring] = StoredRings([path for _, path in sorted(good)])
     if len(rings) == 1:
         rings = ranks_apart(list(rings))

@@ -92,7 +92,8 @@ def _steps(report: RunReport) -> Iterator[str]:
     for line in report.timelines:
         yield from ("", f"{line.title}: step {line.step}, {duration(line.nanoseconds / 1e9)}")
         for row in line.rows:
-            parts = ", ".join(f"{span.phase.value} {duration(span.seconds)}" for span in row.phases)
+            spent = {phase: sum(span.seconds for span in row.phases if span.phase is phase) for phase in PHASES}
+            parts = ", ".join(f"{phase.value} {duration(seconds)}" for phase, seconds in spent.items() if seconds)
             yield from textwrap.wrap(parts, _WIDTH, initial_indent=f"  rank {row.rank}: ", subsequent_indent="    ")
 
 

@@ -115,13 +115,6 @@ def test_a_wrong_argument_is_named(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_help_fits_a_terminal_of_80_columns(capsys):
-    with pytest.raises(SystemExit) as ending:
-        main(["bench", "collectives", "--help"])
-    assert ending.value.code == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) < 80
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

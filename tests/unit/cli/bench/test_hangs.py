@@ -79,12 +79,10 @@ def test_bad_options_are_refused(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_help_fits_a_terminal_of_80_columns(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_help_lists_the_faults(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "hangs", "--help"])
     out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 80
     assert all(fault in out for fault in FAULTS)
 
 

@@ -25,16 +25,6 @@ def _wide(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
 
 
-@pytest.mark.parametrize("argv", [["bench", "--help"], ["bench", "overhead", "--help"]])
-def test_help_fits_a_terminal_of_80_columns(argv, capsys):
-    with pytest.raises(SystemExit) as ending:
-        main(argv)
-    assert ending.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 10
-    assert max(map(len, lines)) < 80
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

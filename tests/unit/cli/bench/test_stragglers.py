@@ -60,10 +60,3 @@ def test_a_large_delay_on_real_ranks(capsys, tmp_path, monkeypatch, warm_ranks):
     runs = json.loads(file.read_text())["runs"]
     assert [run["is_right"] for run in runs] == [True] * 3
     assert [run["phase"] for run in runs] == [None, "data", None]
-
-
-def test_help_fits_a_terminal_of_80_columns(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        main(["bench", "stragglers", "--help"])
-    assert max(map(len, capsys.readouterr().out.splitlines())) < 80

@@ -87,13 +87,6 @@ def test_a_sequence_that_is_too_long_for_the_model_is_refused(capsys):
     assert "--tokens 17: the model's context is 16 tokens" in capsys.readouterr().err
 
 
-def test_help_fits_a_terminal_of_80_columns(capsys):
-    with pytest.raises(SystemExit) as ending:
-        main(["bench", "training", "--help"])
-    assert ending.value.code == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) < 80
-
-
 def test_the_model_has_about_ten_million_elements():
     with torch.device("meta"):
         model = GPT2(SIZES["10m"])

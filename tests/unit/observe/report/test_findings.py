@@ -46,6 +46,36 @@ def test_failures_of_several_ranks_are_one_finding_with_their_text():
     assert (error.severity, error.detail) == ("error", "PeerLost: rank 2 <b>")
 
 
+def test_a_failure_that_every_rank_words_for_itself_is_one_finding():
+    rings = [
+        made_ring(
+            rank,
+            range(3),
+            more=[
+                mark(
+                    99,
+                    70 * MS,
+                    K.COLLECTIVE_FAILED,
+                    f"PeerLost: all_reduce on rank {rank} of 3: rank 2 is lost",
+                    step=3,
+                ),
+                mark(100, 71 * MS, K.STEP_FAILED, f"PeerLost: all_reduce on rank {rank} of 3: rank 2 is lost", step=3),
+            ],
+        )
+        for rank in range(2)
+    ]
+    [error] = [one for one in found(*rings).values() if one.severity == "error"]
+    assert error.title == "A collective failed on ranks 0, 1 in step 3"
+    assert error.detail == "PeerLost: all_reduce: rank 2 is lost"
+
+
+def test_what_a_check_has_raised_is_not_shown_again_as_its_warning():
+    more = [mark(99, 70 * MS, K.WARNING, "NaN: x", step=2), mark(100, 70 * MS, K.STEP_FAILED, "Bad: NaN: x", step=2)]
+    titles = found(made_ring(0, range(3), more=more))
+    assert only(titles, "A step failed on rank 0 in step 2").detail == "Bad: NaN: x"
+    assert "NaN: x" not in titles
+
+
 def test_warnings_of_checks():
     ring = made_ring(0, range(3), more=[mark(99, 70 * MS, K.WARNING, "NaN in layer.weight", step=2)])
     assert "step 2" in only(found(ring), "NaN in layer.weight").detail
@@ -84,9 +114,9 @@ HANG = {"collective": {"op": "all_reduce", "label": "b"}, "seconds": 5.5, "waiti
 def test_hangs_that_were_saved_whatever_their_form(hang):
     error = only(found(made_ring(0, range(3), size=1), hangs=[hang]), "hung in")
     if hang.get("seconds"):
-        assert error.title == "Ranks 0, 2 hung in all_reduce b for 5.5 s"
+        assert error.title == "Ranks 0, 2 hung in all_reduce b, which was reported after 5.5 s"
         assert error.detail == (
-            "rank 1 (running): user code, spin() at train.py:6, it had submitted broadcast x, "
+            "rank 1 (running): it is in user code: spin() at train.py:6, it had submitted broadcast x, "
             "bucket 2 waited for a.weight and 1 more"
         )
 
@@ -99,7 +129,7 @@ def test_a_rank_that_ended_while_nobody_waited():
         "suspects": [{"rank": 3, "cause": "DEAD", "state": "gone"}],
     }
     error = only(found(made_ring(0, range(3), size=1), hangs=[gone]), "Rank 3 ended during the run")
-    assert error.detail == "rank 3 (gone): dead"
+    assert error.detail == "rank 3 (gone): its process has ended"
 
 
 def test_a_ring_that_has_wrapped_a_run_in_progress_and_damaged_files():
