@@ -108,6 +108,39 @@ def test_by_default_there_is_a_rank_per_device_or_per_core(gpus, expected, scrip
     assert (len(plan.environments), plan.grace, plan.prefix, plan.log_dir) == (expected, 2.5, True, None)
 
 
+@pytest.mark.parametrize(
+    ("options", "terminal", "has_picture", "stats"),
+    [
+        ([], 2, False, None),
+        (["--stats", "5"], 2, False, 5.0),
+        (["--watch"], 2, True, None),
+        (["--watch", "--stats", "2.5"], 2, True, 2.5),
+        (["--watch"], None, False, 10.0),
+        (["--watch", "--stats", "60"], None, False, 60.0),
+    ],
+)
+def test_a_live_view_needs_a_terminal(options, terminal, has_picture, stats, script, monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(run, "find_terminal", lambda environ: terminal)
+    monkeypatch.setattr(run, "supervise", lambda plan: started.append(plan) or 0)
+    assert main(["run", "-n", "1", *options, script("")]) == 0
+    assert (started[0].picture is not None, started[0].monitor._stats) == (has_picture, stats)
+
+
+@pytest.mark.parametrize("option", [["--watch"], ["--stats", "5"]])
+def test_what_is_not_recorded_cannot_be_shown(option, script, capsys):
+    assert main(["run", "--no-record", *option, script("")]) == 2
+    assert "omit --no-record" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "often"])
+def test_an_interval_must_be_positive(value, script, capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--stats", value, script("")])
+    assert f"'{value}' is not a number greater than 0" in capsys.readouterr().err
+
+
 def test_a_script_that_is_not_there(capsys, tmp_path):
     assert main(["run", str(tmp_path / "none.py")]) == 2
     assert "none.py: there is no such file. Options of gradwire run go before the script" in capsys.readouterr().err
