@@ -20,7 +20,7 @@ from gradwire.errors import UsageError
 from gradwire.flight_recorder import RecordKind
 from gradwire.observe.recording import attach
 from gradwire.observe.ring import RingFollower
-from gradwire.observe.step_times import StepFolder, StepTimes
+from gradwire.observe.step_times import MANY_LOST, StepFolder, StepTimes
 from gradwire.observe.steps import Phase
 
 METRICS: Mapping[str, str] = {
@@ -98,6 +98,8 @@ class Export:
         self._follower: RingFollower | None = follower
         self._every = every
         self._folder = StepFolder()
+        self._number = -1
+        """Of the last record."""
         self._steps: list[StepTimes] = []
         self._warnings = 0
         self._took = 0.0
@@ -129,6 +131,9 @@ class Export:
     def _read(self) -> None:
         follower = self._follower
         for record in [] if follower is None else follower.poll():
+            if record.number - self._number > MANY_LOST:
+                self._folder.forget_unfinished()
+            self._number = record.number
             self._warnings += record.kind is RecordKind.WARNING
             self._folder.add(record)
         self._steps += self._folder.steps

@@ -11,15 +11,13 @@ from typing import Any
 
 from gradwire.flight_recorder import RecordKind
 from gradwire.observe.ring import COLLECTIVES, Record
-from gradwire.observe.step_times import StepFolder
+from gradwire.observe.step_times import MANY_LOST, StepFolder
 from gradwire.observe.steps import Phase
 
 _KEPT_DURATIONS = 100
 _KEPT_RECORDS = 20
 _KEPT_WARNINGS = 20
 _KEPT_FAILED = 20
-_MANY_LOST = 16
-"""So many records in a row have been overwritten; fewer were never written, which happens: see `flight_recorder.py`."""
 _KEPT_SUBMITTED = 100
 _KEPT_FORWARDS = 20
 
@@ -68,7 +66,7 @@ class RankProgress:
     def update(self, records: Iterable[Record]) -> None:
         """Take new records into account."""
         for record in records:
-            if self.last and record.number - self.last[-1].number > _MANY_LOST:
+            if self.last and record.number - self.last[-1].number > MANY_LOST:
                 self._forget_unfinished()
             self.last.append(record)
             self.folder.add(record)

@@ -24,6 +24,8 @@ from gradwire.observe.ring import Record
 from gradwire.observe.steps import Phase, PhaseTracker, Span
 
 _MOST_WAITS = 1024
+MANY_LOST = 16
+"""So many records in a row have been overwritten unread; fewer were never written, which happens: see `flight_recorder.py`."""
 COMPUTE = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 """The phases in which a rank works on its own."""
 

@@ -22,6 +22,7 @@ from gradwire.flight_recorder import warn
 from gradwire.observe import export as package_function
 from gradwire.observe.step_times import StepTimes
 from gradwire.observe.steps import Phase
+from helpers.made_rings import step_records
 
 module = sys.modules["gradwire.observe.export"]
 
@@ -138,6 +139,29 @@ def test_a_callable_that_runs_an_optimizer_is_not_called_again_by_it(train, unli
     observe.export(log)
     train(3)
     assert calls == [1, 2]
+
+
+def test_steps_whose_records_were_overwritten_unread_are_left_out(unlimited):
+    """As when an export took long, and none was allowed for 100 times as long."""
+    before = [record for step in range(4) for record in step_records(0, step)]
+    later = [record for step in range(400, 404) for record in step_records(0, step)]
+
+    portions = [before[:-9], later[5:]]
+
+    class Follower:
+        def poll(self):
+            return portions.pop(0)
+
+        def close(self):
+            pass
+
+    seen = []
+    exporter = module.Export(lambda metrics, step: seen.append((step, metrics)), Follower(), 1)
+    exporter.poll()
+    exporter.poll()
+    exporter.remove()
+    assert [(step, metrics["gradwire_steps"]) for step, metrics in seen] == [(2, 2), (403, 3)]
+    assert all(metrics["gradwire_step_seconds"] == pytest.approx(0.02) for _, metrics in seen)
 
 
 def test_warnings_are_counted(train, unlimited):
