@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     directory = find_run(args.run_dir, os.environ)
     try:
         report = load_report(directory)
-    except OSError as error:  # a run that begins anew, or is removed, at this moment
+    except OSError as error:  # the run is being removed, or its directory used again
         raise UsageError(f"gradwire report {directory}: {error.filename or ''}: {error.strerror}.") from None
     text = render_text(report) if args.text else render_page(report)
     if args.text and args.output is None:

@@ -20,8 +20,8 @@ K = TypeVar("K")
 
 def program() -> str | None:
     """Where py-spy is: next to this interpreter, or in PATH."""
-    beside = Path(sys.executable).with_name("py-spy")
-    return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
+    installed = Path(sys.executable).with_name("py-spy")
+    return str(installed) if os.access(installed, os.X_OK) else shutil.which("py-spy")
 
 
 def dump_stacks(pids: Mapping[K, int], *, within: float) -> dict[K, str]:

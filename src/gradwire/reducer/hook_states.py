@@ -189,7 +189,7 @@ def from_dict(saved: Mapping[str, Any], hook: CommHook, *, rank: int) -> HookSta
     if not isinstance(saved, Mapping) or not saved.keys() >= _KEYS:
         missing = sorted(_KEYS - saved.keys()) if isinstance(saved, Mapping) else sorted(_KEYS)
         raise HookError(
-            f"{doing} for {hook!r}: this is no hook state, it lacks {', '.join(missing)}. Pass what hook_state_dict() gave.",
+            f"{doing} for {hook!r}: this is not a hook state: it lacks {', '.join(missing)}. Pass what hook_state_dict() gave.",
             hook=repr(hook),
         )
     if saved["version"] not in (1, VERSION):

@@ -83,6 +83,7 @@ def test_without_such_a_server_the_error_says_so(monkeypatch):
 
 
 def test_a_process_with_handlers_exits_as_any_other():
-    subprocess.run(
-        [sys.executable, "-c", "from gradwire import observe; observe.debug_handlers()"], check=True, timeout=300
+    done = subprocess.run(
+        [sys.executable, "-c", "from gradwire import observe; observe.debug_handlers()"], check=False, timeout=300
     )
+    assert done.returncode == 0

@@ -49,7 +49,9 @@ def test_warnings_are_recorded_and_shown(recorded, capsys):
 
 
 def test_without_a_recorder_a_warning_is_nothing():
-    flight_recorder.warn("nobody reads this", rank=0)
+    assert flight_recorder.active is None
+    flight_recorder.warn("not recorded", rank=0)
+    assert flight_recorder.active is None
 
 
 def test_the_first_warnings_outlive_their_records(tmp_path):
