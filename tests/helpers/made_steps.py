@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,8 +52,7 @@ def made_steps(
 
 def step_seconds(rows: Mapping[int, Sequence[StepTimes]]) -> float:
     """The median of all steps."""
-    every = sorted(one.seconds for row in rows.values() for one in row)
-    return every[len(every) // 2]
+    return statistics.median(one.seconds for row in rows.values() for one in row)
 
 
 def write_rings(directory: Path, rows: Mapping[int, Sequence[StepTimes]], *, size: int, pid: int | None = None) -> None:

@@ -12,7 +12,8 @@ those of a slow host, are stragglers together. And what a rank takes more must b
 Note [What if]
 Ranks meet when the last of them is ready. If the slow phases had taken what they take on the others, each slow rank would have
 been ready earlier by the difference, and the step would have ended earlier by as much as the last of all ranks would have been
-ready earlier. What follows, the exposed communication, is assumed to take as long as before.
+ready earlier. What follows, the exposed communication, is assumed to take as long as before. The prediction is the median of what
+each step would have taken: steps can differ more than ranks do, and then a difference of two medians is further off.
 """
 
 from __future__ import annotations
@@ -161,7 +162,8 @@ def compare(times: Times, steps: Sequence[int], offsets: Mapping[int, int] | Non
     ready = {rank: [one.last_ready + (offsets or {}).get(rank, 0) for one in row] for rank, row in rows.items()}
     guilty = {rank: phases for rank, phases in slow.items() if _times_late(rank, ready, slow) > len(steps) / 2}
     last = _times_last(ready)
-    without = step_seconds - _saved(guilty, ready)
+    step_by_step = [median(one.seconds for one in column) for column in zip(*rows.values())]
+    without = median(time - saved for time, saved in zip(step_by_step, _saved(guilty, ready)))
     found = [
         Straggler(
             rank,
@@ -261,11 +263,10 @@ def _times_late(rank: int, ready: Mapping[int, Sequence[int]], slow: Mapping[int
     return sum(time > usual for time in after[rank])
 
 
-def _saved(slow: Mapping[int, Sequence[_Slow]], ready: Mapping[int, Sequence[int]]) -> float:
-    """Seconds by which a step would be shorter if nothing were slow: see Note [What if]."""
+def _saved(slow: Mapping[int, Sequence[_Slow]], ready: Mapping[int, Sequence[int]]) -> list[float]:
+    """Seconds by which each step would be shorter if nothing were slow: see Note [What if]."""
     without = {
         rank: [time - sum(one.differences[i] for one in slow.get(rank, ())) for i, time in enumerate(row)]
         for rank, row in ready.items()
     }
-    saved = [max(now) - max(then) for now, then in zip(zip(*ready.values()), zip(*without.values()))]
-    return float(max(0.0, median(saved))) / 1e9
+    return [max(0.0, max(now) - max(then)) / 1e9 for now, then in zip(zip(*ready.values()), zip(*without.values()))]

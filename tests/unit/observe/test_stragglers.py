@@ -145,7 +145,7 @@ def test_a_run_that_was_slow_for_a_while():
 @given(
     ranks=st.integers(3, 9),
     phase=st.sampled_from(COMPUTE),
-    share=st.floats(0.3, 4.0),
+    share=st.floats(0.5, 4.0),  # 0.3 of the optimizer's phase would be 2 % of a step: just noticeable, or not
     seed=st.integers(0, 2**20),
     data=st.data(),
 )
@@ -154,7 +154,7 @@ def test_any_delay_is_found_and_the_prediction_is_right(ranks, phase, share, see
     [found] = slow_ranks(made_steps(ranks, 20, {(rank, phase): share}, seed=seed))
     assert (found.rank, found.phase) == (rank, phase)
     healthy = step_seconds(made_steps(ranks, 20, seed=seed))
-    assert found.without == pytest.approx(healthy, rel=0.05)
+    assert found.without == pytest.approx(healthy, rel=0.02)
     assert found.without < found.step_seconds
 
 
