@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.util
 import io
 import os
@@ -42,6 +43,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     ranks.DEFAULT_LEFTOVERS = LeftBehind.RAISE
     ranks.DEFAULT_TIMEOUT = 300.0  # only ends a hang: no busy machine is that slow
     default_pool()._start = WARM.start_workers  # type: ignore[method-assign]  # a pool of a test's own starts interpreters
+    if importlib.util.find_spec("tqdm"):  # Dynamo's progress bars; the first starts a thread
+        importlib.import_module("tqdm").tqdm.monitor_interval = 0
     prime()
 
 

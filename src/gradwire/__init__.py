@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports what i
         events,
         groups,
         hooks,
+        integrations,
         interop,
         lab,
         launch,
@@ -78,7 +79,9 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports what i
 __version__ = "0.1.0"
 
 # Lazy imports: the command `gradwire` and the launcher do not need torch, and training does not need the testing tools.
-_LAYERS = "autograd collectives errors events groups hooks interop lab launch observe optim policies testing"
+_LAYERS = (
+    "autograd collectives errors events groups hooks integrations interop lab launch observe optim policies testing"
+)
 _NAMES = {
     "collectives": "Collective OpKind ReduceOp Signature",
     "errors": "ClosedError CollectiveMismatch CollectiveTimeout GradwireError GroupAborted GroupError HookError InternalError "
@@ -154,6 +157,7 @@ __all__ = [
     "groups",
     "hooks",
     "init",
+    "integrations",
     "interop",
     "lab",
     "launch",

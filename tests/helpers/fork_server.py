@@ -95,6 +95,10 @@ if __name__ == "__main__":
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    with contextlib.suppress(
+        ImportError
+    ):  # Dynamo shows progress bars where it is installed, and the first starts a thread
+        importlib.import_module("tqdm").tqdm.monitor_interval = 0
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
         sys.exit(

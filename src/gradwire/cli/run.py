@@ -127,6 +127,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         action="store_true",
         help="record a script that does not call gradwire too, from its start: steps of torch's DDP, and where ranks hang",
     )
+    add(
+        "--replace-ddp",
+        "--replace_ddp",
+        action="store_true",
+        help="run a script written for torch's DistributedDataParallel on gradwire's, unchanged",
+    )
     add("--standalone", action="store_true", help="as for torchrun; ranks are always on this machine only")
     add("--nnodes", type=_one_host, metavar="1", help="as for torchrun; must be 1")
     # One argument for both, not REMAINDER, from which argparse drops a first "--".
@@ -155,8 +161,10 @@ def run(args: argparse.Namespace, *, popen: type[subprocess.Popen[bytes]] = subp
         extra = {**recorded, **dict(args.env)}
         base = {name: value for name, value in os.environ.items() if name != RUN_DIRECTORY}  # of a run around this one
         environments = [rank_environment(base, extra, rank, world) for rank in range(size)]
-        observed = ["-m", "gradwire.launch.observed"] if args.observe and recorded else []
-        command = [sys.executable, *observed, *(["-m"] if args.module else []), script, *arguments]
+        starters = ["gradwire.launch.observed"] * bool(args.observe and recorded)
+        starters += ["gradwire.integrations.ddp_script"] * args.replace_ddp
+        through = [word for module in starters for word in ("-m", module)]
+        command = [sys.executable, *through, *(["-m"] if args.module else []), script, *arguments]
         return supervise(
             Run(
                 command,

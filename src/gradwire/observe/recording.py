@@ -215,9 +215,10 @@ def _record_torch_ddp(rank: int) -> None:
     import torch.distributed as dist
 
     if dist.is_available():
-        from gradwire.observe.torch_ddp import ForwardRecords
+        from gradwire.observe.torch_ddp import ForwardRecords, is_torchs_own
 
-        _handles.append(ForwardRecords(rank))
+        if is_torchs_own():
+            _handles.append(ForwardRecords(rank))
 
 
 def _forget() -> None:

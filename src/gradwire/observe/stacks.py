@@ -28,7 +28,8 @@ SIGNAL = signal.SIGRTMIN + 12 if hasattr(signal, "SIGRTMIN") else None
 """Not one that programs use."""
 _PAUSE = 0.02
 _LARGEST = 1 << 20
-_OBSERVED = "/gradwire/launch/observed.py"
+_STARTERS = ("/gradwire/launch/observed.py", "/gradwire/launch/run_script.py", "/gradwire/integrations.ddp_script.py")
+"""Where `gradwire run` starts scripts from, with --observe and --replace-ddp."""
 _OUTERMOST = ("<module>", "_run_module_as_main")
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
@@ -191,7 +192,7 @@ def user_frames(frames: Sequence[Frame], header: Mapping[str, Any]) -> list[Fram
 
 
 def without_runpy(frames: Sequence[Frame]) -> Sequence[Frame]:
-    """The frames without those by which `python -m` and `gradwire run --observe` have started the script.
+    """The frames without those by which `python -m` and `gradwire run` with --observe or --replace-ddp have started the script.
 
     >>> script, runpy = Frame("train.py", 3, "<module>"), Frame("<frozen runpy>", 88, "_run_code")
     >>> observed = Frame("/lib/gradwire/launch/observed.py", 36, "main")
@@ -199,7 +200,7 @@ def without_runpy(frames: Sequence[Frame]) -> Sequence[Frame]:
     True
     """
     end = len(frames)
-    while end and (frames[end - 1].file == "<frozen runpy>" or frames[end - 1].file.endswith(_OBSERVED)):
+    while end and (frames[end - 1].file == "<frozen runpy>" or frames[end - 1].file.endswith(_STARTERS)):
         end -= 1
     return frames[:end]
 

@@ -12,6 +12,11 @@ from gradwire import flight_recorder
 from gradwire.flight_recorder import RecordKind
 
 
+def is_torchs_own() -> bool:
+    """Whether torch's name stands for torch's class: `gradwire run --replace-ddp` puts ours there, which records itself."""
+    return DistributedDataParallel.__module__ == "torch.nn.parallel.distributed"
+
+
 class ForwardRecords:
     """Records when a forward of torch's DDP begins and ends, until it is removed. Backward ends with the optimizer's step."""
 

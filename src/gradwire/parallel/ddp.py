@@ -54,6 +54,8 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
     accepts partials, callable objects and gradwire's own hooks.
     """
 
+    _active_ddp_module: Any = None
+
     def __init__(
         self,
         module: nn.Module,
@@ -296,6 +298,9 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
     @untraced_call
     def _post_forward(self, output: Any) -> Any:
         self._sync_buffers(BufferHook.AFTER)
+        self.replica.sync = (
+            self.require_backward_grad_sync
+        )  # Lightning resets it if the module has run its backward itself
         output = self.replica.after_forward(output)
         if self.logger is not None:
             self.logger.forward_ends()
@@ -356,6 +361,15 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
     @broadcast_buffers.setter
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """Whether the next forward makes buffers equal, if forwards do: not after one under no_sync."""
+        return self.replica.sync_buffers_next
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, value: bool) -> None:
+        self.replica.sync_buffers_next = value
 
     @property
     def modules_buffers(self) -> list[Tensor]:
@@ -446,6 +460,11 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
     def _update_process_group(self, new_process_group: Any) -> None:
         self._set_group(new_process_group, None)
         self.replica.move_to_group(self.group)
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> Any:
+        """The model whose graph Dynamo splits: none of ours. Dynamo asks the class that has torch's name."""
+        return cls._active_ddp_module
 
     @staticmethod
     def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:

@@ -1,0 +1,91 @@
+"""gradwire's DistributedDataParallel under torch's name, for code that builds torch's.
+
+Note [Which references are replaced]
+Code finds torch's class under two names, in `torch.nn.parallel` and in its module `distributed`; both are replaced. A reference
+that a module has imported before is not: in torch itself those serve `isinstance`, which is True for both classes, and elsewhere
+`replace_ddp` refuses to go on, because a model that silently stays torch's is worse than an error.
+
+Note [Processes that the script starts]
+A forked process inherits the replacement. One that multiprocessing spawns begins with an empty interpreter: it reads a dictionary
+of preparations, imports the script, and then reads what to run. The replacement must precede the import, so it travels in that
+dictionary, as an entry that multiprocessing ignores and that replaces the class when it is unpickled. `torch.multiprocessing.spawn`
+goes through it as well.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.spawn
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.nn.parallel
+import torch.nn.parallel.distributed
+
+from gradwire.errors import UsageError
+from gradwire.parallel import DistributedDataParallel
+
+_PLACES: tuple[tuple[Any, str], ...] = (
+    (torch.nn.parallel, "DistributedDataParallel"),
+    (torch.nn.parallel.distributed, "DistributedDataParallel"),
+    (torch.nn.parallel, "DistributedDataParallelCPU"),  # its old name
+)
+_STOCK = tuple(getattr(module, name) for module, name in _PLACES)
+
+
+def replace_ddp() -> None:
+    """Make torch.nn.parallel.DistributedDataParallel gradwire's, for the rest of this process and those that it starts.
+
+    Call it before anything imports torch's class, or start the script with `gradwire run --replace-ddp`.
+    """
+    if all(getattr(module, name) is DistributedDataParallel for module, name in _PLACES):
+        return
+    early = [found for module in list(sys.modules) for found in _references(module)]
+    if early:
+        raise UsageError(
+            f"replace_ddp(): torch's DistributedDataParallel was imported before, as {', '.join(early)}. Call replace_ddp() first, "
+            "or start the script with gradwire run --replace-ddp."
+        )
+    _replace()
+    multiprocessing.spawn.get_preparation_data = _PreparationData(multiprocessing.spawn.get_preparation_data)
+
+
+@contextmanager
+def replaced_ddp() -> Iterator[None]:
+    """gradwire's class under torch's name while the block runs, for a library that builds the model in one call."""
+    before = [getattr(module, name) for module, name in _PLACES]
+    _replace()
+    try:
+        yield
+    finally:
+        for (module, name), cls in zip(_PLACES, before, strict=True):
+            setattr(module, name, cls)
+
+
+def _replace() -> None:
+    for module, name in _PLACES:
+        setattr(module, name, DistributedDataParallel)
+
+
+def _references(name: str) -> list[str]:
+    """The names under which a module outside of torch and gradwire has torch's class."""
+    if name.partition(".")[0] in ("torch", "gradwire"):
+        return []
+    variables: dict[str, Any] = getattr(sys.modules[name], "__dict__", {})
+    return [f"{name}.{key}" for key, value in list(variables.items()) if any(value is stock for stock in _STOCK)]
+
+
+class _PreparationData:
+    """multiprocessing's function, and the replacement: see Note [Processes that the script starts]."""
+
+    def __init__(self, original: Callable[[str], dict[str, Any]]) -> None:
+        self._original = original
+
+    def __call__(self, name: str) -> dict[str, Any]:
+        return {**self._original(name), "gradwire": _ReplaceWhenUnpickled()}
+
+
+class _ReplaceWhenUnpickled:
+    def __reduce__(self) -> Any:
+        return replace_ddp, ()

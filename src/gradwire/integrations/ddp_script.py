@@ -1,0 +1,26 @@
+"""`python -m gradwire.integrations.ddp_script [-m] SCRIPT ...`: run a script written for torch's DDP on gradwire's.
+
+`gradwire run --replace-ddp` starts ranks this way; torchrun and other launchers can too.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from gradwire.integrations.ddp_replacement import replace_ddp
+from gradwire.launch.run_script import run_script
+
+
+def main() -> None:
+    """Replace torch's class, and run the script."""
+    if not sys.argv[1:] or sys.argv[1:] == ["-m"]:
+        print(
+            "usage: python -m gradwire.integrations.ddp_script [-m] SCRIPT [arguments of the script]", file=sys.stderr
+        )
+        sys.exit(2)
+    replace_ddp()
+    run_script(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

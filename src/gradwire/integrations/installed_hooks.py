@@ -1,0 +1,89 @@
+"""The gradwire hook of a data-parallel model, torch's DDP or gradwire's: installed, saved and restored alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+
+from gradwire.errors import UsageError, UsageTypeError
+from gradwire.hooks.base import CommHook
+from gradwire.interop import as_torch_hook
+from gradwire.parallel import DistributedDataParallel
+
+
+class HookControls(Protocol):
+    """What gradwire's DDP and the functions of `as_torch_hook` have in common."""
+
+    def hook_state_dict(self) -> dict[str, Any]:
+        """The hook's state on this rank."""
+
+    def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore a saved state. Every rank calls it, between steps."""
+
+    def attach_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Run outer steps after this optimizer's steps."""
+
+    def average_parameters(self) -> None:
+        """Average the parameters over all ranks."""
+
+
+def install_hook(model: nn.Module, hook: CommHook) -> None:
+    """Reduce the gradients of `model`, torch's DDP or gradwire's, with `hook`. Every rank calls it, before the first step."""
+    if isinstance(model, DistributedDataParallel):
+        model.set_hook(hook)
+    elif isinstance(model, TorchDDP):
+        adapted = as_torch_hook(hook, named_parameters=model.module.named_parameters())
+        model.register_comm_hook(model.process_group, adapted)
+    else:
+        raise UsageTypeError(
+            f"install_hook({type(model).__name__}, {hook!r}): the model must be a DistributedDataParallel, torch's or gradwire's."
+        )
+
+
+def hook_controls(model: nn.Module) -> HookControls | None:
+    """The gradwire hook of `model`; None if it is not a DDP, or has a torch-style hook or none."""
+    if isinstance(model, DistributedDataParallel):
+        return model if model.replica.runner.torch_hook is None else None
+    hooks = getattr(model, "_comm_hooks", ()) if isinstance(model, TorchDDP) else ()
+    return next((hook for hook, _ in hooks if hasattr(hook, "hook_state_dict")), None)
+
+
+def save_hook_states(models: Sequence[nn.Module], directory: str | Path) -> None:
+    """Write the states of the models' hooks to a file of this rank in `directory`. Every rank calls it."""
+    states = [None if hook is None else hook.hook_state_dict() for hook in map(hook_controls, models)]
+    if any(state is not None for state in states):
+        path = _file(Path(directory), dist.get_rank())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(states, path)
+
+
+def load_hook_states(models: Sequence[nn.Module], directory: str | Path) -> None:
+    """Restore what `save_hook_states` wrote. Every rank calls it; one that has no file there loads that of rank 0."""
+    if all(hook_controls(model) is None for model in models):
+        return
+    own = _file(Path(directory), dist.get_rank())
+    path = own if own.exists() else _file(Path(directory), 0)
+    if not path.exists():
+        raise UsageError(
+            f"load_hook_states({str(directory)!r}): there is no {path.name}. The checkpoint was saved without the state of a "
+            "gradwire hook, or on a host whose files this one cannot read."
+        )
+    states = torch.load(path, weights_only=True)
+    if len(states) != len(models):
+        raise UsageError(
+            f"load_hook_states({str(directory)!r}): it has states of {len(states)} models, and there are {len(models)}."
+        )
+    for model, state in zip(models, states, strict=True):
+        hook = hook_controls(model)
+        if hook is not None and state is not None:
+            hook.load_hook_state_dict(state)
+
+
+def _file(directory: Path, rank: int) -> Path:
+    return directory / f"gradwire-hook-{rank}.pt"

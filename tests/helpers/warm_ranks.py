@@ -1,0 +1,37 @@
+"""Scripts on the ranks of a world that torch's `init_process_group()` finds, in warm processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from helpers.torch_world import PATIENCE
+from helpers.warm_python import WarmPython
+
+
+def run_script(
+    warm_python: WarmPython, path: Path, *args: str, ranks: int = 2, env: dict[str, str] | None = None, before: str = ""
+) -> list[str]:
+    """Run the script as torchrun would, and return what each rank wrote to stdout; a rank that fails is an error.
+
+    `before` is code that runs first.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+    common = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_RUN_ID": "tests",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        **(env or {}),
+    }
+    envs = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    code = f"{before}\nimport runpy, sys\nsys.argv = {[str(path), *args]!r}\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    done = warm_python.run_all([(code,)] * ranks, envs=envs, timeout=300)
+    for rank, process in enumerate(done):
+        assert process.returncode == 0, f"rank {rank} ended with {process.returncode}:\n{process.stderr}"
+    return [process.stdout for process in done]

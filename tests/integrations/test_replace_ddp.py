@@ -1,0 +1,221 @@
+"""Scripts that were written for torch's DDP, on ours, unchanged."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gradwire as gw
+from gradwire import observe
+from gradwire.cli import main, run
+from gradwire.flight_recorder import RecordKind
+from helpers.warm_python import WarmPython
+from helpers.warm_ranks import run_script
+
+SCRIPT = """
+import copy, functools, io, json, sys
+import torch
+import torch.distributed as dist
+import torch.nn.parallel.distributed as module
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(1)
+start = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+said = {"argv": sys.argv[1:], "name": __name__}
+
+
+class Scaled(DDP):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def train(model, optimizer=None, steps=range(4)):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in steps:
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+        loss = (model(x) - x[:, :4]).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def fresh(cls=DDP, **flags):
+    return cls(copy.deepcopy(start), **flags)
+
+
+ddp = fresh()
+said["plain"] = train(ddp)
+said["class"] = type(ddp).__module__
+classes = [DDP, torch.nn.parallel.DistributedDataParallel, module.DistributedDataParallel]
+said["isinstance"] = [isinstance(ddp, cls) for cls in classes]
+said["keys"] = [list(ddp.state_dict())[0], list(get_model_state_dict(ddp))[0]]
+said["flags"] = train(fresh(torch.nn.parallel.DistributedDataParallel, find_unused_parameters=True, bucket_cap_mb=0.001))
+said["views"] = train(fresh(static_graph=True, gradient_as_bucket_view=True))
+said["mesh"] = train(fresh(device_mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),))))
+delayed = copy.deepcopy(start)
+said["delayed"] = train(
+    DDP(
+        delayed,
+        delay_all_reduce_named_params=[("0.weight", delayed[0].weight)],
+        param_to_hook_all_reduce=delayed[3].weight,
+    )
+)
+said["subclass"] = train(fresh(Scaled))
+for name, state, hook in [
+    ("allreduce", None, default_hooks.allreduce_hook),
+    ("fp16", None, default_hooks.fp16_compress_hook),
+    ("powerSGD", powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook),
+]:
+    hooked = fresh()
+    hooked.register_comm_hook(state, hook)
+    said[name] = train(hooked)
+
+model = fresh()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+train(model, optimizer, range(2))
+file = io.BytesIO()
+torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+file.seek(0)
+saved = torch.load(file)
+model = fresh()
+model.load_state_dict(saved["model"])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer.load_state_dict(saved["optimizer"])
+said["resumed"] = train(model, optimizer, range(2, 4))
+with model.no_sync():
+    model(torch.ones(2, 8)).sum().backward()
+said["compiled"] = train(torch.compile(fresh(), backend="eager"))
+print(json.dumps(said))
+dist.destroy_process_group()
+"""
+REPLACED = "from gradwire.integrations import replace_ddp; replace_ddp()"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_script_has_the_same_losses_as_with_torchs_ddp(script: Path, warm_python: WarmPython) -> None:
+    torchs = [json.loads(text) for text in run_script(warm_python, script, "--lr", "1")]
+    ours = [json.loads(text) for text in run_script(warm_python, script, "--lr", "1", before=REPLACED)]
+    assert [one.pop("class") for one in torchs] == ["torch.nn.parallel.distributed"] * 2
+    assert [one.pop("class") for one in ours] == ["gradwire.parallel.ddp"] * 2
+    assert ours == torchs
+    assert ours[0]["resumed"] == ours[0]["plain"][2:]
+    assert ours[0]["plain"] != ours[1]["plain"]
+    assert all(ours[0]["isinstance"])
+
+
+CHAIN = """
+import runpy, sys
+sys.argv = ["observed", "-m", "gradwire.integrations.ddp_script", {script!r}, "--lr", "1"]
+runpy.run_module("gradwire.launch.observed", run_name="__main__", alter_sys=True)
+"""
+OBSERVED = """
+import sys
+import torch
+import torch.distributed as dist
+import neighbor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = DDP(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model(torch.ones(3, 4)).sum().backward()
+optimizer.step()
+print(type(model).__module__, __name__, sys.argv, neighbor.__name__)
+dist.destroy_process_group()
+"""
+
+
+def test_with_observe_its_steps_are_recorded_once(tmp_path: Path, warm_python: WarmPython) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(OBSERVED)
+    (tmp_path / "neighbor.py").touch()
+    env = {"GRADWIRE_RUN_DIR": str(tmp_path / "run"), "RANK": "0", "WORLD_SIZE": "1"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    (done,) = warm_python.run_all([(CHAIN.format(script=str(script)),)], envs=[env], timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"gradwire.parallel.ddp __main__ {[str(script), '--lr', '1']} neighbor\n"
+    kinds = [record.kind for record in observe.read_rings(tmp_path / "run")[0].records]
+    assert [kinds.count(kind) for kind in (RecordKind.FORWARD_BEGAN, RecordKind.FORWARD_ENDED)] == [1, 1]
+
+
+@pytest.mark.parametrize(("options", "words"), [([], ["x.py", "1"]), (["-m"], ["x", "1"])])
+def test_the_command_of_a_rank(options: Any, words: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(run, "supervise", lambda plan: started.append(plan) or 0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").touch()
+    common = ["run", "-n", "1", "--run-dir", str(tmp_path / "run"), "--replace-ddp"]
+    assert main([*common, *options, *words]) == 0
+    assert main([*common, "--observe", *options, *words]) == 0
+    replaced = ["-m", "gradwire.integrations.ddp_script", *options, *words]
+    assert started[0].command == [sys.executable, *replaced]
+    assert started[1].command == [sys.executable, "-m", "gradwire.launch.observed", *replaced]
+
+
+PARENT = f"""
+import multiprocessing.spawn, pickle, sys
+{REPLACED}
+{REPLACED}  # again: nothing happens
+sys.modules["__main__"].__spec__ = None
+data = multiprocessing.spawn.get_preparation_data("child")
+data["authkey"] = bytes(data["authkey"])  # which is pickled for children only
+open(sys.argv[1], "wb").write(pickle.dumps(data))
+"""
+CHILD = """
+import pickle, sys
+pickle.load(open(sys.argv[1], "rb"))
+import torch
+print(torch.nn.parallel.DistributedDataParallel.__module__, torch.nn.parallel.DistributedDataParallelCPU.__module__)
+"""
+
+
+def test_processes_that_the_script_spawns_have_it_before_they_import_anything(
+    tmp_path: Path, warm_python: WarmPython
+) -> None:
+    """As `torch.multiprocessing.spawn` starts them; the preparations are what they read first."""
+    done = warm_python.run(PARENT, str(tmp_path / "data"), timeout=120)
+    assert done.returncode == 0, done.stderr
+    done = warm_python.run(CHILD, str(tmp_path / "data"), timeout=120)
+    assert done.stdout == "gradwire.parallel.ddp gradwire.parallel.ddp\n", done.stderr
+
+
+LATE = f"""
+from torch.nn.parallel import DistributedDataParallel as DDP
+{REPLACED}
+"""
+
+
+def test_a_class_that_was_imported_before_is_an_error(warm_python: WarmPython) -> None:
+    done = warm_python.run(LATE, timeout=120)
+    assert done.returncode == 1
+    assert "imported before, as __main__.DDP. Call replace_ddp() first" in done.stderr
+
+
+def test_without_a_script_it_shows_its_usage(warm_python: WarmPython) -> None:
+    code = (
+        "import runpy, sys; sys.argv = ['x']; runpy.run_module('gradwire.integrations.ddp_script', run_name='__main__')"
+    )
+    done = warm_python.run(code, timeout=120)
+    assert (done.returncode, done.stderr[:6]) == (2, "usage:")
+
+
+def test_the_integrations_are_part_of_gradwire() -> None:
+    assert gw.integrations.replace_ddp.__module__ == "gradwire.integrations.ddp_replacement"
