@@ -16,16 +16,22 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire.testing import LeftBehind, Leftovers, default_pool, ranks
+from gradwire.testing import LeftBehind, Leftovers, RankPool, default_pool, ranks
 from gradwire.testing.leftovers import prime
 from gradwire.testing.mpi import default_worlds
+from gradwire.testing.pool.process import Hold
 from helpers import torch_world as worlds
-from helpers.warm_python import WarmPython
+from helpers.warm_python import WarmPython, WarmWorker
 
 # torch's TCPStore asks for the name of every peer that connects, 127.0.0.1 included. A name server that loses one question in
 # twenty then holds up every twentieth connection for the resolver's 5 seconds; nothing here needs a name that is not in a file.
 # Processes that tests start inherit it.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")
+
+# Several tests run at once, and OpenMP's threads, which wait for work by spinning, would take the cores from each other.
+# Processes that tests start read the variable; this one has read it when it imported torch.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Where Triton is installed, the first torch.compile of any kind starts a process that compiles for the rest, and stays.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -34,6 +40,8 @@ WARM = WarmPython()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.setpgid(0, 0)  # shared memory that processes of another worker hold is then no leftover of a test here
     # What tests run is recorded here, and not among the user's runs.
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="gradwire-tests-")
     if (
@@ -45,6 +53,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     default_pool()._start = WARM.start_workers  # type: ignore[method-assign]  # a pool of a test's own starts interpreters
     if importlib.util.find_spec("tqdm"):  # Dynamo's progress bars; the first starts a thread
         importlib.import_module("tqdm").tqdm.monitor_interval = 0
+    WARM.open_door()
     prime()
 
 
@@ -97,6 +106,23 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 def warm_python() -> WarmPython:
     """Starts processes that have torch imported already."""
     return WARM
+
+
+@pytest.fixture
+def warm_ranks(monkeypatch: pytest.MonkeyPatch, warm_python: WarmPython) -> None:
+    """Ranks of `run_world` that need not import torch. Those under mpirun or on hosts of their own do."""
+
+    from gradwire.cli.experiment import world
+
+    class ForkedPool(RankPool):
+        def _start(self, count: int, store: str) -> Iterator[Hold]:
+            if self._spawn(0).command is not list:
+                yield from super()._start(count, store)
+                return
+            for rank in range(count):
+                yield WarmWorker(warm_python, store, self._spawn(rank))
+
+    monkeypatch.setattr(world, "RankPool", ForkedPool)
 
 
 @pytest.fixture(scope="session")

@@ -8,13 +8,11 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,11 +26,13 @@ from gradwire.errors import GroupError
 from gradwire.groups import Group, MPIGroup
 from gradwire.groups.tcp_store import host_store
 from gradwire.testing import run_ranks
-from gradwire.testing.mpi import MPIWorlds, missing
+from gradwire.testing.mpi import missing
 from gradwire.testing.mpi.launch import Launch
+from gradwire.testing.mpi.warm_worlds import MPIPool
 from gradwire.testing.pool import GroupJob
+from gradwire.testing.pool.process import Spawn
 from gradwire.testing.private_socket import PrivateListener, connect
-from helpers.warm_python import WarmPython
+from helpers.warm_python import GRADWIRE_RUN, WarmPython
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -40,6 +40,15 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 def as_nobody(attempt: Callable[[], Any]) -> Any:
     """What `attempt` returns in a child process of another user. It must not import anything: that user may not read our files."""
+    return all_as_nobody([attempt])[0]
+
+
+def all_as_nobody(attempts: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What each of them returns, all at once."""
+    return [answer() for answer in [_begin_as_nobody(attempt) for attempt in attempts]]
+
+
+def _begin_as_nobody(attempt: Callable[[], Any]) -> Callable[[], Any]:
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -56,10 +65,14 @@ def as_nobody(attempt: Callable[[], Any]) -> Any:
         finally:
             os._exit(0)
     os.close(write)
-    with open(read, "rb") as file:
-        answer = json.loads(file.read() or "[]")
-    os.waitpid(pid, 0)
-    return answer
+
+    def answered() -> Any:
+        with open(read, "rb") as file:
+            answer = json.loads(file.read() or "[]")
+        os.waitpid(pid, 0)
+        return answer
+
+    return answered
 
 
 def descriptors(pid: int) -> dict[str, str]:
@@ -257,21 +270,15 @@ def test_the_mpi_socket_lets_nobody_in(tmp_path: Path, monkeypatch: pytest.Monke
         return meet(self)
 
     monkeypatch.setattr(Launch, "meet", attacked)
-    worlds = MPIWorlds()
-
-    def rank_main(group: Group) -> None:
-        group.barrier()
-
-    try:
-        worlds.run(GroupJob(rank_main, MPIGroup.over_store), 2)
-    finally:
-        worlds.close()
+    with MPIPool(Spawn("raise SystemExit(3)")) as pool, pytest.raises(GroupError, match="mpirun exited with code 3"):
+        pool.run(GroupJob(lambda group: None, MPIGroup.over_store), 2)
     sockets, entered = found
     assert len(sockets) == 1  # the attack had something to try
     assert entered == []
 
 
 @needs_root
+@pytest.mark.usefixtures("warm_ranks")
 def test_ranks_of_a_benchmark_let_nobody_in(tmp_path: Path) -> None:
     found: list[Any] = []
 
@@ -292,7 +299,7 @@ def test_ranks_of_a_benchmark_let_nobody_in(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_ranks_of_the_launcher_let_nobody_in(tmp_path: Path) -> None:
+def test_ranks_of_the_launcher_let_nobody_in(tmp_path: Path, warm_python: WarmPython) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(
@@ -306,16 +313,16 @@ def test_ranks_of_the_launcher_let_nobody_in(tmp_path: Path) -> None:
             """
         )
     )
-    command = [sys.executable, "-m", "gradwire", "run", "--nproc", "2", "--no-prefix", str(script)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
-        try:
-            assert launcher.stdout is not None
-            pids = {int(pid) for _ in range(2) for pid in launcher.stdout.readline().split()}
-            pids |= {launcher.pid}
-            entered = assault(sorted(pids), tmp_path)
-            entered += [f"{pid} listens on {listening(pid)}" for pid in pids if not loopback_only(pid)]
-        finally:
-            launcher.terminate()
+    launcher = warm_python.talk(GRADWIRE_RUN, "--nproc", "2", "--no-prefix", str(script))
+    try:
+        assert launcher.stdout is not None
+        pids = {int(pid) for _ in range(2) for pid in launcher.stdout.readline().split()}
+        assert launcher.pid in pids
+        entered = assault(sorted(pids), tmp_path)
+        entered += [f"{pid} listens on {listening(pid)}" for pid in pids if not loopback_only(pid)]
+    finally:
+        launcher.terminate()
+        launcher.communicate()
     assert entered == []
 
 
@@ -383,18 +390,17 @@ STORE_SCRIPT = """
 """
 
 
+TORCHRUN = "from torch.distributed.run import main; main()"
+
+
 def start_ranks(way: str, folder: Path, python: WarmPython) -> list[Any]:
     script = folder / "script.py"
     script.write_text(textwrap.dedent(STORE_SCRIPT))
-    command = [sys.executable, str(script), str(folder), way]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("GLOO")}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = ["2", str(script), str(folder), way]
     if way == "gradwire run":
-        run = [sys.executable, "-m", "gradwire", "run", "-n", "2", "--no-prefix", *command[1:]]
-        return [subprocess.Popen(run, env=environ, **pipes)]
+        return [python.start(GRADWIRE_RUN, "--no-prefix", "-n", *command, capture=True)]
     if way == "torchrun":
-        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command[1:]]
-        return [subprocess.Popen(run, env=environ, **pipes)]
+        return [python.start(TORCHRUN, "--standalone", "--nproc-per-node", *command, capture=True)]
     free = host_store()  # only to find a port
     port = free.port
     del free
@@ -423,7 +429,7 @@ def test_another_user_cannot_end_a_job_through_a_store(
         pids = [pid for process in started for pid in family(process.pid)]
         ports = listening_ports(pids)
         entered = assault(pids, tmp_path)
-        keys = [key for port in ports for key in as_nobody(functools.partial(falsify, port))]
+        keys = [key for found in all_as_nobody([functools.partial(falsify, port) for port in ports]) for key in found]
         (tmp_path / "go-on").touch()
         said = [process.communicate(timeout=300) for process in started]
     finally:

@@ -11,6 +11,7 @@ gc.disable()  # nothing of what is imported is garbage
 import builtins  # noqa: E402
 import contextlib  # noqa: E402
 import ctypes  # noqa: E402
+import fcntl  # noqa: E402
 import importlib  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
@@ -18,22 +19,22 @@ import select  # noqa: E402
 import signal  # noqa: E402
 import socket  # noqa: E402
 import sys  # noqa: E402
+import tempfile  # noqa: E402
 import types  # noqa: E402
 
 PRELOADED = (
     "torch", "torch.distributed", "torch._dynamo", "numba", "gradwire.hooks", "gradwire.interop", "gradwire.parallel",
-    "gradwire.testing.pool.warm_worker", "gradwire.launch",
+    "gradwire.testing.pool.warm_worker", "gradwire.launch", "gradwire.cli.bench.hangs",
 )  # fmt: skip
 
 
-def next_request(control: socket.socket) -> tuple[dict, list[int]]:
-    head, fds, _, _ = socket.recv_fds(control, 8, 16)
-    if not head:
-        os._exit(0)  # the tests are over
+def next_request(source: socket.socket) -> tuple[dict | None, list[int]]:
+    """A request and its descriptors; None if the other end has closed."""
+    head, fds, _, _ = socket.recv_fds(source, 8, 16)
     size, text = int.from_bytes(head, "big"), b""
-    while len(text) < size:
-        text += control.recv(size - len(text))
-    return json.loads(text), fds
+    while len(text) < size and (more := source.recv(size - len(text))):
+        text += more
+    return json.loads(text) if head and len(text) == size else None, fds
 
 
 def tell(status: socket.socket, number: int) -> None:
@@ -41,24 +42,36 @@ def tell(status: socket.socket, number: int) -> None:
         status.send(str(number).encode())
 
 
-def serve(control: socket.socket) -> dict:
-    """Fork for every request. Returns in the children only."""
+def serve(control: socket.socket, door: socket.socket) -> dict:
+    """Fork for every request of the tests, or of a client at the door. Returns in the children only."""
     children: dict[int, tuple[int, socket.socket]] = {}
     while True:
-        ready, _, _ = select.select([control, *children], [], [])
+        ready, _, _ = select.select([control, door, *children], [], [])
         for pidfd in ready:
-            if pidfd is not control:
+            if pidfd in children:
                 pid, status = children.pop(pidfd)
                 os.close(pidfd)
                 tell(status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
                 status.close()
-        if control not in ready:
+        if control in ready:
+            request, passed = next_request(control)
+            if request is None:
+                os._exit(0)  # the tests are over
+        elif door in ready:
+            with door.accept()[0] as client:
+                request, passed = next_request(client)
+            if request is None:
+                for fd in passed:
+                    os.close(fd)
+                continue
+        else:
             continue
-        request, (told, *fds) = next_request(control)
+        told, *fds = passed
         pid = os.fork()
         if pid == 0:
             os.close(told)
             control.close()
+            door.close()
             for pidfd, (_, status) in children.items():
                 os.close(pidfd)
                 status.close()
@@ -82,7 +95,29 @@ def become(request: dict, fds: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
+    tempfile.tempdir = None  # found anew, by the environment
+    if "lifeline" in request:
+        die_with(request["lifeline"])
+        join_group(request["process_group"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def die_with(lifeline: int) -> None:
+    """Linux kills this process when the other end of a socket is closed."""
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_RDWR | os.O_NONBLOCK | os.O_ASYNC)
+    with contextlib.suppress(BlockingIOError):
+        os.read(lifeline, 1)
+        os._exit(1)  # it has been closed already
+
+
+def join_group(group: int) -> None:
+    """Be in the process group of the client, where signals for it arrive, or in one of its own if that is in another session."""
+    try:
+        os.setpgid(0, group)
+    except PermissionError:
+        os.setpgid(0, 0)
 
 
 if __name__ == "__main__":
@@ -106,7 +141,7 @@ if __name__ == "__main__":
         )
     gc.collect()
     gc.freeze()
-    asked = serve(socket.socket(fileno=int(sys.argv[1])))
+    asked = serve(socket.socket(fileno=int(sys.argv[1])), socket.socket(fileno=int(sys.argv[3])))
     gc.enable()
     path = asked["path"]
     sys.argv[:] = ["-c" if path == "<string>" else path, *asked["args"]]

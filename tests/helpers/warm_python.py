@@ -11,24 +11,67 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
+from gradwire.lab import Host
+from gradwire.testing.mpi import launch
 from gradwire.testing.pool.outcome import MESSAGE_LIMIT, START_LIMIT
 from gradwire.testing.pool.process import Hold, Spawn
+from helpers import fork_client
+from helpers.fork_client import ADDRESS
 
 SERVER = Path(__file__).with_name("fork_server.py")
+FORK_CLIENT = [sys.executable, "-I", "-S", fork_client.__file__]
+GRADWIRE_RUN = "from gradwire.cli.bench.hangs import launch; launch()"
+"""`gradwire run` with the arguments of the process, and ranks that are forks of it. They end by `os._exit`, after exit handlers."""
+
+FORKED_RANKS = """
+import subprocess, sys
+from gradwire.cli.bench.forked import ForkedPython
+class Forked(ForkedPython):
+    def _execute_child(self, args, *how):
+        *command, code = args
+        super()._execute_child([*command, "import ctypes; ctypes.CDLL(None).prctl(1, 0); " + code], *how)
+popen = subprocess.Popen
+subprocess.Popen = lambda args, **how: (Forked if args[0] == sys.executable else popen)(args, **how)
+from gradwire.testing.mpi import launch
+launch.command = lambda mpirun, ranks, plain=launch.command: [*plain(mpirun, ranks), *{client}]
+""".replace("{client}", repr(FORK_CLIENT))
+"""Workers that a pool of the process starts are forks of it, and ranks under mpirun of the server. That Linux kills the first with
+their parent is left to themselves."""
+
+_ON_HOST = """
+import ctypes, os, socket
+libc, new_network, new_name = ctypes.CDLL(None, use_errno=True), 0x40000000, 0x04000000
+if libc.setns(os.open("/run/netns/{name}", os.O_RDONLY | os.O_CLOEXEC), new_network) or libc.unshare(new_name):
+    raise OSError(ctypes.get_errno(), "cannot enter {name}")
+socket.sethostname("{name}")
+"""
+
+
+def on_host(host: Host, code: str) -> str:
+    """`code` for a process that first moves to one of `gradwire.lab.hosts`, as `host.popen` does."""
+    return _ON_HOST.format(name=host.name) + code
+
+
 SERVER_SETTINGS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Before it forks, the server must not start threads, as numpy does when it is imported, nor wake CUDA's driver."""
 
 
 class WarmProcess:
     """A child of the server, which says how it ended."""
+
+    stdin: IO[str] | None = None
+    stdout: IO[str] | None = None
 
     def __init__(self, pid: int, status: socket.socket, outputs: Sequence[int] = ()) -> None:
         self.pid = pid
@@ -54,17 +97,25 @@ class WarmProcess:
         return status
 
     def communicate(self, timeout: float = MESSAGE_LIMIT) -> tuple[str, str]:
-        """What it wrote on stdout and stderr, once it has ended; nothing when asked again."""
+        """What it wrote on stdout and stderr and nobody has read, once it has ended; nothing when asked again."""
         self.wait(timeout)
         said = [os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace") for fd in self._outputs]
         while self._outputs:
             os.close(self._outputs.pop())
+        if self.stdin is not None and self.stdout is not None:
+            said[:0] = [] if self.stdout.closed else [self.stdout.read()]
+            self.stdin.close()
+            self.stdout.close()
         return (said[0], said[1]) if said else ("", "")
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it still runs."""
+        if self.poll() is None:
+            self._send(number)
 
     def terminate(self) -> None:
         """Ask it to end, if it still runs."""
-        if self.poll() is None:
-            self._send(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End it, if it still runs, and wait for that."""
@@ -87,6 +138,7 @@ class WarmPython:
     def __init__(self) -> None:
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._folder = ""
 
     def start(
         self,
@@ -101,7 +153,9 @@ class WarmPython:
 
         `fds` become its descriptors 0, 1 and so on. Without them it has this process's output, or one that `communicate` returns.
         """
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET
+        )  # its id and its status are two messages
         request = {"code": code, "path": path, "args": args, "env": {**os.environ, **(env or {})}, "cwd": os.getcwd()}
         text = json.dumps(request).encode()
         outputs = [os.memfd_create(name) for name in ("stdout", "stderr")] if capture else []
@@ -113,6 +167,23 @@ class WarmPython:
         if not select.select([ours], [], [], START_LIMIT)[0]:
             raise RuntimeError("the fork server does not answer")
         return WarmProcess(int(ours.recv(100)), ours, outputs)
+
+    def talk(self, code: str, *args: str, path: str = "<string>") -> WarmProcess:
+        """Run `code` in a new process whose standard input and output are pipes, its `stdin` and `stdout`.
+
+        `communicate` returns the rest of what it wrote, and closes both.
+        """
+        theirs_in, ours_in = os.pipe()
+        ours_out, theirs_out = os.pipe()
+        errors = os.memfd_create("stderr")
+        try:
+            process = self.start(code, *args, fds=(theirs_in, theirs_out, errors), path=path)
+        finally:
+            os.close(theirs_in)
+            os.close(theirs_out)
+        process._outputs.append(errors)
+        process.stdin, process.stdout = open(ours_in, "w"), open(ours_out)  # noqa: SIM115
+        return process
 
     def run(self, code: str, *args: str, timeout: float) -> subprocess.CompletedProcess[str]:
         """Run `code` to its end, and return what it wrote."""
@@ -152,18 +223,35 @@ class WarmPython:
     def _running(self) -> socket.socket:
         if self._server is None or self._control is None:
             self._control, theirs = socket.socketpair()
-            with theirs:
-                command = [sys.executable, "-P", str(SERVER), str(theirs.fileno()), str(os.getpid())]
+            with theirs, socket.socket(socket.AF_UNIX) as door:
+                door.bind(os.environ[ADDRESS])
+                door.listen(64)
+                fds = [theirs.fileno(), door.fileno()]
+                command = [sys.executable, "-P", str(SERVER), str(fds[0]), str(os.getpid()), str(fds[1])]
                 self._server = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env={**os.environ, **SERVER_SETTINGS}
+                    command, stdin=subprocess.DEVNULL, pass_fds=fds, env={**os.environ, **SERVER_SETTINGS}
                 )
         return self._control
+
+    def open_door(self) -> None:
+        """Let ranks under mpirun be forks, too: `fork_client.py` asks the server for them."""
+        self._folder = tempfile.mkdtemp(prefix="gradwire-forks-")
+        os.environ[ADDRESS] = f"{self._folder}/socket"
+        plain = launch.command
+
+        def command(mpirun: str, ranks: int) -> list[str]:
+            self._running()
+            return [*plain(mpirun, ranks), *FORK_CLIENT]
+
+        launch.command = command
 
     def close(self) -> None:
         """End the server. Its children end by themselves, or were killed."""
         if self._server is not None and self._control is not None:
             self._control.close()
             self._server.wait(MESSAGE_LIMIT)
+        if self._folder:
+            shutil.rmtree(self._folder)
 
     # -- for Leftovers -------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from gradwire.collectives import build
 from gradwire.groups import Group, HierarchicalGroup, SharedMemoryGroup
 from gradwire.lab import Host, hosts, why_not
 from gradwire.testing import run_ranks
+from helpers.warm_python import WarmProcess, WarmPython, on_host
 
 WHY_NOT = why_not()
 pytestmark = [pytest.mark.namespaces, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
@@ -46,17 +46,17 @@ def on_rank(fn: Callable[[Group], Any], rank: int, address: str, answer: Path) -
     return child
 
 
-def run_on(machines: list[Host], fn: Callable[[Group], Any], folder: Path) -> None:
+def run_on(machines: list[Host], fn: Callable[[Group], Any], folder: Path, python: WarmPython) -> None:
     """Run `fn(group)` on two ranks of each of two hosts. Each writes its answer into `folder`."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    children: list[subprocess.Popen[bytes]] = []
+    children: list[WarmProcess] = []
     try:
         for rank in range(SIZE):
             host = machines[rank // 2]
             script = folder / f"{rank}.pickle"
             script.write_bytes(cloudpickle.dumps(on_rank(fn, rank, machines[0].address, folder / f"{rank}.pt")))
-            env = os.environ | {"GLOO_SOCKET_IFNAME": host.interface}
-            children.append(host.popen([sys.executable, "-c", CHILD, str(script)], env=env))
+            env = {"GLOO_SOCKET_IFNAME": host.interface}
+            children.append(python.start(on_host(host, CHILD), str(script), env=env))
         deadline = time.monotonic() + PATIENCE
         for child in children:
             child.wait(max(0.1, deadline - time.monotonic()))
@@ -64,7 +64,6 @@ def run_on(machines: list[Host], fn: Callable[[Group], Any], folder: Path) -> No
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
         for child in children:
             child.kill()
-            child.wait()
 
 
 def train(group: Group) -> dict[str, Any]:
@@ -110,11 +109,11 @@ def train_and_survive(group: HierarchicalGroup, note: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, warm_python: WarmPython) -> Path:
     """What the ranks of two hosts have written. One world for all tests, since to start its processes takes longest."""
     folder = tmp_path_factory.mktemp("hosts")
     with hosts(2) as machines:
-        run_on(machines, lambda group: train_and_survive(group, folder), folder)
+        run_on(machines, lambda group: train_and_survive(group, folder), folder, warm_python)
     return folder
 
 

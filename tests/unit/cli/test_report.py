@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -15,6 +14,7 @@ from gradwire.flight_recorder import CAPACITY
 from gradwire.host import ProcessState
 from gradwire.observe.ring import RingFile
 from helpers.made_rings import made_ring, write_ring
+from helpers.warm_python import GRADWIRE_RUN
 
 DEADLINE = 120.0
 
@@ -92,13 +92,11 @@ time.sleep(600)
 """
 
 
-def test_after_sigkill_of_all_ranks_and_the_launcher_the_last_records_are_there(tmp_path, capsys):
+def test_after_sigkill_of_all_ranks_and_the_launcher_the_last_records_are_there(tmp_path, capsys, warm_python):
     (tmp_path / "train.py").write_text(SCRIPT)
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "gradwire", "run", "-n", "2", "--run-dir", str(run), "train.py", str(tmp_path)]
-    launcher = subprocess.Popen(
-        command, cwd=tmp_path, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    script = [str(tmp_path / "train.py"), str(tmp_path)]
+    launcher = warm_python.start(GRADWIRE_RUN, "-n", "2", "--run-dir", str(run), *script, capture=True)
     pids = []
     try:
         deadline = time.monotonic() + DEADLINE
@@ -112,7 +110,7 @@ def test_after_sigkill_of_all_ranks_and_the_launcher_the_last_records_are_there(
     finally:
         for pid in (launcher.pid, *pids):
             os.kill(pid, signal.SIGKILL)
-        launcher.wait()
+        launcher.communicate()
     for path in run.glob("rank-*.ring"):
         with RingFile(path) as ring:
             while ring.state() is not ProcessState.GONE:

@@ -11,6 +11,7 @@ import pytest
 from gradwire.cli import main
 from gradwire.observe.runs import runs_directory
 from helpers.made_rings import made_ring, write_ring
+from helpers.warm_python import GRADWIRE_RUN
 
 SCRIPT = """
 import torch
@@ -30,10 +31,17 @@ def state(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def script(tmp_path):
+def train(tmp_path, warm_python):
+    """`gradwire run` of the script, with options; returns what was written on stderr."""
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
-    return str(path)
+
+    def run(*options):
+        done = warm_python.run(GRADWIRE_RUN, *options, str(path), timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    return run
 
 
 def events(path: Path) -> list[dict[str, object]]:
@@ -41,8 +49,8 @@ def events(path: Path) -> list[dict[str, object]]:
     return found
 
 
-def test_the_latest_run_is_traced_unless_another_is_named(state, script, tmp_path, capsys):
-    assert main(["run", "-n", "2", script]) == 0
+def test_the_latest_run_is_traced_unless_another_is_named(state, train, tmp_path, capsys):
+    train("-n", "2")
     assert sorted(path.name for path in (state / "latest").glob("*.ring")) == ["rank-0.ring", "rank-1.ring"]
     assert main(["trace", "-o", str(tmp_path / "t.json")]) == 0
     assert "of 2 ranks" in capsys.readouterr().out
@@ -52,34 +60,33 @@ def test_the_latest_run_is_traced_unless_another_is_named(state, script, tmp_pat
     assert len([e for e in found if e["name"] == "trained"]) == 2
 
     named = tmp_path / "here"
-    assert main(["run", "-n", "1", "--run-dir", str(named), script]) == 0
+    train("-n", "1", "--run-dir", str(named))
     assert main(["trace", str(named), "-o", str(tmp_path / "t.json")]) == 0
     assert {e["pid"] for e in events(tmp_path / "t.json")} == {0}
 
 
-def test_a_run_that_is_not_to_be_recorded(state, script, tmp_path, monkeypatch):
+def test_a_run_that_is_not_to_be_recorded(state, train, tmp_path, monkeypatch):
     monkeypatch.setenv("GRADWIRE_RUN_DIR", str(tmp_path / "of a run around this one"))
-    assert main(["run", "-n", "1", "--no-record", script]) == 0
+    train("-n", "1", "--no-record")
     assert not state.exists()
     assert not (tmp_path / "of a run around this one").exists()
 
 
-def test_both_options_at_once_are_refused(state, script, capsys):
-    assert main(["run", "-n", "1", "--no-record", "--run-dir", "x", script]) == 2
+def test_both_options_at_once_are_refused(state, capsys):
+    assert main(["run", "-n", "1", "--no-record", "--run-dir", "x", __file__]) == 2
     assert "choose one" in capsys.readouterr().err
 
 
-def test_a_run_directory_that_cannot_be_made_is_refused(state, script, tmp_path, capsys):
+def test_a_run_directory_that_cannot_be_made_is_refused(state, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert main(["run", "-n", "1", "--run-dir", str(tmp_path / "file"), script]) == 2
+    assert main(["run", "-n", "1", "--run-dir", str(tmp_path / "file"), __file__]) == 2
     assert "--run-dir" in capsys.readouterr().err
 
 
-def test_without_a_state_directory_the_script_runs_all_the_same(script, tmp_path, monkeypatch, capfd):
+def test_without_a_state_directory_the_script_runs_all_the_same(train, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    assert main(["run", "-n", "1", script]) == 0
-    assert "not recorded" in capfd.readouterr().err
+    assert "not recorded" in train("-n", "1")
 
 
 @pytest.mark.parametrize("arguments", [["nowhere"], []])
@@ -93,9 +100,9 @@ def test_a_directory_without_rings(tmp_path, capsys):
     assert "no flight recorder has written here" in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_written(state, script, tmp_path, capsys):
-    assert main(["run", "-n", "1", script]) == 0
-    assert main(["trace", "-o", str(tmp_path / "no" / "t.json")]) == 2
+def test_a_file_that_cannot_be_written(tmp_path, capsys):
+    write_ring(tmp_path, made_ring(0, range(3), size=1))
+    assert main(["trace", str(tmp_path), "-o", str(tmp_path / "no" / "t.json")]) == 2
     assert "gradwire trace -o" in capsys.readouterr().err
 
 

@@ -9,8 +9,6 @@ import random
 import resource
 import signal
 import stat
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +25,7 @@ from gradwire.groups.bounded_store import innermost
 from gradwire.groups.private_store import PrivateStore
 from gradwire.private_file import create, name_of, open_private
 from gradwire.testing.leftovers import open_descriptors
+from helpers.warm_python import WarmPython
 
 
 @pytest.fixture
@@ -122,7 +121,7 @@ def test_only_bytes_and_text_are_values(value: object, store: PrivateStore) -> N
 
 
 @pytest.mark.parametrize("make", [C10dGroup.gloo, SharedMemoryGroup])
-def test_groups_meet_in_it(make: Callable[..., C10dGroup], store: PrivateStore) -> None:
+def test_groups_meet_in_it(make: Callable[..., C10dGroup], store: PrivateStore, warm_python: WarmPython) -> None:
     """Rank 1 in a process of its own."""
     program = (
         "import sys, torch; from gradwire.groups import C10dGroup, SharedMemoryGroup;"
@@ -130,7 +129,8 @@ def test_groups_meet_in_it(make: Callable[..., C10dGroup], store: PrivateStore) 
         f"group = {make.__qualname__}(PrivateStore.open(sys.argv[1]), 1, 2, timeout=60);"
         "t = torch.ones(2); group.all_reduce(t); part = group.split(0); part.all_reduce(t); print(t.tolist()); group.close()"
     )
-    with subprocess.Popen([sys.executable, "-c", program, store.name], stdout=subprocess.PIPE, text=True) as rank_1:
+    rank_1 = warm_python.start(program, store.name, capture=True)
+    try:
         group = make(store, 0, 2, timeout=60)
         t = torch.ones(2)
         group.all_reduce(t)
@@ -139,6 +139,9 @@ def test_groups_meet_in_it(make: Callable[..., C10dGroup], store: PrivateStore) 
         out, _ = rank_1.communicate(timeout=300)
         part.close()
         group.close()
+    finally:
+        rank_1.kill()
+        rank_1.communicate()
     assert (out, t.tolist()) == ("[4.0, 4.0]\n", [4.0, 4.0])
 
 
@@ -270,20 +273,21 @@ def test_close_does_not_wait_for_its_own_thread(store: PrivateStore) -> None:
 # -- processes that end, stop and fork ---------------------------------------------------------------------------------------
 
 
-def test_the_end_of_its_maker_takes_nothing_away() -> None:
+def test_the_end_of_its_maker_takes_nothing_away(warm_python: WarmPython) -> None:
     program = (
         "import sys; from gradwire.groups.private_store import PrivateStore; store = PrivateStore.create();"
         "store.set('key', 'value'); print(store.name, flush=True); sys.stdin.read()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as maker:
+    maker = warm_python.talk(program)
+    try:
         assert maker.stdout is not None
         with PrivateStore.open(maker.stdout.readline().strip()) as store:
             maker.kill()
-            maker.wait()
             assert store.get("key") == b"value"
             assert store.add("count", 1) == 1
+    finally:
+        maker.kill()
+        maker.communicate()
 
 
 def test_writers_that_are_killed_leave_the_store_whole(store: PrivateStore, monkeypatch: pytest.MonkeyPatch) -> None:

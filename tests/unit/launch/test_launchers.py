@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.warm_python import GRADWIRE_RUN
+
 BIN = Path(sys.executable).parent
 CLEAN = {
     name: value
@@ -75,24 +77,20 @@ def lines(launcher: str) -> list[str]:
 
 
 def test_gradwire_run(script):
+    """A script for torchrun, which then calls gw.init()."""
+    script.write_text(TORCH + TRAIN)
     done = run(sys.executable, "-m", "gradwire", "run", "--nproc", "2", script)
     assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(done.stdout.splitlines()) == [f"[{r}] {line}" for r, line in enumerate(lines("gradwire run"))]
+    expected = [f"[{r}] {line}" for r, one in enumerate(lines("gradwire run")) for line in (one, "sum 2.0")]
+    assert sorted(done.stdout.splitlines()) == expected
 
 
-def test_gradwire_run_shows_the_cause_and_not_its_consequences(script):
-    done = run(sys.executable, "-m", "gradwire", "run", "--nproc", "2", script, "fail")
+def test_gradwire_run_shows_the_cause_and_not_its_consequences(script, warm_python):
+    done = warm_python.run(GRADWIRE_RUN, "--nproc", "2", str(script), "fail", timeout=LIMIT)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-3:]
     assert last[:2] == ["ValueError: rank 1 is tired", ""]
     assert last[2].startswith("gradwire run: rank 1 failed first (exit code 1, after ")
-
-
-def test_a_script_for_torchrun_runs_under_gradwire_run(tmp_path):
-    path = tmp_path / "plain.py"
-    path.write_text(TORCH)
-    done = run(sys.executable, "-m", "gradwire", "run", "-n", "2", path)
-    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] sum 2.0", "[1] sum 2.0"]), done.stderr
 
 
 def test_the_page_on_launchers_tells_the_truth(monkeypatch, warm_python):
@@ -113,10 +111,13 @@ def test_torchrun(script):
     assert sorted(done.stdout.splitlines()) == lines("torchrun")
 
 
-def test_torchrun_without_the_agents_store(script):
+def test_torchrun_without_the_agents_store(script, monkeypatch, warm_python):
     """Rank 0 then hosts the store itself, as under an etcd rendezvous."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    done = run(*command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    for name in os.environ.keys() - CLEAN.keys():
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    agent = "from torch.distributed.run import main; main()"
+    done = warm_python.run(agent, "--standalone", "--nproc-per-node", "2", str(script), timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == lines("torchrun")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -82,8 +81,6 @@ def test_without_such_a_server_the_error_says_so(monkeypatch):
         observe.debug_handlers()
 
 
-def test_a_process_with_handlers_exits_as_any_other():
-    done = subprocess.run(
-        [sys.executable, "-c", "from gradwire import observe; observe.debug_handlers()"], check=False, timeout=300
-    )
-    assert done.returncode == 0
+def test_a_process_with_handlers_exits_as_any_other(warm_python):
+    done = warm_python.run("from gradwire import observe; observe.debug_handlers()", timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
@@ -20,6 +19,7 @@ from gradwire.observe.hang_watch import HangWatch
 from gradwire.observe.recording import _header
 from gradwire.observe.run_follower import RunFollower
 from gradwire.observe.stacks import parse_stacks
+from helpers.waiting import wait_until
 
 RANK = """
 import os, re, sys
@@ -65,16 +65,14 @@ if what == "waits":
 
 
 @pytest.fixture
-def ranks(tmp_path):
+def ranks(tmp_path, warm_python):
     """Start ranks that do what is asked; they are killed at the end."""
-    script = tmp_path / "rank.py"
-    script.write_text(textwrap.dedent(RANK))
+    script = str(tmp_path / "rank.py")
     started = []
 
     def start(*what):
         for rank, word in enumerate(what):
-            command = [sys.executable, str(script), str(tmp_path / "run"), str(rank), word]
-            started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            started.append(warm_python.talk(RANK, str(tmp_path / "run"), str(rank), word, path=script))
         for process in started:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
@@ -83,14 +81,11 @@ def ranks(tmp_path):
     yield start
     for process in started:
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate()
 
 
 def wait_for(process, state):
-    deadline = time.monotonic() + 60
-    while process_state(process.pid) is not state:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: process_state(process.pid) is state, f"process {process.pid} is {state}")
 
 
 @pytest.fixture
@@ -98,6 +93,13 @@ def watch(tmp_path):
     watch = HangWatch(RunFollower(tmp_path / "run"), deadline=0.0)
     yield watch
     watch.close()
+
+
+def reported(watch):
+    """What it reports, once a rank has waited ten times as long as before."""
+    report = []
+    wait_until(lambda: report.extend(watch.check()) or report, "a hang is reported")
+    return report
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_the_rank_that_does_not_come_is_named(ranks, watch, tmp_path, what, word
     elif what == "killed":
         culprit.kill()
         culprit.wait()
-    report = watch.check()
+    report = reported(watch)
     assert "rank 0 has waited for" in report[0]
     assert "all_reduce (operation #1 of world, 12 bytes)" in report[0]
     assert re.search(rf"rank 1 \(process {culprit.pid}, {words}", report[1]), report
@@ -135,7 +137,7 @@ def test_the_rank_that_does_not_come_is_named(ranks, watch, tmp_path, what, word
 )
 def test_the_end_of_a_hang_is_said_too_unless_it_is_an_error(ranks, watch, end, words):
     waiting, _ = ranks("waits", "blocked")
-    assert len(watch.check()) >= 2
+    assert len(reported(watch)) >= 2
     assert waiting.stdin is not None
     waiting.stdin.write(f"{end}\n")
     waiting.stdin.flush()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import subprocess
 import sys
 import tracemalloc
 
@@ -65,7 +64,7 @@ def test_a_rank_outside_of_the_world_is_refused(tmp_path, rank, size):
         observe.start(tmp_path, rank=rank, size=size)
 
 
-def test_two_processes_of_one_rank_are_refused(tmp_path):
+def test_two_processes_of_one_rank_are_refused(tmp_path, warm_python):
     script = f"""
 import sys
 from gradwire import observe
@@ -73,14 +72,14 @@ observe.start({str(tmp_path)!r}, rank=0, size=2)
 print("recording", flush=True)
 sys.stdin.read()
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout is not None
+    other = warm_python.talk(script)
+    try:
         assert other.stdout.readline() == "recording\n"
         with pytest.raises(UsageError, match=f"process {other.pid} records as rank 0"):
             observe.start(tmp_path, rank=0, size=2)
-        other.communicate(timeout=60)
+    finally:
+        other.kill()
+        other.communicate()
     observe.start(tmp_path, rank=0, size=2)  # it has ended
     observe.stop()
 
@@ -286,7 +285,7 @@ def test_without_a_file_for_stacks_the_rest_is_recorded(tmp_path):
     assert len(observe.read_rings(tmp_path)[0].records) == 1
 
 
-def test_a_forked_child_that_is_recorded_writes_each_record_once(tmp_path):
+def test_a_forked_child_that_is_recorded_writes_each_record_once(tmp_path, warm_python):
     script = f"""
 import os, torch, warnings
 from gradwire import observe
@@ -299,7 +298,7 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    assert warm_python.run(script, timeout=120).returncode == 0
     first, second = observe.read_rings(tmp_path)
     assert first.records == []
     assert [(r.kind, r.rank) for r in second.records] == [(K.OPTIMIZER_BEGAN, 1), (K.OPTIMIZER_ENDED, 1)]

@@ -113,14 +113,21 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("words", [["script.py"], ["-m", "script"]])
-def test_a_script_that_keeps_torchs_ddp_is_recorded(tmp_path, words):
+def test_a_script_that_keeps_torchs_ddp_is_recorded(tmp_path, words, monkeypatch, warm_python):
     """As `gradwire run --observe` starts it: with its own arguments, directory and __main__."""
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "neighbor.py").touch()
     environ = {"GRADWIRE_RUN_DIR": str(tmp_path / "run"), "RANK": "0", "WORLD_SIZE": "1"}
     environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "gradwire.launch.observed", *words, "--lr", "1"]
-    subprocess.run(command, env=environ, cwd=tmp_path, check=True, timeout=120)
+    if words[0] == "-m":
+        monkeypatch.chdir(tmp_path)
+        module = "import runpy; runpy.run_module('gradwire.launch.observed', run_name='__main__', alter_sys=True)"
+        process = warm_python.start(module, *words, "--lr", "1", env=environ, capture=True)
+        assert process.wait(120) == 0, process.communicate()
+        process.communicate()
+    else:
+        command = [sys.executable, "-m", "gradwire.launch.observed", *words, "--lr", "1"]
+        subprocess.run(command, env=environ, cwd=tmp_path, check=True, timeout=120)
     *steps, mark = observe.read_rings(tmp_path / "run")[0].records
     step = [K.FORWARD_BEGAN, K.FORWARD_ENDED, K.OPTIMIZER_BEGAN, K.OPTIMIZER_ENDED]
     assert [r.kind for r in steps] == 2 * step

@@ -20,6 +20,7 @@ from gradwire.groups.kinds import find_kind
 from gradwire.testing import Leftovers, default_pool
 from gradwire.testing.leftovers import prime
 from gradwire.testing.pool import GroupJob, RankPool
+from helpers.warm_python import WarmPython
 
 CONFTEST = Path(__file__).parents[2] / "conftest.py"
 
@@ -170,7 +171,12 @@ def test_a_clean_test_costs_less_than_five_milliseconds_of_cpu_time() -> None:
     assert min(costs) < 0.005
 
 
-def test_a_test_that_leaves_something_fails(tmp_path: Path) -> None:
+PYTEST = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+
+
+def test_a_test_that_leaves_something_fails(
+    tmp_path: Path, warm_python: WarmPython, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copy(CONFTEST, tmp_path / "conftest.py")
     (tmp_path / "test_leaks.py").write_text(
         "import threading, os\n"
@@ -180,8 +186,8 @@ def test_a_test_that_leaves_something_fails(tmp_path: Path) -> None:
         "def test_clean_again(): pass\n"
     )
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {CONFTEST.parent}\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = warm_python.run(PYTEST, "-q", "-p", "no:cacheprovider", str(tmp_path), timeout=300)
     assert "4 passed, 2 errors" in done.stdout, done.stdout + done.stderr
     assert "the test left behind: thread 'leaky' (daemon)" in done.stdout
     assert "the test left behind: file descriptor" in done.stdout

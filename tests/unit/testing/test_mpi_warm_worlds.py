@@ -21,6 +21,7 @@ from gradwire.testing.mpi import MPIWorlds, default_worlds, launch, missing
 from gradwire.testing.mpi.launch import Launch
 from gradwire.testing.pool import Fate, GroupJob, Outcome
 from gradwire.testing.pool.process import Spawn
+from helpers.waiting import wait_until
 
 needs_mpi = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -100,7 +101,7 @@ def test_worlds_that_break_are_replaced_and_leave_nothing() -> None:
             assert "in hang" in outcomes[1].detail
     own.close()
     assert not before.compare()
-    assert not [path for path in found if os.path.exists(path)]
+    wait_until(lambda: not [path for path in found if os.path.exists(path)], f"{found} are gone")
 
 
 @needs_mpi

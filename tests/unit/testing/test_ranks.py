@@ -34,7 +34,7 @@ from gradwire.testing.pool import Fate, GroupJob, Outcome, RemoteTraceback
 from gradwire.testing.pool.shipping import ship
 from gradwire.testing.ranks import Request, _verdict
 from helpers.waiting import wait_for_exit
-from helpers.warm_python import WarmPython
+from helpers.warm_python import FORKED_RANKS, WarmPython
 
 OFFSET = 40
 every_kind = pytest.mark.parametrize("kind", ["threads", "gloo"])
@@ -524,7 +524,8 @@ run_ranks(kill_the_parent if not {polite} else lambda group: tell(), 2, kind="gl
 def test_no_worker_outlives_its_parent(
     thread: bool, stop: bool, polite: bool, status: int, warm_python: WarmPython
 ) -> None:
-    done = warm_python.run(SCRIPT.format(thread=thread, stop=stop, polite=polite), timeout=300)
+    forked = "" if thread else FORKED_RANKS  # a process with threads must not fork
+    done = warm_python.run(forked + SCRIPT.format(thread=thread, stop=stop, polite=polite), timeout=300)
     assert done.returncode == status, done.stderr
     pids = [int(line.split()[1]) for line in done.stdout.splitlines()]
     assert len(pids) == 2

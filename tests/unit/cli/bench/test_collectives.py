@@ -152,9 +152,8 @@ def test_labels_never_overlap():
 
 
 @pytest.mark.usefixtures("fonts")
-@pytest.mark.parametrize("kind", ["png", "svg"])
-@pytest.mark.parametrize("sweeps", [[fake()], [fake(), fake(4, without=MPI)]])
-def test_a_plot_is_drawn(tmp_path, sweeps, kind):
+@pytest.mark.parametrize(("kind", "sweeps"), [("svg", [fake()]), ("png", [fake(), fake(4, without=MPI)])])
+def test_a_plot_is_drawn(tmp_path, kind, sweeps):
     pytest.importorskip("matplotlib")
     file = tmp_path / f"times.{kind}"
     plot.draw(file, "all_reduce", sweeps, MACHINE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import pytest
 
@@ -55,11 +54,14 @@ def test_a_group_that_compares_collectives_names_the_rank_in_its_error(output, r
     assert (judge(outcome, py_spy=False, compares=True) == []) == right
 
 
-def test_jobs_that_hang_and_one_that_does_not(tmp_path):
+BENCH_HANGS = "import sys; from gradwire.cli import main; sys.exit(main(['bench', 'hangs', *sys.argv[1:]]))"
+
+
+def test_jobs_that_hang_and_one_that_does_not(tmp_path, warm_python):
     """Real jobs: the command in a process of its own, because ranks are forks of it."""
     options = ["--ranks", "2", "--repeat", "1", "--healthy", "1", "--hang-after", "2", "--at-once", "2"]
     options += ["--kinds", "shared_memory", "--faults", "loader,killed,stopped", "--json", str(tmp_path / "runs.json")]
-    subprocess.run([sys.executable, "-m", "gradwire", "bench", "hangs", *options], capture_output=True, timeout=300)
+    warm_python.run(BENCH_HANGS, *options, timeout=300)
     saved = json.loads((tmp_path / "runs.json").read_text())["runs"]
     # Not whether each was in time: that depends on the load of this machine.
     problems = {run["fault"]: [one for one in run["problems"] if "deadline" not in one] for run in saved}
@@ -98,8 +100,8 @@ print(b"ZeroDivisionError" in error.communicate()[1], error.returncode, len(os.l
 """
 
 
-def test_a_fork_runs_a_program_as_an_interpreter_does():
-    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120)
+def test_a_fork_runs_a_program_as_an_interpreter_does(warm_python):
+    done = warm_python.run(FORKS, timeout=120)
     assert issubclass(ForkedPython, subprocess.Popen)
     first, second = done.stdout.splitlines()
     assert first.startswith("""b"here ['3'] in\\n" 3 """), done.stderr

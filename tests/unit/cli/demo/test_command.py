@@ -6,8 +6,6 @@ import itertools
 import os
 import re
 import signal
-import subprocess
-import sys
 from unittest.mock import Mock
 
 import pytest
@@ -16,6 +14,7 @@ from gradwire.cli import main
 from gradwire.cli.demo import train
 from gradwire.testing import kinds
 from gradwire.testing.mpi import missing
+from helpers.warm_python import FORKED_RANKS
 
 NO_MPI = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 KINDS = [pytest.param(kind, marks=NO_MPI if kind == "mpi" else ()) for kind in kinds()]
@@ -28,35 +27,30 @@ def run(capfd, *argv: str) -> tuple[int, list[str]]:
 
 
 TWICE = """
-import sys
+import os, sys
 from gradwire.cli import main
 
+os.setsid()
 options = ["demo", "--size", "tiny", "--batch-size", "2", "--ranks", "2", "--kind", sys.argv[1], "--steps"]
 sys.exit(main([*options, "3"]) or main([*options, "1000000"]))
 """
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_end_equal_and_ctrl_c_ends_them_without_a_traceback(kind):
+def test_two_ranks_end_equal_and_ctrl_c_ends_them_without_a_traceback(kind, warm_python):
     """Two demos in one process, to start ranks once: the first trains to the end, the second is interrupted.
 
     A process of its own: warm rank processes write to the terminal they were started on, not to this test's. And a session of its
     own, to which the signal goes as a terminal sends it: to every process of the foreground.
     """
-    with subprocess.Popen(
-        [sys.executable, "-u", "-c", TWICE, kind],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as demo:
-        try:
-            assert demo.stdout is not None
-            lines = list(itertools.takewhile(lambda line: not re.match(r"step +1/1000000 ", line), demo.stdout))
-            os.killpg(demo.pid, signal.SIGINT)
-            _, errors = demo.communicate(timeout=300)
-        finally:
-            demo.kill()
+    demo = warm_python.talk(FORKED_RANKS + TWICE, kind)
+    try:
+        lines = list(itertools.takewhile(lambda line: not re.match(r"step +1/1000000 ", line), demo.stdout))
+        os.killpg(demo.pid, signal.SIGINT)
+        _, errors = demo.communicate(timeout=300)
+    finally:
+        demo.kill()
+        demo.communicate()
     assert demo.returncode == 130
     assert errors.strip() == "gradwire: interrupted"
     end = next(i for i, line in enumerate(lines) if line.startswith("All 2 replicas are bitwise equal (digest "))

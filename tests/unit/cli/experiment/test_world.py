@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ import torch
 from gradwire.cli.experiment import mpi
 from gradwire.cli.experiment.world import run_world
 from gradwire.errors import CollectiveTimeout, GroupError, PeerLost
+from helpers.warm_python import FORKED_RANKS, WarmPython
 
 
 @pytest.fixture(scope="module")
@@ -168,25 +168,23 @@ run_world(task, 2, name="test", on=launcher, on_report=lambda pid: print(pid, fl
 """
 
 
-def _kill_starter(tmp_path: Path, *, under_mpirun: bool) -> None:
-    starter = subprocess.Popen(
-        [sys.executable, "-c", _STARTER.format(under_mpirun=under_mpirun)],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    )
-    with starter:
-        assert starter.stdout is not None
-        ranks = [os.pidfd_open(int(starter.stdout.readline())) for _ in range(2)]
-        starter.kill()
+def _kill_starter(python: WarmPython, *, under_mpirun: bool) -> None:
+    starter = python.talk(FORKED_RANKS + _STARTER.format(under_mpirun=under_mpirun))
+    assert starter.stdout is not None
+    ranks = [os.pidfd_open(int(starter.stdout.readline())) for _ in range(2)]
+    starter.kill()
     for pidfd in ranks:
         ended = wait([pidfd], 30.0)
         os.close(pidfd)
         assert ended
+    starter.communicate()
 
 
-def test_ranks_do_not_outlive_a_starter_that_was_killed(tmp_path):
-    _kill_starter(tmp_path, under_mpirun=False)
+def test_ranks_do_not_outlive_a_starter_that_was_killed(tmp_path, monkeypatch, warm_python):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    _kill_starter(warm_python, under_mpirun=False)
 
 
-def test_ranks_under_mpirun_do_not_outlive_a_starter_that_was_killed(tmp_path, open_mpi):
-    _kill_starter(tmp_path, under_mpirun=True)
+def test_ranks_under_mpirun_do_not_outlive_a_starter_that_was_killed(tmp_path, monkeypatch, warm_python, open_mpi):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    _kill_starter(warm_python, under_mpirun=True)

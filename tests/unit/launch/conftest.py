@@ -1,0 +1,37 @@
+"""The launcher's loop, in this process, on scripts that import nothing, so that they start at once."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+
+import pytest
+
+from gradwire.launch.supervise import Run, supervise
+
+HEAD = """
+import os, signal, subprocess, sys, time
+rank = int(os.environ["RANK"])
+folder = os.path.dirname(__file__)
+def mark(name):
+    open(os.path.join(folder, f"{name}-{rank}"), "w").close()
+def wait_for(mark):
+    while not os.path.exists(os.path.join(folder, mark)):
+        time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def launch(tmp_path, capfdbinary):
+    """Run a script on some ranks: (exit code, stdout, stderr)."""
+
+    def start(script: str, size: int = 2, **options) -> tuple[int, bytes, bytes]:
+        for mark in tmp_path.glob("*-[0-9]"):  # of an earlier launch
+            mark.unlink()
+        file = tmp_path / "script.py"
+        file.write_text(HEAD + textwrap.dedent(script))
+        environments = [{"RANK": str(rank), "PYTHONUNBUFFERED": "1"} for rank in range(size)]
+        code = supervise(Run([sys.executable, "-S", str(file)], environments, **options))
+        return code, *capfdbinary.readouterr()
+
+    return start

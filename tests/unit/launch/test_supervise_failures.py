@@ -1,0 +1,173 @@
+"""The launcher's loop when ranks fail: how the others end, and what is reported."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from gradwire import root_cause
+from gradwire.launch import shutdown, tracebacks
+
+
+def test_a_failing_rank_stops_the_others_and_its_traceback_is_last(launch):
+    code, _, err = launch(
+        """
+        def rank_main():
+            raise ValueError("the loss is a teapot")
+        if rank == 1:
+            rank_main()
+        time.sleep(100)
+        """,
+        3,
+    )
+    lines = err.decode().splitlines()
+    assert code == 1
+    assert lines[-1].startswith("gradwire run: rank 1 failed first (exit code 1, after ")
+    assert lines[-1].endswith("; ranks 0, 2 were stopped")
+    start = lines.index("gradwire run: last output of rank 1:")
+    assert lines[start + 1] == "Traceback (most recent call last):"
+    assert lines[-3:-1] == ["ValueError: the loss is a teapot", ""]
+    assert lines.count("ValueError: the loss is a teapot") == 1  # and nowhere else
+    assert not any("[1]" in line for line in lines)
+
+
+RAISE = """
+def raise_as(name, message):
+    error = type(name, (Exception,), {"__module__": "gradwire.errors"})
+    raise error(message)
+"""
+
+
+@pytest.fixture
+def patience(monkeypatch):
+    """However slow the machine, a rank comes to its end soon enough to count as the cause of the others' failures."""
+    for module in (shutdown, root_cause):
+        monkeypatch.setattr(module, "NEAR", 60.0)
+
+
+def test_one_traceback_and_a_line_for_each_other_rank(launch, tmp_path, patience):
+    script = (
+        RAISE
+        + """
+if rank != 2:
+    mark("ended")
+    raise_as("PeerLost", f"rank 2 is lost, says {rank}")
+for other in (0, 1):
+    wait_for(f"ended-{other}")
+raise KeyError("cause")
+"""
+    )
+    code, _, err = launch(script, 3, log_dir=tmp_path / "logs")
+    lines = err.decode().splitlines()
+    assert code == 1
+    assert err.count(b"Traceback") == 1
+    assert {f"[{r}] gradwire.errors.PeerLost: rank 2 is lost, says {r}" for r in (0, 1)} <= set(lines)
+    assert f"gradwire run: 2 tracebacks shortened to one line: in full in {tmp_path / 'logs'}" in lines
+    assert lines[-3:-1] == ["KeyError: 'cause'", ""]
+    assert b"Traceback" in (tmp_path / "logs" / "rank-0.log").read_bytes()
+    _, _, err = launch(script, 3, all_tracebacks=True)
+    assert err.count(b"Traceback") == 4  # each where it was written, and once more at the end
+
+
+def test_a_time_out_is_about_the_missing_rank(launch):
+    code, _, err = launch(
+        RAISE
+        + """
+mark("begun")
+if rank == 2:
+    time.sleep(100)
+raise_as("CollectiveTimeout", f"on rank {rank}: not finished after 4 s. Joined: ranks [0, 1]; missing: ranks [2]. Look")
+""",
+        3,
+    )
+    assert code == 1
+    assert re.search(
+        rb"\ngradwire run: rank 2 was missing \(CollectiveTimeout on rank [01], exit code 1, after [\d.]+ s\); rank 2 was stopped; "
+        rb"rank [01] failed too\n$",
+        err,
+    ), err
+    assert err.count(b"Traceback") == 1
+
+
+def test_a_disagreement_is_about_those_who_disagree(launch):
+    code, _, err = launch(
+        RAISE + 'raise_as("LayoutError", "replicating a model: rank 2 and rank 0 disagree. The first parameter")', 3
+    )
+    assert code == 1
+    assert re.search(rb"\ngradwire run: rank 2 and rank 0 disagree \(LayoutError on rank \d, exit code 1", err), err
+
+
+@pytest.mark.parametrize("limit", ["HOLD", "PAUSE"])
+def test_a_traceback_of_a_rank_that_goes_on_is_shown(launch, monkeypatch, limit):
+    monkeypatch.setattr(tracebacks, limit, 0.1)
+    code, _, err = launch(
+        """
+        import traceback
+        try:
+            {}[rank]
+        except KeyError:
+            traceback.print_exc()
+        time.sleep(0.5)
+        print("still here")
+        time.sleep(0.5)
+        os._exit(1 if rank else 0)
+        """
+    )
+    assert code == 1
+    assert sorted(re.findall(rb"\[\d\] Traceback", err)) == [b"[0] Traceback", b"[1] Traceback"]
+    assert b"shortened to one line" not in err
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(launch):
+    began = time.monotonic()
+    code, _, err = launch(
+        """
+        if rank == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            mark("deaf")
+            time.sleep(100)
+        wait_for("deaf-0")
+        sys.exit(7)
+        """,
+        grace=0.5,
+    )
+    assert code == 7
+    assert 0.5 <= time.monotonic() - began < 60
+    assert b"rank 1 failed first (exit code 7" in err
+    assert b"rank 0 was stopped" in err
+
+
+def test_a_rank_that_is_killed_is_named_with_its_signal(launch):
+    code, _, err = launch("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(100)")
+    assert code == 137
+    assert re.search(rb"rank 1 failed first \(killed by SIGKILL, after \d+\.\d s\); rank 0 was stopped\n$", err)
+
+
+def test_the_cause_is_shown_though_its_consequence_came_first(launch, patience):
+    code, _, err = launch(
+        """
+        class PeerLost(Exception): pass
+        PeerLost.__module__ = "gradwire.errors"
+        if rank == 0:
+            open(os.path.join(folder, "pid"), "w").write(str(os.getpid()))
+            mark("begun")
+            raise PeerLost("rank 1 is lost")
+        wait_for("begun-0")
+        end = os.pidfd_open(int(open(os.path.join(folder, "pid")).read()))
+        import select
+        select.select([end], [], [])  # rank 0 has ended
+        raise KeyError("cause")
+        """
+    )
+    assert code == 1
+    assert err.splitlines()[-3:-1] == [b"KeyError: 'cause'", b""]
+    assert err.endswith(b"; rank 0 failed too\n")
+    assert b"rank 1 failed first" in err
+
+
+def test_one_rank_alone_says_it_once(launch):
+    code, _, err = launch("sys.exit('no luck')", 1)
+    assert code == 1
+    assert re.fullmatch(rb"\[0\] no luck\ngradwire run: rank 0 failed \(exit code 1, after \d\.\d s\)\n", err)

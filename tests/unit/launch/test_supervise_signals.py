@@ -1,0 +1,294 @@
+"""The launcher's loop and signals; and that no process outlives the launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gradwire.launch.process import RankProcess
+from gradwire.launch.supervise import Run, _Supervisor
+from helpers.waiting import wait_for_exit, wait_until
+
+
+def wait_for(*paths: Path) -> None:
+    wait_until(lambda: all(path.exists() for path in paths), f"{', '.join(map(str, paths))} are made")
+
+
+# -- no orphans ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_rank_started_neither_holds_the_launcher_up_nor_outlives_it(launch):
+    began = time.monotonic()
+    code, out, _ = launch(
+        """
+        child = subprocess.Popen([sys.executable, "-S", "-c", "import time; print('late', flush=True); time.sleep(100)"])
+        print("child", child.pid)
+        os._exit(0)
+        """
+    )
+    assert code == 0
+    assert time.monotonic() - began < 60
+    children = [int(word) for word in re.findall(rb"child (\d+)", out)]
+    assert len(children) == 2
+    assert out.count(b"late") == 2
+    for pid in children:
+        wait_for_exit(pid)
+
+
+def test_what_a_stopped_rank_started_gets_the_signal_too(launch):
+    code, out, _ = launch(
+        """
+        if rank == 0:
+            child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
+            print("child", child.pid)
+            mark("child")
+            time.sleep(100)
+        wait_for("child-0")
+        sys.exit(3)
+        """
+    )
+    assert code == 3
+    (pid,) = map(int, re.findall(rb"child (\d+)", out))
+    wait_for_exit(pid)
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)\n")
+    code = (
+        "import sys; from gradwire.launch.process import RankProcess\n"
+        f"ranks = [RankProcess(r, [sys.executable, '-S', {str(script)!r}], {{}}, stdin=-3) for r in (0, 1)]\n"
+        "import os\n"
+        "for rank in ranks: os.set_blocking(rank.stdout.fileno(), True); print(rank.stdout.readline().decode(), end='')\n"
+        "sys.stdout.flush(); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pids = list(map(int, done.stdout.split()))
+    assert len(pids) == 2
+    for pid in pids:
+        wait_for_exit(pid)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("thread", [False, True])
+def test_what_ranks_started_ends_with_a_launcher_that_is_killed(tmp_path, thread, stopped):
+    """Also where the ranks ignore what can be ignored, where they are stopped, and where a thread started them."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, signal, subprocess, time\n"
+        "for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)\n"
+        "child = subprocess.Popen(['sleep', '100'])\n"
+        "print(os.getpid(), child.pid, flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    code = f"""
+import os, signal, sys, threading, time
+from gradwire.launch.process import RankProcess
+def main():
+    ranks = [RankProcess(r, [sys.executable, '-S', {str(script)!r}], {{}}, stdin=-3) for r in (0, 1)]
+    for rank in ranks:
+        os.set_blocking(rank.stdout.fileno(), True)
+        line = rank.stdout.readline().decode()
+        print(line, end='', flush=True)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            rank.send(number)
+        if {stopped}:
+            rank.send(signal.SIGSTOP)
+            # Linux continues stopped processes whose launcher ends, not those that are about to stop.
+            for pid in line.split():
+                while open(f'/proc/{{pid}}/stat').read().rpartition(')')[2].split()[0] != 'T':
+                    time.sleep(0.01)
+    os.kill(os.getpid(), 9)
+thread = threading.Thread(target=main)
+thread.start() if {thread} else main()
+thread.join() if {thread} else None
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pids = list(map(int, done.stdout.split()))
+    assert len(pids) == 4
+    for pid in pids:
+        wait_for_exit(pid)
+
+
+def test_a_rank_whose_launcher_is_gone_already_does_not_begin(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "getpid", lambda: 1 << 22)  # nobody's parent
+    process = RankProcess(0, [sys.executable, "-c", f"open({str(tmp_path / 'mark')!r}, 'w')"], {}, stdin=-3)
+    monkeypatch.undo()
+    wait_until(lambda: process.status is not None, "the process ends")
+    assert process.status == 1
+    process.release()
+    assert not (tmp_path / "mark").exists()
+
+
+# -- signals ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def send(tmp_path):
+    """Send signals to this process, the launcher: each as soon as all ranks have made the mark that goes with it."""
+    threads = []
+
+    def start(*signals: tuple[str, int], size: int = 2) -> None:
+        def send_all() -> None:
+            for mark, number in signals:
+                wait_for(*(tmp_path / f"{mark}-{rank}" for rank in range(size)))
+                os.kill(os.getpid(), number)
+
+        threads.append(threading.Thread(target=send_all))
+        threads[0].start()
+
+    yield start
+    for thread in threads:
+        thread.join(100)
+
+
+def test_signals_are_passed_on_and_ranks_that_deal_with_them_end_well(launch, send):
+    send(("ready", signal.SIGUSR1), ("SIGUSR1", signal.SIGINT))
+    code, out, err = launch(
+        """
+        got = []
+        def handler(number, frame):
+            got.append(signal.Signals(number).name)
+            mark(got[-1])
+        for number in (signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, handler)
+        mark("ready")
+        wait_for(f"SIGINT-{rank}")
+        print(got)
+        """
+    )
+    assert (code, err) == (0, b"")
+    assert sorted(out.splitlines()) == [b"[%d] ['SIGUSR1', 'SIGINT']" % rank for rank in (0, 1)]
+
+
+def test_usr1_does_not_end_ranks_that_have_no_handler_for_it(launch, send):
+    send(("ready", signal.SIGUSR1), ("ready", signal.SIGINT))
+    code, _, err = launch("mark('ready'); time.sleep(100)")
+    assert code == 130
+    assert b"SIGUSR1" not in err
+
+
+def test_an_interrupt_that_ranks_do_not_deal_with_is_exit_code_130(launch, send):
+    send(("ready", signal.SIGINT))
+    code, _, err = launch("mark('ready'); time.sleep(100)")
+    assert code == 130
+    assert re.fullmatch(rb"gradwire run: stopped by SIGINT after \d+\.\d s\n", err)
+
+
+def test_after_an_interrupt_what_ranks_still_say_is_shown_without_tracebacks(launch, send):
+    send(("ready", signal.SIGINT))
+    code, _, err = launch(
+        """
+        import atexit
+        atexit.register(lambda: print("saved by", rank, file=sys.stderr))
+        mark('ready')
+        time.sleep(100)
+        """
+    )
+    assert code == 130
+    assert re.fullmatch(rb"\[0\] saved by 0\n\[1\] saved by 1\ngradwire run: stopped by SIGINT after \d+\.\d s\n", err)
+
+
+def test_an_interrupt_that_is_lost_in_an_import_does_not_take_the_grace(launch, send, tmp_path):
+    """Rank 0 is interrupted in an import; rank 1 has lost the interrupt, as C code under `import torch` may."""
+    (tmp_path / "slow.py").write_text(
+        f"import time\nopen({str(tmp_path / 'ready-0')!r}, 'w').close()\ntime.sleep(100)\n"
+    )
+    send(("ready", signal.SIGINT))
+    code, _, err = launch(
+        """
+        if rank:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            mark("ready")
+            time.sleep(100)
+        import slow
+        """,
+        grace=1000,
+    )
+    assert code == 130
+    assert re.fullmatch(rb"gradwire run: stopped by SIGINT after \d+\.\d s\n", err)
+
+
+def test_a_second_interrupt_kills(launch, send):
+    send(("ready", signal.SIGINT), ("deaf", signal.SIGINT))
+    code, _, err = launch(
+        """
+        signal.signal(signal.SIGINT, lambda number, frame: mark("deaf"))
+        mark("ready")
+        while True:
+            time.sleep(100)
+        """,
+        grace=1000,
+    )
+    assert (code, err.count(b"\n")) == (130, 1)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_sigterm_kills_after_the_grace(launch, send):
+    send(("ready", signal.SIGTERM), size=1)
+    code, _, _ = launch(
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        mark("ready")
+        time.sleep(100)
+        """,
+        1,
+        grace=0.3,
+    )
+    assert code == 143
+
+
+def test_a_signal_that_was_ignored_stays_ignored(launch, send):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        send(("ready", signal.SIGHUP), ("ready", signal.SIGUSR1), size=1)
+        code, out, _ = launch(
+            """
+            signal.signal(signal.SIGUSR1, lambda number, frame: mark("over"))
+            mark("ready")
+            wait_for("over-0")
+            print("well")
+            """,
+            1,
+        )
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (code, out) == (0, b"[0] well\n")
+
+
+def test_it_runs_in_a_thread_too(launch):
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(launch("print(rank)")))
+    thread.start()
+    thread.join(100)
+    ((code, out, _),) = answers
+    assert (code, sorted(out.split())) == (0, [b"0", b"1", b"[0]", b"[1]"])
+
+
+def test_a_third_ctrl_c_counts_while_the_second_is_still_handled():
+    """It used to be lost there, and the launcher then waited for a fourth."""
+    supervisor = _Supervisor(Run(["true"], [{}]))
+    sent = []
+
+    class Rank:
+        def send(self, number):
+            sent.append(number)
+            if number == signal.SIGKILL:
+                supervisor._got_signal(signal.SIGINT, None)
+
+    supervisor._ranks.append(Rank())  # type: ignore[arg-type]
+    supervisor._got_signal(signal.SIGINT, None)
+    with pytest.raises(KeyboardInterrupt):
+        supervisor._got_signal(signal.SIGINT, None)
+    assert sent == [signal.SIGINT, signal.SIGKILL]
