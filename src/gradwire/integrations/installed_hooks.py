@@ -47,7 +47,8 @@ def install_hook(model: nn.Module, hook: CommHook) -> None:
 
 
 def hook_controls(model: nn.Module) -> HookControls | None:
-    """The gradwire hook of `model`; None if it is not a DDP, or has a torch-style hook or none."""
+    """The gradwire hook of `model`, compiled or not; None if it is not a DDP, or has a torch-style hook or none."""
+    model = getattr(model, "_orig_mod", model)
     if isinstance(model, DistributedDataParallel):
         return model if model.replica.runner.torch_hook is None else None
     hooks = getattr(model, "_comm_hooks", ()) if isinstance(model, TorchDDP) else ()

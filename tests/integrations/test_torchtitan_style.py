@@ -1,0 +1,32 @@
+"""The TorchTitan-style example: the same losses as torch's DDP, a compressed run, and one that is resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from helpers.warm_python import WarmPython
+from helpers.warm_ranks import run_script
+
+HERE = Path(__file__).parent
+EXAMPLE = HERE.parents[1] / "examples" / "torchtitan_style.py"
+
+
+def test_training_and_checkpoints(warm_python: WarmPython, tmp_path: Path) -> None:
+    texts = run_script(warm_python, HERE / "scripts/torchtitan_checks.py", str(EXAMPLE), str(tmp_path))
+    ranks = [json.loads(text) for text in texts]
+    for said in ranks:
+        assert said["mean"] == said["stock"]
+        assert said["resumed"] == said["compressed"] != said["stock"]
+    assert ranks[0]["step"] == 6
+    assert ranks[0]["stock"] != ranks[1]["stock"]
+
+
+def test_the_example_runs_as_printed(warm_python: WarmPython, tmp_path: Path) -> None:
+    first, _ = run_script(warm_python, EXAMPLE, "--directory", str(tmp_path))
+    second, _ = run_script(warm_python, EXAMPLE, "--directory", str(tmp_path), "--resume")
+    hook = "error_feedback() > quantize"
+    assert first.startswith("loss 0.")
+    assert hook in first
+    assert hook in second
+    assert float(second.split()[1]) < float(first.split()[1])
