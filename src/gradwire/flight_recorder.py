@@ -36,6 +36,7 @@ import os
 import struct
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 from pathlib import Path
@@ -309,6 +310,7 @@ reporter: Callable[[], list[str]] | None = None
 """What the recorders of all ranks say of a collective that does not finish. `gradwire.observe` sets it; takes up to a second."""
 _REPORT_HEAD = "From the flight recorders:"
 _reporting = threading.Lock()
+_has_warned = False
 
 
 def add_report(error: BaseException) -> None:
@@ -320,10 +322,21 @@ def add_report(error: BaseException) -> None:
     try:
         if lines := report():
             error.add_note("\n".join([_REPORT_HEAD, *lines]))
-    except Exception:  # the error itself is what matters
-        pass
+    except Exception as failure:  # the error itself is what matters
+        _report_failed(failure)
     finally:
         _reporting.release()
+
+
+def _report_failed(failure: Exception) -> None:
+    """Record why an error has no report, and show it once."""
+    global _has_warned
+    text = f"the flight recorders of other ranks could not be read for an error: {summary(failure)}"
+    warn(text, rank=0)
+    if not _has_warned:
+        _has_warned = True
+        with contextlib.suppress(Warning):  # a filter that raises must not replace the error
+            warnings.warn(f"gradwire: {text}. This is shown once.", RuntimeWarning, stacklevel=3)
 
 
 _NOWHERE = contextlib.nullcontext()

@@ -64,6 +64,10 @@ class GradHooks(Protocol):
         """Between two gradients: report now what would be reported one late."""
         return
 
+    def unreported(self) -> int | None:
+        """The parameter whose gradient has been accumulated and is reported one late, if there is one."""
+        return None
+
     def remove(self) -> None:
         """Remove the hooks."""
 
@@ -203,6 +207,10 @@ class PollableHooks(GradHooks):
     def flush(self) -> None:
         """Report the gradient that has been accumulated last."""
         self._all.flush()
+
+    def unreported(self) -> int | None:
+        """The parameter whose gradient would be reported by `flush`."""
+        return self._all.unreported()
 
     def remove(self) -> None:
         """Remove the hooks."""

@@ -79,17 +79,24 @@ class RemovableHooks:
 
     def flush(self) -> None:
         """Between two gradients: the one that was about to be accumulated has been by now. See [One late]."""
-        if self._due is None:
-            return
-        (index, before, version), self._due = self._due, None
+        index = self.unreported()
+        self._due = None
+        if index is not None:
+            self._on_ready(index)
+
+    def unreported(self) -> int | None:
+        """The parameter whose gradient has been accumulated and was not reported yet, if there is one. See [One late]."""
+        due = self._due
+        if due is None:
+            return None
+        index, before, version = due
         param = self._params[index]
         now = param.grad
         if now is None and before is None:
             changed = bool(param._post_accumulate_grad_hooks)
         else:
             changed = now is not before or (now is not None and now._version != version)
-        if changed:
-            self._on_ready(index)
+        return index if changed else None
 
     def _about_to_accumulate(self, index: int) -> None:
         self.flush()

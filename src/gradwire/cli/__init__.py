@@ -7,7 +7,9 @@ variables. Only the module of the requested subcommand is imported: most of them
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -40,6 +42,9 @@ _COMMANDS: Mapping[str, str] = {
 """The modules of this package that are subcommands, and what each does."""
 _USAGE = 2  # as in argparse
 _INTERRUPTED = 130  # 128 + SIGINT, as in shells
+_BROKEN_PIPE = 141  # 128 + SIGPIPE
+_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
+"""Errors of writing; with the name of a file they are not of the output."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,10 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     args = argparse.Namespace(debug=False)
     try:
-        parser, command = _parser(words)
-        args = parse(parser, words)
-        assert command is not None  # argparse rejects anything else
-        return command.run(args)
+        try:
+            parser, command = _parser(words)
+            args = parse(parser, words)
+            assert command is not None  # argparse rejects anything else
+            code = command.run(args)
+        except SystemExit:  # of argparse, after its help
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()  # what cannot be written fails here, not at the interpreter's end
+        return code
     except KeyboardInterrupt:
         _show_cursor()
         print("\ngradwire: interrupted", file=sys.stderr)
@@ -64,6 +75,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _USAGE
         print("(gradwire --debug shows the traceback)", file=sys.stderr)
         return 1
+    except OSError as error:
+        if args.debug:
+            raise
+        return _system_failed(error)
+
+
+def _system_failed(error: OSError) -> int:
+    """The exit code after an error of the system, which is shown in a line: usually the output could not be written."""
+    if error.filename is not None or error.errno not in _WRITING:
+        print(f"gradwire: {type(error).__name__}: {error}\n(gradwire --debug shows the traceback)", file=sys.stderr)
+        return 1
+    _discard_output()
+    if error.errno == errno.EPIPE:  # as of `| head -1`: who reads has read enough
+        return _BROKEN_PIPE
+    print(f"gradwire: writing the output: {error.strerror}", file=sys.stderr)
+    return 1
+
+
+def _discard_output() -> None:
+    """Drop what could not be written, or the interpreter would try again at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _show_cursor() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
+from gradwire.cli.run_directory import run_directory
 from gradwire.errors import UsageError
 from gradwire.observe.inspection import inspection
-from gradwire.observe.runs import find_run
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
@@ -39,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _directory(given: str | None) -> Path:
     if given is None or not given.isdigit() or Path(given).is_dir():
-        return find_run(given, os.environ)
+        return run_directory(given)
     try:
         maps = Path(f"/proc/{given}/maps").read_text()
     except (FileNotFoundError, ProcessLookupError):

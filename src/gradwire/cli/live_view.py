@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradwire.observe.run_status import Condition, RankStatus, RunStatus, without_figures
-from gradwire.observe.units import milliseconds, size
+from gradwire.observe.units import milliseconds, signed_milliseconds, size
 
 _BAR = 30
 _WIDE = 80 + _BAR
@@ -71,7 +71,7 @@ def _cells(rank: RankStatus) -> list[str | Text]:
     step = str(rank.step) if rank.step >= 0 else ""
     if not rank.seconds:
         return [str(rank.rank), step, "", "", "", "", ""]
-    late = f"{rank.late * 1e3:+.3g}" if abs(rank.late) >= 5e-5 else "0"
+    late = signed_milliseconds(rank.late)
     return [
         str(rank.rank),
         step,

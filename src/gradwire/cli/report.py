@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from gradwire.cli.run_directory import run_directory
 from gradwire.errors import UsageError
 from gradwire.observe.report.load import load_report
 from gradwire.observe.report.plain_text import render_text
 from gradwire.observe.report.render import render_page
-from gradwire.observe.runs import find_run
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
@@ -32,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 def run(args: argparse.Namespace) -> int:
     """Write the report."""
-    directory = find_run(args.run_dir, os.environ)
+    directory = run_directory(args.run_dir)
     try:
         report = load_report(directory)
     except OSError as error:  # the run is being removed, or its directory used again

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from typing import Any
 
 from gradwire.cli.arguments import positive
 from gradwire.cli.live_view import picture, render
+from gradwire.cli.run_directory import run_directory
 from gradwire.errors import UsageError
 from gradwire.launch.panel import Panel, find_terminal
 from gradwire.launch.screen import Screen
@@ -16,7 +18,6 @@ from gradwire.observe.monitor import PLAIN_INTERVAL, RunMonitor
 from gradwire.observe.ring import nothing_recorded
 from gradwire.observe.run_follower import RunFollower
 from gradwire.observe.run_status import Condition, RunStatus
-from gradwire.observe.runs import find_run
 
 _TAIL = 16384
 """Records of each rank with which it begins: 20 steps, also with many buckets."""
@@ -45,11 +46,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 def run(args: argparse.Namespace) -> int:
     """Show the run until it is over."""
-    monitor = RunMonitor(RunFollower(find_run(args.run_dir, os.environ), tail=_TAIL))
+    monitor = RunMonitor(RunFollower(run_directory(args.run_dir), tail=_TAIL))
     try:
         monitor.look_back()
+        damage = monitor.run.damage
         if not monitor.run.ranks:
-            raise nothing_recorded(monitor.run.directory)
+            raise nothing_recorded(monitor.run.directory, *damage.values())
+        for name, what in damage.items():
+            print(f"warning: {monitor.run.directory / name}: {what}", file=sys.stderr)
         if not monitor.run.local_ranks:
             raise UsageError(
                 f"{monitor.run.directory}: the ranks are, or were, on other hosts. Run gradwire top there."

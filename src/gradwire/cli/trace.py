@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gradwire.cli.run_directory import run_directory
 from gradwire.errors import UsageError
 from gradwire.observe.clocks import align
 from gradwire.observe.fr_dump import write_dumps
 from gradwire.observe.perfetto_trace import write_perfetto
-from gradwire.observe.ring import Ring, read_rings
-from gradwire.observe.runs import find_run
+from gradwire.observe.ring import Ring, load_rings
 from gradwire.observe.trace import write_trace
 
 _OUTPUTS = {"chrome": "trace.json", "pftrace": "trace.pftrace", "fr": "fr"}
@@ -47,8 +47,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 def run(args: argparse.Namespace) -> int:
     """Write the trace, and say what is in it."""
-    directory = find_run(args.run_dir, os.environ)
-    rings = read_rings(directory)
+    directory = run_directory(args.run_dir)
+    rings, damage = load_rings(directory)
+    for name, what in damage.items():
+        print(f"warning: {directory / name}: {what}", file=sys.stderr)
     output: Path = args.output or Path(_OUTPUTS[args.format])
     try:
         what = _write(rings, output, args.format)
@@ -65,8 +67,14 @@ def run(args: argparse.Namespace) -> int:
                 f"The clock of {host} is taken from its wall clock: its ranks have no collective in common with the others."
             )
         elif alignment.error:
-            print(f"The clock of {host} was aligned to within {alignment.error / 1e6:.3f} ms.")
+            print(f"The clock of {host} was aligned to within {alignment.error / 1e6:.3f} ms{_drift(alignment.drift)}.")
     return 0
+
+
+def _drift(drift: float) -> str:
+    """How much a clock that needs so much more time added drifts, if that is noticeable."""
+    ppm = abs(drift) * 1e6
+    return f", and runs {ppm:.1f} ppm {'slow' if drift > 0 else 'fast'}" if ppm >= 0.05 else ""
 
 
 def _write(rings: Sequence[Ring], output: Path, form: str) -> str:

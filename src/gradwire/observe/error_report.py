@@ -26,6 +26,7 @@ def report_for_error(directory: Path) -> list[str]:
             return []
         run.read_descriptions()
         stacks = functools.partial(run.stacks, within=_WITHIN)
-        return report_lines(waiting, find_suspects(waiting, state=run.state, stacks=stacks), frames=_FRAMES)
+        suspects = find_suspects(waiting, state=run.state, stacks=stacks, ask=run.ask)
+        return report_lines(waiting, suspects, frames=_FRAMES)
     finally:
         run.close()

@@ -1,14 +1,16 @@
 """Per-step metrics of this rank, handed to a callable: TensorBoard, W&B, Prometheus, OpenTelemetry, or your own.
 
 Note [What an export costs]
-Nothing is added to the gradient path, and there is no thread: after an optimizer's step, the rank reads what its flight recorder
-has written since the last export, and calls the callable in the same thread. An export that took a certain time is followed by none
-for 100 times as long, so that exports take at most about 1 % of the time; values are then means over the steps since the last one.
+Nothing is added to the gradient path. After an optimizer's step the training thread wakes a thread of the exporter, which reads
+what the flight recorder has written since the last export, and calls the callable. The two share the interpreter, so an export
+that took a certain CPU time is followed by none for 100 times as long, and exports take at most about 1 % of the time; values are
+then means over the steps since the last one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import warnings
@@ -16,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gradwire import flight_recorder
+from gradwire.concurrency import Worker
 from gradwire.errors import UsageError
 from gradwire.flight_recorder import RecordKind
 from gradwire.observe.recording import attach
@@ -45,16 +48,20 @@ _PHASES = {
     Phase.OPTIMIZER: "gradwire_optimizer_seconds",
 }
 _SHARE = 0.01
+_STOP_WITHIN = 5.0
+"""Seconds for a callable to return when the exporter is closed."""
 _now = time.perf_counter
+_cpu_time = time.thread_time
 Log = Callable[[dict[str, float], int], object]
 
 
 def export(log: Log, *, every: int = 1) -> Export:
     """Call `log(metrics, step)` after steps on this rank: `metrics` is a dict of numbers by name, see `METRICS`.
 
-    Called after every `every` steps, or less often: see Note [What an export costs]. Ranks that are not to export do not call
-    this. An exception of `log` is shown once, as a warning. Ends with `observe.stop()`, or with `close()` of what is returned,
-    which exports what is left. The first step is left out, because nothing tells when it began.
+    Called after every `every` steps, or less often: see Note [What an export costs]. It is called on a thread of its own, one call
+    at a time. Ranks that are not to export do not call this. An exception of `log` is shown once, as a warning. Ends with
+    `observe.stop()`, or with `close()` of what is returned, which exports what is left. The first step is left out, because nothing
+    tells when it began; and so are the steps of ranks that are threads of one process, which share its recorder.
 
     >>> import tempfile, torch, gradwire as gw
     >>> seen = []
@@ -106,25 +113,33 @@ class Export:
         self._not_before = 0.0
         self._has_warned = False
         self._busy = threading.Lock()
-        """Held while it exports: a callable may run an optimizer itself, and threads may run optimizers at once."""
+        """Held while it exports: programs may call `poll` themselves."""
+        self._worker = Worker("export")
+        self._pid = os.getpid()
         self._hook = register_optimizer_step_post_hook(self._optimizer_stepped)
 
     def _optimizer_stepped(self, *_: Any) -> None:
-        if _now() >= self._not_before:
-            self.poll()
+        worker = self._worker
+        if _now() >= self._not_before and worker.idle and not worker.is_current_thread:
+            worker.put(self.poll)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no export is under way on its thread."""
+        return self._worker.idle
 
     def poll(self) -> None:
-        """Export what is new. Called after each step of an optimizer; programs without one may call it."""
+        """Export what is new, in this thread. Programs without an optimizer may call it."""
         if not self._busy.acquire(blocking=False):
             return
         try:
-            began = _now()
+            began, used = _now(), _cpu_time()
             self._read()
             if len(self._steps) >= self._every:
                 steps, self._steps = self._steps, []
                 self._call({**averages(steps), "gradwire_warnings": self._warnings}, steps[-1].step)
             self._took = _now() - began
-            self._not_before = began + self._took / _SHARE
+            self._not_before = _now() + (_cpu_time() - used) / _SHARE
         finally:
             self._busy.release()
 
@@ -136,6 +151,8 @@ class Export:
             self._number = record.number
             self._warnings += record.kind is RecordKind.WARNING
             self._folder.add(record)
+        if self._folder.is_shared:
+            self._warn("ranks are threads of one process and share its recorder, so their steps are not exported")
         self._steps += self._folder.steps
         self._folder.steps.clear()
 
@@ -143,26 +160,29 @@ class Export:
         try:
             self._log({**metrics, "gradwire_export_seconds": self._took}, step)
         except Exception as error:
-            if not self._has_warned:
-                self._has_warned = True
-                with contextlib.suppress(Warning):  # a filter that raises must not end training either
-                    warnings.warn(
-                        f"observe.export: log(metrics, {step}) raised {type(error).__name__}: {error}. Training continues; this is "
-                        "shown once.",
-                        stacklevel=2,
-                    )
+            self._warn(f"log(metrics, {step}) raised {type(error).__name__}: {error}. Training continues")
+
+    def _warn(self, text: str) -> None:
+        """Show what is wrong, once."""
+        if not self._has_warned:
+            self._has_warned = True
+            with contextlib.suppress(Warning):  # a filter that raises must not end training either
+                warnings.warn(f"observe.export: {text}; this is shown once.", stacklevel=2)
 
     def close(self) -> None:
         """Export what is left, and stop."""
-        self._every = 1
-        self.poll()
+        self._hook.remove()
+        if self._worker.stop(_STOP_WITHIN):
+            self._every = 1
+            self.poll()
         self.remove()
 
     def remove(self) -> None:
-        """Stop without another export."""
+        """Stop without another export. In a forked child there is no thread to end."""
         self._hook.remove()
+        ended = self._pid != os.getpid() or self._worker.stop(_STOP_WITHIN)
         follower, self._follower = self._follower, None
-        if follower is not None:
+        if follower is not None and ended:  # a callable that does not return may still use it
             follower.close()
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.flight_recorder import RecordKind
-from gradwire.observe.clocks import align, ambiguous_groups
+from gradwire.observe.clocks import aligned, ambiguous_groups
 from gradwire.observe.intervals import Operation, operations, ranks_apart
 from gradwire.observe.ring import Ring
 
@@ -39,8 +39,6 @@ class _Rank:
     """The operations of one rank of the world that can be matched."""
 
     rank: int
-    offset: int
-    """What makes its times nanoseconds since 1970 on the clock of the first host."""
     found: list[Operation]
     members: dict[str, int] = field(default_factory=dict)
     """By group: its rank there."""
@@ -59,8 +57,7 @@ def write_dumps(rings: Sequence[Ring], directory: Path) -> tuple[int, int]:
 
 def dumps(rings: Sequence[Ring]) -> tuple[dict[int, Dump], int]:
     """The dumps by rank, and how many operations were left out."""
-    rings = ranks_apart(rings)
-    alignments = align(rings)
+    rings = aligned(ranks_apart(rings))
     doubtful = ambiguous_groups(rings)
     wall = int(rings[0].header["started_wall"]) - int(rings[0].header["started"])
     ranks, total = [], 0
@@ -70,10 +67,10 @@ def dumps(rings: Sequence[Ring]) -> tuple[dict[int, Dump], int]:
         kept = [one for one in every if one.group not in doubtful and (one.ordinal or one.peer >= 0)]
         members = {one.group: one.rank for one in every}
         members |= {str(d["name"]): int(d["rank"]) for d in ring.descriptions.get("group", []) if "rank" in d}
-        ranks.append(_Rank(ring.rank, wall + alignments[ring.clock].offset, kept, members))
+        ranks.append(_Rank(ring.rank, kept, members))
     _cut(ranks)
     groups = _groups(ranks, rings, doubtful)
-    made = {rank.rank: _dump(rank, groups) for rank in ranks}
+    made = {rank.rank: _dump(rank, groups, wall) for rank in ranks}
     return made, total - sum(len(dump["entries"]) for dump in made.values())
 
 
@@ -126,7 +123,8 @@ def _groups(ranks: Sequence[_Rank], rings: Sequence[Ring], doubtful: set[str]) -
     }
 
 
-def _dump(rank: _Rank, groups: dict[str, list[int]]) -> Dump:
+def _dump(rank: _Rank, groups: dict[str, list[int]], wall: int) -> Dump:
+    """`wall` is what makes times nanoseconds since 1970."""
     entries: list[Dump] = []
     config: dict[str, Dump] = {}
     status: dict[str, Dump] = {}
@@ -137,7 +135,7 @@ def _dump(rank: _Rank, groups: dict[str, list[int]]) -> Dump:
         config[name] = {"name": name, "desc": one.group, "ranks": str(ranks)}
         entry = _entry(len(entries), one, name, what, len(ranks))
         for key in ("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns"):
-            entry[key] = None if entry[key] is None else entry[key] + rank.offset
+            entry[key] = None if entry[key] is None else entry[key] + wall
         entries.append(entry)
         last = status.setdefault(
             name,

@@ -24,9 +24,11 @@ _ENDED = {
 
 
 def described(record: Record) -> str:
-    """A collective as a person reads it."""
+    """A collective, a send or a receive as a person reads it. Peers are ranks in the group."""
     name = f" {record.label!r}" if record.label else ""
     place = f" of step {record.step}, bucket {record.bucket}" if record.bucket >= 0 else ""
+    if record.peer >= 0:
+        place += f" {'to' if record.op == 'send' else 'from'} rank {record.peer}"
     return f"{record.op}{name} (operation #{record.seq} of {record.group}, {record.nbytes:,} bytes{place})"
 
 
@@ -37,7 +39,9 @@ def report_lines(waiting: Waiting | None, suspects: Sequence[Suspect], *, frames
         who = f"rank{'s' if len(waiting.ranks) > 1 else ''} {rank_list(waiting.ranks)}"
         has = "have" if len(waiting.ranks) > 1 else "has"
         lines.append(f"{who} {has} waited for {waiting.seconds:.1f} s in {described(waiting.record)}")
-        if waiting.unknown:
+        if waiting.record.peer >= 0:
+            lines += _message_lines(waiting)
+        elif waiting.unknown:
             are = "ranks of the group are" if waiting.unknown > 1 else "rank of the group is"
             lines.append(f"  {waiting.unknown} {are} not recorded here: if on another host, look there too")
         elif not suspects:
@@ -45,6 +49,17 @@ def report_lines(waiting: Waiting | None, suspects: Sequence[Suspect], *, frames
     for group in _alike(suspects):
         lines += _suspect_lines(group, frames)
     return lines
+
+
+def _message_lines(waiting: Waiting) -> list[str]:
+    """Why a send or a receive does not finish."""
+    record = waiting.record
+    other = "receive" if record.op == "send" else "send"
+    if waiting.unknown:
+        return [f"  rank {record.peer} of the group is not recorded here: if on another host, look there too"]
+    if waiting.missing:
+        return [f"  rank {waiting.missing[0]} has not submitted the matching {other}"]
+    return [f"  the matching {other} was submitted: the engine or the link is slow or stuck"]
 
 
 def stall_lines(stall: Stall, suspects: Sequence[Suspect]) -> list[str]:
@@ -61,7 +76,8 @@ def _alike(suspects: Iterable[Suspect]) -> list[list[Suspect]]:
     groups: dict[object, list[Suspect]] = {}
     for suspect in suspects:
         what = suspect.other and (suspect.other.op, suspect.other.group, suspect.other.ordinal, suspect.other.nbytes)
-        groups.setdefault((suspect.cause, suspect.stack, what), []).append(suspect)
+        missing = suspect.bucket, suspect.parameters, suspect.certain
+        groups.setdefault((suspect.cause, suspect.stack, what, missing), []).append(suspect)
     return list(groups.values())
 
 
@@ -77,14 +93,23 @@ def _suspect_lines(group: Sequence[Suspect], frames: int) -> list[str]:
     if other and suspect.where:
         lines.append(f"      {other}")
     if suspect.bucket >= 0:
-        names = ", ".join(suspect.parameters[:_MOST_NAMES])
-        more = len(suspect.parameters) - _MOST_NAMES
-        of = f": it has no gradient yet of {names}" + (f" and {more} more" if more > 0 else "") if names else ""
-        lines.append(f"      bucket {suspect.bucket} is not full there{of}")
+        lines.append(f"      {_bucket_line(suspect)}")
     lines += [f"      {_short(frame)}" for frame in suspect.stack[:frames]]
     if len(suspect.stack) > frames:
         lines.append(f"      ... {len(suspect.stack) - frames} more")
     return lines
+
+
+def _bucket_line(suspect: Suspect) -> str:
+    """Which gradients of the bucket are missing."""
+    if suspect.certain and not suspect.parameters:
+        return f"bucket {suspect.bucket} has all its gradients there: it is sent when backward goes on"
+    names = ", ".join(suspect.parameters[:_MOST_NAMES])
+    more = len(suspect.parameters) - _MOST_NAMES
+    names += f" and {more} more" if more > 0 else ""
+    one = "" if suspect.certain or len(suspect.parameters) == 1 else "one of "
+    of = f": it has no gradient yet of {one}{names}" if names else ""
+    return f"bucket {suspect.bucket} is not full there{of}"
 
 
 def _short(frame: Frame) -> str:
@@ -109,6 +134,7 @@ def as_dict(waiting: Waiting | None, suspects: Sequence[Suspect]) -> dict[str, A
                 "other": None if suspect.other is None else _facts(suspect.other),
                 "bucket": suspect.bucket,
                 "parameters": list(suspect.parameters),
+                "certain": suspect.certain,
                 "where": None if suspect.where is None else str(suspect.where),
                 "stack": [str(frame) for frame in suspect.stack],
             }
@@ -127,6 +153,7 @@ def _facts(record: Record) -> dict[str, Any]:
         "bytes": record.nbytes,
         "step": record.step,
         "bucket": record.bucket,
+        "peer": record.peer,
     }
 
 

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gradwire.host import ProcessState
 from gradwire.observe.hang_report import as_dict, end_of, report_lines, stall_lines, standing
-from gradwire.observe.hangs import SOFT_DEADLINE, Cause, Suspect, Waiting, find_suspects, find_waiting, parameters_of
+from gradwire.observe.hangs import (
+    SOFT_DEADLINE,
+    Cause,
+    Suspect,
+    Waiting,
+    find_suspects,
+    find_waiting,
+    is_same,
+    parameters_of,
+)
 from gradwire.observe.run_follower import RunFollower
 from gradwire.observe.stalls import Stall, find_stall, idle_seconds
 
@@ -83,7 +93,7 @@ class HangWatch:
         self.run.look()
         waiting = self.waiting
         known, self._reported = self._reported, waiting
-        if waiting is not None and (known is None or not _is_same(known, waiting)):
+        if waiting is not None and (known is None or not is_same(known.record, waiting.record)):
             return self._report(waiting, self.suspects(waiting))
         if waiting is None and (lines := self._check_for_stall()):
             return lines
@@ -101,8 +111,8 @@ class HangWatch:
         if found is None:
             return []
         stall, suspects = found
-        self._save({**as_dict(None, suspects), "seconds": stall.seconds, "waiting": list(stall.ranks)})
-        return stall_lines(stall, suspects)
+        facts = {**as_dict(None, suspects), "seconds": stall.seconds, "waiting": list(stall.ranks)}
+        return [*stall_lines(stall, suspects), self._save(facts)]
 
     def stall(self) -> tuple[Stall, list[Suspect]] | None:
         """Ranks of this host whose collectives are not recorded and that wait, and those that they wait for."""
@@ -115,7 +125,7 @@ class HangWatch:
     def suspects(self, waiting: Waiting) -> list[Suspect]:
         """The ranks that keep the others waiting, by a look at their processes."""
         self.run.read_descriptions()
-        return find_suspects(waiting, state=self.run.state, stacks=self.run.stacks)
+        return find_suspects(waiting, state=self.run.state, stacks=self.run.stacks, ask=self.run.ask)
 
     def _end(self, rank: int) -> list[str]:
         self.run.look()
@@ -135,16 +145,18 @@ class HangWatch:
         return [standing(ended, self.run.state(ended), time.monotonic_ns()), *self._report(waiting, suspects)]
 
     def _report(self, waiting: Waiting | None, suspects: Sequence[Suspect]) -> list[str]:
-        self._save(as_dict(waiting, suspects))
-        return report_lines(waiting, suspects)
+        return [*report_lines(waiting, suspects), self._save(as_dict(waiting, suspects))]
 
-    def _save(self, facts: Mapping[str, Any]) -> None:
+    def _save(self, facts: Mapping[str, Any]) -> str:
+        """Save a report; returns a line with where it is and how to look again."""
         self._reports += 1
+        command = f"gradwire inspect {shlex.quote(str(self.run.directory))}"
+        path = self.run.directory / f"hang-{self._reports}.json"
         try:
-            path = self.run.directory / f"hang-{self._reports}.json"
             path.write_text(json.dumps(facts, indent=1) + "\n")
-        except OSError:  # a full disk: it is on the terminal all the same
-            pass
+        except OSError as error:  # a full disk: it is on the terminal all the same
+            return f"  not saved: {error.strerror}. To look again: {command}"
+        return f"  saved as {path}. To look again: {command}"
 
     def close(self) -> None:
         """Close the files."""
@@ -152,13 +164,4 @@ class HangWatch:
 
 
 def _has_failed(known: Waiting) -> bool:
-    record = known.record
-    return any(
-        failed.group == record.group and failed.ordinal == record.ordinal
-        for member in known.members
-        for failed in member.progress.failed
-    )
-
-
-def _is_same(a: Waiting, b: Waiting) -> bool:
-    return a.record.group == b.record.group and a.record.ordinal == b.record.ordinal
+    return any(is_same(failed, known.record) for member in known.members for failed in member.progress.failed)

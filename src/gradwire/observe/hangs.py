@@ -2,7 +2,7 @@
 
 A collective that takes far longer than usual, and that a caller waits for, hangs. Ranks that have not submitted it keep the others
 waiting; if all have, they disagree on what it is, or one of them was stopped in the middle of it, or does something else that
-keeps its engine from it.
+keeps its engine from it. A send or a receive hangs in the same way, with one other rank that may not have submitted its half.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from enum import Enum
 
 from gradwire.flight_recorder import ORDINAL_BITS
 from gradwire.host import ProcessState
+from gradwire.observe.gradient_questions import Awaited, missing_in
 from gradwire.observe.progress import RankProgress
-from gradwire.observe.ring import Record
+from gradwire.observe.ring import Record, message_key
 from gradwire.observe.stacks import Frame, Stack, user_frames, without_runpy
+from gradwire.observe.steps import Phase
 
 SOFT_DEADLINE = 5.0
 TIMES_USUAL = 10
 _OF_ANY_SIZE = frozenset({"gather", "scatter", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"})
 """Collectives whose tensors may have other sizes on other ranks."""
+_BEFORE_BACKWARD = (Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
 
 
 class Cause(Enum):
@@ -49,16 +52,16 @@ class Member:
 
     def waits_in(self, record: Record) -> bool:
         """Whether it has submitted this collective, which has not finished."""
-        return any(_is_same(own, record) and own.rank == self.number for own in self.progress.pending.values())
+        return any(is_same(own, record) and own.rank == self.number for own in self.progress.pending.values())
 
     def is_elsewhere(self, record: Record) -> bool:
         """Whether it has submitted this collective, which has not finished, and does not wait for it."""
-        own = [key for key, one in self.progress.pending.items() if _is_same(one, record) and one.rank == self.number]
+        own = [key for key, one in self.progress.pending.items() if is_same(one, record) and one.rank == self.number]
         return bool(own) and not any(key in self.progress.waited for key in own)
 
     def has_failed(self, record: Record) -> bool:
         """Whether it has submitted this collective, which has failed."""
-        return any(_is_same(own, record) and own.rank == self.number for own in self.progress.failed)
+        return any(is_same(own, record) and own.rank == self.number for own in self.progress.failed)
 
     def submission(self, record: Record) -> Record | None:
         """What it has submitted as the collective of this number, if that was lately."""
@@ -66,14 +69,16 @@ class Member:
         return next((one for one in reversed(own) if one.ordinal == record.ordinal), None)
 
     def has_reached(self, record: Record) -> bool:
-        """Whether it has submitted this collective or a later one."""
+        """Whether it has submitted this collective or a later one; or this message."""
+        if not record.ordinal:
+            return any(is_same(own, record) and own.rank == self.number for own in self.progress.messages)
         reached = self.progress.reached.get((record.group, self.number))
         return reached is not None and reached.ordinal >= record.ordinal
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A collective that hangs."""
+    """A collective, a send or a receive that hangs."""
 
     record: Record
     """Its submission, on the rank that has waited for longest."""
@@ -84,9 +89,9 @@ class Waiting:
     missing: tuple[int, ...]
     """Ranks that have not submitted it."""
     members: tuple[Member, ...]
-    """The ranks of the group, in its order, as far as they are recorded here."""
+    """The ranks that take part, in the order of the group, as far as they are recorded here."""
     unknown: int = 0
-    """How many ranks of the group are not recorded here."""
+    """How many of those that take part are not recorded here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,8 @@ class Suspect:
     bucket: int = -1
     """The bucket that is not full there; -1 where that is not the reason."""
     parameters: tuple[str, ...] = ()
-    """Those of the bucket."""
+    """Those of the bucket without a gradient, if that is `certain`; else all of the bucket, one of which has none."""
+    certain: bool = False
 
 
 def find_waiting(
@@ -119,19 +125,23 @@ def find_waiting(
     for rank in ranks:
         for since, record in _waits(rank, failed=failed):
             usual = 0.0 if failed else TIMES_USUAL * rank.usual_duration(record)
-            if record.ordinal and (now - since) / 1e9 > max(deadline, usual):
-                late.append((since, rank.rank, record))
-    for since, _, record in sorted(late):
+            if (record.ordinal or record.peer >= 0) and (now - since) / 1e9 > max(deadline, usual):
+                late.append((not record.ordinal, since, rank.rank, record))
+    for _, since, _, record in sorted(late):  # collectives first: more ranks wait in them, and all suspects are named
         members = _members(ranks, record.group)
         if not members:
             continue
         size = max(member.progress.groups[record.group][member.number] for member in members)
-        record = _usual(members, record)
+        if record.ordinal:
+            record = _usual(members, record)
+        else:
+            members = [member for member in members if member.number in (record.rank, record.peer)]
+            size = len({record.rank, record.peer})
         waits = [m for m in members if m.waits_in(record) or (failed and m.has_failed(record))]
         return Waiting(
             record,
             (now - since) / 1e9,
-            tuple(m.rank for m in waits if _kind(m.submission(record)) == _kind(record)),
+            tuple(m.rank for m in waits if not record.ordinal or _kind(m.submission(record)) == _kind(record)),
             tuple(m.rank for m in members if not m.has_reached(record)),
             tuple(members),
             max(0, size - len(members)),
@@ -145,7 +155,10 @@ def _waits(rank: RankProgress, *, failed: bool) -> Iterator[tuple[int, Record]]:
         return
     for record in (*rank.pending.values(), *rank.failed):
         reached = rank.reached.get((record.group, record.rank))
-        if (
+        if not record.ordinal:
+            if record not in rank.failed or record is rank.failed[-1]:
+                yield record.time, record
+        elif (
             reached is not None and reached.ordinal >> ORDINAL_BITS == record.ordinal >> ORDINAL_BITS
         ):  # not recovered since
             yield record.time, record
@@ -176,8 +189,15 @@ def _kind(record: Record | None) -> tuple[str, int] | None:
     return None if record is None else (record.op, 0 if record.op in _OF_ANY_SIZE else record.nbytes)
 
 
-def _is_same(a: Record, b: Record) -> bool:
-    return a.group == b.group and a.ordinal == b.ordinal
+def is_same(a: Record, b: Record) -> bool:
+    """Whether two records are of the same collective, or of the two halves of one message."""
+    if a.ordinal or b.ordinal:
+        return a.group == b.group and a.ordinal == b.ordinal
+    return message_key(a) == message_key(b)
+
+
+Answers = Callable[[], Mapping[int, Sequence[Awaited]]]
+"""Returns the answers of ranks that were asked."""
 
 
 def find_suspects(
@@ -185,12 +205,24 @@ def find_suspects(
     *,
     state: Callable[[RankProgress], ProcessState],
     stacks: Callable[[Sequence[RankProgress]], Mapping[int, Sequence[Stack]]],
+    ask: Callable[[Sequence[RankProgress]], Answers] | None = None,
 ) -> list[Suspect]:
-    """The ranks that keep the others waiting. `state` and `stacks` look at processes of ranks."""
+    """The ranks that keep the others waiting. `state` and `stacks` look at processes of ranks, `ask` asks them which gradients
+    they wait for."""
     found = _to_blame(waiting, state)
+    in_backward = [m.progress for m in found if _missing_bucket(m, waiting) >= 0 and not _is_before_backward(m)]
+    asked = ask(in_backward) if ask is not None and in_backward else dict
     of_rank = stacks([member.progress for member in found])
+    answers = asked()
     return [
-        _suspect(member, waiting, state(member.progress), of_rank.get(member.progress.rank, ())) for member in found
+        _suspect(
+            member,
+            waiting,
+            state(member.progress),
+            of_rank.get(member.progress.rank, ()),
+            answers.get(member.progress.rank, ()),
+        )
+        for member in found
     ]
 
 
@@ -212,11 +244,14 @@ def _different(member: Member, waiting: Waiting) -> Record | None:
     return None if _kind(own) in (None, _kind(waiting.record)) else own
 
 
-def _suspect(member: Member, waiting: Waiting, state: ProcessState, stacks: Sequence[Stack]) -> Suspect:
+def _suspect(
+    member: Member, waiting: Waiting, state: ProcessState, stacks: Sequence[Stack], awaited: Sequence[Awaited]
+) -> Suspect:
     cause, other = _cause(member, waiting, state, stacks)
     stack = without_runpy(_stack(cause, stacks))
     own = user_frames(stack, member.progress.header)
     bucket = _missing_bucket(member, waiting)
+    names, certain = _missing_parameters(member, waiting, awaited) if bucket >= 0 else ((), False)
     return Suspect(
         member.rank,
         int(member.progress.header["pid"]),
@@ -226,8 +261,25 @@ def _suspect(member: Member, waiting: Waiting, state: ProcessState, stacks: Sequ
         own[0] if own else None,
         other,
         bucket,
-        parameters_of(bucket, waiting.record, [m.progress for m in waiting.members]) if bucket >= 0 else (),
+        names,
+        certain,
     )
+
+
+def _missing_parameters(member: Member, waiting: Waiting, awaited: Sequence[Awaited]) -> tuple[tuple[str, ...], bool]:
+    """The parameters of the bucket without a gradient; where that is not known all of them, and False."""
+    record = waiting.record
+    known = missing_in(awaited, record.group, member.number, record.step, record.bucket)
+    if known is not None:
+        return known, True
+    names = parameters_of(record.bucket, record, [m.progress for m in waiting.members])
+    return names, _is_before_backward(member)
+
+
+def _is_before_backward(member: Member) -> bool:
+    """Whether the rank's records show that no gradient of the step is there. Threads share a ring, and have no phases."""
+    shared = any(len(numbers) > 1 for numbers in member.progress.groups.values())
+    return not shared and member.progress.phase in _BEFORE_BACKWARD
 
 
 def _cause(
@@ -242,7 +294,7 @@ def _cause(
         return Cause.DEAD, None
     if state is ProcessState.STOPPED:
         return Cause.STOPPED, None
-    if elsewhere is not None and not _is_same(elsewhere[0], waiting.record):
+    if elsewhere is not None and not is_same(elsewhere[0], waiting.record):
         return Cause.OTHER_COLLECTIVE, elsewhere[0]
     if any(_is_in_hook(stack.frames) for stack in stacks):
         return Cause.HOOK, None
@@ -275,7 +327,7 @@ def _missing_bucket(member: Member, waiting: Waiting) -> int:
     """The bucket that the others reduce and that is not full on this rank; -1 if there is none."""
     record = waiting.record
     full = member.progress.full.get((record.group, record.bucket))
-    missing = member.rank in waiting.missing and record.bucket >= 0
+    missing = member.rank in waiting.missing and record.bucket >= 0 and bool(record.ordinal)
     return record.bucket if missing and (full is None or full.step < record.step) else -1
 
 

@@ -14,7 +14,8 @@ from gradwire.observe.ring import nothing_recorded
 from gradwire.observe.run_follower import RunFollower
 from gradwire.observe.run_warnings import merge_warnings
 from gradwire.observe.stacks import Stack, user_frames
-from gradwire.observe.stragglers import describe, slow_ranks
+from gradwire.observe.straggler_watch import stragglers_over_time
+from gradwire.observe.stragglers import describe
 
 
 def inspection(directory: Path, *, whole: bool) -> list[str]:
@@ -25,14 +26,15 @@ def inspection(directory: Path, *, whole: bool) -> list[str]:
         ranks.look()
         ranks.read_descriptions()
         if not ranks.ranks:
-            raise nothing_recorded(directory)
+            raise nothing_recorded(directory, *ranks.damage.values())
         stacks = ranks.stacks(ranks.ranks.values())
         lines: list[str] = []
         for _, rank in sorted(ranks.ranks.items()):
             lines += _rank_lines(ranks, rank, stacks.get(rank.rank, ()), whole=whole)
+        lines += [f"warning: {directory / name}: {what}" for name, what in ranks.damage.items()]
         for warning in merge_warnings((r.rank, r.header, r.warnings) for r in ranks.ranks.values()):
             lines.append(f"warning: {warning}")
-        lines += describe(slow_ranks({rank.rank: rank.folder.steps for rank in ranks.local_ranks}))
+        lines += describe(stragglers_over_time({rank.rank: rank.folder.steps for rank in ranks.local_ranks}))
         waiting = watch.waiting
         if waiting is not None:
             lines += ["", *report_lines(waiting, watch.suspects(waiting))]

@@ -19,6 +19,7 @@ _KEPT_RECORDS = 20
 _KEPT_WARNINGS = 20
 _KEPT_FAILED = 20
 _KEPT_SUBMITTED = 100
+_KEPT_MESSAGES = 1000
 _KEPT_FORWARDS = 20
 
 Operation = tuple[str, int, int]
@@ -38,6 +39,8 @@ class RankProgress:
     """By group and rank in it: the last collective that was submitted, or finished without having been seen before."""
     submitted: dict[tuple[str, int], deque[Record]] = field(default_factory=dict)
     """By group and rank in it: the submissions of the last collectives."""
+    messages: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_MESSAGES))
+    """The last sends and receives that were submitted, or finished without having been seen before."""
     pending: dict[Operation, Record] = field(default_factory=dict)
     """Operations that were submitted and have not finished."""
     waited: dict[Operation, int] = field(default_factory=dict)
@@ -114,7 +117,8 @@ class RankProgress:
         elif kind in (RecordKind.COLLECTIVE_FINISHED, RecordKind.COLLECTIVE_FAILED):
             submitted = self.pending.pop(key, record)
             self.waited.pop(key, None)
-            self._reach(record)
+            if submitted is record:
+                self._reach(record)
             if kind is RecordKind.COLLECTIVE_FAILED:
                 self.failed.append(submitted)
             else:
@@ -130,6 +134,8 @@ class RankProgress:
     def _forget(self, group: Record) -> None:
         """A group of the same name was closed: the new one counts from 1 again."""
         self.reached.pop((group.group, group.rank), None)
+        kept = [one for one in self.messages if (one.group, one.rank) != (group.group, group.rank)]
+        self.messages = deque(kept, maxlen=_KEPT_MESSAGES)
         self.submitted.pop((group.group, group.rank), None)
         for known in (self.pending, self.waited):
             for key in [key for key in known if key[:2] == (group.group, group.rank)]:
@@ -137,6 +143,8 @@ class RankProgress:
 
     def _reach(self, record: Record) -> None:
         member = record.group, record.rank
+        if record.peer >= 0:
+            self.messages.append(record)
         known = self.reached.get(member)
         if record.ordinal and (known is None or record.ordinal > known.ordinal):
             self.reached[member] = record

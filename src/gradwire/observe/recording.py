@@ -21,6 +21,7 @@ from gradwire.errors import UsageError
 from gradwire.flight_recorder import HEADER, PAGE, FlightRecorder, RecordKind
 from gradwire.host import ProcessState, clock_identity, process_start
 from gradwire.observe.error_report import report_for_error
+from gradwire.observe.gradient_questions import SUBJECT, SUFFIX, GradientAnswers
 from gradwire.observe.ring import RingFile
 from gradwire.observe.stacks import StackFile, can_write_stacks, libraries
 
@@ -75,6 +76,14 @@ def start(directory: str | os.PathLike[str], *, rank: int | None = None, size: i
                 _handles.append(StackFile(path.with_suffix(".stacks")))
             except (OSError, RuntimeError) as error:  # records are worth something without stacks
                 warnings.warn(f"observe.start({str(directory)!r}): stacks are not recorded: {error}", stacklevel=2)
+        try:
+            answers = GradientAnswers(path.with_suffix(SUFFIX))
+            _handles.append(answers)
+            recorder.describe(SUBJECT, answers.facts)
+        except (OSError, RuntimeError) as error:  # no descriptors or threads left
+            warnings.warn(
+                f"observe.start({str(directory)!r}): a hang report cannot ask for gradients: {error}", stacklevel=2
+            )
         recorder.describe("system", _system())
         flight_recorder.active = recorder
         flight_recorder.reporter = functools.partial(report_for_error, directory)

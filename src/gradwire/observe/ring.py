@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import re
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +15,13 @@ from typing import Any, NamedTuple
 from gradwire.errors import UsageError
 from gradwire.flight_recorder import HEADER, MAGIC, PAGE, RECORD, VERSION, RecordKind, names_path, unpack_message
 from gradwire.host import ProcessState, clock_identity, process_state
+from gradwire.observe.ring_checks import checked_header, is_good_description, is_possible, real_capacity
 
 _UNKNOWN = "?"
+_FILE_NAME = re.compile(r"rank-(\d{1,6})\.ring")
 _P2P = frozenset({"send", "recv"})
 _ABOUT_TO = 1_000_000_000
 """After so many nanoseconds a record that is missing between others is not written any more."""
-_FACTS = {"rank": int, "clock": str, "started": int, "started_wall": int, "ops": list}
-"""What no ring can be read without."""
 _KINDS = {kind.value: kind for kind in RecordKind}
 COLLECTIVES = frozenset(kind for kind in RecordKind if kind.name.startswith("COLLECTIVE_"))
 """Records of collectives, sends and receives."""
@@ -55,6 +56,12 @@ class Record(NamedTuple):
     """Of a send or a receive: which of the messages between these two ranks it is; both have the same."""
 
 
+def message_key(record: Record) -> tuple[str, int, int, int]:
+    """The message that a send or a receive is of: group, sender, receiver and number, the same on both ranks."""
+    sender, receiver = (record.rank, record.peer) if record.op == "send" else (record.peer, record.rank)
+    return record.group, sender, receiver, record.message
+
+
 @dataclass(frozen=True)
 class Ring:
     """What was read from the ring of one rank."""
@@ -65,6 +72,8 @@ class Ring:
     """Oldest first, without gaps, except where the ring was written to while it was read."""
     descriptions: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False)
     """By subject, oldest first: see `FlightRecorder.describe`."""
+    damage: dict[str, str] = field(default_factory=dict, repr=False)
+    """By the name of a file: what of it could not be read."""
 
     @property
     def rank(self) -> int:
@@ -110,11 +119,13 @@ def state_of_writer(header: Mapping[str, Any]) -> ProcessState:
 def read_ring(path: str | os.PathLike[str]) -> Ring:
     """Read a ring.
 
-    A record that is being written at this moment is left out, as is what a newer version of gradwire may have added.
+    A record that is being written at this moment is left out, as is what a newer version of gradwire may have added, and what is
+    damaged.
     """
     with RingFile(Path(path)) as file:
-        records = file.read(0, file.capacity)
-        return Ring(file.path, file.header, sorted(records), file.read_descriptions())
+        records = file.without_strays(sorted(file.read(0, file.capacity)))
+        descriptions = file.read_descriptions()
+        return Ring(file.path, file.header, records, descriptions, file.damage)
 
 
 class RingFile:
@@ -122,25 +133,25 @@ class RingFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._bad_facts: list[str] = []
+        self._bad_slots: set[int] = set()
+        self._bad_lines = 0
+        self._unknown: set[int] = set()
+        """Names that records refer to and that are not there."""
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             page = os.pread(self._fd, PAGE, 0)
-            magic, version, size, self.capacity, length = (
+            magic, version, size, capacity, length = (
                 HEADER.unpack_from(page) if len(page) == PAGE else (b"", 0, 0, 0, 0)
             )
             if magic != MAGIC:
                 raise UsageError(f"{path} is not a ring of gradwire's flight recorder.")
-            whole = self.capacity > 0 and os.fstat(self._fd).st_size >= PAGE + self.capacity * size
-            if version != VERSION or size != RECORD.size or not whole:
+            if version != VERSION or size != RECORD.size:
                 raise UsageError(
                     f"{path} was written by another version of gradwire (format {version}; this one reads {VERSION})."
                 )
-            try:
-                self.header: dict[str, Any] = dict(json.loads(page[HEADER.size : HEADER.size + length]))
-            except (TypeError, ValueError):
-                self.header = {}
-            if not all(isinstance(self.header.get(fact), kind) for fact, kind in _FACTS.items()):
-                raise UsageError(f"{path} has a damaged header.")
+            self._read_header(page[HEADER.size : HEADER.size + length])
+            self._find_capacity(capacity, os.fstat(self._fd).st_size)
         except BaseException:
             os.close(self._fd)
             raise
@@ -148,15 +159,60 @@ class RingFile:
         self._names_read = 0
         self._descriptions: dict[str, list[dict[str, Any]]] = {}
 
+    def _read_header(self, text: bytes) -> None:
+        try:
+            found = checked_header(json.loads(text))
+        except (ValueError, RecursionError):
+            found = None
+        if found is None:
+            raise UsageError(f"{self.path} has a damaged header.")
+        self.header, self._bad_facts = found
+        named = _FILE_NAME.fullmatch(self.path.name)
+        if named is not None and int(named[1]) != self.header["rank"]:
+            self._bad_facts.append("rank")
+            self.header["rank"] = int(named[1])
+            self.header["size"] = max(self.header["size"], int(named[1]) + 1)
+
+    def _find_capacity(self, stated: int, size: int) -> None:
+        capacity = real_capacity(stated, size, PAGE)
+        if capacity is None:
+            raise UsageError(f"{self.path} has a damaged header.")
+        self.capacity = capacity
+        self._is_cut = capacity != stated or size < PAGE + capacity * RECORD.size
+
+    @property
+    def damage(self) -> dict[str, str]:
+        """By the name of a file: what of it could not be read so far."""
+        ring = [f"{', '.join(self._bad_facts)} in its header"] if self._bad_facts else []
+        ring += ["a part of the file is missing"] if self._is_cut else []
+        ring += [f"{len(self._bad_slots)} of its records"] if self._bad_slots else []
+        names = [f"{self._bad_lines} of its lines"] if self._bad_lines else []
+        names += [f"{len(self._unknown)} names are missing"] if self._unknown else []
+        found = {self.path.name: ring, names_path(self.path).name: names}
+        return {name: f"damaged: {', '.join(what)}" for name, what in found.items() if what}
+
+    def without_strays(self, records: list[Record]) -> list[Record]:
+        """Records without those whose numbers are damaged: all numbers of a ring lie within its capacity."""
+        if not records:
+            return records
+        middle = records[len(records) // 2].number
+        strays = {record.number for record in records if abs(record.number - middle) > self.capacity}
+        self._bad_slots |= {number % self.capacity for number in strays}
+        return [record for record in records if record.number not in strays] if strays else records
+
     def read(self, slot: int, count: int, *, least: int = 0) -> list[Record]:
         """The valid records from number `least` on in `count` slots from `slot` on, in their order, which does not wrap."""
         data = os.pread(self._fd, count * RECORD.size, PAGE + slot * RECORD.size)
-        ops = self.header["ops"]
+        data = data[: len(data) // RECORD.size * RECORD.size]  # of a file that was cut
+        ops, started = self.header["ops"], self.header["started"]
         records = []
         for i, fields in enumerate(RECORD.iter_unpack(data)):
             number, time, code, op, rank, thread, group, label, *rest = fields
             kind = _KINDS.get(code)
-            if kind is None or number < least or number % self.capacity != slot + i:
+            if kind is None or number < least:
+                continue
+            if number % self.capacity != slot + i or not is_possible(time, rest[3], (rest[4], rest[5]), started):
+                self._bad_slots.add(slot + i)
                 continue
             name = ops[op] if kind in COLLECTIVES and op < len(ops) else ""
             record = Record(number, time, kind, name, rank, thread, self._name(group), self._name(label), *rest)
@@ -180,12 +236,17 @@ class RingFile:
 
     def _number(self, slot: int) -> int:
         """The number of the record in a slot; -1 if there is none."""
-        number, _, kind, *_ = RECORD.unpack(os.pread(self._fd, RECORD.size, PAGE + slot * RECORD.size))
+        data = os.pread(self._fd, RECORD.size, PAGE + slot * RECORD.size)
+        if len(data) < RECORD.size:  # of a file that was cut
+            return -1
+        number, _, kind, *_ = RECORD.unpack(data)
         return int(number) if kind and number % self.capacity == slot else -1
 
     def _name(self, number: int) -> str:
-        if number not in self._names:
+        if number not in self._names and number not in self._unknown:
             self._read_names()
+            if number not in self._names:
+                self._unknown.add(number)
         return self._names.get(number, _UNKNOWN)
 
     def read_descriptions(self) -> dict[str, list[dict[str, Any]]]:
@@ -203,11 +264,18 @@ class RingFile:
         for line in lines:
             self._names_read += len(line) + 1
             number, _, text = line.partition(b" ")
-            with contextlib.suppress(ValueError):  # of a disk that was full
-                if number.isdigit():
-                    self._names[int(number)] = str(json.loads(text))
-                elif isinstance(facts := json.loads(text), dict):
-                    self._descriptions.setdefault(number.decode(errors="replace"), []).append(facts)
+            subject = number.decode(errors="replace")
+            try:
+                said = json.loads(text)
+                if number.isdigit() and isinstance(said, str):
+                    self._names[int(number)] = said
+                    self._unknown.discard(int(number))
+                elif not number.isdigit() and is_good_description(subject, said):
+                    self._descriptions.setdefault(subject, []).append(said)
+                else:
+                    self._bad_lines += 1
+            except (ValueError, RecursionError):  # also of a disk that was full
+                self._bad_lines += 1
 
     def state(self) -> ProcessState:
         """As `Ring.state`."""
@@ -247,6 +315,11 @@ class RingFollower:
         self._gap = -1
         """The record that was to come next at the end of the last call."""
 
+    @property
+    def damage(self) -> dict[str, str]:
+        """As `RingFile.damage`."""
+        return self._file.damage
+
     def poll(self) -> list[Record]:
         """The records since the last call, as far as they have not been overwritten."""
         found: list[Record] = []
@@ -258,6 +331,8 @@ class RingFollower:
             new = self._file.read(slot, min(count, capacity - slot), least=begin)
             if slot + count > capacity:
                 new += self._file.read(0, slot + count - capacity, least=begin)
+            new = self._file.without_strays(new)
+            at_end = not new or new[-1].number < begin + count // 2  # so many records in a row are not left out
             count = min(4 * count, self._MOST, capacity)
             if not new:
                 break
@@ -271,7 +346,7 @@ class RingFollower:
                     self._next = record.number
                 found.append(record)
                 self._next += 1
-            if self._next == begin:
+            if self._next == begin or at_end:
                 break
         self._gap = self._next
         return found
@@ -286,11 +361,26 @@ class RingFollower:
 
 
 def read_rings(directory: str | os.PathLike[str]) -> list[Ring]:
-    """The rings of all ranks of a run, by rank."""
-    paths = sorted(Path(directory).glob("rank-*.ring"))
-    if not paths:
-        raise nothing_recorded(directory)
-    return sorted((read_ring(path) for path in paths), key=lambda ring: ring.rank)
+    """The rings of all ranks of a run, by rank. Warns of files that are damaged; what can be read of them is returned."""
+    rings, damage = load_rings(Path(directory))
+    for name, what in damage.items():
+        warnings.warn(f"{Path(directory) / name}: {what}", RuntimeWarning, stacklevel=2)
+    return rings
+
+
+def load_rings(directory: Path) -> tuple[list[Ring], dict[str, str]]:
+    """As `read_rings`, and by the name of a file what of it could not be read."""
+    rings: list[Ring] = []
+    damage: dict[str, str] = {}
+    for path in sorted(directory.glob("rank-*.ring")):
+        try:
+            rings.append(read_ring(path))
+            damage |= rings[-1].damage
+        except (OSError, UsageError) as error:
+            damage[path.name] = f"left out: {error}"
+    if not rings:
+        raise nothing_recorded(directory, *damage.values())
+    return sorted(rings, key=lambda ring: ring.rank), damage
 
 
 def nothing_recorded(directory: str | os.PathLike[str], *reasons: str) -> UsageError:

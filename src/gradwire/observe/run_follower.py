@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gradwire.errors import UsageError
 from gradwire.host import ProcessState, clock_identity
+from gradwire.observe.gradient_questions import SUBJECT, SUFFIX, Awaited, Question
 from gradwire.observe.progress import RankProgress
 from gradwire.observe.ring import RingFollower, state_of_writer
 from gradwire.observe.stacks import Stack, read_stacks
@@ -28,6 +29,7 @@ class RunFollower:
         self._since, self._tail = since, tail
         self._clock = clock_identity()
         self._followers: dict[Path, RingFollower] = {}
+        self._unreadable: dict[str, str] = {}
 
     def look(self) -> None:
         """Read what ranks have written since the last look."""
@@ -37,7 +39,10 @@ class RunFollower:
             if path not in self._followers:
                 try:
                     follower = RingFollower(path, tail=self._tail)
-                except (OSError, UsageError):  # it is gone again, or not ours
+                except OSError:  # it is gone again
+                    continue
+                except UsageError as error:
+                    self._unreadable[path.name] = f"left out: {error}"
                     continue
                 if self._is_of_earlier_run(follower.header):
                     follower.close()
@@ -47,6 +52,14 @@ class RunFollower:
                 self.ranks[rank] = RankProgress(rank, follower.header)
             follower = self._followers[path]
             self.ranks[int(follower.header["rank"])].update(follower.poll())
+
+    @property
+    def damage(self) -> dict[str, str]:
+        """By the name of a file: what of it could not be read."""
+        found = dict(self._unreadable)
+        for follower in self._followers.values():
+            found |= follower.damage
+        return found
 
     def _is_of_earlier_run(self, header: Mapping[str, Any]) -> bool:
         return self._since is not None and (header["clock"] != self._clock or header["started"] < self._since)
@@ -83,6 +96,17 @@ class RunFollower:
         paths = {number: self.directory / f"rank-{number}.stacks" for number in asked}
         found = read_stacks({paths[number]: asked[number].header for number in asked}, within=within)
         return {number: found[path] for number, path in paths.items()}
+
+    def ask(self, ranks: Iterable[RankProgress], *, within: float = 0.3) -> Callable[[], dict[int, Sequence[Awaited]]]:
+        """Ask these ranks which gradients they wait for; what is returned returns the answers that have come in time."""
+        silent = (ProcessState.GONE, ProcessState.UNKNOWN, ProcessState.STOPPED)
+        asked = {
+            self.directory / f"rank-{rank.rank}{SUFFIX}": (rank, how[-1])
+            for rank in ranks
+            if (how := rank.descriptions.get(SUBJECT)) and self.state(rank) not in silent
+        }
+        question = Question({path: (rank.header, how) for path, (rank, how) in asked.items()})
+        return lambda: {asked[path][0].rank: answer for path, answer in question.answers(within=within).items()}
 
     def close(self) -> None:
         """Close the files."""

@@ -63,17 +63,25 @@ def find_run(given: str | None, environ: Mapping[str, str]) -> Path:
     return latest.resolve()
 
 
+def start_time(run: Path) -> str:
+    """When a run was started for which `new_run` has made the directory, in local time; empty for other directories.
+
+    >>> start_time(Path("runs/20261116-074801-train-9793")), start_time(Path("mine"))
+    ('2026-11-16 07:48:01', '')
+    """
+    if not _NAME.fullmatch(run.name):
+        return ""
+    date, clock = run.name[:8], run.name[9:15]
+    return f"{date[:4]}-{date[4:6]}-{date[6:]} {clock[:2]}:{clock[2:4]}:{clock[4:]}"
+
+
 def clear_run(run: Path) -> None:
     """Remove what an earlier run has recorded in `run`, which would be taken for ranks of the next one; unless it still runs."""
     if _is_in_use(run):
         return
-    for path in [
-        *run.glob("rank-*.ring"),
-        *run.glob("rank-*.names"),
-        *run.glob("rank-*.stacks"),
-        *run.glob("hang-*.json"),
-    ]:
-        path.unlink(missing_ok=True)
+    for kind in ("rank-*.ring", "rank-*.names", "rank-*.stacks", "rank-*.awaited", "hang-*.json"):
+        for path in run.glob(kind):
+            path.unlink(missing_ok=True)
 
 
 def _is_in_use(run: Path) -> bool:
@@ -93,7 +101,7 @@ def _is_in_use(run: Path) -> bool:
                     return True
             elif state is not ProcessState.GONE:
                 return True
-        except (OSError, KeyError, ValueError):  # not a ring that this version reads
+        except (OSError, UsageError):  # not a ring that this version reads
             continue
     return False
 

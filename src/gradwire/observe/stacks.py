@@ -30,6 +30,7 @@ _PAUSE = 0.02
 _LARGEST = 1 << 20
 _STARTERS = ("/gradwire/launch/observed.py", "/gradwire/launch/run_script.py", "/gradwire/integrations.ddp_script.py")
 """Where `gradwire run` starts scripts from, with --observe and --replace-ddp."""
+_QUESTIONS = "/gradwire/observe/gradient_questions.py"
 _OUTERMOST = ("<module>", "_run_module_as_main")
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
@@ -181,8 +182,15 @@ def parse_dump(text: str, *, main: int) -> list[Stack]:
 
 
 def main_first(threads: Mapping[int, Sequence[Frame]], main: int) -> list[Stack]:
-    """The stacks of `threads`, that of `main` first."""
-    return sorted((Stack(thread, tuple(frames)) for thread, frames in threads.items()), key=lambda s: s.thread != main)
+    """The stacks of `threads`, that of `main` first, without the one that waits for questions."""
+    stacks = [
+        Stack(t, tuple(frames)) for t, frames in threads.items() if not frames or not _waits_for_questions(frames)
+    ]
+    return sorted(stacks, key=lambda stack: stack.thread != main)
+
+
+def _waits_for_questions(frames: Sequence[Frame]) -> bool:
+    return frames[0].file.endswith(_QUESTIONS)
 
 
 def user_frames(frames: Sequence[Frame], header: Mapping[str, Any]) -> list[Frame]:

@@ -90,7 +90,7 @@ class StepFolder:
         self._threads: set[int] = set()
         """Those that compute, by the records of phases."""
         self._ranks: dict[str, int] = {}
-        self._shared = False
+        self.is_shared = False
         """Whether several ranks write this ring, as threads of one process: their phases cannot be told apart."""
         self._phases: dict[Phase, int] = {}
         self._ready: dict[int, int] = {}
@@ -146,7 +146,7 @@ class StepFolder:
             return
         self._threads.add(record.thread)
         if record.group and self._ranks.setdefault(record.group, record.rank) != record.rank:
-            self._shared = True
+            self.is_shared = True
         span = self.tracker.add(record)
         if span is not None:
             end = self._end_of_gradients(span) if kind is RecordKind.OPTIMIZER_BEGAN else span.end
@@ -175,7 +175,7 @@ class StepFolder:
 
     def _step_ended(self, record: Record, end: int) -> None:
         """The step that `record` is of has ended."""
-        if self._start is not None and not self._shared:
+        if self._start is not None and not self.is_shared:
             times = StepTimes(
                 record.step,
                 self._start,

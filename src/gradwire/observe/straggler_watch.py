@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from gradwire.observe.clocks import align
+from gradwire.observe.clocks import aligned
 from gradwire.observe.intervals import ranks_apart
 from gradwire.observe.ring import read_rings
 from gradwire.observe.step_times import StepTimes, step_times
@@ -34,39 +34,36 @@ def find_stragglers(run: str | os.PathLike[str]) -> list[Straggler]:
 
     It may still go on, or be over.
     """
-    rings = ranks_apart(read_rings(run))
-    alignments = align(rings)
-    offsets = {ring.rank: alignments[ring.clock].offset for ring in rings}
-    times = {ring.rank: step_times(ring.records) for ring in rings}
-    return stragglers_over_time(times, offsets=offsets)
+    rings = aligned(ranks_apart(read_rings(run)))
+    return stragglers_over_time({ring.rank: step_times(ring.records) for ring in rings})
 
 
-def stragglers_over_time(times: Times, *, offsets: Mapping[int, int] | None = None) -> list[Straggler]:
+def stragglers_over_time(times: Times) -> list[Straggler]:
     """The stragglers of all steps: windows are compared one after another, and those that agree are joined. One alone is chance,
     unless there are no others. Pure."""
     found: list[Straggler] = []
     for ranks in comparable(times):
         steps = common_steps(ranks)
+        by_step = {rank: {one.step: one for one in row} for rank, row in ranks.items()}
         now: dict[tuple[int, Phase], int] = {}  # by rank and phase: where the first of the windows that agree begins
         begins = range(0, len(steps) - WINDOW + 1, CONFIRM_STEPS)
         least = min(len(steps), WINDOW + CONFIRM_STEPS)
         for begin in [*begins, len(steps)]:
             window = steps[begin : begin + WINDOW]
-            here = {(one.rank, one.phase) for one in compare(ranks, window, offsets)} if window else set()
+            rows = {rank: [own[step] for step in window] for rank, own in by_step.items()}
+            here = {(one.rank, one.phase) for one in compare(rows, window)}
             for key in now.keys() - here:
                 together = steps[now.pop(key) : begin + WINDOW - CONFIRM_STEPS if window else None]
-                found += _joined(ranks, together, key, offsets) if len(together) >= least else []
+                found += _joined(ranks, together, key) if len(together) >= least else []
             for key in here - now.keys():
                 now[key] = begin
     return sorted(found, key=lambda one: (one.first_step, one.rank))
 
 
-def _joined(
-    ranks: Times, steps: Sequence[int], key: tuple[int, Phase], offsets: Mapping[int, int] | None
-) -> list[Straggler]:
+def _joined(ranks: Times, steps: Sequence[int], key: tuple[int, Phase]) -> list[Straggler]:
     """The straggler of several windows, from all their steps; if it is not one over all of them, from the first."""
     for part in (steps, steps[:WINDOW]):
-        if same := [one for one in compare(ranks, part, offsets) if (one.rank, one.phase) == key]:
+        if same := [one for one in compare(ranks, part) if (one.rank, one.phase) == key]:
             return same
     return []
 

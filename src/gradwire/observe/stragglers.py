@@ -103,31 +103,37 @@ class Straggler:
 
 
 def describe(stragglers: Sequence[Straggler]) -> list[str]:
-    """Stragglers of the same steps, as lines for a terminal."""
-    if not stragglers:
-        return []
-    who = ranks(sorted(straggler.rank for straggler in stragglers))
-    first = stragglers[0]
-    what_if = (
-        f"  without {who} a step takes {milliseconds(first.without)} instead of {milliseconds(first.step_seconds)} ms"
-    )
-    return [*map(str, stragglers), what_if]
+    """Stragglers as lines for a terminal; those of the same steps together, with what a step would take without them."""
+    lines: list[str] = []
+    for together in of_same_steps(stragglers):
+        who = ranks(sorted(straggler.rank for straggler in together))
+        first = together[0]
+        times = f"{milliseconds(first.without)} instead of {milliseconds(first.step_seconds)} ms"
+        lines += [*map(str, together), f"  without {who} a step takes {times}"]
+    return lines
+
+
+def of_same_steps(stragglers: Sequence[Straggler]) -> list[list[Straggler]]:
+    """Stragglers of the same steps together, in the order in which they are given."""
+    found: dict[tuple[int, int], list[Straggler]] = {}
+    for one in stragglers:
+        found.setdefault((one.first_step, one.last_step), []).append(one)
+    return list(found.values())
 
 
 Times = Mapping[int, Sequence[StepTimes]]
-"""The steps of each rank."""
+"""The steps of each rank, on one clock."""
 
 
-def slow_ranks(times: Times, *, offsets: Mapping[int, int] | None = None, window: int = WINDOW) -> list[Straggler]:
+def slow_ranks(times: Times, *, window: int = WINDOW) -> list[Straggler]:
     """The stragglers in the last `window` steps that all ranks of a group have finished, the one that costs most first.
 
-    `offsets` are the nanoseconds to add to the times of a rank, if ranks have different clocks. Empty with fewer steps or ranks
-    than it takes to compare.
+    Empty with fewer steps or ranks than it takes to compare.
     """
     found = []
     for rows in comparable(times):
         steps = common_steps(rows)[-window:]
-        found += compare(rows, steps, offsets) if len(steps) >= window else []
+        found += compare(rows, steps) if len(steps) >= window else []
     return found
 
 
@@ -150,7 +156,7 @@ def common_steps(times: Times) -> list[int]:
     return sorted(set.intersection(*known)) if known else []
 
 
-def compare(times: Times, steps: Sequence[int], offsets: Mapping[int, int] | None = None) -> list[Straggler]:
+def compare(times: Times, steps: Sequence[int]) -> list[Straggler]:
     """The stragglers in these steps, which all of these ranks have finished."""
     if len(times) < 2 or not steps:
         return []
@@ -159,7 +165,7 @@ def compare(times: Times, steps: Sequence[int], offsets: Mapping[int, int] | Non
     waits = any(one.backward_waits for row in rows.values() for one in row)
     phases = [phase for phase in COMPUTE if not waits or phase is not Phase.BACKWARD]
     slow = _noticeable([_slow_in(phase, rows) for phase in phases], step_seconds)
-    ready = {rank: [one.last_ready + (offsets or {}).get(rank, 0) for one in row] for rank, row in rows.items()}
+    ready = {rank: [one.last_ready for one in row] for rank, row in rows.items()}
     guilty = {rank: phases for rank, phases in slow.items() if _times_late(rank, ready, slow) > len(steps) / 2}
     last = _times_last(ready)
     step_by_step = [median(one.seconds for one in column) for column in zip(*rows.values())]

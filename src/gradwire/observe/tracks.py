@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradwire.flight_recorder import RecordKind
-from gradwire.observe.clocks import align
+from gradwire.observe.clocks import aligned
 from gradwire.observe.intervals import BucketSpan, Operation, bucket_spans, operations, ranks_apart
 from gradwire.observe.ring import Ring
 from gradwire.observe.steps import Phase, spans
@@ -66,17 +66,19 @@ class RankTracks:
 
 def rank_tracks(rings: Sequence[Ring]) -> Iterator[RankTracks]:
     """The tracks of each rank, on the clock of the first rank's host."""
-    rings = ranks_apart(rings)
-    alignments = align(rings)
-    origin = min(
-        (r.time - r.duration + alignments[ring.clock].offset for ring in rings for r in ring.records), default=0
-    )
+    rings = aligned(ranks_apart(rings))
+    origin = beginning(rings)
     for ring in rings:
-        yield _of_rank(ring, origin - alignments[ring.clock].offset)
+        yield _of_rank(ring, origin)
+
+
+def beginning(rings: Sequence[Ring]) -> int:
+    """The beginning of the trace of these rings, which are on one clock."""
+    return min((r.time - r.duration for ring in rings for r in ring.records), default=0)
 
 
 def _of_rank(ring: Ring, origin: int) -> RankTracks:
-    """`origin` is the beginning of the trace on the rank's clock."""
+    """`origin` is the beginning of the trace."""
     end = max((record.time for record in ring.records), default=origin) - origin
     steps = [Slice(s.phase.value, s.start - origin, s.end - origin, {"step": s.step}) for s in spans(ring.records)]
     exposed = [(s.end, (s.end - s.start) / 1e6) for s in steps if s.name == Phase.EXPOSED.value]

@@ -32,6 +32,17 @@ def milliseconds(seconds: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"
 
 
+def signed_milliseconds(seconds: float) -> str:
+    """A difference in milliseconds: to three digits, and at most two of them after the point.
+
+    >>> [signed_milliseconds(s) for s in (0.0000512, -0.00123, 0.0456, 0.1234, -0.000001)]
+    ['+0.05', '-1.23', '+45.6', '+123', '0']
+    """
+    value = seconds * 1e3
+    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:+.{digits}f}" if abs(value) >= 0.005 else "0"
+
+
 def size(nbytes: float) -> str:
     """A number of bytes, to three digits, in powers of 1024.
 

@@ -147,6 +147,13 @@ class GradListener:
         unknown = [i for i in order if i not in expected and not known(i)]
         return [i for i in unknown if parameters[i].grad is not None]
 
+    def not_arrived(self, indices: Iterable[int]) -> list[int]:
+        """Those of `indices`, which have not been counted, whose gradients have not arrived either. Changes nothing."""
+        arrived: set[int | None] = {self._index[id(p)] for p in self.arrived[:]}
+        arrived.add(None if self.hooks is None else self.hooks.unreported())
+        polling, parameters = self.listening.polling, self._parameters
+        return [i for i in indices if i not in arrived and not (polling and parameters[i].grad is not None)]
+
     def gradients(self, bucket: int, members: Sequence[Tensor]) -> Gradients:
         """The gradients with which a bucket is launched."""
         return self.polled.pop(bucket, None) or [p.grad for p in members]

@@ -26,6 +26,7 @@ from gradwire.events import BackwardEnded, Emitter, GradientReady, StepEnded
 from gradwire.flight_recorder import RecordKind
 from gradwire.groups.base import Group
 from gradwire.reducer.arrivals import Arrivals, GradListener
+from gradwire.reducer.awaited_gradients import AwaitedGradients
 from gradwire.reducer.bucket_buffers import Buckets
 from gradwire.reducer.bucket_order import BucketOrder
 from gradwire.reducer.iterations import Iterations
@@ -88,6 +89,7 @@ class Reducer:
         self.reductions = Reductions(group, runner, self.buckets, self.listener, self.events)
         self.iterations = Iterations(self.parameters, group, self.machine, abandon=self._abandon)
         self._arrivals = Arrivals(self.machine, self.listener, self.buckets, self.order)
+        self._awaited = AwaitedGradients(self.machine, self.listener, self.iterations, self.used)
         self._skip_unused = options.skip_unused
         self._first_layout = layout
         self._end_is_queued = False

@@ -56,6 +56,10 @@ class UsedParameters:
         assert self._first_uses is not None
         self._first_uses[index] = self._first_uses.get(index, 0) + 1
 
+    def has_counted(self, index: int) -> bool:
+        """Whether a parameter has got a gradient in the first backward of a static graph."""
+        return self._first_uses is not None and index in self._first_uses
+
     def take_first_uses(self) -> dict[int, int]:
         """How often each parameter got a gradient, in order of the first. If any did, the graph has been learned."""
         uses = self._first_uses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import gradwire
 from gradwire.cli import demo, main
 from gradwire.errors import GroupError, UsageError
+from helpers.made_rings import made_ring, write_ring
 
 
 def test_help_of_every_command_fits_a_terminal_of_80_columns(capsys, monkeypatch):
@@ -112,6 +114,48 @@ def test_an_interrupt_is_exit_code_130(capsys, monkeypatch):
     monkeypatch.setattr(demo, "run", interrupted)
     assert main(["demo"]) == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+FULL = "gradwire: writing the output: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "into", "unbuffered", "code", "message"),
+    [
+        (["report", "--text", "RUN"], "/dev/full", "", 1, FULL),
+        (["inspect", "RUN"], "/dev/full", "1", 1, FULL),
+        (["--help"], "/dev/full", "", 1, FULL),
+        (["report", "--text", "RUN"], "a closed pipe", "", 141, ""),
+        (["report", "--text", "RUN"], "a closed pipe", "1", 141, ""),
+    ],
+)
+def test_output_that_cannot_be_written_is_one_line(tmp_path, words, into, unbuffered, code, message):
+    write_ring(tmp_path, made_ring(0, range(30), size=1))
+    if into == "a closed pipe":
+        reader, output = os.pipe()
+        os.close(reader)
+    else:
+        output = os.open(into, os.O_WRONLY)
+    command = [sys.executable, "-m", "gradwire", *(str(tmp_path) if word == "RUN" else word for word in words)]
+    try:
+        environ = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        ended = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, env=environ, check=False)
+    finally:
+        os.close(output)
+    assert (ended.returncode, ended.stderr) == (code, message)
+
+
+def test_an_error_of_the_system_is_one_line_unless_debugged(capsys, monkeypatch):
+    def fail(args):
+        raise FileNotFoundError(2, "No such file or directory", "/gone")
+
+    monkeypatch.setattr(demo, "run", fail)
+    assert main(["demo"]) == 1
+    assert capsys.readouterr().err == (
+        "gradwire: FileNotFoundError: [Errno 2] No such file or directory: '/gone'\n(gradwire --debug shows the traceback)\n"
+    )
+    with pytest.raises(FileNotFoundError):
+        main(["--debug", "demo"])
 
 
 def test_it_is_a_module_too():

@@ -11,8 +11,9 @@ import pytest
 
 from gradwire.cli import main
 from gradwire.flight_recorder import CAPACITY
-from gradwire.host import ProcessState
+from gradwire.host import ProcessState, clock_identity
 from gradwire.observe.ring import RingFile
+from gradwire.observe.runs import new_run, runs_directory
 from helpers.made_rings import made_ring, write_ring
 from helpers.warm_python import GRADWIRE_RUN
 
@@ -121,3 +122,16 @@ def test_after_sigkill_of_all_ranks_and_the_launcher_the_last_records_are_there(
     assert text.count(f"{CAPACITY:,}") == 3  # of each rank, and in the explanation
     assert f"{2 * CAPACITY:,} records" in text
     assert "Ranks 0, 1 ended without stopping the recorder" in text
+
+
+@pytest.mark.parametrize("command", [["report", "--text"], ["inspect"], ["trace", "-o", "OUT"], ["top", "--once"]])
+def test_the_latest_run_is_named_with_its_start(tmp_path, monkeypatch, capsys, command):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    run = new_run(runs_directory(os.environ), "train.py")
+    write_ring(run, made_ring(0, range(30), size=1, clock=clock_identity()))
+    words = [str(tmp_path / "out") if word == "OUT" else word for word in command]
+    assert main(words) == 0
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.strptime(run.name[:15], "%Y%m%d-%H%M%S"))
+    assert capsys.readouterr().err == f"gradwire: the latest run: {run}, started {started}\n"
+    assert main([*words, str(run)]) == 0
+    assert capsys.readouterr().err == ""

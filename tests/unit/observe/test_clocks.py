@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gradwire.flight_recorder import RecordKind as K
-from gradwire.observe.clocks import align, ambiguous_groups
+from gradwire.observe.clock_line import fit_line
+from gradwire.observe.clocks import align, aligned, ambiguous_groups
+from gradwire.observe.ring import message_key
 
 
 def collectives(record, rank, times, group="world", op="all_reduce"):
@@ -116,3 +119,88 @@ def test_messages_that_cannot_be_told_apart_bound_nothing(record, ring):
     sends = [message(record, "send", 0, 1, at, at + 1) for at in (100, 900)]
     receives = [message(record, "recv", 1, 0, at, at + 1) for at in (200, 1000)]
     assert align([ring(0, *sends, host="a"), ring(1, *receives, host="b")])["b"].offset == 0
+
+
+# -- drift -------------------------------------------------------------------------------------------------------------
+
+S = 1_000_000_000
+HOUR = 3600 * S
+
+
+def drifting(record, ring, *, drift, offset, seed, length=HOUR, number=400):
+    """Two hosts in `length` nanoseconds: all-reduces, messages both ways, and a few collectives that take seconds. The clock of
+    host b runs `drift` fast and is `offset` behind at the beginning."""
+    rng, records = random.Random(seed), ([], [])
+
+    def local(time, rank):
+        return time if rank == 0 else round(time * (1 + drift)) - offset
+
+    for i in range(number):
+        now = i * length // number
+        slow = 5 * S if i % 50 == 0 else 300_000
+        begins = [now + rng.randrange(slow) for _ in range(2)]
+        ends = [max(begins) + rng.randrange(20_000, 200_000) for _ in range(2)]
+        facts = {"op": "all_reduce", "group": "world", "ordinal": i + 1}
+        for rank in range(2):
+            begin, end = local(begins[rank], rank), local(ends[rank], rank)
+            records[rank].append(record(K.COLLECTIVE_FINISHED, end, rank=rank, duration=end - begin, **facts))
+        sender, at = i % 2, max(ends) + 1000
+        sent, received = (at, at + 5000), (at - 500, at + rng.randrange(10_000, 90_000))
+        for rank, op, (begin, end) in ((sender, "send", sent), (1 - sender, "recv", received)):
+            begin, end = local(begin, rank), local(end, rank)
+            records[rank].append(message(record, op, rank, 1 - rank, begin, end, number=i))
+    return [ring(rank, *records[rank], host="ab"[rank]) for rank in range(2)]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    drift=st.sampled_from([50e-6, -50e-6, 3e-6, 0.0, 4e-4]),
+    offset=st.integers(-(10**16), 10**16),
+    seed=st.integers(0, 1000),
+)
+def test_clocks_that_drift_for_an_hour(record, ring, drift, offset, seed):
+    rings = drifting(record, ring, drift=drift, offset=offset, seed=seed)
+    found = align(rings)["b"]
+    assert found.drift == pytest.approx(-drift, abs=2e-7)
+    assert found.error < 400_000
+    for time in (0, HOUR // 3, HOUR):
+        true, shown = time, found.apply(round(time * (1 + drift)) - offset)
+        assert abs(shown - true) <= found.error + 1
+    a, b = aligned(rings)
+    ends, begins = {}, {}
+    for host in (a, b):
+        for one in host.records:
+            key = (one.op, one.ordinal) if one.ordinal else message_key(one)
+            if one.op != "recv":
+                begins[key] = max(begins.get(key, -(10**18)), one.time - one.duration)
+            if one.op != "send":
+                ends[key] = min(ends.get(key, 10**18), one.time)
+    assert len(ends) == 800
+    assert all(ends[key] >= begins[key] for key in ends)  # no receive before its send, no end before a submission
+
+
+def test_in_a_short_time_no_drift_is_made_up(record, ring):
+    rings = drifting(record, ring, drift=0.0, offset=7 * S, seed=1, length=20 * S)
+    assert align(rings)["b"].drift == 0.0
+
+
+def test_drift_adds_up_over_hosts(record, ring):
+    """a and b share a group, and b and c: c's clock is known by way of b's."""
+    ab = drifting(record, ring, drift=20e-6, offset=5 * S, seed=2)
+    bc = drifting(record, ring, drift=30e-6, offset=9 * S, seed=3)
+    a, b = ab
+    # Host b's own time, on which c is 30 millionths fast: its group with c has another name.
+    b2 = [one._replace(group="bc", rank=0, peer=1 if one.peer >= 0 else -1) for one in bc[0].records]
+    c = [one._replace(group="bc") for one in bc[1].records]
+    rings = [a, ring(1, *b.records, *b2, host="b"), ring(2, *c, host="c")]
+    found = align(rings)
+    assert found["c"].drift == pytest.approx(-50e-6, abs=4e-7)
+    on_b = HOUR // 2
+    on_c = round(on_b * (1 + 30e-6)) - 9 * S
+    assert abs(found["c"].apply(on_c) - found["b"].apply(on_b)) <= found["c"].error
+
+
+def test_bounds_that_no_line_keeps(record, ring):
+    """As when the clock of a host was set while it ran: the line is as little wrong as possible, and by how much is told."""
+    line = fit_line([(0, 10), (100 * S, 10)], [(0, 0), (100 * S, 0)])
+    assert (line.offset, round(line.drift * 1e12), line.error) == (5, 0, 5)

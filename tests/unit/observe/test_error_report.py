@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 
 import pytest
 import torch
@@ -73,14 +74,24 @@ def test_a_lost_peer_is_explained_once(waiting):
     assert "its process has ended" in note
 
 
-def test_what_cannot_be_read_does_not_hide_the_error(waiting, monkeypatch):
+@pytest.mark.parametrize("filters", ["always", "error"])
+def test_what_cannot_be_read_is_shown_once_and_does_not_hide_the_error(waiting, recorded, monkeypatch, filters):
     def fail():
         raise OSError("stale file handle")
 
     monkeypatch.setattr(flight_recorder, "reporter", fail)
-    error = PeerLost("rank 1 is lost", rank=1)
-    flight_recorder.add_report(error)
-    assert notes(error) == ""
+    monkeypatch.setattr(flight_recorder, "_has_warned", False)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter(filters)
+        for _ in range(2):
+            error = PeerLost("rank 1 is lost", rank=1)
+            flight_recorder.add_report(error)
+            assert notes(error) == ""
+    texts = [str(one.message) for one in shown]
+    assert len(texts) == (filters == "always")
+    assert all("could not be read for an error: OSError: stale file handle" in text for text in texts)
+    kept = [one.text for one in observe.read_warnings(observe.read_rings(recorded))]
+    assert kept == ["the flight recorders of other ranks could not be read for an error: OSError: stale file handle"]
 
 
 def test_without_a_recorder_nothing_is_added():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -22,7 +23,9 @@ from gradwire.flight_recorder import warn
 from gradwire.observe import export as package_function
 from gradwire.observe.step_times import StepTimes
 from gradwire.observe.steps import Phase
+from gradwire.testing import run_ranks
 from helpers.made_rings import step_records
+from helpers.waiting import wait_until
 
 module = sys.modules["gradwire.observe.export"]
 
@@ -41,10 +44,13 @@ def train(recorded):
     replica = gw.replicate(model, group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def steps(number):
+    def steps(number, exporter=None):
+        """Train; after each step wait until `exporter`, if given, has exported what was handed over to it."""
         for _ in range(number):
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
+            if exporter is not None:
+                wait_until(lambda: exporter.is_idle, "the export of a step")
 
     yield steps
     del replica
@@ -53,8 +59,8 @@ def train(recorded):
 
 def test_every_step_is_exported_with_all_metrics(train, unlimited):
     seen = []
-    observe.export(lambda metrics, step: seen.append((step, metrics)))
-    train(4)
+    exporter = observe.export(lambda metrics, step: seen.append((step, metrics)))
+    train(4, exporter)
     assert [step for step, _ in seen] == [1, 2, 3]  # when the first step began is not known
     for _, metrics in seen:
         assert metrics.keys() == observe.METRICS.keys()
@@ -71,7 +77,7 @@ def test_every_step_is_exported_with_all_metrics(train, unlimited):
 def test_every_few_steps_means_are_exported_and_the_rest_at_the_end(train, unlimited):
     seen = []
     handle = observe.export(lambda metrics, step: seen.append((step, metrics["gradwire_steps"])), every=3)
-    train(9)
+    train(9, handle)
     assert seen == [(3, 3), (6, 3)]
     handle.close()
     assert seen == [(3, 3), (6, 3), (8, 2)]
@@ -93,16 +99,17 @@ def test_means():
 def test_exports_take_a_hundredth_of_the_time(train, monkeypatch):
     """By a clock of the test's own, on which a call of `log` takes 10 s and a step 100 s."""
     now = [0.0]
-    monkeypatch.setattr(module, "_now", lambda: now[0])
+    for clock in ("_now", "_cpu_time"):
+        monkeypatch.setattr(module, clock, lambda: now[0])
     seen = []
 
     def log(metrics, step):
         seen.append((step, metrics["gradwire_steps"]))
         now[0] += 10.0
 
-    observe.export(log)
+    exporter = observe.export(log)
     for _ in range(30):
-        train(1)
+        train(1, exporter)
         now[0] += 100.0
     assert seen == [(1, 1), (11, 10), (21, 10)]  # no step is lost: they are in the means
 
@@ -114,9 +121,9 @@ def test_an_exception_is_shown_once_and_never_raised(train, unlimited):
         calls.append(step)
         raise ConnectionError("the server is gone")
 
-    observe.export(log)
+    exporter = observe.export(log)
     with pytest.warns(UserWarning, match="ConnectionError: the server is gone") as shown:
-        train(5)
+        train(5, exporter)
     assert len(calls) == 4
     assert len([one for one in shown if "server is gone" in str(one.message)]) == 1
 
@@ -128,11 +135,11 @@ def test_warnings_that_are_errors_do_not_end_training_either(train, unlimited):
         called.append(step)
         raise ZeroDivisionError
 
-    observe.export(log)
+    exporter = observe.export(log)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        train(3)
-    assert called
+        train(3, exporter)
+    assert len(called) == 2
 
 
 def test_a_callable_that_runs_an_optimizer_is_not_called_again_by_it(train, unlimited):
@@ -143,8 +150,7 @@ def test_a_callable_that_runs_an_optimizer_is_not_called_again_by_it(train, unli
         calls.append(step)
         other.step()
 
-    observe.export(log)
-    train(3)
+    train(3, observe.export(log))
     assert calls == [1, 2]
 
 
@@ -173,10 +179,10 @@ def test_steps_whose_records_were_overwritten_unread_are_left_out(unlimited):
 
 def test_warnings_are_counted(train, unlimited):
     seen = []
-    observe.export(lambda metrics, step: seen.append(metrics["gradwire_warnings"]))
-    train(2)
+    exporter = observe.export(lambda metrics, step: seen.append(metrics["gradwire_warnings"]))
+    train(2, exporter)
     warn("something is wrong", rank=0)
-    train(1)
+    train(1, exporter)
     assert seen == [0, 1]
 
 
@@ -189,6 +195,45 @@ def test_what_is_refused(recorded):
     with pytest.raises(UsageError, match="is not recorded"):
         observe.export(print)
     assert package_function is observe.export
+
+
+def test_a_slow_callable_keeps_no_step_waiting(train, unlimited):
+    """It is called on a thread of its own. Steps that end in the meantime are in the means of the next export."""
+    seen, entered, go_on = [], threading.Event(), threading.Event()
+
+    def log(metrics, step):
+        seen.append((step, metrics["gradwire_steps"], threading.current_thread() is threading.main_thread()))
+        entered.set()
+        go_on.wait(60)
+
+    exporter = observe.export(log)
+    train(2)
+    assert entered.wait(60)
+    train(4)
+    go_on.set()
+    exporter.close()
+    first, *_, last = seen
+    assert first == (1, 1, False)
+    assert (last[0], sum(steps for _, steps, _ in seen)) == (5, 5)
+
+
+def test_ranks_that_are_threads_are_told_once_that_nothing_is_exported(recorded, unlimited):
+    def rank_main(group):
+        model = nn.Linear(4, 4)
+        gw.replicate(model, group=group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+    seen = []
+    exporter = observe.export(lambda metrics, step: seen.append(step))
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        run_ranks(rank_main, 2, kind="threads")
+        exporter.close()
+    texts = [str(one.message) for one in shown if "ranks are threads of one process" in str(one.message)]
+    assert (seen, len(texts)) == ([], 1)
 
 
 def test_files_are_closed(train, unlimited):

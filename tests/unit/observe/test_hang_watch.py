@@ -127,7 +127,9 @@ def test_the_rank_that_does_not_come_is_named(ranks, watch, tmp_path, what, word
     assert "all_reduce (operation #1 of world, 12 bytes)" in report[0]
     assert re.search(rf"rank 1 \(process {culprit.pid}, {words}", report[1]), report
     assert watch.check() == []  # said once
-    saved = json.loads((tmp_path / "run" / "hang-1.json").read_text())
+    run = tmp_path / "run"
+    assert report[-1] == f"  saved as {run / 'hang-1.json'}. To look again: gradwire inspect {run}"
+    saved = json.loads((run / "hang-1.json").read_text())
     assert (saved["waiting"], saved["missing"], saved["suspects"][0]["rank"]) == ([0], [1], 1)
     assert waiting.poll() is None
 
@@ -184,7 +186,9 @@ def test_inspect_shows_where_every_rank_is(ranks, tmp_path, capsys):
         assert lines[2].startswith(f"rank 1 (process {culprit.pid}): running, at python_loop() at ")
         assert "it is in user code: python_loop()" in lines[5]
     assert main(["inspect", "--stacks", str(tmp_path / "run")]) == 0
-    assert "    main thread:" in capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.count("    main thread:") == 2
+    assert "    another thread:" not in lines  # that of the recorder, which waits for questions, is left out
 
 
 def test_inspect_refuses_what_is_not_recorded(tmp_path, capsys):
@@ -224,6 +228,13 @@ def test_rings_of_an_earlier_run_are_not_looked_at(ring, tmp_path):
     ring(1)
     assert "rank 1 has waited" in watch.check()[0]
     watch.close()
+
+
+def test_a_report_that_cannot_be_saved_is_shown_all_the_same(ring, watch):
+    ring(0)
+    watch.run.directory.joinpath("hang-1.json").mkdir()
+    *_, last = watch.check()
+    assert last.startswith("  not saved: Is a directory. To look again: gradwire inspect ")
 
 
 def test_a_launcher_that_has_missed_the_end_of_a_collective_reports_no_hang(ring, watch):
@@ -285,10 +296,11 @@ def test_a_rank_that_has_ended_is_named_and_not_those_that_have_not_come_so_far(
     )
     ended.put(RecordKind.GROUP, 2, group="world", nbytes=3)
     ended.put(RecordKind.FORWARD_BEGAN, 2, group="world", step=7)
-    where, waits, *suspects = watch.rank_ended(2)
+    where, waits, *suspects, saved = watch.rank_ended(2)
     assert where.startswith("rank 2: gone, step 7, forward for")
     assert waits.startswith("rank 0 has waited for")
     assert [line.split(":")[0] for line in suspects] == [f"  rank 2 (process {os.getpid()}, gone)"]
+    assert saved.startswith(f"  saved as {watch.run.directory / 'hang-1.json'}. To look again: gradwire inspect ")
     assert watch.rank_ended(5) == []  # never recorded
     late.close()
     ended.close()

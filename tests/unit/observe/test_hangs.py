@@ -6,6 +6,7 @@ import pytest
 
 from gradwire.flight_recorder import RecordKind as K
 from gradwire.host import ProcessState
+from gradwire.observe.gradient_questions import Awaited
 from gradwire.observe.hang_report import report_lines
 from gradwire.observe.hangs import Cause, find_suspects, find_waiting
 from gradwire.observe.progress import RankProgress
@@ -37,12 +38,13 @@ def rank(record):
     return make
 
 
-def suspects_of(ranks, waiting, states=None, stacks=None):
+def suspects_of(ranks, waiting, states=None, stacks=None, awaited=None):
     states, stacks = states or {}, stacks or {}
     return find_suspects(
         waiting,
         state=lambda rank: states.get(rank.rank, ProcessState.SLEEPING),
         stacks=lambda asked: {rank.rank: stacks.get(rank.rank, []) for rank in asked},
+        ask=None if awaited is None else lambda asked: lambda: {rank.rank: awaited[rank.rank] for rank in asked},
     )
 
 
@@ -246,9 +248,25 @@ def test_the_bucket_that_is_not_full_and_its_parameters(rank, record):
     waiting = find_waiting(ranks, 6 * S)
     assert waiting is not None
     [suspect] = suspects_of(ranks, waiting)
-    assert (suspect.bucket, suspect.parameters) == (1, ("fc.weight", "fc.bias"))
-    line = "      bucket 1 is not full there: it has no gradient yet of fc.weight, fc.bias"
-    assert line in report_lines(waiting, [suspect])
+    assert (suspect.bucket, suspect.parameters, suspect.certain) == (1, ("fc.weight", "fc.bias"), False)
+    line = "      bucket 1 is not full there: it has no gradient yet of"
+    assert f"{line} one of fc.weight, fc.bias" in report_lines(waiting, [suspect])
+
+    def awaits(*names, step=7, bucket=1):
+        return suspects_of(ranks, waiting, awaited={1: [Awaited("world", 1, step, bucket, names)]})
+
+    [suspect] = awaits("fc.bias")
+    assert (suspect.parameters, suspect.certain) == (("fc.bias",), True)
+    assert f"{line} fc.bias" in report_lines(waiting, [suspect])
+    [suspect] = awaits()
+    there = "      bucket 1 has all its gradients there: it is sent when backward goes on"
+    assert there in report_lines(waiting, [suspect])
+    for other in (awaits("fc.bias", step=8), awaits("fc.bias", bucket=0)):  # it has continued in the meantime
+        assert not other[0].certain
+    ranks[1].update([record(K.FORWARD_BEGAN, 0, group="world", rank=1, step=7)])
+    [suspect] = suspects_of(ranks, waiting, awaited={})  # known without asking: no backward has begun
+    assert (suspect.parameters, suspect.certain) == (("fc.weight", "fc.bias"), True)
+    assert f"{line} fc.weight, fc.bias" in report_lines(waiting, [suspect])
     ranks[1].update([record(K.BUCKET_FULL, 0, step=7, **facts)])  # it is in the hook
     [suspect] = suspects_of(ranks, waiting)
     assert (suspect.bucket, suspect.parameters) == (-1, ())
@@ -275,3 +293,77 @@ def test_after_the_end_what_has_failed_counts(rank, record):
     waiting = find_waiting(ranks, 2 * S, deadline=0.0, failed=True)
     assert waiting is not None
     assert (waiting.ranks, waiting.missing) == ((0, 2), (1,))
+
+
+@pytest.fixture
+def message(record):
+    """A rank of a group of three that has submitted a send or a receive; and waits for it, unless `waits` is False."""
+
+    def make(number, op, peer, *, count=0, waits=True, at=0):
+        progress = RankProgress(number, {"pid": 100 + number, "process_start": "", "libraries": LIBRARIES})
+        progress.update([record(K.GROUP, 0, group="world", rank=number, nbytes=3)])
+        if op:
+            kinds = (K.COLLECTIVE_SUBMITTED, WAITED) if waits else (K.COLLECTIVE_FINISHED,)
+            facts = {"op": op, "group": "world", "rank": number, "nbytes": 8, "seq": 3}
+            progress.update([record(kind, at, peer=peer, message=count, **facts) for kind in kinds])
+        return progress
+
+    return make
+
+
+@pytest.mark.parametrize(("op", "words", "other"), [("recv", "from", "send"), ("send", "to", "receive")])
+def test_a_message_whose_other_half_was_not_submitted(message, op, words, other):
+    ranks = [message(0, "", -1), message(1, op, 0), message(2, "", -1)]
+    waiting = find_waiting(ranks, 6 * S)
+    assert waiting is not None
+    assert (waiting.ranks, waiting.missing, waiting.unknown) == ((1,), (0,), 0)
+    found = suspects_of(ranks, waiting, stacks={0: [Stack(1, (USER,))]})
+    assert report_lines(waiting, found)[:3] == [
+        f"rank 1 has waited for 6.0 s in {op} (operation #3 of world, 8 bytes {words} rank 0)",
+        f"  rank 0 has not submitted the matching {other}",
+        "  rank 0 (process 100, sleeping): it is in user code: spin() at /home/me/train.py:31",
+    ]
+    assert find_waiting(ranks, 4 * S) is None
+
+
+def test_ranks_that_receive_from_each_other(message):
+    ranks = [message(0, "recv", 1, at=S), message(1, "recv", 0), message(2, "", -1)]
+    waiting = find_waiting(ranks, 7 * S)
+    assert waiting is not None
+    assert (waiting.ranks, waiting.missing) == ((1,), (0,))
+    [suspect] = suspects_of(ranks, waiting)
+    assert suspect.cause is Cause.OTHER_COLLECTIVE
+    assert "recv (operation #3 of world, 8 bytes from rank 1)" in report_lines(waiting, [suspect])[2]
+
+
+def test_a_message_that_was_sent_and_does_not_arrive(message):
+    ranks = [message(0, "send", 1, waits=False), message(1, "recv", 0)]
+    waiting = find_waiting(ranks, 6 * S)
+    assert waiting is not None
+    assert (waiting.missing, suspects_of(ranks, waiting)) == ((), [])
+    assert report_lines(waiting, [])[1:] == [
+        "  the matching send was submitted: the engine or the link is slow or stuck"
+    ]
+    assert find_waiting([message(0, "send", 1, count=1, waits=False), ranks[1]], 6 * S).missing == (0,)  # another one
+
+
+def test_a_peer_that_is_not_recorded_here_or_not_known(message):
+    waiting = find_waiting([message(1, "recv", 0), message(2, "", -1)], 6 * S)
+    assert waiting is not None
+    assert (waiting.missing, waiting.unknown) == ((), 1)
+    assert "rank 0 of the group is not recorded here" in report_lines(waiting, [])[1]
+    assert find_waiting([message(1, "recv", -1), message(0, "", -1)], 6 * S) is None  # from any rank
+
+
+def test_a_receive_that_has_failed_is_in_the_report_of_its_error_and_not_of_later_ones(message, record):
+    ranks = [message(0, "", -1), message(1, "recv", 0)]
+    facts = {"op": "recv", "group": "world", "rank": 1, "peer": 0, "message": 0, "seq": 3}
+    ranks[1].update([record(K.COLLECTIVE_FAILED, S, **facts)])
+    waiting = find_waiting(ranks, 6 * S, deadline=0.0, failed=True)
+    assert waiting is not None
+    assert (waiting.record.op, waiting.ranks, waiting.missing) == ("recv", (1,), (0,))
+    later = {"op": "all_reduce", "group": "world", "rank": 1, "seq": 4, "ordinal": 1}
+    ranks[1].update([record(kind, 2 * S, **later) for kind in (K.COLLECTIVE_SUBMITTED, K.COLLECTIVE_FAILED)])
+    waiting = find_waiting(ranks, 6 * S, deadline=0.0, failed=True)
+    assert waiting is not None
+    assert waiting.record.op == "all_reduce"

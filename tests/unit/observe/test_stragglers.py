@@ -13,7 +13,7 @@ from gradwire.observe.step_times import COMPUTE
 from gradwire.observe.steps import Phase
 from gradwire.observe.straggler_watch import stragglers_over_time
 from gradwire.observe.stragglers import WINDOW, describe, median_without, slow_ranks
-from helpers.made_steps import MS, made_steps, step_seconds
+from helpers.made_steps import made_steps, step_seconds
 
 DATA, FORWARD, BACKWARD, OPTIMIZER = Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER
 
@@ -94,16 +94,11 @@ def test_ranks_of_different_groups_are_not_compared():
     assert slow_ranks(unnamed) == []  # two ranks 0 of a group: there are two groups of this name
 
 
-def test_clocks_of_other_hosts_are_aligned():
-    rows = made_steps(4, 20, {(1, DATA): 0.3})
-    ahead = {
-        rank: [
-            replace(one, ready={b: t + 3000 * MS for b, t in one.ready.items()}) if rank == 3 else one for one in row
-        ]
-        for rank, row in rows.items()
-    }
-    assert slow_ranks(ahead) == []  # rank 3 is always last, by its clock
-    assert named(slow_ranks(ahead, offsets={3: -3000 * MS})) == {(1, DATA)}
+def test_stragglers_of_different_steps_are_told_apart():
+    first, then = (slow_ranks(made_steps(4, 20, {(rank, DATA): 1.0}, jitter=0.0001))[0] for rank in (1, 2))
+    then = replace(then, first_step=20, last_step=39)
+    lines = describe([first, then])
+    assert [line.split(" a step")[0] for line in lines if "without" in line] == ["  without rank 1", "  without rank 2"]
 
 
 def test_it_is_said_in_two_lines():

@@ -30,7 +30,7 @@ class Fault:
     before: int | None = None
     """Another that they may wait for: it was submitted, and its reduction needs the rank's interpreter."""
     parameters: tuple[str, ...] = ()
-    """Of these the rank has no gradient yet."""
+    """Those named in the report: without a gradient, or all of the bucket if the rank cannot be asked."""
     by_stopped: bool = False
     """Whether the function can be found only by py-spy."""
     mismatch: bool = False
@@ -39,8 +39,9 @@ class Fault:
 
 _FIRST = ("last.bias", "last.weight")
 _SECOND = ("hidden.bias", "hidden.weight")
+_LAST_OF_SECOND = _SECOND[1:]
 FAULTS: Mapping[str, Fault] = {
-    "python": Fault("loop in Python", Cause.USER_CODE, "python_loop", 1, None, _SECOND),
+    "python": Fault("loop in Python", Cause.USER_CODE, "python_loop", 1, None, _LAST_OF_SECOND),
     "c": Fault("loop in C, with the lock", Cause.USER_CODE, "c_loop", 1, 0, _SECOND),
     "stopped": Fault("SIGSTOP", Cause.STOPPED, "stop_here", 0, None, _FIRST, by_stopped=True),
     "killed": Fault("SIGKILL", Cause.DEAD, "", 0, None, _FIRST),

@@ -103,7 +103,7 @@ def main(kind: str, fault: str, victim: int, steps: int) -> None:
         if mine and step == FAULT_STEP:
             {"python": python_loop, "c": c_loop}.get(fault, int)()
 
-    model.get_submodule(HIDDEN).register_full_backward_hook(in_backward)
+    model.get_parameter(f"{HIDDEN}.weight").register_hook(in_backward)  # its bias has a gradient by then
     for step in range(steps):
         now = mine and step == FAULT_STEP
         inputs = next(loader)

@@ -14,6 +14,7 @@ from gradwire.observe.report.report_model import RunReport
 from gradwire.observe.ring import Record
 from gradwire.observe.run_warnings import merge_warnings
 from gradwire.observe.steps import Phase
+from gradwire.observe.stragglers import of_same_steps
 from gradwire.observe.units import duration
 from gradwire.observe.units import ranks as ranks_text
 
@@ -86,7 +87,8 @@ def _suspect(one: dict[str, Any]) -> str:
     parameters = one.get("parameters")
     if isinstance(parameters, list) and parameters:
         more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
-        parts.append(f"bucket {one.get('bucket')} waited for {parameters[0]}{more}")
+        any_of = "one of " if more and not one.get("certain") else ""
+        parts.append(f"bucket {one.get('bucket')} waited for {any_of}{parameters[0]}{more}")
     return ", ".join(parts)
 
 
@@ -172,13 +174,20 @@ def _warnings(report: RunReport) -> Iterator[Finding]:
 
 
 def _speed(report: RunReport) -> Iterator[Finding]:
-    slow = ranks_text(sorted(one.rank for one in report.stragglers))
-    for straggler in report.stragglers[:_MOST_OF_A_KIND]:
+    slow = {
+        id(one): ranks_text(sorted(other.rank for other in together))
+        for together in of_same_steps(report.stragglers)
+        for one in together
+    }
+    costly = sorted(report.stragglers, key=lambda one: -one.extra * one.steps)[:_MOST_OF_A_KIND]
+    last = report.steps[-1].step if report.steps else -1
+    for straggler in costly:
         text = str(straggler)
+        verb = "is slow: the others wait" if straggler.last_step == last else "was slow: the others waited"
         yield Finding(
             "warning",
-            f"Rank {straggler.rank} is slow: the others wait for it",
-            f"{text[:1].upper()}{text[1:]}. Without {slow} a step takes {duration(straggler.without)} instead of "
+            f"Rank {straggler.rank} {verb} for it",
+            f"{text[:1].upper()}{text[1:]}. Without {slow[id(straggler)]} a step takes {duration(straggler.without)} instead of "
             f"{duration(straggler.step_seconds)}.",
             _STRAGGLER_ADVICE[straggler.phase],
         )
@@ -246,7 +255,7 @@ def _notes(report: RunReport) -> Iterator[Finding]:
         elif alignment.error:
             yield Finding("note", f"The clock of {host} was aligned to within {duration(alignment.error / 1e9)}.")
     for name, why in report.damaged.items():
-        yield Finding("warning", f"{name} cannot be read, and is left out", why)
+        yield Finding("warning", f"{name} cannot be read as a whole", f"{why[:1].upper()}{why[1:]}")
 
 
 def _dict(value: object) -> dict[str, Any]:

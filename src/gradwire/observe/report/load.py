@@ -23,8 +23,8 @@ def load_report(directory: Path) -> RunReport:
         try:
             with RingFile(path) as ring:
                 good.append((int(ring.header["rank"]), path))
-        except (OSError, UsageError, KeyError, ValueError) as error:
-            damaged[path.name] = str(error)
+        except (OSError, UsageError) as error:
+            damaged[path.name] = f"left out: {error}"
     if not good:
         raise nothing_recorded(directory, *damaged.values())
     rings: Sequence[Ring] = StoredRings([path for _, path in sorted(good)])

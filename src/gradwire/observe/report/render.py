@@ -18,6 +18,10 @@ MOST_RANKS = 64
 _MOST_BARS = 32
 _MOST_BUCKETS = 100
 _MOST_TRAFFIC = 40
+_BUCKET = {"dtype": "?", "device": "?", "parameters": 0}
+_SYSTEM = {"system": "?", "cpus": 0, "threads": 0, "cuda": None}
+_GROUP = {"name": "?", "kind": "?", "size": 0}
+"""What descriptions lack that are damaged."""
 
 
 def render_page(report: RunReport) -> str:
@@ -37,12 +41,13 @@ def facts(report: RunReport) -> dict[str, Any]:
     bars = _most_late(report.phases, report, _MOST_BARS)
     lateness: dict[int, Mapping[int, float]] = _most_late(report.lateness, report, MOST_RANKS)
     layouts = report.described("buckets")
-    buckets = layouts[-1]["buckets"] if layouts else []
+    buckets = [{**_BUCKET, **one} for one in (layouts[-1]["buckets"] if layouts else [])]
+    system = (report.described("system") or [{}])[-1]
     traffic = sorted(report.traffic.items(), key=lambda item: -item[1].nbytes)
     return {
         "report": report,
         "header": report.ranks[0].header,
-        "system": (report.described("system") or [{}])[-1],
+        "system": {**_SYSTEM, **system} if system else {},
         "hosts": _hosts(report),
         "findings": find(report),
         "phases": PHASES,
@@ -91,7 +96,7 @@ def _hosts(report: RunReport) -> dict[str, list[int]]:
 def _groups(report: RunReport) -> list[dict[str, Any]]:
     """The groups of all ranks: their names, kinds and sizes."""
     found = {
-        (one.get("name"), one.get("kind"), one.get("size")): one
+        (one.get("name"), one.get("kind"), one.get("size")): {**_GROUP, **one}
         for rank in report.ranks
         for one in rank.descriptions.get("group", [])
     }

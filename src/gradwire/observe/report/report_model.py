@@ -14,13 +14,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gradwire.observe.clocks import Alignment, align
+from gradwire.observe.clocks import AlignedRings, Alignment, align
 from gradwire.observe.intervals import BucketSpan, Operation, bucket_spans, operations
 from gradwire.observe.report.rank_summary import RankSummary, Traffic, TrafficKey, summarize, total_traffic
 from gradwire.observe.ring import Ring
 from gradwire.observe.step_times import StepTimes
 from gradwire.observe.steps import Phase, Span, spans
-from gradwire.observe.stragglers import Straggler, common_steps, slow_ranks
+from gradwire.observe.straggler_watch import stragglers_over_time
+from gradwire.observe.stragglers import Straggler, common_steps
 
 _TRIMMED = 0.05
 _TIMELINE_RANKS = 4
@@ -80,7 +81,7 @@ class RunReport:
     hangs: list[dict[str, Any]]
     """Reports that were saved during the run."""
     damaged: Mapping[str, str]
-    """By name: files that cannot be read, and why."""
+    """By name: files that cannot be read as a whole, and why."""
 
     @property
     def mean_phases(self) -> dict[Phase, float]:
@@ -139,10 +140,16 @@ def build(
     damaged: Mapping[str, str] | None = None,
 ) -> RunReport:
     """The report of these rings, which may be read from disk each time that they are asked for."""
-    summaries = [summarize(ring) for ring in rings]
-    several = len({rank.header["clock"] for rank in summaries}) > 1
-    clocks = align(rings) if several else {rank.header["clock"]: Alignment(0, 0) for rank in summaries}
-    offsets = {rank.rank: clocks[rank.header["clock"]].offset for rank in summaries}
+    damage = dict(damaged or {})
+    summaries = []
+    for ring in rings:
+        summaries.append(summarize(ring))
+        damage |= ring.damage
+    clocks = {rank.header["clock"]: Alignment(0, 0) for rank in summaries}
+    if len(clocks) > 1:
+        clocks = align(rings)
+        rings = AlignedRings(rings, clocks)
+        summaries = [summarize(ring) for ring in rings]
     times = {rank.rank: rank.steps for rank in summaries}
     rows = _step_rows(times)
     return RunReport(
@@ -151,12 +158,12 @@ def build(
         clocks=clocks,
         steps=rows,
         phases={rank: _mean_phases(steps) for rank, steps in times.items()},
-        timelines=_timelines(rings, rows, times, offsets),
+        timelines=_timelines(rings, rows, times),
         traffic=total_traffic(summaries),
-        lateness=_lateness(times, offsets),
-        stragglers=slow_ranks(times, offsets=offsets),
+        lateness=_lateness(times),
+        stragglers=stragglers_over_time(times),
         hangs=list(hangs),
-        damaged=damaged or {},
+        damaged=damage,
     )
 
 
@@ -179,15 +186,12 @@ def _mean_phases(steps: Sequence[StepTimes]) -> dict[Phase, float]:
     return {phase: total / len(kept) / 1e9 for phase, total in totals.items()} if kept else {}
 
 
-def _lateness(times: Mapping[int, Sequence[StepTimes]], offsets: Mapping[int, int]) -> dict[int, dict[int, float]]:
+def _lateness(times: Mapping[int, Sequence[StepTimes]]) -> dict[int, dict[int, float]]:
     known = {rank: steps for rank, steps in times.items() if any(one.ready for one in steps)}
     if len(known) < 2:
         return {}
     common = set(common_steps(known))
-    ready = {
-        rank: {one.step: one.last_ready + offsets[rank] for one in steps if one.step in common}
-        for rank, steps in known.items()
-    }
+    ready = {rank: {one.step: one.last_ready for one in steps if one.step in common} for rank, steps in known.items()}
     first = {step: min(row[step] for row in ready.values()) for step in sorted(common)}
     return {rank: {step: (row[step] - first[step]) / 1e9 for step in first} for rank, row in ready.items()}
 
@@ -196,7 +200,6 @@ def _timelines(
     rings: Sequence[Ring],
     rows: Sequence[StepRow],
     times: Mapping[int, Sequence[StepTimes]],
-    offsets: Mapping[int, int],
 ) -> list[Timeline]:
     by_step: dict[int, dict[int, StepTimes]] = {}
     for rank, steps in times.items():
@@ -212,15 +215,15 @@ def _timelines(
     slowest = max(candidates, key=lambda row: row.high)
     if slowest.step != typical.step:
         chosen.append(("The slowest step", slowest.step))
-    shown = {step: _shown_ranks(by_step[step], offsets) for _, step in chosen}
+    shown = {step: _shown_ranks(by_step[step]) for _, step in chosen}
     wanted = {rank for ranks in shown.values() for rank in ranks}
     found = {ring.rank: ring for ring in rings if ring.rank in wanted}
-    return [_timeline(title, step, by_step[step], found, shown[step], offsets) for title, step in chosen]
+    return [_timeline(title, step, by_step[step], found, shown[step]) for title, step in chosen]
 
 
-def _shown_ranks(steps: Mapping[int, StepTimes], offsets: Mapping[int, int]) -> list[int]:
+def _shown_ranks(steps: Mapping[int, StepTimes]) -> list[int]:
     """The last rank to be ready, the first, and others as far as there is room."""
-    order = sorted(steps, key=lambda rank: steps[rank].last_ready + offsets[rank])
+    order = sorted(steps, key=lambda rank: steps[rank].last_ready)
     chosen = dict.fromkeys([order[-1], order[0], *sorted(steps)])
     return sorted(list(chosen)[:_TIMELINE_RANKS])
 
@@ -231,13 +234,12 @@ def _timeline(
     times: Mapping[int, StepTimes],
     rings: Mapping[int, Ring],
     ranks: Sequence[int],
-    offsets: Mapping[int, int],
 ) -> Timeline:
-    start = min(times[rank].start + offsets[rank] for rank in ranks)
-    end = max(times[rank].end + offsets[rank] for rank in ranks)
+    start = min(times[rank].start for rank in ranks)
+    end = max(times[rank].end for rank in ranks)
     rows = []
     for rank in ranks:
-        low, high, shift = times[rank].start, times[rank].end, offsets[rank] - start
+        low, high, shift = times[rank].start, times[rank].end, -start
         records = [r for r in rings[rank].records if low - (high - low) <= r.time <= high + (high - low)]
         phases = [
             Span(s.phase, s.step, max(s.start, low) + shift, min(s.end, high) + shift)

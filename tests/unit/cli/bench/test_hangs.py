@@ -14,7 +14,7 @@ from gradwire.cli.bench.hang_faults import FAULTS, Outcome, judge
 
 def report(**changes):
     suspect = {"rank": 1, "cause": "USER_CODE", "bucket": 1, "where": "python_loop() at train.py:3"}
-    suspect["parameters"] = ["hidden.bias", "hidden.weight"]
+    suspect["parameters"] = ["hidden.weight"]
     return {"collective": {"bucket": 1}, "suspects": [suspect | changes]}
 
 

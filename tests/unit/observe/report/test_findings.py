@@ -104,6 +104,7 @@ SUSPECT = {
     "state": "running",
     "where": "spin() at train.py:6",
     "bucket": 2,
+    "certain": True,
     "parameters": ["a.weight", "a.bias"],
     "other": {"op": "broadcast", "label": "x"},
 }
@@ -141,7 +142,7 @@ def test_a_ring_that_has_wrapped_a_run_in_progress_and_damaged_files():
     titles = {one.title: one for one in find(report)}
     assert "up to 1,000 were lost" in only(titles, "earlier records were overwritten").detail
     assert only(titles, "The run is in progress: rank 0")
-    assert only(titles, "rank-1.ring cannot be read").detail == "is not a ring"
+    assert only(titles, "rank-1.ring cannot be read").detail == "Is not a ring"
 
 
 def test_nothing_and_no_steps():
