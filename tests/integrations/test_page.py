@@ -22,7 +22,7 @@ def lines(text: str) -> str:
 
 
 def test_the_other_blocks_are_in_the_example_that_is_named_before_them() -> None:
-    names = re.findall(r"^\[(examples/\w+\.py)\]", PAGE, re.M)
+    names = re.findall(r"\[(examples/\w+\.py)\]", PAGE)
     assert len(names) == len(QUOTED) > 0
     for name, block in zip(names, QUOTED, strict=True):
         assert lines(block) in lines((ROOT / name).read_text()), name

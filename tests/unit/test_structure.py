@@ -95,4 +95,5 @@ def test_no_two_files_have_names_one_letter_apart() -> None:
         ("op", "top"),
         ("ring", "rng"),
         ("run", "runs"),
+        ("transformer", "transformers"),
     }  # of packages that have nothing to do with each other

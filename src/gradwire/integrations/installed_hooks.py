@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -65,15 +66,27 @@ def save_hook_states(models: Sequence[nn.Module], directory: str | Path) -> None
 
 
 def load_hook_states(models: Sequence[nn.Module], directory: str | Path) -> None:
-    """Restore what `save_hook_states` wrote. Every rank calls it; one that has no file there loads that of rank 0."""
+    """Restore what `save_hook_states` wrote. Every rank calls it; one that has no file there loads that of rank 0.
+
+    A checkpoint without any such file was saved without a gradwire hook: hooks start without a state then, with a warning.
+    """
     if all(hook_controls(model) is None for model in models):
         return
     own = _file(Path(directory), dist.get_rank())
     path = own if own.exists() else _file(Path(directory), 0)
-    if not path.exists():
+    found: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(found, path.exists())
+    if not any(found):
+        warnings.warn(
+            f"load_hook_states({str(directory)!r}): there is no {own.name}, so hooks start without a state.",
+            stacklevel=2,
+        )
+        return
+    if not all(found):
+        missing = [rank for rank, here in enumerate(found) if not here]
         raise UsageError(
-            f"load_hook_states({str(directory)!r}): there is no {path.name}. The checkpoint was saved without the state of a "
-            "gradwire hook, or on a host whose files this one cannot read."
+            f"load_hook_states({str(directory)!r}): ranks {missing} find neither their own file nor {_file(Path(), 0)} there. Copy "
+            "the files of all ranks to every host."
         )
     states = torch.load(path, weights_only=True)
     if len(states) != len(models):

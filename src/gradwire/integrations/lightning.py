@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -91,6 +92,10 @@ class GradwireStrategy(DDPStrategy):
         """As in DDPStrategy. The hook's states are restored when the model has been set up."""
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
         self._saved_states = checkpoint.get(_KEY)
+        if self.hook is not None and self._saved_states is None and "optimizer_states" in checkpoint:
+            warnings.warn(
+                "the checkpoint was saved without a gradwire hook: the hook starts without a state.", stacklevel=2
+            )
         return checkpoint
 
     def teardown(self) -> None:
