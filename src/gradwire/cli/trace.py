@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from gradwire.errors import UsageError
 from gradwire.observe.clocks import align
 from gradwire.observe.fr_dump import write_dumps
 from gradwire.observe.perfetto_trace import write_perfetto
+from gradwire.observe.profiler_trace import ProfilerTraces
 from gradwire.observe.ring import Ring, load_rings
-from gradwire.observe.trace import write_trace
+from gradwire.observe.trace import Event, write_trace
 
 _OUTPUTS = {"chrome": "trace.json", "pftrace": "trace.pftrace", "fr": "fr"}
 
@@ -42,6 +43,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         metavar="FILE",
         help="the file, or the directory for fr (default: trace.json, trace.pftrace or fr)",
     )
+    add(
+        "--profiler",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="PATH",
+        help="add what torch.profiler has written for ranks of the run: a trace, or a directory of traces; may be repeated",
+    )
     return parser
 
 
@@ -52,12 +61,21 @@ def run(args: argparse.Namespace) -> int:
     for name, what in damage.items():
         print(f"warning: {directory / name}: {what}", file=sys.stderr)
     output: Path = args.output or Path(_OUTPUTS[args.format])
+    if args.profiler and args.format != "chrome":
+        raise UsageError(
+            f"gradwire trace --profiler and --format {args.format}: torch.profiler's traces fit into chrome only."
+        )
+    profiles = ProfilerTraces(rings, args.profiler)
     try:
-        what = _write(rings, output, args.format)
+        what = _write(rings, output, args.format, profiles.events() if args.profiler else ())
     except OSError as error:
         raise UsageError(f"gradwire trace -o {output}: {error.strerror}.") from None
     records = sum(len(ring.records) for ring in rings)
     print(f"{output}: {what} from {records} records of {len(rings)} ranks in {directory}")
+    if args.profiler:
+        print(f"With {profiles.files} trace{'' if profiles.files == 1 else 's'} of torch.profiler.")
+    for name, why in profiles.skipped.items():
+        print(f"warning: {name}: left out: {why}", file=sys.stderr)
     lost = max(ring.lost for ring in rings)
     if lost:
         print(f"The rings hold the last records only: up to {lost} earlier ones of a rank were overwritten.")
@@ -77,10 +95,10 @@ def _drift(drift: float) -> str:
     return f", and runs {ppm:.1f} ppm {'slow' if drift > 0 else 'fast'}" if ppm >= 0.05 else ""
 
 
-def _write(rings: Sequence[Ring], output: Path, form: str) -> str:
+def _write(rings: Sequence[Ring], output: Path, form: str, more: Iterable[Event]) -> str:
     """Write the trace in a format; returns what is in it."""
     if form == "chrome":
-        return f"{write_trace(rings, output)} events"
+        return f"{write_trace(rings, output, more)} events"
     if form == "pftrace":
         return f"{write_perfetto(rings, output)} packets"
     entries, left_out = write_dumps(rings, output)

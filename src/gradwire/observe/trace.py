@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ _STEP = 1
 Event = dict[str, Any]
 
 
-def write_trace(rings: Sequence[Ring], path: Path) -> int:
-    """Write the trace of `rings` to `path`; returns how many events it has."""
+def write_trace(rings: Sequence[Ring], path: Path, more: Iterable[Event] = ()) -> int:
+    """Write the trace of `rings`, with the events `more`, to `path`; returns how many events it has."""
     number = 0
     with path.open("w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        for number, event in enumerate(trace_events(rings), 1):
+        for number, event in enumerate(itertools.chain(trace_events(rings), more), 1):
             file.write((",\n" if number > 1 else "") + json.dumps(event))
         file.write("\n]}\n")
     return number
