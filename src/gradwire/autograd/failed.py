@@ -1,4 +1,4 @@
-"""Calls back when a `backward()` has raised, with the exception, and before one that compiled autograd is to run.
+"""Calls back before a `backward()`, and when one has raised, with the exception.
 
 Knows `torch.autograd.backward`. It must not know what is done about a failure.
 
@@ -27,8 +27,9 @@ from gradwire.events import Callbacks, Handle
 FailedBackward = Callable[[Any, BaseException], object]
 """Called with what `backward` was called on and with what it raised."""
 
-_listeners: Callbacks[Callable[..., None]] = Callbacks()
-_guards: Callbacks[Callable[..., None]] = Callbacks()
+_listeners: Callbacks[Callable[..., Any]] = Callbacks()
+_guards: Callbacks[Callable[..., Any]] = Callbacks()
+_beginnings: Callbacks[Callable[..., Any]] = Callbacks()
 _installing = threading.Lock()
 
 
@@ -60,13 +61,21 @@ def before_compiled_backward(fn: Callable[[Any], object]) -> Handle:
     return _register(_guards, fn)
 
 
-def _register(callbacks: Callbacks[Callable[..., None]], fn: Callable[..., object]) -> Handle:
+def before_backward(fn: Callable[[Any], Callable[[], object] | None]) -> Handle:
+    """Call the bound method `fn(tensors)` before an outermost `backward()` that accumulates all gradients behind `tensors`.
+
+    Hence not before one with `inputs` or `create_graph`. What it returns, unless None, is called when that backward has ended
+    or failed. The object of `fn` is held weakly.
+    """
+    return _register(_beginnings, fn)
+
+
+def _register(callbacks: Callbacks[Callable[..., Any]], fn: Callable[..., object]) -> Handle:
     weak = weakref.WeakMethod(fn)
 
-    def call(*args: Any) -> None:
+    def call(*args: Any) -> Any:
         method = weak()
-        if method is not None:
-            method(*args)
+        return None if method is None else method(*args)
 
     with _installing:
         if not hasattr(torch.autograd.backward, "_gradwire_original"):
@@ -79,19 +88,36 @@ def _register(callbacks: Callbacks[Callable[..., None]], fn: Callable[..., objec
 def _around(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        endings: list[Any] = []
         try:
             if _compiled_autograd_is_on():
                 for guard in _guards:
                     guard(tensors)
+            if _beginnings and torch._C._current_graph_task_id() == -1 and _is_plain(*args, **kwargs):
+                endings += filter(None, [begins(tensors) for begins in _beginnings])
             original(tensors, *args, **kwargs)
         except BaseException as error:
             # Inside another backward, as in a re-entrant checkpoint, the outer one decides whether it fails.
             if torch._C._current_graph_task_id() == -1:
                 _report(tensors, error)
             raise
+        finally:
+            for ended in endings:
+                ended()
 
     backward._gradwire_original = original  # type: ignore[attr-defined]
     return backward
+
+
+def _is_plain(
+    grad_tensors: Any = None,
+    retain_graph: Any = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> bool:
+    """Whether a `backward` with these arguments accumulates every gradient, and keeps no graph of them."""
+    return inputs is None and not create_graph
 
 
 def _compiled_autograd_is_on() -> bool:

@@ -51,6 +51,25 @@ def reachable_parameters(outputs: Any, params: Sequence[torch.Tensor]) -> frozen
     return frozenset(found)
 
 
+def sole_edges(outputs: Any, params: Sequence[torch.Tensor]) -> frozenset[int]:
+    """The indices of those `params` to which exactly one edge of the graph behind `outputs` leads.
+
+    The gradient that comes along that edge is the whole one.
+
+    >>> once, twice = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    >>> sorted(sole_edges((once * twice + twice).sum(), [once, twice]))
+    [0]
+    """
+    wanted = {id(param): index for index, param in enumerate(params)}
+    edges_to = [0] * len(wanted)
+    for _, edges in _nodes(outputs):
+        for edge in edges:
+            index = wanted.get(id(getattr(edge[0], "variable", None)))
+            if index is not None:
+                edges_to[index] += 1
+    return frozenset(index for index, count in enumerate(edges_to) if count == 1)
+
+
 def mark_outputs(outputs: Any, owner: object) -> None:
     """Have `reaches_mark` find `owner` behind these outputs of its model. See [Marks]."""
     for tensor in tensors_in(outputs):

@@ -29,6 +29,8 @@ from torch.utils.hooks import RemovableHandle
 from gradwire.autograd.backward_end import at_backward_end
 from gradwire.concurrency import weakly
 
+_NAME = "gradwire_about_to_accumulate"
+
 
 class RemovableHooks:
     """Calls `on_ready(index)` once `params[index].grad` has been updated, while registered. For leaves on the CPU.
@@ -113,6 +115,11 @@ class RemovableHooks:
     def _failed(self) -> None:
         self._end_is_queued = False
         self._due = None
+
+
+def is_ours(hook: object) -> bool:
+    """Whether a hook on a tensor is one of these."""
+    return getattr(hook, "__name__", "") == _NAME
 
 
 def _make_hook(weak: weakref.ref[RemovableHooks], index: int) -> Callable[[Tensor], None]:

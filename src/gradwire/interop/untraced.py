@@ -11,12 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 try:
+    from torch._C._dynamo import eval_frame
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    set_eval_frame: Callable[[Any], Any] = eval_frame.set_eval_frame
+    """Let Dynamo see the frames of this thread with this callback, or none of them with None. Returns what was set before."""
 except ImportError:  # a torch with another mechanism: torch.compile around stock DDP then fails with Dynamo's error
     _FrameExecStrategy = None  # type: ignore[assignment, misc]
+    set_eval_frame = lambda callback: None  # noqa: E731
 
 T = TypeVar("T")
 
@@ -33,6 +38,16 @@ def untraced(cls: type[T]) -> type[T]:
 
 
 F = TypeVar("F", bound=Callable[..., object])
+
+
+def untraced_frame(fn: F) -> F:
+    """Function decorator: under torch.compile `fn` itself runs eagerly, and what it calls may be compiled, without a graph break.
+
+    Unless Dynamo inlines the call into a compiled caller.
+    """
+    if _FrameExecStrategy is not None and isinstance(fn, FunctionType):
+        set_code_exec_strategy(fn.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    return fn
 
 
 def untraced_call(fn: F) -> F:

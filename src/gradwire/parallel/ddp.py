@@ -19,6 +19,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel.scatter_gather import gather as gather_outputs
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
+from gradwire.autograd.compiling import forward_begins
 from gradwire.deprecated import renamed
 from gradwire.errors import GroupAndMeshGiven, HookAlreadyRegistered, NotPicklable, TrainingAlreadyStarted, UsageError
 from gradwire.flight_recorder import RecordKind
@@ -29,7 +30,7 @@ from gradwire.hooks.dense import cast, mean
 from gradwire.interop import as_process_group, from_process_group
 from gradwire.interop.defaults import default_process_group, is_default, mesh_group
 from gradwire.interop.in_backward import optimizer_in_backward_hook
-from gradwire.interop.untraced import untraced_call
+from gradwire.interop.untraced import set_eval_frame, untraced_call, untraced_frame
 from gradwire.parallel.buffer_hook import BufferHook
 from gradwire.parallel.delayed import Delayed
 from gradwire.parallel.devices import check_devices, move_to
@@ -55,6 +56,8 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
     """
 
     _active_ddp_module: Any = None
+    _tracer: Any = None
+    """Under `torch.compile(ddp)`, while this wrapper runs: Dynamo, which is to see nothing but the wrapped module."""
 
     def __init__(
         self,
@@ -252,6 +255,25 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
+    @untraced_frame
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """As in nn.Module. Under `torch.compile(ddp)` the wrapped module is compiled, and what surrounds it runs eagerly."""
+        if torch.compiler.is_dynamo_compiling():  # Dynamo has inlined this call into a compiled function
+            return super().__call__(*inputs, **kwargs)
+        tracer = set_eval_frame(None)
+        if tracer is None:
+            return super().__call__(*inputs, **kwargs)
+        self._tracer = tracer
+        try:
+            return super().__call__(*inputs, **kwargs)
+        finally:
+            self._tracer = None
+            set_eval_frame(tracer)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the wrapped module in place, as `nn.Module.compile`."""
+        self.module.compile(*args, **kwargs)
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, with the replica's work before and after it."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
@@ -261,7 +283,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
             return self._post_forward(self._run_module(inputs, kwargs))
 
     def _run_module(self, inputs: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # Dynamo does not resume inside `try`
+        if torch.compiler.is_dynamo_compiling():  # Dynamo does not resume inside `try`
             return self._compute(inputs, kwargs)
         try:
             return self._compute(inputs, kwargs)
@@ -271,8 +293,17 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
 
     def _compute(self, inputs: Any, kwargs: Any) -> Any:
         if self._mixed is None:
+            return self._call_module(*inputs, **kwargs)
+        return self._mixed.forward(self.module, self._call_module, inputs, kwargs)
+
+    def _call_module(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._tracer is None:
             return self.module(*inputs, **kwargs)
-        return self._mixed.forward(self.module, inputs, kwargs)
+        set_eval_frame(self._tracer)
+        try:
+            return self.module(*inputs, **kwargs)
+        finally:
+            set_eval_frame(None)
 
     @untraced_call
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -293,6 +324,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
                 self._uneven.announce_sync(replica.sync)
         if self.device_ids:
             inputs, kwargs = move_to(inputs, kwargs, torch.device(self.device_type, self.device_ids[0]))
+        forward_begins()
         return inputs, kwargs
 
     @untraced_call

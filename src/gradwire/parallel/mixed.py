@@ -15,7 +15,7 @@ backward reaches an output of the module until that backward ends or fails.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -62,15 +62,15 @@ class MixedPrecision:
         dtype = self.reduce_dtype or self.param_dtype
         return mean() if dtype is None else chain(cast(dtype), mean())
 
-    def forward(self, module: nn.Module, inputs: Any, kwargs: Any) -> Any:
-        """`module(*inputs, **kwargs)`, with inputs, parameters and buffers in low precision."""
+    def forward(self, module: nn.Module, call: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
+        """`call(*inputs, **kwargs)`, which calls `module`, with inputs, parameters and buffers in low precision."""
         inputs, kwargs = self._cast_inputs(inputs), self._cast_inputs(kwargs)
         if self.param_dtype is None and self.buffer_dtype is None:
-            return module(*inputs, **kwargs)
+            return call(*inputs, **kwargs)
         substitution = _Substitution(self, module)
         try:
             substitution.begin()
-            output = module(*inputs, **kwargs)
+            output = call(*inputs, **kwargs)
         finally:
             substitution.end()
         substitution.repeat_in_backward_of(output)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradwire.autograd.compiling import forward_begins, forward_ended
 from gradwire.autograd.grad_hooks import on_backward
 from gradwire.autograd.graph import mark_outputs, reachable_parameters
 from gradwire.events import Handle
@@ -142,7 +143,12 @@ class Replica(HookControls):
         # A static graph counts gradients only: a parameter that the first step reaches without a gradient, through the sink, is
         # not reached at all in the next.
         on_nodes, undefined = self.graph is not Graph.ALL_USED, self.graph is Graph.FIND_UNUSED
-        self.reducer.listener.attach(self.reducer.on_ready, on_nodes=on_nodes, undefined=undefined)
+        self.reducer.listener.attach(
+            self.reducer.on_ready,
+            on_compiled=self.reducer.compiled_reports.on_gradient,
+            on_nodes=on_nodes,
+            undefined=undefined,
+        )
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -154,6 +160,7 @@ class Replica(HookControls):
             self.rebuild()
             if self.state.buffers is Buffers.EVERY_FORWARD and self.sync_buffers_next:
                 self.state.sync_buffers()
+        forward_begins()
 
     def rebuild(self) -> None:
         """Rebuild buckets once the first step has shown the order of gradients; first recover from a step that failed."""
@@ -165,6 +172,7 @@ class Replica(HookControls):
 
     def forward_failed(self, error: BaseException) -> None:
         """The module's forward has raised: if a backward was expected, the other ranks must not wait for it."""
+        forward_ended()
         if torch.is_grad_enabled():
             self.reducer.iterations.fail_forward(error)
 
@@ -179,6 +187,7 @@ class Replica(HookControls):
     @untraced_call
     def after_forward(self, output: Any) -> Any:
         """Expect the backward of this forward. Returns the output, which may pass through a sink."""
+        forward_ended()
         self.reducer.iterations.record(RecordKind.FORWARD_ENDED)
         if torch.is_grad_enabled():
             self.reducer.iterations.forward_ended()

@@ -13,10 +13,13 @@ from itertools import groupby
 from torch import Tensor
 
 from gradwire.autograd.backward_end import at_backward_end
+from gradwire.autograd.compiled_backward import OnGradient, on_compiled_gradients
 from gradwire.autograd.grad_hooks import GradHooks, HookMode, NodeHooks, OnReady, grad_hooks
 from gradwire.concurrency import weakly
+from gradwire.events import Handle
 from gradwire.reducer.bucket_buffers import Buckets, all_there
 from gradwire.reducer.bucket_order import BucketOrder
+from gradwire.reducer.compiled_gradients import CompiledGradients
 from gradwire.reducer.listening import Listening
 from gradwire.reducer.machine import Launch, Machine, State
 
@@ -31,6 +34,8 @@ class GradListener:
         self.hooks: GradHooks | None = None
         self.arrived: list[Tensor] = []
         """Parameters whose gradients have arrived without a call: see [Last per bucket] in `listening.py`."""
+        self.compiled = CompiledGradients(parameters, self.arrived)
+        self._compiled_handle: Handle | None = None
         self._parameters = list(parameters)
         self._index = {id(p): i for i, p in enumerate(parameters)}
         self._applied: tuple[HookMode, Collection[int]] | None = None
@@ -41,9 +46,21 @@ class GradListener:
         # What is still in it when a model is dropped would keep the parameters alive: their hooks know this list.
         weakref.finalize(self, self.arrived.clear).atexit = False
 
-    def attach(self, on_ready: OnReady, *, on_nodes: bool = False, undefined: bool = False) -> None:
-        """Put hooks on the parameters, in place of those that are there. See `NodeHooks` for `on_nodes` and `undefined`."""
+    def attach(
+        self,
+        on_ready: OnReady,
+        *,
+        on_compiled: OnGradient | None = None,
+        on_nodes: bool = False,
+        undefined: bool = False,
+    ) -> None:
+        """Put hooks on the parameters, in place of those that are there. See `NodeHooks` for `on_nodes` and `undefined`.
+
+        `on_compiled` is called with the gradients that compiled code reports.
+        """
         self.detach()
+        if on_compiled is not None:
+            self._compiled_handle = on_compiled_gradients(self._parameters, on_compiled)
         if on_nodes:
             self.hooks = NodeHooks(self._parameters, on_ready, undefined=undefined)
         else:
@@ -54,6 +71,9 @@ class GradListener:
         if self.hooks is not None:
             self.hooks.remove()
         self.hooks, self._applied = None, None
+        if self._compiled_handle is not None:
+            self._compiled_handle.remove()
+        self.compiled.remove()
 
     def call_at_once(self) -> None:
         """Let every gradient call as soon as it has arrived, from now on. This rules polling out for good."""
@@ -121,8 +141,9 @@ class GradListener:
         """The parameters whose gradients have arrived without a call since the last time, in their order."""
         taken = self.arrived[:]
         del self.arrived[: len(taken)]  # not clear(): another device's thread may append meanwhile
-        index = self._index
-        return [index[id(p)] for p in taken]
+        index, reported = self._index, self.compiled.reported
+        indices = [index[id(p)] for p in taken]
+        return [i for i in indices if i not in reported] if reported else indices
 
     def index_of(self, parameter: Tensor) -> int:
         """The index of a parameter."""
@@ -156,12 +177,15 @@ class GradListener:
 
     def gradients(self, bucket: int, members: Sequence[Tensor]) -> Gradients:
         """The gradients with which a bucket is launched."""
+        if self.compiled.reported:
+            return [self.compiled.gradient(self._index[id(p)]) for p in members]
         return self.polled.pop(bucket, None) or [p.grad for p in members]
 
     def abandon(self) -> None:
         """The step has failed."""
         self.arrived.clear()
         self.polled.clear()
+        self.compiled.clear()
         self.listening.abandon()
 
 

@@ -60,6 +60,9 @@ class Machine:
         self._uses: list[int] = []  # of a static graph: how often each is still to come
         self._next = 0
         self.arrival: list[int] = []
+        """The parameters whose gradients are there, in the order in which they were computed."""
+        self.computed: set[int] = set()
+        """Parameters that have their place in `arrival` already, although their gradients are not accumulated yet."""
 
     def _relayout(self, members: Sequence[Sequence[int]]) -> None:
         self.members = tuple(tuple(m) for m in members)
@@ -88,6 +91,7 @@ class Machine:
         self._uses = [] if self.static_uses is None else list(self.static_uses)
         self._next = 0
         self.arrival = []
+        self.computed.clear()
         self.state = State.ARMED
         self._unused = [i for i, n in enumerate(self._uses) if n == 0] if self.static_uses is not None else list(unused)
         return _NOTHING
@@ -116,7 +120,7 @@ class Machine:
             if ready[i]:
                 raise self._twice(i)
             ready[i] = True
-        self.arrival += indices
+        self.arrival += [i for i in indices if i not in self.computed] if self.computed else indices
         return self._count(self.bucket_of[indices[0]], len(indices))
 
     def _use(self, index: int) -> Sequence[Launch]:
@@ -128,7 +132,8 @@ class Machine:
                 raise self._twice(index)
         if self._ready[index]:
             raise self._twice(index)
-        self.arrival.append(index)
+        if index not in self.computed:
+            self.arrival.append(index)
         return self._mark(index)
 
     def _mark(self, index: int) -> Sequence[Launch]:

@@ -29,6 +29,7 @@ from gradwire.reducer.arrivals import Arrivals, GradListener
 from gradwire.reducer.awaited_gradients import AwaitedGradients
 from gradwire.reducer.bucket_buffers import Buckets
 from gradwire.reducer.bucket_order import BucketOrder
+from gradwire.reducer.compiled_reports import CompiledReports
 from gradwire.reducer.iterations import Iterations
 from gradwire.reducer.layout import BucketLayout
 from gradwire.reducer.machine import Launch, Machine, State
@@ -90,6 +91,7 @@ class Reducer:
         self.iterations = Iterations(self.parameters, group, self.machine, abandon=self._abandon)
         self._arrivals = Arrivals(self.machine, self.listener, self.buckets, self.order)
         self._awaited = AwaitedGradients(self.machine, self.listener, self.iterations, self.used)
+        self.compiled_reports = CompiledReports(self.listener.compiled, self)
         self._skip_unused = options.skip_unused
         self._first_layout = layout
         self._end_is_queued = False
@@ -162,6 +164,7 @@ class Reducer:
             self.iterations.fail_forward(error)
             raise
         self._drop()
+        self.listener.compiled.clear()
         self.reductions.unused = frozenset(unused) if self._skip_unused else ()
         self.iterations.forward_ended()
         self.reductions.step = self.iterations.number
@@ -169,18 +172,20 @@ class Reducer:
         static = self.machine.static_uses is not None
         self._arrivals.prepare(
             need_all=not self.order.rebuilt or self.used.needs_all or static or bool(self.events),
-            can_poll=self.may_poll and not self.leave_gradients,
+            can_poll=self.may_poll and not self.leave_gradients and not self.listener.compiled.enabled,
             at_once=self.events.wants(GradientReady),
         )
 
     # -- during backward -----------------------------------------------------------------------------------------------
 
-    def on_ready(self, index: int) -> None:
-        """The gradient of parameter `index` has been accumulated."""
+    def on_ready(self, index: int, *, reported: bool = False) -> None:
+        """The gradient of parameter `index` has been accumulated, or compiled code has `reported` it and it will be."""
+        if not reported and index in self.listener.compiled.reported:
+            return
         if self.listener.arrived:
             self.catch_up()
         machine, used = self.machine, self.used
-        if used.needs_all and self.parameters[index].grad is not None:
+        if used.needs_all and (reported or self.parameters[index].grad is not None):
             used.seen(index)
         if machine.state is _RESTING:
             if self.iterations.failure is not None:
@@ -282,6 +287,7 @@ class Reducer:
         if not listening.polling:  # else all have arrived, and their order was not seen
             self.order.note(self.machine.arrival)
         listening.ended()
+        self.listener.compiled.clear()
         self.reductions.forget_gradients()
         self.machine.finished()
         self.steps += 1
@@ -293,6 +299,9 @@ class Reducer:
     def _put_back(self) -> None:
         reductions, listening = self.reductions, self.listener.listening
         results = reductions.wait()
+        early = self.listener.compiled.changed()
+        if early:
+            raise self.machine.late(early)
         changed = reductions.changed() if listening.watching else []
         if changed:
             listening.mark_irregular()

@@ -82,6 +82,7 @@ class Reductions:
         """Launch this bucket when backward has ended."""
         self.held = launch
         self._listener.polled.pop(launch.bucket, None)  # its gradients are looked at again then
+        self._listener.compiled.use_accumulated(self._buckets.layout.members[launch.bucket])
 
     def launch(self, launches: Sequence[Launch]) -> None:
         """Start the reductions of these buckets."""

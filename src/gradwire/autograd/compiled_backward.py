@@ -1,0 +1,145 @@
+"""Reports gradients from inside a backward that torch.compile has compiled, each as soon as it has been computed.
+
+Responsible for the op `gradwire::ready`, and for finding whose gradient it was given. It must not know buckets, or what is done
+with a gradient that is reported; `inductor_pass.py` puts the op into graphs.
+
+Note [A compiled backward is one node]
+For the engine, a compiled graph is a single node: its gradients leave it together when all have been computed, and only then are
+they accumulated and do hooks on parameters run. So the op stands behind each gradient in the compiled backward. It computes nothing
+and copies nothing: it passes the gradient on to whoever listens for that parameter, while the rest of the backward still runs.
+The gradient also takes its usual way, so a listener may ignore the report.
+
+Note [What the op does not know]
+Compiled code is shared: the twelve blocks of a model run the same code, and inductor's cache gives it to other processes. So
+nothing that belongs to a model may be part of it. The op knows the position of a gradient among the inputs of the compiled
+graph. When it runs, the engine is evaluating the node of that graph, whose edges lead to the accumulators of the inputs.
+
+Note [Which reports are complete]
+A gradient in a compiled graph is the sum over all uses in that graph. The parameter may be used elsewhere as well: in another
+graph, another call of the same one, or outside the model. So a listener that acts on a report must first have checked, with
+`sole_edges`, that only one edge of the whole autograd graph leads to the parameter.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.events import Handle
+
+OnGradient = Callable[[int, Tensor], object]
+"""A bound method, called with the index of a parameter and its gradient, which has not been accumulated yet."""
+
+_library = torch.library.Library("gradwire", "DEF")
+# The gradient counts as written to, although it is not, because an op whose result is not used is removed as dead code. The result,
+# an empty tensor, is the `previous` of the next op: see Note [The order of gradients] in `inductor_pass.py`.
+_library.define(
+    "ready(Tensor(a!) grad, Tensor? previous, int position, int inputs) -> Tensor", tags=[torch.Tag.flexible_layout]
+)
+
+_listeners: dict[int, _Listener] = {}
+"""By the id of a parameter."""
+_TARGETS = "_gradwire_targets"
+
+
+class _Listener:
+    """Who is told of the gradients of one parameter."""
+
+    __slots__ = ("index", "on_gradient", "parameter")
+
+    def __init__(self, parameter: Tensor, index: int, on_gradient: weakref.WeakMethod[Any]) -> None:
+        self.parameter, self.index, self.on_gradient = weakref.ref(parameter), index, on_gradient
+
+    def report(self, grad: Tensor) -> None:
+        """The gradient of the parameter has been computed."""
+        call, parameter = self.on_gradient(), self.parameter()
+        if (
+            call is not None
+            and parameter is not None
+            and grad.shape == parameter.shape
+            and grad.dtype == parameter.dtype
+        ):
+            call(self.index, grad)
+
+
+def on_compiled_gradients(parameters: Sequence[Tensor], on_gradient: OnGradient) -> Handle:
+    """Call the bound method `on_gradient(index, grad)` inside a compiled backward when it has computed a gradient.
+
+    Its object is held weakly. A parameter has one listener, the last one.
+    """
+    assert isinstance(on_gradient, types.MethodType)
+    method = weakref.WeakMethod(on_gradient)
+    added = {id(p): _Listener(p, index, method) for index, p in enumerate(parameters)}
+    _listeners.update(added)
+
+    def remove() -> None:
+        for key, listener in added.items():
+            if _listeners.get(key) is listener:
+                del _listeners[key]
+
+    weakref.finalize(on_gradient.__self__, remove).atexit = False
+    return Handle(remove)
+
+
+def has_listeners(node: Any) -> bool:
+    """Whether `node` leads to a parameter whose gradients are listened for."""
+    return any(_listener(edge[0]) is not None for edge in getattr(node, "next_functions", ()))
+
+
+def _listener(accumulator: Any) -> _Listener | None:
+    variable = getattr(accumulator, "variable", None)  # only gradient accumulators have one
+    found = None if variable is None else _listeners.get(id(variable))
+    return found if found is not None and found.parameter() is variable else None
+
+
+def _targets(node: Any, inputs: int) -> dict[int, _Listener]:
+    """Who listens for the gradients of a compiled graph, by the position of the input. Kept on its node, which has one forward."""
+    found: dict[int, _Listener] | None = getattr(node, _TARGETS, None)
+    if found is None:
+        needed = getattr(node, "needs_input_grad", ())
+        positions = [i for i, needs in enumerate(needed) if needs]
+        edges = [edge[0] for edge in getattr(node, "next_functions", ()) if edge[0] is not None]
+        found = {}
+        if len(needed) == inputs and len(positions) == len(edges):
+            listeners = zip(positions, map(_listener, edges), strict=True)
+            found = {i: listener for i, listener in listeners if listener is not None}
+            setattr(node, _TARGETS, found)
+    return found
+
+
+def _ready(grad: Tensor, previous: Tensor | None, position: int, inputs: int) -> Tensor:
+    node = torch._C._current_autograd_node()
+    target = None if node is None else _targets(node, inputs).get(position)
+    if target is not None:
+        target.report(grad)
+    return grad.new_empty(0)
+
+
+_library.impl("ready", _ready, "CompositeExplicitAutograd")
+_library.impl("ready", lambda grad, *rest: grad.new_empty(0), "Meta")
+
+
+# -- while graphs are compiled -----------------------------------------------------------------------------------------------
+
+
+class _Running(threading.local):
+    """Whether this thread runs the forward of a model whose gradients are listened for: `compiling.py` sets it."""
+
+    forward = False
+
+
+running = _Running()
+
+
+def compiling_for_a_listener() -> bool:
+    """Whether the graph that is compiled now belongs to a model whose gradients are listened for.
+
+    A backward is usually compiled when it first runs, in the engine's thread.
+    """
+    return running.forward or has_listeners(torch._C._current_autograd_node())

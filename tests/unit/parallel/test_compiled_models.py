@@ -1,0 +1,201 @@
+"""Models compiled by inductor: the gradients of the uncompiled model, one graph, and reductions that begin during backward.
+
+The models are products of matrices only: inductor then has nothing to pass to a C++ compiler, which takes most of its time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gradwire.autograd.compiled_backward import _Listener
+from gradwire.events import BucketLaunched
+from gradwire.groups import Group
+from gradwire.hooks import chain, error_feedback, mean, quantize
+from gradwire.parallel import DistributedDataParallel as DDP
+from gradwire.parallel import replicate
+from gradwire.testing import run_ranks
+
+WIDTH, LAYERS = 16, 4
+
+
+@pytest.fixture(autouse=True)
+def _inductor(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is compiled is kept for the other tests of this session."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.up @ self.down
+
+
+class Model(nn.Module):
+    def __init__(self, *, checkpoints: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.checkpoints = checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return x
+
+
+def compiled(module: nn.Module, **options: Any) -> Any:
+    return torch.compile(module, fullgraph=True, **options)
+
+
+def inside(module: nn.Module, build: Callable[[nn.Module], DDP]) -> tuple[DDP, Any]:
+    ddp = build(compiled(module))
+    return ddp, ddp
+
+
+def outside(module: nn.Module, build: Callable[[nn.Module], DDP]) -> tuple[DDP, Any]:
+    ddp = build(module)
+    return ddp, compiled(ddp)
+
+
+def in_place(module: nn.Module, build: Callable[[nn.Module], DDP]) -> tuple[DDP, Any]:
+    ddp = build(module)
+    ddp.compile(fullgraph=True)
+    return ddp, ddp
+
+
+def blocks(module: Any, build: Callable[[nn.Module], DDP]) -> tuple[DDP, Any]:
+    for block in module.blocks:
+        block.compile(fullgraph=True)
+    ddp = build(module)
+    return ddp, ddp
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def step_of(model: Any, rank: int, step: int) -> None:
+    model.zero_grad()
+    model(batch(rank, step)).pow(2).mean().backward()
+
+
+@pytest.mark.parametrize("hook", [mean(), chain(error_feedback(), quantize(bits=8))], ids=["mean", "8 bits"])
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["plain", "checkpoints"])
+@pytest.mark.parametrize("form", [inside, outside, in_place, blocks])
+def test_gradients_of_the_uncompiled_model_and_overlap(
+    monkeypatch: pytest.MonkeyPatch, form: Any, checkpoints: bool, hook: Any
+) -> None:
+    computed: list[Any] = []
+    report = _Listener.report
+
+    def noted(self: _Listener, grad: Tensor) -> None:
+        computed.append(self.index)
+        report(self, grad)
+
+    monkeypatch.setattr(_Listener, "report", noted)
+
+    def rank_main(group: Group) -> None:
+        module = Model(checkpoints=checkpoints)
+
+        def build(module: nn.Module) -> DDP:
+            ddp = DDP(module, process_group=group, bucket_cap_mb=WIDTH * WIDTH * 4 / 2**20)
+            ddp.set_hook(hook)
+            return ddp
+
+        plain = build(copy.deepcopy(module))
+        ddp, model = form(module, build)
+        for step in range(4):
+            step_of(plain, group.rank, step)
+            step_of(model, group.rank, step)
+            for p, q in zip(ddp.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad, atol=1e-6, rtol=0)
+        if group.rank == 0:
+            ddp.replica.reducer.events.listen(lambda e: computed.append(f"bucket {e.bucket}"), only=BucketLaunched)
+        group.barrier()
+        computed.clear()
+        group.barrier()
+        step_of(model, group.rank, 4)
+        group.barrier()
+        if group.rank == 0:
+            # Half of the buckets at least are launched before the last gradient of this backward is computed.
+            last = len(computed) - 1 - next(i for i, entry in enumerate(reversed(computed)) if isinstance(entry, int))
+            during = [entry for entry in computed[:last] if isinstance(entry, str)]
+            assert len(during) >= len(ddp.replica.reducer.layout.buckets) // 2
+
+    torch._dynamo.utils.counters.clear()
+    run_ranks(rank_main, 2)
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_a_model_without_listeners_is_compiled_without_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradwire.autograd import inductor_pass
+
+    inserted: list[int] = []
+    mark = inductor_pass.mark_gradients
+    monkeypatch.setattr(inductor_pass, "mark_gradients", lambda graph: inserted.append(mark(graph)))
+    monkeypatch.setattr(inductor_pass, "_VERSION", "not from a cache")
+
+    def rank_main(group: Group) -> None:
+        bare, module = Model(), Model()
+        replica = replicate(module, group=group)
+        step_of(compiled(bare), 0, 0)
+        assert inserted == []
+        model = compiled(module.blocks[0])  # its parameters have listeners
+        model(batch(0, 0)).sum().backward()
+        assert inserted == [2]
+        replica.detach()
+
+    run_ranks(rank_main, 1)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_graphs_that_are_replayed_stay_as_they_are(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    from torch._inductor import config
+
+    from gradwire.autograd import inductor_pass
+
+    monkeypatch.setattr(inductor_pass, "compiling_for_a_listener", lambda: True)
+    marked: list[Any] = []
+    monkeypatch.setattr(inductor_pass, "mark_gradients", marked.append)
+    with config.patch({"triton.cudagraphs": mode == "reduce-overhead"}):
+        inductor_pass.ReadyPass()(torch.fx.Graph())
+    assert len(marked) == (mode == "default")
+
+
+def test_a_pass_of_the_user_is_kept(tmp_path: Path) -> None:
+    from torch._inductor import config, custom_graph_pass
+
+    from gradwire.autograd.inductor_pass import ReadyPass, install
+
+    class Mine(custom_graph_pass.CustomGraphPass):
+        def __call__(self, graph: Any) -> None:
+            pass
+
+        def uuid(self) -> str:
+            return "mine"
+
+    mine = Mine()
+    with config.patch({"post_grad_custom_post_pass": mine}):
+        install()
+        install()
+        kept = config.post_grad_custom_post_pass
+        if hasattr(custom_graph_pass, "get_custom_graph_passes"):
+            assert kept[0] is mine
+            assert [type(one) for one in kept] == [Mine, ReadyPass]
+        else:
+            assert kept is mine
+    assert isinstance(config.post_grad_custom_post_pass, ReadyPass)

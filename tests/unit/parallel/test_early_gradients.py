@@ -1,0 +1,401 @@
+"""Gradients that a compiled backward reports before it has ended, with a node that behaves like a compiled graph."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradwire.autograd import attach
+from gradwire.autograd.compiled_backward import on_compiled_gradients
+from gradwire.errors import ReadyTwice
+from gradwire.events import BucketLaunched
+from gradwire.groups import Group
+from gradwire.hooks import chain, error_feedback, quantize
+from gradwire.parallel import DistributedDataParallel as DDP
+from gradwire.testing import run_ranks
+
+WIDTH, LAYERS = 8, 6
+
+
+class _Graph(torch.autograd.Function):
+    """`x @ w` for each weight in turn, as one node: its backward computes the gradients one by one and reports each."""
+
+    log: ClassVar[list[Any]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: int, *weights: Tensor) -> Tensor:
+        kept = [x]
+        for weight in weights:
+            kept.append(kept[-1] @ weight)
+        ctx.save_for_backward(*weights, *kept[:-1])
+        return kept[-1] * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        count = len(ctx.saved_tensors) // 2
+        weights, inputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        results: list[Tensor | None] = [None] * (count + 2)
+        for i in reversed(range(count)):
+            result = results[i + 2] = inputs[i].T @ grad
+            _Graph.log.append(i)
+            torch.ops.gradwire.ready(result, None, i + 2, count + 2)
+            grad = grad @ weights[i].T
+        results[0] = grad if ctx.needs_input_grad[0] else None
+        del result
+        return tuple(results)
+
+
+class Compiled(nn.Module):
+    """Its layers run as one graph; `eager`, another layer, does not."""
+
+    def __init__(self, *, eager: bool = False) -> None:
+        super().__init__()
+        make = torch.Generator().manual_seed(0)
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.randn(WIDTH, WIDTH, generator=make) / 3) for _ in range(LAYERS)
+        )
+        self.eager = nn.Linear(WIDTH, WIDTH) if eager else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Graph.apply(x, 3, *self.weights)
+        return y if self.eager is None else self.eager(y)
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The layers whose gradients have been computed, and, as text, the buckets that have been launched, in order."""
+    entries: list[Any] = []
+    monkeypatch.setattr(_Graph, "log", entries)
+    return entries
+
+
+def built(group: Group, module: nn.Module | None = None, **flags: Any) -> DDP:
+    """A model with a bucket for each weight."""
+    return DDP(module or Compiled(), process_group=group, bucket_cap_mb=WIDTH * WIDTH * 4 / 2**20, **flags)
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    loss: Tensor = model(batch(rank, step)).pow(2).mean()
+    return loss
+
+
+def expected(module: nn.Module, size: int, step: int, loss: Callable[..., Tensor] = loss_of) -> list[Tensor]:
+    """The mean gradients of all ranks."""
+    sums: list[Tensor] = []
+    for rank in range(size):
+        alone = copy.deepcopy(module)
+        alone.zero_grad()
+        loss(alone, rank, step).backward()
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in alone.parameters()]
+        sums = [a + b for a, b in zip(sums, grads, strict=True)] if sums else grads
+    return [s / size for s in sums]
+
+
+def check(ddp: DDP, wanted: list[Tensor]) -> None:
+    for p, grad in zip(ddp.module.parameters(), wanted, strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, grad)
+
+
+def launches(ddp: DDP, log: list[Any]) -> None:
+    ddp.replica.reducer.events.listen(lambda event: log.append(f"bucket {event.bucket}"), only=BucketLaunched)
+
+
+FLAGS: list[dict[str, Any]] = [
+    {},
+    {"gradient_as_bucket_view": True},
+    {"static_graph": True},
+    {"find_unused_parameters": True},
+    {"lazy_bucket_allocation": True},
+]
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: " ".join(flags) or "plain")
+def test_buckets_are_launched_while_the_graph_still_computes(log: list[Any], flags: dict[str, Any]) -> None:
+    def rank_main(group: Group) -> None:
+        ddp = built(group, **flags)
+        launches(ddp, log)
+        for step in range(4):
+            ddp.zero_grad()
+            log.clear()
+            loss_of(ddp, group.rank, step).backward()
+            check(ddp, expected(ddp.module, group.size, step)) if step < 3 else None
+        order = [f"bucket {i}" for i in range(LAYERS)]
+        assert [entry for entry in log if isinstance(entry, str)] == order
+        assert log.index("bucket 0") == 1
+        assert log.index("bucket 4") < log.index(0)
+
+    run_ranks(rank_main, 1)
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: " ".join(flags) or "plain")
+def test_ranks_average_what_is_reported_and_what_is_not(flags: dict[str, Any]) -> None:
+    def rank_main(group: Group) -> None:
+        ddp = built(group, Compiled(eager=True), **flags)
+        for step in range(5):
+            ddp.zero_grad(set_to_none=step != 3)
+            loss_of(ddp, group.rank, step).backward()
+            check(ddp, expected(ddp.module, group.size, step))
+        assert ddp.replica.reducer.listener.compiled.enabled
+
+    run_ranks(rank_main, 2)
+
+
+def reported_in_step(ddp: DDP) -> list[int]:
+    """How many gradients are reported early in each step from now on."""
+    counts: list[int] = []
+    finish = ddp.replica.reducer.reductions.wait
+
+    def wait() -> Any:
+        counts.append(len(ddp.replica.reducer.listener.compiled.reported))
+        return finish()
+
+    ddp.replica.reducer.reductions.wait = wait  # type: ignore[method-assign]
+    return counts
+
+
+def test_accumulation() -> None:
+    def rank_main(group: Group) -> None:
+        ddp = built(group)
+        counts = reported_in_step(ddp)
+        for step in range(3):
+            ddp.zero_grad()
+            with ddp.no_sync():
+                loss_of(ddp, group.rank, step).backward()
+            loss_of(ddp, group.rank, step + 10).backward()
+            wanted = [expected(ddp.module, group.size, n) for n in (step, step + 10)]
+            check(ddp, [a + b for a, b in zip(*wanted, strict=True)])
+        assert counts == [LAYERS, LAYERS, LAYERS]  # the first backward, under no_sync, has shown that it is compiled
+
+    run_ranks(rank_main, 2)
+
+
+def test_accumulation_in_buckets_takes_the_usual_way() -> None:
+    def rank_main(group: Group) -> None:
+        ddp = built(group, gradient_as_bucket_view=True)
+        counts = reported_in_step(ddp)
+        for step in range(4):
+            ddp.zero_grad(set_to_none=False)
+            loss_of(ddp, group.rank, step).backward()
+            check(ddp, expected(ddp.module, group.size, step))
+        assert counts == [0] * 4
+
+    run_ranks(rank_main, 2)
+
+
+def used_outside(model: Any, rank: int, step: int) -> Tensor:
+    """A weight is part of the loss outside the graph as well, so the graph has only one part of its gradient."""
+    weight = (model.module if isinstance(model, DDP) else model).weights[2]
+    return loss_of(model, rank, step) + weight.pow(2).sum()
+
+
+def called_twice(model: Any, rank: int, step: int) -> Tensor:
+    return loss_of(model, rank, step) + loss_of(model, rank, step + 50)
+
+
+@pytest.mark.parametrize(("loss", "early"), [(used_outside, LAYERS - 1), (called_twice, 0)])
+def test_a_gradient_with_several_parts_is_not_taken_early(loss: Any, early: int) -> None:
+    def rank_main(group: Group) -> None:
+        ddp = built(group)
+        counts = reported_in_step(ddp)
+        for step in range(4):
+            ddp.zero_grad()
+            loss(ddp, group.rank, step).backward()
+            check(ddp, expected(ddp.module, group.size, step, loss))
+        assert counts == [0, early, early, early]
+
+    run_ranks(rank_main, 2)
+
+
+def test_hooks_of_others_run_before_the_reduction() -> None:
+    def rank_main(group: Group) -> None:
+        ddp = built(group)
+        plain = copy.deepcopy(ddp.module)
+        weights = ddp.module.weights
+        weights[1].register_hook(lambda grad: grad * 2)
+        weights[3].register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 3))
+        counts = reported_in_step(ddp)
+        for step in range(4):
+            ddp.zero_grad()
+            loss_of(ddp, group.rank, step).backward()
+            wanted = expected(plain, group.size, step)
+            wanted[1] *= 2
+            wanted[3] *= 3
+            check(ddp, wanted)
+        assert counts == [0, LAYERS - 2, LAYERS - 2, LAYERS - 2]
+
+    run_ranks(rank_main, 2)
+
+
+def test_a_hook_on_an_accumulator_that_changes_a_gradient_too_late_fails_the_step() -> None:
+    def rank_main(group: Group) -> None:
+        ddp = built(group)
+        attach(ddp.module, "weights.4", "before_node", lambda grads: tuple(grad * 2 for grad in grads))
+        for step in range(2):
+            ddp.zero_grad()
+            if step == 0:
+                loss_of(ddp, group.rank, step).backward()
+                continue
+            with pytest.raises(ReadyTwice, match=r"weights\.4.*have changed after their buckets"):
+                loss_of(ddp, group.rank, step).backward()
+
+    run_ranks(rank_main, 1)
+
+
+def test_autograd_grad_reduces_nothing() -> None:
+    def rank_main(group: Group) -> None:
+        ddp = built(group)
+        counts = reported_in_step(ddp)
+        for step in range(3):
+            ddp.zero_grad()
+            loss = loss_of(ddp, group.rank, step)
+            if group.rank == 0:
+                torch.autograd.grad(loss, list(ddp.module.parameters()), retain_graph=True)
+            loss.backward()
+            check(ddp, expected(ddp.module, group.size, step))
+        assert counts[1:] == [LAYERS, LAYERS]
+
+    run_ranks(rank_main, 2)
+
+
+def test_one_rank_may_be_compiled_and_another_not() -> None:
+    def rank_main(group: Group) -> None:
+        module = Compiled()
+        if group.rank:
+            plain = nn.Sequential()  # the same weights, as separate operations
+            plain.weights = module.weights
+            plain.forward = lambda x: plain_forward(x, module.weights)  # type: ignore[method-assign]
+            module = plain  # type: ignore[assignment]
+        ddp = built(group, module)
+        for step in range(4):
+            ddp.zero_grad()
+            loss_of(ddp, group.rank, step).backward()
+            check(ddp, expected(Compiled(), group.size, step))
+
+    run_ranks(rank_main, 2)
+
+
+def plain_forward(x: Tensor, weights: Any) -> Tensor:
+    for weight in weights:
+        x = x @ weight
+    return x
+
+
+def test_hooks_keep_their_states() -> None:
+    """The same bits with and without early reports, also where a hook remembers what it has not sent."""
+
+    def rank_main(group: Group) -> None:
+        results = []
+        for early in (True, False):
+            ddp = built(group)
+            ddp.set_hook(chain(error_feedback(), quantize(bits=8)))
+            counts = reported_in_step(ddp)
+            if not early:
+                ddp.replica.reducer.listener._compiled_handle.remove()  # type: ignore[union-attr]
+            for step in range(5):
+                ddp.zero_grad()
+                loss_of(ddp, group.rank, step).backward()
+            results.append([p.grad for p in ddp.module.parameters()])
+            assert counts[-1] == (LAYERS if early else 0)
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+
+    run_ranks(rank_main, 2)
+
+
+class Mine(Exception):
+    pass
+
+
+def test_an_exception_of_a_hook_comes_out_of_backward() -> None:
+    def rank_main(group: Group) -> None:
+        ddp = built(group)
+        broken = False
+
+        def hook(state: object, bucket: Any) -> Any:
+            if broken and bucket.index() == 1:
+                raise Mine("mine")
+            future: Any = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        ddp.register_comm_hook(None, hook)
+        for step in range(2):
+            ddp.zero_grad()
+            loss_of(ddp, group.rank, step).backward()
+        broken = True
+        with pytest.raises(Mine, match="mine") as caught:
+            loss_of(ddp, group.rank, 2).backward()
+        assert "bucket 1" in str(caught.value.__notes__)
+        broken = False
+        ddp.zero_grad()
+        loss_of(ddp, group.rank, 3).backward()  # recovers
+        check(ddp, expected(ddp.module, 1, 3))
+
+    run_ranks(rank_main, 1)
+
+
+def test_nothing_keeps_a_dropped_model_alive() -> None:
+    def rank_main(group: Group) -> None:
+        ddp = built(group)
+        for step in range(3):
+            loss_of(ddp, group.rank, step).backward()
+            ddp.zero_grad()
+        reducer, parameter = weakref.ref(ddp.replica.reducer), weakref.ref(ddp.module.weights[0])
+        ddp.replica.detach()
+        del ddp
+        assert reducer() is None
+        assert parameter() is None
+
+    run_ranks(rank_main, 1)
+
+
+def test_the_op_outside_a_backward_does_nothing() -> None:
+    class Owner:
+        def heard(self, index: int, grad: Tensor) -> None:
+            raise AssertionError
+
+    owner, w = Owner(), torch.ones(2, requires_grad=True)
+    handle = on_compiled_gradients([w], owner.heard)
+    torch.ops.gradwire.ready(torch.ones(2), None, 0, 1)
+    handle.remove()
+
+
+class _Double(torch.autograd.Function):
+    """Reports the first `length` elements of its gradient, as that of a graph with `inputs` inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, length: int, inputs: int) -> Tensor:
+        ctx.reported = length, inputs
+        return w * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        length, inputs = ctx.reported
+        torch.ops.gradwire.ready(grad[:length], None, 0, inputs)
+        return grad * 2, None, None
+
+
+@pytest.mark.parametrize(("length", "inputs", "calls"), [(2, 3, [0]), (1, 3, []), (2, 2, [])])
+def test_a_report_must_fit_the_parameter_and_the_graph(length: int, inputs: int, calls: list[int]) -> None:
+    heard = []
+
+    class Owner:
+        def heard(self, index: int, grad: Tensor) -> None:
+            heard.append(index)
+
+    owner, w = Owner(), torch.ones(2, requires_grad=True)
+    handle = on_compiled_gradients([w], owner.heard)
+    _Double.apply(w, length, inputs).sum().backward()
+    assert heard == calls
+    handle.remove()
