@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,13 +49,16 @@ class Sleeping:
         return self.seconds * (1 + delay.share) if slow and delay is not None else self.seconds
 
 
-def train(runs: Sequence[Sleeping], kind: str, context: RankContext) -> None:
-    """On every rank: train for each of `runs`; report its number when it is complete on all ranks."""
+def train(runs: Sequence[Sleeping], kind: str, examine: Callable[[Sleeping], object], context: RankContext) -> None:
+    """On every rank: train for each of `runs`. When one is complete on all ranks, rank 0 examines it and reports the result.
+
+    Meanwhile the others wait: on few cores the examination would slow the next run down.
+    """
     torch.set_num_threads(1)
     build = find_kind(kind, who="bench stragglers").build
     group = build(context.store, context.rank, context.size, timeout=context.timeout, name="bench stragglers")
     try:
-        for number, run in enumerate(runs):
+        for run in runs:
             observe.start(run.directory, rank=group.rank, size=group.size)
             try:
                 _train(run, group)
@@ -63,7 +66,8 @@ def train(runs: Sequence[Sleeping], kind: str, context: RankContext) -> None:
                 observe.stop()
             group.barrier()
             if group.rank == 0:
-                context.report(number)
+                context.report(examine(run))
+            group.barrier()
     finally:
         group.close()
 

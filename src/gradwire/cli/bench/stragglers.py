@@ -133,12 +133,12 @@ def run(args: argparse.Namespace) -> int:
     ):
         runs = _plan(args, Path(folder))
 
-        def complete(number: int) -> None:
-            found.append(_examine(runs[number]))
-            progress(number + 1)
+        def complete(outcome: Outcome) -> None:
+            found.append(outcome)
+            progress(len(found))
 
         run_world(
-            functools.partial(train, runs, args.kind),
+            functools.partial(train, runs, args.kind, _examine),
             args.ranks,
             name="bench stragglers",
             timeout=args.timeout,
