@@ -1,0 +1,51 @@
+"""`gradwire doctor --hosts` on two hosts with a slow link."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gradwire.lab import hosts, why_not
+
+MBIT = 200
+WHY_NOT = why_not(mbit=MBIT)
+pytestmark = [pytest.mark.namespaces, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+
+
+def test_two_hosts_and_their_link() -> None:
+    with hosts(2, mbit=MBIT) as machines:
+        base = {name: value for name, value in os.environ.items() if not name.startswith(("GLOO_", "GRADWIRE_"))}
+        world = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": machines[0].address}
+        # Ranks start at different times; the second has a setting that cannot be right.
+        ranks = [
+            host.popen(
+                [sys.executable, "-m", "gradwire", "doctor", "--hosts", "--json"],
+                env=base | world | {"RANK": str(rank), "MASTER_PORT": "29782", "OMP_NUM_THREADS": str(1 + 999 * rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, host in enumerate(machines)
+        ]
+        outputs = [rank.communicate(timeout=300) for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [1, 0], outputs
+    assert outputs[1][0] == ""
+    found = json.loads(outputs[0][0])
+    assert len(found["hosts"]) == 2
+    wrong = {
+        (host, one["name"])
+        for host, findings in found["hosts"].items()
+        for one in findings
+        if one["level"] == "problem" and one["area"] == "settings"
+    }
+    assert wrong == {(machines[1].name, "OMP_NUM_THREADS")}
+    [link] = [one for one in found["together"] if one["area"] == "links"]
+    assert link["name"] == f"{machines[0].name} - {machines[1].name}"
+    rate, unit = link["value"].split(", ")[1].split()
+    assert unit == "Mbit/s"
+    assert 0.3 * MBIT < float(rate) < 1.3 * MBIT
+    assert link["level"] == "note"

@@ -1,0 +1,76 @@
+"""`gradwire doctor`: what it prints, its exit code, and what it measures."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+
+from gradwire.cli import main
+from gradwire.cli.doctor.findings import Finding, Level
+from gradwire.cli.doctor.latency import Link, judge, measure
+from gradwire.testing import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_quick(capsys):
+    main(["doctor", "--quick"])
+    lines = capsys.readouterr().out.splitlines()
+    for area in ("software", "engines", "devices", "memory and disks", "limits", "network"):
+        assert area in lines
+    assert any(line.startswith("  ok") and " torch " in line for line in lines)
+    assert not any("two ranks" in line for line in lines)
+
+
+def test_a_problem_is_shown_with_its_fix_and_is_the_exit_code(capsys, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    assert main(["doctor", "--quick"]) == 1
+    out = capsys.readouterr().out
+    [number] = [i for i, line in enumerate(out.splitlines()) if "nowhere0" in line]
+    assert out.splitlines()[number].lstrip().startswith("problem")
+    assert "-> there is no such interface on this host" in out.splitlines()[number + 1]
+    assert out.splitlines()[-1].endswith("1 problem") or "problems" in out.splitlines()[-1]
+
+
+def test_two_ranks_are_measured(capsys):
+    code = main(["doctor", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    [findings] = found["hosts"].values()
+    measured = {one["name"]: one for one in findings if one["area"] == "two ranks"}
+    assert measured.keys() == {"shared_memory", "gloo"}
+    assert all("bit/s" in one["value"] for one in measured.values())
+    assert {one["level"] for one in measured.values()} == {"ok"}
+    assert code == (1 if found["problems"] else 0)
+
+
+def test_what_cannot_be_asked(capsys):
+    assert main(["doctor", "--hosts", "--quick"]) == 2
+    assert "Omit one of the two" in capsys.readouterr().err
+    assert main(["doctor", "--hosts"]) == 2
+    assert "torchrun --nnodes 2" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor", "--nonsense"])
+    assert stop.value.code == 2
+
+
+def test_every_pair_is_measured_and_every_rank_knows():
+    results = run_ranks(partial(measure, ranks=(0, 2, 3)), 4, kind="threads")
+    assert results[0] == results[1] == results[2] == results[3]
+    assert [(link.a, link.b) for link in results[0]] == [(0, 2), (0, 3), (2, 3)]
+    assert all(link.latency > 0 and link.bandwidth > 0 for link in results[0])
+
+
+def test_links_are_judged():
+    fast, slow, narrow = (Link(0, 1, 1e-4, rate) for rate in (1e9, 1e8, 1e7))
+    names = ["a", "b"]
+    assert [one.level for one in judge([fast, fast, slow], names)] == [Level.OK, Level.OK, Level.PROBLEM]
+    [found] = judge([narrow], names)
+    assert found == Finding("links", "a - b", "100 µs, 80 Mbit/s", Level.NOTE, found.fix)
+    assert "hook" in found.fix
+    assert list(judge([], [])) == []
