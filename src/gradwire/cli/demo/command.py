@@ -6,16 +6,26 @@ import argparse
 import functools
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
-from gradwire.cli.arguments import at_least
+from gradwire import observe
+from gradwire.cli.arguments import at_least, positive
+from gradwire.cli.demo.compare import Comparison, compare
 from gradwire.cli.demo.progress import progress
-from gradwire.cli.demo.summary import show
+from gradwire.cli.demo.summary import show, verdict
 from gradwire.cli.demo.train import Job, Report, train
 from gradwire.cli.demo.transformer import SIZES
 from gradwire.groups import Deadline, Group
+from gradwire.groups.kinds import Ranks, find_kind
+from gradwire.observe.report.load import load_report
+from gradwire.observe.report.render import render_page
+from gradwire.observe.runs import new_run, runs_directory
 from gradwire.testing import kinds, run_ranks
 
 _OPERATION_LIMIT = 120.0
@@ -30,7 +40,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "demo",
         description="Train a small character-level transformer data-parallel on the source code of the Python standard "
         "library. Every rank reads its own part of the text and gradients are averaged each step. At the end all "
-        "ranks compare their parameters bit for bit; the exit code is 1 if they differ.",
+        "ranks compare their parameters bit for bit; the exit code is 1 if they differ. Then the same model is trained for a few "
+        "steps with torch's DDP and with gradwire, on this machine and over a simulated slow link, and the times are compared.",
     )
     add = functools.partial(parser.add_argument, metavar="N")
     add("--ranks", type=at_least(1), help="number of ranks (default: one per core)")
@@ -41,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         metavar="KIND",
         help="kind of group: %(choices)s (default: %(default)s)",
     )
-    add("--steps", type=at_least(1), default=800, help="optimizer steps (default: %(default)s)")
+    add("--steps", type=at_least(1), default=400, help="optimizer steps (default: %(default)s)")
     add("--batch-size", type=at_least(1), default=16, help="sequences per rank and step (default: %(default)s)")
     add(
         "--size",
@@ -51,6 +62,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         help="size of the model: %(choices)s (default: %(default)s)",
     )
     add("--seed", type=at_least(0), default=0, help="seed of weights, batches and sample (default: %(default)s)")
+    add(
+        "--mbit",
+        type=positive,
+        default=100.0,
+        help="megabits per second of the simulated link of the comparison (default: %(default)g)",
+    )
+    parser.add_argument("--no-compare", dest="compare", action="store_false", help="only train")
     add(
         "--timeout",
         type=at_least(1),
@@ -62,20 +80,42 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, show the results, and return the exit code."""
+    """Train, compare, show the results, and return the exit code."""
     ranks = args.ranks or _cores()
     job = Job(size=args.size, steps=args.steps, batch_size=args.batch_size, seed=args.seed)
+    directory = _new_run() if find_kind(args.kind, who="gradwire demo").ranks is not Ranks.THREADS else None
     # Rank processes take seconds to import torch; show what is happening.
     print(f"starting {ranks} ranks ({args.kind}): {job.size} model, {job.steps} steps", flush=True)
-    reports = _run_world(job, ranks, kind=args.kind, timeout=args.timeout)
-    show(job, reports, kind=args.kind)
+    reports = _run_world(job, ranks, kind=args.kind, timeout=args.timeout, directory=directory)
+    console = Console(highlight=False)
+    show(console, job, reports, kind=args.kind)
+    if args.compare:
+        console.print(compare(Comparison(job, args.mbit), max(2, ranks), console, timeout=args.timeout))
+    # One line, whatever the width: scripts parse it.
+    if directory is not None:
+        _write_report(console, directory)
+    console.print(verdict(reports), soft_wrap=True)
     return 0 if reports[0].replicas_equal else 1
 
 
-def _run_world(job: Job, ranks: int, *, kind: str, timeout: float) -> list[Report]:
+def _new_run() -> Path | None:
+    """Where the ranks are recorded; None if that cannot be made: the demo does not depend on it."""
+    try:
+        return new_run(runs_directory(os.environ), "demo")
+    except OSError:
+        return None
+
+
+def _write_report(console: Console, directory: Path) -> None:
+    page = directory / "report.html"
+    page.write_text(render_page(load_report(directory)), encoding="utf-8")
+    console.print(f"A page about this run, where its time went and what to look at: {page}", soft_wrap=True)
+
+
+def _run_world(job: Job, ranks: int, *, kind: str, timeout: float, directory: Path | None) -> list[Report]:
     others, threads = set(threading.enumerate()), torch.get_num_threads()
     share = max(1, _cores() // ranks)
-    rank_main = functools.update_wrapper(functools.partial(_rank_main, job, share), train)  # errors name it
+    rank_main = functools.update_wrapper(functools.partial(_rank_main, job, share, directory), train)  # errors name it
     torch.set_num_threads(share)  # for ranks that are threads of this process
     try:
         return run_ranks(
@@ -94,12 +134,24 @@ def _run_world(job: Job, ranks: int, *, kind: str, timeout: float) -> list[Repor
         torch.set_num_threads(threads)
 
 
-def _rank_main(job: Job, threads: int, group: Group) -> Report:
+def _rank_main(job: Job, threads: int, directory: Path | None, group: Group) -> Report:
     # oneDNN writes every kernel that it makes to /tmp/perf-PID.map, for profilers, and leaves the file there.
     os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
     torch.set_num_threads(threads)  # ranks share the cores; torch would use all of them in each
-    with progress(group.rank, job.steps) as watch:
+    with progress(group.rank, group.size, job.steps) as watch, _recorded(directory, group):
         return train(job, group, watch)
+
+
+@contextmanager
+def _recorded(directory: Path | None, group: Group) -> Iterator[None]:
+    if directory is None:
+        yield
+        return
+    observe.start(directory, rank=group.rank, size=group.size)
+    try:
+        yield
+    finally:
+        observe.stop()
 
 
 def _cores() -> int:

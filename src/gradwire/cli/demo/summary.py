@@ -10,9 +10,8 @@ from rich.text import Text
 from gradwire.cli.demo.train import Job, Report
 
 
-def show(job: Job, reports: Sequence[Report], *, kind: str) -> None:
+def show(console: Console, job: Job, reports: Sequence[Report], *, kind: str) -> None:
     """Print the reports of all ranks."""
-    console = Console(highlight=False)
     console.print()
     for name, value in facts(job, reports, kind=kind):
         console.print(Text.assemble((f"{name:<16}", "dim"), value))
@@ -21,10 +20,6 @@ def show(job: Job, reports: Sequence[Report], *, kind: str) -> None:
     for line in reports[0].sample.rstrip().splitlines():
         console.print(Text(f"  {line}"), no_wrap=True, overflow="ellipsis")
     console.print()
-    # One line, whatever the width: scripts parse it.
-    console.print(
-        Text(verdict(reports), style="bold green" if reports[0].replicas_equal else "bold red"), soft_wrap=True
-    )
 
 
 def facts(job: Job, reports: Sequence[Report], *, kind: str) -> Iterator[tuple[str, str]]:
@@ -38,11 +33,11 @@ def facts(job: Job, reports: Sequence[Report], *, kind: str) -> Iterator[tuple[s
     yield "for comparison", f"{report.unigram_entropy:.3f} for a model of character frequencies alone"
 
 
-def verdict(reports: Sequence[Report]) -> str:
+def verdict(reports: Sequence[Report]) -> Text:
     """The final line."""
     prints, n = reports[0].fingerprints, len(reports)
     if not reports[0].replicas_equal:
         odd = [rank for rank, p in enumerate(prints) if p != prints[0]]
-        return f"The replicas are NOT bitwise equal: ranks {odd} differ from rank 0."
+        return Text(f"The replicas are NOT bitwise equal: ranks {odd} differ from rank 0.", style="bold red")
     who = f"All {n} replicas are bitwise equal" if n > 1 else "The only replica is bitwise equal to itself"
-    return f"{who} (digest {prints[0]})."
+    return Text(f"{who} (digest {prints[0]}).", style="bold green")

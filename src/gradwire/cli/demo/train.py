@@ -59,8 +59,8 @@ class Report:
 class Watch(Protocol):
     """Receives the training progress, on every rank."""
 
-    def step(self, done: int, loss: float, tokens_per_second: float) -> None:
-        """`done` steps are finished; the last had this loss."""
+    def step(self, done: int, losses: Sequence[float], tokens_per_second: float) -> None:
+        """`done` steps are finished; the last had these losses, by rank."""
 
 
 def train(job: Job, group: Group, watch: Watch) -> Report:
@@ -105,17 +105,23 @@ def _learn(job: Job, group: Group, model: Transformer, corpus: Corpus, watch: Wa
         loss.backward()  # in which the gradients are averaged over all ranks
         optimizer.step()
         schedule.step()
-        losses.append(_mean(group, loss.detach(), label="loss"))
-        watch.step(step, losses[-1], step * _tokens_per_step(job, group) / (time.perf_counter() - started))
+        by_rank = _gather(group, loss.detach().view(1), label="losses").tolist()
+        losses.append(sum(by_rank) / group.size)
+        watch.step(step, by_rank, step * _tokens_per_step(job, group) / (time.perf_counter() - started))
     return losses
 
 
 def fingerprints(group: Group, tensors: Sequence[Tensor]) -> tuple[str, ...]:
     """A digest of the bits of each rank's `tensors`, in rank order, on every rank."""
     mine = digest(digests(tensors, torch.device("cpu"))).view(1)
+    return tuple(f"{value % 2**64:016x}" for value in _gather(group, mine, label="fingerprints").tolist())
+
+
+def _gather(group: Group, mine: Tensor, *, label: str) -> Tensor:
+    """The one element of every rank."""
     gathered = mine.new_empty(group.size)
-    group.all_gather_into_tensor(gathered, mine, label="fingerprints")
-    return tuple(f"{value % 2**64:016x}" for value in gathered.tolist())
+    group.all_gather_into_tensor(gathered, mine, label=label)
+    return gathered
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from helpers.warm_python import FORKED_RANKS
 
 NO_MPI = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 KINDS = [pytest.param(kind, marks=NO_MPI if kind == "mpi" else ()) for kind in kinds()]
-TINY = ["demo", "--size", "tiny", "--batch-size", "2"]
+TINY = ["demo", "--size", "tiny", "--batch-size", "2", "--no-compare"]
 
 
 def run(capfd, *argv: str) -> tuple[int, list[str]]:
@@ -31,7 +31,7 @@ import os, sys
 from gradwire.cli import main
 
 os.setsid()
-options = ["demo", "--size", "tiny", "--batch-size", "2", "--ranks", "2", "--kind", sys.argv[1], "--steps"]
+options = ["demo", "--size", "tiny", "--batch-size", "2", "--no-compare", "--ranks", "2", "--kind", sys.argv[1], "--steps"]
 sys.exit(main([*options, "3"]) or main([*options, "1000000"]))
 """
 

@@ -7,10 +7,10 @@ import pytest
 from gradwire.cli.demo.progress import progress
 
 
-def show(rank: int, steps: int) -> None:
-    with progress(rank, steps) as watch:
+def show(rank: int, steps: int, ranks: int = 2) -> None:
+    with progress(rank, ranks, steps) as watch:
         for done in range(1, steps + 1):
-            watch.step(done, 4.0 / done, 1234.5)
+            watch.step(done, [(3.0 + 2.0 * (rank == 0)) / done for rank in range(ranks)], 1234.5)
 
 
 def test_a_pipe_gets_a_few_lines(capsys):
@@ -27,7 +27,7 @@ def test_other_ranks_are_silent(capsys):
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_a_terminal_gets_a_bar_that_fits(columns, capsys, monkeypatch):
+def test_a_terminal_gets_a_bar_for_every_rank(columns, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -35,5 +35,18 @@ def test_a_terminal_gets_a_bar_that_fits(columns, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "━" in out
     assert "100/100" in out
-    assert "loss 0.040" in out
-    assert "1,234 tok/s" in out
+    last = [line for line in out.splitlines() if "100/100" in line][-2:]
+    assert "rank 0" in last[0]
+    assert "loss 0.050" in last[0]
+    assert "rank 1" in last[1]
+    assert "loss 0.030" in last[1]
+    assert "617 tok/s" in last[1]
+
+
+def test_of_many_ranks_some_are_shown(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    show(0, 1, ranks=100)
+    out = capsys.readouterr().out
+    assert "rank 15" in out
+    assert "rank 16" not in out

@@ -1,0 +1,68 @@
+"""The comparison of the demo: every way to train is measured, and the table says which is faster."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from gradwire.cli import main
+from gradwire.cli.demo.compare import HERE, OVER_LINK, Comparison, Timing, table
+from gradwire.cli.demo.train import Job
+from gradwire.observe.runs import runs_directory
+
+COMPARISON = Comparison(Job("tiny", 1, 1, 0), 100.0)
+
+
+def test_factors_are_relative_to_torch_on_the_same_link():
+    timings = [
+        Timing("torch's DDP over gloo", False, 0.010, 0),
+        Timing("gradwire over shared memory", False, 0.008, 0),
+        Timing("torch's DDP", True, 0.040, 466_000),
+        Timing("gradwire, 8 bits, error feedback", True, 0.016, 118_000),
+    ]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(table(COMPARISON, timings))
+    lines = console.file.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    assert rows == [
+        ["on this machine", "", "", ""],
+        ["torch's DDP over gloo", "10.0", "", "1.00x"],
+        ["gradwire over shared memory", "8.0", "", "1.25x"],
+        ["over 100 Mbit/s", "", "", ""],
+        ["torch's DDP", "40.0", "466", "1.00x"],
+        ["gradwire, 8 bits, error feedback", "16.0", "118", "2.50x"],
+    ]
+
+
+def test_the_demo_trains_compares_and_writes_a_page(capfd, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    options = ["--size", "tiny", "--batch-size", "1", "--steps", "3", "--ranks", "2", "--mbit", "10000"]
+    assert main(["demo", *options]) == 0
+    out = capfd.readouterr().out
+    for name in (*HERE, *OVER_LINK, "on this machine", "over 10000 Mbit/s"):
+        assert name in out
+    *_, page, verdict = out.splitlines()
+    run = (runs_directory({"XDG_STATE_HOME": str(tmp_path)}) / "latest").resolve()
+    assert page.endswith(f": {run / 'report.html'}")
+    assert "2 ranks" in (run / "report.html").read_text()
+    assert verdict.startswith("All 2 replicas are bitwise equal")
+
+
+def test_a_directory_that_cannot_be_made_costs_only_the_page(capfd, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    options = ["--size", "tiny", "--batch-size", "1", "--steps", "1", "--ranks", "1", "--kind", "gloo", "--no-compare"]
+    assert main(["demo", *options]) == 0
+    out = capfd.readouterr().out
+    assert "report.html" not in out
+    assert out.splitlines()[-1].startswith("The only replica")
+
+
+def test_bad_options(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["demo", "--mbit", "0"])
+    assert stop.value.code == 2
+    assert "greater than 0" in capsys.readouterr().err
