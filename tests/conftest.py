@@ -11,17 +11,19 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from gradwire.lab import Host
 from gradwire.testing import LeftBehind, Leftovers, RankPool, default_pool, ranks
 from gradwire.testing.leftovers import prime
 from gradwire.testing.mpi import default_worlds
 from gradwire.testing.pool.process import Hold
 from helpers import torch_world as worlds
-from helpers.warm_python import WarmPython, WarmWorker
+from helpers.warm_python import WarmPython, WarmWorker, on_host
 
 # torch's TCPStore asks for the name of every peer that connects, 127.0.0.1 included. A name server that loses one question in
 # twenty then holds up every twentieth connection for the resolver's 5 seconds; nothing here needs a name that is not in a file.
@@ -110,17 +112,16 @@ def warm_python() -> WarmPython:
 
 @pytest.fixture
 def warm_ranks(monkeypatch: pytest.MonkeyPatch, warm_python: WarmPython) -> None:
-    """Ranks of `run_world` that need not import torch. Those under mpirun or on hosts of their own do."""
+    """Ranks of `run_world` that need not import torch, also on hosts of their own."""
 
     from gradwire.cli.experiment import world
 
     class ForkedPool(RankPool):
         def _start(self, count: int, store: str) -> Iterator[Hold]:
-            if self._spawn(0).command is not list:
-                yield from super()._start(count, store)
-                return
-            for rank in range(count):
-                yield WarmWorker(warm_python, store, self._spawn(rank))
+            for spawn in map(self._spawn, range(count)):
+                host = getattr(spawn.command, "__self__", None)
+                program = on_host(host, spawn.program) if isinstance(host, Host) else spawn.program
+                yield WarmWorker(warm_python, store, replace(spawn, program=program))
 
     monkeypatch.setattr(world, "RankPool", ForkedPool)
 

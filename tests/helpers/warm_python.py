@@ -51,8 +51,15 @@ their parent is left to themselves."""
 
 _ON_HOST = """
 import ctypes, os, socket
-libc, new_network, new_name = ctypes.CDLL(None, use_errno=True), 0x40000000, 0x04000000
-if libc.setns(os.open("/run/netns/{name}", os.O_RDONLY | os.O_CLOEXEC), new_network) or libc.unshare(new_name):
+libc, new_network, new_name, new_mounts = ctypes.CDLL(None, use_errno=True), 0x40000000, 0x04000000, 0x00020000
+slave, recursive, detached = 1 << 19, 1 << 14, 2
+if (
+    libc.setns(os.open("/run/netns/{name}", os.O_RDONLY | os.O_CLOEXEC), new_network)
+    or libc.unshare(new_name | new_mounts)
+    or libc.mount(b"", b"/", b"none", slave | recursive, None)
+    or libc.umount2(b"/sys", detached)
+    or libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None)  # has the interfaces of the network namespace
+):
     raise OSError(ctypes.get_errno(), "cannot enter {name}")
 socket.sethostname("{name}")
 """

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 import time
 
 import pytest
@@ -15,6 +13,7 @@ from gradwire.observe.clocks import align
 from gradwire.observe.intervals import operations
 from gradwire.observe.ring import read_rings
 from gradwire.observe.trace import trace_events
+from helpers.warm_python import on_host
 
 WHY_NOT = why_not()
 APART = 3
@@ -56,22 +55,32 @@ with HierarchicalGroup.discover(store, rank, 2, timeout=60.0) as group:
 """
 
 
-def test_nothing_is_received_before_it_was_sent(tmp_path):
+SHIFT = f"""
+import ctypes, os
+new_time, libc = 0x80, ctypes.CDLL(None, use_errno=True)
+libc.unshare(new_time)
+with open("/proc/self/timens_offsets", "w") as file:
+    file.write("monotonic {APART} 0")
+if libc.setns(os.open("/proc/self/ns/time_for_children", os.O_RDONLY | os.O_CLOEXEC), new_time):
+    raise OSError(ctypes.get_errno(), "cannot enter the time namespace")
+"""
+
+
+def test_nothing_is_received_before_it_was_sent(tmp_path, warm_python):
     run = tmp_path / "run"
     children = []
     with hosts(2) as machines:
         try:
             for rank, host in enumerate(machines):
-                shift = ["unshare", "--time", "--monotonic", str(APART)] if rank == 1 else []
-                command = [*shift, sys.executable, "-c", RANK, machines[0].address, str(rank), str(run)]
-                children.append(host.popen(command, env=os.environ | {"GLOO_SOCKET_IFNAME": host.interface}))
+                code = on_host(host, (SHIFT if rank == 1 else "") + RANK)
+                arguments = [machines[0].address, str(rank), str(run)]
+                children.append(warm_python.start(code, *arguments, env={"GLOO_SOCKET_IFNAME": host.interface}))
             deadline = time.monotonic() + PATIENCE
             for child in children:
                 assert child.wait(max(0.1, deadline - time.monotonic())) == 0
         finally:
             for child in children:
                 child.kill()
-                child.wait()
     rings = read_rings(run)
     assert len({ring.clock for ring in rings}) == 2
     raw = [ring.records[-1].time for ring in rings]

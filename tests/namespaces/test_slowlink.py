@@ -14,6 +14,7 @@ WHY_NOT = why_not(mbit=1)
 pytestmark = [pytest.mark.namespaces, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_small_run_on_two_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "ways.json"
     argv = ["lab", "slowlink", "--size", "tiny", "--mbit", "1", "--steps", "6", "--exam-every", "3"]
