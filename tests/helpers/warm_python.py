@@ -8,6 +8,7 @@ it does not have is an interpreter that was started for it; tests of that start 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -246,6 +247,7 @@ class WarmPython:
         os.environ[ADDRESS] = f"{self._folder}/socket"
         plain = launch.command
 
+        @functools.wraps(plain)
         def command(mpirun: str, ranks: int) -> list[str]:
             self._running()
             return [*plain(mpirun, ranks), *FORK_CLIENT]
