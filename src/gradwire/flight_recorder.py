@@ -134,7 +134,8 @@ class FlightRecorder:
         self._next_name: Callable[[], int] = itertools.count(1).__next__
         self._descriptions: set[int] = set()
         self._warnings_left = _MOST_WARNINGS
-        self._named_warnings = 0
+        self.warnings = 0
+        """How many were recorded."""
         try:
             # Not truncated: the ring of the run before may be read at this moment.
             names_path(path).unlink(missing_ok=True)
@@ -240,8 +241,8 @@ class FlightRecorder:
 
     def may_name_warning(self) -> bool:
         """Whether the text of another warning may be written: one in every step must not take the names of groups and errors."""
-        self._named_warnings += 1
-        return self._named_warnings <= _MOST_NAMES // 8
+        self.warnings += 1
+        return self.warnings <= _MOST_NAMES // 8
 
     def describe_warning(self, facts: Mapping[str, Any]) -> None:
         """Keep a warning where no later record overwrites it: the first ones, because what was wrong first matters most."""

@@ -234,6 +234,10 @@ class RingFile:
                 low = middle
         return self._number(low)
 
+    def has(self, number: int) -> bool:
+        """Whether a record of this number or a later one is in its slot."""
+        return self._number(number % self.capacity) >= number
+
     def _number(self, slot: int) -> int:
         """The number of the record in a slot; -1 if there is none."""
         data = os.pread(self._fd, RECORD.size, PAGE + slot * RECORD.size)
@@ -320,10 +324,12 @@ class RingFollower:
         """As `RingFile.damage`."""
         return self._file.damage
 
-    def poll(self) -> list[Record]:
-        """The records since the last call, as far as they have not been overwritten."""
+    def poll(self, *, most: int | None = None) -> list[Record]:
+        """The records since the last call, as far as they have not been overwritten; of more than `most`, about the last half."""
         found: list[Record] = []
         capacity = self._file.capacity
+        if most is not None and most < capacity and self._file.has(self._next + most):
+            self._next = max(self._next, self._file.newest() - most // 2)
         count, left = min(self._FIRST, capacity), 2 * (capacity + self._MOST)
         while left > 0:  # a rank that writes faster than we read must not keep us
             left -= count

@@ -162,7 +162,7 @@ def test_steps_whose_records_were_overwritten_unread_are_left_out(unlimited):
     portions = [before[:-9], later[5:]]
 
     class Follower:
-        def poll(self):
+        def poll(self, *, most):
             return portions.pop(0)
 
         def close(self):

@@ -54,6 +54,18 @@ def test_a_reader_that_was_overtaken_goes_on_with_what_is_there(recorder, follow
     assert [record.seq for record in follower.poll()] == list(range(10_000, 10_010))
 
 
+@pytest.mark.parametrize("before", [0, 1500, 3000])
+def test_a_reader_that_wants_the_last_records_only(recorder, follower, before):
+    write(recorder, 0, before)
+    follower.poll()
+    write(recorder, before, before + 60)
+    assert [record.seq for record in follower.poll(most=64)] == list(range(before, before + 60))
+    write(recorder, before + 60, before + 500)
+    found = [record.seq for record in follower.poll(most=64)]
+    assert found == list(range(before + 500 - len(found), before + 500))
+    assert 30 < len(found) < 64
+
+
 @pytest.mark.parametrize("at", [0, 5, 1023, 1024, 2047])
 @pytest.mark.parametrize("old", [True, False])
 def test_a_record_that_is_never_written_is_skipped(recorder, follower, at, old):
