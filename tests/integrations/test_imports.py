@@ -8,7 +8,7 @@ from pathlib import Path
 from helpers.warm_python import WarmPython
 
 ROOT = Path(__file__).parents[2]
-NAMES = ["accelerate", "lightning", "transformers"]
+NAMES = ["accelerate", "lightning", "ray", "transformers"]
 CODE = """
 import importlib, pkgutil, sys
 import gradwire, gradwire.cli, gradwire.integrations

@@ -1,0 +1,86 @@
+"""examples/ray_train.py with workers that first train with torch's DDP and with gradwire's, and then as in the example, twice."""
+
+from __future__ import annotations
+
+import functools
+import json
+import runpy
+import sys
+from typing import Any
+
+
+def checks(example: Any, directory: str, config: dict[str, Any]) -> None:
+    """In a worker. Ray sends it by value, so everything that it needs is in here."""
+    import os
+
+    import ray.train
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    import gradwire as gw
+    from gradwire import hooks
+    from gradwire.errors import HookTypeError
+    from gradwire.integrations import load_hook_states, save_hook_states
+    from gradwire.integrations.ray import prepare_model
+
+    feedback = hooks.chain(hooks.error_feedback(), hooks.quantize(bits=4))
+    rank = dist.get_rank()
+    said: dict[str, Any] = {
+        "backend": dist.get_backend(),
+        "group": type(gw.from_process_group(dist.group.WORLD)).__name__,
+    }
+
+    def start() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+
+    def train(model: nn.Module, *, save: str = "", load: str = "") -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if load:
+            saved = torch.load(f"{load}/model-{rank}.pt")
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            load_hook_states([model], load)
+        losses = []
+        for step in range(3 if load else 0, 6):
+            if step == 3 and save:
+                save_hook_states([model], save)
+                torch.save(
+                    {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{save}/model-{rank}.pt"
+                )
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+            loss = (model(x) - x[:, :4]).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    stock = nn.parallel.DistributedDataParallel(start(), process_group=dist.new_group(backend="gloo"))
+    said["stock"] = train(stock)
+    said["gradwire"] = train(prepare_model(start()))
+    said["mean"] = train(prepare_model(start(), hook=hooks.mean(), find_unused_parameters=True))
+    said["compressed"] = train(prepare_model(start(), hook=feedback), save=f"{directory}/saved")
+    dist.barrier()
+    said["resumed"] = train(prepare_model(start(), hook=feedback), load=f"{directory}/saved")
+    try:
+        prepare_model(start(), hook=hooks.error_feedback())
+    except HookTypeError as error:
+        said["error"] = str(error)
+
+    example(config)
+    first = ray.train.get_checkpoint().path
+    said["files"] = sorted(os.listdir(first))
+    example({"checkpoint": first})
+    with open(f"{directory}/rank-{rank}.json", "w") as file:
+        json.dump(said, file)
+
+
+if __name__ == "__main__":
+    path, directory = sys.argv[1:]
+    main = runpy.run_path(path, run_name="example")["main"]
+    main.__globals__["worker"] = functools.partial(checks, main.__globals__["worker"], directory)
+    sys.argv = [path, "--directory", f"{directory}/example"]
+    main()
+    print("last", main.__globals__["last_checkpoint"](f"{directory}/example"))

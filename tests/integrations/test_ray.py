@@ -1,0 +1,64 @@
+"""gradwire in Ray Train, on a Ray that is started for the test: the same losses, hooks, checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.sessions import run_session
+from helpers.waiting import wait_until
+
+CHECKS = Path(__file__).parent / "scripts" / "ray_checks.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"
+
+
+@pytest.fixture
+def ray_directory() -> Iterator[str]:
+    """Where Ray keeps its files; with a short name, because of its sockets. Every Ray process has it in its environment."""
+    path = tempfile.mkdtemp(prefix="ray-")
+    yield path
+    for pid in processes_of(path):  # of a test that failed
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def processes_of(directory: str) -> list[int]:
+    """The processes in whose environment the directory is."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if directory.encode() in (process / "environ").read_bytes():
+                found.append(int(process.name))
+        except OSError:
+            pass
+    return found
+
+
+def test_training_checkpoints_errors_and_the_example(tmp_path: Path, ray_directory: str) -> None:
+    (tmp_path / "saved").mkdir()
+    environ = {**os.environ, "RAY_TMPDIR": ray_directory, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    out, _ = run_session([sys.executable, str(CHECKS), str(EXAMPLE), str(tmp_path)], env=environ, timeout=400)
+    wait_until(lambda: not processes_of(ray_directory), "Ray's processes have ended")
+
+    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    for said in ranks:
+        assert (said["backend"], said["group"]) == ("gradwire", "C10dGroup")
+        assert said["gradwire"] == said["mean"] == said["stock"]
+        assert said["resumed"] == said["compressed"][3:]
+        assert said["compressed"] != said["stock"]
+        assert "is a stage" in said["error"]
+        assert said["files"] == ["gradwire-hook-0.pt", "gradwire-hook-1.pt", "model.pt"]
+    assert ranks[0]["stock"] != ranks[1]["stock"]
+    (line,) = (line for line in out.splitlines() if line.startswith("loss "))
+    assert str(tmp_path) in line
+    assert f"last {line.split()[-1]}" in out.splitlines()
