@@ -5,15 +5,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+RUNS := $(VENV)/runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo quick test test-torch lint types layers tests format clean
+.PHONY: help setup demo quick test test-torch lint types layers tests docs package format clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 18
 
-setup: $(READY) ## create .venv with pinned requirements and gradwire
-demo: $(READY) ## train a small transformer data-parallel on this machine
+setup: $(READY) ## create .venv with gradwire and everything that is pinned
+demo: $(RUNS) ## train a small transformer data-parallel on this machine
 	@$(BIN)/gradwire demo
 
 test: lint types layers tests ## check everything: the four below
@@ -49,12 +50,19 @@ TORCH_BIN = $(TORCH_VENV)/bin
 test-torch: ## the tests on another torch: make test-torch VERSION=2.15.0 [TESTS=tests/unit/interop]
 	@test -n "$(VERSION)" || { echo "Which torch? make test-torch VERSION=2.15.0" >&2; exit 2; }
 	@test -x $(TORCH_BIN)/python || $(PYTHON) -m venv $(TORCH_VENV)
-	@sed 's/^torch==.*/torch==$(VERSION)/' requirements.txt > $(TORCH_VENV)/requirements.txt
+	@sed 's/^torch==.*/torch==$(VERSION)/; /^-r/d' requirements.txt requirements-dev.txt > $(TORCH_VENV)/requirements.txt
 	@cmp -s $(TORCH_VENV)/requirements.txt $(TORCH_VENV)/installed.txt || { \
 		echo "setting up $(TORCH_VENV)"; \
 		$(TORCH_BIN)/python -m pip install --quiet --disable-pip-version-check -r $(TORCH_VENV)/requirements.txt --editable . && \
 		cp $(TORCH_VENV)/requirements.txt $(TORCH_VENV)/installed.txt; }
 	$(TORCH_BIN)/python -m pytest $(PARALLEL) $(TESTS)
+
+docs: $(READY) ## build the documentation site in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+package: $(READY) ## build the source distribution and the wheel, in dist/
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
 
 format: $(READY) ## format the code and fix what ruff can
 	$(BIN)/ruff check --fix
@@ -64,10 +72,15 @@ clean: ## remove .venv and everything that was built or cached
 	rm -rf $(VENV) .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests -name __pycache__ -type d -exec rm -rf {} +
 
-# The stamp is newer than what it was made from, so a second run starts at once.
-$(READY): requirements.txt pyproject.toml
+# The stamps are newer than what they were made from, so a second run starts at once.
+$(READY): requirements-dev.txt $(RUNS)
+	@echo "setting up what the tests need"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $(READY)
+
+$(RUNS): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gradwire needs Python 3.11 or later, and $(PYTHON) is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.12 ...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV) (the first time, torch is downloaded)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt --editable .
-	@touch $(READY)
+	@touch $(RUNS)
