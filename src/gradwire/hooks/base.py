@@ -69,6 +69,7 @@ class Turn:
 
 
 Reduction = Generator[Collective, None, Reduced]
+"""What `CommHook.reduce` returns: it yields collectives, and in the end its result."""
 
 
 class Trait(Flag):
