@@ -28,7 +28,7 @@ def test_the_site_builds_without_a_warning_and_has_every_public_name(tmp_path):
         module = re.findall(r"^::: ([\w.]+)$", page.read_text(), re.M)[0]
         text = (tmp_path / "api" / page.stem / "index.html").read_text()
         found = importlib.import_module(module)
-        own = [name for name, value in vars(found).items() if getattr(value, "__module__", "") == module]
+        own = [name for name, value in vars(found).items() if isinstance(value, type) and value.__module__ == module]
         public = getattr(found, "__all__", own)
         shown = [name for name in public if name[0] != "_" and not isinstance(getattr(found, name), ModuleType)]
         assert shown
