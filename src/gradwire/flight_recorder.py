@@ -308,14 +308,14 @@ def summary(error: BaseException) -> str:
 active: FlightRecorder | None = None
 """The recorder of this process."""
 reporter: Callable[[], list[str]] | None = None
-"""What the recorders of all ranks say of a collective that does not finish. `gradwire.observe` sets it; takes up to a second."""
+"""Returns the report of all ranks' recorders on a collective that does not finish; takes up to a second. Set by `observe`."""
 _REPORT_HEAD = "From the flight recorders:"
 _reporting = threading.Lock()
 _has_warned = False
 
 
 def add_report(error: BaseException) -> None:
-    """Add to an error what recorders say of the other ranks, once, as a note. Without a recorder nothing happens."""
+    """Add the report of the other ranks' recorders to an error, once, as a note. Without a recorder nothing happens."""
     report = reporter
     noted = any(str(note).startswith(_REPORT_HEAD) for note in getattr(error, "__notes__", ()))
     if report is None or active is None or noted or not _reporting.acquire(blocking=False):

@@ -1,4 +1,4 @@
-"""What the recorders of all ranks say, for the error of a rank whose collective has failed: under any launcher."""
+"""The report of all ranks' recorders, for the error of a rank whose collective has failed: under any launcher."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class GradientAnswers:
     @property
     def facts(self) -> dict[str, int]:
         """How to ask."""
-        return {"descriptor": self._writer}
+        return {"descriptor": self._writer, "inode": os.fstat(self._writer).st_ino}
 
     def _run(self) -> None:
         while os.read(self._reader, 1) == _ASK:
@@ -107,13 +107,14 @@ def _write(header: Mapping[str, Any], how: Mapping[str, Any]) -> bool:
     """Whether the rank could be asked."""
     try:
         path = f"/proc/{int(header['pid'])}/fd/{int(how['descriptor'])}"
-        if not os.readlink(path).startswith("pipe:"):
+        if os.stat(path).st_ino != how["inode"]:  # opening something else may have an effect
             return False
         fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, KeyError, TypeError, ValueError):
         return False
     try:
-        return os.write(fd, _ASK) == 1
+        # Once the recorder was stopped, its number may be that of a file of the user's.
+        return os.fstat(fd).st_ino == how["inode"] and os.write(fd, _ASK) == 1
     except OSError:
         return False
     finally:

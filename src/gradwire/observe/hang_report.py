@@ -1,4 +1,4 @@
-"""What a hang report says, for people and for programs, and where a rank stands, in a line."""
+"""The text of a hang report, for people and for programs, and the progress of a rank in a line."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class HangWatch:
         return lines
 
     def rank_ended(self, rank: int) -> list[str]:
-        """What is to be said when a signal has ended a rank: where it was, and who waited for it."""
+        """The lines to print when a signal has ended a rank: where it was, and which ranks waited for it."""
         return self._safely(lambda: self._end(rank)) if self._works else []
 
     def standing(self) -> list[str]:
@@ -89,7 +89,7 @@ class HangWatch:
             return [f"hangs are not reported any more: {type(error).__name__}: {error}"]
 
     def check(self) -> list[str]:
-        """Look, and return what is to be said: a report when a hang is found, a line when it has ended."""
+        """Look, and return the lines to print: a report when a hang is found, a line when it has ended."""
         self.run.look()
         waiting = self.waiting
         known, self._reported = self._reported, waiting

@@ -49,7 +49,7 @@ class RunMonitor:
         return time.monotonic() >= self.next_look
 
     def check_if_due(self) -> list[str]:
-        """What is to be said now. An error ends the monitor and not the run."""
+        """The lines to print now. An error ends the monitor and not the run."""
         if not self.is_due():
             return []
         try:
@@ -59,7 +59,7 @@ class RunMonitor:
             return [f"the run is not watched any more: {type(error).__name__}: {error}"]
 
     def check(self) -> list[str]:
-        """Look, and return what is to be said: stragglers, and figures if their interval is over."""
+        """Look, and return the lines to print: stragglers, and figures if their interval is over."""
         now = time.monotonic()
         self._next_look = now + PERIOD
         self.run.look()

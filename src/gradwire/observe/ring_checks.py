@@ -1,7 +1,7 @@
-"""What is believed of the files of a recorder, any byte of which may be damaged or missing. Pure.
+"""Checks of what is read from the files of a recorder, any byte of which may be damaged or missing. Pure.
 
-Everything that reads rings relies on it: what passes has the types and the ranges that readers expect, and the rest is left out.
-A value that is wrong and possible is not noticed: records have no checksums, which would cost as much as the record.
+What passes has the types and ranges that all readers of rings rely on; the rest is left out. A value that is wrong but possible is
+not detected: records have no checksums, which would cost as much as the record.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _DESCRIPTIONS: Mapping[str, tuple[Checks, Checks]] = {
     "warning": ({"text": _is_text, "step": _is_number, "time": _is_time}, {}),
     "system": ({}, {"system": _is_text, "cpus": _is_count, "threads": _is_count}),
     "end": ({"time": _is_time}, {}),
-    "questions": ({"descriptor": _is_count}, {}),
+    "questions": ({"descriptor": _is_count, "inode": _is_count}, {}),
 }
 """By subject: what its descriptions must have, and may have."""
 

@@ -83,7 +83,7 @@ class StragglerWatch:
         self._finished: list[int] = []
 
     def check(self, times: Mapping[int, Sequence[StepTimes]], now: float) -> list[str]:
-        """What is to be said at `now`, in seconds on any clock. `times` are the last steps of each rank, on one clock."""
+        """The lines to print at `now`, in seconds on any clock. `times` are the last steps of each rank, on one clock."""
         finished = [row[-1].step for row in times.values() if row]
         if now < self._next or finished == self._finished:
             return []

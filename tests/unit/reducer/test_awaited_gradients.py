@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
@@ -139,5 +140,14 @@ def test_the_process_answers_from_another_thread(group, tmp_path):
     run = RunFollower(tmp_path)
     run.look()
     run.read_descriptions()
+    [how] = run.ranks[0].descriptions["questions"]
+    reader, writer = os.pipe()
+    if how["descriptor"] not in (reader, writer):
+        os.dup2(writer, how["descriptor"])  # a file of the user's may have the number now
+    os.set_blocking(reader, False)
     assert run.ask(run.ranks.values(), within=0.0)() == {}  # nothing listens any more
+    with pytest.raises(BlockingIOError):
+        os.read(reader, 1)  # and nothing was written there
+    for fd in {reader, writer, how["descriptor"]}:
+        os.close(fd)
     run.close()

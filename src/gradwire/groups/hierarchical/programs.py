@@ -1,8 +1,8 @@
 """Every collective in two levels: generators that yield steps, each a collective of the host's own group or of a rail.
 
-The layout determines the ranks of a step (`collectives/layout.py`), `group.py` which group carries it out and what happens when it
-fails. `host_place.py` has what a rank needs to know of its place, `moves.py` the collectives that move pieces. There is no group,
-no thread and no engine in here, so it is tested with simulated ranks.
+The layout determines the ranks of a step (`collectives/layout.py`); `group.py` submits it to a group and handles failures.
+`host_place.py` has the place of a rank in the layout, `moves.py` the collectives that move pieces. This module uses no group,
+thread or engine, so it is tested with simulated ranks.
 
 Note [All-reduce in two levels]
 Reduce-scatter inside the host, one slice for each carrier; all-reduce of each slice in its rail; all-gather inside. With h hosts,
@@ -42,7 +42,7 @@ _NATIVE = frozenset({
     OpKind.ALL_TO_ALL_SINGLE, OpKind.GATHER, OpKind.SCATTER, OpKind.BARRIER,
 })  # fmt: skip
 takes = partial(is_native, kinds=_NATIVE)
-"""There is a two-level program for these; the rest is made of them."""
+"""Whether there is a two-level program for a collective; others are composed of those that have one."""
 
 
 class TwoLevel(HostPlace):
@@ -68,7 +68,7 @@ class TwoLevel(HostPlace):
             yield from self._native(part)
 
     def _in_part(self, scope: Scope, op: Collective) -> Steps:
-        """One step, of the part of that scope; between hosts, where there is only one, there is no rank to send to."""
+        """One step in the group of that scope. With a single host there is no group between hosts: compute the result here."""
         if scope is Scope.INSIDE:
             yield Step("inside", op)
         elif self.others:
@@ -107,7 +107,7 @@ class TwoLevel(HostPlace):
     # -- slices of one tensor ------------------------------------------------------------------------------------------
 
     def _slices(self, t: Tensor) -> list[Tensor]:
-        """One part of `t` for each rank of this host; those that carry nothing have an empty one."""
+        """One part of `t` for each rank of this host; empty for ranks that are not carriers."""
         share = max(-(-t.numel() // self.width), SMALLEST_SLICE)
         return [t[i * share : (i + 1) * share] if i < self.width else t[:0] for i in range(len(self.mates))]
 
@@ -141,7 +141,7 @@ class TwoLevel(HostPlace):
         return op, 1
 
     def _broadcast(self, t: Tensor, root: int, label: str) -> Steps:
-        """To all ranks of the root's host; a slice in each rail; the slices to all ranks of the other hosts."""
+        """Broadcast inside the root's host, one slice per rail between hosts, then all-gather the slices inside the others."""
         host, index = self.layout.place(root)
         slices = self._slices(t)
         mine = slices[self.index]
@@ -163,7 +163,10 @@ class TwoLevel(HostPlace):
     # -- one part per rank ---------------------------------------------------------------------------------------------
 
     def _all_gather(self, outputs: Sequence[Tensor], mine: Tensor, label: str) -> Steps:
-        """To the carriers; in each rail, a bundle of every host; all bundles to all ranks. Each host's bytes enter another once."""
+        """Gather on the carriers, all-gather a bundle per host in each rail, then all-gather the bundles inside.
+
+        The bytes of a host enter each other host once.
+        """
         sizes, hosts = [t.numel() for t in outputs], range(len(self.layout.hosts))
         per_rail = [[sum(self.bundle(sizes, h, rail)) for h in hosts] for rail in range(self.width)]
         bundle = yield from self.to_carriers(mine, lambda rank: sizes[rank], label)
@@ -183,7 +186,7 @@ class TwoLevel(HostPlace):
                 store(outputs[rank], piece)
 
     def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, label: str) -> Steps:
-        """A bundle for each carrier, reduced in the host; reduced in the rail; to the ranks it is for."""
+        """Reduce a bundle per carrier inside the host, then in its rail, then scatter it to the ranks of the host."""
         if self._must_widen(op, output.dtype):
             dtype = working_dtype(output.dtype)
             wide = output.to(dtype)
