@@ -32,7 +32,7 @@ class Command(Protocol):
 _COMMANDS: Mapping[str, str] = {
     "bench": "compare gradwire with its alternatives on this machine",
     "demo": "train a small transformer data-parallel on this machine",
-    "doctor": "examine this machine, and how to fix what stands in the way of training",
+    "doctor": "find what stands in the way of training on this machine, and how to fix it",
     "inspect": "show where every rank of a job is, and which one the others wait for",
     "lab": "train over slow links, and see what compression costs",
     "report": "make a page of what a run was, where its time went, and what to look at",
