@@ -1,0 +1,263 @@
+"""What each rank does in `gradwire bench compile`: one transformer, wrapped and compiled in each form, and steps in turns.
+
+Note [Without overlap]
+The figure to compare with is the same compiled model whose gradients are in a single bucket: it is launched after the last
+gradient, so all communication follows the computation. Exposed communication is the extra time of a step over the same step
+under `no_sync`.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
+from torch.utils.checkpoint import checkpoint
+
+from gradwire.cli.bench.models import GPT2, Shape
+from gradwire.cli.experiment.rank_context import RankContext
+from gradwire.cli.experiment.recipes import RECIPES
+from gradwire.cli.experiment.timing import Rounds, interleave
+from gradwire.errors import InternalError
+from gradwire.groups import C10dGroup, Group, SharedMemoryGroup
+from gradwire.interop import as_process_group, as_torch_hook
+from gradwire.lab import Throttled
+from gradwire.parallel import DistributedDataParallel
+
+EAGER = "eager"
+INSIDE = "inside"
+OUTSIDE = "outside"
+BLOCKS = "blocks"
+ONE_BUCKET = "one bucket"
+TORCH = "torch"
+FORMS = {
+    EAGER: "DDP(m), not compiled",
+    INSIDE: "DDP(compile(m))",
+    OUTSIDE: "compile(DDP(m))",
+    BLOCKS: "DDP(compiled blocks)",
+    ONE_BUCKET: "DDP(compile(m)), no overlap",
+    TORCH: "torch: compile(DDP(m))",
+}
+QUIET = ", no_sync"
+_ALL_IN_ONE_MB = 2**20
+_CLOSE = {"cpu": 1e-4, "cuda": 0.05}
+"""How far a gradient may be off, relative to the largest element: float32, and bfloat16 under autocast."""
+_CHECKED_STEPS = 4
+"""Steps before gradients are compared: buckets are rebuilt after the first, and the first finds that there is compiled code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is trained, over which link, and for how many steps."""
+
+    shape: Shape
+    batch: int
+    hook: str
+    mbit: float | None
+    latency_ms: float
+    checkpointing: bool
+    backend: str
+    device: str
+    bucket_mb: float
+    rounds: int
+    forms: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one rank has measured."""
+
+    seconds: Mapping[str, tuple[float, ...]]
+    difference: Mapping[str, float]
+    """The largest difference of a gradient, averaged with `mean`, from the uncompiled model's."""
+    graph_breaks: Mapping[str, int]
+    elements: int
+
+
+def run_forms(plan: Plan, context: RankContext) -> Measured:
+    """Train on this rank, together with all others."""
+    device = torch.device(plan.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", context.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    start = _model(plan).to(device)
+    torch.manual_seed(1 + context.rank)  # every rank reads different data
+    inputs = torch.randint(plan.shape.symbols, (plan.batch, plan.shape.context + 1), device=device)
+    with _group(plan, context, device) as group:
+        forms: dict[str, Any] = {}
+        breaks: dict[str, int] = {}
+        difference: dict[str, float] = {}
+        expected: list[Tensor] = []
+        for form in dict.fromkeys([EAGER, *plan.forms]):
+            before = _graph_breaks()
+            model, call = _FORMS[form](copy.deepcopy(start), group, plan)
+            for _ in range(_CHECKED_STEPS):
+                _step(call, model, inputs)()
+                context.report(0)
+            breaks[form] = _graph_breaks() - before
+            found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            expected = expected or found
+            difference[form] = _difference(form, found, expected)
+            _set_hook(model, group, plan.hook)
+            forms[form] = model, call
+        steps = {form: _step(call, model, inputs) for form, (model, call) in forms.items()}
+        quiet = {form + QUIET: _quiet(steps[form], model) for form, (model, _) in forms.items()}
+        gc.collect()
+        series = interleave(
+            steps | quiet,
+            Rounds(plan.rounds, lead_in=1, warm_up=2),
+            fence=lambda: _fence(context, device),
+            after_round=context.report if context.rank == 0 else None,
+        )
+        context.barrier.wait()  # no rank closes while another is still working
+        for model, _ in forms.values():
+            if isinstance(model, DistributedDataParallel):
+                model.replica.detach()
+    elements = sum(p.numel() for p in start.parameters())
+    return Measured({name: one.seconds for name, one in series.items()}, difference, breaks, elements)
+
+
+def _difference(form: str, found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest difference of any element. Raises if it is no rounding."""
+    largest = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+    scale = max(float(b.abs().max()) for b in expected)
+    if not largest <= _CLOSE[expected[0].device.type] * scale:
+        raise InternalError(
+            f"bench compile: {FORMS[form]} computes other gradients than the uncompiled model: {largest:.3g} off."
+        )
+    return largest
+
+
+def _model(plan: Plan) -> GPT2:
+    model = GPT2(plan.shape)
+    if plan.checkpointing:
+        model.blocks = nn.ModuleList(_Checkpointed(block) for block in model.blocks)
+    return model
+
+
+class _Checkpointed(nn.Module):
+    """A block whose activations are computed again in backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Any:
+        """The block's result."""
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+@contextmanager
+def _group(plan: Plan, context: RankContext, device: torch.device) -> Iterator[Group]:
+    store = PrefixStore("gradwire", context.store)
+    kind: Callable[..., Group] = SharedMemoryGroup
+    if device.type == "cuda":
+        shared = context.size > torch.cuda.device_count()  # NCCL takes one rank per device
+        kind = C10dGroup.gloo if shared or plan.mbit is not None else C10dGroup.nccl
+    group = kind(store, context.rank, context.size, timeout=context.timeout, name="bench compile")
+    if plan.mbit is not None:
+        group = Throttled(group, mbit=plan.mbit, latency_ms=plan.latency_ms)
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+# -- the forms: each returns the DDP, and what is called -------------------------------------------------------------------------
+
+
+def _ours(model: nn.Module, group: Group, plan: Plan, bucket_mb: float | None = None) -> DistributedDataParallel:
+    return DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket_mb or plan.bucket_mb)
+
+
+def _eager(model: nn.Module, group: Group, plan: Plan) -> tuple[Any, Any]:
+    ddp = _ours(model, group, plan)
+    return ddp, ddp
+
+
+def _inside(model: nn.Module, group: Group, plan: Plan) -> tuple[Any, Any]:
+    ddp = _ours(torch.compile(model, backend=plan.backend, fullgraph=True), group, plan)  # type: ignore[arg-type]
+    return ddp, ddp
+
+
+def _outside(model: nn.Module, group: Group, plan: Plan) -> tuple[Any, Any]:
+    ddp = _ours(model, group, plan)
+    return ddp, torch.compile(ddp, backend=plan.backend, fullgraph=True)
+
+
+def _blocks(model: Any, group: Group, plan: Plan) -> tuple[Any, Any]:
+    for block in model.blocks:
+        block.compile(backend=plan.backend, fullgraph=True)
+    ddp = _ours(model, group, plan)
+    return ddp, ddp
+
+
+def _one_bucket(model: nn.Module, group: Group, plan: Plan) -> tuple[Any, Any]:
+    compiled = torch.compile(model, backend=plan.backend, fullgraph=True)
+    ddp = _ours(compiled, group, plan, _ALL_IN_ONE_MB)  # type: ignore[arg-type]
+    return ddp, ddp
+
+
+def _torch(model: nn.Module, group: Group, plan: Plan) -> tuple[Any, Any]:
+    """torch has Dynamo split the graph at buckets, so it takes no `fullgraph`."""
+    ddp = nn.parallel.DistributedDataParallel(
+        model, process_group=as_process_group(group), bucket_cap_mb=plan.bucket_mb
+    )
+    return ddp, torch.compile(ddp, backend=plan.backend)
+
+
+_FORMS: Mapping[str, Callable[[Any, Group, Plan], tuple[Any, Any]]] = {
+    EAGER: _eager,
+    INSIDE: _inside,
+    OUTSIDE: _outside,
+    BLOCKS: _blocks,
+    ONE_BUCKET: _one_bucket,
+    TORCH: _torch,
+}
+
+
+def _set_hook(model: Any, group: Group, name: str) -> None:
+    if name == "mean":
+        return
+    hook = RECIPES[name].build()
+    if isinstance(model, DistributedDataParallel):
+        model.set_hook(hook)
+    else:
+        model.register_comm_hook(None, as_torch_hook(hook, group, named_parameters=model.named_parameters()))
+
+
+def _step(call: Any, model: nn.Module, inputs: Tensor) -> Callable[[], None]:
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=inputs.is_cuda):
+            loss = call(inputs)
+        loss.backward()
+
+    return step
+
+
+def _quiet(step: Callable[[], None], model: Any) -> Callable[[], None]:
+    def quiet() -> None:
+        with model.no_sync():
+            step()
+
+    return quiet
+
+
+def _fence(context: RankContext, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    context.barrier.wait()
+
+
+def _graph_breaks() -> int:
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else sum(utils.counters["graph_break"].values())
