@@ -31,6 +31,7 @@ def test_training_checkpoints_errors_and_the_example(warm_python: WarmPython, tm
     assert ranks[0]["stock"] != ranks[1]["stock"]
 
     lines = [line.split() for line in shown if line.startswith("loss ")]
+    assert [len(said["warning"]) for said in ranks] == [1, 0]
     losses, steps = zip(*((float(line[1]), int(line[4])) for line in lines), strict=True)
     assert steps == (16, 24)
     assert losses[1] < losses[0]

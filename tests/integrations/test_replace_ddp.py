@@ -123,8 +123,8 @@ def test_a_script_has_the_same_losses_as_with_torchs_ddp(script: Path, warm_pyth
 
 CHAIN = """
 import runpy, sys
-sys.argv = ["observed", "-m", "gradwire.integrations.ddp_script", {script!r}, "--lr", "1"]
-runpy.run_module("gradwire.launch.observed", run_name="__main__", alter_sys=True)
+sys.argv = ["ddp_script", "-m", "gradwire.launch.observed", {script!r}, "--lr", "1"]
+runpy.run_module("gradwire.integrations.ddp_script", run_name="__main__", alter_sys=True)
 """
 OBSERVED = """
 import sys
@@ -143,7 +143,7 @@ dist.destroy_process_group()
 """
 
 
-def test_with_observe_its_steps_are_recorded_once(tmp_path: Path, warm_python: WarmPython) -> None:
+def test_its_steps_are_recorded_once(tmp_path: Path, warm_python: WarmPython) -> None:
     script = tmp_path / "script.py"
     script.write_text(OBSERVED)
     (tmp_path / "neighbor.py").touch()
@@ -152,22 +152,26 @@ def test_with_observe_its_steps_are_recorded_once(tmp_path: Path, warm_python: W
     (done,) = warm_python.run_all([(CHAIN.format(script=str(script)),)], envs=[env], timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"gradwire.parallel.ddp __main__ {[str(script), '--lr', '1']} neighbor\n"
-    kinds = [record.kind for record in observe.read_rings(tmp_path / "run")[0].records]
+    (ring,) = observe.read_rings(tmp_path / "run")
+    assert ring.header["command"] == f"{script} --lr 1"
+    kinds = [record.kind for record in ring.records]
     assert [kinds.count(kind) for kind in (RecordKind.FORWARD_BEGAN, RecordKind.FORWARD_ENDED)] == [1, 1]
 
 
 @pytest.mark.parametrize(("options", "words"), [([], ["x.py", "1"]), (["-m"], ["x", "1"])])
-def test_the_command_of_a_rank(options: Any, words: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_command_of_a_rank_which_is_recorded_as_any_other(
+    options: Any, words: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     started: list[Any] = []
     monkeypatch.setattr(run, "supervise", lambda plan: started.append(plan) or 0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.py").touch()
-    common = ["run", "-n", "1", "--run-dir", str(tmp_path / "run"), "--replace-ddp"]
-    assert main([*common, *options, *words]) == 0
-    assert main([*common, "--observe", *options, *words]) == 0
-    replaced = ["-m", "gradwire.integrations.ddp_script", *options, *words]
-    assert started[0].command == [sys.executable, *replaced]
-    assert started[1].command == [sys.executable, "-m", "gradwire.launch.observed", *replaced]
+    common = ["run", "-n", "1", "--replace-ddp"]
+    assert main([*common, "--no-record", *options, *words]) == 0
+    assert main([*common, "--run-dir", str(tmp_path / "run"), *options, *words]) == 0
+    replaced = [sys.executable, "-m", "gradwire.integrations.ddp_script"]
+    assert started[0].command == [*replaced, *options, *words]
+    assert started[1].command == [*replaced, "-m", "gradwire.launch.observed", *options, *words]
 
 
 PARENT = f"""

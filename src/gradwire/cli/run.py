@@ -161,8 +161,8 @@ def run(args: argparse.Namespace, *, popen: type[subprocess.Popen[bytes]] = subp
         extra = {**recorded, **dict(args.env)}
         base = {name: value for name, value in os.environ.items() if name != RUN_DIRECTORY}  # of a run around this one
         environments = [rank_environment(base, extra, rank, world) for rank in range(size)]
-        starters = ["gradwire.launch.observed"] * bool(args.observe and recorded)
-        starters += ["gradwire.integrations.ddp_script"] * args.replace_ddp
+        starters = ["gradwire.integrations.ddp_script"] * args.replace_ddp
+        starters += ["gradwire.launch.observed"] * bool((args.observe or args.replace_ddp) and recorded)
         through = [word for module in starters for word in ("-m", module)]
         command = [sys.executable, *through, *(["-m"] if args.module else []), script, *arguments]
         return supervise(

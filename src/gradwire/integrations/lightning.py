@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,6 +20,7 @@ from gradwire.parallel import DistributedDataParallel
 try:
     from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
     from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.utilities import rank_zero_warn
 except ModuleNotFoundError as error:
     raise missing_library(error, extra="lightning") from error
 
@@ -45,8 +45,8 @@ class GradwireStrategy(DDPStrategy):
                     f"GradwireStrategy(hook={hook!r}, ddp_comm_hook={self._ddp_comm_hook!r}): a model has one hook. Choose one."
                 )
         self.hook = hook
-        self._saved_states: list[Any] | None = None
-        """Of all ranks, from the checkpoint that is being loaded."""
+        self._loaded: dict[str, Any] | None = None
+        """The hook's states of all ranks, if a checkpoint was loaded for the model that is set up next."""
         self._last_state: dict[str, Any] | None = None
         """Of this rank, when fitting had ended and the model was unwrapped."""
 
@@ -61,9 +61,11 @@ class GradwireStrategy(DDPStrategy):
     def setup(self, trainer: Any) -> None:
         """As in DDPStrategy; a hook with outer steps follows the optimizers, and continues from the checkpoint."""
         super().setup(trainer)
-        if isinstance(self.model, DistributedDataParallel):
+        loaded, self._loaded = self._loaded, None
+        if isinstance(self.model, DistributedDataParallel):  # which it is if it is to be fitted
             self.model.attach_optimizer(*self.optimizers)
-            self._restore(self.model)
+            if loaded is not None:
+                self._restore(self.model, loaded["states"])
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         device_ids = self.determine_ddp_device_ids()
@@ -91,11 +93,7 @@ class GradwireStrategy(DDPStrategy):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As in DDPStrategy. The hook's states are restored when the model has been set up."""
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
-        self._saved_states = checkpoint.get(_KEY)
-        if self.hook is not None and self._saved_states is None and "optimizer_states" in checkpoint:
-            warnings.warn(
-                "the checkpoint was saved without a gradwire hook: the hook starts without a state.", stacklevel=2
-            )
+        self._loaded = {"states": checkpoint.get(_KEY)}
         return checkpoint
 
     def teardown(self) -> None:
@@ -107,8 +105,13 @@ class GradwireStrategy(DDPStrategy):
         hook = None if self.model is None else hook_controls(self.model)
         return self._last_state if hook is None else hook.hook_state_dict()
 
-    def _restore(self, model: DistributedDataParallel) -> None:
-        states, self._saved_states = self._saved_states, None
-        if states is not None and hook_controls(model) is not None:
+    def _restore(self, model: DistributedDataParallel, states: list[Any] | None) -> None:
+        if hook_controls(model) is None:
+            return
+        if states is not None:
             own = self.global_rank if self.global_rank < len(states) else 0
             model.load_hook_state_dict(states[own])
+        elif self.hook is not None:
+            rank_zero_warn(
+                "GradwireStrategy: the checkpoint has no state of a gradwire hook, so the hook starts without one."
+            )
