@@ -9,6 +9,7 @@ import io
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -60,8 +61,22 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    gc.collect()
-    gc.freeze()  # torch and the tests themselves stay: a collection, of which tests ask for many, then looks at what is new
+    freeze_modules()
+
+
+_frozen_modules = 0
+
+
+def freeze_modules() -> None:
+    """Torch and the tests themselves stay: a collection, of which tests ask for many, then looks at what is new.
+
+    Again when many modules were imported since: an optimizer imports Dynamo, and a collection then takes a tenth of a second.
+    """
+    global _frozen_modules
+    if len(sys.modules) - _frozen_modules > 100:
+        _frozen_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -97,6 +112,7 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves something behind. What the warm pools keep is their own affair."""
     if request.node.get_closest_marker("gpu"):
         request.getfixturevalue("cuda_is_awake")
+    freeze_modules()
     before = Leftovers.snapshot(default_pool(), default_worlds(), WARM)
     yield
     left = before.compare()
