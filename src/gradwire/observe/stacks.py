@@ -28,7 +28,7 @@ SIGNAL = signal.SIGRTMIN + 12 if hasattr(signal, "SIGRTMIN") else None
 """Not one that programs use."""
 _PAUSE = 0.02
 _LARGEST = 1 << 20
-_STARTERS = ("/gradwire/launch/observed.py", "/gradwire/launch/run_script.py", "/gradwire/integrations.ddp_script.py")
+_STARTERS = ("/gradwire/launch/observed.py", "/gradwire/launch/run_script.py", "/gradwire/integrations/ddp_script.py")
 """Where `gradwire run` starts scripts from, with --observe and --replace-ddp."""
 _QUESTIONS = "/gradwire/observe/gradient_questions.py"
 _OUTERMOST = ("<module>", "_run_module_as_main")

@@ -7,13 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import gradwire
 from gradwire.host import ProcessState, process_state
 from gradwire.observe import py_spy
 from gradwire.observe.recording import _header
-from gradwire.observe.stacks import Frame, parse_dump, parse_stacks, read_stacks
+from gradwire.observe.stacks import _STARTERS, Frame, parse_dump, parse_stacks, read_stacks
 
 
 @pytest.fixture
@@ -87,3 +89,9 @@ def test_of_a_rank_that_was_asked_twice_the_last_answer_counts():
     )
     [stack] = parse_stacks(text, main=1)
     assert [frame.line for frame in stack.frames] == [3, 1]
+
+
+def test_the_files_that_start_scripts_are_there():
+    """Their frames are left out of reports, by the ends of their paths."""
+    source = Path(gradwire.__file__).parent.parent
+    assert [path for path in _STARTERS if not source.joinpath(path.lstrip("/")).is_file()] == []
