@@ -141,6 +141,35 @@ def test_gradients_of_the_uncompiled_model_and_overlap(
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("form", ["dynamic shapes", "a compiled function"])
+def test_reports_with_other_inputs_and_after_graph_breaks(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    reported: list[int] = []
+    report = _Listener.report
+    monkeypatch.setattr(_Listener, "report", lambda self, grad: (reported.append(self.index), report(self, grad)))
+
+    def rank_main(group: Group) -> None:
+        module = Model()
+        plain = DDP(copy.deepcopy(module), process_group=group)
+        if form == "dynamic shapes":
+            ddp = DDP(compiled(module, dynamic=True), process_group=group)
+            call: Any = ddp
+        else:
+            ddp = DDP(module, process_group=group)
+            call = torch.compile(lambda x: ddp(x))
+        for rows in (3, 3, 5, 7):
+            x = torch.randn(rows, WIDTH)
+            reported.clear()
+            for model, run in ((plain, plain), (ddp, call)):
+                model.zero_grad()
+                run(x).pow(2).mean().backward()
+            assert sorted(reported) == list(range(2 * LAYERS))
+            for p, q in zip(ddp.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad, atol=1e-6, rtol=0)
+
+    run_ranks(rank_main, 1)
+
+
 def test_a_model_without_listeners_is_compiled_without_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     from gradwire.autograd import inductor_pass
 
