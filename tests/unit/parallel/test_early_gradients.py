@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -11,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradwire.autograd import attach
-from gradwire.autograd.compiled_backward import on_compiled_gradients
+from gradwire.autograd import attach, compiling
+from gradwire.autograd.compiled_backward import on_compiled_gradients, running
 from gradwire.errors import ReadyTwice
 from gradwire.events import BucketLaunched
 from gradwire.groups import Group
@@ -399,3 +401,15 @@ def test_a_report_must_fit_the_parameter_and_the_graph(length: int, inputs: int,
     _Double.apply(w, length, inputs).sum().backward()
     assert heard == calls
     handle.remove()
+
+
+def test_a_torch_whose_inductor_lacks_what_the_pass_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", types.ModuleType("config"))
+    monkeypatch.setitem(sys.modules, "gradwire.autograd.inductor_pass", None)  # so that importing it fails
+    compiling._installer.cache_clear()
+    try:
+        compiling.forward_begins()
+        assert running.forward
+    finally:
+        compiling.forward_ended()
+        compiling._installer.cache_clear()
