@@ -36,8 +36,9 @@ QUICK := tests/unit/collectives tests/unit/reducer tests/unit/autograd tests/uni
 quick: lint types layers ## the inner loop, under two minutes: lint, types, layers, and tests that start no processes
 	$(BIN)/python -m pytest $(QUICK)
 
-# Tests wait for processes a good part of their time, so several run at once. Each worker has its own warm rank processes.
-JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4)))
+# Tests wait for processes a good part of their time, so one more runs at once than there are cores. Each worker has its own warm
+# rank processes.
+JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4)))
 PARALLEL = -n $(JOBS) --dist worksteal
 
 tests: $(READY) ## pytest: tests, and the examples in docstrings and documents [JOBS=1]
