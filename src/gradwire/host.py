@@ -1,7 +1,8 @@
-"""The identity of this host, and which of its processes are alive, and their state. Without torch."""
+"""The identity of this host, its cores, and which of its processes are alive, and their state. Without torch."""
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from enum import Enum
@@ -110,3 +111,29 @@ def handles_signal(pid: int, number: int) -> bool:
         return bool(int(fields["SigCgt"], 16) >> (number - 1) & 1)
     except (KeyError, ValueError):
         return False
+
+
+def usable_cores(cgroups: str = "/sys/fs/cgroup") -> int:
+    """How many cores this process may run on: its affinity, or its container's CPU quota where that is less."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:
+        cores = os.cpu_count() or 1
+    quota = cpu_quota(cgroups)
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+def cpu_quota(cgroups: str = "/sys/fs/cgroup") -> float | None:
+    """Cores' worth of time that the container's cgroup grants, version 2 or 1; None without a limit, or where none is seen."""
+
+    def read(name: str) -> list[str]:
+        try:
+            with open(os.path.join(cgroups, name), encoding="ascii") as file:
+                return file.read().split()
+        except (OSError, UnicodeDecodeError):
+            return []
+
+    limit = read("cpu.max") or read("cpu/cpu.cfs_quota_us") + read("cpu/cpu.cfs_period_us")
+    if len(limit) != 2 or not all(word.isdigit() for word in limit) or not int(limit[1]):
+        return None  # "max", or -1: no limit
+    return int(limit[0]) / int(limit[1])

@@ -95,7 +95,7 @@ def become(request: dict, fds: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
-    tempfile.tempdir = None  # found anew, by the environment
+    tempfile.tempdir = None  # determined again from the environment
     if "lifeline" in request:
         die_with(request["lifeline"])
         join_group(request["process_group"])

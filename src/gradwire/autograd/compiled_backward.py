@@ -6,7 +6,7 @@ with a gradient that is reported; `inductor_pass.py` puts the op into graphs.
 Note [A compiled backward is one node]
 For the engine, a compiled graph is a single node: its gradients leave it together when all have been computed, and only then are
 they accumulated and do hooks on parameters run. So the op stands behind each gradient in the compiled backward. It computes nothing
-and copies nothing: it passes the gradient on to whoever listens for that parameter, while the rest of the backward still runs.
+and copies nothing: it passes the gradient on to the listener of that parameter, while the rest of the backward still runs.
 The gradient also takes its usual way, so a listener may ignore the report.
 
 Note [What the op does not know]

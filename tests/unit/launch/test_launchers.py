@@ -126,7 +126,7 @@ def test_mpirun(script):
     pytest.importorskip("mpi4py", reason="mpi4py is not installed")
     found = shutil.which("mpirun", path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")
     if found is None:
-        pytest.skip("there is no mpirun beside this Python nor on the path")
+        pytest.skip("there is no mpirun next to this Python or on the path")
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
     done = run(found, "-n", "2", "--oversubscribe", sys.executable, script, **root)
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ import gradwire
 from gradwire.cli.doctor.network import Interface, host_addresses, interfaces
 from gradwire.errors import UsageError
 from gradwire.groups.shared_memory.segment import default_directory
-from gradwire.host import host_identity
+from gradwire.host import cpu_quota, host_identity
 from gradwire.jit import compiler
 from gradwire.launch.memory import DIRECTORY, SharedMemory
 from gradwire.launch.world import find_world
@@ -108,7 +107,7 @@ def collect(environ: Mapping[str, str] = os.environ) -> Facts:
         gpus=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
         has_nvidia_device=os.path.exists("/dev/nvidiactl"),
         cores=len(os.sched_getaffinity(0)),
-        cpu_quota=_cpu_quota(),
+        cpu_quota=cpu_quota(),
         load=os.getloadavg()[0],
         shared_memory=_place(_shared_memory_directory(environ)),
         runs=_place(str(runs_directory(environ))),
@@ -168,26 +167,6 @@ def _engines() -> dict[str, str]:
         "nccl": "" if dist.is_nccl_available() else "torch was built without NCCL",
         "mpi": missing_mpi() or "",
     }
-
-
-def _cpu_quota() -> float | None:
-    """How many CPUs' time the container may use: cgroup v2, then v1."""
-    for quota, period in _quotas():
-        if quota.isdecimal() and period.isdecimal() and int(period) > 0:
-            return int(quota) / int(period)
-    return None
-
-
-def _quotas() -> list[tuple[str, str]]:
-    two, one = _read("/sys/fs/cgroup/cpu.max").split(), "/sys/fs/cgroup/cpu/cpu.cfs_"
-    return [(two[0], two[1]) if len(two) == 2 else ("", ""), (_read(one + "quota_us"), _read(one + "period_us"))]
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
 
 
 def _shared_memory_directory(environ: Mapping[str, str]) -> str:

@@ -52,7 +52,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import math
 import os
 import platform
 import sys
@@ -210,29 +209,3 @@ pause = _pause()
 def spins_before_sleep(size: int, *, cores: int) -> int:
     """How often to check for a peer before going to sleep: see Note [Spin, then sleep]."""
     return 300 if size <= cores else 40
-
-
-def usable_cores(cgroups: str = "/sys/fs/cgroup") -> int:
-    """How many cores this process may run on: its affinity, or its container's CPU quota where that is less."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:
-        cores = os.cpu_count() or 1
-    quota = _cpu_quota(cgroups)
-    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
-
-
-def _cpu_quota(cgroups: str) -> float | None:
-    """Cores' worth of time that the container's cgroup grants, version 2 or 1; None without a limit, or where none is seen."""
-
-    def read(name: str) -> list[str]:
-        try:
-            with open(os.path.join(cgroups, name), encoding="ascii") as file:
-                return file.read().split()
-        except (OSError, UnicodeDecodeError):
-            return []
-
-    limit = read("cpu.max") or read("cpu/cpu.cfs_quota_us") + read("cpu/cpu.cfs_period_us")
-    if len(limit) != 2 or not all(word.isdigit() for word in limit) or not int(limit[1]):
-        return None  # "max", or -1: no limit
-    return int(limit[0]) / int(limit[1])
