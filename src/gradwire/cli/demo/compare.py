@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -26,7 +26,8 @@ from gradwire.cli.lab.learner import Learner, start
 from gradwire.groups import SharedMemoryGroup
 from gradwire.parallel import DistributedDataParallel
 
-_WARM_UP, _STEPS = 5, 40
+_ROUNDS, _BLOCK, _WARM_UP = 5, 10, 2
+"""Steps of a way to train in a round, of which the first are not timed."""
 _LATENCY_MS = 0.5
 _RATE = 1e-3
 HERE = {"torch's DDP over gloo": "torch", "gradwire over shared memory": "gradwire"}
@@ -58,38 +59,46 @@ class Timing:
 
 def compare(comparison: Comparison, ranks: int, console: Console, *, timeout: float) -> Table:
     """Measure all, and return the table."""
-    with bar(console, "comparing", len(HERE) + len(OVER_LINK)) as progress:
+    with bar(console, "comparing", _ROUNDS) as progress:
         task = functools.partial(measure, comparison)
         results = run_world(task, ranks, name="demo", timeout=timeout, on_report=progress)
     return table(comparison, [max(of, key=lambda one: one.seconds) for of in zip(*results)])
 
 
 def measure(comparison: Comparison, context: RankContext) -> list[Timing]:
-    """On a rank: every way to train, one after another."""
+    """On a rank: a few steps of every way to train in turn, and again, so that a busy moment affects all alike."""
     torch.set_num_threads(1)
-    job, link = comparison.job, Simulated(comparison.mbit, _LATENCY_MS)
-    corpus, found, keep = standard_library(), [], []
-    ways = [(name, False) for name in HERE] + [(name, True) for name in OVER_LINK]
-    for number, (name, over_link) in enumerate(ways, 1):
-        model = start(job.size, job.seed)
-        key = f"demo {number}"
-        if over_link:
-            wrapper = CONTENDERS[OVER_LINK[name]].wrap(model, context, link, key)
-        else:
-            wrapper = _here(HERE[name], model, context, key)
-        with wrapper as wrapped:
-            seed = job.seed * context.size + context.rank + 1
+    job, corpus = comparison.job, standard_library()
+    seed = job.seed * context.size + context.rank + 1
+    with ExitStack() as opened:
+        ways = [(name, False) for name in HERE] + [(name, True) for name in OVER_LINK]
+        found = []
+        for number, (name, over_link) in enumerate(ways):
+            model = start(job.size, job.seed)
+            wrapped = opened.enter_context(
+                _wrap(comparison, model, context, name, f"demo {number}", over_link=over_link)
+            )
             learner = Learner(model, wrapped.model, corpus, seed=seed, batch=job.batch_size, rate=_RATE)
-            for _ in range(_WARM_UP):
-                learner.step()
-            before = wrapped.sent()
-            seconds = [_time(learner) for _ in range(_STEPS)]
-            found.append(Timing(name, over_link, median(seconds), (wrapped.sent() - before) / _STEPS))
-            keep.append(wrapped.keep)  # see lab.contenders, Note [Who drops a process group]
-        context.barrier.wait()
-        if context.rank == 0:
-            context.report(number)
-    return found
+            found.append((Timing(name, over_link, 0.0, wrapped.sent()), wrapped, learner, list[float]()))
+        for done in range(1, _ROUNDS + 1):
+            for _, _, learner, seconds in found:
+                context.barrier.wait()
+                seconds += [_time(learner) for _ in range(_BLOCK)][_WARM_UP:]
+            if context.rank == 0:
+                context.report(done)
+        steps = _ROUNDS * _BLOCK
+        return [
+            replace(at_start, seconds=median(seconds), nbytes=(wrapped.sent() - at_start.nbytes) / steps)
+            for at_start, wrapped, _, seconds in found
+        ]
+
+
+def _wrap(
+    comparison: Comparison, model: nn.Module, context: RankContext, name: str, key: str, *, over_link: bool
+) -> AbstractContextManager[Wrapped]:
+    if over_link:
+        return CONTENDERS[OVER_LINK[name]].wrap(model, context, Simulated(comparison.mbit, _LATENCY_MS), key)
+    return _here(HERE[name], model, context, key)
 
 
 def _time(learner: Learner) -> float:
@@ -114,7 +123,10 @@ def _here(which: str, model: nn.Module, context: RankContext, key: str) -> Itera
 
 def table(comparison: Comparison, timings: list[Timing]) -> Table:
     """One row for each way; factors are relative to torch's DDP on the same link."""
-    found = Table(caption=f"median of {_STEPS} steps; the link is simulated", caption_justify="left")
+    found = Table(
+        caption=f"median of {_ROUNDS * (_BLOCK - _WARM_UP)} steps, all ways in turns; the link is simulated",
+        caption_justify="left",
+    )
     for head in ("", "ms per step", "KB sent per step", "speed"):
         found.add_column(head, justify="right" if head else "left")
     for over_link, title in ((False, "on this machine"), (True, f"over {comparison.mbit:g} Mbit/s")):
