@@ -25,8 +25,11 @@ long as it is on the link.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from gradwire.collectives import Collective, OpKind
@@ -47,6 +50,9 @@ class Link:
     >>> link = Link(mbit=8, latency_ms=50)
     >>> link.send(500_000, now=10.0), link.send(500_000, now=10.2), link.sent_bytes
     (10.55, 11.05, 1000000.0)
+    >>> with link.unlimited():
+    ...     link.send(500_000, now=12.0)
+    12.0
     """
 
     def __init__(self, *, mbit: float, latency_ms: float) -> None:
@@ -63,6 +69,16 @@ class Link:
             self.sent_bytes += nbytes
             self._free = max(now, self._free) + nbytes * 8e-6 / self.mbit
             return self._free + self.latency_ms * 1e-3
+
+    @contextmanager
+    def unlimited(self) -> Iterator[None]:
+        """Let everything arrive at once for as long as the context is open. For comparisons; on all ranks together."""
+        limits = self.mbit, self.latency_ms
+        self.mbit, self.latency_ms = math.inf, 0.0
+        try:
+            yield
+        finally:
+            self.mbit, self.latency_ms = limits
 
     def clear(self) -> None:
         """Drop what is on the link."""

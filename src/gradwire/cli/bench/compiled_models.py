@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -16,13 +16,14 @@ from rich.table import Table
 
 from gradwire.cli.arguments import at_least, positive
 from gradwire.cli.bench.compiled_trial import (
+    BARE,
+    BASE,
     BLOCKS,
     EAGER,
     FORMS,
     INSIDE,
     ONE_BUCKET,
     OUTSIDE,
-    QUIET,
     TORCH,
     Measured,
     Plan,
@@ -51,8 +52,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         help="a compiled model over a link: step, exposed communication, graph breaks",
         description="Steps of a transformer compiled by torch.compile, on ranks of this machine joined by a simulated link, in "
         "each form: compiled inside gradwire's DDP, around it, and block by block, each with fullgraph=True; torch's DDP, "
-        "compiled; and for comparison the uncompiled model, and a compiled one whose gradients are reduced after "
-        "backward. Compiling takes minutes at first.",
+        "compiled; and for comparison the uncompiled model, a compiled one whose gradients are reduced after backward, and one "
+        "without DDP. Compiling takes minutes at first.",
     )
     add = functools.partial(parser.add_argument, metavar="N")
     add("--blocks", type=at_least(1), default=12, help="blocks of the model (default: %(default)s)")
@@ -145,29 +146,38 @@ def _settings(plan: Plan, ranks: int, elements: int) -> dict[str, str]:
         "model": model + (", activation checkpoints" if plan.checkpointing else ""),
         "world": f"{ranks} ranks on {plan.device}, batch {plan.batch} x {plan.shape.context} tokens per rank; link: {link}",
         "hook": f"{plan.hook}: {RECIPES[plan.hook].words}; buckets of {plan.bucket_mb:g} MB",
-        "measured": f"{plan.backend}; {plan.rounds} interleaved rounds of one step, each after an untimed one; the slowest rank "
-        "counts",
+        "measured": f"{plan.backend}; {plan.rounds} interleaved rounds of {_steps(plan.block)}, each after an untimed one; the "
+        "slowest rank counts",
     }
+
+
+def _steps(count: int) -> str:
+    return "one step" if count == 1 else f"{count} steps"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One form: its step, the same step under no_sync, and how it compares."""
+    """One form: its step, and how it compares."""
 
     form: str
     step: Series
-    quiet: Series
+    base: Series | None
+    """The step that exposed communication is counted from; None without DDP."""
     graph_breaks: int
-    difference: float
+    difference: float | None
+    """None without DDP on several ranks: gradients are no averages."""
+    to_bare: Ratio | None = None
     to_torch: Ratio | None = None
     to_none_overlapped: float | None = None
     """Exposed communication, as a fraction of that without overlap."""
 
     @property
-    def exposed(self) -> Series:
+    def exposed(self) -> Series | None:
         """What communication adds to the step, round by round."""
-        pairs = zip(self.step.seconds, self.quiet.seconds, strict=True)
-        return Series(self.form, tuple(step - quiet for step, quiet in pairs))
+        if self.base is None:
+            return None
+        pairs = zip(self.step.seconds, self.base.seconds, strict=True)
+        return Series(self.form, tuple(step - base for step, base in pairs))
 
 
 def entries(ranks: Sequence[Measured]) -> list[Entry]:
@@ -179,40 +189,49 @@ def entries(ranks: Sequence[Measured]) -> list[Entry]:
         form: Entry(
             form,
             series[form],
-            series[form + QUIET],
+            series.get(form + BASE),
             max(rank.graph_breaks[form] for rank in ranks),
-            max(rank.difference[form] for rank in ranks),
+            max((rank.difference[form] for rank in ranks if form in rank.difference), default=None),
         )
         for form in forms
     }
-    return [_compared(row, rows.get(TORCH), rows.get(ONE_BUCKET)) for row in rows.values()]
+    return [_compared(row, rows) for row in rows.values()]
 
 
-def _compared(row: Entry, torchs: Entry | None, unoverlapped: Entry | None) -> Entry:
-    to_torch = compare(row.step, torchs.step) if torchs is not None and row.form in _OVERLAPPED else None
+def _compared(row: Entry, rows: Mapping[str, Entry]) -> Entry:
+    def to(peer: str, forms: Sequence[str]) -> Ratio | None:
+        return compare(row.step, rows[peer].step) if peer in rows and row.form in forms else None
+
     share = None
-    if unoverlapped is not None and row.form in (*_OVERLAPPED, TORCH) and unoverlapped.exposed.median > 0:
-        share = row.exposed.median / unoverlapped.exposed.median
-    return Entry(row.form, row.step, row.quiet, row.graph_breaks, row.difference, to_torch, share)
+    unoverlapped = rows[ONE_BUCKET].exposed if ONE_BUCKET in rows else None
+    if unoverlapped and row.exposed and row.form in (*_OVERLAPPED, TORCH) and unoverlapped.median > 0:
+        share = row.exposed.median / unoverlapped.median
+    return replace(
+        row,
+        to_bare=to(BARE, (*_OVERLAPPED, ONE_BUCKET, TORCH)),
+        to_torch=to(TORCH, _OVERLAPPED),
+        to_none_overlapped=share,
+    )
 
 
 def _table(rows: Sequence[Entry]) -> Table:
     caption = (
-        "ms per step: median, and quartiles below it. Exposed: extra time over the step under no_sync, and below it the "
-        "share of that without overlap. Ratio: to torch's step; of medians, and below it over rounds. Difference: of any "
-        "gradient from the uncompiled model's, averaged by mean."
+        "ms per step: median, and quartiles below it. Exposed: what the link adds (without a link: extra time over "
+        "no_sync), and below it the share of that without overlap. Then the ratio to the step without DDP, and to torch's: "
+        "of medians, and below it over rounds. Difference: of any gradient from the uncompiled model's, averaged by mean."
     )
-    table = new_table("form", "step", "exposed", "ratio", "graph\nbreaks", "differ-\nence", caption=caption)
+    columns = ("form", "step", "exposed", "to\nbare", "to\ntorch", "graph\nbreaks", "differ-\nence")
+    table = new_table(*columns, caption=caption)
     for row in rows:
         low, high = row.step.quartiles
         share = "" if row.to_none_overlapped is None else f"\n[dim]{row.to_none_overlapped:.2f}[/dim]"
         table.add_row(
             FORMS[row.form],
             f"{row.step.median * MS:.1f}\n[dim]{low * MS:.1f}…{high * MS:.1f}[/dim]",
-            f"{row.exposed.median * MS:.1f}{share}",
-            "" if row.to_torch is None else row.to_torch.cell(3),
+            "" if row.exposed is None else f"{row.exposed.median * MS:.1f}{share}",
+            *("" if ratio is None else ratio.cell(3) for ratio in (row.to_bare, row.to_torch)),
             str(row.graph_breaks),
-            f"{row.difference:.0e}",
+            "" if row.difference is None else f"{row.difference:.0e}",
         )
     return table
 
@@ -229,13 +248,15 @@ def _lines(rows: Sequence[Entry]) -> list[str]:
 def _as_json(row: Entry) -> Mapping[str, Any]:
     data: dict[str, Any] = {
         "step": row.step.as_json("ms", MS),
-        "no_sync": row.quiet.as_json("ms", MS),
-        "exposed": row.exposed.as_json("ms", MS),
         "graph_breaks": row.graph_breaks,
         "largest_difference": row.difference,
     }
-    if row.to_torch is not None:
-        data["ratio_to_torch"] = row.to_torch.as_json()
+    for name, series in (("base", row.base), ("exposed", row.exposed)):
+        if series is not None:
+            data[name] = series.as_json("ms", MS)
+    for name, ratio in (("ratio_to_bare", row.to_bare), ("ratio_to_torch", row.to_torch)):
+        if ratio is not None:
+            data[name] = ratio.as_json()
     if row.to_none_overlapped is not None:
         data["exposed_to_no_overlap"] = row.to_none_overlapped
     return data

@@ -3,7 +3,8 @@
 Note [Without overlap]
 The figure to compare with is the same compiled model whose gradients are in a single bucket: it is launched after the last
 gradient, so all communication follows the computation. Exposed communication is the extra time of a step over the same step
-under `no_sync`.
+with the link's limits off, so that what a hook computes does not count. Without a link it is the extra time over a step under
+`no_sync`. On CUDA steps follow each other as in training, where the host runs ahead of the device.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.utils.checkpoint import checkpoint
 
 from gradwire.cli.bench.models import GPT2, Shape
+from gradwire.cli.experiment.peers import torch_world
 from gradwire.cli.experiment.rank_context import RankContext
 from gradwire.cli.experiment.recipes import RECIPES
 from gradwire.cli.experiment.timing import Rounds, interleave
@@ -29,9 +32,11 @@ from gradwire.errors import InternalError
 from gradwire.groups import C10dGroup, Group, SharedMemoryGroup
 from gradwire.interop import as_process_group, as_torch_hook
 from gradwire.lab import Throttled
+from gradwire.lab.throttle import Link
 from gradwire.parallel import DistributedDataParallel
 
 EAGER = "eager"
+BARE = "bare"
 INSIDE = "inside"
 OUTSIDE = "outside"
 BLOCKS = "blocks"
@@ -39,16 +44,20 @@ ONE_BUCKET = "one bucket"
 TORCH = "torch"
 FORMS = {
     EAGER: "DDP(m), not compiled",
+    BARE: "compile(m), no DDP",
     INSIDE: "DDP(compile(m))",
     OUTSIDE: "compile(DDP(m))",
     BLOCKS: "DDP(compiled blocks)",
     ONE_BUCKET: "DDP(compile(m)), no overlap",
     TORCH: "torch: compile(DDP(m))",
 }
-QUIET = ", no_sync"
+BASE = ", base"
+"""The step that exposed communication is counted from: see Note [Without overlap]."""
 _ALL_IN_ONE_MB = 2**20
 _CLOSE = {"cpu": 1e-4, "cuda": 0.05}
 """How far a gradient may be off, relative to the largest element: float32, and bfloat16 under autocast."""
+_BLOCK = {"cpu": 1, "cuda": 8}
+"""Timed steps in a row."""
 _CHECKED_STEPS = 4
 """Steps before gradients are compared: buckets are rebuilt after the first, and the first finds that there is compiled code."""
 
@@ -68,6 +77,11 @@ class Plan:
     bucket_mb: float
     rounds: int
     forms: tuple[str, ...]
+
+    @property
+    def block(self) -> int:
+        """How many steps of each form are timed in a row."""
+        return _BLOCK[self.device]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,29 +105,30 @@ def run_forms(plan: Plan, context: RankContext) -> Measured:
     start = _model(plan).to(device)
     torch.manual_seed(1 + context.rank)  # every rank reads different data
     inputs = torch.randint(plan.shape.symbols, (plan.batch, plan.shape.context + 1), device=device)
-    with _group(plan, context, device) as group:
+    with _world(plan, context, device) as world:
         forms: dict[str, Any] = {}
         breaks: dict[str, int] = {}
         difference: dict[str, float] = {}
         expected: list[Tensor] = []
         for form in dict.fromkeys([EAGER, *plan.forms]):
             before = _graph_breaks()
-            model, call = _FORMS[form](copy.deepcopy(start), group, plan)
+            model, call = _FORMS[form](copy.deepcopy(start), world, plan)
             for _ in range(_CHECKED_STEPS):
                 _step(call, model, inputs)()
                 context.report(0)
             breaks[form] = _graph_breaks() - before
             found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-            expected = expected or found
-            difference[form] = _difference(form, found, expected)
-            _set_hook(model, group, plan.hook)
+            if form != BARE or context.size == 1:  # else its gradients are no average
+                expected = expected or found
+                difference[form] = _difference(form, found, expected)
+            _set_hook(model, world, plan.hook)
             forms[form] = model, call
         steps = {form: _step(call, model, inputs) for form, (model, call) in forms.items()}
-        quiet = {form + QUIET: _quiet(steps[form], model) for form, (model, _) in forms.items()}
+        bases = {form + BASE: _base(steps[form], model, world) for form, (model, _) in forms.items() if form != BARE}
         gc.collect()
         series = interleave(
-            steps | quiet,
-            Rounds(plan.rounds, lead_in=1, warm_up=2),
+            steps | bases,
+            Rounds(plan.rounds, block=plan.block, lead_in=1, warm_up=2),
             fence=lambda: _fence(context, device),
             after_round=context.report if context.rank == 0 else None,
         )
@@ -155,18 +170,37 @@ class _Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
+@dataclass(frozen=True, slots=True)
+class _World:
+    """What connects the ranks."""
+
+    group: Group
+    process_group: Any
+    """The same, for torch's DDP."""
+
+    @property
+    def link(self) -> Link | None:
+        """This rank's link, if there is one."""
+        return self.group.link if isinstance(self.group, Throttled) else None
+
+
 @contextmanager
-def _group(plan: Plan, context: RankContext, device: torch.device) -> Iterator[Group]:
-    store = PrefixStore("gradwire", context.store)
-    kind: Callable[..., Group] = SharedMemoryGroup
-    if device.type == "cuda":
-        shared = context.size > torch.cuda.device_count()  # NCCL takes one rank per device
-        kind = C10dGroup.gloo if shared or plan.mbit is not None else C10dGroup.nccl
-    group = kind(store, context.rank, context.size, timeout=context.timeout, name="bench compile")
+def _world(plan: Plan, context: RankContext, device: torch.device) -> Iterator[_World]:
+    store, name = PrefixStore("gradwire", context.store), "bench compile"
+    if device.type == "cuda" and plan.mbit is None and context.size <= torch.cuda.device_count():
+        with torch_world("cpu:gloo,cuda:nccl", store, context.rank, context.size, timeout=context.timeout):
+            group: Group = C10dGroup(dist.group.WORLD, name=name)
+            yield _World(group, dist.group.WORLD)
+            group.close()
+        return
+    kind = (
+        C10dGroup.gloo if device.type == "cuda" else SharedMemoryGroup
+    )  # NCCL takes one rank per device, and no Throttled
+    group = kind(store, context.rank, context.size, timeout=context.timeout, name=name)
     if plan.mbit is not None:
         group = Throttled(group, mbit=plan.mbit, latency_ms=plan.latency_ms)
     try:
-        yield group
+        yield _World(group, as_process_group(group))
     finally:
         group.close()
 
@@ -174,48 +208,51 @@ def _group(plan: Plan, context: RankContext, device: torch.device) -> Iterator[G
 # -- the forms: each returns the DDP, and what is called -------------------------------------------------------------------------
 
 
-def _ours(model: nn.Module, group: Group, plan: Plan, bucket_mb: float | None = None) -> DistributedDataParallel:
-    return DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket_mb or plan.bucket_mb)
+def _ours(model: nn.Module, world: _World, plan: Plan, bucket_mb: float | None = None) -> DistributedDataParallel:
+    return DistributedDataParallel(model, process_group=world.group, bucket_cap_mb=bucket_mb or plan.bucket_mb)
 
 
-def _eager(model: nn.Module, group: Group, plan: Plan) -> tuple[Any, Any]:
-    ddp = _ours(model, group, plan)
+def _eager(model: nn.Module, world: _World, plan: Plan) -> tuple[Any, Any]:
+    ddp = _ours(model, world, plan)
     return ddp, ddp
 
 
-def _inside(model: nn.Module, group: Group, plan: Plan) -> tuple[Any, Any]:
-    ddp = _ours(torch.compile(model, backend=plan.backend, fullgraph=True), group, plan)  # type: ignore[arg-type]
+def _bare(model: nn.Module, world: _World, plan: Plan) -> tuple[Any, Any]:
+    return model, torch.compile(model, backend=plan.backend, fullgraph=True)
+
+
+def _inside(model: nn.Module, world: _World, plan: Plan) -> tuple[Any, Any]:
+    ddp = _ours(torch.compile(model, backend=plan.backend, fullgraph=True), world, plan)  # type: ignore[arg-type]
     return ddp, ddp
 
 
-def _outside(model: nn.Module, group: Group, plan: Plan) -> tuple[Any, Any]:
-    ddp = _ours(model, group, plan)
+def _outside(model: nn.Module, world: _World, plan: Plan) -> tuple[Any, Any]:
+    ddp = _ours(model, world, plan)
     return ddp, torch.compile(ddp, backend=plan.backend, fullgraph=True)
 
 
-def _blocks(model: Any, group: Group, plan: Plan) -> tuple[Any, Any]:
+def _blocks(model: Any, world: _World, plan: Plan) -> tuple[Any, Any]:
     for block in model.blocks:
         block.compile(backend=plan.backend, fullgraph=True)
-    ddp = _ours(model, group, plan)
+    ddp = _ours(model, world, plan)
     return ddp, ddp
 
 
-def _one_bucket(model: nn.Module, group: Group, plan: Plan) -> tuple[Any, Any]:
+def _one_bucket(model: nn.Module, world: _World, plan: Plan) -> tuple[Any, Any]:
     compiled = torch.compile(model, backend=plan.backend, fullgraph=True)
-    ddp = _ours(compiled, group, plan, _ALL_IN_ONE_MB)  # type: ignore[arg-type]
+    ddp = _ours(compiled, world, plan, _ALL_IN_ONE_MB)  # type: ignore[arg-type]
     return ddp, ddp
 
 
-def _torch(model: nn.Module, group: Group, plan: Plan) -> tuple[Any, Any]:
+def _torch(model: nn.Module, world: _World, plan: Plan) -> tuple[Any, Any]:
     """torch has Dynamo split the graph at buckets, so it takes no `fullgraph`."""
-    ddp = nn.parallel.DistributedDataParallel(
-        model, process_group=as_process_group(group), bucket_cap_mb=plan.bucket_mb
-    )
+    ddp = nn.parallel.DistributedDataParallel(model, process_group=world.process_group, bucket_cap_mb=plan.bucket_mb)
     return ddp, torch.compile(ddp, backend=plan.backend)
 
 
-_FORMS: Mapping[str, Callable[[Any, Group, Plan], tuple[Any, Any]]] = {
+_FORMS: Mapping[str, Callable[[Any, _World, Plan], tuple[Any, Any]]] = {
     EAGER: _eager,
+    BARE: _bare,
     INSIDE: _inside,
     OUTSIDE: _outside,
     BLOCKS: _blocks,
@@ -224,14 +261,14 @@ _FORMS: Mapping[str, Callable[[Any, Group, Plan], tuple[Any, Any]]] = {
 }
 
 
-def _set_hook(model: Any, group: Group, name: str) -> None:
-    if name == "mean":
+def _set_hook(model: Any, world: _World, name: str) -> None:
+    if name == "mean" or isinstance(model, GPT2):
         return
     hook = RECIPES[name].build()
     if isinstance(model, DistributedDataParallel):
         model.set_hook(hook)
     else:
-        model.register_comm_hook(None, as_torch_hook(hook, group, named_parameters=model.named_parameters()))
+        model.register_comm_hook(None, as_torch_hook(hook, world.group, named_parameters=model.named_parameters()))
 
 
 def _step(call: Any, model: nn.Module, inputs: Tensor) -> Callable[[], None]:
@@ -244,12 +281,14 @@ def _step(call: Any, model: nn.Module, inputs: Tensor) -> Callable[[], None]:
     return step
 
 
-def _quiet(step: Callable[[], None], model: Any) -> Callable[[], None]:
-    def quiet() -> None:
-        with model.no_sync():
+def _base(step: Callable[[], None], model: Any, world: _World) -> Callable[[], None]:
+    """`step`, without the communication that may be exposed."""
+
+    def base() -> None:
+        with model.no_sync() if world.link is None else world.link.unlimited():
             step()
 
-    return quiet
+    return base
 
 
 def _fence(context: RankContext, device: torch.device) -> None:

@@ -125,7 +125,7 @@ def _gradwire(context: RankContext, op: str, numel: int, stack: ExitStack, *, he
 
 
 def _gloo(context: RankContext, op: str, numel: int, stack: ExitStack) -> Contender:
-    stack.enter_context(peers.gloo_world(context.store, context.rank, context.size, timeout=context.timeout))
+    stack.enter_context(peers.torch_world("gloo", context.store, context.rank, context.size, timeout=context.timeout))
     buffers = Buffers.make(op, numel, context.size, _ordinary)
     return Contender(op, buffers, lambda b: peers.gloo_calls(b.full, b.part, b.other), context.size)
 

@@ -37,6 +37,8 @@ _WARM_UP = 15
 """Warm-up steps: buckets are rebuilt after the first, and both DDPs sample their own times in the first ten."""
 _RECORDED = ", recorded"
 _SUMS = "the sums alone"
+_WAIT = "a wait alone"
+"""On CUDA: a step without a check, and a wait for the device between backward and optimizer, where a check has to decide."""
 _CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -127,6 +129,8 @@ def _measure(
         steps: dict[str, Step] = {name: work.step(model, adamw=adamw) for name, model in models.items()}
         if peers.OURS + peers.CHECKED in models:
             steps[_SUMS] = functools.partial(_sum, models[peers.OURS + peers.CHECKED])
+            if work.inputs.is_cuda:
+                steps[_WAIT] = work.step(models[peers.OURS], adamw=adamw, wait=True)
         with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
             recorder = FlightRecorder(Path(folder, "rank-0.ring"), header={})
             try:
@@ -218,5 +222,12 @@ def _result_of_check(machine: dict[str, str], settings: dict[str, str], series: 
         f"The sums alone, which differences of whole steps hide in noise, take {100 * alone.median_of_rounds:.2f} % of a step with "
         "default flags (median over rounds)."
     )
+    if _WAIT in series:
+        wait = compare(series[_WAIT], series[peers.OURS])
+        rows.append(Row(series[_WAIT], series[_WAIT].median - series[peers.OURS].median, wait))
+        lines.append(
+            "The check must know the result before the optimizer's step. To wait for the device there, without any check, adds "
+            f"{100 * (wait.median_of_rounds - 1):.2f} % to a step with default flags (median over rounds)."
+        )
     ratio_of = "a step with nonfinite=NonFinite.RAISE to one without"
     return Result("overhead of a check", machine, settings, rows, ratio_of, lines, more_than="plain")

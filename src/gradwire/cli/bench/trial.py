@@ -59,7 +59,9 @@ def run_trial(trial: Trial, context: RankContext) -> Times:
     """Train on this rank, together with all others."""
     with ExitStack() as stack:
         stack.enter_context(
-            peers.gloo_world(PrefixStore("gloo", context.store), context.rank, context.size, timeout=context.timeout)
+            peers.torch_world(
+                "gloo", PrefixStore("gloo", context.store), context.rank, context.size, timeout=context.timeout
+            )
         )
         group = SharedMemoryGroup(
             PrefixStore("gradwire", context.store), context.rank, context.size, timeout=context.timeout

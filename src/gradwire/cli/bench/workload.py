@@ -48,14 +48,16 @@ class Workload:
             value: Tensor = model(self.inputs)
         return value
 
-    def step(self, model: nn.Module, *, adamw: bool) -> Callable[[], None]:
-        """A step of `model`."""
+    def step(self, model: nn.Module, *, adamw: bool, wait: bool = False) -> Callable[[], None]:
+        """A step of `model`. `wait`: for the CUDA device, after backward."""
         fused = True if self.inputs.device.type == "cuda" else None
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
 
         def step() -> None:
             optimizer.zero_grad(set_to_none=True)
             self.loss(model).backward()
+            if wait:
+                torch.cuda.synchronize(self.inputs.device)
             if adamw:
                 optimizer.step()
 

@@ -111,7 +111,7 @@ def _time(learner: Learner) -> float:
 def _here(which: str, model: nn.Module, context: RankContext, key: str) -> Iterator[Wrapped]:
     store = PrefixStore(key, context.store)
     if which == "torch":
-        with peers.gloo_world(store, context.rank, context.size, timeout=context.timeout):
+        with peers.torch_world("gloo", store, context.rank, context.size, timeout=context.timeout):
             ddp = nn.parallel.DistributedDataParallel(model)
             yield Wrapped(ddp, lambda: 0.0, keep=ddp.process_group)
         return

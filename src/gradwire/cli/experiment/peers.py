@@ -50,9 +50,9 @@ def world_of_one(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def gloo_world(store: Store, rank: int, size: int, *, timeout: float) -> Iterator[None]:
-    """torch's default process group over gloo, as `dist.init_process_group("gloo")` makes it."""
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+def torch_world(backend: str, store: Store, rank: int, size: int, *, timeout: float) -> Iterator[None]:
+    """torch's default process group, as `dist.init_process_group(backend)` makes it."""
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     try:
         yield
     finally:

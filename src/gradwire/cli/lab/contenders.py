@@ -107,7 +107,9 @@ def _torchs(name: str, words: str, register: Callable[[Any], object]) -> Contend
     @contextmanager
     def wrap(model: nn.Module, context: RankContext, link: Simulated | None, key: str) -> Iterator[Wrapped]:
         if link is None:
-            with peers.gloo_world(PrefixStore(key, context.store), context.rank, context.size, timeout=context.timeout):
+            with peers.torch_world(
+                "gloo", PrefixStore(key, context.store), context.rank, context.size, timeout=context.timeout
+            ):
                 ddp = nn.parallel.DistributedDataParallel(model)
                 register(ddp)
                 yield Wrapped(ddp, _sent_over_link, keep=ddp.process_group)
