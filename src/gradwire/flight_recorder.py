@@ -59,6 +59,8 @@ _MOST_WARNINGS = 200
 _LONGEST_DESCRIPTION = 1 << 20
 ORDINAL_BITS = 24
 """So many lower bits of an ordinal count collectives; those above count recoveries of the group."""
+ON_DEVICE = 1 << 7
+"""Added to the operation in records of submissions whose tensors are not in the host's memory."""
 _KIND = 16
 """Where the kind is in a record."""
 _LOW = (1 << 32) - 1

@@ -66,6 +66,12 @@ class Collective(OpFields):
         return self.tensors[0].device if self.tensors else torch.device("cpu")
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether the tensors are in the host's memory; True for a barrier."""
+        tensors = self.inputs or self.outputs
+        return not tensors or tensors[0].is_cpu
+
+    @property
     def signature(self) -> Signature:
         """This collective without its tensors."""
         return Signature(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from gradwire.collectives import Collective, OpKind
 from gradwire.deprecated import renamed
 from gradwire.errors import CollectiveTimeout, HookError
 from gradwire.events import CollectiveFailed, CollectiveFinished, CollectiveStarted, CollectiveSubmitted, Emitter
-from gradwire.flight_recorder import ORDINAL_BITS, FlightRecorder, RecordKind, pack_message, summary
+from gradwire.flight_recorder import ON_DEVICE, ORDINAL_BITS, FlightRecorder, RecordKind, pack_message, summary
 from gradwire.groups.completion import CompletionHooks
 from gradwire.groups.futures import FutureThreads
 from gradwire.groups.work import Work
@@ -50,6 +50,8 @@ class Ledger:
         self.size = size
         self.kind = kind
         """What sort of group it is, for people."""
+        self.engines: Mapping[str, str] = {}
+        """By type of device: which of torch's backends serves it, as far as that is known. See `set_engines`."""
         self.pid = os.getpid()
         """The process that made the group: see forked.py."""
         self.events = Emitter()
@@ -136,11 +138,12 @@ class Ledger:
         if recorder is not None:
             if recorder is not self._recorder:  # which may have been started after the group
                 self._record_group(recorder)
+            number = op.kind.number
             recorder.put(
                 kind,
                 self.rank,
                 at=at,
-                op=op.kind.number,
+                op=number if kind is not _SUBMITTED or op.is_on_host else number | ON_DEVICE,
                 group=self.name,
                 label=op.label if error is None else summary(error),
                 seq=work.seq,
@@ -155,7 +158,17 @@ class Ledger:
     def _record_group(self, recorder: FlightRecorder) -> None:
         self._recorder = recorder
         recorder.put(RecordKind.GROUP, self.rank, group=self.name, nbytes=self.size)
-        recorder.describe("group", {"name": self.name, "kind": self.kind, "rank": self.rank, "size": self.size})
+        self._describe(recorder)
+
+    def _describe(self, recorder: FlightRecorder) -> None:
+        facts = {"name": self.name, "kind": self.kind, "rank": self.rank, "size": self.size}
+        recorder.describe("group", {**facts, "engines": dict(self.engines)} if self.engines else facts)
+
+    def set_engines(self, engines: Mapping[str, str]) -> None:
+        """Keep which of torch's backends serves which type of device, for those who read records."""
+        self.engines = engines
+        if self._recorder is not None:
+            self._describe(self._recorder)
 
     def fail_all(self, error: BaseException) -> None:
         """Fail everything in flight."""
@@ -175,7 +188,8 @@ class Ledger:
         elif known.missing:
             who = f"Joined: ranks {list(known.joined)}; missing: ranks {list(known.missing)}."
         else:
-            who = f"All ranks {list(known.joined)} have joined: the engine or the link is slow or stuck."
+            kernel = "" if work.op.is_on_host else "a kernel that was enqueued before it still runs, or "
+            who = f"All ranks {list(known.joined)} have joined: {kernel}the engine or the link is slow or stuck."
         return CollectiveTimeout(
             f"{self.where(work)}: not finished after {limit:.3g} s. {who} Look at the missing ranks for "
             "an exception, a different order of operations or slow work between them; raise the timeout if they are just slow.",

@@ -22,7 +22,7 @@ from gradwire import flight_recorder
 from gradwire.concurrency import Worker
 from gradwire.errors import UsageError
 from gradwire.observe.recording import attach
-from gradwire.observe.ring import RingFollower
+from gradwire.observe.ring_tail import RingFollower
 from gradwire.observe.step_times import MANY_LOST, StepFolder, StepTimes
 from gradwire.observe.steps import Phase
 

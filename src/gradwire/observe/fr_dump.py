@@ -5,14 +5,14 @@ It matches the n-th collectives of a process group over all ranks, and reports r
 size and state. Collectives have the same ordinal on all ranks, which becomes the sequence number. It expects all members of a group
 to take part in everything, so the messages from one rank to another become a group of their own. Sizes are in bytes, and only those
 of operations whose sizes must be equal. Operations before the first one that all members have recorded are left out, as are those
-of groups that share a name: they cannot be matched. The engine is called gloo, because the analyzer refuses names that it does not
-know.
+of groups that share a name: they cannot be matched. Before torch 2.15 the analyzer refuses engines whose names it does not know, so
+everything but torch's own engines is called gloo there; the description of the group has its kind.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from gradwire.observe.ring import Ring
 PREFIX = "gradwire_trace_rank_"
 _VERSION = "2.10"
 _ENGINE = "gloo"
+_ENGINES = frozenset({"nccl", "gloo", "xccl"})
+"""Names of torch's backends that the analyzer knows in all versions."""
 _NAMES = {
     "all_gather_into_tensor": "_all_gather_base",
     "reduce_scatter_tensor": "_reduce_scatter_base",
@@ -42,6 +44,25 @@ class _Rank:
     found: list[Operation]
     members: dict[str, int] = field(default_factory=dict)
     """By group: its rank there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A group that operations can be matched in."""
+
+    ranks: list[int]
+    """In the world, in the order of the group, as far as they are recorded."""
+    kind: str = ""
+    engines: Mapping[str, str] = field(default_factory=dict)
+
+    def engine(self, one: Operation) -> str:
+        """What the analyzer calls the engine of an operation."""
+        devices = sorted(self.engines.keys() - {"cpu"}) if one.on_device else ["cpu"]
+        return next((name for d in devices if (name := self.engines.get(d)) in _ENGINES), _ENGINE)
+
+    def description(self, name: str) -> str:
+        """Its name and kind."""
+        return f"{name} ({self.kind})" if self.kind else name
 
 
 def write_dumps(rings: Sequence[Ring], directory: Path) -> tuple[int, int]:
@@ -108,22 +129,27 @@ def _message(one: Operation) -> tuple[str, int, int, int]:
     return one.group, sender, receiver, one.message
 
 
-def _groups(ranks: Sequence[_Rank], rings: Sequence[Ring], doubtful: set[str]) -> dict[str, list[int]]:
-    """By group: the ranks of the world in it, in its order, as far as they are recorded."""
+def _groups(ranks: Sequence[_Rank], rings: Sequence[Ring], doubtful: set[str]) -> dict[str, _Group]:
+    """The groups by name."""
     found: dict[str, dict[int, int]] = {}
     for rank in ranks:
         for group, number in rank.members.items():
             if group not in doubtful:
                 found.setdefault(group, {})[number] = rank.rank
-    size = max(int(ring.header["size"]) for ring in rings)
-    sizes = {d["name"]: d["size"] for ring in rings for d in ring.descriptions.get("group", []) if "size" in d}
-    return {
-        group: list(range(size)) if sizes.get(group) == size else [numbers[i] for i in sorted(numbers)]
-        for group, numbers in found.items()
-    }
+    world = max(int(ring.header["size"]) for ring in rings)
+    facts: dict[str, dict[str, Any]] = {}
+    for ring in rings:
+        for described in ring.descriptions.get("group", []):
+            facts.setdefault(described["name"], {}).update(described)
+    groups = {}
+    for group, numbers in found.items():
+        own = facts.get(group, {})
+        members = list(range(world)) if own.get("size") == world else [numbers[i] for i in sorted(numbers)]
+        groups[group] = _Group(members, own.get("kind", ""), own.get("engines", {}))
+    return groups
 
 
-def _dump(rank: _Rank, groups: dict[str, list[int]], wall: int) -> Dump:
+def _dump(rank: _Rank, groups: dict[str, _Group], wall: int) -> Dump:
     """`wall` is what makes times nanoseconds since 1970."""
     entries: list[Dump] = []
     config: dict[str, Dump] = {}
@@ -132,8 +158,9 @@ def _dump(rank: _Rank, groups: dict[str, list[int]], wall: int) -> Dump:
         name, ranks, what = _group_of(one, groups)
         if rank.rank not in ranks:
             continue
-        config[name] = {"name": name, "desc": one.group, "ranks": str(ranks)}
-        entry = _entry(len(entries), one, name, what, len(ranks))
+        description = groups[one.group].description(one.group)
+        config[name] = {"name": name, "desc": description, "ranks": str(ranks)}
+        entry = _entry(len(entries), one, (name, description), what, len(ranks))
         for key in ("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns"):
             entry[key] = None if entry[key] is None else entry[key] + wall
         entries.append(entry)
@@ -147,26 +174,26 @@ def _dump(rank: _Rank, groups: dict[str, list[int]], wall: int) -> Dump:
             last["last_started_collective"] = number
         if entry["state"] == "completed":
             last["last_completed_collective"] = number
-    for group, members in groups.items():  # a rank that has submitted nothing is a member all the same
-        if rank.rank in members:
-            config.setdefault(group, {"name": group, "desc": group, "ranks": str(members)})
+    for name, group in groups.items():  # a rank that has submitted nothing is a member all the same
+        if rank.rank in group.ranks:
+            config.setdefault(name, {"name": name, "desc": group.description(name), "ranks": str(group.ranks)})
     return {"version": _VERSION, "entries": entries, "pg_config": config, "pg_status": status, "rank": rank.rank}
 
 
-def _group_of(one: Operation, groups: dict[str, list[int]]) -> tuple[str, list[int], str]:
+def _group_of(one: Operation, groups: dict[str, _Group]) -> tuple[str, list[int], str]:
     """The group of an operation, its ranks in the world, and what the analyzer calls the operation."""
-    members = groups[one.group]
+    members, engine = groups[one.group].ranks, groups[one.group].engine(one)
     if one.ordinal:
-        return one.group, members, f"{_ENGINE}:{_NAMES.get(one.op, one.op)}"
+        return one.group, members, f"{engine}:{_NAMES.get(one.op, one.op)}"
     _, sender, receiver, _ = _message(one)
     pair = [members[rank] for rank in (sender, receiver) if rank < len(members)]
     places = {rank: place for place, rank in enumerate(sorted(pair))}
     a, b = (places[rank] for rank in pair) if len(pair) == 2 else (0, 0)
     arrow = f"{a}->{b}" if one.op == "send" else f"{b}<-{a}"
-    return f"{one.group}: {sender} to {receiver}", sorted(pair), f"{_ENGINE}:{one.op} {arrow}"
+    return f"{one.group}: {sender} to {receiver}", sorted(pair), f"{engine}:{one.op} {arrow}"
 
 
-def _entry(number: int, one: Operation, group: str, what: str, size: int) -> Dump:
+def _entry(number: int, one: Operation, group: tuple[str, str], what: str, size: int) -> Dump:
     sizes = [one.nbytes] if one.op in _EQUAL_SIZES or not one.ordinal else [0]
     outputs = {"all_gather_into_tensor": [one.nbytes * size], "reduce_scatter_tensor": [one.nbytes // size]}
     sequence = one.ordinal or one.message + 1
@@ -174,7 +201,7 @@ def _entry(number: int, one: Operation, group: str, what: str, size: int) -> Dum
     return {
         "record_id": number,
         "pg_id": 0,
-        "process_group": (group, one.group),
+        "process_group": group,
         "collective_seq_id": sequence,
         "p2p_seq_id": 0 if one.ordinal else sequence,
         "op_id": one.seq,

@@ -45,7 +45,7 @@ def report_lines(waiting: Waiting | None, suspects: Sequence[Suspect], *, frames
             are = "ranks of the group are" if waiting.unknown > 1 else "rank of the group is"
             lines.append(f"  {waiting.unknown} {are} not recorded here: if on another host, look there too")
         elif not suspects:
-            lines.append("  all ranks have submitted it: the engine or the link is slow or stuck")
+            lines.append(f"  all ranks have submitted it: {_why_slow(waiting.record)}")
     for group in _alike(suspects):
         lines += _suspect_lines(group, frames)
     return lines
@@ -59,7 +59,13 @@ def _message_lines(waiting: Waiting) -> list[str]:
         return [f"  rank {record.peer} of the group is not recorded here: if on another host, look there too"]
     if waiting.missing:
         return [f"  rank {waiting.missing[0]} has not submitted the matching {other}"]
-    return [f"  the matching {other} was submitted: the engine or the link is slow or stuck"]
+    return [f"  the matching {other} was submitted: {_why_slow(record)}"]
+
+
+def _why_slow(record: Record) -> str:
+    """Why an operation does not finish that nobody is missing in. A device runs what was enqueued before it first."""
+    kernel = "a kernel that was enqueued before it still runs on a rank's GPU, or " if record.on_device else ""
+    return f"{kernel}the engine or the link is slow or stuck"
 
 
 def stall_lines(stall: Stall, suspects: Sequence[Suspect]) -> list[str]:
@@ -154,6 +160,7 @@ def _facts(record: Record) -> dict[str, Any]:
         "step": record.step,
         "bucket": record.bucket,
         "peer": record.peer,
+        "on_device": record.on_device,
     }
 
 

@@ -34,6 +34,8 @@ class Operation:
     peer: int = -1
     """The other rank of a send or a receive, -1 if it is not known."""
     message: int = -1
+    on_device: bool = False
+    """Whether its tensors are in the memory of a device, as far as its submission was recorded."""
 
     @property
     def duration(self) -> int:
@@ -105,6 +107,7 @@ def _operation(record: Record, submitted: int) -> Operation:
         submitted,
         peer=record.peer,
         message=record.message,
+        on_device=record.on_device,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,15 +12,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradwire.errors import UsageError
-from gradwire.flight_recorder import HEADER, MAGIC, PAGE, RECORD, VERSION, RecordKind, names_path, unpack_message
+from gradwire.flight_recorder import (
+    HEADER,
+    MAGIC,
+    ON_DEVICE,
+    PAGE,
+    RECORD,
+    VERSION,
+    RecordKind,
+    names_path,
+    unpack_message,
+)
 from gradwire.host import ProcessState, clock_identity, process_state
 from gradwire.observe.ring_checks import checked_header, is_good_description, is_possible, real_capacity
 
 _UNKNOWN = "?"
 _FILE_NAME = re.compile(r"rank-(\d{1,6})\.ring")
 _P2P = frozenset({"send", "recv"})
-_ABOUT_TO = 1_000_000_000
-"""After so many nanoseconds a record that is missing between others is not written any more."""
 _KINDS = {kind.value: kind for kind in RecordKind}
 COLLECTIVES = frozenset(kind for kind in RecordKind if kind.name.startswith("COLLECTIVE_"))
 """Records of collectives, sends and receives."""
@@ -54,6 +61,8 @@ class Record(NamedTuple):
     """Of a send or a receive: the other rank in `group`, -1 if it is not known."""
     message: int = -1
     """Of a send or a receive: which of the messages between these two ranks it is; both have the same."""
+    on_device: bool = False
+    """Of a submission: whether its tensors are in the memory of a device, such as a GPU."""
 
 
 def message_key(record: Record) -> tuple[str, int, int, int]:
@@ -214,12 +223,13 @@ class RingFile:
             if number % self.capacity != slot + i or not is_possible(time, rest[3], (rest[4], rest[5]), started):
                 self._bad_slots.add(slot + i)
                 continue
+            on_device, op = op & ON_DEVICE, op & ~ON_DEVICE
             name = ops[op] if kind in COLLECTIVES and op < len(ops) else ""
             record = Record(number, time, kind, name, rank, thread, self._name(group), self._name(label), *rest)
             if name in _P2P:
                 peer, message = unpack_message(record.ordinal)
                 record = record._replace(ordinal=0, peer=peer, message=message)
-            records.append(record)
+            records.append(record._replace(on_device=True) if on_device else record)
         return records
 
     def newest(self) -> int:
@@ -301,69 +311,6 @@ class RingFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class RingFollower:
-    """Reads what a rank has written since the last time."""
-
-    _FIRST, _MOST = 64, 1024
-    """Records that are read at once: few, because most of the time there are few new ones, and then more."""
-
-    def __init__(self, path: Path, *, tail: int | None = None) -> None:
-        """Begins with the oldest record, or with about the last `tail`."""
-        self._file = RingFile(path)
-        self.header = self._file.header
-        self.is_replaced = self._file.is_replaced
-        self.read_descriptions = self._file.read_descriptions
-        self._next = 0 if tail is None else max(0, self._file.newest() - tail)
-        self._gap = -1
-        """The record that was to come next at the end of the last call."""
-
-    @property
-    def damage(self) -> dict[str, str]:
-        """As `RingFile.damage`."""
-        return self._file.damage
-
-    def poll(self, *, most: int | None = None) -> list[Record]:
-        """The records since the last call, as far as they have not been overwritten; of more than `most`, about the last half."""
-        found: list[Record] = []
-        capacity = self._file.capacity
-        if most is not None and most < capacity and self._file.has(self._next + most):
-            self._next = max(self._next, self._file.newest() - most // 2)
-        count, left = min(self._FIRST, capacity), 2 * (capacity + self._MOST)
-        while left > 0:  # a rank that writes faster than we read must not keep us
-            left -= count
-            begin, slot = self._next, self._next % capacity
-            new = self._file.read(slot, min(count, capacity - slot), least=begin)
-            if slot + count > capacity:
-                new += self._file.read(0, slot + count - capacity, least=begin)
-            new = self._file.without_strays(new)
-            at_end = not new or new[-1].number < begin + count // 2  # so many records in a row are not left out
-            count = min(4 * count, self._MOST, capacity)
-            if not new:
-                break
-            if new[0].number >= begin + capacity:  # overwritten before we came: continue behind the writer
-                self._next = new[-1].number - capacity // 2
-                continue
-            for record in new:
-                if record.number != self._next:
-                    if not self._is_never_written(record):
-                        break
-                    self._next = record.number
-                found.append(record)
-                self._next += 1
-            if self._next == begin or at_end:
-                break
-        self._gap = self._next
-        return found
-
-    def _is_never_written(self, later: Record) -> bool:
-        """Whether what should come next is a gap (see Note [No errors] in flight_recorder.py), not about to be written."""
-        return self._next == self._gap or time.monotonic_ns() - later.time > _ABOUT_TO
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 def read_rings(directory: str | os.PathLike[str]) -> list[Ring]:

@@ -35,6 +35,10 @@ def _is_texts(value: Any) -> bool:
     return isinstance(value, list) and all(map(_is_text, value))
 
 
+def _is_text_by_text(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_text, value.values()))
+
+
 def _is_time(value: Any) -> bool:
     return _is_number(value) and 0 <= value < 1 << 61
 
@@ -68,7 +72,10 @@ _OTHERS: Mapping[str, tuple[Callable[[Any], bool], Any]] = {
 _BUCKET: Checks = {"bytes": _is_count, "names": _is_texts}
 _BUCKET_MORE: Checks = {"dtype": _is_text, "device": _is_text, "parameters": _is_count}
 _DESCRIPTIONS: Mapping[str, tuple[Checks, Checks]] = {
-    "group": ({"name": _is_text}, {"kind": _is_text, "rank": _is_count, "size": _is_count}),
+    "group": (
+        {"name": _is_text},
+        {"kind": _is_text, "rank": _is_count, "size": _is_count, "engines": _is_text_by_text},
+    ),
     "buckets": ({"group": _is_text, "buckets": _is_buckets}, {"rank": _is_count}),
     "warning": ({"text": _is_text, "step": _is_number, "time": _is_time}, {}),
     "system": ({}, {"system": _is_text, "cpus": _is_count, "threads": _is_count}),

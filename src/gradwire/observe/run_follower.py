@@ -11,7 +11,8 @@ from gradwire.errors import UsageError
 from gradwire.host import ProcessState, clock_identity
 from gradwire.observe.gradient_questions import SUBJECT, SUFFIX, Awaited, Question
 from gradwire.observe.progress import RankProgress
-from gradwire.observe.ring import RingFollower, state_of_writer
+from gradwire.observe.ring import state_of_writer
+from gradwire.observe.ring_tail import RingFollower
 from gradwire.observe.stacks import Stack, read_stacks
 
 

@@ -107,6 +107,15 @@ def test_the_words_of_a_timeout(ledger: Ledger, known: Arrivals | None, words: s
     assert (error.joined, error.missing) == ((None, None) if known is None else (known.joined, known.missing))
 
 
+def test_a_timeout_of_tensors_on_a_device_names_what_else_it_may_be(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger.arrivals = lambda work: Arrivals((0, 1, 2, 3), ())
+    monkeypatch.setattr(build.Collective, "is_on_host", False)
+    error = ledger.timed_out(enter(ledger), 1.5)
+    assert "have joined: a kernel that was enqueued before it still runs, or the engine" in str(error)
+
+
 def test_hook_errors_come_out_one_at_a_time(ledger: Ledger) -> None:
     ledger.hook_errors.extend([HookError("first"), HookError("second")])
     with pytest.raises(HookError, match="first"):

@@ -13,7 +13,8 @@ from gradwire import flight_recorder, observe
 from gradwire.errors import CollectiveTimeout, PeerLost
 from gradwire.flight_recorder import FlightRecorder, RecordKind
 from gradwire.observe.recording import _header
-from gradwire.observe.ring import RingFile, RingFollower
+from gradwire.observe.ring import RingFile
+from gradwire.observe.ring_tail import RingFollower
 from gradwire.testing import run_ranks
 
 

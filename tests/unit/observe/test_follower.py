@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradwire.flight_recorder import FlightRecorder, RecordKind
-from gradwire.observe.ring import RingFollower
+from gradwire.observe.ring_tail import RingFollower
 
 HEADER = {"rank": 0, "clock": "here", "started": 0, "started_wall": 0, "ops": []}
 

@@ -14,6 +14,7 @@ from gradwire.flight_recorder import RecordKind as K
 from gradwire.observe.fr_dump import PREFIX, dumps, write_dumps
 from gradwire.observe.ring import read_rings
 from gradwire.testing import run_ranks
+from gradwire.testing.mpi import missing
 from helpers.made_rings import made_ring, mark
 
 
@@ -106,7 +107,31 @@ def test_a_group_that_was_made_again_counts_from_one_again(tmp_path):
     assert [one.collective_seq_id for one in database.collectives] == [1]
 
 
-@pytest.mark.parametrize("kind", ["threads", "shared_memory", "gloo"])
+def test_engines_have_the_names_that_the_analyzer_knows(tmp_path):
+    """Of NCCL, which has gloo for tensors on the CPU. Others are called gloo, and the description has what they are."""
+    pending = [
+        [collective(900 + i, K.COLLECTIVE_SUBMITTED, rank, 6 + i, time=10**9, on_device=i == 0) for i in range(2)]
+        for rank in range(2)
+    ]
+    rings = [made_ring(rank, range(3), more=pending[rank]) for rank in range(2)]
+    described = {"name": "world", "kind": "C10dGroup", "size": 2}
+    for engines, expected in [
+        ({"cpu": "gloo", "cuda": "nccl"}, ["nccl:all_reduce", "gloo:all_reduce"]),
+        ({"cpu": "mine", "cuda": "gloo"}, ["gloo:all_reduce", "gloo:all_reduce"]),
+        ({"cuda": "nccl"}, ["nccl:all_reduce", "gloo:all_reduce"]),
+    ]:
+        for ring in rings:
+            ring.descriptions["group"] = [{**described, "rank": ring.rank}, {**described, "engines": engines}]
+        database = analyze(rings, tmp_path / "fr")
+        assert [one.collective_name for one in database.collectives[-2:]] == expected
+        assert all(one.pass_check for one in database.collectives)
+        assert [group.desc for group in database.groups] == ["world (C10dGroup)"]
+
+
+needs_mpi = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+@pytest.mark.parametrize("kind", ["threads", "shared_memory", "gloo", pytest.param("mpi", marks=needs_mpi)])
 def test_every_operation_of_real_groups(tmp_path, kind):
     run = tmp_path / "run"
 

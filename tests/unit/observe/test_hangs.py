@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gradwire.flight_recorder import RecordKind as K
@@ -161,6 +163,16 @@ def test_no_rank_is_to_blame(rank):
         "ranks 0-2 have waited for 6.0 s in all_reduce 'bucket 1' (operation #1 of world, 4 bytes of step 7, bucket 1)",
         "  all ranks have submitted it: the engine or the link is slow or stuck",
     ]
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "send"])
+def test_no_rank_is_to_blame_but_a_kernel_may_be(rank, op):
+    waiting = find_waiting([rank(n, pending=[1]) for n in range(3)], 6 * S)
+    assert waiting is not None
+    record = waiting.record._replace(op=op, on_device=True, peer=1 if op == "send" else -1)
+    line = report_lines(replace(waiting, record=record), [])[1]
+    assert "a kernel that was enqueued before it still runs on a rank's GPU, or the engine or the link is slow" in line
+    assert ("all ranks have submitted it" in line) == (op == "all_reduce")
 
 
 def test_a_rank_that_is_not_recorded_may_be_the_one(rank):

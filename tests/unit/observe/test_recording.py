@@ -14,8 +14,11 @@ from torch import nn
 
 import gradwire as gw
 from gradwire import flight_recorder, observe
+from gradwire.collectives import Collective, build
 from gradwire.errors import CollectiveTimeout, GroupAborted, UsageError
 from gradwire.flight_recorder import RecordKind
+from gradwire.groups.ledger import Ledger
+from gradwire.groups.work import Work
 from gradwire.testing import run_ranks
 
 K = RecordKind
@@ -348,3 +351,18 @@ def test_a_send_and_its_receive_have_the_same_number(recorded):
     assert len(set(numbers)) == 3
     assert found["recv", 0] == [(-1, 0)]  # from any rank
     assert all(r.ordinal == 0 for r in records if r.op in ("send", "recv"))
+
+
+def test_submissions_record_where_tensors_are(recorded, monkeypatch):
+    ledger = Ledger(name="group", rank=0, size=1)
+    works = [
+        Work(op, ledger, seq=seq, timeout=1)
+        for seq, op in enumerate([build.all_reduce(torch.ones(2)), build.barrier()])
+    ]
+    ledger.submitted(works[0])
+    ledger.submitted(works[1])
+    monkeypatch.setattr(Collective, "is_on_host", property(lambda op: not op.tensors))  # as on a GPU
+    ledger.submitted(works[0])
+    records = observe.read_rings(recorded)[0].of_kind(K.COLLECTIVE_SUBMITTED)
+    assert [(r.op, r.on_device) for r in records] == [("all_reduce", False), ("barrier", False), ("all_reduce", True)]
+    ledger.fail_all(GroupAborted("", reason=""))

@@ -82,6 +82,13 @@ def name_of(pg: Any) -> str:
     return str(name) if name and name != "undefined" else type(pg).__name__
 
 
+def engines_of(pg: Any) -> dict[str, str]:
+    """By type of device: the name of the C++ backend that serves it. Empty for a group written in Python."""
+    if not isinstance(pg, dist.ProcessGroup):
+        return {}
+    return {device.type: name_of(dist.ProcessGroup._get_backend(pg, device)) for device in _devices_in_cpp(pg)}
+
+
 def store_of(pg: Any) -> Any:
     """The store of a process group; None if it has none that works.
 

@@ -25,7 +25,7 @@ from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.concurrency import Worker
 from gradwire.errors import GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
-from gradwire.groups.c10d.abilities import can_split, find_engine, name_of, store_of, timeout_of
+from gradwire.groups.c10d.abilities import can_split, engines_of, find_engine, name_of, store_of, timeout_of
 from gradwire.groups.c10d.engine import Engine
 from gradwire.groups.c10d.failures import translate
 from gradwire.groups.c10d.gloo import ENGINE_MARGIN, make_gloo
@@ -56,6 +56,7 @@ class C10dGroup(Group):
             name=name or f"c10d-{name_of(pg)}",
             timeout=(timeout_of(pg) or DEFAULT_TIMEOUT) if timeout is None else timeout,
         )
+        self.ledger.set_engines(engines_of(pg))
         self._given: Any = pg
         self._backends: dict[str, tuple[Any, Engine]] = {}
         self._store = store_of(pg) if store is None else store

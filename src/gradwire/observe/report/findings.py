@@ -68,8 +68,14 @@ def _hangs(report: RunReport) -> Iterator[Finding]:
             "Look at the ranks that are named: what was found of them is in "
             f"{hang.get('file', 'the hang report')}, in the directory of the run."
             if suspects
-            else "The engine or the link was slow or stuck: look at the network.",
+            else _without_suspects(_dict(hang.get("collective"))),
         )
+
+
+def _without_suspects(collective: dict[str, Any]) -> str:
+    kernel = "A kernel that was enqueued before it kept a GPU busy: look at the kernels of each rank. Or the"
+    engine = kernel if collective.get("on_device") else "The"
+    return f"{engine} engine or the link was slow or stuck: look at the network."
 
 
 def _collective(facts: object) -> str:

@@ -8,11 +8,13 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from gradwire import observe
 from gradwire.collectives import ReduceOp, build
 from gradwire.errors import (
     ClosedError,
@@ -305,6 +307,21 @@ def test_a_process_groups_own_time_out_is_kept() -> None:
             assert group.timeout == 7200
         with C10dGroup(given, timeout=5) as group:
             assert group.timeout == 5
+
+
+def test_records_name_the_engine_of_each_device(tmp_path: Path) -> None:
+    pg = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    for device in ("cpu", "cuda"):
+        engine = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
+        pg._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, engine)
+    observe.start(tmp_path, rank=0, size=1)
+    try:
+        with C10dGroup(pg, name="mine"):
+            pass
+    finally:
+        observe.stop()
+    described = observe.read_rings(tmp_path)[0].descriptions["group"][-1]
+    assert (described["name"], described["engines"]) == ("mine", {"cpu": "gloo", "cuda": "gloo"})
 
 
 def test_closing_leaves_somebody_elses_engine_alone() -> None:

@@ -122,6 +122,15 @@ def test_hangs_that_were_saved_whatever_their_form(hang):
         )
 
 
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_hang_that_no_rank_is_to_blame_for(on_device):
+    hang = {**HANG, "collective": {"op": "all_reduce", "on_device": on_device}, "suspects": []}
+    error = only(found(made_ring(0, range(3), size=1), hangs=[hang]), "hung in")
+    assert error.detail == "All ranks had submitted it."
+    assert ("kernel" in error.advice) == on_device
+    assert error.advice.endswith("engine or the link was slow or stuck: look at the network.")
+
+
 def test_a_rank_that_ended_while_nobody_waited():
     gone = {
         "collective": None,
