@@ -3,10 +3,12 @@
 from gradwire.interop.as_torch import as_torch_hook
 from gradwire.interop.backend import register_backend
 from gradwire.interop.fsdp import as_fsdp_hook, as_fsdp_reduce_scatter, fsdp_parameters
+from gradwire.interop.fsdp_checks import FsdpChecks
 from gradwire.interop.process_group import GradwireProcessGroup, as_process_group, from_process_group
 from gradwire.interop.work import TorchWork
 
 __all__ = [
+    "FsdpChecks",
     "GradwireProcessGroup",
     "TorchWork",
     "as_fsdp_hook",

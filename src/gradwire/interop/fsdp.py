@@ -29,6 +29,7 @@ from gradwire.groups.base import Group
 from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.bucket import BucketSpec, GradBucket
+from gradwire.interop.fsdp_checks import IN_A_SHARD, OF_A_RANK, CheckedModule, FsdpChecks
 from gradwire.reducer.bucket_records import record_bucket
 from gradwire.reducer.hook_runner import HookRunner
 
@@ -54,10 +55,15 @@ class FsdpHook:
         if parts:  # checked again with the first gradient, which may have another dtype
             hook.check(_bucket(parts, 0, like))
         self._runner = HookRunner(hook, group)
+        self._check: tuple[FsdpChecks, CheckedModule] | None = None
         self._parts = tuple(parts)
         self._device = like.device
         self._doing = doing
         self._warned = False
+
+    def check_with(self, checks: FsdpChecks, parameters: Sequence[Tensor], *, advice: str) -> None:
+        """Let `checks` look at everything that is reduced, of these parameters."""
+        self._check = checks, checks.add(self._runner, self._parts, parameters, advice)
 
     def __call__(self, flat: Tensor) -> None:
         """Average `flat` over the group, in place."""
@@ -73,9 +79,15 @@ class FsdpHook:
         record_bucket(RecordKind.BUCKET_FULL, runner.group, spec, step=runner.step)
         record_bucket(RecordKind.BUCKET_LAUNCHED, runner.group, spec, step=runner.step, hook=runner.name)
         with flight_recorder.within(runner.step, spec.index):
-            result = runner.run(GradBucket(spec, flat, (), is_last=True))
+            result = self._run(GradBucket(spec, flat, (), is_last=True))
         record_bucket(RecordKind.BUCKET_REDUCED, runner.group, spec, step=runner.step)
         return result
+
+    def _run(self, bucket: GradBucket) -> Tensor:
+        if self._check is None:
+            return self._runner.run(bucket)
+        checks, module = self._check
+        return checks.run(module, bucket, is_named=bucket.index() == 0)
 
     def _spec(self, flat: Tensor) -> BucketSpec:
         parts = self._parts
@@ -99,16 +111,25 @@ class FsdpHook:
         return f"FsdpHook({self._runner.hook!r}, {self._runner.group})"
 
 
-def as_fsdp_hook(hook: CommHook, group: Group, *, named_parameters: Iterable[tuple[str, Tensor]] = ()) -> FsdpHook:
+def as_fsdp_hook(
+    hook: CommHook,
+    group: Group,
+    *,
+    named_parameters: Iterable[tuple[str, Tensor]] = (),
+    checks: FsdpChecks | None = None,
+) -> FsdpHook:
     """For `module.set_all_reduce_hook`: average the module's shards over `group`, the ranks that hold the same shards.
 
     The module is sharded over one dimension of a mesh, `fully_shard(module, mesh=mesh["shard"])`, and `group` is the other:
     `gw.from_process_group(mesh.get_group("replicate"))`. One hook per FSDP module, with the parameters that FSDP reduces together:
-    `fsdp_parameters(model)` yields both.
+    `fsdp_parameters(model)` yields both. `checks`, one for all modules of the model, look for NaN and infinity.
     """
     named = list(named_parameters)
     parts = [(name, _shard_shape(name, p, "as_fsdp_hook")) for name, p in named]
-    return FsdpHook(hook, group, parts, like=_first(named), doing="as_fsdp_hook")
+    made = FsdpHook(hook, group, parts, like=_first(named), doing="as_fsdp_hook")
+    if checks is not None:
+        made.check_with(checks, [p for _, p in named], advice=IN_A_SHARD)
+    return made
 
 
 class FsdpReduceScatter:
@@ -147,17 +168,24 @@ class FsdpReduceScatter:
 
 
 def as_fsdp_reduce_scatter(
-    hook: CommHook, group: Group, *, named_parameters: Iterable[tuple[str, Tensor]] = ()
+    hook: CommHook,
+    group: Group,
+    *,
+    named_parameters: Iterable[tuple[str, Tensor]] = (),
+    checks: FsdpChecks | None = None,
 ) -> FsdpReduceScatter:
     """For `module.set_custom_reduce_scatter`: reduce the module's gradients over its shards with `hook`.
 
     A hook gives every rank the full average, of which FSDP keeps a shard here; so this sends what the hook sends, for `mean()`
     twice the bytes of a plain reduce-scatter. It pays off for hooks that compress more than twofold. `group` is the shards' group.
+    `checks`, one for all modules of the model, look for NaN and infinity.
     """
     named = list(named_parameters)
     shards = [(name, _shard_shape(name, p, "as_fsdp_reduce_scatter")) for name, p in named]
     parts = [(f"{name} (shard {r})", shape) for r in range(group.size) for name, shape in shards]
     inner = FsdpHook(hook, group, parts, like=_first(named), doing="as_fsdp_reduce_scatter")
+    if checks is not None:
+        inner.check_with(checks, [p for _, p in named], advice=OF_A_RANK)
     return FsdpReduceScatter(inner, group)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
 import torch
@@ -32,6 +32,7 @@ from gradwire.policies import NonFinite
 from gradwire.reducer.bucket_buffers import ZeroBucket
 from gradwire.reducer.drive import Landed, Pending
 from gradwire.reducer.hook_runner import HookRunner
+from gradwire.reducer.hook_states import HookStates
 from gradwire.reducer.layout import ParameterSpec
 from gradwire.reducer.nonfinite_report import Report, exchange
 from gradwire.reducer.nonfinite_search import Found, Look, Search
@@ -60,11 +61,10 @@ class NonFiniteChecked:
     ) -> None:
         self._inner = inner
         self._specs = list(specs)
-        self._policy = policy
+        self._reaction = Reaction(policy)
         self._overwritten = overwritten
         self._search = Search([spec.name for spec in specs])
         self._check = weakly(self._verify)  # the runner, which this object holds, holds the check
-        self._shown = False
         self._begin(torch.device("cpu"))
 
     @property
@@ -94,8 +94,7 @@ class NonFiniteChecked:
     def _look_before(self, bucket: GradBucket) -> None:
         if self._check not in self.checks:  # the first bucket of a step
             self._begin(bucket.spec.device)
-            self._inner.states.commit()  # of a backward that has failed
-            self._inner.states.can_roll_back = self._policy is not NonFinite.RECORD
+            self._reaction.prepare(self._inner.states)
             self.checks.append(self._check)
         if not isinstance(bucket, ZeroBucket):
             if self._trusted and self._stay_in_grad(bucket):
@@ -132,29 +131,45 @@ class NonFiniteChecked:
         finally:
             self._begin(self._device)  # nothing of the step is kept
         if report is not None:
-            self._decide(report)
+            self._reaction.react(report, self._inner.group, [self._inner.states])
         self._inner.states.commit()
 
     def _report(self, step: int) -> Report | None:
-        found = _examine([*self._gradients, *self._averages], self._device)
+        found = examine([*self._gradients, *self._averages], self._device)
         count = len(self._gradients)
         gradients, averages = ([f for look in part for f in look] for part in (found[:count], found[count:]))
         group, trusted = self._inner.group, self._trusted
         if trusted and not averages:
             return None  # on all ranks: see Note [What a healthy step costs]
-        if not trusted and not _any_rank(bool(gradients or averages), group, self._device):
+        if not trusted and not any_rank(bool(gradients or averages), group, self._device):
             return None
         for bucket in self._kept:
             gradients += self._search.in_grads(bucket, self._narrow(bucket.spec))
         answers = exchange(group, gradients, averages, device=self._device)
         names, shapes = [spec.name for spec in self._specs], [spec.shape for spec in self._specs]
-        return Report(answers, names, shapes, hook=self.name, averages_only=trusted, step=step)
+        in_grads = self._overwritten is Overwritten.ALL
+        return Report(answers, names, shapes, hook=self.name, averages_only=trusted, step=step, in_grads=in_grads)
 
-    def _decide(self, report: Report) -> None:
-        error, group = report.error(self._policy), self._inner.group
+
+class Reaction:
+    """What a policy does about values that are not finite."""
+
+    def __init__(self, policy: NonFinite) -> None:
+        self._policy = policy
+        self._shown = False
+
+    def prepare(self, states: HookStates) -> None:
+        """A step of a hook begins that may be dropped."""
+        states.commit()  # of a backward that has failed
+        states.can_roll_back = self._policy is not NonFinite.RECORD
+
+    def react(self, report: Report, group: Group, states: Iterable[HookStates]) -> None:
+        """Record what was found, and raise StepRejected or StepSkipped if the step is dropped, by all ranks of `group`."""
+        error = report.error(self._policy)
         flight_recorder.warn(str(error), rank=group.rank, group=group.name, step=report.step)
         if self._policy is not NonFinite.RECORD:
-            self._inner.states.roll_back()
+            for one in states:
+                one.roll_back()
         if self._policy is NonFinite.RAISE:
             raise StepRejected(error)
         if not self._shown and group.rank == 0:
@@ -189,7 +204,7 @@ def _lie_elsewhere(bucket: GradBucket) -> bool:
     return all(p.grad is None or p.grad.data_ptr() != view.data_ptr() for p, view in rows)
 
 
-def _examine(looks: Sequence[Look], device: torch.device) -> list[list[Found]]:
+def examine(looks: Sequence[Look], device: torch.device) -> list[list[Found]]:
     """What is not finite, by look. Waits for the device, once if all is finite."""
     if not looks:
         return []
@@ -197,7 +212,8 @@ def _examine(looks: Sequence[Look], device: torch.device) -> list[list[Found]]:
     return [[] if math.isfinite(value) else look.find() for look, value in zip(looks, probes, strict=True)]
 
 
-def _any_rank(mine: bool, group: Group, device: torch.device) -> bool:
+def any_rank(mine: bool, group: Group, device: torch.device) -> bool:
+    """Whether any rank has found something. A collective: on the wire, 8 bytes per rank."""
     flag = torch.tensor([int(mine)], dtype=torch.int64, device=device)
     flags = flag.new_empty(group.size)
     group.submit(all_gather_into_tensor(flags, flag, label="finite?")).wait()

@@ -19,6 +19,7 @@ _AFTERWARDS = {
     NonFinite.SKIP: "The step is skipped on all ranks: its gradients are None.",
     NonFinite.RECORD: "It is in the averages of all ranks.",
 }
+_IN_GRADS = "The averages are in .grad, and the model can be used again: call zero_grad() before the next backward."
 _WHAT = {
     Kind.NAN: "is NaN",
     Kind.INFINITE: "is infinite",
@@ -63,6 +64,10 @@ class Report:
     averages_only: bool
     """Whether the hook only converts and adds up: then what gradients do not explain is an overflow."""
     step: int
+    in_grads: bool = False
+    """Whether averages are in `.grad` before they are checked."""
+    advice: str = "Look at that rank's batch, loss and learning rate."
+    """What to do about a gradient of a rank."""
 
     def error(self, policy: NonFinite) -> NonFiniteGradient:
         """The error, also where it is not raised."""
@@ -78,7 +83,7 @@ class Report:
         assert found is not None
         more = f", as in {_counted(answer.gradients - 1, 'other parameter')}" if answer.gradients > 1 else ""
         others = f" So it is on {_ranks(ranks[1:])}." if len(ranks) > 1 else ""
-        advice = "Look at that rank's batch, loss and learning rate."
+        advice = self.advice
         if origin is Origin.OVERFLOW:
             advice = f"{self.hook} converts it: use a wider dtype, scaled_cast, or a smaller loss scale."
         return self._error(
@@ -104,8 +109,9 @@ class Report:
         return self._error(text, policy, found, (ranks[0] if whose else None, Origin.HOOK))
 
     def _error(self, text: str, policy: NonFinite, found: Found, whose: tuple[int | None, Origin]) -> NonFiniteGradient:
+        afterwards = _IN_GRADS if self.in_grads and policy is NonFinite.RAISE else _AFTERWARDS[policy]
         return NonFiniteGradient(
-            f"averaging gradients in step {self.step}: {text} {_AFTERWARDS[policy]}",
+            f"averaging gradients in step {self.step}: {text} {afterwards}",
             rank=whose[0],
             parameter=self.names[found.parameter],
             index=self._index_tuple(found),

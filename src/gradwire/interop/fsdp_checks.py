@@ -1,0 +1,185 @@
+"""Checks of what hooks reduce inside FSDP: whether it is finite, decided by all ranks together when backward has ended.
+
+Note [Who decides]
+A rank sees shards: a NaN in one of them is on no rank that holds the others, and a rank that decided with its replicas alone would
+leave the rest waiting. So all ranks that train the model exchange 8 bytes at the end of each backward, over one group of them all.
+
+Note [Before the end]
+Hooks run one module after another while backward goes on, and FSDP frees what they reduced. So everything is looked at then, and
+nothing but what was found is kept. FSDP queues its own end of backward before any hook runs, so it is over when the check begins:
+all gradients are there, and an exception leaves nothing unfinished.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.autograd.backward_end import at_backward_end
+from gradwire.errors import UsageError, UsageTypeError
+from gradwire.groups.base import Group
+from gradwire.hooks.bucket import GradBucket
+from gradwire.policies import NonFinite, check_policies
+from gradwire.reducer.hook_runner import HookRunner
+from gradwire.reducer.nonfinite import Reaction, any_rank, examine
+from gradwire.reducer.nonfinite_report import Answer, Report, exchange
+from gradwire.reducer.nonfinite_search import Found, Look, Search
+from gradwire.reducer.reductions import StepRejected, StepSkipped
+
+IN_A_SHARD = (
+    "The index is in that rank's shard, which holds the sum of all ranks that it shards with: look at the batches, losses and "
+    "learning rates of these."
+)
+"""What to do about a gradient that FSDP has reduced before the hook."""
+OF_A_RANK = "The index is in that shard. Look at that rank's batch, loss and learning rate."
+"""What to do about a gradient that the hook reduces first."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedModule:
+    """The hook of one FSDP module."""
+
+    runner: HookRunner
+    search: Search
+    first: int
+    """The number of its first parameter in the model."""
+    row: int
+    """The number that stands for a row without names: see Note [What a shard's bucket is] in fsdp.py."""
+    parameters: Sequence[Tensor]
+    advice: str
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether the hook only converts and adds up."""
+        return self.runner.hook.passes_nonfinite
+
+    def narrow(self, dtype: torch.dtype) -> torch.dtype | None:
+        """The dtype in which gradients may overflow before they are reduced."""
+        narrow = self.runner.hook.narrowest(dtype) if self.is_trusted else dtype
+        return None if narrow == dtype else narrow
+
+
+class _Seen(NamedTuple):
+    """A tensor that was looked at."""
+
+    look: Look
+    first: int
+    """The number of its first parameter in the model."""
+    is_average: bool
+
+
+class FsdpChecks:
+    """Checks the gradients of one FSDP model for NaN and infinity: pass it to the hooks of all its modules, as `checks`.
+
+    `group` is of all ranks that train the model, shards and replicas. Ranks exchange 8 bytes at the end of each backward.
+    """
+
+    def __init__(self, group: Group, *, nonfinite: NonFinite) -> None:
+        if not isinstance(group, Group):
+            raise UsageTypeError(
+                f"FsdpChecks({group!r}): not a gradwire Group. Pass that of all ranks: gw.from_process_group(dist.group.WORLD)."
+            )
+        check_policies(nonfinite=(nonfinite, NonFinite))
+        self._group = group
+        self._is_off = nonfinite is NonFinite.PASS
+        self._reaction = Reaction(nonfinite)
+        self._modules: list[CheckedModule] = []
+        self._names: list[str] = []
+        self._shapes: list[tuple[int, ...]] = []
+        self._steps = -1
+        self._runs = False
+        self._forget()
+
+    def add(
+        self,
+        runner: HookRunner,
+        parts: Sequence[tuple[str, tuple[int, ...]]],
+        parameters: Sequence[Tensor],
+        advice: str,
+    ) -> CheckedModule:
+        """Check the hook of one more module, on these parts of its parameters."""
+        if not parts:
+            raise UsageError("FsdpChecks: errors name parameters. Pass named_parameters to each hook.")
+        search, first, row = Search([name for name, _ in parts]), len(self._names), len(self._names) + len(parts)
+        for name, shape in (*parts, (f"{parts[0][0]} or another parameter of its module", (0,))):
+            self._names.append(name)
+            self._shapes.append(shape)
+        module = CheckedModule(runner, search, first, row, parameters, advice)
+        self._modules.append(module)
+        return module
+
+    def run(self, module: CheckedModule, bucket: GradBucket, *, is_named: bool) -> Tensor:
+        """Reduce a bucket of `module`, and look at it before and after."""
+        if self._is_off:
+            return module.runner.run(bucket)
+        spec = bucket.spec
+        if not self._runs:  # the first one of a backward
+            self._runs = True
+            self._device = spec.device
+            at_backward_end(self._ended, failed=self._forget)
+            for one in self._modules:
+                self._reaction.prepare(one.runner.states)
+        search, first = (module.search, module.first) if is_named else (Search(spec.names), module.row)
+        before = search.before(bucket, module.narrow(spec.dtype))
+        result = module.runner.run(bucket)
+        # An average may be overwritten too: see Note [Before the end].
+        after = search.before(GradBucket(spec, result.reshape(-1), (), is_last=True), None)
+        self._seen += [_Seen(look, first, look is after) for look in (before, after) if look is not None]
+        return result
+
+    def _forget(self) -> None:
+        """No backward runs, or the last one has failed."""
+        self._runs = False
+        self._device = torch.device("cpu")
+        self._seen: list[_Seen] = []
+
+    def _ended(self) -> None:
+        seen, device = self._seen, self._device
+        self._forget()
+        self._steps += 1
+        states = [module.runner.states for module in self._modules]
+        try:
+            report = self._report(seen, device)
+            if report is not None:
+                self._reaction.react(report, self._group, states)
+        except StepSkipped:
+            for module in self._modules:
+                for parameter in module.parameters:
+                    parameter.grad = None
+        except StepRejected as rejected:
+            raise rejected.error from None
+        finally:
+            for one in states:
+                one.commit()
+
+    def _report(self, seen: Sequence[_Seen], device: torch.device) -> Report | None:
+        gradients: list[Found] = []
+        averages: list[Found] = []
+        for one, found in zip(seen, examine([one.look for one in seen], device), strict=True):
+            whole = [each._replace(parameter=each.parameter + one.first) for each in found]
+            (averages if one.is_average else gradients).extend(whole)
+        if not any_rank(bool(gradients or averages), self._group, device):
+            return None
+        answers = exchange(self._group, gradients, averages, device=device)
+        module = self._module_of(answers)
+        return Report(
+            answers,
+            self._names,
+            self._shapes,
+            hook=module.runner.name,
+            averages_only=module.is_trusted,
+            step=self._steps,
+            in_grads=True,
+            advice=module.advice,
+        )
+
+    def _module_of(self, answers: Sequence[Answer]) -> CheckedModule:
+        """The module that the report is about."""
+        found = [a.gradient for a in answers if a.gradient] or [a.average for a in answers if a.average]
+        firsts = [module.first for module in self._modules]
+        return self._modules[bisect.bisect(firsts, found[0].parameter) - 1]
