@@ -29,6 +29,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from gradwire.autograd.foreign_hooks import ACCUMULATED
 from gradwire.autograd.graph import tensors_in
 from gradwire.autograd.removable_hooks import RemovableHooks
 from gradwire.concurrency import weakly
@@ -243,6 +244,7 @@ def _call_after_node(node: Any, on_ready: OnReady | None, index: int, *, undefin
         if owner is not None and (undefined or incoming[0] is not None):
             method(owner, index)
 
+    ready.__name__ = ACCUMULATED
     return node.register_hook(ready)
 
 

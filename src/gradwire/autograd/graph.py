@@ -51,8 +51,8 @@ def reachable_parameters(outputs: Any, params: Sequence[torch.Tensor]) -> frozen
     return frozenset(found)
 
 
-def sole_edges(outputs: Any, params: Sequence[torch.Tensor]) -> frozenset[int]:
-    """The indices of those `params` to which exactly one edge of the graph behind `outputs` leads.
+def sole_edges(outputs: Any, params: Sequence[torch.Tensor]) -> dict[int, Any]:
+    """The indices of those `params` to which exactly one edge of the graph behind `outputs` leads, and their accumulators.
 
     The gradient that comes along that edge is the whole one.
 
@@ -61,13 +61,15 @@ def sole_edges(outputs: Any, params: Sequence[torch.Tensor]) -> frozenset[int]:
     [0]
     """
     wanted = {id(param): index for index, param in enumerate(params)}
-    edges_to = [0] * len(wanted)
+    accumulators: list[list[Any]] = [[] for _ in params]
     for _, edges in _nodes(outputs):
         for edge in edges:
             index = wanted.get(id(getattr(edge[0], "variable", None)))
             if index is not None:
-                edges_to[index] += 1
-    return frozenset(index for index, count in enumerate(edges_to) if count == 1)
+                accumulators[index].append(edge[0])
+    # Where backward is called on a parameter, or on its accumulator, it has another gradient from there.
+    roots = {id(getattr(leaf, "variable", leaf)) for leaf in _leaves(outputs)}
+    return {i: found[0] for i, found in enumerate(accumulators) if len(found) == 1 and id(params[i]) not in roots}
 
 
 def mark_outputs(outputs: Any, owner: object) -> None:

@@ -27,9 +27,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.autograd.backward_end import at_backward_end
+from gradwire.autograd.foreign_hooks import ABOUT_TO_ACCUMULATE
 from gradwire.concurrency import weakly
-
-_NAME = "gradwire_about_to_accumulate"
 
 
 class RemovableHooks:
@@ -117,15 +116,11 @@ class RemovableHooks:
         self._due = None
 
 
-def is_ours(hook: object) -> bool:
-    """Whether a hook on a tensor is one of these."""
-    return getattr(hook, "__name__", "") == _NAME
-
-
 def _make_hook(weak: weakref.ref[RemovableHooks], index: int) -> Callable[[Tensor], None]:
-    def gradwire_about_to_accumulate(grad: Tensor | None) -> None:
+    def about_to_accumulate(grad: Tensor | None) -> None:
         hooks = weak()
         if hooks is not None and grad is not None:  # None: the engine came by without a gradient
             hooks._about_to_accumulate(index)
 
-    return gradwire_about_to_accumulate
+    about_to_accumulate.__name__ = ABOUT_TO_ACCUMULATE
+    return about_to_accumulate

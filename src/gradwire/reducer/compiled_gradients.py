@@ -5,12 +5,13 @@ Knows parameters and gradients; it must not know buckets or when they are launch
 Note [Early gradients]
 A gradient that a compiled backward has just computed may be reduced at once if accumulating it later changes nothing but `.grad`:
 - only one edge of the graph leads to the parameter, so the gradient is complete;
-- nobody else has a hook on the parameter, who would expect to see or change the gradient before it is reduced;
+- nobody else has a hook on the parameter or on its accumulator, which may see or change the gradient before it is reduced;
 - what has been accumulated in `.grad` before, under no_sync, is not a view of the bucket, where the gradient would be added again.
 Every other gradient takes the usual way. So do all of them in the first step, which shows that there is compiled code.
 
-At the end of backward each gradient has been accumulated too. It must then be the tensor that was reported, or equal to it:
-hooks on accumulator nodes and re-entrant checkpoints could have changed it, and cannot be seen before.
+At the end of backward each gradient has been accumulated too. It must then be the tensor that was reported, or equal to it; if it
+was added to an earlier one, that must have been written to once. A second backward, or a re-entrant checkpoint, which cannot be
+seen before, could have added to it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import torch
 from torch import Tensor
 
 from gradwire.autograd.failed import before_backward
+from gradwire.autograd.foreign_hooks import has_foreign_hooks
 from gradwire.autograd.graph import sole_edges
-from gradwire.autograd.removable_hooks import is_ours
 from gradwire.events import Handle
 
 
@@ -37,8 +38,9 @@ class CompiledGradients:
         self._own_hook = arrived.append
         self._expected: frozenset[int] = frozenset()
         self._waiting: dict[int, Tensor] = {}
-        self._summed: set[int] = set()
-        self._launched: dict[int, Tensor] = {}
+        self._accumulated: dict[int, tuple[Tensor, int]] = {}
+        """By parameter: what `.grad` is once the gradient has been accumulated, and its version then."""
+        self._launched: set[int] = set()
         self._handle: Handle | None = None
 
     @property
@@ -56,16 +58,14 @@ class CompiledGradients:
         found = sole_edges(tensors, self._parameters)
         if not found:
             return None  # of another model
-        self._expected = frozenset(i for i in found if self._has_no_other_hooks(self._parameters[i]))
+        own = self._own_hook
+        self._expected = frozenset(
+            i for i, node in found.items() if not has_foreign_hooks(self._parameters[i], node, own=own)
+        )
         return self._expect_no_more
 
     def _expect_no_more(self) -> None:
         self._expected = frozenset()
-
-    def _has_no_other_hooks(self, parameter: Tensor) -> bool:
-        before: dict[int, Any] = parameter._backward_hooks or {}
-        after: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}
-        return all(map(is_ours, before.values())) and all(hook == self._own_hook for hook in after.values())
 
     def take(self, index: int, grad: Tensor, *, in_bucket: bool) -> bool:
         """A gradient has been computed. Returns whether it is to be reduced now. `in_bucket`: `.grad`s are views of buckets."""
@@ -74,11 +74,14 @@ class CompiledGradients:
         before = self._parameters[index].grad
         if before is not None and (in_bucket or before.layout != torch.strided):
             return False
-        with torch.no_grad():
+        if before is None:
             # An alias: the engine makes `.grad` of a gradient that nothing else references, and copies any other.
-            self._waiting[index] = grad.detach() if before is None else before + grad
-        if before is not None:
-            self._summed.add(index)
+            self._waiting[index] = alias = grad.detach()
+            self._accumulated[index] = alias, alias._version
+        else:
+            with torch.no_grad():
+                self._waiting[index] = before + grad
+            self._accumulated[index] = before, before._version + 1
         self.reported.add(index)
         return True
 
@@ -87,18 +90,20 @@ class CompiledGradients:
         grad = self._waiting.pop(index, None)
         if grad is None:
             return self._parameters[index].grad
-        if index not in self._summed:
-            self._launched[index] = grad
+        self._launched.add(index)
         return grad
 
     def changed(self) -> list[int]:
         """At the end of backward: parameters whose gradients are not those that were launched."""
-        found = []
-        for index, launched in self._launched.items():
-            grad = self._parameters[index].grad
-            if grad is None or not (grad.data_ptr() == launched.data_ptr() or _equal(grad, launched)):
-                found.append(index)
-        return found
+        return [index for index in sorted(self._launched) if self._has_changed(index)]
+
+    def _has_changed(self, index: int) -> bool:
+        grad, (expected, version) = self._parameters[index].grad, self._accumulated[index]
+        if grad is None:
+            return True
+        if grad.data_ptr() == expected.data_ptr():
+            return grad._version != version
+        return expected._version != version or not _equal(grad, expected)
 
     def use_accumulated(self, indices: Sequence[int]) -> None:
         """These gradients will have been accumulated when their bucket is launched."""
@@ -109,7 +114,7 @@ class CompiledGradients:
         """A step begins or ends."""
         self.reported.clear()
         self._waiting.clear()
-        self._summed.clear()
+        self._accumulated.clear()
         self._launched.clear()
 
     def remove(self) -> None:

@@ -39,12 +39,14 @@ class CompiledReports:
         reducer, gradients = self._reducer(), self._gradients
         if reducer is None:
             return
-        machine = reducer.machine
+        machine, uses = reducer.machine, reducer.machine.static_uses
         if machine.state is not State.RESTING and index not in machine.computed:
             machine.computed.add(index)
             machine.arrival.append(index)
         if not gradients.enabled:
             gradients.enable(self._backward_called)
+        elif uses is not None and uses[index] != 1:
+            return  # it is accumulated several times, by checkpoints whose edges cannot be seen
         elif gradients.take(index, grad, in_bucket=reducer.buckets.keep_views):
             reducer.on_ready(index, reported=True)
 

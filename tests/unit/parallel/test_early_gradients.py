@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gradwire.autograd import attach, compiling
 from gradwire.autograd.compiled_backward import on_compiled_gradients, running
@@ -239,19 +240,102 @@ def test_hooks_of_others_run_before_the_reduction() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_a_hook_on_an_accumulator_that_changes_a_gradient_too_late_fails_the_step() -> None:
+@pytest.mark.parametrize("to_none", [True, False], ids=["None before", "added to zeros"])
+def test_a_hook_on_an_accumulator_runs_before_the_reduction(to_none: bool) -> None:
     def rank_main(group: Group) -> None:
         ddp = built(group)
+        counts = reported_in_step(ddp)
         attach(ddp.module, "weights.4", "before_node", lambda grads: tuple(grad * 2 for grad in grads))
+        for step in range(3):
+            ddp.zero_grad(set_to_none=to_none)
+            loss_of(ddp, group.rank, step).backward()
+            wanted = expected(ddp.module, group.size, step)
+            wanted[4] *= 2
+            check(ddp, wanted)
+        assert counts == [0, LAYERS - 1, LAYERS - 1]
+
+    run_ranks(rank_main, 2)
+
+
+class Heads(Compiled):
+    """A trunk that is one graph, and two heads that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x)
+        return [head(x).pow(2).mean() for head in self.heads]
+
+
+@pytest.mark.parametrize("to_none", [True, False], ids=["None before", "added to zeros"])
+def test_a_gradient_to_which_a_second_backward_adds_fails_the_step(to_none: bool) -> None:
+    def rank_main(group: Group) -> None:
+        ddp = built(group, Heads())
         for step in range(2):
-            ddp.zero_grad()
-            if step == 0:
-                loss_of(ddp, group.rank, step).backward()
-                continue
-            with pytest.raises(ReadyTwice, match=r"weights\.4.*have changed after their buckets"):
-                loss_of(ddp, group.rank, step).backward()
+            ddp.zero_grad(set_to_none=to_none)
+            sum(ddp(batch(group.rank, step))).backward()
+        ddp.zero_grad(set_to_none=to_none)
+        first, second = ddp(batch(group.rank, 2))
+        first.backward(retain_graph=True)
+        with pytest.raises(ReadyTwice, match=r"weights\.5.*accumulated twice: by two backwards"):
+            second.backward()
 
     run_ranks(rank_main, 1)
+
+
+class Reentrant(Compiled):
+    """With `shared`, the last weight is used before the graph as well, in a checkpoint that shows no edge to it."""
+
+    shared = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.shared:
+            x = checkpoint(lambda x: x @ self.weights[-1], x.requires_grad_(), use_reentrant=True)
+        return super().forward(x)
+
+
+def test_a_gradient_to_which_a_reentrant_checkpoint_adds_fails_the_step() -> None:
+    def rank_main(group: Group) -> None:
+        ddp = built(group, Reentrant())
+        ddp.module.shared = False
+        for step in range(2):
+            ddp.zero_grad()
+            loss_of(ddp, group.rank, step).backward()
+        ddp.module.shared = True
+        ddp.zero_grad()
+        with pytest.raises(ReadyTwice, match=r"weights\.5"):
+            loss_of(ddp, group.rank, 2).backward()
+
+    run_ranks(rank_main, 1)
+
+
+def test_a_static_graph_counts_the_uses_in_reentrant_checkpoints() -> None:
+    def rank_main(group: Group) -> None:
+        ddp = built(group, Reentrant(), static_graph=True)
+        counts = reported_in_step(ddp)
+        for step in range(4):
+            ddp.zero_grad()
+            loss_of(ddp, group.rank, step).backward()
+            check(ddp, expected(ddp.module, group.size, step))
+        assert counts == [0, *[LAYERS - 1] * 3]
+
+    run_ranks(rank_main, 1)
+
+
+def test_a_backward_from_a_parameter_too() -> None:
+    def rank_main(group: Group) -> None:
+        ddp = built(group)
+        weight = ddp.module.weights[5]
+        for step in range(3):
+            ddp.zero_grad()
+            torch.autograd.backward([loss_of(ddp, group.rank, step), weight], [torch.ones(()), torch.ones_like(weight)])
+            wanted = expected(ddp.module, group.size, step)
+            wanted[5] += 1
+            check(ddp, wanted)
+
+    run_ranks(rank_main, 2)
 
 
 def test_autograd_grad_reduces_nothing() -> None:
