@@ -22,7 +22,6 @@ graph, another call of the same one, or outside the model. So a listener that ac
 
 from __future__ import annotations
 
-import threading
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -45,6 +44,8 @@ _library.define(
 
 _listeners: dict[int, _Listener] = {}
 """By the id of a parameter."""
+_silent_graphs = 1
+"""How many graphs were compiled without the op, as far as is known."""
 _TARGETS = "_gradwire_targets"
 
 
@@ -87,11 +88,6 @@ def on_compiled_gradients(parameters: Sequence[Tensor], on_gradient: OnGradient)
     return Handle(remove)
 
 
-def has_listeners(node: Any) -> bool:
-    """Whether `node` leads to a parameter whose gradients are listened for."""
-    return any(_listener(edge[0]) is not None for edge in getattr(node, "next_functions", ()))
-
-
 def _listener(accumulator: Any) -> _Listener | None:
     variable = getattr(accumulator, "variable", None)  # only gradient accumulators have one
     found = None if variable is None else _listeners.get(id(variable))
@@ -125,21 +121,18 @@ _library.impl("ready", _ready, "CompositeExplicitAutograd")
 _library.impl("ready", lambda grad, *rest: grad.new_empty(0), "Meta")
 
 
-# -- while graphs are compiled -----------------------------------------------------------------------------------------------
+def reports() -> bool:
+    """Whether the graph that is compiled now gets the op: if any parameters are listened to.
 
-
-class _Running(threading.local):
-    """Whether this thread runs the forward of a model whose gradients are listened for: `compiling.py` sets it."""
-
-    forward = False
-
-
-running = _Running()
-
-
-def compiling_for_a_listener() -> bool:
-    """Whether the graph that is compiled now belongs to a model whose gradients are listened for.
-
-    A backward is usually compiled when it first runs, in the engine's thread.
+    It may belong to a model without listeners. But Dynamo uses one graph for all models of a class, and for a parameter without a
+    listener the op does nothing.
     """
-    return running.forward or has_listeners(torch._C._current_autograd_node())
+    global _silent_graphs
+    if not _listeners:
+        _silent_graphs += 1
+    return bool(_listeners)
+
+
+def silent_graphs() -> int:
+    """How many graphs were compiled without the op, as far as is known: more than before, if one was compiled since."""
+    return _silent_graphs

@@ -29,7 +29,7 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.fx import Graph, Node
 from torch.utils._ordered_set import OrderedSet
 
-from gradwire.autograd.compiled_backward import compiling_for_a_listener
+from gradwire.autograd.compiled_backward import reports
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
@@ -42,13 +42,13 @@ class ReadyPass(custom_graph_pass.CustomGraphPass):
     """Marks the gradients in a backward graph. Settings are copied from thread to thread, so it has no state."""
 
     def __call__(self, graph: Graph) -> None:
-        """Insert the ops, if `graph` is a backward of a model whose gradients are listened for."""
-        if compiling_for_a_listener() and not config.triton.cudagraphs:
+        """Insert the ops, if `graph` is a backward and gradients of any model are listened for."""
+        if reports() and not config.triton.cudagraphs:
             mark_gradients(graph)
 
     def uuid(self) -> Any:
         """What a cached graph depends on."""
-        return f"{_VERSION}, {compiling_for_a_listener()}"
+        return f"{_VERSION}, {reports()}"
 
 
 def install() -> None:

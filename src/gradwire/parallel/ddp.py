@@ -324,7 +324,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
                 self._uneven.announce_sync(replica.sync)
         if self.device_ids:
             inputs, kwargs = move_to(inputs, kwargs, torch.device(self.device_type, self.device_ids[0]))
-        forward_begins()
+        forward_begins(self.module)
         return inputs, kwargs
 
     @untraced_call

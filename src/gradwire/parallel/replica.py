@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradwire.autograd.compiling import forward_begins, forward_ended
+from gradwire.autograd.compiling import forward_begins
 from gradwire.autograd.grad_hooks import on_backward
 from gradwire.autograd.graph import mark_outputs, reachable_parameters
 from gradwire.events import Handle
@@ -160,7 +160,7 @@ class Replica(HookControls):
             self.rebuild()
             if self.state.buffers is Buffers.EVERY_FORWARD and self.sync_buffers_next:
                 self.state.sync_buffers()
-        forward_begins()
+        forward_begins(self.module)
 
     def rebuild(self) -> None:
         """Rebuild buckets once the first step has shown the order of gradients; first recover from a step that failed."""
@@ -172,7 +172,6 @@ class Replica(HookControls):
 
     def forward_failed(self, error: BaseException) -> None:
         """The module's forward has raised: if a backward was expected, the other ranks must not wait for it."""
-        forward_ended()
         if torch.is_grad_enabled():
             self.reducer.iterations.fail_forward(error)
 
@@ -187,7 +186,6 @@ class Replica(HookControls):
     @untraced_call
     def after_forward(self, output: Any) -> Any:
         """Expect the backward of this forward. Returns the output, which may pass through a sink."""
-        forward_ended()
         self.reducer.iterations.record(RecordKind.FORWARD_ENDED)
         if torch.is_grad_enabled():
             self.reducer.iterations.forward_ended()

@@ -170,7 +170,56 @@ def test_reports_with_other_inputs_and_after_graph_breaks(monkeypatch: pytest.Mo
     run_ranks(rank_main, 1)
 
 
-def test_a_model_without_listeners_is_compiled_without_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def reported(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The parameters whose gradients compiled code has reported."""
+    found: list[int] = []
+    report = _Listener.report
+    monkeypatch.setattr(_Listener, "report", lambda self, grad: (found.append(self.index), report(self, grad)))
+    return found
+
+
+@pytest.mark.parametrize("form", [inside, outside, in_place, blocks])
+@pytest.mark.parametrize("ran", ["the model", "another model of its class"])
+def test_graphs_of_before_are_compiled_again(reported: list[int], ran: str, form: Any) -> None:
+    def train(model: Any) -> None:
+        reported.clear()
+        for step in range(3):
+            step_of(model, 0, step)
+        assert sorted(reported) == sorted(3 * [*range(2 * LAYERS)])
+
+    def rank_main(group: Group) -> None:
+        for _ in range(2):  # with a model that is not replicated in between
+            module = Model()
+            bare, plain = module if ran == "the model" else copy.deepcopy(module), copy.deepcopy(module)
+            step_of(form(bare, lambda module: module)[1], 0, 0)
+            ddp, model = form(module, lambda module: DDP(module, process_group=group))
+            train(model)
+            step_of(plain, 0, 2)
+            for p, q in zip(ddp.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad, atol=1e-6, rtol=0)
+            ddp.replica.detach()
+            del ddp, model
+
+    run_ranks(rank_main, 1)
+
+
+def test_graphs_that_report_are_used_again(reported: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank_main(group: Group) -> None:
+        for _ in range(3):
+            ddp = DDP(compiled(Model()), process_group=group)
+            step_of(compiled(Model()), 0, 0)  # has no listeners
+            step_of(ddp, 0, 0)
+            ddp.replica.detach()
+            del ddp
+
+    torch._dynamo.utils.counters.clear()
+    run_ranks(rank_main, 1)
+    assert reported
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # at most the first graph was forgotten
+
+
+def test_graphs_report_if_there_is_a_listener(monkeypatch: pytest.MonkeyPatch) -> None:
     from gradwire.autograd import inductor_pass
 
     inserted: list[int] = []
@@ -179,13 +228,13 @@ def test_a_model_without_listeners_is_compiled_without_the_op(monkeypatch: pytes
     monkeypatch.setattr(inductor_pass, "_VERSION", "not from a cache")
 
     def rank_main(group: Group) -> None:
-        bare, module = Model(), Model()
-        replica = replicate(module, group=group)
-        step_of(compiled(bare), 0, 0)
+        inductor_pass.install()
+        step_of(compiled(Model()), 0, 0)
         assert inserted == []
-        model = compiled(module.blocks[0])  # its parameters have listeners
-        model(batch(0, 0)).sum().backward()
-        assert inserted == [2]
+        replica = replicate(Model(), group=group)
+        torch._dynamo.reset()
+        step_of(compiled(Model()), 0, 0)
+        assert max(inserted) == 2 * LAYERS
         replica.detach()
 
     run_ranks(rank_main, 1)
@@ -197,7 +246,7 @@ def test_graphs_that_are_replayed_stay_as_they_are(monkeypatch: pytest.MonkeyPat
 
     from gradwire.autograd import inductor_pass
 
-    monkeypatch.setattr(inductor_pass, "compiling_for_a_listener", lambda: True)
+    monkeypatch.setattr(inductor_pass, "reports", lambda: True)
     marked: list[Any] = []
     monkeypatch.setattr(inductor_pass, "mark_gradients", marked.append)
     with config.patch({"triton.cudagraphs": mode == "reduce-overhead"}):

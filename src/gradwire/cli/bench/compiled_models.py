@@ -165,7 +165,7 @@ class Entry:
     """The step that exposed communication is counted from; None without DDP."""
     graph_breaks: int
     difference: float | None
-    """None without DDP on several ranks: gradients are no averages."""
+    """None without DDP: gradients are of one rank."""
     to_bare: Ratio | None = None
     to_torch: Ratio | None = None
     to_none_overlapped: float | None = None

@@ -97,6 +97,6 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(file.read_text())["forms"]
     bare = found.pop(BARE)
     assert set(bare) == {"step", "graph_breaks", "largest_difference"}
-    assert bare["largest_difference"] is None  # of another rank's data
+    assert bare["largest_difference"] is None  # its gradients are of one rank
     assert list(found) == [EAGER, INSIDE, ONE_BUCKET]
     assert all(form["graph_breaks"] == 0 and form["largest_difference"] < 1e-6 for form in found.values())
