@@ -52,8 +52,8 @@ FORMS = {
     ONE_BUCKET: "DDP(compile(m)), no overlap",
     TORCH: "torch: compile(DDP(m))",
 }
-_ORDER = [BARE, *(form for form in FORMS if form != BARE)]
-"""In which they are compiled: without DDP first, since later graphs report gradients."""
+_WITHOUT_OURS = (BARE, TORCH)
+"""Forms that are compiled before there is a DDP of ours, since later graphs report gradients."""
 BASE = ", base"
 """The step that exposed communication is counted from: see Note [Without overlap]."""
 _ALL_IN_ONE_MB = 2**20
@@ -109,28 +109,13 @@ def run_forms(plan: Plan, context: RankContext) -> Measured:
     torch.manual_seed(1 + context.rank)  # every rank reads different data
     inputs = torch.randint(plan.shape.symbols, (plan.batch, plan.shape.context + 1), device=device)
     with _world(plan, context, device) as world:
-        forms: dict[str, Any] = {}
-        breaks: dict[str, int] = {}
-        difference: dict[str, float] = {}
-        expected: list[Tensor] = []
-        for form in sorted({EAGER, *plan.forms}, key=_ORDER.index):
-            before = _graph_breaks()
-            model, call = _FORMS[form](copy.deepcopy(start), world, plan)
-            for _ in range(_CHECKED_STEPS):
-                _step(call, model, inputs)()
-                context.report(0)
-            breaks[form] = _graph_breaks() - before
-            found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-            if form != BARE:  # whose gradients are of one rank
-                expected = expected or found
-                difference[form] = _difference(form, found, expected)
-            _set_hook(model, world, plan.hook)
-            forms[form] = model, call
+        forms = _forms(plan, start, world, inputs, context.report)
+        expected = forms[EAGER].gradients
         steps: dict[str, Callable[[], None]] = {}
-        for form, (model, call) in forms.items():  # what is compared is timed in succession: the machine's load changes
-            steps[form] = _step(call, model, inputs)
-            if form != BARE:
-                steps[form + BASE] = _base(steps[form], model, world)
+        for name, form in forms.items():  # what is compared is timed in succession: the machine's load changes
+            steps[name] = _step(form.call, form.model, inputs)
+            if name != BARE:
+                steps[name + BASE] = _base(steps[name], form.model, world)
         gc.collect()
         series = interleave(
             steps,
@@ -139,11 +124,40 @@ def run_forms(plan: Plan, context: RankContext) -> Measured:
             after_round=context.report if context.rank == 0 else None,
         )
         context.barrier.wait()  # no rank closes while another is still working
-        for model, _ in forms.values():
-            if isinstance(model, DistributedDataParallel):
-                model.replica.detach()
-    elements = sum(p.numel() for p in start.parameters())
-    return Measured({name: one.seconds for name, one in series.items()}, difference, breaks, elements)
+        for form in forms.values():
+            if isinstance(form.model, DistributedDataParallel):
+                form.model.replica.detach()
+    return Measured(
+        {name: one.seconds for name, one in series.items()},
+        # Without DDP, gradients are of one rank.
+        {name: _difference(name, form.gradients, expected) for name, form in forms.items() if name != BARE},
+        {name: form.graph_breaks for name, form in forms.items()},
+        sum(p.numel() for p in start.parameters()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A model in one of the forms, after its first steps."""
+
+    model: Any
+    call: Any
+    gradients: list[Tensor]
+    graph_breaks: int
+
+
+def _forms(plan: Plan, start: GPT2, world: _World, inputs: Tensor, report: Callable[[int], object]) -> dict[str, _Form]:
+    forms: dict[str, _Form] = {}
+    for name in sorted(dict.fromkeys([EAGER, *plan.forms]), key=lambda name: name not in _WITHOUT_OURS):
+        before = _graph_breaks()
+        model, call = _FORMS[name](copy.deepcopy(start), world, plan)
+        for _ in range(_CHECKED_STEPS):
+            _step(call, model, inputs)()
+            report(0)
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        forms[name] = _Form(model, call, gradients, _graph_breaks() - before)
+        _set_hook(model, world, plan.hook)
+    return forms
 
 
 def _difference(form: str, found: list[Tensor], expected: list[Tensor]) -> float:
@@ -223,10 +237,15 @@ def _eager(model: nn.Module, world: _World, plan: Plan) -> tuple[Any, Any]:
     return ddp, ddp
 
 
-def _bare(model: Any, world: _World, plan: Plan) -> tuple[Any, Any]:
-    forward = model.forward.__func__  # with code of its own: Dynamo has one graph for all models with the same code
+def _with_own_code(model: Any) -> Any:
+    """Dynamo has one graph for all models whose forward has the same code."""
+    forward = model.forward.__func__
     model.forward = MethodType(FunctionType(forward.__code__.replace(), forward.__globals__), model)
-    return model, torch.compile(model, backend=plan.backend, fullgraph=True)
+    return model
+
+
+def _bare(model: nn.Module, world: _World, plan: Plan) -> tuple[Any, Any]:
+    return model, torch.compile(_with_own_code(model), backend=plan.backend, fullgraph=True)
 
 
 def _inside(model: nn.Module, world: _World, plan: Plan) -> tuple[Any, Any]:
