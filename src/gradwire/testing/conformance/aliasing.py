@@ -9,18 +9,30 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, OpKind, ReduceOp, build
 from gradwire.groups.base import Group
-from gradwire.testing.conformance.compare import Case, Problems, against_reference, only_mistakes, same
+from gradwire.testing.conformance.cases import Case, Make
+from gradwire.testing.conformance.compare import Problems, against_reference, only_mistakes, same
 from gradwire.testing.conformance.data import draw
 
 Home = Callable[[int, int], Tensor]
 """`home(numel, rank)` is a flat tensor with the rank's values; all tensors of a case are views of it."""
 
 SMALL, LARGE, ROUNDS = 8, 20_011, 3
-"""Elements of the tensors, and how often the large cases are repeated: their faults may depend on timing."""
+"""Elements of the tensors, and how often the large cases are repeated in a small world of processes: there, faults may depend on
+timing."""
 
 
 def _cases(size: int, n: int, home: Home) -> list[Case]:
     """Every kind whose outputs are not its inputs, with tensors that overlap in each meaningful way."""
+    plain = _makers(size, n, _ordinary)
+    return [Case(f"{n} elements: {what}", make, plain[what]) for what, make in _makers(size, n, home).items()]
+
+
+def _ordinary(numel: int, rank: int) -> Tensor:
+    return draw((numel,), torch.int32, 61, rank)
+
+
+def _makers(size: int, n: int, home: Home) -> dict[str, Make]:
+    """What each rank submits in each case."""
 
     def whole(rank: int) -> Tensor:
         return home(size * n, rank)
@@ -89,7 +101,7 @@ def _cases(size: int, n: int, home: Home) -> list[Case]:
         return Collective(kind, (a,), (b,), None if kind is OpKind.BROADCAST else ReduceOp.SUM, root)
 
     last = size - 1
-    makers: dict[str, Callable[[int], Collective]] = {
+    return {
         "all_reduce into a tensor that overlaps it": lambda rank: other_output(rank, OpKind.ALL_REDUCE),
         "reduce into a tensor that overlaps it": lambda rank: other_output(rank, OpKind.REDUCE),
         "broadcast into a tensor that overlaps it": lambda rank: other_output(rank, OpKind.BROADCAST),
@@ -116,24 +128,18 @@ def _cases(size: int, n: int, home: Home) -> list[Case]:
         "reduce_scatter into its first input": lambda rank: reduced_list(rank, 0),
         "reduce_scatter into its last input": lambda rank: reduced_list(rank, last),
     }
-    return [Case(f"{n} elements: {what}", make) for what, make in makers.items()]
 
 
 def check_aliasing(group: Group) -> Problems:
     """Inputs that overlap outputs, in ordinary memory and in the group's own, small and large, give the reference's results."""
 
-    def ordinary(numel: int, rank: int) -> Tensor:
-        return draw((numel,), torch.int32, 61, rank)
-
     def own(numel: int, rank: int) -> Tensor:
-        values = ordinary(numel, rank)
-        if rank != group.rank:  # only the reference works on these
-            return values
-        return group.allocate(numel, dtype=torch.int32, device=torch.get_default_device()).copy_(values)
+        memory = group.allocate(numel, dtype=torch.int32, device=torch.get_default_device())
+        return memory.copy_(_ordinary(numel, rank))
 
-    for home in (ordinary, own):
+    for home in (_ordinary, own):
         yield from against_reference(group, _cases(group.size, SMALL, home))
-        rounds = ROUNDS if group.size <= 4 else 1
+        rounds = 1 if group.in_one_process or group.size > 3 else ROUNDS
         yield from against_reference(group, _cases(group.size, LARGE, home), rounds=rounds)
 
 

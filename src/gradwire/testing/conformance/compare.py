@@ -8,16 +8,15 @@ check raises, communication itself has failed; then the world cannot be used any
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, OpKind, ReduceOp
-from gradwire.collectives.reference import perform
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
+from gradwire.testing.conformance.cases import Case, Expected, expected
 from gradwire.testing.conformance.data import FLOAT8, LARGEST
 
 Problems = Iterator[str]
@@ -53,28 +52,16 @@ def raises(kind: type[E], what: str, call: Callable[[], object]) -> Generator[st
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One collective to compare with the reference. `make(rank)` returns a rank's Collective, with the same values each time."""
-
-    what: str
-    make: Callable[[int], Collective]
-
-
 def against_reference(group: Group, cases: Sequence[Case], *, rounds: int = 1) -> Problems:
     """Run every case, waiting for each, then again with several in flight, waiting in reverse order, `rounds` times."""
     for first in range(0, len(cases), AT_ONCE):
         chunk = cases[first : first + AT_ONCE]
-        wanted = []
-        for case in chunk:
-            ops = [case.make(rank) for rank in range(group.size)]
-            perform(ops)
-            wanted.append(ops[group.rank])
+        results = [expected(case, group.size) for case in chunk]  # held while they are used, so that ranks share them
         for _ in range(rounds):
-            yield from _run_and_compare(group, chunk, wanted)
+            yield from _run_and_compare(group, chunk, [result.ranks[group.rank] for result in results])
 
 
-def _run_and_compare(group: Group, cases: Sequence[Case], wanted: Sequence[Collective]) -> Problems:
+def _run_and_compare(group: Group, cases: Sequence[Case], wanted: Sequence[Expected]) -> Problems:
     for case, want in zip(cases, wanted, strict=True):
         op = case.make(group.rank)
         group.run(op)
@@ -87,7 +74,7 @@ def _run_and_compare(group: Group, cases: Sequence[Case], wanted: Sequence[Colle
         yield from _differences(f"{case.what}, with others in flight", group, op, want)
 
 
-def _differences(what: str, group: Group, op: Collective, want: Collective) -> Problems:
+def _differences(what: str, group: Group, op: Collective, want: Expected) -> Problems:
     changed = op.kind is not OpKind.REDUCE or op.root == group.rank
     for index, (got, right) in enumerate(zip(op.outputs, want.outputs, strict=True)):
         reduced = op.kind.reduces and changed

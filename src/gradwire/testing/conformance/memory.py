@@ -9,37 +9,48 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, ReduceOp, build
 from gradwire.groups.base import Group
-from gradwire.testing.conformance.compare import Case, Problems, against_reference, holds, same, unlike
+from gradwire.testing.conformance.cases import Case, Make
+from gradwire.testing.conformance.compare import Problems, against_reference, holds, same, unlike
 from gradwire.testing.conformance.data import LAYOUTS, arrange, blank, draw
 
 Shaper = Callable[[Tensor], Tensor]
 
 
-def _every_kind(size: int, shape: tuple[int, ...], to_input: Shaper, to_output: Shaper) -> list[Case]:
-    """One case of each collective, its tensors passed through `to_input` and `to_output`."""
+def _as_is(t: Tensor) -> Tensor:
+    return t
+
+
+def _every_kind(size: int, shape: tuple[int, ...], placed: Shaper = _as_is) -> list[Case]:
+    """One case of each collective, its tensors passed through `placed`, which is not done for the reference."""
+    plain = _makers(size, shape, _as_is)
+    return [Case(name, make, plain[name]) for name, make in _makers(size, shape, placed).items()]
+
+
+def _makers(size: int, shape: tuple[int, ...], placed: Shaper) -> dict[str, Make]:
+    """What each rank submits in each case."""
 
     def value(rank: int, i: int = 0) -> Tensor:
-        return to_input(draw(shape, torch.float32, 41, i, rank))
+        return placed(draw(shape, torch.float32, 41, i, rank))
 
     def values(rank: int) -> list[Tensor]:
         return [value(rank, i) for i in range(size)]
 
     def out() -> Tensor:
-        return to_output(blank(shape, torch.float32))
+        return placed(blank(shape, torch.float32))
 
     def outs() -> list[Tensor]:
         return [out() for _ in range(size)]
 
     def whole(rank: int) -> Tensor:
-        return to_input(draw((size, *shape), torch.float32, 42, rank))
+        return placed(draw((size, *shape), torch.float32, 42, rank))
 
     def whole_out() -> Tensor:
-        return to_output(blank((size, *shape), torch.float32))
+        return placed(blank((size, *shape), torch.float32))
 
     def at_root(rank: int, tensors: list[Tensor]) -> list[Tensor] | None:
         return tensors if rank == size - 1 else None
 
-    makers: dict[str, Callable[[int], Collective]] = {
+    return {
         "all_reduce": lambda rank: build.all_reduce([value(rank), value(rank, 1)]),
         "broadcast": lambda rank: build.broadcast([value(rank), value(rank, 1)], src=size - 1),
         "reduce": lambda rank: build.reduce(value(rank), dst=size - 1, op=ReduceOp.MAX),
@@ -52,7 +63,6 @@ def _every_kind(size: int, shape: tuple[int, ...], to_input: Shaper, to_output: 
         "gather": lambda rank: build.gather(value(rank), at_root(rank, outs()), dst=size - 1),
         "scatter": lambda rank: build.scatter(out(), at_root(rank, values(rank)), src=size - 1),
     }
-    return [Case(name, make) for name, make in makers.items()]
 
 
 def check_layouts(group: Group) -> Problems:
@@ -62,7 +72,7 @@ def check_layouts(group: Group) -> Problems:
         def arranged(t: Tensor, layout: str = layout) -> Tensor:
             return arrange(t, layout)
 
-        yield from against_reference(group, _every_kind(group.size, (3, 4), arranged, arranged))
+        yield from against_reference(group, _every_kind(group.size, (3, 4), arranged))
 
 
 def check_layouts_mixed(group: Group) -> Problems:
@@ -82,7 +92,7 @@ def check_layouts_mixed(group: Group) -> Problems:
 
 def check_zero_dimensional(group: Group) -> Problems:
     """Tensors with no dimensions, in every collective."""
-    yield from against_reference(group, _every_kind(group.size, (), lambda t: t, lambda t: t))
+    yield from against_reference(group, _every_kind(group.size, ()))
 
 
 LARGE, SIZEABLE = 300_007, 40_009
@@ -101,15 +111,17 @@ def check_large(group: Group) -> Problems:
         return own(t) if group.rank % 2 else t
 
     def reduced(place: Shaper, op: ReduceOp, dtype: torch.dtype) -> Case:
-        name = f"large all_reduce {op.name}"
-        return Case(name, lambda rank: build.all_reduce(place(draw((LARGE,), dtype, 48, rank)), op=op))
+        def make(rank: int, place: Shaper = place) -> Collective:
+            return build.all_reduce(place(draw((LARGE,), dtype, 48, rank)), op=op)
+
+        return Case(f"large all_reduce {op.name}", make, lambda rank: make(rank, _as_is))
 
     several = ((ReduceOp.AVG, torch.float32), (ReduceOp.MAX, torch.float32), (ReduceOp.AVG, torch.bfloat16))
     yield from against_reference(group, [reduced(own, op, dtype) for op, dtype in several])
-    yield from against_reference(group, [reduced(place, *several[0]) for place in (lambda t: t, mixed)])
+    yield from against_reference(group, [reduced(place, *several[0]) for place in (_as_is, mixed)])
     # In a large world, where the cost of a case is quadratic in its size, the mixture represents both.
     for place in (own, mixed) if group.size <= 4 else (mixed,):
-        yield from against_reference(group, _every_kind(group.size, (SIZEABLE,), place, place))
+        yield from against_reference(group, _every_kind(group.size, (SIZEABLE,), place))
 
 
 def check_channels_last(group: Group) -> Problems:
@@ -152,7 +164,7 @@ def check_leaves(group: Group) -> Problems:
     def leaf(t: Tensor) -> Tensor:
         return t.requires_grad_()
 
-    yield from against_reference(group, _every_kind(group.size, (3,), leaf, leaf))
+    yield from against_reference(group, _every_kind(group.size, (3,), leaf))
     parameter = torch.nn.Parameter(draw((3,), torch.float32, 47, group.rank))
     group.all_reduce(parameter)
     yield from holds(
@@ -169,8 +181,8 @@ def check_inference_tensors(group: Group) -> Problems:
             return t.clone()
 
     for shape in ((3,), (4, 6), (SIZEABLE,)):
-        yield from against_reference(group, _every_kind(group.size, shape, made_there, made_there))
-    plain = _every_kind(group.size, (5,), lambda t: t, lambda t: t)
+        yield from against_reference(group, _every_kind(group.size, shape, made_there))
+    plain = _every_kind(group.size, (5,))
     for dtype in (torch.bfloat16, torch.complex64, torch.bool):
 
         def reduced(rank: int, dtype: torch.dtype = dtype) -> Collective:

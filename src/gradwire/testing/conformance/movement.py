@@ -9,7 +9,8 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, build
 from gradwire.groups.base import Group
-from gradwire.testing.conformance.compare import Case, Problems, against_reference, holds
+from gradwire.testing.conformance.cases import Case
+from gradwire.testing.conformance.compare import Problems, against_reference, holds
 from gradwire.testing.conformance.data import blank, draw, dtypes, sizes
 from gradwire.testing.conformance.side import meet, side_group
 

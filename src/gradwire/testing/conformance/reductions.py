@@ -9,7 +9,8 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, ReduceOp, build
 from gradwire.groups.base import Group
-from gradwire.testing.conformance.compare import Case, Problems, against_reference, unlike
+from gradwire.testing.conformance.cases import Case
+from gradwire.testing.conformance.compare import Problems, against_reference, unlike
 from gradwire.testing.conformance.data import COMPLEX, FLOATS, blank, draw, dtypes, reductions_of, sizes
 
 

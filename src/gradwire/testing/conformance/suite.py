@@ -14,6 +14,7 @@ import torch
 
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
+from gradwire.testing.conformance.cases import numbered
 from gradwire.testing.conformance.report import ConformanceError, Failure, Outcome, Report
 from gradwire.testing.conformance.table import BY_NAME, CHECKS, Check
 
@@ -115,7 +116,8 @@ class Visit:
                     continue
                 ran.append(name)
                 try:
-                    failures += [Failure(name, group.rank, problem) for problem in check.run(group)]
+                    with numbered(name):
+                        failures += [Failure(name, group.rank, problem) for problem in check.run(group)]
                 except Exception as error:
                     failures.append(Failure(name, group.rank, _story(error)))
                     broken = True
