@@ -47,6 +47,10 @@ class ThereAndBack(GroupWrapper):
         super().__init__(C10dGroup(as_process_group(group), timeout=group.timeout))
         self.far = group
 
+    @property
+    def in_one_process(self) -> bool:  # type: ignore[override]
+        return self.far.in_one_process
+
     def split(self, color: int | None, key: int | None = None) -> Group | None:
         return self.inner.split(color, key)
 

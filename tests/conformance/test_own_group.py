@@ -26,17 +26,12 @@ def example() -> ModuleType:
     return module
 
 
-def test_the_example_is_a_group(example: ModuleType) -> None:
-    report = check_group(lambda fn: example.run(fn, 3))
-    assert report.ran == check_names()
-
-
 def test_the_example_alone(example: ModuleType) -> None:
     report = check_group(lambda fn: example.run(fn, 1))
     assert set(report.ran) | set(report.skipped) == set(check_names())
 
 
-def test_the_example_runs_as_a_script(warm_python: WarmPython) -> None:
+def test_the_example_runs_as_a_script_and_is_a_group(warm_python: WarmPython) -> None:
     done = warm_python.run_file(EXAMPLE, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "[10.0, 10.0, 10.0, 10.0]" in done.stdout

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import gradwire as gw
 from gradwire.collectives import OpKind, build
+from gradwire.collectives.timeouts import wait_seconds
 from gradwire.errors import GroupError, UsageError
 from gradwire.groups import C10dGroup, Group, GroupWrapper
 from gradwire.groups.c10d.abilities import METHODS, find_engine, own_methods
@@ -183,6 +184,7 @@ class OverPython(GroupWrapper):
     """A C10dGroup over a process group written in Python over the group, which it closes too."""
 
     cls: type[Base] = Three
+    in_one_process = True  # type: ignore[assignment]
 
     def __init__(self, group: Group) -> None:
         super().__init__(C10dGroup(self.cls(group), timeout=group.timeout))
@@ -193,6 +195,9 @@ class OverPython(GroupWrapper):
         return None if part is None else type(self)(part)
 
     def close(self, timeout: float = 5.0) -> None:
+        wait_seconds("close", timeout)  # a mistake closes nothing
+        if not self.ledger.pending:
+            self.far.close(timeout=0)  # what has timed out is still in a method of the process group
         super().close(timeout)
         self.far.close(timeout=0)
 

@@ -6,6 +6,7 @@ All ranks draw the same plan from one seed: kinds, sizes, dtypes, roots, values 
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections import Counter
@@ -27,6 +28,8 @@ from gradwire.testing import run_ranks
 RANKS = 4
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool]
+LARGEST, OFFSETS = 3 * CHUNK, 10_007
+"""Bytes of the largest tensor, and from how many places of a pool its values are taken."""
 EDGES = [0, 1, 3, SMALL, BLOCK, CHUNK, 2 * CHUNK]
 """Bytes around which a sum takes another way."""
 
@@ -37,7 +40,7 @@ class Limits:
 
     operations: int
     exact: bool
-    largest: int = 3 * CHUNK
+    largest: int = LARGEST
 
 
 def draw_numel(draw: random.Random, dtype: torch.dtype, limits: Limits, parts: int = 1) -> int:
@@ -61,6 +64,18 @@ def draw_reduction(draw: random.Random, limits: Limits) -> tuple[torch.dtype, Re
     return dtype, draw.choice(ops)
 
 
+@functools.cache
+def pool(dtype: torch.dtype, numel: int) -> Tensor:
+    """Values of which tensors are slices: to draw them takes longer than all that is done with them."""
+    generator = torch.Generator().manual_seed(dtype.itemsize)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, (numel,), generator=generator).bool()
+    if dtype.is_floating_point or dtype.is_complex:
+        values = torch.randint(-8, 9, (numel,), generator=generator).to(dtype) / 4
+        return values + torch.rand(numel, generator=generator).to(dtype) / 8
+    return torch.randint(0, 100, (numel,), generator=generator).to(dtype)
+
+
 class Maker:
     """Makes tensors: the same values on all ranks, each in memory that was drawn for its owner."""
 
@@ -70,17 +85,11 @@ class Maker:
 
     def filled(self, owner: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Values that only the seed decides, in the group's memory or not, in a row or not."""
-        where, seed = self.draw.choice(["heap", "heap", "view", "ordinary", "strided"]), self.draw.randrange(1 << 30)
-        generator = torch.Generator().manual_seed(seed)
-        if dtype is torch.bool:
-            values = torch.randint(0, 2, (numel,), generator=generator).bool()
-        elif dtype.is_floating_point or dtype.is_complex:
-            values = torch.randint(-8, 9, (numel,), generator=generator).to(dtype) / 4
-            values += torch.rand(numel, generator=generator).to(dtype) / 8
-        else:
-            values = torch.randint(0, 100, (numel,), generator=generator).to(dtype)
+        where = self.draw.choice(["heap", "heap", "view", "ordinary", "strided"])
+        first = self.draw.randrange(OFFSETS)
+        values = pool(dtype, LARGEST // dtype.itemsize + OFFSETS)[first : first + numel]
         if owner != self.group.rank or where == "ordinary":
-            return values
+            return values.clone()
         if where == "strided":
             t = torch.empty(numel, 2, dtype=dtype)[:, 0]
         elif where == "view":
