@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from gradwire.testing.laws import LAWS, pays_back
+import torch
+
+from gradwire.testing.laws import LAWS, Law, pays_back
 
 SHORT_LAWS = tuple(law for law in LAWS if law is not pays_back)
 """For dtypes and sizes other than those in which a hook is checked by all laws."""
+
+
+def laws_in(dtype: torch.dtype) -> tuple[Law, ...]:
+    """All laws in float32. `tests/unit/hooks/test_feedback.py` has the long one in other dtypes."""
+    return LAWS if dtype is torch.float32 else SHORT_LAWS

@@ -24,6 +24,7 @@ from gradwire.hooks import (
     weighted_mean,
 )
 from gradwire.testing import check_hook, simulate
+from helpers.laws import laws_in
 
 NARROW = [torch.bfloat16, torch.float16]
 
@@ -78,7 +79,8 @@ def test_mean_of_complex_and_of_sparse_gradients() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("hook", [reduce_scatter_mean(), chain(cast(torch.bfloat16), reduce_scatter_mean())], ids=repr)
 def test_laws_of_reduce_scatter_mean(hook: CommHook, dtype: torch.dtype) -> None:
-    check_hook(hook, dtype=dtype, shapes=((5, 3), ()))  # 16 elements: whole slices on 1 and 2 ranks, padded on 3
+    shapes = ((5, 3), ())  # 16 elements: whole slices on 1 and 2 ranks, padded on 3
+    check_hook(hook, dtype=dtype, shapes=shapes, laws=laws_in(dtype))
 
 
 @pytest.mark.parametrize("numel", [0, 1, 6, 7])

@@ -11,6 +11,7 @@ from torch import Tensor
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.hooks import CommHook, chain, dgc, error_feedback, mean
 from gradwire.testing import check_hook, simulate
+from helpers.laws import laws_in
 
 HOOKS = [dgc(0.1), dgc(0.01, momentum=0.5, warmup_steps=3, clip=1.0, values=torch.bfloat16), dgc(0.5, warmup_steps=2)]
 
@@ -23,7 +24,7 @@ def gradients(ranks: int, numel: int, step: int = 0) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("hook", HOOKS, ids=repr)
 def test_laws(hook: CommHook, dtype: torch.dtype) -> None:
-    check_hook(hook, dtype=dtype)
+    check_hook(hook, dtype=dtype, laws=laws_in(dtype))
 
 
 def test_as_in_the_paper() -> None:

@@ -31,6 +31,7 @@ from gradwire.interop import as_torch_hook
 from gradwire.parallel import replicate
 from gradwire.reducer.drive import Driver
 from gradwire.testing import check_hook, run_ranks, simulate
+from helpers.laws import SHORT_LAWS
 
 HALF = chain(cast(torch.bfloat16), mean())
 FED = chain(error_feedback(), cast(torch.bfloat16), mean())
@@ -163,7 +164,7 @@ def test_it_obeys_the_laws(hosts: Any) -> None:
     ):
         check_hook(hook, hosts=hosts)
     for dtype in (torch.bfloat16, torch.float64):
-        check_hook(hierarchical(across=FED), hosts=hosts, dtype=dtype)
+        check_hook(hierarchical(across=FED), hosts=hosts, dtype=dtype, laws=SHORT_LAWS)
 
 
 def test_it_obeys_the_laws_without_hosts() -> None:

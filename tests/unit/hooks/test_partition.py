@@ -31,6 +31,7 @@ from gradwire.hooks import (
 )
 from gradwire.parallel import replicate
 from gradwire.testing import check_hook, simulate
+from helpers.laws import laws_in
 
 HALF = chain(cast(torch.bfloat16), mean())
 FED = chain(error_feedback(), cast(torch.bfloat16), mean())
@@ -206,7 +207,7 @@ def test_they_obey_the_laws(dtype: torch.dtype) -> None:
         chain(error_feedback(), by_size(numel=17, large=HALF)),
         masked(matrices, every(2, FED)),
     ):
-        check_hook(hook, dtype=dtype)
+        check_hook(hook, dtype=dtype, laws=laws_in(dtype))
 
 
 @pytest.mark.parametrize(

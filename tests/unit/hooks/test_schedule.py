@@ -23,6 +23,7 @@ from gradwire.hooks import (
     mean,
 )
 from gradwire.testing import check_hook, simulate
+from helpers.laws import laws_in
 
 HALF = chain(cast(torch.bfloat16), mean())
 FED = chain(error_feedback(), cast(torch.bfloat16), mean())
@@ -103,7 +104,7 @@ def test_after_has_the_attributes_of_its_hooks() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_after_obeys_the_laws(dtype: torch.dtype) -> None:
     for hook in (after(2, HALF), after(1, FED), after(0, mean()), chain(error_feedback(), after(2, HALF))):
-        check_hook(hook, dtype=dtype)
+        check_hook(hook, dtype=dtype, laws=laws_in(dtype))
 
 
 # -- every -----------------------------------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ def test_every_obeys_the_laws(dtype: torch.dtype) -> None:
         chain(error_feedback(), every(3, mean(), otherwise=HALF)),
         after(2, every(2, mean())),
     ):
-        check_hook(hook, dtype=dtype)
+        check_hook(hook, dtype=dtype, laws=laws_in(dtype))
 
 
 def test_every_refuses_sparse_gradients() -> None:

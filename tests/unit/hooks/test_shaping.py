@@ -27,6 +27,7 @@ from gradwire.hooks import (
 )
 from gradwire.parallel import DistributedDataParallel
 from gradwire.testing import check_hook, run_ranks, simulate
+from helpers.laws import laws_in
 
 SPEC = BucketSpec(0, ("a", "b"), ((2,), (2,)), ((1,), (1,)), torch.float32, torch.device("cpu"))
 HOOKS = [
@@ -40,7 +41,7 @@ HOOKS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("hook", HOOKS, ids=repr)
 def test_laws(hook: CommHook, dtype: torch.dtype) -> None:
-    check_hook(hook, dtype=dtype)
+    check_hook(hook, dtype=dtype, laws=laws_in(dtype))
 
 
 @pytest.mark.parametrize("donated", [False, True])

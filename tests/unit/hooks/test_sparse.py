@@ -29,6 +29,7 @@ from gradwire.hooks import (
 from gradwire.hooks.compressors.pairs import Format, Pairs
 from gradwire.hooks.state import split_flat
 from gradwire.testing import check_hook, simulate
+from helpers.laws import laws_in
 
 HOOKS = [
     top_k(ratio=0.1),
@@ -55,7 +56,7 @@ def keep_largest(grad: Tensor, k: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("hook", HOOKS, ids=repr)
 def test_laws(hook: CommHook, dtype: torch.dtype) -> None:
-    check_hook(hook, dtype=dtype, world_sizes=(1, 3))
+    check_hook(hook, dtype=dtype, world_sizes=(1, 3), laws=laws_in(dtype))
 
 
 def test_laws_with_error_feedback() -> None:
