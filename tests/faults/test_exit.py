@@ -75,12 +75,14 @@ SCRIPTS = {
         from gradwire.errors import CollectiveTimeout, PeerLost
         from gradwire.groups import C10dGroup
         file, path = tempfile.mkstemp()
+        closed, closing = os.pipe()
         child = os.fork()  # nothing has started a thread
         rank = 0 if child else 1
+        os.close(closed if rank == 0 else closing)
         group = C10dGroup.gloo(dist.FileStore(path, 2), rank, 2, timeout=30 if rank else 1.5)
         group.barrier()
         if rank == 1:
-            time.sleep(4)
+            os.read(closed, 1)
             began = time.perf_counter()
             try:
                 group.all_reduce(torch.ones(3))
@@ -96,6 +98,7 @@ SCRIPTS = {
                 raise AssertionError
         group.close()
         if rank == 0:
+            os.close(closing)
             assert os.waitpid(child, 0)[1] == 0
             os.remove(path)
     """,

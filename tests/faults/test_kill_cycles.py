@@ -1,4 +1,4 @@
-"""200 times: make a group, kill ranks at a random moment, look. Nothing stays behind and nobody hangs."""
+"""100 times: make a group, kill ranks at a random moment, look. Nothing stays behind and nobody hangs."""
 
 from __future__ import annotations
 

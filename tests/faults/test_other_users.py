@@ -361,7 +361,8 @@ def falsify(port: int) -> list[str]:
     keys = store.list_keys()
     for key in keys:
         if key.endswith("/changes"):
-            store.set(key.removesuffix("changes") + "lost", json.dumps([1, "killed by a stranger"]))
+            number, joined = 0, 1000  # of the groups in use, and later than anything before
+            store.set(key.removesuffix("changes") + "lost", json.dumps([1, "killed by a stranger", number, joined]))
             store.add(key, 1)
     return keys
 
@@ -382,8 +383,7 @@ STORE_SCRIPT = """
     open(f"{folder}/ready-{group.rank}", "w").close()
     while not os.path.exists(f"{folder}/go-on"):
         time.sleep(0.01)
-    if group.rank == 1:
-        time.sleep(2)  # the other looks into the membership meanwhile
+    group.check_peers()  # reads what the membership has of the others
     group.barrier()
     print("well", flush=True)
     group.close()

@@ -120,6 +120,14 @@ def join_group(group: int) -> None:
         os.setpgid(0, 0)
 
 
+def load_compiler() -> None:
+    """What numba imports when a loop is compiled, or loaded, for the first time: half a second in every rank."""
+    from gradwire.collectives import ReduceOp
+    from gradwire.groups.shared_memory.fold import CompiledFold
+
+    CompiledFold.find(ReduceOp.SUM, sys.modules["torch"].float32, 2)
+
+
 if __name__ == "__main__":
     parent = int(sys.argv[2])
     pr_set_pdeathsig = 1
@@ -134,6 +142,8 @@ if __name__ == "__main__":
         ImportError
     ):  # Dynamo shows progress bars where it is installed, and the first starts a thread
         importlib.import_module("tqdm").tqdm.monitor_interval = 0
+    with contextlib.suppress(ImportError):
+        load_compiler()
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
         sys.exit(

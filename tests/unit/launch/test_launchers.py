@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from gradwire.testing.mpi import launch
+from helpers.fork_client import ADDRESS
 from helpers.warm_python import GRADWIRE_RUN
 
-BIN = Path(sys.executable).parent
 CLEAN = {
     name: value
     for name, value in os.environ.items()
@@ -122,15 +122,14 @@ def test_torchrun_without_the_agents_store(script, monkeypatch, warm_python):
     assert sorted(done.stdout.splitlines()) == lines("torchrun")
 
 
-def test_mpirun(script):
-    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
-    found = shutil.which("mpirun", path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")
-    if found is None:
-        pytest.skip("there is no mpirun next to this Python or on the path")
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
-    done = run(found, "-n", "2", "--oversubscribe", sys.executable, script, **root)
+@pytest.mark.skipif(launch.missing() is not None, reason=str(launch.missing()))
+def test_mpirun():
+    """Its ranks are forks: see `tests/helpers/fork_client.py`."""
+    command = launch.command(str(launch.find_mpirun()), 2)
+    done = run(*command, sys.executable, "-c", TRAIN, **launch.settings(2), **{ADDRESS: os.environ[ADDRESS]})
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == lines("mpirun")
+    said = done.stdout.replace("\x1b[0m", "")  # the end of colors, of which mpirun has used none
+    assert sorted(said.split("\n")) == ["", *lines("mpirun")]
 
 
 def test_slurms_variables(monkeypatch, warm_python):

@@ -190,8 +190,9 @@ def test_a_hook_that_computes_for_ever_is_given_up() -> None:
     (group,) = ThreadGroup.world(1, timeout=0.02)
     driver, gate = Driver(group), threading.Event()
     pending = launch(driver, Several(lambda turn: gate.wait(PATIENCE) or None), 1.0)
-    with pytest.raises(CollectiveTimeout, match=r"bucket 0 .*on rank 0: the hook has not finished after 0\.2"):
+    with pytest.raises(CollectiveTimeout, match=r"bucket 0 .*on rank 0: the hook has not finished after") as caught:
         pending.wait()
+    assert float(str(caught.value).split()[-2]) >= 0.2  # ten times the group's timeout, or more on a busy machine
     gate.set()
     driver.close()
     group.close()
