@@ -26,6 +26,14 @@ def test_an_example_trains_on_two_ranks(name: str, warm_python: Any, monkeypatch
     assert re.search(EXPECTED[name], done.stdout.strip().splitlines()[-1])
 
 
+def test_the_example_of_a_slow_rank_trains(warm_python: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    words = [str(ROOT / "examples" / "slow_rank.py"), "--steps", "3", "--data", "0"]
+    done = warm_python.run(GRADWIRE_RUN, "--nproc", "2", "--no-prefix", *words, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "3 steps on 2 ranks\n"
+
+
 def test_the_example_of_a_fault_fails_as_it_should(warm_python: Any, monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     script = str(ROOT / "examples" / "hang.py")

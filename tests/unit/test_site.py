@@ -34,3 +34,16 @@ def test_the_site_builds_without_a_warning_and_has_every_public_name(tmp_path):
         assert shown
         missing = [name for name in shown if not re.search(rf'id="{module}(\.\w+)*\.{name}"', text)]
         assert missing == [], module
+
+
+def test_pictures_are_shown_small_and_load_nothing():
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    shown = {
+        file for page in pages for _, file in re.findall(r"!\[([^\]]+)\]\([^)]*images/([^)]+)\)", page.read_text())
+    }
+    for picture in sorted((ROOT / "docs" / "images").iterdir()):
+        assert picture.name in shown, f"{picture.name} is shown nowhere, or without a text"
+        assert picture.stat().st_size < 150_000, picture.name
+        if picture.suffix == ".svg":
+            drawn = picture.read_text()
+            assert set(re.findall(r"https?://[^\s\"')]+", drawn)) == {"http://www.w3.org/2000/svg"}, picture.name

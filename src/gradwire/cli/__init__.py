@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import gradwire
-from gradwire.cli.arguments import add_debug, parse
+from gradwire.cli.arguments import Parser, add_debug, parse
 from gradwire.errors import GradwireError, UsageError
 
 
@@ -32,13 +32,13 @@ class Command(Protocol):
 _COMMANDS: Mapping[str, str] = {
     "bench": "compare gradwire with its alternatives on this machine",
     "demo": "train a small transformer data-parallel on this machine",
-    "doctor": "find what stands in the way of training on this machine, and how to fix it",
-    "inspect": "show where every rank of a job is, and which one the others wait for",
+    "doctor": "find what is wrong with this machine, and how to fix it",
+    "inspect": "show where every rank is, and which one the others wait for",
     "lab": "train over slow links, and see what compression costs",
-    "report": "make a page of what a run was, where its time went, and what to look at",
+    "report": "make a page about a run: where its time went, what to look at",
     "run": "start a script on several ranks of this machine",
     "top": "show all ranks of a job while it runs",
-    "trace": "show what all ranks of a run did, as one picture",
+    "trace": "merge what all ranks of a run did into one trace",
 }
 """The modules of this package that are subcommands, and what each does."""
 _USAGE = 2  # as in argparse
@@ -115,13 +115,13 @@ def _notes(error: BaseException) -> list[str]:
 
 def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Command | None]:
     """The parser of the whole command, complete for the subcommand in `words`, and that subcommand."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="gradwire",
         description="Data-parallel training for PyTorch in which everything between autograd and the wire is plain Python.",
         epilog="gradwire COMMAND --help shows the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"gradwire {gradwire.__version__}")
-    parser.add_argument("--debug", action="store_true", help="show a traceback when a command fails")
+    parser.add_argument("--debug", action="store_true", help="show a traceback when the command fails")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
     named = next((word for word in words if not word.startswith("-")), None)
     command: Any = None

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line. Those of argparse begin with the usage, and many options hide what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong and where the options are listed, and exit with code 2."""
+        self.exit(2, f"{self.prog}: error: {message.rstrip('.')}. See {self.prog} --help.\n")
 
 
 def add_debug(parser: argparse.ArgumentParser) -> None:
     """Accept --debug after a subcommand too; without a default there, which would override the first one."""
     parser.add_argument(
-        "--debug", action="store_true", default=argparse.SUPPRESS, help="show full tracebacks when it fails"
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show a traceback when the command fails"
     )
     parser.set_defaults(parser=parser)
 
 
 def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """Like `parse_args`, but unrecognized arguments are an error of the subcommand, with its usage and its `hints`."""
+    """Like `parse_args`, but unrecognized arguments are an error of the subcommand, with its `hints`."""
     args, extra = parser.parse_known_args(words)
     if extra:
         hints: dict[str, str] = getattr(args, "hints", {})

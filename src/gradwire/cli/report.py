@@ -20,7 +20,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "report",
         description="Make a page of what the flight recorders of all ranks have written: what the run was, step times, where a "
         "step's time goes, buckets and collectives of a typical and of the slowest step, bytes, which ranks were late, and "
-        "warnings with advice. One HTML file without references to others. The job may still run, hang, or be gone.",
+        "warnings with advice. One HTML file without references to others. The job may still run, hang, or have been killed.",
     )
     add = parser.add_argument
     add("run_dir", nargs="?", metavar="RUN", help="the directory of a run (default: the latest)")

@@ -34,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )
     add = parser.add_argument
     add("run_dir", nargs="?", metavar="RUN", help="the directory of a run (default: the latest)")
-    add("--once", action="store_true", help="show one picture, and end")
+    add("--once", action="store_true", help="show the view once, and end")
     add(
         "--every",
         type=positive,

@@ -25,7 +25,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "trace",
         description="Merge what the flight recorders of all ranks have written into one trace: steps, buckets and collectives of "
-        "every rank on one clock. Open it in ui.perfetto.dev or chrome://tracing. The job may still run, hang, or be gone.",
+        "every rank on one clock. Open it in ui.perfetto.dev or chrome://tracing. The job may still run, hang, or have been "
+        "killed.",
     )
     add = parser.add_argument
     add("run_dir", nargs="?", metavar="RUN", help="the directory of a run (default: the latest)")

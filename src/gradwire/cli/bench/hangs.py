@@ -54,7 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     """Declare `gradwire bench hangs` and its options."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "hangs",
-        help="whether hangs are reported in time, with the right rank, cause, bucket and function",
+        help="whether hangs are reported in time, and correctly",
         description="Start jobs of gradwire run in which one rank hangs in one of eight ways, and check each report: within one "
         "second of the soft deadline, the right rank, cause, bucket and function. And jobs in which one rank is 30 % slower "
         "than the others, which must not be reported. The exit code is 1 if one run is wrong. The function of a stopped process "
@@ -65,8 +65,20 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     add("--repeat", type=at_least(0), default=10, metavar="N", help="runs of each fault (default: %(default)s)")
     add("--healthy", type=at_least(0), default=0, metavar="N", help="healthy runs of each kind (default: %(default)s)")
     add("--at-once", type=at_least(1), default=4, metavar="N", help="runs at the same time (default: %(default)s)")
-    add("--kinds", type=_names(_KINDS), default=list(_KINDS), metavar="KINDS", help=f"of {', '.join(_KINDS)} (all)")
-    add("--faults", type=_names(FAULTS), default=list(FAULTS), metavar="FAULTS", help=f"of {', '.join(FAULTS)} (all)")
+    add(
+        "--kinds",
+        type=_names(_KINDS),
+        default=list(_KINDS),
+        metavar="KINDS",
+        help=f"groups: {', '.join(_KINDS)} (default: all)",
+    )
+    add(
+        "--faults",
+        type=_names(FAULTS),
+        default=list(FAULTS),
+        metavar="FAULTS",
+        help=f"{', '.join(FAULTS)} (default: all)",
+    )
     add(
         "--hang-after",
         type=positive,

@@ -46,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     """Declare `gradwire bench overhead` and its options."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "overhead",
-        help="a step of the bare model, of torch's DDP and of gradwire's, on one rank",
+        help="a step of the bare model, torch's DDP and gradwire's, on one rank",
         description="What data parallelism adds to a step at world size 1, where nothing has to be communicated: the bare "
         "model, torch's DistributedDataParallel and gradwire's, with default flags and with gradient_as_bucket_view. On the "
         "CPU, a model of many small parameters in float32 on one thread; on CUDA, a model of GPT-2's shape under bfloat16 "

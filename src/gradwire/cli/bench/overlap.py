@@ -36,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     """Declare `gradwire bench overlap` and its options."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "overlap",
-        help="whether hooks overlap with backward on a GPU: a timeline of its streams",
+        help="whether hooks overlap with backward on a GPU",
         description="One step of a model of GPT-2's shape on one GPU, with each hook: which kernels ran on the model's stream, "
         "which on the hook's, and how much of the hook's time overlapped with the model's. Profiling slows down kernel launches; "
         "with small batches the model's stream then waits for the host. Needs CUDA.",

@@ -45,7 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     """Declare `gradwire bench stragglers` and its options."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "stragglers",
-        help="whether a slow rank is found, its phase named, and no other alarm raised",
+        help="whether a slow rank is found, and nothing else",
         description="Ranks that sleep instead of computing are trained and recorded, in turns as they should be and with one of "
         "them slower in its data, its forward or its backward. Each delay must be found, with the right rank and phase; the step "
         "time predicted without it must be within 5 % of the healthy runs before and after, if these agree; and in a healthy run "
@@ -59,14 +59,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         type=positive,
         default=0.2,
         metavar="SHARE",
-        help="what the slow rank takes more for the phase, as a share of it (default: %(default)s)",
+        help="how much longer the phase takes on the slow rank, as a share of it (default: %(default)s)",
     )
     add(
         "--phase",
         type=positive,
         default=0.1,
         metavar="SECONDS",
-        help="what each of the three phases takes (default: %(default)s)",
+        help="how long each of the three phases takes (default: %(default)s)",
     )
     add("--kind", choices=_KINDS, default=_KINDS[0], metavar="KIND", help="group: %(choices)s (default: %(default)s)")
     add("--seed", type=at_least(0), default=0, help="chooses the slow ranks (default: %(default)s)")

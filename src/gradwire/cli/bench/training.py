@@ -40,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     """Declare `gradwire bench training` and its options."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "training",
-        help="a training step of gradwire's DDP over shared memory, of torch's over gloo",
+        help="a training step: gradwire over shared memory, torch over gloo",
         description="Steps of a transformer on ranks of this machine, one thread each, float32: gradwire's "
         "DistributedDataParallel over shared memory and torch's over gloo, with default flags and with "
         "gradient_as_bucket_view, and each of them also without communication, under no_sync.",

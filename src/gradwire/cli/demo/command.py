@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.text import Text
 
 from gradwire import observe
 from gradwire.cli.arguments import at_least, positive
 from gradwire.cli.demo.compare import Comparison, compare
 from gradwire.cli.demo.progress import progress
-from gradwire.cli.demo.summary import show, verdict
+from gradwire.cli.demo.summary import summary, verdict
 from gradwire.cli.demo.train import Job, Report, train
 from gradwire.cli.demo.transformer import SIZES
+from gradwire.cli.terminal_svg import terminal_svg
+from gradwire.errors import UsageError
 from gradwire.groups import Deadline, Group
 from gradwire.groups.kinds import Ranks, find_kind
 from gradwire.observe.report.load import load_report
@@ -69,6 +72,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         help="megabits per second of the simulated link of the comparison (default: %(default)g)",
     )
     parser.add_argument("--no-compare", dest="compare", action="store_false", help="only train")
+    add("--svg", type=Path, metavar="FILE", help="also write what is printed at the end as a picture")
     add(
         "--timeout",
         type=at_least(1),
@@ -81,6 +85,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 def run(args: argparse.Namespace) -> int:
     """Train, compare, show the results, and return the exit code."""
+    if args.svg is not None and not args.svg.absolute().parent.is_dir():
+        raise UsageError(f"gradwire demo --svg {args.svg}: there is no directory {args.svg.parent}. Create it.")
     ranks = args.ranks or _cores()
     job = Job(size=args.size, steps=args.steps, batch_size=args.batch_size, seed=args.seed)
     directory = _new_run() if find_kind(args.kind, who="gradwire demo").ranks is not Ranks.THREADS else None
@@ -88,13 +94,18 @@ def run(args: argparse.Namespace) -> int:
     print(f"starting {ranks} ranks ({args.kind}): {job.size} model, {job.steps} steps", flush=True)
     reports = _run_world(job, ranks, kind=args.kind, timeout=args.timeout, directory=directory)
     console = Console(highlight=False)
-    show(console, job, reports, kind=args.kind)
+    shown: list[RenderableType] = [summary(job, reports, kind=args.kind)]
+    console.print(shown[-1])
     if args.compare:
-        console.print(compare(Comparison(job, args.mbit), max(2, ranks), console, timeout=args.timeout))
-    # One line, whatever the width: scripts parse it.
+        shown.append(compare(Comparison(job, args.mbit), max(2, ranks), console, timeout=args.timeout))
+        console.print(shown[-1])
+    lines = [verdict(reports)]
     if directory is not None:
-        _write_report(console, directory)
-    console.print(verdict(reports), soft_wrap=True)
+        lines.insert(0, _write_report(directory))
+    if args.svg is not None:
+        args.svg.write_text(terminal_svg(*shown, *lines, title="gradwire demo"), encoding="utf-8")
+    for line in lines:
+        console.print(line, soft_wrap=True)  # one line, whatever the width: scripts parse it
     return 0 if reports[0].replicas_equal else 1
 
 
@@ -106,10 +117,12 @@ def _new_run() -> Path | None:
         return None
 
 
-def _write_report(console: Console, directory: Path) -> None:
+def _write_report(directory: Path) -> Text:
     page = directory / "report.html"
     page.write_text(render_page(load_report(directory)), encoding="utf-8")
-    console.print(f"A page about this run, where its time went and what to look at: {page}", soft_wrap=True)
+    home = os.path.expanduser("~")
+    shown = f"~/{page.relative_to(home)}" if page.is_relative_to(home) else str(page)
+    return Text(f"A page about this run, where its time went and what to look at: {shown}")
 
 
 def _run_world(job: Job, ranks: int, *, kind: str, timeout: float, directory: Path | None) -> list[Report]:

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
+from rich.console import Group
 from rich.text import Text
 
 from gradwire.cli.demo.train import Job, Report
+from gradwire.cli.experiment.machine import describe
 
 
-def show(console: Console, job: Job, reports: Sequence[Report], *, kind: str) -> None:
-    """Print the reports of all ranks."""
-    console.print()
-    for name, value in facts(job, reports, kind=kind):
-        console.print(Text.assemble((f"{name:<16}", "dim"), value))
-    console.print()
-    console.print(Text("A sample of the model's output:", style="dim"))
-    for line in reports[0].sample.rstrip().splitlines():
-        console.print(Text(f"  {line}"), no_wrap=True, overflow="ellipsis")
-    console.print()
+def summary(job: Job, reports: Sequence[Report], *, kind: str) -> Group:
+    """The reports of all ranks."""
+    named = [Text.assemble((f"{name:<16}", "dim"), value) for name, value in facts(job, reports, kind=kind)]
+    sample = [Text(f"  {line}", no_wrap=True, overflow="ellipsis") for line in reports[0].sample.rstrip().splitlines()]
+    return Group("", *named, "", Text("A sample of the model's output:", style="dim"), *sample, "")
 
 
 def facts(job: Job, reports: Sequence[Report], *, kind: str) -> Iterator[tuple[str, str]]:
     """What was run and its results, as (name, value) pairs."""
-    report = reports[0]
+    report, machine = reports[0], describe()
+    yield "machine", machine["cpu"]
+    yield "software", machine["software"]
     yield "ranks", f"{len(reports)}, group kind {kind}"
     yield "model", f"{job.size}, {report.parameters:,} parameters"
     yield "steps", f"{job.steps}, {report.tokens:,} tokens in {report.seconds:.1f} s"

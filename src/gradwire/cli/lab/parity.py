@@ -51,7 +51,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )
     add("--seeds", type=at_least(2), default=3, help="number of seeds (default: %(default)s)")
     add("--ranks", type=at_least(1), default=4, help="processes on this machine (default: %(default)s)")
-    add("--steps", type=at_least(1), help=f"(default: {', '.join(f'{n} {t.steps}' for n, t in TASKS.items())})")
+    add(
+        "--steps",
+        type=at_least(1),
+        help=f"optimizer steps (default: {', '.join(f'{n} {t.steps}' for n, t in TASKS.items())})",
+    )
     add(
         "--hooks",
         type=names_of(list(RECIPES)),

@@ -61,7 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         choices=tuple(SIZES),
         default="10m",
         metavar="SIZE",
-        help="of the model: %(choices)s (default: %(default)s)",
+        help="size of the model: %(choices)s (default: %(default)s)",
     )
     add(
         "--batch",

@@ -32,7 +32,7 @@ def _lines(report: RunReport) -> Iterator[str]:
     for hook in report.hooks:
         yield f"hook {hook}"
     if page["buckets"]:
-        yield f"{_count(len(page['buckets']), 'bucket')} of {size(sum(one['bytes'] for one in page['buckets']))}"
+        yield f"{_count(len(page['buckets']), 'bucket')}, {size(sum(one['bytes'] for one in page['buckets']))} in total"
     found = find(report)
     if found:
         yield from ("", "What to look at")

@@ -90,6 +90,13 @@ def test_it_learns_more_than_how_frequent_characters_are(capfd):
     assert facts["validation loss"] < facts["for comparison"] - 0.2
 
 
+def test_a_picture_that_cannot_be_written_is_refused_before_training(capfd, tmp_path):
+    assert main([*TINY, "--svg", str(tmp_path / "none" / "demo.svg")]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("gradwire: UsageError: gradwire demo --svg ")
+
+
 def test_a_python_without_source_is_one_clear_error(capfd, monkeypatch, tmp_path):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     assert main([*TINY, "--ranks", "2", "--kind", "threads"]) == 2

@@ -40,7 +40,8 @@ def test_factors_are_relative_to_torch_on_the_same_link():
 def test_the_demo_trains_compares_and_writes_a_page(capfd, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     options = ["--size", "tiny", "--batch-size", "1", "--steps", "3", "--ranks", "2", "--mbit", "10000"]
-    assert main(["demo", *options]) == 0
+    picture = tmp_path / "demo.svg"
+    assert main(["demo", *options, "--svg", str(picture)]) == 0
     out = capfd.readouterr().out
     for name in (*HERE, *OVER_LINK, "on this machine", "over 10000 Mbit/s"):
         assert name in out
@@ -48,6 +49,8 @@ def test_the_demo_trains_compares_and_writes_a_page(capfd, monkeypatch, tmp_path
     run = (runs_directory({"XDG_STATE_HOME": str(tmp_path)}) / "latest").resolve()
     assert page.endswith(f": {run / 'report.html'}")
     assert "2 ranks" in (run / "report.html").read_text()
+    drawn = picture.read_text().replace("&#160;", " ")
+    assert all(words in drawn for words in ("validation loss", "over 10000 Mbit/s", "bitwise equal (digest "))
     assert verdict.startswith("All 2 replicas are bitwise equal")
 
 

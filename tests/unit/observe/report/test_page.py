@@ -57,7 +57,7 @@ def test_everything_is_on_the_page_and_nothing_is_loaded(report):
         "Bytes by hook and collective",
         "mean()",
         "world (ThreadGroup, 2 ranks)",
-        "2 buckets of 2.00 MiB",
+        "2 buckets, 2.00 MiB in total",
         "/runs/x",
     ):
         assert part in page.text, part
