@@ -10,8 +10,11 @@ import argparse
 import errno
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import gradwire
@@ -43,6 +46,7 @@ _COMMANDS: Mapping[str, str] = {
 """The modules of this package that are subcommands, and what each does."""
 _USAGE = 2  # as in argparse
 _INTERRUPTED = 130  # 128 + SIGINT, as in shells
+_INTERRUPT = "\ngradwire: interrupted"
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
 _WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 """Errors of writing; with the name of a file they are not of the output."""
@@ -52,20 +56,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     args = argparse.Namespace(debug=False)
+    _open_closed_outputs()
     try:
         try:
             parser, command = _parser(words)
             args = parse(parser, words)
             assert command is not None  # argparse rejects anything else
             code = command.run(args)
-        except SystemExit:  # of argparse, after its help
-            sys.stdout.flush()
+        except SystemExit as ending:
+            if isinstance(ending.__context__, BrokenPipeError):  # rich ends the process then, with 1
+                return _BROKEN_PIPE
+            sys.stdout.flush()  # argparse's, after its help
             raise
         sys.stdout.flush()  # what cannot be written fails here, not at the interpreter's end
         return code
     except KeyboardInterrupt:
         _show_cursor()
-        print("\ngradwire: interrupted", file=sys.stderr)
+        print(_INTERRUPT, file=sys.stderr)
         return _INTERRUPTED
     except GradwireError as error:
         _show_cursor()
@@ -80,6 +87,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.debug:
             raise
         return _system_failed(error)
+
+
+def _open_closed_outputs() -> None:
+    """Where the command was started with `>&-`: another file would get the descriptor, and then the output."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+
+
+@contextmanager
+def _ended_by_interrupts() -> Iterator[None]:
+    """End the process at Ctrl-C, without an exception, while modules are imported: some of torch's catch it, and go on."""
+    default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not default or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, _end_interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end_interrupted(*_: object) -> None:
+    os.write(sys.stderr.fileno(), f"{_INTERRUPT}\n".encode())
+    os._exit(_INTERRUPTED)  # nothing has been started yet
 
 
 def _system_failed(error: OSError) -> int:
@@ -127,7 +160,8 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Command | No
     command: Any = None
     for name, purpose in _COMMANDS.items():
         if name == named:
-            command = importlib.import_module(f"gradwire.cli.{name}")
+            with _ended_by_interrupts():
+                command = importlib.import_module(f"gradwire.cli.{name}")
             add_debug(command.add_parser(subparsers))
         else:
             subparsers.add_parser(name, help=purpose)

@@ -122,6 +122,40 @@ def test_an_interrupt_is_exit_code_130(capsys, monkeypatch):
     assert "interrupted" in capsys.readouterr().err
 
 
+SWALLOWED = """
+import importlib, os, signal, sys
+from gradwire import cli
+
+original = importlib.import_module
+
+def swallows(name):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        pass
+    return original(name)
+
+importlib.import_module = swallows
+sys.exit(cli.main(["report", "--help"]))
+"""
+
+
+def test_an_interrupt_while_a_command_is_imported_ends_it_even_if_a_module_catches_the_exception():
+    ended = subprocess.run([sys.executable, "-c", SWALLOWED], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "\ngradwire: interrupted\n")
+
+
+def test_a_closed_pipe_that_rich_notices_is_exit_code_141(monkeypatch):
+    def show(args):
+        try:
+            raise BrokenPipeError
+        except BrokenPipeError:
+            raise SystemExit(1)  # noqa: B904 -- as rich does
+
+    monkeypatch.setattr(demo, "run", show)
+    assert main(["demo"]) == 141
+
+
 FULL = "gradwire: writing the output: No space left on device\n"
 
 
@@ -133,6 +167,7 @@ FULL = "gradwire: writing the output: No space left on device\n"
         (["--help"], "/dev/full", "", 1, FULL),
         (["report", "--text", "RUN"], "a closed pipe", "", 141, ""),
         (["report", "--text", "RUN"], "a closed pipe", "1", 141, ""),
+        (["report", "--text", "RUN"], "nothing", "", 0, ""),
     ],
 )
 def test_output_that_cannot_be_written_is_one_line(tmp_path, words, into, unbuffered, code, message):
@@ -141,8 +176,10 @@ def test_output_that_cannot_be_written_is_one_line(tmp_path, words, into, unbuff
         reader, output = os.pipe()
         os.close(reader)
     else:
-        output = os.open(into, os.O_WRONLY)
+        output = os.open(os.devnull if into == "nothing" else into, os.O_WRONLY)
     command = [sys.executable, "-m", "gradwire", *(str(tmp_path) if word == "RUN" else word for word in words)]
+    if into == "nothing":
+        command = ["/bin/sh", "-c", 'exec "$@" >&-', "sh", *command]
     try:
         environ = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
         ended = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, env=environ, check=False)

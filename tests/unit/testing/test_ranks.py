@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from gradwire.groups import C10dGroup, Group, GroupWrapper
 from gradwire.groups.kinds import find_kind
 from gradwire.testing import LeftBehind, RankPool, default_pool, kinds, ranks, run_ranks
 from gradwire.testing.pool import Fate, GroupJob, Outcome, RemoteTraceback
+from gradwire.testing.pool.process import Process, Spawn
 from gradwire.testing.pool.shipping import ship
 from gradwire.testing.ranks import Request, _verdict
 from helpers.waiting import wait_for_exit
@@ -585,3 +587,22 @@ def test_threads_are_stopped_whatever_their_wrapper_does_with_an_abort():
     with pytest.raises(CollectiveTimeout, match=r"ranks \[0\] had not returned after 0.3 s"):
         run_ranks(wait_alone, 2, timeout=0.3, wrap=Deaf)
     assert told == [GroupAborted]
+
+
+INTERRUPTED = """
+import os, signal, sys
+os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does while the worker imports torch
+work = lambda *_: print("still there")
+"""
+
+
+def test_a_worker_that_is_still_starting_is_not_interrupted_by_ctrl_c(tmp_path: Path) -> None:
+    with open(tmp_path / "output", "wb") as output:
+        worker = Process("", Spawn(f"exec({INTERRUPTED!r})", output.fileno()))
+    try:
+        assert worker.wait(60.0) == 0
+    finally:
+        worker.kill()
+        worker.release()
+    assert (tmp_path / "output").read_text() == "still there\n"
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

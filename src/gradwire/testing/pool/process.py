@@ -10,8 +10,8 @@ import subprocess
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from gradwire.errors import GroupError
@@ -111,9 +111,10 @@ class Process(Hold):
         fds = (theirs.fileno(), self._stack, self._dumped_there)
         # See Note [Who outlives whom] in worker.py.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
+        started: subprocess.Popen[bytes] | None = None
         try:
-            with theirs:
-                self.process = subprocess.Popen(
+            with theirs, _interrupts_blocked():
+                self.process = started = subprocess.Popen(
                     spawn.command([sys.executable, "-P", "-c", f"{spawn.program}; work{(*fds, store, parent)}"]),
                     stdin=subprocess.DEVNULL,
                     stdout=spawn.output,
@@ -122,6 +123,9 @@ class Process(Hold):
                     env={**os.environ, **spawn.settings},
                 )
         except BaseException:
+            if started is not None:  # Ctrl-C meanwhile
+                started.kill()
+                started.wait()
             control.close()
             for fd in (self._stack, self._dumped, self._dumped_there):
                 os.close(fd)
@@ -138,6 +142,16 @@ class Process(Hold):
         self.process.kill()
         if self.wait(MESSAGE_LIMIT) is None:
             raise GroupError(f"worker process {self.pid} is still running {MESSAGE_LIMIT:.0f} s after SIGKILL.")
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Ctrl-C reaches all processes of the terminal. A worker ignores it, and unblocks it once it does."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def ending(status: int | None) -> str:

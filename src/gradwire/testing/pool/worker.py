@@ -151,6 +151,7 @@ def prepare(stack: int, dumped: int, parent: int) -> None:
             sys.exit()
     # Ctrl-C goes to the whole process group; the parent decides how to handle it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     faulthandler.enable()
     # On SIGUSR1 every thread's stack goes to `stack`, without the interpreter lock; chained after it, Python's own handler
     # then writes a byte to `dumped`, still in the signal handler, which signals the parent that the stacks are complete.
