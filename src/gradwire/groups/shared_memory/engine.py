@@ -43,7 +43,7 @@ from gradwire.groups.shared_memory.agreement import Steps
 from gradwire.groups.shared_memory.board import HERE, LEFT, Board
 from gradwire.groups.shared_memory.diagnosis import CLOSED, Diagnosis, Waiting
 from gradwire.groups.shared_memory.liveness import Pulse
-from gradwire.groups.shared_memory.p2p import Mailbox, Message
+from gradwire.groups.shared_memory.p2p import Mailbox, Message, checks_per_round
 from gradwire.groups.shared_memory.programs import Programs
 from gradwire.groups.shared_memory.recovery import Recovery
 from gradwire.groups.shared_memory.sync import SLICE, pause, spins_before_sleep
@@ -56,7 +56,7 @@ _THREAD_SPINS = 30
 _YIELDS = 800
 """How often a thread then checks, releasing the interpreter lock each time, before it sleeps: one to two milliseconds.
 
-To check one message is one check: many messages make each round as much longer, and the wait must not grow with them.
+To check one message is one check, and one of a large message several: see `checks_per_round`.
 """
 
 
@@ -227,7 +227,7 @@ class Engine:
                 continue
             if self._current is None and not self._messages and not self._queue and not self._new_p2p:
                 return
-            spins += max(1, len(self._messages))
+            spins += checks_per_round(self._messages, alone=self._current is None)
             if spins < patience:
                 if self._crowded:
                     os.sched_yield()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from gradwire.groups.work import Work
 _HEAD = struct.Struct("<qQQQ")  # tag, dtype, elements, offset; after the number
 _NUMBER, _HEAD_AT, _ACK, _WITHDRAWN = 0, 8, 40, 48
 _OK, _MISMATCH, _FAILED = range(3)
+_BYTES_PER_CHECK = 4096
 _ANSWERS = 4  # an acknowledgment is the message's number times this, plus one of the three above
 
 
@@ -46,6 +48,8 @@ class Message(ABC):
         self.work = work
         self.peers = peers
         self.over = False
+        self.checks = 1 + work.op.nbytes // _BYTES_PER_CHECK
+        """About how many checks go by while its bytes are copied."""
 
     def step(self) -> bool:
         """Make progress, unless it is over. An error fails this operation alone: nothing is raised."""
@@ -65,6 +69,17 @@ class Message(ABC):
     @abstractmethod
     def _step(self) -> bool:
         """Try; True if anything changed."""
+
+
+def checks_per_round(messages: Sequence[Message], *, alone: bool) -> int:
+    """How many checks a look at all messages counts for, of those that a rank makes before it sleeps.
+
+    Many messages make each round longer, and the wait must not grow with them. If all are large, and no collective is under way,
+    the rank sleeps soon: the other end needs longer to copy one than a sleep and a wake-up take, and perhaps the core.
+    """
+    if not messages:
+        return 1
+    return len(messages) * (min([message.checks for message in messages]) if alone else 1)
 
 
 class Mailbox:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,10 +50,11 @@ def test_more_messages_than_slots_arrive_in_order(world: Any, everywhere: Any, r
     assert results[1] == list(range(many))
 
 
+@pytest.mark.parametrize(("many", "nbytes"), [(5 * SLOTS + 3, 12), (1, 1 << 20)], ids=["many", "large"])
 @pytest.mark.parametrize("shares", [True, False], ids=["ranks of one process", "ranks of several"])
-def test_who_waits_for_many_messages_sleeps_soon(world: Any, shares: bool) -> None:
+def test_who_waits_for_many_or_large_messages_sleeps_soon(world: Any, shares: bool, many: int, nbytes: int) -> None:
     """At once where it would keep the interpreter lock from the sender; else after as many looks at messages as at one message."""
-    group, many = world(2)[0], 5 * SLOTS + 3
+    group = world(2)[0]
     engine, looks, slept, rounds = group._engine, [0], threading.Event(), []
     assert not engine._yields
     if not shares:
@@ -71,13 +73,14 @@ def test_who_waits_for_many_messages_sleeps_soon(world: Any, shares: bool) -> No
         sleep(*args)
 
     engine._advance, engine.board.wait_queue.sleep = counting, sleeping
-    works = [group.recv(torch.empty(3), src=1, async_op=True) for _ in range(many)]
+    works = [group.recv(torch.empty(nbytes // 4), src=1, async_op=True) for _ in range(many)]
     assert slept.wait(100)
     group.abort("enough")
     for work in works:
         with pytest.raises(GroupAborted):
             work.wait()
-    assert rounds[0] <= (1 if shares else 1 + (_THREAD_SPINS + _YIELDS) // many)
+    checks = many if nbytes < p2p._BYTES_PER_CHECK else nbytes // p2p._BYTES_PER_CHECK
+    assert rounds[0] <= (1 if shares else 1 + (_THREAD_SPINS + _YIELDS) // checks)
 
 
 def test_tags_in_any_order(world: Any, everywhere: Any) -> None:
@@ -299,3 +302,17 @@ def test_heap_and_ordinary_memory_strided_and_empty(world: Any, everywhere: Any)
         groups[0].send(torch.ones(50_000), dst=1)
         work.wait()
     assert groups[0]._heap.reserved == reserved, "copies of what was sent go back to the heap"
+
+
+def test_a_large_message_in_the_background_does_not_make_the_rest_sleep() -> None:
+    """A rank that also waits for something small checks for it as often as without."""
+    small, large = SimpleNamespace(checks=1), SimpleNamespace(checks=257)
+    for messages, alone, checks in [
+        ([], True, 1),
+        ([small], True, 1),
+        ([large], True, 257),
+        ([large, large], True, 514),
+        ([large, small], True, 2),
+        ([large], False, 1),
+    ]:
+        assert p2p.checks_per_round(messages, alone=alone) == checks  # type: ignore[arg-type]
