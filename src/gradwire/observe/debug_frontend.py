@@ -41,4 +41,5 @@ class Page(_frontend.DebugHandler):  # type: ignore[misc]  # not in every torch
         return request.frontend.render_template(self._template, title=self._title, addrs=addresses, resps=answers)
 
     def _fetch(self) -> Any:
-        return _frontend.fetch_all(self._endpoint, timeout=self.fetch_timeout)
+        limit = getattr(self, "fetch_timeout", None)  # torch 2.11 has none
+        return _frontend.fetch_all(self._endpoint, **({} if limit is None else {"timeout": limit}))

@@ -27,7 +27,7 @@ def debug_handlers() -> list[Any]:
 
         start_debug_server(handlers=[*default_handlers(), *gradwire.observe.debug_handlers()])
 
-    `default_handlers` is from torch.distributed.debug._debug_handlers. Needs torch 2.13 or later, and what its server needs.
+    `default_handlers` is from torch.distributed.debug._debug_handlers. Needs what torch's server needs.
     """
     try:
         frontend: Any = import_module("torch.distributed.debug._frontend")

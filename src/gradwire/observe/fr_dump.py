@@ -6,12 +6,14 @@ size and state. Collectives have the same ordinal on all ranks, which becomes th
 to take part in everything, so the messages from one rank to another become a group of their own. Sizes are in bytes, and only those
 of operations whose sizes must be equal. Operations before the first one that all members have recorded are left out, as are those
 of groups that share a name: they cannot be matched. Before torch 2.15 the analyzer refuses engines whose names it does not know, so
-everything but torch's own engines is called gloo there; the description of the group has its kind.
+everything but torch's own engines is called gloo, and before 2.12, where it knows NCCL and XCCL only, nccl. The description of the
+group has its kind.
 """
 
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,13 +26,15 @@ from gradwire.observe.ring import Ring
 
 PREFIX = "gradwire_trace_rank_"
 _VERSION = "2.10"
-_ENGINE = "gloo"
-_ENGINES = frozenset({"nccl", "gloo", "xccl"})
-"""Names of torch's backends that the analyzer knows in all versions."""
+_ENGINES = ("gloo", "nccl", "xccl")
+"""Names of torch's backends that the analyzer knows; the first stands for all others."""
+_OLD_ENGINES = ("nccl", "xccl")
+"""Before torch 2.12."""
 _NAMES = {
     "all_gather_into_tensor": "_all_gather_base",
     "reduce_scatter_tensor": "_reduce_scatter_base",
     "all_to_all_single": "all_to_all",
+    "barrier": "all_reduce_barrier",  # NCCL's name, the only one before torch 2.12
 }
 _EQUAL_SIZES = frozenset({"all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor"})
 Dump = dict[str, Any]
@@ -54,11 +58,12 @@ class _Group:
     """In the world, in the order of the group, as far as they are recorded."""
     kind: str = ""
     engines: Mapping[str, str] = field(default_factory=dict)
+    known: Sequence[str] = _ENGINES
 
     def engine(self, one: Operation) -> str:
         """What the analyzer calls the engine of an operation."""
         devices = sorted(self.engines.keys() - {"cpu"}) if one.on_device else ["cpu"]
-        return next((name for d in devices if (name := self.engines.get(d)) in _ENGINES), _ENGINE)
+        return next((name for d in devices if (name := self.engines.get(d, "")) in self.known), self.known[0])
 
     def description(self, name: str) -> str:
         """Its name and kind."""
@@ -141,12 +146,23 @@ def _groups(ranks: Sequence[_Rank], rings: Sequence[Ring], doubtful: set[str]) -
     for ring in rings:
         for described in ring.descriptions.get("group", []):
             facts.setdefault(described["name"], {}).update(described)
+    known = _OLD_ENGINES if _is_old(str(rings[0].header["torch"])) else _ENGINES
     groups = {}
     for group, numbers in found.items():
         own = facts.get(group, {})
         members = list(range(world)) if own.get("size") == world else [numbers[i] for i in sorted(numbers)]
-        groups[group] = _Group(members, own.get("kind", ""), own.get("engines", {}))
+        groups[group] = _Group(members, own.get("kind", ""), own.get("engines", {}), known)
     return groups
+
+
+def _is_old(torch: str) -> bool:
+    """Whether this is a version of torch before 2.12. A version that cannot be read is not.
+
+    >>> _is_old("2.11.0+cu130"), _is_old("2.12.0"), _is_old("?")
+    (True, False, False)
+    """
+    numbers = re.match(r"(\d{1,6})\.(\d{1,6})", torch)
+    return numbers is not None and tuple(map(int, numbers.groups())) < (2, 12)
 
 
 def _dump(rank: _Rank, groups: dict[str, _Group], wall: int) -> Dump:

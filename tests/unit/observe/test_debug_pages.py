@@ -62,7 +62,7 @@ def test_pages_of_the_front_end(monkeypatch):
     assert all(isinstance(page, frontend.DebugHandler) for page in pages)
     assert [page.nav_links()[0].path for page in pages] == ["/gradwire/records", "/gradwire/state"]
     answers = [frontend.Response(200, '{"rank": 0}'), frontend.Response(503, "gone")]
-    monkeypatch.setattr(frontend, "fetch_all", lambda endpoint, timeout: (["a", "b"], answers))
+    monkeypatch.setattr(frontend, "fetch_all", lambda endpoint, timeout=0: (["a", "b"], answers))
     assert pages[0].dump() == '=== Rank 0: a ===\n{"rank": 0}\n=== Rank 1: b ===\ngone'
 
     class Request:

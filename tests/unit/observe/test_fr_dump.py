@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,10 +18,14 @@ from gradwire.testing import run_ranks
 from gradwire.testing.mpi import missing
 from helpers.made_rings import made_ring, mark
 
+TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+GLOO = "gloo" if TORCH >= (2, 12) else "nccl"
+"""What everything is called that the analyzer does not know."""
+
 
 def analyze(rings, directory):
-    """The collectives that torch's analyzer finds, and how many entries it did not understand."""
-    write_dumps(rings, directory)
+    """The collectives that torch's analyzer finds in the dumps, which are for its version."""
+    write_dumps([replace(ring, header={**ring.header, "torch": torch.__version__}) for ring in rings], directory)
     output = directory.with_suffix(".db")
     try:
         fr_trace.main([str(directory), "-o", str(output)])
@@ -116,9 +121,9 @@ def test_engines_have_the_names_that_the_analyzer_knows(tmp_path):
     rings = [made_ring(rank, range(3), more=pending[rank]) for rank in range(2)]
     described = {"name": "world", "kind": "C10dGroup", "size": 2}
     for engines, expected in [
-        ({"cpu": "gloo", "cuda": "nccl"}, ["nccl:all_reduce", "gloo:all_reduce"]),
-        ({"cpu": "mine", "cuda": "gloo"}, ["gloo:all_reduce", "gloo:all_reduce"]),
-        ({"cuda": "nccl"}, ["nccl:all_reduce", "gloo:all_reduce"]),
+        ({"cpu": "gloo", "cuda": "nccl"}, ["nccl:all_reduce", f"{GLOO}:all_reduce"]),
+        ({"cpu": "mine", "cuda": "gloo"}, [f"{GLOO}:all_reduce", f"{GLOO}:all_reduce"]),
+        ({"cuda": "nccl"}, ["nccl:all_reduce", f"{GLOO}:all_reduce"]),
     ]:
         for ring in rings:
             ring.descriptions["group"] = [{**described, "rank": ring.rank}, {**described, "engines": engines}]
@@ -166,9 +171,15 @@ def test_every_operation_of_real_groups(tmp_path, kind):
     names: dict[bool, list[str]] = {True: [], False: []}
     for one in database.collectives:
         names[one.group_id.endswith(": 0 to 2")].append(one.collective_name)
-    assert names[True] == ["gloo:send 0->1"]
+    assert names[True] == [f"{GLOO}:send 0->1"]
     ops = ["all_reduce", "broadcast", "reduce", "all_gather", "_all_gather_base", "_reduce_scatter_base", "all_to_all"]
-    assert {f"gloo:{op}" for op in [*ops, "gather", "scatter", "barrier"]} <= set(names[False])
+    assert {f"{GLOO}:{op}" for op in [*ops, "gather", "scatter", "all_reduce_barrier"]} <= set(names[False])
+
+
+@pytest.mark.parametrize(("version", "engine"), [("2.11.0", "nccl"), ("2.12.1+cpu", "gloo"), ("?", "gloo")])
+def test_names_of_engines_are_those_that_the_analyzer_of_the_run_knows(version, engine):
+    made, _ = dumps([made_ring(0, range(1), size=1, torch=version)])
+    assert made[0]["entries"][0]["profiling_name"] == f"{engine}:all_reduce"
 
 
 def test_old_dumps_are_replaced(tmp_path):

@@ -106,8 +106,8 @@ def test_a_pipeline_averages_once_for_all_micro_batches(torch_world: Callable[..
                     whole(inputs(rank, step)).pow(2).mean().div(group.size).backward()
                 for p, q in zip(ddp.parameters(), whole.parameters(), strict=True):
                     torch.testing.assert_close(p.grad, q.grad)
-                inference = step == 0  # of shapes: the schedule runs the stage once more
-                assert ddp.replica.reducer.steps - before == 1 + inference
+                # In the first step some versions of torch run the stage once more, to infer the shapes of gradients.
+                assert ddp.replica.reducer.steps - before in ((1, 2) if step == 0 else (1,))
 
     run_ranks(rank_main, 2, kind="gloo")
 
