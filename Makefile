@@ -36,6 +36,9 @@ QUICK := tests/unit/collectives tests/unit/reducer tests/unit/autograd tests/uni
 quick: lint types layers ## the inner loop, under two minutes: lint, types, layers, and tests that start no processes
 	$(BIN)/python -m pytest $(QUICK)
 
+# Without bytecode every worker compiles all tests again, and every rank that is started the package.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Tests wait for processes a good part of their time, so one more runs at once than there are cores. Each worker has its own warm
 # rank processes.
 JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4)))

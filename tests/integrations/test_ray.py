@@ -19,6 +19,14 @@ from helpers.waiting import wait_until
 
 CHECKS = Path(__file__).parent / "scripts" / "ray_checks.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # until Ray sees that the workers have ended
+    # Processes without which training is the same: every one imports Ray, and some torch.
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+}
 
 
 @pytest.fixture
@@ -46,7 +54,7 @@ def processes_of(directory: str) -> list[int]:
 
 def test_training_checkpoints_errors_and_the_example(tmp_path: Path, ray_directory: str) -> None:
     (tmp_path / "saved").mkdir()
-    environ = {**os.environ, "RAY_TMPDIR": ray_directory, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, **SETTINGS, "RAY_TMPDIR": ray_directory, "OMP_NUM_THREADS": "1"}
     out, _ = run_session([sys.executable, str(CHECKS), str(EXAMPLE), str(tmp_path)], env=environ, timeout=400)
     wait_until(lambda: not processes_of(ray_directory), "Ray's processes have ended")
 
