@@ -85,8 +85,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 def run(args: argparse.Namespace) -> int:
     """Train, compare, show the results, and return the exit code."""
-    if args.svg is not None and not args.svg.absolute().parent.is_dir():
-        raise UsageError(f"gradwire demo --svg {args.svg}: there is no directory {args.svg.parent}. Create it.")
+    if args.svg is not None and (args.svg.is_dir() or not os.access(args.svg.absolute().parent, os.W_OK)):
+        raise UsageError(f"gradwire demo --svg {args.svg}: no file can be written there. Name another.")
     ranks = args.ranks or _cores()
     job = Job(size=args.size, steps=args.steps, batch_size=args.batch_size, seed=args.seed)
     directory = _new_run() if find_kind(args.kind, who="gradwire demo").ranks is not Ranks.THREADS else None

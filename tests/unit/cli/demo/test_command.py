@@ -90,8 +90,9 @@ def test_it_learns_more_than_how_frequent_characters_are(capfd):
     assert facts["validation loss"] < facts["for comparison"] - 0.2
 
 
-def test_a_picture_that_cannot_be_written_is_refused_before_training(capfd, tmp_path):
-    assert main([*TINY, "--svg", str(tmp_path / "none" / "demo.svg")]) == 2
+@pytest.mark.parametrize("where", ["none/demo.svg", "."])
+def test_a_picture_that_cannot_be_written_is_refused_before_training(where, capfd, tmp_path):
+    assert main([*TINY, "--svg", str(tmp_path / where)]) == 2
     out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith("gradwire: UsageError: gradwire demo --svg ")
