@@ -23,6 +23,7 @@ from gradwire.policies import NonFinite
 from gradwire.reducer.attached_optimizers import AttachedOptimizers
 from gradwire.reducer.bucket_records import record_bucket
 from gradwire.reducer.hook_runner import HookRunner
+from gradwire.reducer.layout import plain_name
 from gradwire.reducer.outer_optimizer import cut
 
 
@@ -76,7 +77,7 @@ def as_torch_hook(
             f"as_torch_hook({hook!r}, {group!r}): not a gradwire Group. Pass gw.from_process_group(pg), or no group for WORLD's."
         )
     check_outer(hook, "as_torch_hook")
-    named = list(named_parameters)
+    named = [(plain_name(name), parameter) for name, parameter in named_parameters]
     adapter = _Adapter(
         hook, group, named, StepChecks(named, nonfinite, doing=f"as_torch_hook({hook!r}, nonfinite=...)")
     )

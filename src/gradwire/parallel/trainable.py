@@ -21,6 +21,7 @@ from gradwire.errors import (
 )
 from gradwire.groups.base import Group
 from gradwire.reducer import ParameterSpec
+from gradwire.reducer.layout import plain_name
 
 
 def check_module(what: str, module: object) -> None:
@@ -65,9 +66,9 @@ def trainable_parameters(
         if parameter.requires_grad and name not in ignore:
             owner = module.get_submodule(name.rpartition(".")[0])
             sparse = isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse
-            names.append(name)
+            names.append(plain_name(name))
             parameters.append(parameter)
-            specs.append(ParameterSpec.of(name, parameter, sparse=sparse))
+            specs.append(ParameterSpec.of(names[-1], parameter, sparse=sparse))
     if not parameters:
         raise NoTrainableParameters(
             "DistributedDataParallel is not needed when a module doesn't have any parameters that require a gradient."

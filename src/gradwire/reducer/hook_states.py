@@ -36,6 +36,7 @@ from gradwire.hooks.base import CommHook
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.periodic.base import OuterHook
 from gradwire.hooks.state import add_owed
+from gradwire.reducer.layout import plain_name
 
 VERSION = 2
 """Of the form of `hook_state_dict()`."""
@@ -208,7 +209,11 @@ def from_dict(saved: Mapping[str, Any], hook: CommHook, *, rank: int) -> HookSta
     own = saved["rank"] == rank
     parts = saved["state"] if own else hook.shared(saved["state"])
     owed = saved.get("owed", {}) if own else {}
-    return HookStates(hook, step=int(saved["step"]), saved=copy.deepcopy(dict(parts)), owed=copy.deepcopy(dict(owed)))
+    return HookStates(hook, step=int(saved["step"]), saved=_by_plain_name(parts), owed=_by_plain_name(owed))
+
+
+def _by_plain_name(parts: Mapping[str, Any]) -> dict[str, Any]:
+    return {plain_name(name): copy.deepcopy(part) for name, part in parts.items()}
 
 
 def _fits(saved: Mapping[str, Any], hook: CommHook) -> bool:

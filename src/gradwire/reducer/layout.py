@@ -11,6 +11,18 @@ from torch import Tensor
 
 from gradwire.hooks.bucket import BucketSpec
 
+_COMPILED = "_orig_mod."
+"""What torch.compile puts before the names in a module."""
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter in the uncompiled module, so that saved states and settings by name fit the compiled one too.
+
+    >>> plain_name("_orig_mod.blocks.0.weight"), plain_name("blocks.0._orig_mod.weight")
+    ('blocks.0.weight', 'blocks.0.weight')
+    """
+    return name.replace(_COMPILED, "")
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
