@@ -9,10 +9,11 @@ A thread that has a pass of its own set keeps it; if torch takes lists of passes
 
 Note [The order of gradients]
 Inductor reorders a graph to need less memory. An op that frees nothing may then be moved anywhere, and the computation of a
-gradient itself, on which nothing else depends, is moved to the end. So the next matrix product after an op, in the order in which
-autograd computes, is made to depend on it, by inductor's own means for that (`control_dependencies`). Products are kernels of
-their own, so this does not prevent any fusion. A result that only such dependencies use counts as dead, so each op also takes
-the result of the previous one.
+gradient itself, on which nothing else depends, is moved to the end. So a matrix product that follows an op, in the order in which
+autograd computes, is made to depend on it, by inductor's own means for that (`control_dependencies`). Products are kernels of their
+own, but what is before and after one may be fused: where activations are computed again, with the very next product three kernels
+in a hundred could not be, and with the one after it all were. A result that only such dependencies use counts as dead, so each op
+also takes the result of the previous one.
 
 Note [Inside a CUDA graph]
 With `mode="reduce-overhead"` kernels are recorded once and replayed, and an op in Python would run only when they are recorded.
@@ -35,7 +36,9 @@ _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
 _PRODUCTS |= {_aten.convolution.default, _aten.convolution_backward.default}
 _SETTING = "post_grad_custom_post_pass"
-_VERSION = "gradwire ready 1"
+_LEEWAY = 1
+"""How many products may be computed between a gradient and its op. See Note [The order of gradients]."""
+_VERSION = "gradwire ready 2"
 
 
 class ReadyPass(custom_graph_pass.CustomGraphPass):
@@ -83,9 +86,9 @@ def mark_gradients(graph: Graph) -> int:
             op = graph.call_function(torch.ops.gradwire.ready.default, (result, previous, position, len(results)))
         op.meta["val"] = result.meta["val"].new_empty(0)
         place[op], previous = number, op
-        product = next((one for one in products if place[one] > number), None)
-        if product is not None:
-            waits.setdefault(product, OrderedSet()).add(op)
+        following = [one for one in products if place[one] > number]
+        if following:
+            waits.setdefault(following[: _LEEWAY + 1][-1], OrderedSet()).add(op)
     preserve_node_ordering(graph, {product: waits[product] for product in products if product in waits})
     return len(computed)
 
