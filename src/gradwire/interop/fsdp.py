@@ -32,6 +32,7 @@ from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.interop.fsdp_checks import IN_A_SHARD, OF_A_RANK, CheckedModule, FsdpChecks
 from gradwire.reducer.bucket_records import record_bucket
 from gradwire.reducer.hook_runner import HookRunner
+from gradwire.reducer.layout import plain_name
 
 
 class FsdpHook:
@@ -124,7 +125,7 @@ def as_fsdp_hook(
     `gw.from_process_group(mesh.get_group("replicate"))`. One hook per FSDP module, with the parameters that FSDP reduces together:
     `fsdp_parameters(model)` yields both. `checks`, one for all modules of the model, look for NaN and infinity.
     """
-    named = list(named_parameters)
+    named = [(plain_name(name), parameter) for name, parameter in named_parameters]
     parts = [(name, _shard_shape(name, p, "as_fsdp_hook")) for name, p in named]
     made = FsdpHook(hook, group, parts, like=_first(named), doing="as_fsdp_hook")
     if checks is not None:
@@ -180,7 +181,7 @@ def as_fsdp_reduce_scatter(
     twice the bytes of a plain reduce-scatter. It pays off for hooks that compress more than twofold. `group` is the shards' group.
     `checks`, one for all modules of the model, look for NaN and infinity.
     """
-    named = list(named_parameters)
+    named = [(plain_name(name), parameter) for name, parameter in named_parameters]
     shards = [(name, _shard_shape(name, p, "as_fsdp_reduce_scatter")) for name, p in named]
     parts = [(f"{name} (shard {r})", shape) for r in range(group.size) for name, shape in shards]
     inner = FsdpHook(hook, group, parts, like=_first(named), doing="as_fsdp_reduce_scatter")

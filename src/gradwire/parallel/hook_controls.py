@@ -18,6 +18,7 @@ from gradwire.parallel.unequal import warn_when_saved
 from gradwire.reducer import Reducer
 from gradwire.reducer.hook_agreement import odd_ones_out
 from gradwire.reducer.hook_runner import HookRunner
+from gradwire.reducer.layout import plain_name
 from gradwire.reducer.machine import State
 from gradwire.reducer.torch_hooks import TorchHook
 
@@ -101,7 +102,7 @@ class HookControls:
             self.recovery.recover_if_failed()
         self.runner.load_state_dict(saved, device=self.reducer.device, specs=self.reducer.layout.buckets)
         if not self.reducer.used.learning:
-            self.reducer.order.expect(saved.get("order", ()))
+            self.reducer.order.expect([plain_name(name) for name in saved.get("order", ())])
 
     def settings(self) -> dict[str, Any]:
         """The hook, its state and the weight, for a copy or a pickle of the model."""

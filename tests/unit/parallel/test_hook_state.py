@@ -30,7 +30,7 @@ from gradwire.hooks import (
     streaming_diloco,
 )
 from gradwire.hooks.numerics.rng import generator
-from gradwire.interop import as_torch_hook
+from gradwire.interop import as_fsdp_hook, as_torch_hook
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.testing import run_ranks
@@ -446,3 +446,30 @@ def test_the_same_methods_under_torchs_own_ddp(torch_world: Callable[..., Any]) 
 
     for expected, resumed in run_ranks(rank_main, 2, kind="gloo"):
         assert torch.equal(expected, resumed)
+
+
+def test_names_of_a_compiled_model_are_those_of_the_uncompiled_one() -> None:
+    """In the functions for torch's own wrappers, and in states that were saved when the prefix was part of the names."""
+    (group,) = ThreadGroup.world(1)
+    weight = torch.zeros(4)
+
+    def fsdp_hook(name: str) -> Any:
+        return as_fsdp_hook(HOOK, group, named_parameters=[(name, weight)])
+
+    first = fsdp_hook("block._orig_mod.weight")
+    first(torch.full((4,), 1 / 3))
+    state = first.hook_state_dict()
+    assert list(state["state"]) == ["block.weight"]
+    saved = {**state, "state": {"block._orig_mod.weight": state["state"]["block.weight"]}}
+    results = []
+    for name, loaded in (("block.weight", state), ("_orig_mod.block.weight", saved)):
+        hook, gradient = fsdp_hook(name), torch.full((4,), 1 / 3)
+        hook.load_hook_state_dict(loaded)
+        hook(gradient)
+        results.append(gradient)
+        assert hook.hook_state_dict()["state"].keys() == state["state"].keys()
+    fresh = torch.full((4,), 1 / 3)
+    fsdp_hook("block.weight")(fresh)
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], fresh)  # which has no residual of a step before
+    group.close()
