@@ -28,6 +28,7 @@ from gradwire.testing.mpi import launch
 from gradwire.testing.pool.outcome import MESSAGE_LIMIT, START_LIMIT
 from gradwire.testing.pool.process import Hold, Spawn
 from helpers import fork_client
+from helpers.exit_messages import without_leaks_of_triton
 from helpers.fork_client import ADDRESS
 
 SERVER = Path(__file__).with_name("fork_server.py")
@@ -114,7 +115,7 @@ class WarmProcess:
             said[:0] = [] if self.stdout.closed else [self.stdout.read()]
             self.stdin.close()
             self.stdout.close()
-        return (said[0], said[1]) if said else ("", "")
+        return (said[0], without_leaks_of_triton(said[1])) if said else ("", "")
 
     def send_signal(self, number: int) -> None:
         """Send it a signal, if it still runs."""

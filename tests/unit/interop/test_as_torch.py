@@ -93,7 +93,8 @@ def test_nonfinite_gradients_in_torchs_ddp(torch_world: Callable[..., Any], view
                 for policy in (NonFinite.RAISE, NonFinite.SKIP):
                     model = TorchDDP(make_model(), bucket_cap_mb=0.001, gradient_as_bucket_view=views)
                     names = model.module.named_parameters()
-                    model.register_comm_hook(None, as_torch_hook(hook, named_parameters=names, nonfinite=policy))
+                    ours = as_torch_hook(hook, named_parameters=names, nonfinite=policy)
+                    model.register_comm_hook(None, ours)
                     for factor in (1.0, float("nan"), 1e9, 1.0):
                         model.zero_grad()
                         loss = model(torch.ones(2, 6)).sum() * (factor if group.rank == 1 else 1.0)
@@ -102,6 +103,7 @@ def test_nonfinite_gradients_in_torchs_ddp(torch_world: Callable[..., Any], view
                             seen.append(all(p.grad is None for p in model.parameters()))
                         except NonFiniteGradient as error:
                             seen.append((error.rank, error.parameter, error.origin, error.step))
+                    ours.close()
         return seen
 
     results = run_ranks(rank_main, 2, kind="gloo")

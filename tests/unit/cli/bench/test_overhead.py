@@ -84,8 +84,10 @@ def test_the_model_for_cuda_runs_the_same_way_on_the_cpu(capsys):
 def test_what_a_check_for_nan_adds(capsys):
     assert main([*SMALL, "--nonfinite"]) == 0
     out = capsys.readouterr().out
-    for name in ("gradwire", "gradwire checked", "gradwire, views", "gradwire, views checked"):
-        assert re.search(rf"^│ {name} +│ +[\d.]+ │", out, re.M), name
+    # Where times are long, names are wrapped.
+    for name in ("gradwire", "gradwire +checked", "gradwire, +views", "gradwire, +views +checked"):
+        cells = " ".join(line.split("│")[1] for line in out.splitlines() if line.startswith("│"))
+        assert re.search(name, cells), name
     assert max(map(len, out.splitlines())) <= 80
     assert re.search(r"With bucket views, the check adds -?[\d.]+ % to a step", " ".join(out.split()))
     assert re.search(r"The sums alone, .* take [\d.]+ % of a step", " ".join(out.split()))

@@ -16,6 +16,7 @@ import pytest
 
 from gradwire.testing.mpi import missing
 from gradwire.testing.mpi.launch import command, find_mpirun, settings
+from helpers.exit_messages import without_leaks_of_triton
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -78,7 +79,7 @@ def run(script: str, folder: Path, n: int = 2, limit: float = 300) -> tuple[int,
         timeout=limit,
         check=False,
     )
-    return done.returncode, done.stdout, time.perf_counter() - began
+    return done.returncode, without_leaks_of_triton(done.stdout), time.perf_counter() - began
 
 
 @pytest.mark.parametrize("name", QUIET)
