@@ -8,6 +8,7 @@ import gc
 
 gc.disable()  # nothing of what is imported is garbage
 
+import atexit  # noqa: E402
 import builtins  # noqa: E402
 import contextlib  # noqa: E402
 import ctypes  # noqa: E402
@@ -126,6 +127,8 @@ def load_compiler() -> None:
     from gradwire.groups.shared_memory.fold import CompiledFold
 
     CompiledFold.find(ReduceOp.SUM, sys.modules["torch"].float32, 2)
+    if "colorama.initialise" in sys.modules:  # numba imports it, and every fork would write its escape sequence at exit
+        atexit.unregister(sys.modules["colorama.initialise"].reset_all)
 
 
 if __name__ == "__main__":
