@@ -58,6 +58,7 @@ def test_every_field_is_read_as_it_was_written(recorder):
         "duration": 250_000_000,
         "peer": -1,
         "message": -1,
+        "on_device": False,
     }
 
 

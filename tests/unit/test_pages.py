@@ -72,7 +72,7 @@ store, rank, size = dist.HashStore(), 0, 1
 """,
 }
 """What a page's reader has already: a model, a store."""
-FEWER = {"docs/autograd.md": ("for _ in range(300):", "for _ in range(12):")}
+FEWER = {"docs/autograd.md": ("for _ in range(100):", "for _ in range(12):")}
 """Rounds of a measurement: a few of them show that it runs."""
 
 
