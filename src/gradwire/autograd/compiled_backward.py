@@ -44,7 +44,7 @@ _library.define(
 
 _listeners: dict[int, _Listener] = {}
 """By the id of a parameter."""
-_silent_graphs = 1
+_graphs_without_op = 1
 """How many graphs were compiled without the op, as far as is known."""
 _TARGETS = "_gradwire_targets"
 
@@ -127,12 +127,12 @@ def reports() -> bool:
     It may belong to a model without listeners. But Dynamo uses one graph for all models of a class, and for a parameter without a
     listener the op does nothing.
     """
-    global _silent_graphs
+    global _graphs_without_op
     if not _listeners:
-        _silent_graphs += 1
+        _graphs_without_op += 1
     return bool(_listeners)
 
 
-def silent_graphs() -> int:
+def graphs_without_op() -> int:
     """How many graphs were compiled without the op, as far as is known: more than before, if one was compiled since."""
-    return _silent_graphs
+    return _graphs_without_op

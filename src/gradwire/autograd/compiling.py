@@ -15,7 +15,7 @@ from types import CodeType
 
 from torch import nn
 
-from gradwire.autograd.compiled_backward import silent_graphs
+from gradwire.autograd.compiled_backward import graphs_without_op
 
 
 def forward_begins(model: nn.Module) -> None:
@@ -41,14 +41,14 @@ class _Graphs:
     """The models, and the code, of which Dynamo has no graphs that report nothing. See Note [Graphs of before]."""
 
     def __init__(self) -> None:
-        self._silent = 0
+        self._without_op = 0
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._code: dict[int, CodeType] = {}
 
     def renew(self, model: nn.Module) -> None:
         """Have Dynamo forget what it compiled of `model` before there was a listener."""
-        if self._silent != silent_graphs():
-            self._silent = silent_graphs()
+        if self._without_op != graphs_without_op():
+            self._without_op = graphs_without_op()
             self._models.clear()
             self._code.clear()
         if model in self._models:

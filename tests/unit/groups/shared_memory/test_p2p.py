@@ -202,7 +202,7 @@ def test_a_place_that_cannot_be_written_fails_both_sides_and_nothing_else(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups = world(2)
-    beside = groups[1].recv(torch.empty(3), src=0, tag=1, async_op=True)
+    unaffected = groups[1].recv(torch.empty(3), src=0, tag=1, async_op=True)
     place = torch.empty(3)
 
     def no_memory(output: torch.Tensor, value: torch.Tensor) -> None:
@@ -217,7 +217,7 @@ def test_a_place_that_cannot_be_written_fails_both_sides_and_nothing_else(
     with pytest.raises(MemoryError, match="no memory on rank 1"):
         receiving.wait()
     groups[0].send(number(1), dst=1, tag=1)
-    beside.wait()
+    unaffected.wait()
 
 
 def test_messages_that_were_given_up_are_withdrawn_and_their_slots_used_again(world: Any) -> None:

@@ -266,8 +266,11 @@ def test_cores_where_affinity_is_unknown(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_pausing_where_there_is_no_sched_yield(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    monkeypatch.setattr(sync.time, "sleep", slept.append)
     sync._pause()()
+    assert slept == [0]
 
 
 def _polling_group(store: Any, rank: int, size: int, *, timeout: float, name: str) -> Group:
