@@ -54,18 +54,21 @@ class ReadyPass(custom_graph_pass.CustomGraphPass):
         return f"{_VERSION}, {reports()}"
 
 
-def install() -> None:
-    """Have inductor run the pass in every thread."""
+def install() -> bool:
+    """Have inductor run the pass in every thread. Returns whether it did not before."""
     setting = config._config[_SETTING]  # type: ignore[attr-defined]
     current = getattr(config, _SETTING)
-    if setting.default is None:
+    is_new = setting.default is None
+    if is_new:
         setting.default = ReadyPass()
     if current is None or isinstance(current, ReadyPass):
-        return
+        return is_new
     passes = list(current) if isinstance(current, list | tuple) else [current]
     takes_lists = hasattr(custom_graph_pass, "get_custom_graph_passes")
-    if takes_lists and not any(isinstance(one, ReadyPass) for one in passes):
-        setattr(config, _SETTING, [*passes, ReadyPass()])
+    if not takes_lists or any(isinstance(one, ReadyPass) for one in passes):
+        return is_new
+    setattr(config, _SETTING, [*passes, ReadyPass()])
+    return True
 
 
 def mark_gradients(graph: Graph) -> int:

@@ -107,8 +107,9 @@ class CompiledGradients:
 
     def use_accumulated(self, indices: Sequence[int]) -> None:
         """These gradients will have been accumulated when their bucket is launched."""
-        for index in indices:
-            self._waiting.pop(index, None)
+        if self._waiting:
+            for index in indices:
+                self._waiting.pop(index, None)
 
     def clear(self) -> None:
         """A step begins or ends."""

@@ -104,7 +104,9 @@ class Reductions:
         if listening.watching and not spec.sparse:  # a sparse gradient is alone in its bucket, so its hook always calls
             if not all_there(gradients):
                 listening.mark_irregular()
-            elif launch is not self.held:  # after backward has ended there is nothing left that could change them
+            elif launch is self.held:  # after backward has ended there is nothing left that could change them
+                self._launched.keep(bucket, gradients)
+            else:
                 self._launched.add(bucket, parameters, gradients)
         new = listening.polling and not buckets.keep_views  # nothing else references this buffer
         buffer = buckets.fill(bucket, gradients, self.group, elsewhere=new)
@@ -139,10 +141,11 @@ class Reductions:
 
     def put_back(self, results: Sequence[tuple[int, Tensor]], unused: Collection[int], *, leave: bool) -> None:
         """Make the averages the gradients, except those of parameters that no rank has used; or leave all as they are."""
-        for bucket, result in results:
-            if not leave:
-                gradients = self._launched.now(bucket, self._buckets.parameters[bucket])
-                self._buckets.put_back(bucket, result, gradients, unused)
+        if not leave:
+            now, parameters = self._launched.now, self._buckets.parameters
+            rows = [(bucket, result, now(bucket, parameters[bucket])) for bucket, result in results]
+            self._buckets.put_back(rows, unused)
+        for bucket, _ in results:
             if self._events:
                 self._events.emit(BucketReduced(time.perf_counter(), self.group.rank, bucket))
             self._record(RecordKind.BUCKET_REDUCED, bucket)
@@ -181,6 +184,10 @@ class LaunchedGradients:
         """A bucket is launched with these gradients, none of which is None."""
         self._launched[bucket] = parameters, gradients, list(map(_version, gradients))
 
+    def keep(self, bucket: int, gradients: list[Tensor | None]) -> None:
+        """A bucket is launched after backward has ended, with these gradients."""
+        self._now[bucket] = gradients
+
     def changed(self) -> list[Tensor]:
         """Parameters whose gradients are not those that were launched."""
         found: list[Tensor] = []
@@ -193,7 +200,7 @@ class LaunchedGradients:
         return found
 
     def now(self, bucket: int, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of a bucket at the end of backward: as `changed` has found them, if it has looked."""
+        """The gradients of a bucket at the end of backward: those that `keep` got or `changed` has found, if they have."""
         return self._now.pop(bucket, None) or [p.grad for p in parameters]
 
     def clear(self) -> None:

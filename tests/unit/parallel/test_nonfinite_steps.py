@@ -30,7 +30,7 @@ from gradwire.hooks import (
 )
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
-from gradwire.policies import NonFinite, ScaleCheck
+from gradwire.policies import Buckets, NonFinite, ScaleCheck
 from gradwire.testing import run_ranks
 from helpers.poisoned_model import FLAGS, Model, inputs, means
 
@@ -185,6 +185,29 @@ def test_the_first_step_may_be_skipped_and_what_was_accumulated_goes_with_it(fla
                 for p, want in zip(ddp.parameters(), means(start, group.size, step), strict=True):
                     torch.testing.assert_close(p.grad, want * (1 if static else 2), rtol=0.1, atol=0.1)
             ddp.zero_grad()
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.filterwarnings("ignore:averaging gradients")
+def test_averages_after_a_skipped_step_are_in_the_new_gradients() -> None:
+    """Also where gradients were polled until then, and not any more."""
+    start = Model()
+
+    def rank_main(group: Group) -> None:
+        model = copy.deepcopy(start)
+        replica = replicate(model, group=group, nonfinite=NonFinite.SKIP, buckets=Buckets((100,)))
+        for step in range(8):
+            replica.reducer.may_poll = step < 6
+            bad = step == 5
+            model(inputs(group.rank, step), math.nan if bad and group.rank == 1 else 1.0).pow(2).sum().backward()
+            assert replica.reducer.listener.listening.polling or step != 4
+            if bad:
+                continue
+            for p, want in zip(model.parameters(), means(start, group.size, step), strict=True):
+                torch.testing.assert_close(p.grad, want)
+            model.zero_grad()
+        replica.detach()
 
     run_ranks(rank_main, 2)
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from gradwire.groups import Group, GroupWrapper, ThreadGroup
 from gradwire.hooks import BucketSpec
-from gradwire.reducer.bucket_buffers import Storage
+from gradwire.reducer.bucket_buffers import Buckets, Storage
+from gradwire.reducer.layout import BucketLayout, ParameterSpec
 
 CPU = torch.device("cpu")
 SPEC = BucketSpec(0, ("a", "b", "c"), ((2,), (2, 2), ()), ((1,), (1, 2), ()), torch.float32, CPU)
@@ -109,3 +110,44 @@ def test_a_sparse_bucket_has_no_buffer(group: Any) -> None:
     storage = Storage(BucketSpec(0, ("e",), ((5, 2),), ((2, 1),), torch.float32, CPU, sparse=True), group)
     assert storage.buffer is None
     assert storage.views == []
+
+
+def test_averages_of_all_buckets_are_put_back_whatever_the_gradients_are(group: Any) -> None:
+    """In two buckets of one type and one of another: gradients that are there, absent, sparse, and unused."""
+    parameters = [torch.zeros(2, 2, dtype=dtype) for dtype in (torch.float32,) * 5 + (torch.float64,)]
+    specs = [ParameterSpec.of(str(i), p) for i, p in enumerate(parameters)]
+    layout = BucketLayout.make(specs, [[0, 1, 2], [3, 4], [5]])
+    buckets = Buckets(parameters, layout, keep_views=False, lazy=False)
+    buckets.allocate(layout, group)
+    gradients: list[Tensor | None] = [torch.zeros_like(p) for p in parameters]
+    gradients[1], gradients[3] = None, torch.eye(2).to_sparse()
+    for p, grad in zip(parameters, gradients, strict=True):
+        p.grad = grad
+    rows = [
+        (b, torch.full((4 * len(members),), b + 1.0, dtype=specs[members[0]].dtype), [gradients[i] for i in members])
+        for b, members in enumerate(layout.members)
+    ]
+    buckets.put_back(rows, unused={4})
+    assert [p.grad.to_dense().unique().tolist() for p in parameters if p.grad is not None] == [[1]] * 3 + [
+        [2],
+        [0],
+        [3],
+    ]
+    assert all(
+        p.grad is grad
+        for p, grad in zip(parameters, gradients, strict=True)
+        if grad is not gradients[1] and grad is not gradients[3]
+    )
+    assert parameters[3].grad is not None
+    assert not parameters[3].grad.is_sparse
+    assert parameters[1].grad is not None
+    assert parameters[1].grad.data_ptr() != buckets.storages[0].views[1].data_ptr()
+
+
+def test_averages_that_cannot_be_copied_are_an_error(group: Any) -> None:
+    parameter = torch.zeros(3)
+    layout = BucketLayout.make([ParameterSpec.of("p", parameter)], [[0]])
+    buckets = Buckets([parameter], layout, keep_views=False, lazy=False)
+    buckets.allocate(layout, group)
+    with pytest.raises(RuntimeError, match="size"):
+        buckets.put_back([(0, torch.ones(3), [torch.zeros(5)])])

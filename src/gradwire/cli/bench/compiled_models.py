@@ -81,6 +81,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )
     parser.add_argument("--backend", default="inductor", metavar="NAME", help="of torch.compile (default: %(default)s)")
     add("--bucket-mb", type=positive, default=4.0, metavar="MB", help="size of buckets (default: %(default)g)")
+    parser.add_argument("--bucket-views", action="store_true", help="gradient_as_bucket_view=True for every DDP")
     add("--steps", type=at_least(2), default=8, help="timed steps of each form (default: %(default)s)")
     add_device_option(parser)
     add("--timeout", type=at_least(1), default=_TIMEOUT, metavar="SECONDS", help=TIMEOUT_HELP)
@@ -110,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
         backend=args.backend,
         device=args.device,
         bucket_mb=args.bucket_mb,
+        bucket_views=args.bucket_views,
         rounds=args.steps,
         forms=tuple(args.forms),
     )
@@ -145,7 +147,8 @@ def _settings(plan: Plan, ranks: int, elements: int) -> dict[str, str]:
     return {
         "model": model + (", activation checkpoints" if plan.checkpointing else ""),
         "world": f"{ranks} ranks on {plan.device}, batch {plan.batch} x {plan.shape.context} tokens per rank; link: {link}",
-        "hook": f"{plan.hook}: {RECIPES[plan.hook].words}; buckets of {plan.bucket_mb:g} MB",
+        "hook": f"{plan.hook}: {RECIPES[plan.hook].words}; buckets of {plan.bucket_mb:g} MB"
+        + (", gradients are views of them" if plan.bucket_views else ""),
         "measured": f"{plan.backend}; {plan.rounds} interleaved rounds of {_steps(plan.block)}, each after an untimed one; the "
         "slowest rank counts",
     }

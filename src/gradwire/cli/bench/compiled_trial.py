@@ -78,6 +78,7 @@ class Plan:
     backend: str
     device: str
     bucket_mb: float
+    bucket_views: bool
     rounds: int
     forms: tuple[str, ...]
 
@@ -229,7 +230,12 @@ def _world(plan: Plan, context: RankContext, device: torch.device) -> Iterator[_
 
 
 def _ours(model: nn.Module, world: _World, plan: Plan, bucket_mb: float | None = None) -> DistributedDataParallel:
-    return DistributedDataParallel(model, process_group=world.group, bucket_cap_mb=bucket_mb or plan.bucket_mb)
+    return DistributedDataParallel(
+        model,
+        process_group=world.group,
+        bucket_cap_mb=bucket_mb or plan.bucket_mb,
+        gradient_as_bucket_view=plan.bucket_views,
+    )
 
 
 def _eager(model: nn.Module, world: _World, plan: Plan) -> tuple[Any, Any]:
@@ -273,7 +279,12 @@ def _one_bucket(model: nn.Module, world: _World, plan: Plan) -> tuple[Any, Any]:
 
 def _torch(model: nn.Module, world: _World, plan: Plan) -> tuple[Any, Any]:
     """torch has Dynamo split the graph at buckets, so it takes no `fullgraph`."""
-    ddp = nn.parallel.DistributedDataParallel(model, process_group=world.process_group, bucket_cap_mb=plan.bucket_mb)
+    ddp = nn.parallel.DistributedDataParallel(
+        model,
+        process_group=world.process_group,
+        bucket_cap_mb=plan.bucket_mb,
+        gradient_as_bucket_view=plan.bucket_views,
+    )
     return ddp, torch.compile(ddp, backend=plan.backend)
 
 
