@@ -18,10 +18,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from torch._C import _DistNetworkError
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from gradwire.concurrency import BoundedCall
-from gradwire.errors import CollectiveTimeout
+from gradwire.errors import CollectiveTimeout, GroupError
 
 _THREAD = "gradwire-store-call"
 _GRACE = 0.5
@@ -69,7 +70,13 @@ class _Bounded:
                     "that hosts it is stopped or its host cannot be reached; if the store is a file, a rank has probably died "
                     "while writing. Look at the other ranks' output, and use a new store."
                 )
-            return made.result()
+            try:
+                return made.result()
+            except _DistNetworkError as error:
+                raise GroupError(
+                    f"{self._who}: the connection to the rendezvous store has failed. The process that hosts it, often rank 0, has "
+                    "ended, or its host cannot be reached any more. Look at that rank's output."
+                ) from error
 
         return call
 

@@ -32,6 +32,10 @@ _TOKEN = secrets.token_hex(8)
 """Identifies this process, across hosts."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
 """Seconds between two polls of a store or a port; neither can be waited on quietly and with a deadline."""
+_NOT_REACHED = "Check that rank 0 has started and that its host and port can be reached from here."
+_OTHER_ADDRESS = (
+    "This rank hosts it, so the address must be one of this host: set MASTER_ADDR on all ranks to the host of rank 0."
+)
 
 
 def open_store(world: World, *, timeout: float, meeting: int = 0) -> Store:
@@ -49,7 +53,7 @@ def open_store(world: World, *, timeout: float, meeting: int = 0) -> Store:
         return _open_by_mpi(world, address.host, timeout)
     store: Store
     if world.rank == 0 and not world.hosted:
-        store = _host_at(address, world, timeout)
+        store = _host_at(address, world, deadline, timeout)
     else:
         _reach(address, world, deadline, timeout)
         store = TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=timeout))
@@ -97,20 +101,30 @@ def _private_by_mpi(world: World, timeout: float) -> Store:
     return private
 
 
-def _listen_here(address: Address) -> int | None:
-    """A listening socket that only this host can reach, if `address` is a loopback one. By itself a TCPStore listens everywhere."""
+def _listen(address: Address, world: World) -> socket.socket | None:
+    """A listening socket at the port of `address`. If all ranks are on this host, only this host can reach it."""
     try:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        if not all(ip_address(str(there[0]).partition("%")[0]).is_loopback for *_, there in found):
-            return None
-        family, _, _, _, there = found[0]
-        return socket.create_server(there[:2], family=family, backlog=2048).detach()
+        if world.on_one_host:
+            found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+            if all(ip_address(str(there[0]).partition("%")[0]).is_loopback for *_, there in found):
+                family, _, _, _, there = found[0]
+                return socket.create_server(there[:2], family=family, backlog=2048)
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        return socket.create_server(("", address.port), family=family, backlog=2048, dualstack_ipv6=both)
     except OSError:
         # Perhaps a store of this process has the port, which the new one then shares; otherwise the new one fails.
         return None
 
 
-def _host_at(address: Address, world: World, timeout: float) -> Store:
+def _host_at(address: Address, world: World, deadline: float, timeout: float) -> Store:
+    listener = _listen(address, world)
+    try:
+        _reach(address, world, deadline, timeout)  # here too: the name may be wrong, or of another host
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        raise
     try:
         # multi_tenant: torch.distributed may open a store at this address in the same process.
         return TCPStore(
@@ -120,7 +134,7 @@ def _host_at(address: Address, world: World, timeout: float) -> Store:
             wait_for_workers=False,
             multi_tenant=True,
             timeout=timedelta(seconds=timeout),
-            master_listen_fd=_listen_here(address) if world.on_one_host else None,
+            master_listen_fd=None if listener is None else listener.detach(),
         )
     except RuntimeError as error:
         raise GroupError(
@@ -140,9 +154,10 @@ def _reach(address: Address, world: World, deadline: float, timeout: float) -> N
             return
         except OSError as error:
             if time.monotonic() + pause >= deadline:
+                hosts = world.rank == 0 and not world.hosted
                 raise CollectiveTimeout(
                     f"gw.init() on {world}: the store at {address} could not be reached within {timeout:.3g} s: {error}. "
-                    "Check that rank 0 has started and that its host and port can be reached from here."
+                    + (_OTHER_ADDRESS if hosts else _NOT_REACHED)
                 ) from error
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)

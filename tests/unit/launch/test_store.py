@@ -8,13 +8,15 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
+from gradwire.groups.bounded_store import bounded
 from gradwire.groups.private_rendezvous import release
 from gradwire.groups.private_store import PrivateStore
 from gradwire.groups.tcp_store import host_store
@@ -183,6 +185,26 @@ def test_a_store_that_is_not_there_is_a_timeout_with_its_address(capfd):
         open_store(world(1, port=port), timeout=0.3)
     assert time.monotonic() - began < 60
     assert capfd.readouterr().err == ""
+
+
+def test_an_address_that_is_not_rank_0s_is_a_timeout_without_a_stack(capfd):
+    port = free_port()
+    with pytest.raises(
+        CollectiveTimeout, match=r"no-such-host\.invalid:\d+.* must be one of this host: set MASTER_ADDR"
+    ):
+        open_store(world(0, port=port, host="no-such-host.invalid"), timeout=0.5)
+    assert not listening(port)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_store_that_ends_while_ranks_wait_is_an_error_of_ours():
+    hosted = host_store()
+    guest = TCPStore("127.0.0.1", hosted.port, is_master=False, timeout=timedelta(seconds=5))
+    calls = bounded(guest, 5, "meeting")
+    assert not calls.check(["key"])
+    del hosted
+    with pytest.raises(GroupError, match="^meeting: the connection to the rendezvous store has failed.*often rank 0"):
+        calls.check(["key"])
 
 
 def test_arriving_names_who_is_missing(capfd):

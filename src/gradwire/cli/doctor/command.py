@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,12 +21,14 @@ from gradwire.cli.doctor.examine import compare, examine
 from gradwire.cli.doctor.facts import Facts, collect
 from gradwire.cli.doctor.findings import Finding, Level
 from gradwire.cli.doctor.latency import Link, judge, measure
-from gradwire.errors import GradwireError, UsageError
+from gradwire.errors import GradwireError, GroupError, UsageError
 from gradwire.groups import Group
 from gradwire.launch import Launcher, find_world, init, leave
 from gradwire.testing import run_ranks
 
 _LIMIT = 120
+_LEAST_ROOM = 30
+"""Characters in a line of a finding, below which it is left to the terminal to wrap it."""
 _STYLES = {Level.OK: "green", Level.NOTE: "yellow", Level.PROBLEM: "bold red"}
 
 
@@ -105,16 +108,28 @@ class Examination:
 
 def _show(console: Console, findings: Sequence[Finding]) -> None:
     width = max(len(one.name) for one in findings)
+    column = 12 + width
     area = ""
     for one in findings:
         if one.area != area:
             area = one.area
             console.print(Text(area, style="dim"))
-        line = Text.assemble((f"  {one.level.value:<8}", _STYLES[one.level]), f"{one.name:<{width}}  {one.value}")
+        value = _wrapped(console, one.value, column)
+        line = Text.assemble((f"  {one.level.value:<8}", _STYLES[one.level]), f"{one.name:<{width}}  {value}")
         console.print(line, soft_wrap=True)
         if one.fix:
-            console.print(Text(f"{'':10}{'':{width}}  -> {one.fix}", style=_STYLES[one.level]), soft_wrap=True)
+            fix = _wrapped(console, one.fix, column + 3)
+            console.print(Text(f"{'':{column}}-> {fix}", style=_STYLES[one.level]), soft_wrap=True)
     console.print()
+
+
+def _wrapped(console: Console, text: str, column: int) -> str:
+    """`text` in lines that begin at `column`, if it is shown on a terminal with room for them. In a file a finding is one line."""
+    room = console.width - column
+    if not console.is_terminal or room < _LEAST_ROOM:
+        return text
+    lines = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
+    return f"\n{'':{column}}".join(lines)
 
 
 def _here(args: argparse.Namespace) -> Examination:
@@ -145,11 +160,15 @@ def _hosts(timeout: float) -> Examination | None:
             f"gradwire doctor --hosts, in {world}: start it on every host with torchrun, mpirun or srun, e.g. "
             "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m gradwire doctor --hosts."
         )
-    with _joined(timeout) as group:
-        every = [Facts.from_json(text) for text in _gather(group, collect().as_json())]
-        first = _first_ranks(every)
-        links = measure(group, first)
-        return _examine_all(every, first, links) if group.rank == 0 else None
+    facts = collect()
+    try:
+        with _joined(timeout) as group:
+            every = [Facts.from_json(text) for text in _gather(group, facts.as_json())]
+            first = _first_ranks(every)
+            links = measure(group, first)
+            return _examine_all(every, first, links) if group.rank == 0 else None
+    except GroupError as error:
+        return _examine_alone(facts, error, several_hosts=not world.on_one_host)
 
 
 @contextlib.contextmanager
@@ -177,6 +196,14 @@ def _gather(group: Group, text: str) -> list[str]:
 def _first_ranks(every: Sequence[Facts]) -> list[int]:
     """The lowest rank of each host."""
     return sorted({facts.identity: rank for rank, facts in reversed(list(enumerate(every)))}.values())
+
+
+def _examine_alone(facts: Facts, error: GroupError, *, several_hosts: bool) -> Examination:
+    """What this rank shows if the ranks did not meet, or lost each other: the reason may be a setting of this host."""
+    wrong = [one for one in examine(facts, several_hosts=several_hosts) if one.level is not Level.OK]
+    fix = "not all hosts could be examined: look at the error, and at what every host has printed"
+    met = Finding("hosts", facts.host, f"{type(error).__name__}: {error}", Level.PROBLEM, fix)
+    return Examination({facts.host: [*wrong, met]})
 
 
 def _examine_all(every: Sequence[Facts], first: Sequence[int], links: Sequence[Link]) -> Examination:

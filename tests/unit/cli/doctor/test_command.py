@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import socket
 from functools import partial
 
 import pytest
+from rich.console import Console
 
 from gradwire.cli import main
+from gradwire.cli.doctor.command import Examination
 from gradwire.cli.doctor.findings import Finding, Level
 from gradwire.cli.doctor.latency import Link, judge, measure
 from gradwire.testing import run_ranks
@@ -15,7 +20,15 @@ from gradwire.testing import run_ranks
 
 @pytest.fixture(autouse=True)
 def no_settings(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "GLOO_SOCKET_IFNAME",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -57,6 +70,41 @@ def test_what_cannot_be_asked(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["doctor", "--nonsense"])
     assert stop.value.code == 2
+
+
+def test_hosts_that_do_not_meet_show_what_is_wrong_here(capsys, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "nowhere0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert main(["doctor", "--hosts", "--json", "--timeout", "1"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    [(host, findings)] = found["hosts"].items()
+    problems = {one["name"]: one["value"] for one in findings if one["level"] == "problem"}
+    assert problems["GLOO_SOCKET_IFNAME"] == "nowhere0"
+    assert "ranks [1] did not arrive within 1 s" in problems[host]
+    assert not [one for one in findings if one["level"] == "ok"]
+
+
+def test_lines_fit_a_terminal_and_are_whole_in_a_file():
+    words = [f"word{i}" for i in range(40)]
+    long = Finding("network", "GLOO_SOCKET_IFNAME", " ".join(words), Level.PROBLEM, " ".join(words))
+    shown = {}
+    for terminal in (True, False):
+        console = Console(force_terminal=terminal, no_color=True, width=80, file=io.StringIO(), highlight=False)
+        Examination({"host": [long]}).show(console)
+        shown[terminal] = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue()).splitlines()
+    assert max(map(len, shown[True])) <= 80
+    assert " ".join(shown[True]).split().count("word39") == 2
+    assert all(line.startswith(" " * 30) for line in shown[True][2:-2])
+    assert [line.split("  ")[-1] for line in shown[False][1:3]] == [" ".join(words), f"-> {' '.join(words)}"]
 
 
 def test_every_pair_is_measured_and_every_rank_knows():
