@@ -233,19 +233,27 @@ class WarmPython:
         if self._server is None or self._control is None:
             self._control, theirs = socket.socketpair()
             with theirs, socket.socket(socket.AF_UNIX) as door:
-                door.bind(os.environ[ADDRESS])
+                door.bind(self._address)  # not from the environment: a test may have removed it there
                 door.listen(64)
                 fds = [theirs.fileno(), door.fileno()]
                 command = [sys.executable, "-P", str(SERVER), str(fds[0]), str(os.getpid()), str(fds[1])]
                 self._server = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, pass_fds=fds, env={**os.environ, **SERVER_SETTINGS}
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=fds,
+                    env={**os.environ, ADDRESS: self._address, **SERVER_SETTINGS},
                 )
         return self._control
+
+    @property
+    def _address(self) -> str:
+        """Of the socket on which ranks under mpirun ask for forks."""
+        return f"{self._folder}/socket"
 
     def open_door(self) -> None:
         """Let ranks under mpirun be forks, too: `fork_client.py` asks the server for them."""
         self._folder = tempfile.mkdtemp(prefix="gradwire-forks-")
-        os.environ[ADDRESS] = f"{self._folder}/socket"
+        os.environ[ADDRESS] = self._address
         plain = launch.command
 
         @functools.wraps(plain)
