@@ -64,7 +64,10 @@ def test_training_checkpoints_errors_and_the_example(tmp_path: Path, ray_directo
         assert said["gradwire"] == said["mean"] == said["stock"]
         assert said["resumed"] == said["compressed"][3:]
         assert said["compressed"] != said["stock"]
-        assert "is a stage" in said["error"]
+        stage, function, strategy = said["errors"]
+        assert "is a stage" in stage
+        assert "must be an nn.Module, got function" in function
+        assert "pass arguments of DistributedDataParallel as keywords. Omit parallel_strategy_kwargs=" in strategy
         assert said["files"] == ["gradwire-hook-0.pt", "gradwire-hook-1.pt", "model.pt"]
     assert ranks[0]["stock"] != ranks[1]["stock"]
     (line,) = (line for line in out.splitlines() if line.startswith("loss "))

@@ -20,7 +20,7 @@ def checks(example: Any, directory: str, config: dict[str, Any]) -> None:
 
     import gradwire as gw
     from gradwire import hooks
-    from gradwire.errors import HookTypeError
+    from gradwire.errors import HookTypeError, UsageTypeError
     from gradwire.integrations import load_hook_states, save_hook_states
     from gradwire.integrations.ray import prepare_model
 
@@ -64,10 +64,13 @@ def checks(example: Any, directory: str, config: dict[str, Any]) -> None:
     said["compressed"] = train(prepare_model(start(), hook=feedback), save=f"{directory}/saved")
     dist.barrier()
     said["resumed"] = train(prepare_model(start(), hook=feedback), load=f"{directory}/saved")
-    try:
-        prepare_model(start(), hook=hooks.error_feedback())
-    except HookTypeError as error:
-        said["error"] = str(error)
+    said["errors"] = []
+    strategy = {"parallel_strategy_kwargs": {"find_unused_parameters": True}}
+    for model, wrong in [(start(), {"hook": hooks.error_feedback()}), (start, {}), (start(), strategy)]:
+        try:
+            prepare_model(model, **wrong)
+        except (HookTypeError, UsageTypeError) as error:
+            said["errors"].append(str(error))
 
     example(config)
     first = ray.train.get_checkpoint().path
