@@ -17,30 +17,18 @@ from torch import nn
 
 from gradwire.autograd.compiled_backward import graphs_without_op
 
-_COMPILER = "torch._inductor.compile_fx"
-"""What is imported when inductor compiles for the first time."""
-
 
 def forward_begins(model: nn.Module) -> None:
     """What is compiled from now on reports gradients. `model` has listeners."""
-    if _COMPILER in sys.modules or not _graphs.pass_installed:
-        _prepare(model)
-
-
-def _prepare(model: nn.Module) -> None:
-    if "torch._inductor.config" not in sys.modules:
-        return  # nothing is compiled, and to import it takes seconds
-    install = _installer()
-    if install is not None:
-        if install():
-            _graphs.forget()  # since the last forward, graphs may have been compiled without the pass
-        _graphs.pass_installed = True
-        if _COMPILER in sys.modules:
+    if "torch._inductor.config" in sys.modules:  # else nothing is compiled, and to import it takes seconds
+        install = _installer()
+        if install is not None:
+            install()
             _graphs.renew(model)
 
 
 @functools.cache
-def _installer() -> Callable[[], bool] | None:
+def _installer() -> Callable[[], None] | None:
     """None if this torch's inductor lacks what the pass needs: then gradients arrive when the compiled backward has ended."""
     try:
         from gradwire.autograd.inductor_pass import install
@@ -53,7 +41,6 @@ class _Graphs:
     """The models, and the code, of which Dynamo has no graphs that report nothing. See Note [Graphs of before]."""
 
     def __init__(self) -> None:
-        self.pass_installed = False
         self._without_op = 0
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._code: dict[int, CodeType] = {}
@@ -62,7 +49,8 @@ class _Graphs:
         """Have Dynamo forget what it compiled of `model` before there was a listener."""
         if self._without_op != graphs_without_op():
             self._without_op = graphs_without_op()
-            self.forget()
+            self._models.clear()
+            self._code.clear()
         if model in self._models:
             return
         from torch._dynamo.eval_frame import reset_code  # type: ignore[attr-defined]
@@ -72,11 +60,6 @@ class _Graphs:
             if id(code) not in self._code:
                 self._code[id(code)] = code
                 reset_code(code)
-
-    def forget(self) -> None:
-        """There may be other graphs now, of any model."""
-        self._models.clear()
-        self._code.clear()
 
 
 _graphs = _Graphs()

@@ -54,21 +54,18 @@ class ReadyPass(custom_graph_pass.CustomGraphPass):
         return f"{_VERSION}, {reports()}"
 
 
-def install() -> bool:
-    """Have inductor run the pass in every thread. Returns whether it did not before."""
+def install() -> None:
+    """Have inductor run the pass in every thread."""
     setting = config._config[_SETTING]  # type: ignore[attr-defined]
     current = getattr(config, _SETTING)
-    is_new = setting.default is None
-    if is_new:
+    if setting.default is None:
         setting.default = ReadyPass()
     if current is None or isinstance(current, ReadyPass):
-        return is_new
+        return
     passes = list(current) if isinstance(current, list | tuple) else [current]
     takes_lists = hasattr(custom_graph_pass, "get_custom_graph_passes")
-    if not takes_lists or any(isinstance(one, ReadyPass) for one in passes):
-        return is_new
-    setattr(config, _SETTING, [*passes, ReadyPass()])
-    return True
+    if takes_lists and not any(isinstance(one, ReadyPass) for one in passes):
+        setattr(config, _SETTING, [*passes, ReadyPass()])
 
 
 def mark_gradients(graph: Graph) -> int:

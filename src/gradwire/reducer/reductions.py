@@ -104,10 +104,10 @@ class Reductions:
         if listening.watching and not spec.sparse:  # a sparse gradient is alone in its bucket, so its hook always calls
             if not all_there(gradients):
                 listening.mark_irregular()
-            elif launch is self.held:  # after backward has ended there is nothing left that could change them
-                self._launched.keep(bucket, gradients)
-            else:
+            elif launch is not self.held:
                 self._launched.add(bucket, parameters, gradients)
+            elif not self._events:  # after backward has ended only a listener could still replace them
+                self._launched.keep(bucket, gradients)
         new = listening.polling and not buckets.keep_views  # nothing else references this buffer
         buffer = buckets.fill(bucket, gradients, self.group, elsewhere=new)
         if self._events:

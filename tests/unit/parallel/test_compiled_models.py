@@ -6,7 +6,6 @@ The models are products of matrices only: inductor then has nothing to pass to a
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradwire.autograd.compiled_backward import _Listener
-from gradwire.autograd.compiling import forward_begins
 from gradwire.events import BucketLaunched
 from gradwire.groups import Group
 from gradwire.hooks import chain, error_feedback, mean, quantize
@@ -281,40 +279,6 @@ def test_a_pass_of_the_user_is_kept(tmp_path: Path) -> None:
         else:
             assert kept is mine
     assert isinstance(config.post_grad_custom_post_pass, ReadyPass)
-
-
-def test_a_pass_that_is_set_before_the_first_graph_is_joined_by_ours(
-    reported: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The setting is looked at again once something was compiled, and graphs without our pass are forgotten."""
-    from torch._inductor import config, custom_graph_pass
-
-    if not hasattr(custom_graph_pass, "get_custom_graph_passes"):
-        pytest.skip("this torch takes one pass")
-
-    class Mine(custom_graph_pass.CustomGraphPass):
-        def __call__(self, graph: Any) -> None:
-            pass
-
-        def uuid(self) -> str:
-            return "mine"
-
-    def rank_main(group: Group) -> None:
-        ddp = DDP(compiled(Model()), process_group=group)
-        with monkeypatch.context() as patch:
-            patch.delitem(sys.modules, "torch._inductor.compile_fx", raising=False)
-            with torch.no_grad():
-                forward_begins(ddp.module)  # installs, if nothing has before
-            with config.patch({"post_grad_custom_post_pass": Mine()}):
-                forward_begins(ddp.module)
-                assert not isinstance(config.post_grad_custom_post_pass, list)  # nothing was compiled yet
-        with config.patch({"post_grad_custom_post_pass": Mine()}):
-            for step in range(3):
-                step_of(ddp, 0, step)
-            assert len(reported) >= 2 * LAYERS
-        ddp.replica.detach()
-
-    run_ranks(rank_main, 1)
 
 
 @pytest.mark.parametrize("compiled_at_first", [False, True])

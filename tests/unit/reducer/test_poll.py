@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradwire.errors import GroupAborted, ReadyTwice, Unfinished
-from gradwire.events import BucketLaunched, GradientReady
+from gradwire.events import BackwardEnded, BucketLaunched, Event, GradientReady
 from gradwire.groups import Group, ThreadGroup
 from gradwire.hooks import GradBucket
 from gradwire.parallel import DistributedDataParallel, replicate
@@ -489,6 +489,21 @@ def test_graphs_that_say_more_about_themselves_are_always_heard(group: Group, gr
         step(module)
         assert not is_polling(module)
         assert_right(module)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_averages_go_to_the_gradients_that_a_listener_puts_in_place(model: Stages, keep: bool) -> None:
+    replica = replica_of(model)
+
+    def replace(event: Event) -> None:
+        if isinstance(event, BackwardEnded):
+            for p in model.parameters():
+                p.grad = p.grad.clone() * 0 if keep and p.grad is not None else None
+
+    replica.reducer.events.listen(replace)
+    for _ in range(2):
+        step(model)
+        assert_right(model)
 
 
 def test_sparse_and_mixed_parameters(group: Group) -> None:
