@@ -17,9 +17,14 @@ from torch import nn
 
 from gradwire.autograd.compiled_backward import graphs_without_op
 
+_COMPILER = "torch._inductor.compile_fx"
+"""Imported when inductor compiles for the first time."""
+
 
 def forward_begins(model: nn.Module) -> None:
     """What is compiled from now on reports gradients. `model` has listeners."""
+    if _COMPILER not in sys.modules and _graphs.know(model):
+        return  # as in every forward of a program that compiles nothing
     if "torch._inductor.config" in sys.modules:  # else nothing is compiled, and to import it takes seconds
         install = _installer()
         if install is not None:
@@ -44,6 +49,10 @@ class _Graphs:
         self._without_op = 0
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._code: dict[int, CodeType] = {}
+
+    def know(self, model: nn.Module) -> bool:
+        """Whether `renew` has seen the model."""
+        return model in self._models
 
     def renew(self, model: nn.Module) -> None:
         """Have Dynamo forget what it compiled of `model` before there was a listener."""
