@@ -23,7 +23,7 @@ _COMPILER = "torch._inductor.compile_fx"
 
 def forward_begins(model: nn.Module) -> None:
     """What is compiled from now on reports gradients. `model` has listeners."""
-    if _COMPILER not in sys.modules and _graphs.know(model):
+    if _COMPILER not in sys.modules and _graphs.has_seen(model):
         return  # as in every forward of a program that compiles nothing
     if "torch._inductor.config" in sys.modules:  # else nothing is compiled, and to import it takes seconds
         install = _installer()
@@ -50,7 +50,7 @@ class _Graphs:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._code: dict[int, CodeType] = {}
 
-    def know(self, model: nn.Module) -> bool:
+    def has_seen(self, model: nn.Module) -> bool:
         """Whether `renew` has seen the model."""
         return model in self._models
 

@@ -1,8 +1,7 @@
 """Buckets: the memory of all buckets of a model; gradients go in when a bucket is launched, averages come back out.
 
 Note [One copy]
-Averages of all buckets of a device are copied out by one call. On an H200 the copies of 340 MB in 14 buckets take 0.33 ms, and
-0.20 ms in one call: a bucket alone does not occupy all of the device.
+Averages of all buckets of a device are copied out by one call: a bucket of 25 MB alone does not occupy all of a large GPU.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ def test_a_host_that_is_gone_is_no_reason_to_complain(capfd):
     guest = open_store(world(1, port=port), timeout=5)
     del host
     say_goodbye(guest, world(1), patience=1)
-    with pytest.raises(RuntimeError):  # the host is gone, and who does not say goodbye hears of it
+    with pytest.raises(RuntimeError):  # the host is gone, and a rank that still uses the store is told
         guest.add("left", 0)
 
 

@@ -6,6 +6,7 @@ The models are products of matrices only: inductor then has nothing to pass to a
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gradwire.autograd import compiling
 from gradwire.autograd.compiled_backward import _Listener
 from gradwire.events import BucketLaunched
 from gradwire.groups import Group
@@ -254,6 +256,27 @@ def test_graphs_that_are_replayed_stay_as_they_are(monkeypatch: pytest.MonkeyPat
     with config.patch({"triton.cudagraphs": mode == "reduce-overhead"}):
         inductor_pass.ReadyPass()(torch.fx.Graph())
     assert len(marked) == (mode == "default")
+
+
+def test_what_was_compiled_with_the_pass_is_kept_whenever_inductor_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that was seen before inductor's first graph is not compiled again after it; until then nothing more is done."""
+    compiler, calls, forgotten = "torch._inductor.compile_fx", [], []
+    monkeypatch.setattr(compiling, "_graphs", compiling._Graphs())
+    monkeypatch.setattr(compiling, "_installer", lambda: lambda: calls.append("install"))
+    monkeypatch.setattr("torch._dynamo.eval_frame.reset_code", forgotten.append)
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", object())
+    monkeypatch.delitem(sys.modules, compiler, raising=False)
+    model = Model()
+    for _ in range(3):
+        compiling.forward_begins(model)
+    assert len(calls) == 1
+    before = len(forgotten)
+    assert before > 0
+    monkeypatch.setitem(sys.modules, compiler, object())
+    for _ in range(3):
+        compiling.forward_begins(model)
+    assert len(calls) == 4  # a thread may have set a pass of its own in the meantime
+    assert len(forgotten) == before
 
 
 def test_a_pass_of_the_user_is_kept(tmp_path: Path) -> None:
