@@ -96,9 +96,9 @@ class GradListener:
     def _clean(self) -> bool:
         """No gradients are left from before; no hooks of others may take `.grad` away; those that must call can be hooked."""
         parameters = self._parameters
-        return all(parameters[i].requires_grad for i in self.listening.last_per_bucket) and all(
-            p.grad is None and not p._post_accumulate_grad_hooks for p in parameters
-        )
+        if not all(parameters[i].requires_grad for i in self.listening.last_per_bucket):
+            return False
+        return not [p for p in parameters if p.grad is not None or p._post_accumulate_grad_hooks]
 
     def _apply(self, mode: HookMode) -> bool:
         if self.hooks is None:

@@ -53,10 +53,11 @@ class Buckets:
         self.storages = [Storage(spec, None if self.lazy else group) for spec in layout.buckets]
         self.parameters = [[self._all_parameters[i] for i in members] for members in layout.members]
 
-    def fill(self, bucket: int, gradients: Sequence[Tensor | None], group: Group, *, elsewhere: bool) -> Tensor:
+    def fill(self, bucket: int, gradients: Sequence[Tensor | None], group: Group, *, new: bool) -> Tensor:
         """Bring gradients into a bucket. Returns its buffer, or the gradient itself if it is sparse.
 
-        `elsewhere`: all gradients are known to be there and not to lie in the bucket.
+        `new`: all gradients are known to be there and to be what the engine has made of none in this backward. One may lie in the
+        bucket even so, if a user's function has returned memory of a gradient of before, but then in its own place and order.
         """
         storage = self.storages[bucket]
         if self.lazy:
@@ -64,7 +65,7 @@ class Buckets:
         if storage.buffer is None:
             return _sparse(gradients[0], self.parameters[bucket][0])
         try:
-            if elsewhere:
+            if new:
                 storage.copy_in(gradients)
             else:
                 storage.take_in(gradients)
@@ -201,7 +202,7 @@ class Storage:
         self.buffer, self.views, self._addresses = None, [], []
 
     def copy_in(self, gradients: Sequence[Tensor | None]) -> None:
-        """Copy gradients into the buffer, all of which are known to be there and to lie elsewhere."""
+        """Copy gradients into the buffer, all of which are there and none of which lies in it in another order."""
         with below_autograd():
             torch._foreach_copy_(self.views, gradients)  # type: ignore[arg-type]
 

@@ -108,8 +108,7 @@ class Reductions:
                 self._launched.add(bucket, parameters, gradients)
             elif not self._events:  # after backward has ended only a listener could still replace them
                 self._launched.keep(bucket, gradients)
-        new = listening.polling and not buckets.keep_views  # nothing else references this buffer
-        buffer = buckets.fill(bucket, gradients, self.group, elsewhere=new)
+        buffer = buckets.fill(bucket, gradients, self.group, new=listening.polling)
         if self._events:
             self._events.emit(BucketFull(time.perf_counter(), self.group.rank, bucket, spec.names, buffer.numel()))
         self._record(RecordKind.BUCKET_FULL, bucket)

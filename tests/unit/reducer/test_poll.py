@@ -506,6 +506,47 @@ def test_averages_go_to_the_gradients_that_a_listener_puts_in_place(model: Stage
         assert_right(model)
 
 
+class _FromBefore(torch.autograd.Function):
+    """Multiplies; the gradient of the weight is what `give` makes of its gradient in the step before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, give: Callable[[], Tensor]) -> Tensor:
+        ctx.give = give
+        ctx.save_for_backward(weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        (weight,) = ctx.saved_tensors
+        return grad @ weight.t(), ctx.give(), None
+
+
+@pytest.mark.parametrize("aliases", [Tensor.detach, Tensor.t, lambda grad: grad, Tensor.clone])
+@pytest.mark.parametrize("kept", list(Gradients))
+def test_a_gradient_that_lies_in_the_memory_of_an_earlier_one(
+    group: Group, kept: Gradients, aliases: Callable[[Tensor], Tensor]
+) -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.arange(16.0).view(4, 4)), nn.Parameter(torch.ones(4))
+            self.before = torch.arange(16.0).view(4, 4) ** 2
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = _FromBefore.apply(x, self.weight, lambda: aliases(self.before)) + self.bias
+            return out
+
+    module = Again()
+    replicate(module, group=group, gradients=kept)
+    for _ in range(PLAIN_STEPS + 3):
+        expected = aliases(module.before).clone()
+        module.zero_grad()
+        module(X).sum().backward()
+        assert torch.equal(module.weight.grad, expected)  # type: ignore[arg-type]
+        module.before = module.weight.grad  # type: ignore[assignment]
+    assert is_polling(module)
+
+
 def test_sparse_and_mixed_parameters(group: Group) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
