@@ -279,7 +279,10 @@ def test_any_element_of_any_parameter_on_any_rank(on_host: bool, data: st.DataOb
         for i, (shape, dtype, turned) in enumerate(kinds):
             p = torch.ones(shape, dtype=dtype)
             module.register_parameter(f"p{i}", nn.Parameter(p.mT.contiguous().mT if turned and p.dim() > 1 else p))
-        module.forward = lambda: sum((p.abs() if p.is_complex() else p).float().sum() for p in module.parameters())
+        # Times 2: the gradients of plain sums of one element would share memory, and then all of them be NaN.
+        module.forward = lambda: sum(
+            (2 * (p.abs() if p.is_complex() else p)).float().sum() for p in module.parameters()
+        )
         replica = replicate(
             module, group=group, nonfinite=NonFinite.RAISE, gradients=gradients, buckets=Buckets((limit,))
         )
