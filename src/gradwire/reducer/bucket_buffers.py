@@ -56,8 +56,8 @@ class Buckets:
     def fill(self, bucket: int, gradients: Sequence[Tensor | None], group: Group, *, new: bool) -> Tensor:
         """Bring gradients into a bucket. Returns its buffer, or the gradient itself if it is sparse.
 
-        `new`: all gradients are known to be there and to be what the engine has made of none in this backward. One may lie in the
-        bucket even so, if a user's function has returned memory of a gradient of before, but then in its own place and order.
+        `new`: each `.grad` was None before this backward and has been set by it. Then only a user's function can have returned
+        memory of the bucket as a gradient; copying that onto itself changes nothing, and torch refuses it if the strides differ.
         """
         storage = self.storages[bucket]
         if self.lazy:
@@ -65,9 +65,7 @@ class Buckets:
         if storage.buffer is None:
             return _sparse(gradients[0], self.parameters[bucket][0])
         try:
-            if new:
-                storage.copy_in(gradients)
-            else:
+            if not (new and storage.copied_in(gradients)):
                 storage.take_in(gradients)
         except RuntimeError as error:
             storage.explain(gradients, error)
@@ -201,15 +199,20 @@ class Storage:
         """Give the memory back; gradients that are views of it keep it until they go."""
         self.buffer, self.views, self._addresses = None, [], []
 
-    def copy_in(self, gradients: Sequence[Tensor | None]) -> None:
-        """Copy gradients into the buffer, all of which are there and none of which lies in it in another order."""
-        with below_autograd():
-            torch._foreach_copy_(self.views, gradients)  # type: ignore[arg-type]
+    def copied_in(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Copy gradients into the buffer, and return whether that was possible: none may lie in it with other strides."""
+        try:
+            with below_autograd():
+                torch._foreach_copy_(self.views, gradients)  # type: ignore[arg-type]
+        except RuntimeError:
+            return False
+        return True
 
     def take_in(self, gradients: Sequence[Tensor | None]) -> None:
         """Bring the gradients into the buffer: those that lie elsewhere are copied, absent ones are zero."""
         if all_there(gradients) and not any(map(eq, map(_address, gradients), self._addresses)):
-            self.copy_in(gradients)
+            with below_autograd():
+                torch._foreach_copy_(self.views, gradients)  # type: ignore[arg-type]
             return
         places, values = [], []
         with below_autograd():

@@ -507,41 +507,56 @@ def test_averages_go_to_the_gradients_that_a_listener_puts_in_place(model: Stage
 
 
 class _FromBefore(torch.autograd.Function):
-    """Multiplies; the gradient of the weight is what `give` makes of its gradient in the step before."""
+    """The sum of a weight, whose gradient is what `give` returns."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, give: Callable[[], Tensor]) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, give: Callable[[], Tensor]) -> Tensor:
         ctx.give = give
-        ctx.save_for_backward(weight)
-        return x @ weight
+        return weight.sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        (weight,) = ctx.saved_tensors
-        return grad @ weight.t(), ctx.give(), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.give(), None
 
 
-@pytest.mark.parametrize("aliases", [Tensor.detach, Tensor.t, lambda grad: grad, Tensor.clone])
+_SQUARE = torch.arange(16.0).view(4, 4)
+_STARTS = {
+    "dense": _SQUARE,
+    "transposed": _SQUARE.t(),
+    "with gaps": torch.arange(32.0).view(4, 8)[:, ::2],
+    "channels last": torch.arange(64.0).view(1, 4, 4, 4).contiguous(memory_format=torch.channels_last),
+}
+_ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda grad: grad,
+    "detached": Tensor.detach,
+    "transposed": lambda grad: grad.transpose(-1, -2),
+    "a view of the same shape": lambda grad: grad.view_as(grad),  # may have another stride where the size is 1
+    "a copy": Tensor.clone,
+}
+
+
+@pytest.mark.parametrize("alias", _ALIASES)
+@pytest.mark.parametrize("start", _STARTS)
 @pytest.mark.parametrize("kept", list(Gradients))
 def test_a_gradient_that_lies_in_the_memory_of_an_earlier_one(
-    group: Group, kept: Gradients, aliases: Callable[[Tensor], Tensor]
+    group: Group, kept: Gradients, start: str, alias: str
 ) -> None:
     class Again(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight, self.bias = nn.Parameter(torch.arange(16.0).view(4, 4)), nn.Parameter(torch.ones(4))
-            self.before = torch.arange(16.0).view(4, 4) ** 2
+            self.weight, self.bias = nn.Parameter(_STARTS[start]), nn.Parameter(torch.ones(3))
+            self.before = torch.rand(self.weight.shape)
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = _FromBefore.apply(x, self.weight, lambda: aliases(self.before)) + self.bias
+        def forward(self) -> Tensor:
+            out: Tensor = _FromBefore.apply(self.weight, lambda: _ALIASES[alias](self.before)) + self.bias.sum()
             return out
 
     module = Again()
     replicate(module, group=group, gradients=kept)
     for _ in range(PLAIN_STEPS + 3):
-        expected = aliases(module.before).clone()
+        expected = _ALIASES[alias](module.before).clone()
         module.zero_grad()
-        module(X).sum().backward()
+        module().backward()
         assert torch.equal(module.weight.grad, expected)  # type: ignore[arg-type]
         module.before = module.weight.grad  # type: ignore[assignment]
     assert is_polling(module)
