@@ -51,9 +51,11 @@ class NonFinite(Enum):
     """It is averaged like any other. Rank, parameter and origin are recorded as a warning; the first time rank 0 shows it."""
     SKIP = "skip"
     """Recorded too, and the step is skipped on every rank: all gradients become None, so the optimizer does nothing. Not for
-    `torch.amp.GradScaler`, which skips steps itself and needs the gradients for it."""
+    `torch.amp.GradScaler`, which skips steps itself and needs the gradients for it. With a fused optimizer attached on CUDA,
+    gradients stay as they are, and the optimizer skips its step on the device."""
     RAISE = "raise"
-    """Recorded too, and every rank raises NonFiniteGradient from backward, before an average is written to `.grad`."""
+    """Recorded too, and every rank raises NonFiniteGradient from backward, before an average is written to `.grad`. With a fused
+    optimizer attached on CUDA, the optimizer skips its step on the device, and the next backward raises."""
 
 
 class Divergence(Enum):

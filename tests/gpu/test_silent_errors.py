@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradwire import DivergenceCheck
 from gradwire.errors import NonFiniteGradient, Origin
@@ -15,9 +16,12 @@ from gradwire.groups import C10dGroup, Group
 from gradwire.hooks import cast, chain, mean
 from gradwire.parallel import replicate
 from gradwire.parallel.digest import digest
-from gradwire.policies import Gradients, NonFinite
+from gradwire.policies import Buckets, Gradients, NonFinite
+from gradwire.reducer import nonfinite_kernels
+from gradwire.reducer.nonfinite_scan import NONE, Addresses, Places
 from gradwire.reducer.nonfinite_search import Search
 from gradwire.testing.simulate import one_parameter
+from helpers import eager_scan
 
 pytestmark = pytest.mark.gpu
 
@@ -50,6 +54,106 @@ def test_nonfinite_gradients(nccl: Group, gradients: Gradients, keep: bool) -> N
         assert (caught.value.rank, caught.value.origin) == (0, origin)
         assert caught.value.parameter is not None
     replica.detach()
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["set_to_none", "kept"])
+@pytest.mark.parametrize("gradients", Gradients, ids=lambda g: g.value)
+@pytest.mark.parametrize("policy", [NonFinite.RAISE, NonFinite.SKIP])
+def test_the_device_skips_bad_steps(nccl: Group, gradients: Gradients, keep: bool, policy: NonFinite) -> None:
+    """The host reads the result in the next step, and never waits in between."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 1)).cuda()
+    model.to(memory_format=torch.channels_last)
+    buckets = Buckets(limits=(1024,))
+    hook = chain(cast(torch.float16), mean())
+    replica = replicate(model, group=nccl, hook=hook, nonfinite=policy, gradients=gradients, buckets=buckets)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    replica.attach_optimizer(optimizer)
+    bad = {
+        3: (math.nan, Origin.GRADIENT),
+        6: (1e9, Origin.OVERFLOW),
+        7: (-math.inf, Origin.GRADIENT),
+        11: (1e9, Origin.OVERFLOW),
+    }
+    named = dict(model.named_parameters())
+    reported: list[NonFiniteGradient] = []
+    for step in range(14):
+        optimizer.zero_grad(set_to_none=not keep)
+        before = [p.detach().clone() for p in model.parameters()]
+        loss = model(torch.ones(2, 2, 4, 4, device="cuda")).sum()
+        if step in bad:
+            loss = loss + 0 * loss.detach()
+            named["2.weight"].register_hook(_poison_once(bad[step][0], (7, 5)))
+        if step - 1 in bad and policy is NonFinite.RAISE and step - 1 != 7:
+            with pytest.raises(NonFiniteGradient) as caught:
+                loss.backward()
+            reported.append(caught.value)
+            assert caught.value.step == step - 1
+            assert (caught.value.parameter, caught.value.index) == ("2.weight", (7, 5))
+            assert (caught.value.rank, caught.value.origin) == (0, bad[step - 1][1])
+            continue
+        torch.cuda.set_sync_debug_mode("error" if step > 2 and not {step - 1, step - 2} & set(bad) else "default")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                loss.backward()
+                optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        moved = any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert moved == (step not in bad)
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    assert len(reported) == (3 if policy is NonFinite.RAISE else 0)
+    replica.finish_checks()
+    replica.detach()
+
+
+def _poison_once(value: float, place: tuple[int, int]) -> Callable[[Tensor], Tensor]:
+    done: list[bool] = []
+
+    def poison(grad: Tensor) -> Tensor:
+        if done:
+            return grad
+        done.append(True)
+        grad = grad.clone()
+        grad.select(0, place[0]).select(0, place[1]).fill_(value)  # does not wait for the device, as an index would
+        return grad
+
+    return poison
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_kernels_find_what_eager_code_finds(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for turn in range(12):
+        sizes = torch.randint(
+            1, 9000, (int(torch.randint(1, 30, (), generator=generator)),), generator=generator
+        ).tolist()
+        parts = [[(0, sizes[0])], *([(row, size)] for row, size in enumerate(sizes[1:-1], start=1)), []]
+        parts[-1] = [(len(sizes) - 1, sizes[-1]), (len(sizes), 3), (len(sizes) + 1, 0), (len(sizes) + 2, 5000)]
+        whole = [sum(numel for _, numel in part) for part in parts]
+        shift = turn % 3  # some are not aligned
+        on_host = [torch.randn(numel + shift, generator=generator).to(dtype)[shift:] for numel in whole]
+        limit = 65520.0 if turn % 2 and dtype is not torch.float16 else math.inf
+        for tensor in on_host if turn > 2 else []:
+            for value in (math.nan, math.inf, -math.inf, 65520.0, -65519.0):
+                for _ in range(int(torch.randint(0, 3, (), generator=generator))):
+                    tensor[int(torch.randint(0, len(tensor), (), generator=generator))] = value
+        results = []
+        for device, kernels in (("cpu", eager_scan), ("cuda", nonfinite_kernels)):
+            tensors = [t if device == "cpu" else torch.cat([t[:shift], t]).cuda()[shift:] for t in on_host]
+            addresses = [0 if turn == 5 and k == 0 else t.data_ptr() for k, t in enumerate(tensors)]
+            where = torch.device(device)
+            places, at = Places(parts, dtype, where), Addresses(addresses, where)
+            found = torch.full((len(sizes) + 3, 3), NONE, dtype=torch.int64, device=device)
+            flag = torch.zeros((), device=device)
+            kernels.find(places, at.values, flag, found, limit=limit)
+            assert bool((found == NONE).all())  # as the flag is 0
+            kernels.detect(places, at.values, flag, aligned=at.aligned, limit=limit)
+            kernels.find(places, at.values, flag, found, limit=limit)
+            results.append((flag.item(), found.tolist()))
+        assert results[0] == results[1]
+        assert bool(results[0][0]) == (turn > 2)
 
 
 def test_looking_does_not_wait_for_the_device() -> None:

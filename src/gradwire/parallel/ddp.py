@@ -221,8 +221,13 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
         self.replica.load_hook_state_dict(saved)
 
     def attach_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Run the outer steps of hooks such as `hooks.diloco` after this optimizer's steps: see `Replica.attach_optimizer`."""
+        """Run the outer steps of hooks such as `hooks.diloco` after this optimizer's steps, and on CUDA have it skip steps whose
+        gradients are not finite, if they are checked: see `Replica.attach_optimizer`."""
         self.replica.attach_optimizer(*optimizers)
+
+    def finish_checks(self) -> None:
+        """Wait for the check of the last step, if its result comes late. Every rank calls it: see `Replica.finish_checks`."""
+        self.replica.finish_checks()
 
     def outer_step(self) -> None:
         """Call this after each optimizer step if no optimizer is attached: see `Replica.outer_step`."""

@@ -136,8 +136,11 @@ class HookControls:
     def attach_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
         """Run the outer steps of hooks such as `diloco` after each step of this optimizer (of several: when all have stepped).
 
-        Without an optimizer, you promise to call `outer_step()` after every step yourself. A no-op with other hooks.
+        Without an optimizer, you promise to call `outer_step()` after every step yourself.
         A second call replaces the first: steps of previously attached optimizers no longer count.
+
+        With `nonfinite` checks on CUDA: if the optimizers are fused and train all parameters, they skip a bad step on the device.
+        Then the host does not wait for the result, and the next backward reports it. Otherwise a no-op.
         """
         self.runner.attach_optimizer(optimizers, weakly(self.outer_step))
 

@@ -60,7 +60,7 @@ class UnevenInputs:
     def before_forward(self, model: Joinable) -> None:
         """Take part in the count of ranks that still have inputs."""
         replica, config = self._replica, model._join_config
-        replica.runner.divisor = None
+        replica.runner.divisor, replica.runner.uneven = None, bool(config.enable)
         if not config.enable:
             return
         replica.recovery.recover_if_failed()
@@ -140,7 +140,7 @@ class UnevenInputs:
         # The same collectives as the others, and the same result: the mean over all ranks, or over those that still train. The
         # zeros that this rank contributes have no weight.
         runner, reducer = replica.runner, replica.reducer
-        runner.divisor = None if self._divide_by_all else training
+        runner.divisor, runner.uneven = None if self._divide_by_all else training, True
         weight, runner.weight = runner.weight, 0.0
         try:
             for reduction in [reducer.reductions.runner.start(bucket) for bucket in reducer.buckets.zeros()]:

@@ -230,6 +230,16 @@ class Replica(HookControls):
         self.reducer.learn_static_graph()
         self._attach_grad_hooks()
 
+    def finish_checks(self) -> None:
+        """Wait for the check of the last step, if the next backward would have read its result, and do what the policy says.
+
+        Every rank calls it, after the last step or before it saves a checkpoint. A no-op unless `nonfinite` checks on CUDA are read
+        late: see `attach_optimizer`.
+        """
+        runner = self.reducer.reductions.runner
+        if isinstance(runner, NonFiniteChecked):
+            runner.finish()
+
     def check_finished(self) -> None:
         """Raise if the last backward did not reduce every bucket."""
         self.reducer.catch_up()

@@ -1,10 +1,20 @@
-"""AttachedOptimizers: calls back after the steps of the optimizers that train a model."""
+"""AttachedOptimizers: calls back after the steps of the optimizers that train a model, and has them skip steps on the device.
+
+Note [Steps that the device skips]
+torch's fused optimizers take a number on the device, `found_inf`, and change nothing where it is 1: `torch.amp.GradScaler`
+gives them its own. So the host need not know whether a step is to be skipped when it enqueues it. If a GradScaler has set one,
+the step is skipped if either is 1. `can_skip` is False until the optimizers have made a step after the last that they were to
+skip: otherwise another one, which is not attached, may be training the model. Also, fused SGD leaves its momentum uninitialized
+if its first step is skipped.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -18,7 +28,22 @@ class AttachedOptimizers:
     def __init__(self) -> None:
         self.attached = False
         """Whether the steps of the model's optimizers are reported: by hooks, or by a caller who has promised to."""
+        self.skip_if: Tensor | None = None
+        """A number on the device: where it is 1, the optimizers change nothing in their steps."""
         self._handles: list[Handle] = []
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._all_parameters = False
+        self._stepped = False
+
+    def skip_next(self, where: Tensor) -> None:
+        """Have the next step change nothing if this number on the device is 1. Only if `can_skip`."""
+        self.skip_if, self._stepped = where, False
+
+    def can_skip(self) -> bool:
+        """Whether optimizers that train all parameters and take `skip_if` are attached, and have stepped since the last
+        `skip_next`. See Note [Steps that the device skips]."""
+        optimizers = [one() for one in self._optimizers]
+        return self._all_parameters and self._stepped and all(one is not None and _can_skip(one) for one in optimizers)
 
     def attach(
         self, optimizers: Sequence[Optimizer], parameters: Iterable[Tensor], stepped: Callable[[], object]
@@ -32,14 +57,63 @@ class AttachedOptimizers:
             _check(optimizer, ours)
         self.detach()
         self.attached = True
-        after = _after_all(len(optimizers), stepped)
-        self._handles = [Handle(o.register_step_post_hook(after(i)).remove) for i, o in enumerate(optimizers)]
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._all_parameters = ours <= {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+
+        def all_stepped() -> None:
+            self._stepped = True
+            stepped()
+
+        after = _after_all(len(optimizers), all_stepped)
+        for index, optimizer in enumerate(optimizers):
+            skipping = _Skipping(self, then=after(index))
+            before = optimizer.register_step_pre_hook(skipping.before_step)
+            self._handles += [
+                Handle(before.remove),
+                Handle(optimizer.register_step_post_hook(skipping.after_step).remove),
+            ]
 
     def detach(self) -> None:
         """Take the hooks off the optimizers."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._optimizers, self.skip_if = [], [], None
+        self._all_parameters = self._stepped = False
+
+
+class _Skipping:
+    """Has one optimizer skip its step where `skip_if` is 1, and calls `then` after each step."""
+
+    def __init__(self, attached: AttachedOptimizers, *, then: Callable[[], None]) -> None:
+        self._attached = attached
+        self._then = then
+        self._others: Tensor | None = None
+        """During a step: what the optimizer had, of a GradScaler or of another model that it trains."""
+        self._set: Tensor | None = None
+
+    def before_step(self, optimizer: Any, *_: Any) -> None:
+        ours, others = self._attached.skip_if, getattr(optimizer, "found_inf", None)
+        if self._set is not None and others is self._set:  # the last step has raised
+            others = None
+            del optimizer.found_inf
+        self._others, self._set = others, None
+        if ours is not None and _can_skip(optimizer):
+            self._set = ours if others is None else torch.maximum(ours, others.to(ours))
+            optimizer.found_inf = self._set
+
+    def after_step(self, optimizer: Any, *_: Any) -> None:
+        if self._set is not None and hasattr(optimizer, "found_inf"):  # another model may have taken it off
+            if self._others is None:
+                del optimizer.found_inf
+            else:
+                optimizer.found_inf = self._others
+        self._others = self._set = None
+        self._then()
+
+
+def _can_skip(optimizer: Optimizer) -> bool:
+    supports: bool = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return supports and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def _check(optimizer: Any, parameters: set[int]) -> None:
@@ -55,12 +129,12 @@ def _check(optimizer: Any, parameters: set[int]) -> None:
         )
 
 
-def _after_all(number: int, do: Callable[[], object]) -> Callable[[int], Callable[..., None]]:
-    """Hooks for so many optimizers that call `do` whenever every one of them has made a step."""
+def _after_all(number: int, do: Callable[[], object]) -> Callable[[int], Callable[[], None]]:
+    """Functions for so many optimizers that call `do` whenever every one of them has made a step."""
     stepped: set[int] = set()
 
-    def hook(index: int) -> Callable[..., None]:
-        def after_step(*_: Any) -> None:
+    def of(index: int) -> Callable[[], None]:
+        def after_step() -> None:
             stepped.add(index)
             if len(stepped) == number:
                 stepped.clear()
@@ -68,4 +142,4 @@ def _after_all(number: int, do: Callable[[], object]) -> Callable[[int], Callabl
 
         return after_step
 
-    return hook
+    return of

@@ -135,12 +135,12 @@ class Driver:
             return start_single(reduction, self.group, hook)
         if hook.collectives == 0:
             return _Done(reduction, repr(hook))
-        ordered = _Ordered(grad, self._stream(grad.device)) if grad.is_cuda else None
+        ordered = _Ordered(grad, self.side_stream(grad.device)) if grad.is_cuda else None
         return _OnLane(reduction, self.group, self._lane, turn, ordered)
 
     def _launch_on_stream(self, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Pending:
         device = grad.device
-        side = self._stream(device)
+        side = self.side_stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             _keep(grad, side)
@@ -149,8 +149,8 @@ class Driver:
             event.record(side)
         return _OnStream(value, event)
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The side stream of a device."""
+    def side_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream of a device on which reductions run that do not block the host."""
         side = self._streams.get(device)
         if side is None:
             side = self._streams[device] = torch.cuda.Stream(device)

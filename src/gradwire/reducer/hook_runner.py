@@ -54,6 +54,8 @@ class HookRunner:
         self.group = group
         self.weight = 1.0
         self.divisor: int | None = None
+        self.uneven = False
+        """Whether some ranks may have run out of inputs, and so make no steps of their optimizers, as under `join()`."""
         self.scale_check: ScaleCheck | None = None
         self.checks: list[Callable[[int], None]] = []
         """To be called with the number of the iteration when all its reductions are over, before any result is used."""

@@ -11,6 +11,7 @@ Any other hook may hide a NaN, or give each rank another result. Then ranks chec
 step, since a rank that decided alone would leave the others waiting.
 
 Nothing waits for a CUDA device until all reductions have been enqueued; then the results of all checks are copied at once.
+Where the device can act on the result alone, nothing waits at all: see Note [A result that comes late] in `nonfinite_late.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from gradwire.reducer.drive import Landed, Pending
 from gradwire.reducer.hook_runner import HookRunner
 from gradwire.reducer.hook_states import HookStates
 from gradwire.reducer.layout import ParameterSpec
+from gradwire.reducer.nonfinite_late import Late, LateChecks, on_stream_of_reductions
 from gradwire.reducer.nonfinite_report import Report, exchange
+from gradwire.reducer.nonfinite_scan import Scan
 from gradwire.reducer.nonfinite_search import Found, Look, Search
 from gradwire.reducer.reductions import StepRejected, StepSkipped
 
@@ -63,7 +66,10 @@ class NonFiniteChecked:
         self._specs = list(specs)
         self._reaction = Reaction(policy)
         self._overwritten = overwritten
+        self._late = LateChecks(self._specs, policy)
         self._search = Search([spec.name for spec in specs])
+        self._scan: Scan | None = None
+        """What checks this step, if its result is read late."""
         self._check = weakly(self._verify)  # the runner, which this object holds, holds the check
         self._begin(torch.device("cpu"))
 
@@ -84,7 +90,11 @@ class NonFiniteChecked:
     def start(self, bucket: GradBucket) -> Pending:
         """Start the reduction of `bucket`, and check its result, and its input where that is needed."""
         self._look_before(bucket)
-        return _Looked(self._inner.start(bucket), self._look_at, bucket.spec)
+        if self._scan is not None and bucket.is_last():
+            self._late.look_early(self._scan, self._started)
+        pending = self._inner.start(bucket)
+        self._started.append((bucket.spec, pending))
+        return _Looked(pending, self._look_at, bucket.spec)
 
     def run(self, bucket: GradBucket) -> Tensor:
         """As `start`, to the end, in this thread."""
@@ -94,13 +104,22 @@ class NonFiniteChecked:
     def _look_before(self, bucket: GradBucket) -> None:
         if self._check not in self.checks:  # the first bucket of a step
             self._begin(bucket.spec.device)
+            self._scan = self._late.begin(self._inner) if self._trusted else None
             self._reaction.prepare(self._inner.states)
             self.checks.append(self._check)
-        if not isinstance(bucket, ZeroBucket):
-            if self._trusted and self._stay_in_grad(bucket):
-                self._kept.append(bucket)
-            elif (look := self._search.before(bucket, self._narrow(bucket.spec))) is not None:
-                self._gradients.append(look)
+        if isinstance(bucket, ZeroBucket):
+            return
+        kept, narrow = self._trusted and self._stay_in_grad(bucket), self._narrow(bucket.spec.dtype)
+        if self._scan is not None:
+            if kept:
+                self._scan.keep(bucket)
+            else:
+                with on_stream_of_reductions(self._device, self._inner):
+                    self._scan.look_at_gradients(bucket, narrow)
+        elif kept:
+            self._kept.append(bucket)
+        elif (look := self._search.before(bucket, narrow)) is not None:
+            self._gradients.append(look)
 
     def _stay_in_grad(self, bucket: GradBucket) -> bool:
         if bucket.spec.sparse or self._overwritten is Overwritten.ALL:
@@ -114,41 +133,82 @@ class NonFiniteChecked:
         self._gradients: list[Look] = []
         self._averages: list[Look] = []
         self._kept: list[GradBucket] = []
+        self._scan = None
+        self._started: list[tuple[BucketSpec, Pending]] = []
 
-    def _narrow(self, spec: BucketSpec) -> torch.dtype | None:
-        """The dtype in which gradients may overflow before they are reduced."""
-        narrow = self._inner.hook.narrowest(spec.dtype) if self._trusted else spec.dtype
-        return None if narrow == spec.dtype else narrow
+    def _narrow(self, dtype: torch.dtype) -> torch.dtype | None:
+        """The dtype in which gradients of `dtype` may overflow before they are reduced."""
+        narrow = self._inner.hook.narrowest(dtype) if self._trusted else dtype
+        return None if narrow == dtype else narrow
 
     def _look_at(self, spec: BucketSpec, result: Tensor) -> None:
-        if (look := self._search.after(spec, result)) is not None:
+        if self._scan is not None:
+            self._scan.add_average(spec, result)
+        elif (look := self._search.after(spec, result)) is not None:
             self._averages.append(look)
 
     def _verify(self, step: int) -> None:
         """Exchange what ranks have found, if there may be something, and do what the policy says."""
+        late, scan, inner = self._late.take(self._inner), self._scan, self._inner
         try:
-            report = self._report(step)
+            inner.optimizers.skip_if = None
+            if scan is not None:
+                self._late.enqueue(scan, inner, self._narrow, step=step)
+            if late is not None:
+                self._read(late)
+            report = self._report(step) if scan is None else None
+        except BaseException:
+            self._late.take(inner)  # the step is dropped, whatever its own result
+            inner.optimizers.skip_if = None
+            raise
         finally:
             self._begin(self._device)  # nothing of the step is kept
         if report is not None:
+            self._reaction.react(report, inner.group, [inner.states])
+        inner.states.commit()
+
+    def finish(self) -> None:
+        """Wait for a result that would be read by the next step, and do what the policy says. Every rank calls it."""
+        late = self._late.take(self._inner)
+        if late is not None:
+            try:
+                self._read(late)
+            except StepRejected as rejected:
+                raise rejected.error from None
+
+    def _read(self, late: Late) -> None:
+        """Do what the policy says about an earlier step."""
+        if late.scan.wait():
+            report = self._of_all(*late.scan.found(), step=late.step, hook=late.hook, later=True)
             self._reaction.react(report, self._inner.group, [self._inner.states])
-        self._inner.states.commit()
 
     def _report(self, step: int) -> Report | None:
         found = examine([*self._gradients, *self._averages], self._device)
         count = len(self._gradients)
         gradients, averages = ([f for look in part for f in look] for part in (found[:count], found[count:]))
-        group, trusted = self._inner.group, self._trusted
-        if trusted and not averages:
+        if self._trusted and not averages:
             return None  # on all ranks: see Note [What a healthy step costs]
-        if not trusted and not any_rank(bool(gradients or averages), group, self._device):
+        if not self._trusted and not any_rank(bool(gradients or averages), self._inner.group, self._device):
             return None
         for bucket in self._kept:
-            gradients += self._search.in_grads(bucket, self._narrow(bucket.spec))
-        answers = exchange(group, gradients, averages, device=self._device)
+            gradients += self._search.in_grads(bucket, self._narrow(bucket.spec.dtype))
+        return self._of_all(gradients, averages, step=step, hook=self.name, trusted=self._trusted)
+
+    def _of_all(
+        self,
+        gradients: list[Found],
+        averages: list[Found],
+        *,
+        step: int,
+        hook: str,
+        trusted: bool = True,
+        later: bool = False,
+    ) -> Report:
+        """What all ranks have found."""
+        answers = exchange(self._inner.group, gradients, averages, device=self._device)
         names, shapes = [spec.name for spec in self._specs], [spec.shape for spec in self._specs]
         in_grads = self._overwritten is Overwritten.ALL
-        return Report(answers, names, shapes, hook=self.name, averages_only=trusted, step=step, in_grads=in_grads)
+        return Report(answers, names, shapes, hook, averages_only=trusted, step=step, in_grads=in_grads, later=later)
 
 
 class Reaction:
@@ -167,7 +227,8 @@ class Reaction:
         """Record what was found, and raise StepRejected or StepSkipped if the step is dropped, by all ranks of `group`."""
         error = report.error(self._policy)
         flight_recorder.warn(str(error), rank=group.rank, group=group.name, step=report.step)
-        if self._policy is not NonFinite.RECORD:
+        skipped = self._policy is NonFinite.SKIP and not report.later
+        if skipped or self._policy is NonFinite.RAISE:
             for one in states:
                 one.roll_back()
         if self._policy is NonFinite.RAISE:
@@ -175,7 +236,7 @@ class Reaction:
         if not self._shown and group.rank == 0:
             warnings.warn(f"{error} Later ones are recorded only.", RuntimeWarning, stacklevel=2)
         self._shown = True
-        if self._policy is NonFinite.SKIP:
+        if skipped:
             raise StepSkipped(error)
 
 

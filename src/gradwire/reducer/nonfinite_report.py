@@ -19,6 +19,12 @@ _AFTERWARDS = {
     NonFinite.SKIP: "The step is skipped on all ranks: its gradients are None.",
     NonFinite.RECORD: "It is in the averages of all ranks.",
 }
+_LATER = {
+    NonFinite.RAISE: "The optimizer has not used it. The error is raised by the next backward, which has written no average: call "
+    "zero_grad() before another one.",
+    NonFinite.SKIP: "The optimizer has skipped the step on all ranks.",
+    NonFinite.RECORD: _AFTERWARDS[NonFinite.RECORD],
+}
 _IN_GRADS = "The averages are in .grad, and the model can be used again: call zero_grad() before the next backward."
 _WHAT = {
     Kind.NAN: "is NaN",
@@ -41,6 +47,7 @@ def exchange(
     group: Group, gradients: Sequence[Found], averages: Sequence[Found], *, device: torch.device
 ) -> list[Answer]:
     """What every rank has found. A collective: on the wire, 64 bytes per rank."""
+    gradients = sorted(gradients, key=lambda found: found.kind is Kind.BEYOND)  # which is no error next to a NaN
     row = [value for found in (gradients, averages) for value in (*(found[0] if found else (0, 0, 0)), len(found))]
     mine = torch.tensor(row, dtype=torch.int64, device=device)
     gathered = mine.new_empty(group.size * len(row))
@@ -66,6 +73,8 @@ class Report:
     step: int
     in_grads: bool = False
     """Whether averages are in `.grad` before they are checked."""
+    later: bool = False
+    """Whether the device has decided, so that the host reports it in the next step."""
     advice: str = "Look at that rank's batch, loss and learning rate."
     """What to do about a gradient of a rank."""
 
@@ -109,7 +118,9 @@ class Report:
         return self._error(text, policy, found, (ranks[0] if whose else None, Origin.HOOK))
 
     def _error(self, text: str, policy: NonFinite, found: Found, whose: tuple[int | None, Origin]) -> NonFiniteGradient:
-        afterwards = _IN_GRADS if self.in_grads and policy is NonFinite.RAISE else _AFTERWARDS[policy]
+        afterwards = (_LATER if self.later else _AFTERWARDS)[policy]
+        if self.in_grads and policy is NonFinite.RAISE:
+            afterwards = _IN_GRADS
         return NonFiniteGradient(
             f"averaging gradients in step {self.step}: {text} {afterwards}",
             rank=whose[0],

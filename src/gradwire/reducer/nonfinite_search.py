@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from gradwire.collectives.finite import first_nonfinite, first_nonfinite_later, probe
 from gradwire.hooks.bucket import BucketSpec, GradBucket, is_dense
 
+Part = TypeVar("Part", bound=tuple[Any, ...])
 Named = tuple[str, Tensor]
 """A parameter's name, and its gradient or its part of an average."""
 
@@ -88,7 +89,7 @@ class Search:
 
     def _search(self, parts: list[Named], narrow: torch.dtype | None) -> list[Found]:
         """What is not finite in `parts`, in the order of backward; else what would not be in the dtype `narrow`."""
-        parts = [(name, part.detach()) for name, part in self._in_order_of_backward(parts)]
+        parts = [(name, part.detach()) for name, part in in_order_of_backward(parts, self._number)]
         for one in dict.fromkeys((None, narrow)):
             found = [
                 Found(_kind(part, element), self._number[name], element)
@@ -99,12 +100,6 @@ class Search:
                 return found
         return []
 
-    def _in_order_of_backward(self, parts: list[Named]) -> Iterator[Named]:
-        """Parameters of a bucket are in the order in which gradients arrive, except in the first step, where they are in the
-        model's: there the last ones come first."""
-        numbers = [self._number[name] for name, _ in parts]
-        return reversed(parts) if numbers == sorted(numbers) else iter(parts)
-
     def _on_device(self, spec: BucketSpec, firsts: list[tuple[torch.dtype | None, Tensor, Tensor]]) -> list[Found]:
         """The first element of a bucket that was not finite before its reduction; else the first beyond a dtype's range."""
         for narrow, where, value in firsts:
@@ -114,6 +109,15 @@ class Search:
                 element = number_in_shape(place - spec.offsets[member], spec.shapes[member], spec.strides[member])
                 return [Found(_kind(value, 0), self._number[spec.names[member]], element)]
         return []
+
+
+def in_order_of_backward(parts: Sequence[Part], number: Mapping[str, int]) -> Iterable[Part]:
+    """Parts of a bucket, each of which begins with its parameter's name, in the order in which gradients arrive.
+
+    That is how they lie in a bucket, except in the first step, where they are in the model's order: there the last ones come first.
+    """
+    numbers = [number[part[0]] for part in parts]
+    return reversed(parts) if numbers == sorted(numbers) else parts
 
 
 def on_host(t: Tensor) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gradwire.cli.bench.models import GPT2, SIZES, ManySmall
 from gradwire.errors import InternalError
+from gradwire.parallel import DistributedDataParallel
 
 _CLOSE = 0.02
 """The relative difference that a wrapped model's gradient may have from the bare one's: bfloat16, summed in any order."""
@@ -48,10 +49,13 @@ class Workload:
             value: Tensor = model(self.inputs)
         return value
 
-    def step(self, model: nn.Module, *, adamw: bool, wait: bool = False) -> Callable[[], None]:
-        """A step of `model`. `wait`: for the CUDA device, after backward."""
+    def step(self, model: nn.Module, *, adamw: bool, wait: bool = False, attach: bool = False) -> Callable[[], None]:
+        """A step of `model`. `wait`: for the CUDA device, after backward. `attach`: the optimizer, to our wrapper."""
         fused = True if self.inputs.device.type == "cuda" else None
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+        if attach:
+            assert isinstance(model, DistributedDataParallel)
+            model.attach_optimizer(optimizer)
 
         def step() -> None:
             optimizer.zero_grad(set_to_none=True)

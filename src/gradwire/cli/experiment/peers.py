@@ -28,6 +28,7 @@ TORCH = "torch"
 OURS = "gradwire"
 VIEWS = ", views"
 CHECKED = " checked"
+WAITING = ", waiting"
 
 Wrapper = Callable[[nn.Module], nn.Module]
 
@@ -83,15 +84,19 @@ def wrappers(group: Group | None = None) -> Mapping[str, Wrapper]:
     }
 
 
-def checked_wrappers() -> Mapping[str, Wrapper]:
-    """Our wrapper without and with a check for NaN and infinity, on the default process group."""
-    return {
+def checked_wrappers(*, waiting: bool) -> Mapping[str, Wrapper]:
+    """Our wrapper without and with a check for NaN and infinity, on the default process group; if `waiting`, also one to which no
+    optimizer will be attached."""
+    found: dict[str, Wrapper] = {
         OURS + views + checked: functools.partial(
             DistributedDataParallel, gradient_as_bucket_view=bool(views), nonfinite=policy
         )
         for views in ("", VIEWS)
         for checked, policy in (("", NonFinite.PASS), (CHECKED, NonFinite.RAISE))
     }
+    if waiting:
+        found[OURS + CHECKED + WAITING] = found[OURS + CHECKED]
+    return found
 
 
 def unwrap(model: nn.Module) -> nn.Module:

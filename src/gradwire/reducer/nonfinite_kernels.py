@@ -1,0 +1,110 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, valid-type, name-defined"
+# Kernels are written in Triton's language, whose parameters and annotations are not Python's.
+"""Triton kernels that look for elements that are not finite: one finds out whether there are any, one where they are.
+
+Both go over many tensors in one launch: see `nonfinite_scan.Places`. A program handles every n-th tile of all tensors. The
+first kernel reads each element once, at the speed of memory, and writes only if one is not finite. The second needs so many
+registers that it reads at a fraction of that speed; it does nothing unless the first has found something.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gradwire.hooks.numerics.triton_compat import inlined, kernel, tl
+
+if TYPE_CHECKING:
+    from gradwire.reducer.nonfinite_scan import Places
+
+TILE = 2048
+_PROGRAMS = 1056
+_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
+
+
+def detect(places: Places, addresses: Tensor, flag: Tensor, *, aligned: bool, limit: float) -> None:
+    """Store 1 in `flag` if an element of the tensors at `addresses` is NaN, infinite, or not less than `limit`.
+
+    `aligned`: all addresses are multiples of 16. An address of 0 means that there is no tensor.
+    """
+    with torch.cuda.device(flag.device):
+        _detect[(min(places.tiles, _PROGRAMS),)](
+            addresses, places.tensors, places.tensor_of_tile, flag, places.tiles, limit,
+            DTYPE=getattr(tl, _DTYPES[places.dtype]), TILE=TILE, ALIGNED=aligned, num_warps=4,
+        )  # fmt: skip
+
+
+def find(places: Places, addresses: Tensor, flag: Tensor, found: Tensor, *, limit: float) -> None:
+    """Unless `flag` is 0: of each parameter that has one, store the first NaN, the first infinity and the first finite element
+    of at least `limit` in `found`, if they are before those that are there."""
+    with torch.cuda.device(flag.device):
+        _find[(min(places.tiles, _PROGRAMS),)](
+            addresses, places.tensors, places.tensor_of_tile, places.members, flag, found, places.tiles, limit,
+            DTYPE=getattr(tl, _DTYPES[places.dtype]), TILE=TILE, num_warps=8,
+        )  # fmt: skip
+
+
+@inlined
+def _load(address, start, numel, DTYPE: tl.constexpr, TILE: tl.constexpr):
+    x = address.to(tl.pointer_type(DTYPE)) + start
+    local = tl.arange(0, TILE)
+    if start + TILE <= numel:  # noqa: SIM108
+        v = tl.load(x + local)
+    else:
+        v = tl.load(x + local, mask=local < numel - start, other=0.0)
+    if DTYPE != tl.float64:  # noqa: SIM300
+        v = v.to(tl.float32)
+    return v
+
+
+@kernel("tiles", "limit")
+def _detect(
+    addresses, tensors, tensor_of_tile, flag, tiles, limit,
+    DTYPE: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    wrong = tl.zeros((TILE,), tl.int32)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        tensor = tl.load(tensor_of_tile + tile)
+        address = tl.load(addresses + tensor)
+        if address != 0:
+            if ALIGNED:
+                address = tl.multiple_of(address, 16)
+            start = (tile - tl.load(tensors + tensor * 4 + 1)).to(tl.int64) * TILE
+            v = _load(address, start, tl.load(tensors + tensor * 4), DTYPE, TILE)
+            wrong |= (~(tl.abs(v) < limit)).to(tl.int32)  # NaN is not less than anything
+    if tl.max(wrong, 0) != 0:
+        tl.store(flag, 1.0)
+
+
+@kernel("tiles", "limit")
+def _find(
+    addresses, tensors, tensor_of_tile, members, flag, found, tiles, limit, DTYPE: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    if tl.load(flag) != 0.0:
+        none = tl.full((TILE,), 0x7FFFFFFFFFFFFFFF, tl.int64)
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            tensor = tl.load(tensor_of_tile + tile)
+            address = tl.load(addresses + tensor)
+            if address != 0:
+                row = tensors + tensor * 4
+                start = (tile - tl.load(row + 1)).to(tl.int64) * TILE
+                v = _load(address, start, tl.load(row), DTYPE, TILE)
+                a = tl.abs(v)
+                wrong = ~(a < limit)
+                if tl.max(wrong.to(tl.int32), 0) != 0:
+                    infinite = a == float("inf")
+                    nan = v != v
+                    beyond = wrong & ~(nan | infinite)
+                    first = tl.load(row + 2)
+                    for member in range(first, first + tl.load(row + 3)):
+                        begin = tl.load(members + member * 3)
+                        end = tl.load(members + member * 3 + 1)
+                        if (begin < start + TILE) & (end > start):
+                            place = start + tl.arange(0, TILE) - begin
+                            inside = (place >= 0) & (place < end - begin)
+                            out = found + tl.load(members + member * 3 + 2) * 3
+                            tl.atomic_min(out, tl.min(tl.where(inside & nan, place, none), 0))
+                            tl.atomic_min(out + 1, tl.min(tl.where(inside & infinite, place, none), 0))
+                            tl.atomic_min(out + 2, tl.min(tl.where(inside & beyond, place, none), 0))

@@ -1,0 +1,119 @@
+"""LateChecks: gradients are checked on a CUDA device, and the host learns the result one step later.
+
+Note [A result that comes late]
+A host that must know before the optimizer's step whether averages are finite has to wait for the device there. It loses its
+lead, and the device then waits for the host: a few percent of a step. So, where the device can act on the result itself, the
+host does not wait. It gives the flag on the device to the attached optimizers, which skip the step (see
+`attached_optimizers.py`), and reads it at the end of the next step's reductions, when it has long been there. This is possible
+with hooks that pass NaN on (see Note [What a healthy step costs] in `nonfinite.py`): all ranks have the same flag, and none
+needs another's. `NonFinite.RECORD` needs no optimizer, as nothing is skipped.
+
+All ranks read the flag of a step at the same place, since a bad one is followed by an exchange of what they have found. A pending
+result is dropped when the states of the hook are replaced, as in a recovery, after which ranks may not be at the same step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gradwire.hooks.bucket import BucketSpec
+from gradwire.policies import NonFinite
+from gradwire.reducer.drive import Pending
+from gradwire.reducer.hook_runner import HookRunner
+from gradwire.reducer.hook_states import HookStates
+from gradwire.reducer.layout import ParameterSpec
+from gradwire.reducer.nonfinite_scan import Scan, can_scan
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """The check of a step, which the device has been given and the host has not read."""
+
+    scan: Scan
+    step: int
+    hook: str
+    states: HookStates
+
+
+class LateChecks:
+    """The checks of one model that are read late. See Note [A result that comes late]."""
+
+    def __init__(self, specs: Sequence[ParameterSpec], policy: NonFinite) -> None:
+        self._specs = specs
+        self._policy = policy
+        self._scans: list[Scan] = []
+        self._pending: Late | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def begin(self, runner: HookRunner) -> Scan | None:
+        """The scan for the step that begins; None if the host has to know the result before the optimizer's step."""
+        if not self._possible(runner):
+            return None
+        device = self._specs[0].device
+        if not self._scans:
+            self._scans = [Scan([spec.name for spec in self._specs], device) for _ in range(2)]
+        pending = self._pending
+        (scan, *_) = [scan for scan in self._scans if pending is None or scan is not pending.scan]
+        if scan.dirty and device.type == "cuda":  # a step that has failed may still be at work on it
+            for stream in filter(None, (runner.driver.side_stream(device), self._stream)):
+                torch.cuda.current_stream(device).wait_stream(stream)
+        scan.begin()
+        return scan
+
+    def _possible(self, runner: HookRunner) -> bool:
+        first, hook = self._specs[0], runner.hook
+        if not on_device(first.device) or not runner.group.orders_streams(first.device):
+            return False
+        if runner.uneven or runner.states.owed:
+            return False
+        if self._policy is not NonFinite.RECORD and not runner.optimizers.can_skip():
+            return False
+        kinds = {(spec.dtype, spec.device, spec.sparse) for spec in self._specs}
+        return all(
+            device == first.device and not sparse and can_scan(dtype, hook.narrowest(dtype))
+            for dtype, device, sparse in kinds
+        )
+
+    def look_early(self, scan: Scan, reductions: Sequence[tuple[BucketSpec, Pending]]) -> None:
+        """The last bucket is about to be reduced: look at the averages of the others meanwhile."""
+        device = self._specs[0].device
+        if device.type != "cuda":
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(self._stream):  # which waits for each reduction
+            scan.look_early([(spec, pending.wait()) for spec, pending in reductions])
+
+    def enqueue(
+        self, scan: Scan, runner: HookRunner, narrow: Callable[[torch.dtype], torch.dtype | None], *, step: int
+    ) -> None:
+        """All reductions of a step are enqueued: have the device look at the averages."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        scan.enqueue(narrow)
+        self._pending = Late(scan, step, runner.name, runner.states)
+        if self._policy is not NonFinite.RECORD:
+            runner.optimizers.skip_next(scan.bad)
+
+    def take(self, runner: HookRunner) -> Late | None:
+        """The check of the last step, if it has not been read. It is not pending any more, and nothing is skipped for it."""
+        late, self._pending = self._pending, None
+        return late if late is not None and late.states is runner.states else None
+
+
+def on_device(device: torch.device) -> bool:
+    """Whether the host would have to wait for this device."""
+    return device.type == "cuda"
+
+
+def on_stream_of_reductions(device: torch.device, runner: HookRunner) -> contextlib.AbstractContextManager[object]:
+    """Enqueue after what the current stream has, and before the next reduction."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    side = runner.driver.side_stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(side)
