@@ -26,8 +26,8 @@ from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
 from gradwire.policies import NonFinite, check_policies
 from gradwire.reducer.hook_runner import HookRunner
-from gradwire.reducer.nonfinite import Reaction, any_rank, examine
-from gradwire.reducer.nonfinite_report import Answer, Report, exchange
+from gradwire.reducer.nonfinite import Reaction, examine
+from gradwire.reducer.nonfinite_report import Answer, Report, any_rank, exchange
 from gradwire.reducer.nonfinite_search import Found, Look, Search
 from gradwire.reducer.reductions import StepRejected, StepSkipped
 

@@ -39,6 +39,10 @@ class AttachedOptimizers:
         """Have the next step change nothing if this number on the device is 1. Only if `can_skip`."""
         self.skip_if, self._stepped = where, False
 
+    def forget_steps(self) -> None:
+        """Other ranks may have made no step: `can_skip` is False until the next one."""
+        self._stepped = False
+
     def can_skip(self) -> bool:
         """Whether optimizers that train all parameters and take `skip_if` are attached, and have stepped since the last
         `skip_next`. See Note [Steps that the device skips]."""
@@ -112,8 +116,10 @@ class _Skipping:
 
 
 def _can_skip(optimizer: Optimizer) -> bool:
+    """Not if somebody has written another `step`, which may do without `found_inf`."""
     supports: bool = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return supports and all(group.get("fused") for group in optimizer.param_groups)
+    of_torch = type(optimizer).step.__module__.startswith("torch.optim.")
+    return supports and of_torch and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def _check(optimizer: Any, parameters: set[int]) -> None:

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from gradwire import flight_recorder
-from gradwire.collectives import all_gather_into_tensor
 from gradwire.concurrency import weakly
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import BucketSpec, GradBucket
@@ -36,7 +35,7 @@ from gradwire.reducer.hook_runner import HookRunner
 from gradwire.reducer.hook_states import HookStates
 from gradwire.reducer.layout import ParameterSpec
 from gradwire.reducer.nonfinite_late import Late, LateChecks, on_stream_of_reductions
-from gradwire.reducer.nonfinite_report import Report, exchange
+from gradwire.reducer.nonfinite_report import Report, any_rank, exchange
 from gradwire.reducer.nonfinite_scan import Scan
 from gradwire.reducer.nonfinite_search import Found, Look, Search
 from gradwire.reducer.reductions import StepRejected, StepSkipped
@@ -271,11 +270,3 @@ def examine(looks: Sequence[Look], device: torch.device) -> list[list[Found]]:
         return []
     probes = torch.stack([look.probe.to(device, torch.float32) for look in looks]).tolist()
     return [[] if math.isfinite(value) else look.find() for look, value in zip(looks, probes, strict=True)]
-
-
-def any_rank(mine: bool, group: Group, device: torch.device) -> bool:
-    """Whether any rank has found something. A collective: on the wire, 8 bytes per rank."""
-    flag = torch.tensor([int(mine)], dtype=torch.int64, device=device)
-    flags = flag.new_empty(group.size)
-    group.submit(all_gather_into_tensor(flags, flag, label="finite?")).wait()
-    return any(flags.tolist())

@@ -8,13 +8,16 @@ host does not wait. It gives the flag on the device to the attached optimizers, 
 with hooks that pass NaN on (see Note [What a healthy step costs] in `nonfinite.py`): all ranks have the same flag, and none
 needs another's. `NonFinite.RECORD` needs no optimizer, as nothing is skipped.
 
-All ranks read the flag of a step at the same place, since a bad one is followed by an exchange of what they have found. A pending
-result is dropped when the states of the hook are replaced, as in a recovery, after which ranks may not be at the same step.
+All ranks read the flag of a step at the same place, since a bad one is followed by an exchange of what they have found. A
+pending result is dropped when the states of the hook are replaced, as in a recovery, after which ranks may not be at the same
+step, and some may be new. From then on no optimizer counts as attached before it has made a step, and ranks ask each other,
+once, whether they can run the kernels.
 """
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,7 +29,8 @@ from gradwire.reducer.drive import Pending
 from gradwire.reducer.hook_runner import HookRunner
 from gradwire.reducer.hook_states import HookStates
 from gradwire.reducer.layout import ParameterSpec
-from gradwire.reducer.nonfinite_scan import Scan, can_scan
+from gradwire.reducer.nonfinite_report import any_rank
+from gradwire.reducer.nonfinite_scan import Scan, can_scan, has_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +51,23 @@ class LateChecks:
         self._policy = policy
         self._scans: list[Scan] = []
         self._pending: Late | None = None
+        self._states: HookStates | None = None
+        self._agreed: bool | None = None
+        """Whether the kernels can be run on all ranks, if they were asked since they got these states."""
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self, runner: HookRunner) -> Scan | None:
         """The scan for the step that begins; None if the host has to know the result before the optimizer's step."""
+        if runner.states is not self._states:  # on all ranks, of which some may be new
+            self._states, self._agreed = runner.states, None
+            runner.optimizers.forget_steps()
         if not self._possible(runner):
             return None
         device = self._specs[0].device
-        if not self._scans:
-            self._scans = [Scan([spec.name for spec in self._specs], device) for _ in range(2)]
+        if self._agreed is None:
+            self._agreed = not any_rank(not self._prepare(device), runner.group, device)
+        if not self._agreed:
+            return None
         pending = self._pending
         (scan, *_) = [scan for scan in self._scans if pending is None or scan is not pending.scan]
         if scan.dirty and device.type == "cuda":  # a step that has failed may still be at work on it
@@ -63,6 +75,24 @@ class LateChecks:
                 torch.cuda.current_stream(device).wait_stream(stream)
         scan.begin()
         return scan
+
+    def _prepare(self, device: torch.device) -> bool:
+        """Whether the kernels can be run here."""
+        if self._scans or not has_kernels():
+            return bool(self._scans)
+        scans = [Scan([spec.name for spec in self._specs], device) for _ in range(2)]
+        try:
+            scans[0].rehearse({spec.dtype for spec in self._specs})
+        except Exception as error:  # whatever a compiler raises
+            warnings.warn(
+                "nonfinite: Triton cannot compile kernels that check gradients on the device, so the host waits for the device in "
+                f"every step ({type(error).__name__}: {error}). Triton needs a C compiler.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return False
+        self._scans = scans
+        return True
 
     def _possible(self, runner: HookRunner) -> bool:
         first, hook = self._specs[0], runner.hook

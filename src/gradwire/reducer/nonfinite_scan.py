@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_
 from typing import Any
 
@@ -42,9 +42,12 @@ Part = list[tuple[int, int]]
 
 def can_scan(dtype: torch.dtype, narrow: torch.dtype) -> bool:
     """Whether a `Scan` can look at gradients of `dtype` that will be converted to `narrow`."""
-    if dtype not in _DTYPES or kernels(_KERNELS) is None:
-        return False
-    return narrow is dtype or (narrow in _NARROW and dtype is not torch.float64)
+    return dtype in _DTYPES and (narrow is dtype or (narrow in _NARROW and dtype is not torch.float64))
+
+
+def has_kernels() -> bool:
+    """Whether Triton is installed."""
+    return kernels(_KERNELS) is not None
 
 
 class Places:
@@ -129,11 +132,20 @@ class Scan:
         self._gradients: list[tuple[BucketSpec, Sequence[Stride]]] = []
         self._averages: list[tuple[BucketSpec, Tensor]] = []
         self._early: list[BucketSpec] = []
+        self._looked_at: list[BucketSpec] = []
         self._kept: list[GradBucket] = []
         self._copies: list[Tensor] = []
         """Of gradients that do not fill their memory, until the kernel is enqueued that reads them."""
         self.dirty = False
         """Whether something may be stored that was not there at the beginning."""
+
+    def rehearse(self, dtypes: Iterable[torch.dtype]) -> None:
+        """Run the kernels once, on nothing: raises if they cannot be compiled here."""
+        device = self._flags.device
+        for dtype in dtypes:
+            at = Places([[(0, 1)]], dtype, device), Addresses([0], device)
+            self._detect(at, self.bad, math.inf)
+            self._find(at, self.bad, math.inf)
 
     def begin(self) -> None:
         """A step begins: forget the last one."""
@@ -142,6 +154,7 @@ class Scan:
             self._flags.zero_()
         self.dirty = True
         self._gradients, self._averages, self._early, self._kept = [], [], [], []
+        self._looked_at = []
 
     def keep(self, bucket: GradBucket) -> None:
         """The gradients of a bucket stay in `.grad` until `enqueue`."""
@@ -181,7 +194,8 @@ class Scan:
             addresses = addresses + [address for bucket in kept for address in self._addresses(bucket)]
             at = self._tensors["all", dtype].at([*specs, *in_grads], parts, addresses, dtype)
             self._find(at, self.bad, limit(narrow(dtype)))
-        self._copies.clear()
+        self._looked_at = [spec for spec, _ in self._averages]
+        self._averages, self._kept, self._copies = [], [], []  # memory that may be released
         self._on_host.copy_(self._flags, non_blocking=True)
         if self._event is not None:
             self._event.record()
@@ -233,7 +247,7 @@ class Scan:
     def found(self) -> tuple[list[Found], list[Found]]:
         """What is not finite in the gradients, in the order of backward, and in the averages."""
         gradients, averages = self._found.tolist()
-        of_averages = [(spec, spec.strides) for spec, _ in self._averages]
+        of_averages = [(spec, spec.strides) for spec in self._looked_at]
         return (
             self._named(self._gradients, gradients, (_KINDS[:2], _KINDS[2:])),
             self._named(of_averages, averages, (_KINDS[:2],)),

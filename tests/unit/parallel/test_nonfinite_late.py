@@ -10,6 +10,8 @@ import copy
 import gc
 import math
 import sys
+import threading
+import types
 import weakref
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from gradwire.groups import Group, Recording, ThreadGroup
 from gradwire.hooks import cast, chain, error_feedback, mean, top_k
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
-from gradwire.policies import Gradients, NonFinite
+from gradwire.policies import BucketMemory, Buckets, Gradients, NonFinite
 from gradwire.reducer import nonfinite_late, nonfinite_scan
 from gradwire.reducer.nonfinite_search import Kind
 from gradwire.testing import run_ranks
@@ -456,6 +458,107 @@ def test_an_optimizer_whose_step_has_raised_keeps_nothing() -> None:
     optimizer.step()
     assert any(not torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
     assert not hasattr(optimizer, "found_inf")
+    group.close()
+
+
+def test_a_rank_that_cannot_compile_makes_all_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one on a host without a C compiler; the others must not read results a step later than it."""
+    calls: list[str] = []
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        calls.append(threading.current_thread().name)
+        if len(calls) == 1:
+            raise FileNotFoundError("gcc")
+
+    broken = types.SimpleNamespace(TILE=eager_scan.TILE, find=eager_scan.find, detect=fail)
+    monkeypatch.setattr(nonfinite_scan, "kernels", lambda module: broken)
+
+    def rank_main(group: Group) -> None:
+        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
+        optimizer = fused(ddp)
+        ddp.attach_optimizer(optimizer)
+        for number in range(5):
+            optimizer.zero_grad()
+            if number == 3:
+                with pytest.raises(NonFiniteGradient, match="No average was written"):
+                    step(ddp, group.rank, number, math.nan if group.rank == 0 else 1.0)
+            else:
+                step(ddp, group.rank, number)
+                optimizer.step()
+
+    with pytest.warns(RuntimeWarning, match=r"the host waits for the device in every step \(FileNotFoundError: gcc\)"):
+        run_ranks(rank_main, 2)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_a_group_with_a_new_rank_begins_again(bad: int) -> None:
+    """A rank that has made no step yet waits; the others must wait with it, and read together from the next step on."""
+
+    def rank_main(group: Group) -> None:
+        model = Model()
+        for p in model.parameters():
+            p.data.fill_(0.01)
+        (alone,) = ThreadGroup.world(1)
+        replica = replicate(model, group=alone, nonfinite=NonFinite.RAISE)
+        optimizer = fused(model)
+        replica.attach_optimizer(optimizer)
+        for number in range(3 if group.rank == 0 else 0):
+            optimizer.zero_grad()
+            step(model, 0, number)
+            optimizer.step()
+        replica.move_to_group(group)
+        for number in range(4):
+            optimizer.zero_grad()
+            poison = math.nan if number == bad and group.rank == 1 else 1.0
+            if number == bad + (bad > 0):
+                with pytest.raises(NonFiniteGradient) as caught:
+                    step(model, group.rank, number, poison)
+                assert caught.value.rank == 1
+            else:
+                step(model, group.rank, number, poison)
+                optimizer.step()
+        replica.detach()
+
+    run_ranks(rank_main, 2)
+
+
+def test_an_optimizer_with_a_step_of_its_own_is_waited_for() -> None:
+    class Mine(torch.optim.Adam):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            with torch.no_grad():
+                for p in self.param_groups[0]["params"]:
+                    if p.grad is not None:
+                        p -= 0.1 * p.grad
+
+    (group,) = ThreadGroup.world(1)
+    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
+    optimizer = fused(ddp, Mine)
+    ddp.attach_optimizer(optimizer)
+    for number in range(3):
+        optimizer.zero_grad()
+        step(ddp, 0, number)
+        optimizer.step()
+    with pytest.raises(NonFiniteGradient, match="No average was written"):
+        step(ddp, 0, 3, math.nan)
+    group.close()
+
+
+def test_bucket_memory_is_released_at_the_end_of_backward() -> None:
+    """A result that is pending keeps no bucket."""
+    (group,) = ThreadGroup.world(1)
+    alive = []
+    for policy in (NonFinite.PASS, NonFinite.RECORD):
+        model = Model()
+        memory = Buckets(memory=BucketMemory.DURING_BACKWARD)
+        replica = replicate(model, group=group, nonfinite=policy, buckets=memory)
+        for number in range(3):
+            model.zero_grad()
+            step(model, 0, number)
+        numel = sum(p.numel() for p in model.parameters())
+        alive.append(sum(type(t) is Tensor and t.numel() == numel for t in gc.get_objects()))
+        replica.detach()
+    assert alive[0] == alive[1]
     group.close()
 
 
