@@ -52,6 +52,8 @@ class LateChecks:
         self._scans: list[Scan] = []
         self._pending: Late | None = None
         self._states: HookStates | None = None
+        self._scannable: tuple[object, bool] = None, False
+        """A hook, and whether the kernels can look at what it reduces."""
         self._agreed: bool | None = None
         """Whether the kernels can be run on all ranks, if they were asked since they got these states."""
         self._stream: torch.cuda.Stream | None = None
@@ -102,11 +104,15 @@ class LateChecks:
             return False
         if self._policy is not NonFinite.RECORD and not runner.optimizers.can_skip():
             return False
-        kinds = {(spec.dtype, spec.device, spec.sparse) for spec in self._specs}
-        return all(
-            device == first.device and not sparse and can_scan(dtype, hook.narrowest(dtype))
-            for dtype, device, sparse in kinds
-        )
+        if self._scannable[0] is not hook:
+            self._scannable = (
+                hook,
+                all(
+                    spec.device == first.device and not spec.sparse and can_scan(spec.dtype, hook.narrowest(spec.dtype))
+                    for spec in self._specs
+                ),
+            )
+        return self._scannable[1]
 
     def look_early(self, scan: Scan, reductions: Sequence[tuple[BucketSpec, Pending]]) -> None:
         """The last bucket is about to be reduced: look at the averages of the others meanwhile."""

@@ -51,8 +51,7 @@ def has_kernels() -> bool:
 
 
 class Places:
-    """Tensors of one dtype and the parameters in them, as the kernel reads them on the device. Tensors without elements are
-    left out.
+    """Tensors of one dtype and the parameters in them, as the kernel reads them on the device.
 
     `tensors` has a row for each: elements, its first tile, its first row in `members`, and how many it has there. `members` has
     a row for each parameter: where it begins and ends in its tensor, and its row in `found`.
@@ -219,12 +218,12 @@ class Scan:
         spec = bucket.spec
         gradients = [p.grad for p in bucket.parameters()]
         strides = tuple([spec.strides[k] if g is None else g.stride() for k, g in enumerate(gradients)])
-        if strides != spec.strides:
+        if strides != spec.strides or any(g is not None and g.dtype is not spec.dtype for g in gradients):
             for k, g in enumerate(gradients):
-                if g is not None and not is_dense(g.shape, strides[k]):
-                    gradients[k] = g = g.contiguous()
-                    self._copies.append(g)
-                    strides = (*strides[:k], g.stride(), *strides[k + 1 :])
+                if g is not None and (g.dtype is not spec.dtype or not is_dense(g.shape, strides[k])):
+                    gradients[k] = g.detach().to(spec.dtype).contiguous()
+            self._copies += [g for g in gradients if g is not None]
+            strides = tuple([spec.strides[k] if g is None else g.stride() for k, g in enumerate(gradients)])
         self._gradients.append((spec, strides))
         return [0 if g is None else g.data_ptr() for g in gradients]
 

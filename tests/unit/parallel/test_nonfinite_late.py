@@ -13,6 +13,7 @@ import sys
 import threading
 import types
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -648,6 +649,41 @@ def _loss(model: nn.ParameterList, factors: list[Tensor], replica: Any) -> Tenso
     total = sum(((2 * p) * f).sum() for p, f in zip(model, factors, strict=True))
     out: Tensor = replica.after_forward(total)
     return out
+
+
+GRADS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda g: g.t().contiguous().t(),
+    "with gaps": lambda g: torch.stack([g, torch.full_like(g, math.nan)], dim=-1)[..., 0],
+    "a view": lambda g: torch.cat([g.new_full((1,), math.nan), g.flatten()])[1:].view(g.shape),
+}
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+@pytest.mark.parametrize("layout", GRADS.values(), ids=GRADS)
+def test_gradients_in_other_layouts(layout: Callable[[Tensor], Tensor]) -> None:
+    """What lies between their elements, or before them, is not looked at."""
+    (group,) = ThreadGroup.world(1)
+    model = nn.Linear(3, 2, bias=False)
+    replica = replicate(model, group=group, nonfinite=NonFinite.RAISE)
+    optimizer = fused(model)
+    replica.attach_optimizer(optimizer)
+    for number in range(3):
+        optimizer.zero_grad()
+        replica.before_forward()
+        factor = torch.ones(2, 3)
+        if number == 1:
+            factor[1, 2] = math.nan
+            model.weight.grad = layout(
+                torch.zeros(2, 3)
+            ).detach()  # to which the gradient is added in place, if it can be
+        if number == 2:
+            with pytest.raises(NonFiniteGradient) as caught:
+                replica.after_forward((2 * model.weight * factor).sum()).backward()
+            assert (caught.value.parameter, caught.value.index) == ("weight", (1, 2))
+        else:
+            replica.after_forward((2 * model.weight * factor).sum()).backward()
+            optimizer.step()
+    group.close()
 
 
 @pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16])
