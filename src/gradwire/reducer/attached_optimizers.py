@@ -11,7 +11,7 @@ if its first step is skipped.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ class AttachedOptimizers:
         self.detach()
         self.attached = True
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
-        self._all_parameters = ours <= {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        self._all_parameters = ours <= {id(p) for optimizer in optimizers for p in _parameters(optimizer)}
 
         def all_stepped() -> None:
             self._stepped = True
@@ -95,15 +95,38 @@ class _Skipping:
         """During a step: what the optimizer had, of a GradScaler or of another model that it trains."""
         self._set: Tensor | None = None
 
-    def before_step(self, optimizer: Any, *_: Any) -> None:
-        ours, others = self._attached.skip_if, getattr(optimizer, "found_inf", None)
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        others = getattr(optimizer, "found_inf", None)
         if self._set is not None and others is self._set:  # the last step has raised
             others = None
             del optimizer.found_inf
         self._others, self._set = others, None
-        if ours is not None and _can_skip(optimizer):
-            self._set = ours if others is None else torch.maximum(ours, others.to(ours))
-            optimizer.found_inf = self._set
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._skip(optimizer)
+            return None
+
+        def with_flag() -> Any:
+            loss = closure()  # whose backward is the one that is checked
+            self._skip(optimizer)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], with_flag, *args[2:]), kwargs
+        return args, {**kwargs, "closure": with_flag}
+
+    def _skip(self, optimizer: Any) -> None:
+        ours, others = self._attached.skip_if, self._others
+        if ours is None or (ours.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        if not _can_skip(optimizer) or _begins(optimizer):
+            if bool(ours):  # waits for the device
+                for parameter in _parameters(optimizer):
+                    parameter.grad = None
+            return
+        # A GradScaler adds up those of several devices, and optimizers compare with 1.
+        self._set = ours if others is None else ((ours + others.to(ours)) > 0).to(ours)
+        optimizer.found_inf = self._set
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
         if self._set is not None and hasattr(optimizer, "found_inf"):  # another model may have taken it off
@@ -113,6 +136,20 @@ class _Skipping:
                 optimizer.found_inf = self._others
         self._others = self._set = None
         self._then()
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _begins(optimizer: Optimizer) -> bool:
+    """Whether SGD has yet to allocate momentum of a parameter, which would stay uninitialized in a step that the device skips."""
+    return any(
+        p.grad is not None and optimizer.state.get(p, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        if group.get("momentum")
+        for p in group["params"]
+    )
 
 
 def _can_skip(optimizer: Optimizer) -> bool:
@@ -128,7 +165,7 @@ def _check(optimizer: Any, parameters: set[int]) -> None:
             f"attach_optimizer({optimizer!r}): not a torch.optim.Optimizer, so it cannot report its steps. Call "
             "attach_optimizer() without it, and outer_step() after every step of it."
         )
-    if not any(id(p) in parameters for g in optimizer.param_groups for p in g["params"]):
+    if not any(id(p) in parameters for p in _parameters(optimizer)):
         raise UsageError(
             f"attach_optimizer({type(optimizer).__name__}): it moves none of the model's parameters. Attach the optimizer "
             "that was made of model.parameters()."

@@ -415,6 +415,79 @@ def test_with_a_grad_scaler_either_skips_the_step() -> None:
     group.close()
 
 
+@pytest.mark.parametrize("policy", [NonFinite.SKIP, NonFinite.RAISE])
+@pytest.mark.parametrize("keyword", [False, True])
+@pytest.mark.filterwarnings("ignore:averaging gradients")
+def test_a_backward_in_the_closure_of_a_step(policy: NonFinite, keyword: bool) -> None:
+    """As Lightning calls it: the flag of that backward counts, not the one before."""
+    (group,) = ThreadGroup.world(1)
+    ddp = DDP(Model(), process_group=group, nonfinite=policy)
+    optimizer = fused(ddp)
+    ddp.attach_optimizer(optimizer)
+    for number in range(9):
+        before = [p.detach().clone() for p in ddp.parameters()]
+
+        def closure(number: int = number) -> Tensor:
+            optimizer.zero_grad()
+            loss = ddp(inputs(0, number), math.nan if number in (3, 6) else 1.0).pow(2).sum()
+            loss.backward()
+            return loss.detach()
+
+        raises = policy is NonFinite.RAISE and number in (4, 7)
+        with pytest.raises(NonFiniteGradient, match="has not used it") if raises else contextlib.nullcontext():
+            loss = optimizer.step(closure=closure) if keyword else optimizer.step(closure)  # type: ignore[arg-type]
+            assert isinstance(loss, Tensor)
+        moved = any(not torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
+        assert moved == (number not in (3, 6) and not raises)
+        assert raises or not hasattr(optimizer, "found_inf")
+    group.close()
+
+
+@pytest.mark.parametrize("case", ["first two bad", "late parameter", "momentum later"])
+@pytest.mark.filterwarnings("ignore:averaging gradients")
+def test_momentum_is_never_left_uninitialized(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.empty_like is what fused SGD begins with, and a step that the device skips does not write to it."""
+    monkeypatch.setattr(torch, "empty_like", lambda t: torch.full_like(t, 1e30))
+    (group,) = ThreadGroup.world(1)
+    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
+    first, last = list(ddp.module.first.parameters()), list(ddp.module.last.parameters())
+    groups = [{"params": first}, {"params": [*last, ddp.module.empty]}]
+    start = 0.0 if case == "momentum later" else 0.9
+    optimizer = torch.optim.SGD(groups, lr=0.01, momentum=start, fused=True)
+    ddp.attach_optimizer(optimizer)
+    for number in range(6):
+        optimizer.zero_grad()
+        if case == "momentum later" and number == 3:
+            for one in optimizer.param_groups:
+                one["momentum"] = 0.9
+        bad = number in {"first two bad": (0, 1)}.get(case, (3,))
+        step(ddp, 0, number, math.nan if bad else 1.0)
+        if case == "late parameter" and number < 3:
+            for p in first:
+                p.grad = None
+        optimizer.step()
+        assert all(float(p.detach().abs().max()) < 100 for p in ddp.parameters() if p.numel())
+    group.close()
+
+
+@pytest.mark.filterwarnings("ignore:averaging gradients")
+def test_an_optimizer_that_cannot_skip_any_more_is_waited_for() -> None:
+    (group,) = ThreadGroup.world(1)
+    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
+    optimizer = fused(ddp)
+    ddp.attach_optimizer(optimizer)
+    for number in range(5):
+        optimizer.zero_grad()
+        before = [p.detach().clone() for p in ddp.parameters()]
+        step(ddp, 0, number, math.nan if number == 3 else 1.0)
+        if number == 3:
+            for one in optimizer.param_groups:
+                one["fused"] = None
+        optimizer.step()
+        assert any(not torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True)) == (number != 3)
+    group.close()
+
+
 @pytest.mark.filterwarnings("ignore:averaging gradients")
 def test_one_optimizer_of_two_models() -> None:
     """Either model has it skip, and nothing of it is left on the optimizer."""
