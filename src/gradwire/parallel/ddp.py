@@ -229,6 +229,11 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
         """Wait for the check of the last step, if its result comes late. Every rank calls it: see `Replica.finish_checks`."""
         self.replica.finish_checks()
 
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps `nonfinite=NonFinite.SKIP` has skipped so far: see `Replica.skipped_steps`."""
+        return self.replica.skipped_steps
+
     def outer_step(self) -> None:
         """Call this after each optimizer step if no optimizer is attached: see `Replica.outer_step`."""
         self.replica.outer_step()

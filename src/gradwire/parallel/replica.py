@@ -38,7 +38,6 @@ from gradwire.reducer.hook_runner import HookRunner
 from gradwire.reducer.layout import ParameterSpec
 from gradwire.reducer.machine import State
 from gradwire.reducer.nonfinite import NonFiniteChecked, Overwritten
-from gradwire.reducer.reductions import Runner
 
 _UNLIMITED = 2**62
 
@@ -103,15 +102,15 @@ class Replica(HookControls):
         self.runner = HookRunner(hook, group, zip(self.names, self.parameters, strict=True))
         self.runner.scale_check = policies.scale_check
         views = policies.gradients is Gradients.VIEWS
-        runner: Runner = self.runner
+        self._checked: NonFiniteChecked | None = None
         if policies.nonfinite is not NonFinite.PASS:
             overwritten = Overwritten.IN_BUCKETS if views else Overwritten.NONE
-            runner = NonFiniteChecked(self.runner, specs, policies.nonfinite, overwritten=overwritten)
+            self._checked = NonFiniteChecked(self.runner, specs, policies.nonfinite, overwritten=overwritten)
         self.reducer = Reducer(
             self.parameters,
             layout,
             group=group,
-            runner=runner,
+            runner=self._checked or self.runner,
             options=ReducerOptions(
                 keep_views=views,
                 lazy_buckets=self._buckets.memory is BucketMemory.DURING_BACKWARD,
@@ -236,9 +235,13 @@ class Replica(HookControls):
         Every rank calls it, after the last step or before it saves a checkpoint. A no-op unless `nonfinite` checks on CUDA are read
         late: see `attach_optimizer`.
         """
-        runner = self.reducer.reductions.runner
-        if isinstance(runner, NonFiniteChecked):
-            runner.finish()
+        if self._checked is not None:
+            self._checked.finish()
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps `NonFinite.SKIP` has skipped so far; where results are read late, without the last step."""
+        return 0 if self._checked is None else self._checked.skipped
 
     def check_finished(self) -> None:
         """Raise if the last backward did not reduce every bucket."""

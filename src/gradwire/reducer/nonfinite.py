@@ -26,6 +26,7 @@ from torch import Tensor
 
 from gradwire import flight_recorder
 from gradwire.concurrency import weakly
+from gradwire.errors import NonFiniteGradient
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.policies import NonFinite
@@ -42,6 +43,10 @@ from gradwire.reducer.reductions import StepRejected, StepSkipped
 
 _WORTH_ASKING = 4096
 """Elements that are summed in about the time of two calls from Python."""
+
+
+_MANY = (10, 100, 1000, 10000)
+"""Numbers of steps skipped in a row at which a warning is shown again."""
 
 
 class Overwritten(Enum):
@@ -166,6 +171,11 @@ class NonFiniteChecked:
             self._reaction.react(report, inner.group, [inner.states])
         inner.states.commit()
 
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped, as far as it is known."""
+        return self._reaction.skipped
+
     def finish(self) -> None:
         """Wait for a result that would be read by the next step, and do what the policy says. Every rank calls it."""
         late = self._late.take(self._inner)
@@ -215,6 +225,10 @@ class Reaction:
 
     def __init__(self, policy: NonFinite) -> None:
         self._policy = policy
+        self.skipped = 0
+        """How many steps were skipped, as far as it is known."""
+        self._in_a_row = 0
+        self._last = -1
         self._shown = False
 
     def prepare(self, states: HookStates) -> None:
@@ -232,11 +246,25 @@ class Reaction:
                 one.roll_back()
         if self._policy is NonFinite.RAISE:
             raise StepRejected(error)
-        if not self._shown and group.rank == 0:
-            warnings.warn(f"{error} Later ones are recorded only.", RuntimeWarning, stacklevel=2)
+        if self._policy is NonFinite.SKIP:
+            self.skipped += 1
+            self._in_a_row = self._in_a_row + 1 if report.step == self._last + 1 else 1
+            self._last = report.step
+        if group.rank == 0:
+            self._show(error)
         self._shown = True
         if skipped:
             raise StepSkipped(error)
+
+    def _show(self, error: NonFiniteGradient) -> None:
+        if not self._shown:
+            warnings.warn(f"{error} Later ones are recorded only.", RuntimeWarning, stacklevel=3)
+        elif self._in_a_row in _MANY:
+            warnings.warn(
+                f"{self._in_a_row} steps in a row were skipped, so the model no longer trains. The last one: {error}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 class _Looked:

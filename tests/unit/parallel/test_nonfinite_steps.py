@@ -269,3 +269,22 @@ def test_a_rank_without_inputs_takes_part(policy: NonFinite) -> None:
         assert (caught.value.rank, caught.value.origin) == (1, Origin.GRADIENT)
 
     run_ranks(rank_main, 2)
+
+
+def test_skipped_steps_are_counted_and_many_in_a_row_are_shown() -> None:
+    def rank_main(group: Group) -> None:
+        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
+        for step in range(35):
+            ddp.zero_grad()
+            bad = step == 2 or step >= 20
+            ddp(inputs(group.rank), math.nan if bad and group.rank == 1 else 1.0).sum().backward()
+            assert ddp.skipped_steps == (step >= 2) + max(0, step - 19)
+        assert DDP(Model(), process_group=group).skipped_steps == 0
+
+    with pytest.warns(RuntimeWarning) as caught:
+        run_ranks(rank_main, 2)
+    first, many = (str(warning.message) for warning in caught)
+    assert first.endswith("Later ones are recorded only.")
+    assert many.startswith(
+        "10 steps in a row were skipped, so the model no longer trains. The last one: averaging gradients in step 29"
+    )
