@@ -18,8 +18,8 @@ from gradwire.collectives import Collective, OpKind
 from gradwire.errors import UsageTypeError
 from gradwire.events import CollectiveFailed, Event, Handle
 from gradwire.groups.base import Group
-from gradwire.interop.untraced import untraced
 from gradwire.interop.work import NAMES
+from gradwire.untraced import untraced
 
 _SEVERAL: Mapping[OpKind, str] = MappingProxyType(
     {

@@ -32,8 +32,8 @@ from gradwire.interop.completion import C10dWorkInfo, translate_hook
 from gradwire.interop.members import layers
 from gradwire.interop.operation_hooks import OperationHooks
 from gradwire.interop.options import Settings
-from gradwire.interop.untraced import untraced
 from gradwire.interop.work import TorchWork
+from gradwire.untraced import untraced
 
 
 @untraced

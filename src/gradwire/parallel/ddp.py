@@ -30,7 +30,6 @@ from gradwire.hooks.dense import cast, mean
 from gradwire.interop import as_process_group, from_process_group
 from gradwire.interop.defaults import default_process_group, is_default, mesh_group
 from gradwire.interop.in_backward import optimizer_in_backward_hook
-from gradwire.interop.untraced import set_eval_frame, untraced_call, untraced_frame
 from gradwire.parallel.buffer_hook import BufferHook
 from gradwire.parallel.delayed import Delayed
 from gradwire.parallel.devices import check_devices, move_to
@@ -43,6 +42,7 @@ from gradwire.parallel.torch_reducer_compat import Logger, ReducerCompat
 from gradwire.parallel.trainable import check_module
 from gradwire.policies import Buffers, NonFinite
 from gradwire.reducer.torch_hooks import check_torch_hook
+from gradwire.untraced import set_eval_frame, untraced_call, untraced_frame
 
 
 class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):

@@ -20,6 +20,7 @@ from gradwire.reducer.hook_agreement import odd_ones_out
 from gradwire.reducer.hook_runner import HookRunner
 from gradwire.reducer.layout import plain_name
 from gradwire.reducer.machine import State
+from gradwire.reducer.nonfinite import NonFiniteChecked
 from gradwire.reducer.torch_hooks import TorchHook
 
 
@@ -31,6 +32,7 @@ class HookControls:
     recovery: Recovery
     state: ModuleState
     _saving: Handle | None = None
+    _checked: NonFiniteChecked | None = None
 
     @property
     def hook(self) -> CommHook:
@@ -56,6 +58,7 @@ class HookControls:
         self._check_between_steps(f"set_hook({hook!r})")
         with self.recovery.failing_forward():
             self.recovery.recover_if_failed()
+        self.finish_checks()
         for spec in self.reducer.layout.buckets:
             hook.check(spec)
         rank, step = self.reducer.group.rank, self.reducer.steps
@@ -100,6 +103,7 @@ class HookControls:
         self._check_own_hook("load_hook_state_dict")
         with self.recovery.failing_forward():
             self.recovery.recover_if_failed()
+        self.finish_checks()
         self.runner.load_state_dict(saved, device=self.reducer.device, specs=self.reducer.layout.buckets)
         if not self.reducer.used.learning:
             self.reducer.order.expect([plain_name(name) for name in saved.get("order", ())])
@@ -130,6 +134,22 @@ class HookControls:
                 "registered it with.",
                 hook=name,
             )
+
+    # -- checks ----------------------------------------------------------------------------------------------------------
+
+    def finish_checks(self) -> None:
+        """Wait for the check of the last step, if the next backward would have read its result, and do what the policy says.
+
+        Every rank calls it, after the last step or before it saves a checkpoint. A no-op unless `nonfinite` checks on CUDA are read
+        late: see `attach_optimizer`.
+        """
+        if self._checked is not None:
+            self._checked.finish()
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps `NonFinite.SKIP` has skipped so far; where results are read late, without the last step."""
+        return 0 if self._checked is None else self._checked.skipped
 
     # -- outer steps -----------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from gradwire.errors import UsageError, UsageTypeError
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.combinators.chain import chain
 from gradwire.hooks.dense import cast, mean
-from gradwire.interop.untraced import untraced_call
+from gradwire.untraced import untraced_call
 
 
 class MixedPrecision:

@@ -24,7 +24,6 @@ from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.dense import mean
 from gradwire.hooks.periodic.base import check_outer
-from gradwire.interop.untraced import untraced_call
 from gradwire.parallel.hook_controls import HookControls
 from gradwire.parallel.module_state import ModuleState
 from gradwire.parallel.recovery import Recovery
@@ -38,6 +37,7 @@ from gradwire.reducer.hook_runner import HookRunner
 from gradwire.reducer.layout import ParameterSpec
 from gradwire.reducer.machine import State
 from gradwire.reducer.nonfinite import NonFiniteChecked, Overwritten
+from gradwire.untraced import untraced_call
 
 _UNLIMITED = 2**62
 
@@ -102,7 +102,6 @@ class Replica(HookControls):
         self.runner = HookRunner(hook, group, zip(self.names, self.parameters, strict=True))
         self.runner.scale_check = policies.scale_check
         views = policies.gradients is Gradients.VIEWS
-        self._checked: NonFiniteChecked | None = None
         if policies.nonfinite is not NonFinite.PASS:
             overwritten = Overwritten.IN_BUCKETS if views else Overwritten.NONE
             self._checked = NonFiniteChecked(self.runner, specs, policies.nonfinite, overwritten=overwritten)
@@ -228,20 +227,6 @@ class Replica(HookControls):
         self.reducer.order.limits = self._buckets.limits
         self.reducer.learn_static_graph()
         self._attach_grad_hooks()
-
-    def finish_checks(self) -> None:
-        """Wait for the check of the last step, if the next backward would have read its result, and do what the policy says.
-
-        Every rank calls it, after the last step or before it saves a checkpoint. A no-op unless `nonfinite` checks on CUDA are read
-        late: see `attach_optimizer`.
-        """
-        if self._checked is not None:
-            self._checked.finish()
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps `NonFinite.SKIP` has skipped so far; where results are read late, without the last step."""
-        return 0 if self._checked is None else self._checked.skipped
 
     def check_finished(self) -> None:
         """Raise if the last backward did not reduce every bucket."""

@@ -1,25 +1,31 @@
 """AttachedOptimizers: calls back after the steps of the optimizers that train a model, and has them skip steps on the device.
 
 Note [Steps that the device skips]
-torch's fused optimizers take a number on the device, `found_inf`, and change nothing where it is 1: `torch.amp.GradScaler`
-gives them its own. So the host need not know whether a step is to be skipped when it enqueues it. If a GradScaler has set one,
-the step is skipped if either is 1. `can_skip` is False until the optimizers have made a step after the last that they were to
-skip: otherwise another one, which is not attached, may be training the model. Also, fused SGD leaves its momentum uninitialized
-if its first step is skipped.
+torch's fused optimizers take a number on the device, `found_inf`, and change nothing where it is 1: `torch.amp.GradScaler` gives
+them its own. So the host need not know whether a step is to be skipped when it enqueues it. If a GradScaler has set one, the step
+is skipped if either is 1. The number is forgotten when all optimizers have stepped.
+
+If an optimizer steps that cannot skip, the host waits for the number there, and takes the gradients away if it is 1. That is so
+for one that is not attached, but trains our parameters; for one that is not fused any more; and for fused SGD that has yet to
+allocate momentum, which would stay uninitialized. A step that is captured in a CUDA graph is left alone: when it is replayed,
+no hooks run, so the optimizers have not stepped for `can_skip`.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gradwire.concurrency import weakly
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.events import Handle
+from gradwire.untraced import untraced_call
 
 
 class AttachedOptimizers:
@@ -29,25 +35,13 @@ class AttachedOptimizers:
         self.attached = False
         """Whether the steps of the model's optimizers are reported: by hooks, or by a caller who has promised to."""
         self.skip_if: Tensor | None = None
-        """A number on the device: where it is 1, the optimizers change nothing in their steps."""
+        """A number on the device: where it is 1, the next step changes nothing."""
+        self._optimizers: list[tuple[weakref.ref[Optimizer], _Skipping]] = []
         self._handles: list[Handle] = []
-        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._parameters: frozenset[int] = frozenset()
         self._all_parameters = False
         self._stepped = False
-
-    def skip_next(self, where: Tensor) -> None:
-        """Have the next step change nothing if this number on the device is 1. Only if `can_skip`."""
-        self.skip_if, self._stepped = where, False
-
-    def forget_steps(self) -> None:
-        """Other ranks may have made no step: `can_skip` is False until the next one."""
-        self._stepped = False
-
-    def can_skip(self) -> bool:
-        """Whether optimizers that train all parameters and take `skip_if` are attached, and have stepped since the last
-        `skip_next`. See Note [Steps that the device skips]."""
-        optimizers = [one() for one in self._optimizers]
-        return self._all_parameters and self._stepped and all(one is not None and _can_skip(one) for one in optimizers)
+        self._leaving = False
 
     def attach(
         self, optimizers: Sequence[Optimizer], parameters: Iterable[Tensor], stepped: Callable[[], object]
@@ -56,21 +50,24 @@ class AttachedOptimizers:
 
         Optimizers that were attached before are detached: their steps would count twice.
         """
-        ours = {id(p) for p in parameters}
+        ours = frozenset(id(p) for p in parameters)
         for optimizer in optimizers:
             _check(optimizer, ours)
-        self.detach()
+        self._remove()
         self.attached = True
-        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._parameters = ours
         self._all_parameters = ours <= {id(p) for optimizer in optimizers for p in _parameters(optimizer)}
 
         def all_stepped() -> None:
-            self._stepped = True
+            self._stepped, self.skip_if = True, None
+            if self._leaving:
+                self._remove()
             stepped()
 
         after = _after_all(len(optimizers), all_stepped)
         for index, optimizer in enumerate(optimizers):
             skipping = _Skipping(self, then=after(index))
+            self._optimizers.append((weakref.ref(optimizer), skipping))
             before = optimizer.register_step_pre_hook(skipping.before_step)
             self._handles += [
                 Handle(before.remove),
@@ -78,11 +75,45 @@ class AttachedOptimizers:
             ]
 
     def detach(self) -> None:
-        """Take the hooks off the optimizers."""
+        """Take the hooks off the optimizers; if they may have a step to skip, after that step."""
+        if self.skip_if is None:
+            self._remove()
+        self._leaving = True
+
+    def _remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._optimizers, self.skip_if = [], [], None
-        self._all_parameters = self._stepped = False
+        for optimizer, skipping in self._optimizers:
+            if (alive := optimizer()) is not None:
+                _Borrowed.give_back(alive, skipping)
+        self._handles, self._optimizers = [], []
+        self._all_parameters = self._stepped = self._leaving = False
+
+    # -- steps that the device skips -------------------------------------------------------------------------------------
+
+    def can_skip(self) -> bool:
+        """Whether optimizers that train all parameters and take `skip_if` are attached, and have stepped since `forget_steps`."""
+        optimizers = [optimizer() for optimizer, _ in self._optimizers]
+        return self._all_parameters and self._stepped and all(one is not None and _can_skip(one) for one in optimizers)
+
+    def skip_next(self, where: Tensor) -> None:
+        """Have the next step change nothing if this number on the device is 1. Only if `can_skip`."""
+        self.skip_if, self._stepped = where, False
+        if len(self._handles) == 2 * len(self._optimizers):
+            self._handles.append(Handle(register_optimizer_step_pre_hook(weakly(self._before_any_step)).remove))
+
+    def forget_steps(self) -> None:
+        """Other ranks may have made none: `can_skip` is False until the next one."""
+        self._stepped = False
+
+    @untraced_call
+    def _before_any_step(self, optimizer: Any, *_: Any) -> None:
+        """Of an optimizer that is not attached, but trains our parameters."""
+        if self.skip_if is None or any(attached() is optimizer for attached, _ in self._optimizers):
+            return
+        ours = [p for p in _parameters(optimizer) if id(p) in self._parameters]
+        if ours and bool(self.skip_if):  # waits for the device
+            _take_gradients(ours)
 
 
 class _Skipping:
@@ -91,23 +122,18 @@ class _Skipping:
     def __init__(self, attached: AttachedOptimizers, *, then: Callable[[], None]) -> None:
         self._attached = attached
         self._then = then
-        self._others: Tensor | None = None
-        """During a step: what the optimizer had, of a GradScaler or of another model that it trains."""
-        self._set: Tensor | None = None
 
+    @untraced_call
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        others = getattr(optimizer, "found_inf", None)
-        if self._set is not None and others is self._set:  # the last step has raised
-            others = None
-            del optimizer.found_inf
-        self._others, self._set = others, None
+        """Returns the arguments with another closure, if there is one: its backward is the one that is checked."""
+        _Borrowed.give_back(optimizer, self)  # if the last step has raised
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._skip(optimizer)
             return None
 
         def with_flag() -> Any:
-            loss = closure()  # whose backward is the one that is checked
+            loss = closure()
             self._skip(optimizer)
             return loss
 
@@ -116,34 +142,62 @@ class _Skipping:
         return args, {**kwargs, "closure": with_flag}
 
     def _skip(self, optimizer: Any) -> None:
-        ours, others = self._attached.skip_if, self._others
+        ours = self._attached.skip_if
         if ours is None or (ours.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        if not _can_skip(optimizer) or _begins(optimizer):
-            if bool(ours):  # waits for the device
-                for parameter in _parameters(optimizer):
-                    parameter.grad = None
-            return
-        # A GradScaler adds up those of several devices, and optimizers compare with 1.
-        self._set = ours if others is None else ((ours + others.to(ours)) > 0).to(ours)
-        optimizer.found_inf = self._set
+        if _can_skip(optimizer) and not _begins(optimizer):
+            _Borrowed.add(optimizer, self, ours)
+        elif bool(ours):  # waits for the device
+            _take_gradients(_parameters(optimizer))
 
+    @untraced_call
     def after_step(self, optimizer: Any, *_: Any) -> None:
-        if self._set is not None and hasattr(optimizer, "found_inf"):  # another model may have taken it off
-            if self._others is None:
-                del optimizer.found_inf
-            else:
-                optimizer.found_inf = self._others
-        self._others = self._set = None
+        """Give `found_inf` back."""
+        _Borrowed.give_back(optimizer, self)
         self._then()
+
+
+class _Borrowed:
+    """An optimizer's `found_inf` during a step, in which several models may have a part, and what it was before: a GradScaler's."""
+
+    of: ClassVar[weakref.WeakKeyDictionary[Optimizer, _Borrowed]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, before: Tensor | None) -> None:
+        self._before = before
+        self._users: set[_Skipping] = set()
+
+    @classmethod
+    def add(cls, optimizer: Any, user: _Skipping, flag: Tensor) -> None:
+        """Have the optimizer skip its step if `flag` is 1, too."""
+        now: Tensor | None = getattr(optimizer, "found_inf", None)
+        cls.of.setdefault(optimizer, cls(now))._users.add(user)
+        # A GradScaler adds up those of several devices, and optimizers compare with 1.
+        optimizer.found_inf = flag if now is None else ((flag + now.to(flag)) > 0).to(flag)
+
+    @classmethod
+    def give_back(cls, optimizer: Any, user: _Skipping) -> None:
+        """`user` has no part any more: the last one restores what was there."""
+        borrowed = cls.of.get(optimizer)
+        if borrowed is None or user not in borrowed._users:
+            return
+        borrowed._users.remove(user)
+        if not borrowed._users:
+            del cls.of[optimizer], optimizer.found_inf
+            if borrowed._before is not None:
+                optimizer.found_inf = borrowed._before
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
+def _take_gradients(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
 def _begins(optimizer: Optimizer) -> bool:
-    """Whether SGD has yet to allocate momentum of a parameter, which would stay uninitialized in a step that the device skips."""
+    """Whether SGD has yet to allocate momentum of a parameter."""
     return any(
         p.grad is not None and optimizer.state.get(p, {}).get("momentum_buffer") is None
         for group in optimizer.param_groups
@@ -159,7 +213,7 @@ def _can_skip(optimizer: Optimizer) -> bool:
     return supports and of_torch and all(group.get("fused") for group in optimizer.param_groups)
 
 
-def _check(optimizer: Any, parameters: set[int]) -> None:
+def _check(optimizer: Any, parameters: frozenset[int]) -> None:
     if not isinstance(optimizer, Optimizer):
         raise UsageTypeError(
             f"attach_optimizer({optimizer!r}): not a torch.optim.Optimizer, so it cannot report its steps. Call "

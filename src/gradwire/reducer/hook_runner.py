@@ -62,7 +62,7 @@ class HookRunner:
         self.outer: OuterOptimizer | None = None
         self.optimizers = optimizers or AttachedOptimizers()
         self.driver = Driver(group)
-        self._named_parameters = list(named_parameters)
+        self.named_parameters = list(named_parameters)
         self.start_over()
 
     @property
@@ -154,7 +154,7 @@ class HookRunner:
     def _outer_optimizer(self, states: HookStates, saved: Mapping[str, Any] | None = None) -> OuterOptimizer | None:
         if self.torch_hook is not None or not isinstance(self.hook, OuterHook):
             return None
-        named = self._named_parameters
+        named = self.named_parameters
         return OuterOptimizer(self.hook, self.group, named, states=states, saved=saved, optimizers=self.optimizers)
 
     def state_dict(self, **more: Any) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class HookRunner:
 
     def attach_optimizer(self, optimizers: Sequence[torch.optim.Optimizer], stepped: Callable[[], object]) -> None:
         """Call `stepped`, which calls `outer.optimizer_stepped`, after the steps of these optimizers alone."""
-        self.optimizers.attach(optimizers, [p for _, p in self._named_parameters], stepped)
+        self.optimizers.attach(optimizers, [p for _, p in self.named_parameters], stepped)
 
     # -- the group -------------------------------------------------------------------------------------------------------
 

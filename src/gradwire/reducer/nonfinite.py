@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from gradwire import flight_recorder
+from gradwire.collectives.finite import is_finite
 from gradwire.concurrency import weakly
 from gradwire.errors import NonFiniteGradient
 from gradwire.groups.base import Group
@@ -108,7 +109,7 @@ class NonFiniteChecked:
     def _look_before(self, bucket: GradBucket) -> None:
         if self._check not in self.checks:  # the first bucket of a step
             self._begin(bucket.spec.device)
-            self._scan = self._late.begin(self._inner) if self._trusted else None
+            self._scan = self._late.begin(self._inner) if self._can_be_late(bucket.spec) else None
             self._reaction.prepare(self._inner.states)
             self.checks.append(self._check)
         if isinstance(bucket, ZeroBucket):
@@ -124,6 +125,10 @@ class NonFiniteChecked:
             self._kept.append(bucket)
         elif (look := self._search.before(bucket, narrow)) is not None:
             self._gradients.append(look)
+
+    def _can_be_late(self, spec: BucketSpec) -> bool:
+        """Not if a bad step has to be undone in the state of a hook, and not in torch's DDP, which has no `finish_checks`."""
+        return self._trusted and self._overwritten is not Overwritten.ALL and self._inner.states.of(spec) is None
 
     def _stay_in_grad(self, bucket: GradBucket) -> bool:
         if bucket.spec.sparse or self._overwritten is Overwritten.ALL:
@@ -154,12 +159,13 @@ class NonFiniteChecked:
     def _verify(self, step: int) -> None:
         """Exchange what ranks have found, if there may be something, and do what the policy says."""
         late, scan, inner = self._late.take(self._inner), self._scan, self._inner
+        stepped = inner.optimizers.skip_if is None
         try:
             inner.optimizers.skip_if = None
             if scan is not None:
                 self._late.enqueue(scan, inner, self._narrow, step=step)
             if late is not None:
-                self._read(late)
+                self._read(late, drop=not stepped and self._bad_elsewhere())
             report = self._report(step) if scan is None else None
         except BaseException:
             self._late.take(inner)  # the step is dropped, whatever its own result
@@ -185,11 +191,17 @@ class NonFiniteChecked:
             except StepRejected as rejected:
                 raise rejected.error from None
 
-    def _read(self, late: Late) -> None:
-        """Do what the policy says about an earlier step."""
+    def _bad_elsewhere(self) -> bool:
+        """Whether averages of an earlier step, which no optimizer has used, are bad in parameters that this step leaves out."""
+        reduced = {name for spec, _ in self._started for name in spec.names}
+        rest = [p.grad for name, p in self._inner.named_parameters if name not in reduced]
+        return any(grad is not None and not is_finite(grad) for grad in rest)
+
+    def _read(self, late: Late, *, drop: bool = False) -> None:
+        """Do what the policy says about an earlier step. `drop`: drop this one too."""
         if late.scan.wait():
             report = self._of_all(*late.scan.found(), step=late.step, hook=late.hook, later=True)
-            self._reaction.react(report, self._inner.group, [self._inner.states])
+            self._reaction.react(report, self._inner.group, [self._inner.states], drop=drop)
 
     def _report(self, step: int) -> Report | None:
         found = examine([*self._gradients, *self._averages], self._device)
@@ -236,11 +248,11 @@ class Reaction:
         states.commit()  # of a backward that has failed
         states.can_roll_back = self._policy is not NonFinite.RECORD
 
-    def react(self, report: Report, group: Group, states: Iterable[HookStates]) -> None:
-        """Record what was found, and raise StepRejected or StepSkipped if the step is dropped, by all ranks of `group`."""
+    def react(self, report: Report, group: Group, states: Iterable[HookStates], *, drop: bool = True) -> None:
+        """Record what was found, and raise StepRejected, or StepSkipped if `drop`, for a step that all ranks of `group` drop."""
         error = report.error(self._policy)
         flight_recorder.warn(str(error), rank=group.rank, group=group.name, step=report.step)
-        skipped = self._policy is NonFinite.SKIP and not report.later
+        skipped = self._policy is NonFinite.SKIP and drop
         if skipped or self._policy is NonFinite.RAISE:
             for one in states:
                 one.roll_back()

@@ -8,10 +8,11 @@ host does not wait. It gives the flag on the device to the attached optimizers, 
 with hooks that pass NaN on (see Note [What a healthy step costs] in `nonfinite.py`): all ranks have the same flag, and none
 needs another's. `NonFinite.RECORD` needs no optimizer, as nothing is skipped.
 
-All ranks read the flag of a step at the same place, since a bad one is followed by an exchange of what they have found. A
-pending result is dropped when the states of the hook are replaced, as in a recovery, after which ranks may not be at the same
-step, and some may be new. From then on no optimizer counts as attached before it has made a step, and ranks ask each other,
-once, whether they can run the kernels.
+All ranks read the flag of a step at the same place, since a bad one is followed by an exchange of what they have found. So they
+must agree that the host does not wait, whatever is different on one of them: a compiler for the kernels, an optimizer that is
+not attached. They ask each other until all can; after that, what changes is changed by the program that all ranks run. They
+begin again when the states of the hook are replaced, as in a recovery, where a rank may have made a step more than others or be
+new, and after `join()`, where a rank may have made none. A result that is pending when a recovery begins is dropped.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from gradwire.reducer.nonfinite_scan import Scan, can_scan, has_kernels
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """The check of a step, which the device has been given and the host has not read."""
+    """The check of a step, which was enqueued on the device and not read by the host."""
 
     scan: Scan
     step: int
@@ -50,27 +51,28 @@ class LateChecks:
         self._specs = specs
         self._policy = policy
         self._scans: list[Scan] = []
+        self._broken = False
         self._pending: Late | None = None
         self._states: HookStates | None = None
         self._scannable: tuple[object, bool] = None, False
         """A hook, and whether the kernels can look at what it reduces."""
-        self._agreed: bool | None = None
-        """Whether the kernels can be run on all ranks, if they were asked since they got these states."""
+        self._uneven = False
+        self._steps = 0
+        """Since ranks have begun to ask each other."""
+        self._agreed = False
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self, runner: HookRunner) -> Scan | None:
         """The scan for the step that begins; None if the host has to know the result before the optimizer's step."""
-        if runner.states is not self._states:  # on all ranks, of which some may be new
-            self._states, self._agreed = runner.states, None
+        if runner.states is not self._states or runner.uneven != self._uneven:
+            self._states, self._uneven = runner.states, runner.uneven
+            self._agreed, self._steps = False, 0
             runner.optimizers.forget_steps()
-        if not self._possible(runner):
             return None
-        device = self._specs[0].device
-        if self._agreed is None:
-            self._agreed = not any_rank(not self._prepare(device), runner.group, device)
-        if not self._agreed:
+        self._steps += 1
+        if not self._possible(runner) or not (self._agreed or self._agree(runner)) or not self._can_skip(runner):
             return None
-        pending = self._pending
+        pending, device = self._pending, self._specs[0].device
         (scan, *_) = [scan for scan in self._scans if pending is None or scan is not pending.scan]
         if scan.dirty and device.type == "cuda":  # a step that has failed may still be at work on it
             for stream in filter(None, (runner.driver.side_stream(device), self._stream)):
@@ -78,9 +80,36 @@ class LateChecks:
         scan.begin()
         return scan
 
+    def _possible(self, runner: HookRunner) -> bool:
+        """Whether nothing speaks against it that is the same on all ranks."""
+        first, hook = self._specs[0], runner.hook
+        if runner.uneven or not on_device(first.device) or not runner.group.orders_streams(first.device):
+            return False
+        if self._scannable[0] is not hook:
+            self._scannable = (
+                hook,
+                all(
+                    spec.device == first.device and not spec.sparse and can_scan(spec.dtype, hook.narrowest(spec.dtype))
+                    for spec in self._specs
+                ),
+            )
+        return self._scannable[1]
+
+    def _agree(self, runner: HookRunner) -> bool:
+        """Whether all ranks can: they ask each other in the first, second, fourth, … step, until all can."""
+        if self._steps & (self._steps - 1):
+            return False
+        device = self._specs[0].device
+        able = self._prepare(device) and self._can_skip(runner)
+        self._agreed = not any_rank(not able, runner.group, device)
+        return self._agreed
+
+    def _can_skip(self, runner: HookRunner) -> bool:
+        return self._policy is NonFinite.RECORD or runner.optimizers.can_skip()
+
     def _prepare(self, device: torch.device) -> bool:
         """Whether the kernels can be run here."""
-        if self._scans or not has_kernels():
+        if self._scans or self._broken or not has_kernels():
             return bool(self._scans)
         scans = [Scan([spec.name for spec in self._specs], device) for _ in range(2)]
         try:
@@ -92,27 +121,10 @@ class LateChecks:
                 RuntimeWarning,
                 stacklevel=2,
             )
+            self._broken = True
             return False
         self._scans = scans
         return True
-
-    def _possible(self, runner: HookRunner) -> bool:
-        first, hook = self._specs[0], runner.hook
-        if not on_device(first.device) or not runner.group.orders_streams(first.device):
-            return False
-        if runner.uneven or runner.states.owed:
-            return False
-        if self._policy is not NonFinite.RECORD and not runner.optimizers.can_skip():
-            return False
-        if self._scannable[0] is not hook:
-            self._scannable = (
-                hook,
-                all(
-                    spec.device == first.device and not spec.sparse and can_scan(spec.dtype, hook.narrowest(spec.dtype))
-                    for spec in self._specs
-                ),
-            )
-        return self._scannable[1]
 
     def look_early(self, scan: Scan, reductions: Sequence[tuple[BucketSpec, Pending]]) -> None:
         """The last bucket is about to be reduced: look at the averages of the others meanwhile."""

@@ -128,7 +128,11 @@ class Scan:
         self._on_host = torch.zeros(2, pin_memory=device.type == "cuda")
         self._event = torch.cuda.Event() if device.type == "cuda" else None
         self._tensors: defaultdict[object, Tensors] = defaultdict(Tensors)
-        self._gradients: list[tuple[BucketSpec, Sequence[Stride]]] = []
+        self._gradients: list[BucketSpec] = []
+        self._strides: dict[int, Sequence[Stride]] = {}
+        """Of gradients that were looked at in `.grad`, by the `id` of their bucket's spec."""
+        self._dense: dict[int, tuple[BucketSpec, bool]] = {}
+        """Of each bucket, whether parameters fill their memory."""
         self._averages: list[tuple[BucketSpec, Tensor]] = []
         self._early: list[BucketSpec] = []
         self._looked_at: list[BucketSpec] = []
@@ -154,15 +158,17 @@ class Scan:
         self.dirty = True
         self._gradients, self._averages, self._early, self._kept = [], [], [], []
         self._looked_at = []
+        self._strides.clear()
 
     def keep(self, bucket: GradBucket) -> None:
         """The gradients of a bucket stay in `.grad` until `enqueue`."""
+        self._gradients.append(bucket.spec)
         self._kept.append(bucket)
 
     def look_at_gradients(self, bucket: GradBucket, narrow: torch.dtype | None) -> None:
         """Look at the gradients of a bucket, which will be overwritten."""
         spec, buffer = bucket.spec, bucket.buffer()
-        self._gradients.append((spec, spec.strides))
+        self._gradients.append(spec)
         if spec.numel:
             at = self._tensors[spec.index].at([spec], lambda: [self._part(spec, 0)], [buffer.data_ptr()], buffer.dtype)
             self._detect(at, self._in_gradients, limit(narrow))
@@ -197,7 +203,7 @@ class Scan:
         self._averages, self._kept, self._copies = [], [], []  # memory that may be released
         self._on_host.copy_(self._flags, non_blocking=True)
         if self._event is not None:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(self._flags.device))
 
     def _detect_in(self, averages: Sequence[tuple[BucketSpec, Tensor]], key: str) -> None:
         for dtype, (specs, addresses) in _by_dtype(averages).items():
@@ -218,14 +224,21 @@ class Scan:
         spec = bucket.spec
         gradients = [p.grad for p in bucket.parameters()]
         strides = tuple([spec.strides[k] if g is None else g.stride() for k, g in enumerate(gradients)])
-        if strides != spec.strides or any(g is not None and g.dtype is not spec.dtype for g in gradients):
+        other_dtype = any(g is not None and g.dtype is not spec.dtype for g in gradients)
+        if other_dtype or strides != spec.strides or not self._is_dense(spec):
             for k, g in enumerate(gradients):
                 if g is not None and (g.dtype is not spec.dtype or not is_dense(g.shape, strides[k])):
                     gradients[k] = g.detach().to(spec.dtype).contiguous()
             self._copies += [g for g in gradients if g is not None]
             strides = tuple([spec.strides[k] if g is None else g.stride() for k, g in enumerate(gradients)])
-        self._gradients.append((spec, strides))
+        self._strides[id(spec)] = strides
         return [0 if g is None else g.data_ptr() for g in gradients]
+
+    def _is_dense(self, spec: BucketSpec) -> bool:
+        known = self._dense.get(spec.index)
+        if known is None or known[0] is not spec:
+            known = self._dense[spec.index] = spec, all(map(is_dense, spec.shapes, spec.strides))
+        return known[1]
 
     def _detect(self, at: At, flag: Tensor, least: float) -> None:
         places, addresses = at
@@ -246,9 +259,10 @@ class Scan:
     def found(self) -> tuple[list[Found], list[Found]]:
         """What is not finite in the gradients, in the order of backward, and in the averages."""
         gradients, averages = self._found.tolist()
+        of_gradients = [(spec, self._strides.get(id(spec), spec.strides)) for spec in self._gradients]
         of_averages = [(spec, spec.strides) for spec in self._looked_at]
         return (
-            self._named(self._gradients, gradients, (_KINDS[:2], _KINDS[2:])),
+            self._named(of_gradients, gradients, (_KINDS[:2], _KINDS[2:])),
             self._named(of_averages, averages, (_KINDS[:2],)),
         )
 
