@@ -30,10 +30,10 @@ class Model(nn.Module):
         self.empty = nn.Parameter(torch.zeros(0))
 
     def forward(self, x: Tensor, poison: float = 1.0) -> Tensor:
-        return self.last(_Scale.apply(torch.tanh(self.first(x)), poison)) + self.empty.sum()
+        return self.last(Scale.apply(torch.tanh(self.first(x)), poison)) + self.empty.sum()
 
 
-class _Scale(torch.autograd.Function):
+class Scale(torch.autograd.Function):
     """Multiplies gradients alone, so that those of `first` are poisoned and the loss is not."""
 
     @staticmethod

@@ -96,7 +96,7 @@ class NonFiniteChecked:
         """Start the reduction of `bucket`, and check its result, and its input where that is needed."""
         self._look_before(bucket)
         if self._scan is not None and bucket.is_last():
-            self._late.look_early(self._scan, self._started)
+            self._late.look_early(self._scan, self._started, self._inner)
         pending = self._inner.start(bucket)
         self._started.append((bucket.spec, pending))
         return _Looked(pending, self._look_at, bucket.spec)

@@ -60,7 +60,6 @@ class LateChecks:
         self._steps = 0
         """Since ranks have begun to ask each other."""
         self._agreed = False
-        self._stream: torch.cuda.Stream | None = None
 
     def begin(self, runner: HookRunner) -> Scan | None:
         """The scan for the step that begins; None if the host has to know the result before the optimizer's step."""
@@ -75,8 +74,7 @@ class LateChecks:
         pending, device = self._pending, self._specs[0].device
         (scan, *_) = [scan for scan in self._scans if pending is None or scan is not pending.scan]
         if scan.dirty and device.type == "cuda":  # a step that has failed may still be at work on it
-            for stream in filter(None, (runner.driver.side_stream(device), self._stream)):
-                torch.cuda.current_stream(device).wait_stream(stream)
+            torch.cuda.current_stream(device).wait_stream(runner.driver.side_stream(device))
         scan.begin()
         return scan
 
@@ -126,22 +124,21 @@ class LateChecks:
         self._scans = scans
         return True
 
-    def look_early(self, scan: Scan, reductions: Sequence[tuple[BucketSpec, Pending]]) -> None:
-        """The last bucket is about to be reduced: look at the averages of the others meanwhile."""
+    def look_early(self, scan: Scan, reductions: Sequence[tuple[BucketSpec, Pending]], runner: HookRunner) -> None:
+        """The last bucket is about to be reduced: look at the averages of the others, while backward may still be at work.
+
+        On the stream of reductions: one more stream would share a hardware queue with another one sooner, and then wait for it.
+        """
         device = self._specs[0].device
         if device.type != "cuda":
             return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(self._stream):  # which waits for each reduction
+        with torch.cuda.stream(runner.driver.side_stream(device)):
             scan.look_early([(spec, pending.wait()) for spec, pending in reductions])
 
     def enqueue(
         self, scan: Scan, runner: HookRunner, narrow: Callable[[torch.dtype], torch.dtype | None], *, step: int
     ) -> None:
         """All reductions of a step are enqueued: have the device look at the averages."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         scan.enqueue(narrow)
         self._pending = Late(scan, step, runner.name, runner.states)
         if self._policy is not NonFinite.RECORD:

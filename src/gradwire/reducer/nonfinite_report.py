@@ -20,8 +20,8 @@ _AFTERWARDS = {
     NonFinite.RECORD: "It is in the averages of all ranks.",
 }
 _LATER = {
-    NonFinite.RAISE: "The optimizer has not used it. The error is raised by the next backward, which has written no average: call "
-    "zero_grad() before another one.",
+    NonFinite.RAISE: "The optimizer has not used it. If a later backward raises this, it has written no average: call zero_grad() "
+    "before another one.",
     NonFinite.SKIP: "The optimizer has skipped the step on all ranks.",
     NonFinite.RECORD: _AFTERWARDS[NonFinite.RECORD],
 }

@@ -4,7 +4,7 @@ The host enqueues it and reads the result later, when the device is done with it
 optimizer that takes `bad` as its `found_inf` does not step where it is 1.
 
 Note [What the device does]
-A kernel looks at all averages but the last while the last bucket is reduced, on a stream of its own, and then at the last.
+A kernel looks at all averages but the last before the last bucket is reduced, on the stream of reductions, and then at the last.
 Another one looks at the gradients that they were made of, which are still in `.grad`, but only if an average is bad: it reads
 that from the device. Gradients that are overwritten by the averages are looked at before the reduction, on its stream. Of each
 parameter, the first NaN, the first infinity and the first element beyond the range of a narrower dtype are stored, which is all

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from gradwire import observe
 from gradwire.errors import GroupAborted, NonFiniteGradient, Origin
 from gradwire.groups import Group, Recording, ThreadGroup
-from gradwire.hooks import cast, chain, error_feedback, mean, top_k
+from gradwire.hooks import BucketSpec, CommHook, Reduction, Turn, cast, chain, error_feedback, mean, top_k
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.policies import BucketMemory, Buckets, Gradients, NonFinite
@@ -34,7 +34,7 @@ from gradwire.reducer import nonfinite_late, nonfinite_scan
 from gradwire.reducer.nonfinite_search import Kind
 from gradwire.testing import run_ranks
 from helpers import eager_scan
-from helpers.poisoned_model import FLAGS, Model, inputs, means
+from helpers.poisoned_model import FLAGS, Model, Scale, inputs, means
 
 
 @pytest.fixture(autouse=True)
@@ -532,6 +532,248 @@ def test_an_optimizer_whose_step_has_raised_keeps_nothing() -> None:
     optimizer.step()
     assert any(not torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
     assert not hasattr(optimizer, "found_inf")
+    group.close()
+
+
+def _train(ddp: nn.Module, optimizer: torch.optim.Optimizer, *, bad: int) -> None:
+    """Steps up to the bad one, whose optimizer's step is left to the caller."""
+    for number in range(bad + 1):
+        optimizer.zero_grad()
+        step(ddp, 0, number, math.nan if number == bad else 1.0)
+        if number < bad:
+            optimizer.step()
+
+
+def _finite(model: nn.Module) -> bool:
+    return all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+AFTER_BACKWARD: dict[str, Callable[[DDP, torch.optim.Optimizer], torch.optim.Optimizer]] = {
+    "attached again": lambda ddp, optimizer: _attached(ddp, optimizer),
+    "detached": lambda ddp, optimizer: (ddp.replica.detach(), optimizer)[1],
+    "another attached": lambda ddp, optimizer: _attached(ddp, fused(ddp)),
+    "another, not attached": lambda ddp, optimizer: torch.optim.SGD(ddp.parameters(), lr=0.1),
+    "another, of some parameters": lambda ddp, optimizer: torch.optim.SGD(list(ddp.parameters())[:1], lr=0.1),
+}
+
+
+@pytest.mark.parametrize("change", AFTER_BACKWARD.values(), ids=AFTER_BACKWARD)
+def test_no_other_optimizer_uses_a_bad_step(change: Any) -> None:
+    (group,) = ThreadGroup.world(1)
+    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
+    optimizer = _attached(ddp, fused(ddp))
+    _train(ddp, optimizer, bad=3)
+    before = [p.detach().clone() for p in ddp.parameters()]
+    other = change(ddp, optimizer)
+    other.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
+    for one in (optimizer, other):
+        assert not hasattr(one, "found_inf")
+    group.close()
+
+
+@pytest.mark.parametrize("how", ["finish_checks", "dropped", "no_sync"])
+@pytest.mark.filterwarnings("ignore:averaging gradients")
+def test_steps_after_a_bad_one_are_made(how: str) -> None:
+    """Whatever computes their gradients: the flag was for one step."""
+    (group,) = ThreadGroup.world(1)
+    module = Model()
+    ddp = DDP(module, process_group=group, nonfinite=NonFinite.SKIP)
+    optimizer = _attached(ddp, fused(ddp))
+    _train(ddp, optimizer, bad=3)
+    optimizer.step()
+    if how == "finish_checks":
+        ddp.finish_checks()
+    elif how == "dropped":
+        del ddp
+    for number in range(3):
+        optimizer.zero_grad()
+        before = [p.detach().clone() for p in module.parameters()]
+        with ddp.no_sync() if how == "no_sync" else contextlib.nullcontext():
+            step(ddp if how == "no_sync" else module, 0, number)
+        optimizer.step()
+        assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+    group.close()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.filterwarnings("ignore:averaging gradients")
+def test_a_compiled_step_of_the_optimizer_skips(backend: str) -> None:
+    (group,) = ThreadGroup.world(1)
+    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
+    optimizer = _attached(ddp, fused(ddp))
+    compiled = torch.compile(optimizer.step, backend=backend)
+    for number in range(5):
+        optimizer.zero_grad()
+        before = [p.detach().clone() for p in ddp.parameters()]
+        step(ddp, 0, number, math.nan if number == 3 else 1.0)
+        compiled()
+        assert any(not torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True)) == (number != 3)
+    torch._dynamo.reset()
+    group.close()
+
+
+@pytest.mark.filterwarnings("ignore:averaging gradients")
+def test_what_a_step_without_an_optimizer_has_left_in_parameters_that_the_next_does_not_use() -> None:
+    """It is not looked at with the next one's averages, and must not be used with them either."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, both: bool, factor: float) -> Tensor:
+            out: Tensor = self.always(x)
+            return out + self.sometimes(x) * factor if both else out
+
+    (group,) = ThreadGroup.world(1)
+    flags = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 1e-5}
+    ddp = DDP(Two(), process_group=group, nonfinite=NonFinite.SKIP, **flags)  # type: ignore[arg-type]
+    optimizer = _attached(ddp, fused(ddp))
+    for number in range(6):
+        optimizer.zero_grad()
+        for both in (True, False):
+            ddp(torch.ones(1, 4), both, math.nan if number == 3 else 1.0).sum().backward()
+        optimizer.step()
+    assert _finite(ddp)
+    group.close()
+
+
+def test_an_optimizer_attached_on_one_rank_only_is_waited_for() -> None:
+    def rank_main(group: Group) -> None:
+        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
+        optimizer = fused(ddp)
+        if group.rank == 0:
+            ddp.attach_optimizer(optimizer)
+        for number in range(6):
+            optimizer.zero_grad()
+            if number == 4:
+                with pytest.raises(NonFiniteGradient, match="No average was written"):
+                    step(ddp, group.rank, number, math.nan)
+            else:
+                step(ddp, group.rank, number)
+                optimizer.step()
+
+    run_ranks(rank_main, 2)
+
+
+def test_an_optimizer_attached_in_the_middle_of_training() -> None:
+    """Ranks ask each other again, in fewer and fewer steps."""
+    (group,) = ThreadGroup.world(1)
+    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
+    optimizer = fused(ddp)
+    scans = ddp.replica.reducer.reductions.runner._late  # type: ignore[attr-defined]
+    late = []
+    for number in range(20):
+        if number == 5:
+            ddp.attach_optimizer(optimizer)
+        optimizer.zero_grad()
+        step(ddp, 0, number)
+        late.append(scans._pending is not None)
+        optimizer.step()
+    assert late == [False] * 8 + [True] * 12
+    group.close()
+
+
+def test_after_join_ranks_begin_again() -> None:
+    """A rank that had no inputs has made no step; those that have must wait with it."""
+
+    def rank_main(group: Group) -> None:
+        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
+        optimizer = fused(ddp)
+        ddp.attach_optimizer(optimizer)
+        with ddp.join():
+            for number in range(3 if group.rank == 0 else 0):
+                optimizer.zero_grad()
+                step(ddp, group.rank, number)
+                optimizer.step()
+        with ddp.join(enable=False):
+            for number in range(3, 9):
+                optimizer.zero_grad()
+                step(ddp, group.rank, number, math.nan if number in (3, 6) and group.rank == 0 else 1.0)
+                optimizer.step()
+        assert _finite(ddp)
+        ddp.finish_checks()
+        assert ddp.skipped_steps == 2
+
+    with pytest.warns(RuntimeWarning, match="step 3"):
+        run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("how", ["set_hook", "load_hook_state_dict"])
+def test_what_replaces_the_states_reports_first(how: str) -> None:
+    (group,) = ThreadGroup.world(1)
+    model = Model()
+    replica = replicate(model, group=group, nonfinite=NonFinite.RAISE)
+    optimizer = fused(model)
+    replica.attach_optimizer(optimizer)
+    _train(model, optimizer, bad=3)
+    optimizer.step()
+    saved = replica.hook_state_dict()
+    with pytest.raises(NonFiniteGradient, match="in step 3"):
+        replica.set_hook(mean()) if how == "set_hook" else replica.load_hook_state_dict(saved)
+    replica.detach()
+    group.close()
+
+
+class _Stateful(CommHook):
+    """A mean that counts what it has seen."""
+
+    passes_nonfinite = True
+    collectives = 1
+
+    def init(self, spec: BucketSpec) -> Any:
+        return torch.zeros(1)
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        state += 1
+        return (yield from mean().reduce(grad, None, turn))
+
+    def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
+        return {name: state.clone() for name in spec.names}
+
+
+@pytest.mark.filterwarnings("ignore:averaging gradients")
+def test_the_state_of_a_hook_is_restored() -> None:
+    (group,) = ThreadGroup.world(1)
+    model = Model()
+    replica = replicate(model, group=group, hook=_Stateful(), nonfinite=NonFinite.SKIP)
+    optimizer = fused(model)
+    replica.attach_optimizer(optimizer)
+    for number in range(5):
+        optimizer.zero_grad()
+        step(model, 0, number, math.nan if number == 3 else 1.0)
+        optimizer.step()
+    assert {float(part) for part in replica.hook_state_dict()["state"].values()} == {
+        3.0
+    }  # the first buckets are others
+    replica.detach()
+    group.close()
+
+
+def test_the_first_parameter_in_a_model_of_several_dtypes() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3).double(), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, factor: float) -> Tensor:
+            out: Tensor = self.c(Scale.apply(self.b(self.a(x).double()), factor).float())
+            return out
+
+    (group,) = ThreadGroup.world(1)
+    ddp = DDP(Mixed(), process_group=group, nonfinite=NonFinite.RAISE, bucket_cap_mb=1e-5)
+    optimizer = _attached(ddp, fused(ddp))
+    for number in range(5):
+        optimizer.zero_grad()
+        loss = ddp(torch.ones(1, 3), math.nan if number == 3 else 1.0).sum()
+        if number == 4:
+            with pytest.raises(NonFiniteGradient) as caught:
+                loss.backward()
+            assert caught.value.parameter == "b.bias"
+        else:
+            loss.backward()
+            optimizer.step()
     group.close()
 
 

@@ -71,7 +71,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         metavar="CLOCK",
         help="wall, or cpu: the processor time of this process, which is more reliable on a busy machine (default: %(default)s)",
     )
-    parser.add_argument("--adamw", action="store_true", help="include an AdamW step, fused on cuda")
+    parser.add_argument(
+        "--adamw", action="store_true", help="include an AdamW step, fused on cuda; always with --nonfinite on cuda"
+    )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--record", action="store_true", help="also measure gradwire's with the flight recorder on")
     instead.add_argument(
@@ -89,20 +91,21 @@ def run(args: argparse.Namespace) -> int:
     machine, console = describe(device), Console(highlight=False)
     block = args.block or (5 if device.type == "cuda" else 3)
     rounds = max(2, (args.steps or (100 if device.type == "cuda" else 300)) // block)
+    adamw = args.adamw or (args.nonfinite and device.type == "cuda")  # without its steps the check would wait
     with settled(one_thread=device.type == "cpu"), peers.world_of_one(device), console.status("preparing") as status:
         work = _workload(args, device)
         series = _measure(
             work,
             _wrappers(args),
             Rounds(rounds, block=block, lead_in=1, warm_up=_WARM_UP),
-            adamw=args.adamw,
+            adamw=adamw,
             fence=functools.partial(_fence, device),
             after_round=lambda done: status.update(f"measuring: round {done} of {rounds}"),
             clock=_CLOCKS[args.clock],
         )
     settings = {
         "model": work.words,
-        "step": "zero_grad(set_to_none=True), forward, backward" + (", AdamW" if args.adamw else ""),
+        "step": "zero_grad(set_to_none=True), forward, backward" + (", AdamW" if adamw else ""),
         "measured": f"{args.clock} time, {rounds} interleaved rounds of {block} steps each, after one untimed step",
     }
     check = args.nonfinite
