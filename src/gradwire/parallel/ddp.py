@@ -230,6 +230,11 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
         self.replica.finish_checks()
 
     @property
+    def reads_late(self) -> bool:
+        """Whether the check of the last step was left to the device: see `Replica.reads_late`."""
+        return self.replica.reads_late
+
+    @property
     def skipped_steps(self) -> int:
         """How many steps `nonfinite=NonFinite.SKIP` has skipped so far: see `Replica.skipped_steps`."""
         return self.replica.skipped_steps

@@ -6,7 +6,6 @@ faulty core, code that runs on one rank only, or a forgotten collective makes th
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from gradwire.parallel.broadcast import broadcast_coalesced
 from gradwire.parallel.digest import digest, digests
 from gradwire.parallel.trainable import check_module, refuse_dtensors
 from gradwire.policies import Divergence, check_policies
+from gradwire.user_warnings import warn_user
 
 _SHOWN = 3
 """How many tensors a message names."""
@@ -114,7 +114,7 @@ class DivergenceCheck:
         elif self.policy is not Divergence.RECORD:
             raise error
         if not self._shown and self.group.rank == 0:
-            warnings.warn(f"{error} Later ones are recorded only.", RuntimeWarning, stacklevel=3)
+            warn_user(f"{error} Later ones are recorded only.")
         self._shown = True
         return found
 

@@ -147,6 +147,11 @@ class HookControls:
             self._checked.finish()
 
     @property
+    def reads_late(self) -> bool:
+        """Whether the check of the last step was left to the device, so that the next backward, or `finish_checks`, reports it."""
+        return self._checked is not None and self._checked.late
+
+    @property
     def skipped_steps(self) -> int:
         """How many steps `NonFinite.SKIP` has skipped so far; where results are read late, without the last step."""
         return 0 if self._checked is None else self._checked.skipped

@@ -92,17 +92,21 @@ class Iterations:
         self.number = self.begins
         self.fail(error)
 
-    def reject(self, error: BaseException) -> None:
-        """All ranks drop the step alike: the group stays as it is."""
+    def reject(self, error: BaseException, *, skip: bool = False) -> None:
+        """All ranks drop the step alike: the group stays as it is. `skip`: nothing is raised, so it has not failed."""
         self.last_error = f"{type(error).__name__}: {error}"
-        self.record(RecordKind.STEP_FAILED, summary(error))
+        if skip:
+            self.record(RecordKind.STEP_ENDED)
+        else:
+            self.record(RecordKind.STEP_FAILED, summary(error))
         self._abandon(self.last_error)
         self.ended()
 
     def drop(self, rejected: StepRejected, *, used: bool) -> None:
         """Drop a rejected step: raise, or leave no gradients to the optimizer, unless it has `used` them in backward."""
-        self.reject(rejected.error)
-        if used or not isinstance(rejected, StepSkipped):
+        skip = isinstance(rejected, StepSkipped) and not used
+        self.reject(rejected.error, skip=skip)
+        if not skip:
             raise rejected.error from None
         for parameter in self._parameters:
             parameter.grad = None

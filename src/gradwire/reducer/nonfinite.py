@@ -17,7 +17,6 @@ Where the device can act on the result alone, nothing waits at all: see Note [A 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
@@ -41,6 +40,7 @@ from gradwire.reducer.nonfinite_report import Report, any_rank, exchange
 from gradwire.reducer.nonfinite_scan import Scan
 from gradwire.reducer.nonfinite_search import Found, Look, Search
 from gradwire.reducer.reductions import StepRejected, StepSkipped
+from gradwire.user_warnings import warn_user
 
 _WORTH_ASKING = 4096
 """Elements that are summed in about the time of two calls from Python."""
@@ -178,6 +178,11 @@ class NonFiniteChecked:
         inner.states.commit()
 
     @property
+    def late(self) -> bool:
+        """Whether the result of the last step has not been read."""
+        return self._late.pending
+
+    @property
     def skipped(self) -> int:
         """How many steps were skipped, as far as it is known."""
         return self._reaction.skipped
@@ -270,12 +275,10 @@ class Reaction:
 
     def _show(self, error: NonFiniteGradient) -> None:
         if not self._shown:
-            warnings.warn(f"{error} Later ones are recorded only.", RuntimeWarning, stacklevel=3)
+            warn_user(f"{error} Later ones are recorded only.")
         elif self._in_a_row in _MANY:
-            warnings.warn(
-                f"{self._in_a_row} steps in a row were skipped, so the model no longer trains. The last one: {error}",
-                RuntimeWarning,
-                stacklevel=3,
+            warn_user(
+                f"{self._in_a_row} steps in a row were skipped, so the model no longer trains. The last one: {error}"
             )
 
 

@@ -144,6 +144,11 @@ class LateChecks:
         if self._policy is not NonFinite.RECORD:
             runner.optimizers.skip_next(scan.bad)
 
+    @property
+    def pending(self) -> bool:
+        """Whether the check of the last step has not been read."""
+        return self._pending is not None
+
     def take(self, runner: HookRunner) -> Late | None:
         """The check of the last step, if it has not been read. It is not pending any more, and nothing is skipped for it."""
         late, self._pending = self._pending, None

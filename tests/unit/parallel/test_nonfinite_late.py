@@ -662,16 +662,17 @@ def test_an_optimizer_attached_in_the_middle_of_training() -> None:
     (group,) = ThreadGroup.world(1)
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
     optimizer = fused(ddp)
-    scans = ddp.replica.reducer.reductions.runner._late  # type: ignore[attr-defined]
     late = []
     for number in range(20):
         if number == 5:
             ddp.attach_optimizer(optimizer)
         optimizer.zero_grad()
         step(ddp, 0, number)
-        late.append(scans._pending is not None)
+        late.append(ddp.reads_late)
         optimizer.step()
     assert late == [False] * 8 + [True] * 12
+    ddp.finish_checks()
+    assert not ddp.reads_late
     group.close()
 
 

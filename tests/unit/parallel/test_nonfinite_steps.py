@@ -15,7 +15,8 @@ from torch import Tensor
 
 from gradwire import observe
 from gradwire.errors import NonFiniteGradient, Origin
-from gradwire.groups import Group
+from gradwire.flight_recorder import RecordKind
+from gradwire.groups import Group, ThreadGroup
 from gradwire.hooks import (
     CommHook,
     chain,
@@ -288,3 +289,27 @@ def test_skipped_steps_are_counted_and_many_in_a_row_are_shown() -> None:
     assert many.startswith(
         "10 steps in a row were skipped, so the model no longer trains. The last one: averaging gradients in step 29"
     )
+
+
+def test_a_skipped_step_is_a_warning_at_the_line_of_the_program_and_no_failure(tmp_path: Path) -> None:
+    (group,) = ThreadGroup.world(1)
+    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
+
+    def train() -> None:
+        for step in range(3):
+            ddp.zero_grad()
+            ddp(inputs(0, step), math.nan if step == 1 else 1.0).sum().backward()
+
+    observe.start(tmp_path, rank=0, size=1)
+    try:
+        with pytest.warns(RuntimeWarning, match="The step is skipped") as caught:
+            train()
+    finally:
+        observe.stop()
+    assert caught[0].filename == __file__
+    rings = observe.read_rings(tmp_path)
+    kinds = [record.kind for ring in rings for record in ring.records]
+    assert RecordKind.STEP_FAILED not in kinds
+    assert kinds.count(RecordKind.STEP_ENDED) == 3
+    assert [warning.step for warning in observe.read_warnings(rings)] == [1]
+    group.close()
