@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import itemgetter
 
 from gradwire.flight_recorder import ORDINAL_BITS
 from gradwire.host import ProcessState
@@ -126,14 +127,18 @@ def find_waiting(
         for since, record in _waits(rank, failed=failed):
             usual = 0.0 if failed else TIMES_USUAL * rank.usual_duration(record)
             if (record.ordinal or record.peer >= 0) and (now - since) / 1e9 > max(deadline, usual):
-                late.append((not record.ordinal, since, rank.rank, record))
-    for _, since, _, record in sorted(late):  # collectives first: more ranks wait in them, and all suspects are named
+                late.append((not record.ordinal, since, rank.rank, record, max(deadline, usual)))
+    for _, since, _, record, limit in sorted(
+        late, key=itemgetter(0, 1, 2)
+    ):  # collectives first: more ranks wait in them, and all suspects are named
         members = _members(ranks, record.group)
         if not members:
             continue
         size = max(member.progress.groups[record.group][member.number] for member in members)
         if record.ordinal:
             record = _usual(members, record)
+            if not failed and size == len(members) and (now - _complete_since(members, record, now)) / 1e9 <= limit:
+                continue  # ranks have waited for the last one, which has come
         else:
             members = [member for member in members if member.number in (record.rank, record.peer)]
             size = len({record.rank, record.peer})
@@ -147,6 +152,13 @@ def find_waiting(
             max(0, size - len(members)),
         )
     return None
+
+
+def _complete_since(members: Sequence[Member], record: Record, now: int) -> int:
+    """When the last rank has submitted it; 0 if one has not, or has submitted something else."""
+    found = [member.submission(record) for member in members]
+    same = [one.time for one in found if one is not None and _kind(one) == _kind(record)]
+    return min(now, max(same)) if len(same) == len(members) else 0
 
 
 def _waits(rank: RankProgress, *, failed: bool) -> Iterator[tuple[int, Record]]:

@@ -40,6 +40,12 @@ def inspection(directory: Path, *, whole: bool) -> list[str]:
             lines += ["", *report_lines(waiting, watch.suspects(waiting))]
         elif (found := watch.stall()) is not None:
             lines += ["", *stall_lines(*found)]
+        reports = sorted(directory.glob("hang-*.json")) if ranks.is_over else []
+        if reports:
+            lines += [
+                "",
+                f"While it ran, a hang was reported, and saved in {reports[-1]}: see gradwire report {directory}",
+            ]
         return lines
     finally:
         ranks.close()

@@ -73,7 +73,10 @@ class RankProgress:
                 self._forget_unfinished()
             self.last.append(record)
             self.folder.add(record)
-            self.step = max(self.step, record.step)
+            if (
+                record.kind is not RecordKind.WARNING
+            ):  # which may count steps in another way, or be about an earlier one
+                self.step = max(self.step, record.step)
             kind = record.kind
             if kind is RecordKind.GROUP:
                 self._forget(record)

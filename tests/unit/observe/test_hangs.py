@@ -86,6 +86,15 @@ def test_the_deadline_is_the_larger_of_two(rank, seconds, took, deadline, found)
     assert (find_waiting(ranks, int(seconds * S), deadline=deadline) is not None) == found
 
 
+def test_a_rank_that_has_come_at_last_has_the_same_time_again(rank):
+    """The others have waited for it, not for the network; if nothing happens after that, it is a hang."""
+    ranks = [rank(0, pending=[1]), rank(1, pending=[1], at=6 * S), rank(2, pending=[1])]
+    assert find_waiting(ranks, int(6.1 * S)) is None
+    waiting = find_waiting(ranks, int(11.1 * S))
+    assert waiting is not None
+    assert (waiting.ranks, waiting.missing) == ((0, 1, 2), ())
+
+
 def test_nothing_hangs_where_nothing_is_pending(rank):
     assert find_waiting([rank(0, finished=9), rank(1, finished=8)], 1000 * S) is None
 

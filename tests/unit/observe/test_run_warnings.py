@@ -48,6 +48,22 @@ def test_warnings_are_recorded_and_shown(recorded, capsys):
     assert "warning: the gradient of fc.weight is NaN (step 7, recorded by rank 0)" in capsys.readouterr().out
 
 
+def test_a_warning_does_not_move_its_rank_to_another_step(record):
+    """`DivergenceCheck` counts from 1, and what is read late is about the step before."""
+    rank = RankProgress(0, {})
+    rank.update([record(K.STEP_ENDED, 1, step=29), record(K.WARNING, 2, label="replicas differ", step=30)])
+    assert rank.step == 29
+
+
+def test_of_a_run_that_is_over_the_reported_hang_is_mentioned(tmp_path, capsys):
+    FlightRecorder(tmp_path / "rank-0.ring", header={**header(0, 1), "pid": 2**22 + 1}, capacity=4).close()
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "hang" not in capsys.readouterr().out
+    (tmp_path / "hang-1.json").write_text("{}")
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "a hang was reported, and saved in" in capsys.readouterr().out
+
+
 def test_without_a_recorder_a_warning_is_nothing():
     assert flight_recorder.active is None
     flight_recorder.warn("not recorded", rank=0)
