@@ -26,11 +26,12 @@ from torch import Tensor, nn
 from gradwire import observe
 from gradwire.errors import GroupAborted, NonFiniteGradient, Origin
 from gradwire.groups import Group, Recording, ThreadGroup
-from gradwire.hooks import BucketSpec, CommHook, Reduction, Turn, cast, chain, error_feedback, mean, top_k
+from gradwire.hooks import BucketSpec, CommHook, GradBucket, Reduction, Turn, cast, chain, error_feedback, mean, top_k
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.policies import BucketMemory, Buckets, Gradients, NonFinite
 from gradwire.reducer import nonfinite_late, nonfinite_scan
+from gradwire.reducer.nonfinite import NonFiniteChecked
 from gradwire.reducer.nonfinite_search import Kind
 from gradwire.testing import run_ranks
 from helpers import eager_scan
@@ -861,22 +862,28 @@ def test_an_optimizer_with_a_step_of_its_own_is_waited_for() -> None:
     group.close()
 
 
-def test_bucket_memory_is_released_at_the_end_of_backward() -> None:
-    """A result that is pending keeps no bucket."""
+def test_a_pending_result_keeps_no_bucket() -> None:
+    """Their memory is released at the end of backward, if it is allocated for each."""
     (group,) = ThreadGroup.world(1)
-    alive = []
-    for policy in (NonFinite.PASS, NonFinite.RECORD):
-        model = Model()
-        memory = Buckets(memory=BucketMemory.DURING_BACKWARD)
-        replica = replicate(model, group=group, nonfinite=policy, buckets=memory)
-        for number in range(3):
-            model.zero_grad()
-            step(model, 0, number)
-        numel = sum(p.numel() for p in model.parameters())
-        alive.append(sum(type(t) is Tensor and t.numel() == numel for t in gc.get_objects()))
-        replica.detach()
-    assert alive[0] == alive[1]
+    model = Model()
+    memory = Buckets(memory=BucketMemory.DURING_BACKWARD)
+    replica = replicate(model, group=group, nonfinite=NonFinite.RECORD, buckets=memory)
+    for number in range(3):
+        model.zero_grad()
+        step(model, 0, number)
+    runner = replica.reducer.reductions.runner
+    assert isinstance(runner, NonFiniteChecked)
+    late = runner._late.take(replica.runner)
+    assert late is not None
+    held = [value for holder in (late.scan, runner) for value in vars(holder).values() if isinstance(value, list)]
+    assert not any(isinstance(part, Tensor | GradBucket) for value in held for one in value for part in _parts(one))
+    assert not runner._started
+    replica.detach()
     group.close()
+
+
+def _parts(one: object) -> tuple[object, ...]:
+    return one if isinstance(one, tuple) else (one,)
 
 
 def test_a_healthy_step_costs_no_collective() -> None:
