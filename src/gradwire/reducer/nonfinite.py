@@ -165,7 +165,7 @@ class NonFiniteChecked:
             if scan is not None:
                 self._late.enqueue(scan, inner, self._narrow, step=step)
             if late is not None:
-                self._read(late, drop=not stepped and self._bad_elsewhere())
+                self._read(late, stepped=stepped)
             report = self._report(step) if scan is None else None
         except BaseException:
             self._late.take(inner)  # the step is dropped, whatever its own result
@@ -202,9 +202,10 @@ class NonFiniteChecked:
         rest = [p.grad for name, p in self._inner.named_parameters if name not in reduced]
         return any(grad is not None and not is_finite(grad) for grad in rest)
 
-    def _read(self, late: Late, *, drop: bool = False) -> None:
-        """Do what the policy says about an earlier step. `drop`: drop this one too."""
+    def _read(self, late: Late, *, stepped: bool = True) -> None:
+        """Do what the policy says about an earlier step. Unless optimizers have `stepped` since, the present one may be bad too."""
         if late.scan.wait():
+            drop = not stepped and self._bad_elsewhere()
             report = self._of_all(*late.scan.found(), step=late.step, hook=late.hook, later=True)
             self._reaction.react(report, self._inner.group, [self._inner.states], drop=drop)
 

@@ -1,0 +1,51 @@
+"""For tests of checks that are read late: the device is the host, with `eager_scan` in the place of the kernels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gradwire.groups import Group
+from gradwire.parallel import DistributedDataParallel as DDP
+from gradwire.reducer import nonfinite_late, nonfinite_scan
+from helpers import eager_scan
+from helpers.poisoned_model import inputs
+
+
+def emulate_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have checks on the CPU read late, as on CUDA."""
+    monkeypatch.setattr(nonfinite_late, "on_device", lambda device: True)
+    monkeypatch.setattr(nonfinite_scan, "kernels", lambda module: eager_scan)
+    monkeypatch.setattr(Group, "orders_streams", lambda self, device: True)
+
+
+def fused(
+    model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.Adam, **options: Any
+) -> torch.optim.Optimizer:
+    return kind(model.parameters(), lr=0.05, fused=True, **options)
+
+
+def step(model: nn.Module, rank: int, number: int, poison: float = 1.0) -> None:
+    model(inputs(rank, number), poison).float().pow(2).sum().backward()
+
+
+def attached(ddp: DDP, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    ddp.attach_optimizer(optimizer)
+    return optimizer
+
+
+def train_until(ddp: nn.Module, optimizer: torch.optim.Optimizer, *, bad: int) -> None:
+    """Steps up to the bad one, whose optimizer's step is left to the caller."""
+    for number in range(bad + 1):
+        optimizer.zero_grad()
+        step(ddp, 0, number, math.nan if number == bad else 1.0)
+        if number < bad:
+            optimizer.step()
+
+
+def all_finite(model: nn.Module) -> bool:
+    return all(bool(p.isfinite().all()) for p in model.parameters())

@@ -1,0 +1,240 @@
+"""Checks whose result the host reads one step later: all ranks read it in the same step, whatever one of them lacks."""
+
+from __future__ import annotations
+
+import math
+import threading
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.errors import GroupAborted, NonFiniteGradient
+from gradwire.groups import Group, ThreadGroup
+from gradwire.parallel import DistributedDataParallel as DDP
+from gradwire.parallel import replicate
+from gradwire.policies import NonFinite
+from gradwire.reducer import nonfinite_scan
+from gradwire.testing import run_ranks
+from helpers import eager_scan
+from helpers.late_checks import all_finite, emulate_device, fused, step
+from helpers.poisoned_model import Model, inputs
+
+
+@pytest.fixture(autouse=True)
+def _device_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate_device(monkeypatch)
+
+
+def test_after_a_step_that_has_failed_nothing_is_left_of_it() -> None:
+    """A recovery drops the result that was pending, on all ranks, and what the failed step had found."""
+
+    def rank_main(group: Group) -> None:
+        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE, bucket_cap_mb=0.0001)
+        optimizer = fused(ddp)
+        ddp.attach_optimizer(optimizer)
+        for number in range(3):
+            optimizer.zero_grad()
+            step(ddp, group.rank, number)
+            optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises((RuntimeError, GroupAborted)):  # in the forward, if the other rank has failed before it
+            loss = ddp(inputs(group.rank, 3), math.nan).sum()
+            if group.rank == 1:
+                loss = _fails(loss)
+            (loss + 0 * sum(p.sum() for p in ddp.parameters() if p.numel())).backward()
+        for number in range(4, 8):
+            optimizer.zero_grad()
+            step(ddp, group.rank, number)
+            optimizer.step()
+        ddp.finish_checks()
+
+    run_ranks(rank_main, 2)
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError("no")
+
+
+def _fails(loss: Tensor) -> Tensor:
+    out: Tensor = _Fails.apply(loss)
+    return out
+
+
+def test_ranks_with_uneven_inputs_wait() -> None:
+    """Those that have none left make no steps, and could not tell when the others read a result; one from before is read."""
+
+    def rank_main(group: Group) -> None:
+        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
+        optimizer = fused(ddp)
+        ddp.attach_optimizer(optimizer)
+        bad, seen = {2, 5, 8}, []
+        for number in range(3):
+            optimizer.zero_grad()
+            step(ddp, group.rank, number, math.nan if number in bad else 1.0)
+            optimizer.step()
+        with ddp.join():
+            for number in range(3, 4 if group.rank == 1 else 8):
+                optimizer.zero_grad()
+                step(ddp, group.rank, number, math.nan if number in bad else 1.0)
+                seen += [number] if all(p.grad is None for p in ddp.parameters()) else []
+                optimizer.step()
+        assert seen == ([5] if group.rank == 0 else [])
+        for number in range(8, 11):
+            optimizer.zero_grad()
+            before = [p.detach().clone() for p in ddp.parameters()]
+            step(ddp, group.rank, number, math.nan if number in bad else 1.0)
+            optimizer.step()
+            moved = any(not torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
+            assert moved == (number not in bad)
+
+    with pytest.warns(RuntimeWarning, match="step 2"):
+        run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_without_any_inputs(first: int) -> None:
+    def rank_main(group: Group) -> None:
+        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
+        optimizer = fused(ddp)
+        ddp.attach_optimizer(optimizer)
+        with ddp.join():
+            for number in range(5 if group.rank == 0 else first):
+                optimizer.zero_grad()
+                step(ddp, group.rank, number, math.nan if number in (2, 3) else 1.0)
+                optimizer.step()
+
+    with pytest.warns(RuntimeWarning, match="step 2"):
+        run_ranks(rank_main, 2)
+
+
+def test_an_optimizer_attached_on_one_rank_only_is_waited_for() -> None:
+    def rank_main(group: Group) -> None:
+        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
+        optimizer = fused(ddp)
+        if group.rank == 0:
+            ddp.attach_optimizer(optimizer)
+        for number in range(6):
+            optimizer.zero_grad()
+            if number == 4:
+                with pytest.raises(NonFiniteGradient, match="No average was written"):
+                    step(ddp, group.rank, number, math.nan)
+            else:
+                step(ddp, group.rank, number)
+                optimizer.step()
+
+    run_ranks(rank_main, 2)
+
+
+def test_an_optimizer_attached_in_the_middle_of_training() -> None:
+    """Ranks ask each other again, in fewer and fewer steps."""
+    (group,) = ThreadGroup.world(1)
+    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
+    optimizer = fused(ddp)
+    late = []
+    for number in range(20):
+        if number == 5:
+            ddp.attach_optimizer(optimizer)
+        optimizer.zero_grad()
+        step(ddp, 0, number)
+        late.append(ddp.reads_late)
+        optimizer.step()
+    assert late == [False] * 8 + [True] * 12
+    ddp.finish_checks()
+    assert not ddp.reads_late
+    group.close()
+
+
+def test_after_join_ranks_begin_again() -> None:
+    """A rank that had no inputs has made no step; those that have must wait with it."""
+
+    def rank_main(group: Group) -> None:
+        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
+        optimizer = fused(ddp)
+        ddp.attach_optimizer(optimizer)
+        with ddp.join():
+            for number in range(3 if group.rank == 0 else 0):
+                optimizer.zero_grad()
+                step(ddp, group.rank, number)
+                optimizer.step()
+        with ddp.join(enable=False):
+            for number in range(3, 9):
+                optimizer.zero_grad()
+                step(ddp, group.rank, number, math.nan if number in (3, 6) and group.rank == 0 else 1.0)
+                optimizer.step()
+        assert all_finite(ddp)
+        ddp.finish_checks()
+        assert ddp.skipped_steps == 2
+
+    with pytest.warns(RuntimeWarning, match="step 3"):
+        run_ranks(rank_main, 2)
+
+
+def test_a_rank_that_cannot_compile_makes_all_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one on a host without a C compiler; the others must not read results a step later than it."""
+    calls: list[str] = []
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        calls.append(threading.current_thread().name)
+        if len(calls) == 1:
+            raise FileNotFoundError("gcc")
+
+    broken = types.SimpleNamespace(TILE=eager_scan.TILE, find=eager_scan.find, detect=fail)
+    monkeypatch.setattr(nonfinite_scan, "kernels", lambda module: broken)
+
+    def rank_main(group: Group) -> None:
+        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
+        optimizer = fused(ddp)
+        ddp.attach_optimizer(optimizer)
+        for number in range(5):
+            optimizer.zero_grad()
+            if number == 3:
+                with pytest.raises(NonFiniteGradient, match="No average was written"):
+                    step(ddp, group.rank, number, math.nan if group.rank == 0 else 1.0)
+            else:
+                step(ddp, group.rank, number)
+                optimizer.step()
+
+    with pytest.warns(RuntimeWarning, match=r"the host waits for the device in every step \(FileNotFoundError: gcc\)"):
+        run_ranks(rank_main, 2)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_a_group_with_a_new_rank_begins_again(bad: int) -> None:
+    """A rank that has made no step yet waits; the others must wait with it, and read together from the next step on."""
+
+    def rank_main(group: Group) -> None:
+        model = Model()
+        for p in model.parameters():
+            p.data.fill_(0.01)
+        (alone,) = ThreadGroup.world(1)
+        replica = replicate(model, group=alone, nonfinite=NonFinite.RAISE)
+        optimizer = fused(model)
+        replica.attach_optimizer(optimizer)
+        for number in range(3 if group.rank == 0 else 0):
+            optimizer.zero_grad()
+            step(model, 0, number)
+            optimizer.step()
+        replica.move_to_group(group)
+        for number in range(4):
+            optimizer.zero_grad()
+            poison = math.nan if number == bad and group.rank == 1 else 1.0
+            if number == bad + (bad > 0):
+                with pytest.raises(NonFiniteGradient) as caught:
+                    step(model, group.rank, number, poison)
+                assert caught.value.rank == 1
+            else:
+                step(model, group.rank, number, poison)
+                optimizer.step()
+        replica.detach()
+
+    run_ranks(rank_main, 2)
