@@ -100,7 +100,7 @@ class Export:
     """Exports the metrics of this rank, made by `export`."""
 
     def __init__(self, log: Log, follower: RingFollower, every: int) -> None:
-        from torch.optim.optimizer import register_optimizer_step_post_hook
+        from gradwire.optimizer_steps import after_optimizer_steps
 
         self._log = log
         self._follower: RingFollower | None = follower
@@ -116,7 +116,7 @@ class Export:
         """Held while it exports: programs may call `poll` themselves."""
         self._worker = Worker("export")
         self._pid = os.getpid()
-        self._hook = register_optimizer_step_post_hook(self._optimizer_stepped)
+        self._hook = after_optimizer_steps(self._optimizer_stepped)
 
     def _optimizer_stepped(self, *_: Any) -> None:
         worker = self._worker

@@ -207,7 +207,7 @@ def _check_not_in_use(path: Path) -> None:
 
 
 def _record_optimizers(rank: int) -> None:
-    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+    from gradwire.optimizer_steps import after_optimizer_steps, before_optimizer_steps
 
     def began(*_: Any) -> None:
         if (recorder := flight_recorder.active) is not None:
@@ -217,7 +217,7 @@ def _record_optimizers(rank: int) -> None:
         if (recorder := flight_recorder.active) is not None:
             recorder.put(RecordKind.OPTIMIZER_ENDED, rank)
 
-    _handles.extend([register_optimizer_step_pre_hook(began), register_optimizer_step_post_hook(ended)])
+    _handles.extend([before_optimizer_steps(began), after_optimizer_steps(ended)])
 
 
 def _record_torch_ddp(rank: int) -> None:

@@ -20,11 +20,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradwire.concurrency import weakly
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.events import Handle
+from gradwire.optimizer_steps import before_optimizer_steps
 from gradwire.untraced import untraced_call
 
 
@@ -38,10 +38,12 @@ class AttachedOptimizers:
         """A number on the device: where it is 1, the next step changes nothing."""
         self._optimizers: list[tuple[weakref.ref[Optimizer], _Skipping]] = []
         self._handles: list[Handle] = []
-        self._parameters: frozenset[int] = frozenset()
+        self._others: Handle | None = None
+        """Of the hook on optimizers that are not attached, while a step is to be skipped."""
+        self._parameters: dict[int, Tensor] = {}
+        """By id."""
         self._all_parameters = False
         self._stepped = False
-        self._leaving = False
 
     def attach(
         self, optimizers: Sequence[Optimizer], parameters: Iterable[Tensor], stepped: Callable[[], object]
@@ -50,18 +52,17 @@ class AttachedOptimizers:
 
         Optimizers that were attached before are detached: their steps would count twice.
         """
-        ours = frozenset(id(p) for p in parameters)
+        ours = {id(p): p for p in parameters}
         for optimizer in optimizers:
             _check(optimizer, ours)
         self._remove()
         self.attached = True
         self._parameters = ours
-        self._all_parameters = ours <= {id(p) for optimizer in optimizers for p in _parameters(optimizer)}
+        self._all_parameters = ours.keys() <= {id(p) for optimizer in optimizers for p in _parameters(optimizer)}
 
         def all_stepped() -> None:
-            self._stepped, self.skip_if = True, None
-            if self._leaving:
-                self._remove()
+            self._stepped = True
+            self.skip_none()
             stepped()
 
         after = _after_all(len(optimizers), all_stepped)
@@ -75,10 +76,14 @@ class AttachedOptimizers:
             ]
 
     def detach(self) -> None:
-        """Take the hooks off the optimizers; if they may have a step to skip, after that step."""
-        if self.skip_if is None:
-            self._remove()
-        self._leaving = True
+        """Take the hooks off the optimizers. If they have a step to skip, they will make it without gradients.
+
+        Their hooks cannot stay for that step and go then: torch iterates over them, as Note [One hook for all] has it.
+        """
+        if self.skip_if is not None and bool(self.skip_if):  # waits for the device
+            _take_gradients(self._parameters.values())
+        self.skip_none()
+        self._remove()
 
     def _remove(self) -> None:
         for handle in self._handles:
@@ -87,7 +92,7 @@ class AttachedOptimizers:
             if (alive := optimizer()) is not None:
                 _Borrowed.give_back(alive, skipping)
         self._handles, self._optimizers = [], []
-        self._all_parameters = self._stepped = self._leaving = False
+        self._all_parameters = self._stepped = False
 
     # -- steps that the device skips -------------------------------------------------------------------------------------
 
@@ -99,14 +104,20 @@ class AttachedOptimizers:
     def skip_next(self, where: Tensor) -> None:
         """Have the next step change nothing if this number on the device is 1. Only if `can_skip`."""
         self.skip_if, self._stepped = where, False
-        if len(self._handles) == 2 * len(self._optimizers):
-            self._handles.append(Handle(register_optimizer_step_pre_hook(weakly(self._before_any_step)).remove))
+        if self._others is None:
+            self._others = before_optimizer_steps(weakly(self._before_any_step))
+
+    def skip_none(self) -> None:
+        """The next step is like any other."""
+        self.skip_if = None
+        if self._others is not None:
+            self._others.remove()
+            self._others = None
 
     def forget_steps(self) -> None:
         """Other ranks may have made none: `can_skip` is False until the next one."""
         self._stepped = False
 
-    @untraced_call
     def _before_any_step(self, optimizer: Any, *_: Any) -> None:
         """Of an optimizer that is not attached, but trains our parameters."""
         if self.skip_if is None or any(attached() is optimizer for attached, _ in self._optimizers):
@@ -213,7 +224,7 @@ def _can_skip(optimizer: Optimizer) -> bool:
     return supports and of_torch and all(group.get("fused") for group in optimizer.param_groups)
 
 
-def _check(optimizer: Any, parameters: frozenset[int]) -> None:
+def _check(optimizer: Any, parameters: dict[int, Tensor]) -> None:
     if not isinstance(optimizer, Optimizer):
         raise UsageTypeError(
             f"attach_optimizer({optimizer!r}): not a torch.optim.Optimizer, so it cannot report its steps. Call "

@@ -198,5 +198,5 @@ class HookRunner:
 
     def close(self) -> None:
         """End the thread of reductions, and take the hooks off optimizers."""
-        self.optimizers.detach()
         self.driver.close()
+        self.optimizers.detach()

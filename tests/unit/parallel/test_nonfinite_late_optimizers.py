@@ -269,10 +269,14 @@ def test_no_other_optimizer_uses_a_bad_step(change: Any) -> None:
     (group,) = ThreadGroup.world(1)
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
     optimizer = attached(ddp, fused(ddp))
+    steps = []
+    optimizer.register_step_pre_hook(lambda *_: steps.append("began"))  # torch iterates over ours and these
+    optimizer.register_step_post_hook(lambda *_: steps.append("ended"))
     train_until(ddp, optimizer, bad=3)
     before = [p.detach().clone() for p in ddp.parameters()]
     other = change(ddp, optimizer)
     other.step()
+    assert steps == ["began", "ended"] * (4 if other is optimizer else 3)
     assert all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
     for one in (optimizer, other):
         assert not hasattr(one, "found_inf")
