@@ -173,6 +173,7 @@ def run(args: argparse.Namespace, *, popen: type[subprocess.Popen[bytes]] = subp
                 prefix=not args.no_prefix,
                 log_dir=args.log_dir,
                 store=store,
+                directory=None if ranks is None else ranks.directory,
                 watch=watch,
                 popen=popen,
                 monitor=None if ranks is None else RunMonitor(ranks, size=size, stats=stats),

@@ -69,6 +69,10 @@ class Ending:
         """Whether it failed, without having been stopped."""
         return self.status != 0 and not self.stopped
 
+    def has_failed_with(self, first: Ending) -> bool:
+        """Whether it ended by the same exception as `first`, even if it was told to end meanwhile: ranks agree on many errors."""
+        return self.status > 0 and raised(self.words) is not None and raised(self.words) == raised(first.words)
+
     @property
     def is_consequence(self) -> bool:
         """Whether it looks like the consequence of another rank's failure."""
@@ -131,14 +135,15 @@ def summary(first: Ending, endings: Iterable[Ending]) -> str:
     'rank 2 failed first (exit code 1, after 3.2 s); ranks 0, 1, 3 were stopped'
     """
     others = [ending for ending in endings if ending.rank != first.rank]
+    too = [e.rank for e in others if e.failed or e.has_failed_with(first)]
     about = subject(first.words)
     if about is None:
         parts = [f"rank {first.rank} failed {'first ' if others else ''}({first})"]
     else:
         parts = [f"{about} ({raised(first.words)} on rank {first.rank}, {first})"]
     for words, ranks in (
-        (("was stopped", "were stopped"), [e.rank for e in others if e.stopped]),
-        (("failed too", "failed too"), [e.rank for e in others if e.failed]),
+        (("was stopped", "were stopped"), [e.rank for e in others if e.stopped and e.rank not in too]),
+        (("failed too", "failed too"), too),
         (("had finished", "had finished"), [e.rank for e in others if not e.stopped and not e.failed]),
     ):
         if ranks:

@@ -8,6 +8,23 @@ from pathlib import Path
 from gradwire.launch.first_failure import final_output, shortened, summary
 from gradwire.launch.screen import RankStream, Screen
 from gradwire.launch.shutdown import Shutdown
+from gradwire.observe.outcome import Outcome, RankOutcome
+
+
+def outcome(shutdown: Shutdown, now: float) -> Outcome:
+    """How the run has ended, `now` seconds after its start."""
+    first, stopped_by = shutdown.first, shutdown.stopped_by
+    text = ""
+    if first is not None:
+        text = summary(first, shutdown.endings)
+    elif shutdown.exit_code:
+        text = shutdown.lost or (f"stopped by {stopped_by.name} after {now:.1f} s" if stopped_by is not None else "")
+    return Outcome(
+        text,
+        None if first is None else first.rank,
+        None if stopped_by is None or not shutdown.exit_code else stopped_by.name,
+        tuple(RankOutcome(ending.rank, ending.status, ending.stopped) for ending in shutdown.endings),
+    )
 
 
 class RunReport:
@@ -18,8 +35,8 @@ class RunReport:
         self._streams = streams
         self._log_dir = log_dir
 
-    def show(self, shutdown: Shutdown, pids: Sequence[int], now: float) -> None:
-        """Report how the run has ended, `now` seconds after its start; `pids` are the ranks' processes."""
+    def show(self, shutdown: Shutdown, pids: Sequence[int], text: str) -> None:
+        """Report how the run has ended; `pids` are the ranks' processes, `text` is that of the outcome."""
         first = shutdown.first
         if first is not None:
             left_out = self._summarize(ending.rank for ending in shutdown.endings if ending.rank != first.rank)
@@ -30,12 +47,12 @@ class RunReport:
                 )
             if len(pids) > 1 and (words := final_output(first.words)):
                 self._say("", f"gradwire run: last output of rank {first.rank}:", *words, "")
-            self._say(f"gradwire run: {summary(first, shutdown.endings)}")
+            self._say(f"gradwire run: {text}")
         elif shutdown.lost is not None:
             self._summarize(ending.rank for ending in shutdown.endings)
         elif shutdown.stopped_by is not None and shutdown.exit_code:
             self._summarize(ending.rank for ending in shutdown.endings)
-            self._say(f"gradwire run: stopped by {shutdown.stopped_by.name} after {now:.1f} s")
+            self._say(f"gradwire run: {text}")
         if shutdown.lost is not None and shutdown.exit_code:
             self._say(f"gradwire run: {shutdown.lost}; ranks cannot continue without it. Its output, if any, is above.")
         for rank in sorted(shutdown.running):

@@ -33,13 +33,14 @@ from gradwire.host import handles_signal
 from gradwire.launch.display import Display, Picture
 from gradwire.launch.first_failure import Ending, described
 from gradwire.launch.process import RankProcess
-from gradwire.launch.run_report import RunReport
+from gradwire.launch.run_report import RunReport, outcome
 from gradwire.launch.screen import RankStream, Screen
 from gradwire.launch.shutdown import Shutdown
 from gradwire.launch.store_host import StoreHost
 from gradwire.launch.tracebacks import TracebackHold
 from gradwire.observe.hang_watch import HangWatch
 from gradwire.observe.monitor import RunMonitor
+from gradwire.observe.outcome import save
 
 COMPANIONS = 1.0
 _READABLE = selectors.EVENT_READ
@@ -65,6 +66,8 @@ class Run:
     """A directory for one additional log file per rank."""
     store: StoreHost | None = None
     """The store for ranks that call torch's `init_process_group`; the run ends with it."""
+    directory: Path | None = None
+    """Where ranks record, if they do."""
     watch: HangWatch | None = None
     """Looks for hangs, if ranks are recorded."""
     monitor: RunMonitor | None = None
@@ -159,9 +162,12 @@ class _Supervisor:
         self._display.end()
         self._end_companions()
         pids = [process.pid for process in self._ranks]
+        how = outcome(shutdown, self._now)
         RunReport(self._err, [self._streams[rank][1] for rank in range(len(pids))], self._run.log_dir).show(
-            shutdown, pids, self._now
+            shutdown, pids, how.text
         )
+        if self._run.directory is not None:
+            save(self._run.directory, how)
         return shutdown.exit_code
 
     @property

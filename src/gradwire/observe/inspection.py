@@ -9,6 +9,7 @@ from pathlib import Path
 from gradwire.host import ProcessState
 from gradwire.observe.hang_report import described, report_lines, stall_lines
 from gradwire.observe.hang_watch import HangWatch
+from gradwire.observe.outcome import load
 from gradwire.observe.progress import RankProgress
 from gradwire.observe.ring import nothing_recorded
 from gradwire.observe.run_follower import RunFollower
@@ -46,6 +47,8 @@ def inspection(directory: Path, *, whole: bool) -> list[str]:
                 "",
                 f"While it ran, a hang was reported, and saved in {reports[-1]}: see gradwire report {directory}",
             ]
+        if ranks.is_over and (outcome := load(directory)) is not None and outcome.text:
+            lines += ["", f"The run has ended: {outcome.text}"]
         return lines
     finally:
         ranks.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from gradwire.errors import UsageError
 from gradwire.host import ProcessState, clock_identity, process_start
+from gradwire.observe.outcome import FILE
 from gradwire.observe.ring import RingFile, state_of_writer
 
 KEPT = 20
@@ -79,7 +80,7 @@ def clear_run(run: Path) -> None:
     """Remove what an earlier run has recorded in `run`, which would be taken for ranks of the next one; unless it still runs."""
     if _is_in_use(run):
         return
-    for kind in ("rank-*.ring", "rank-*.names", "rank-*.stacks", "rank-*.awaited", "hang-*.json"):
+    for kind in ("rank-*.ring", "rank-*.names", "rank-*.stacks", "rank-*.awaited", "hang-*.json", FILE):
         for path in run.glob(kind):
             path.unlink(missing_ok=True)
 

@@ -9,6 +9,7 @@ import pytest
 
 from gradwire import root_cause
 from gradwire.launch import shutdown, tracebacks
+from gradwire.observe.outcome import load
 
 
 def test_a_failing_rank_stops_the_others_and_its_traceback_is_last(launch):
@@ -171,3 +172,41 @@ def test_one_rank_alone_says_it_once(launch):
     code, _, err = launch("sys.exit('no luck')", 1)
     assert code == 1
     assert re.fullmatch(rb"\[0\] no luck\ngradwire run: rank 0 failed \(exit code 1, after \d\.\d s\)\n", err)
+
+
+def test_ranks_that_raise_the_same_failed_too(launch, tmp_path):
+    """Ranks agree on many errors; those that are slower to end were told to, but would have ended anyway."""
+    script = (
+        RAISE
+        + """
+if rank:
+    signal.signal(signal.SIGTERM, lambda *_: mark("told"))
+    if rank == 1:
+        mark("ready")
+        wait_for("told-1")
+    else:
+        wait_for("ready-1")
+        sys.exit(raise_as("NonFiniteGradient", "on rank 2 the gradient of a is NaN"))
+raise_as("NonFiniteGradient", "on rank 2 the gradient of a is NaN") if rank else time.sleep(100)
+"""
+    )
+    code, _, err = launch(script, 3, directory=tmp_path)
+    last = err.decode().splitlines()[-1]
+    assert "on rank 2 the gradient of a is NaN (NonFiniteGradient on rank 2, exit code 1, after " in last
+    assert last.endswith("); rank 0 was stopped; rank 1 failed too")
+    saved = load(tmp_path)
+    assert saved is not None
+    assert f"gradwire run: {saved.text}" == last
+    assert (code, saved.failed, saved.signal) == (1, 2, None)
+    assert {one.rank: (one.status, one.stopped) for one in saved.ranks} == {
+        0: (-15, True),
+        1: (1, True),
+        2: (1, False),
+    }
+
+
+def test_a_run_that_ends_well_is_saved_too(launch, tmp_path):
+    assert launch("pass", 2, directory=tmp_path)[0] == 0
+    saved = load(tmp_path)
+    assert saved is not None
+    assert (saved.text, saved.failed, [one.status for one in saved.ranks]) == ("", None, [0, 0])

@@ -7,6 +7,7 @@ from dataclasses import replace
 from gradwire import flight_recorder, observe
 from gradwire.cli import main
 from gradwire.flight_recorder import FlightRecorder, RecordKind
+from gradwire.observe.outcome import Outcome, save
 from gradwire.observe.progress import RankProgress
 from gradwire.observe.trace import trace_events
 from helpers.made_rings import header
@@ -62,6 +63,13 @@ def test_of_a_run_that_is_over_the_reported_hang_is_mentioned(tmp_path, capsys):
     (tmp_path / "hang-1.json").write_text("{}")
     assert main(["inspect", str(tmp_path)]) == 0
     assert "a hang was reported, and saved in" in capsys.readouterr().out
+
+
+def test_of_a_run_that_is_over_its_launcher_says_how_it_ended(tmp_path, capsys):
+    FlightRecorder(tmp_path / "rank-0.ring", header={**header(0, 1), "pid": 2**22 + 1}, capacity=4).close()
+    save(tmp_path, Outcome("rank 0 failed (exit code 1, after 2.0 s)", 0, None, ()))
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith("\nThe run has ended: rank 0 failed (exit code 1, after 2.0 s)\n")
 
 
 def test_without_a_recorder_a_warning_is_nothing():

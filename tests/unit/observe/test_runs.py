@@ -90,6 +90,7 @@ def test_what_an_earlier_run_has_left_is_removed(tmp_path):
     FlightRecorder(tmp_path / "rank-0.ring", header=ended).close()
     (tmp_path / "rank-0.log").touch()
     (tmp_path / "hang-1.json").touch()
+    (tmp_path / "outcome.json").touch()
     runs.clear_run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["rank-0.log"]
     with_one_that_runs = FlightRecorder(tmp_path / "rank-1.ring", header=_header(1, 2))

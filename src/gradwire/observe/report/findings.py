@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from gradwire.flight_recorder import RecordKind
 from gradwire.host import ProcessState
 from gradwire.observe.hangs import Cause
+from gradwire.observe.outcome import Outcome
 from gradwire.observe.report.report_model import RunReport
 from gradwire.observe.ring import Record
 from gradwire.observe.run_warnings import merge_warnings
@@ -18,6 +20,7 @@ from gradwire.observe.stragglers import of_same_steps
 from gradwire.observe.units import duration
 from gradwire.observe.units import ranks as ranks_text
 
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 _EXPOSED = 0.2
 _DATA = 0.2
 _MOST_OF_A_KIND = 10
@@ -133,7 +136,11 @@ def _endings(report: RunReport) -> Iterator[Finding]:
             f"{ranks_text(missing)} of {size} left no record here".capitalize(),
             advice="If they ran on another host, copy their files into this directory.",
         )
+    yield from _outcome(report.outcome)
     killed = [rank.rank for rank in ranks if not rank.ended and rank.state is ProcessState.GONE]
+    if report.outcome is not None:  # which explains the others
+        explained = {one.rank for one in report.outcome.ranks if one.stopped or one.status < 0}
+        killed = [rank for rank in killed if rank not in explained]
     if killed:
         steps = [rank.last_step for rank in ranks if rank.rank in killed and rank.last_step >= 0]
         at = (
@@ -166,6 +173,35 @@ def _endings(report: RunReport) -> Iterator[Finding]:
                 f"Operation #{one.seq} of {one.group}, {len(rank.pending)} in all.",
                 "Other ranks may have been waiting for the same operation: compare their last records with `gradwire trace`.",
             )
+
+
+def _outcome(outcome: Outcome | None) -> Iterator[Finding]:
+    if outcome is None or not outcome.text:
+        return
+    if outcome.failed is not None:
+        first = outcome.of(outcome.failed)
+        yield Finding("error", _capitalized(outcome.text), advice="" if first is None else _advice(first.status))
+    elif outcome.signal is not None:
+        yield Finding(
+            "warning",
+            f"The run was {outcome.text}",
+            advice="The launcher received it: from Ctrl-C, `kill`, a scheduler at its time limit, or a host that is shut down.",
+        )
+    else:
+        yield Finding("error", _capitalized(outcome.text))
+
+
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _advice(status: int) -> str:
+    """What to do about a rank with this exit code, or killed by the signal of this negative number."""
+    if status == -signal.SIGKILL:
+        return "If nobody killed it: look in the system's log (dmesg) for the OOM killer."
+    if -status in _CRASHES:
+        return "It crashed in compiled code. With PYTHONFAULTHANDLER=1 in its environment, it prints where."
+    return "Look at its traceback in the output of the run."
 
 
 def _warnings(report: RunReport) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from typing import Any, overload
 
 from gradwire.errors import UsageError
 from gradwire.observe.intervals import ranks_apart
+from gradwire.observe.outcome import load as load_outcome
 from gradwire.observe.report.report_model import RunReport, build
 from gradwire.observe.ring import Ring, RingFile, nothing_recorded, read_ring
 
@@ -30,7 +31,7 @@ def load_report(directory: Path) -> RunReport:
     rings: Sequence[Ring] = StoredRings([path for _, path in sorted(good)])
     if len(rings) == 1:
         rings = ranks_apart(list(rings))
-    return build(rings, directory=directory, hangs=_hangs(directory), damaged=damaged)
+    return build(rings, directory=directory, hangs=_hangs(directory), damaged=damaged, outcome=load_outcome(directory))
 
 
 class StoredRings(Sequence[Ring]):

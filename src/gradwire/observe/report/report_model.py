@@ -16,6 +16,7 @@ from typing import Any
 
 from gradwire.observe.clocks import AlignedRings, Alignment, align
 from gradwire.observe.intervals import BucketSpan, Operation, bucket_spans, operations
+from gradwire.observe.outcome import Outcome
 from gradwire.observe.report.rank_summary import RankSummary, Traffic, TrafficKey, summarize, total_traffic
 from gradwire.observe.ring import Ring
 from gradwire.observe.step_times import StepTimes
@@ -82,6 +83,8 @@ class RunReport:
     """Reports that were saved during the run."""
     damaged: Mapping[str, str]
     """By name: files that cannot be read as a whole, and why."""
+    outcome: Outcome | None = None
+    """How the run has ended, if its launcher has saved it."""
 
     @property
     def mean_phases(self) -> dict[Phase, float]:
@@ -138,6 +141,7 @@ def build(
     directory: str | Path = "",
     hangs: Sequence[dict[str, Any]] = (),
     damaged: Mapping[str, str] | None = None,
+    outcome: Outcome | None = None,
 ) -> RunReport:
     """The report of these rings, which may be read from disk each time that they are asked for."""
     damage = dict(damaged or {})
@@ -164,6 +168,7 @@ def build(
         stragglers=stragglers_over_time(times),
         hangs=list(hangs),
         damaged=damage,
+        outcome=outcome,
     )
 
 

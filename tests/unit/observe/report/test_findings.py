@@ -8,6 +8,7 @@ import pytest
 
 from gradwire.flight_recorder import RecordKind as K
 from gradwire.host import ProcessState
+from gradwire.observe.outcome import Outcome, RankOutcome
 from gradwire.observe.report.findings import find
 from gradwire.observe.report.report_model import build
 from helpers.made_rings import MS, made_ring, mark
@@ -89,6 +90,50 @@ def test_ranks_that_were_killed_and_ranks_that_left_nothing():
     titles = {one.title: one for one in find(report)}
     assert "dmesg" in only(titles, "Rank 0 ended in step 2 without stopping").advice
     assert only(titles, "Ranks 1-3 of 4 left no record here")
+
+
+def killed_ring(rank, size):
+    ring = made_ring(rank, range(3), size=size)
+    del ring.descriptions["end"]
+    return ring
+
+
+def findings_of_killed_ranks(outcome):
+    report = build([killed_ring(rank, 3) for rank in range(3)], outcome=outcome)
+    for rank in report.ranks:
+        rank.state = ProcessState.GONE
+    return {one.title: one for one in find(report)}
+
+
+STOPPED = [RankOutcome(rank, -15, stopped=True) for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("status", "advice"), [(-9, "OOM killer"), (-11, "PYTHONFAULTHANDLER=1"), (-15, "output"), (3, "output")]
+)
+def test_what_the_launcher_knows_of_the_first_failure(status, advice):
+    outcome = Outcome("rank 1 failed first", 1, None, (STOPPED[0], RankOutcome(1, status, stopped=False), STOPPED[2]))
+    titles = findings_of_killed_ranks(outcome)
+    assert advice in only(titles, "Rank 1 failed first").advice
+    left = [title for title in titles if "without stopping" in title]
+    assert left == ([] if status < 0 else ["Rank 1 ended in step 2 without stopping the recorder"])
+
+
+def test_a_run_that_was_stopped_from_outside():
+    titles = findings_of_killed_ranks(Outcome("stopped by SIGTERM after 2.0 s", None, "SIGTERM", tuple(STOPPED)))
+    assert "Ctrl-C" in only(titles, "The run was stopped by SIGTERM after 2.0 s").advice
+    assert not any("without stopping" in title or "OOM" in one.advice for title, one in titles.items())
+
+
+def test_a_run_that_has_lost_what_ranks_need():
+    titles = findings_of_killed_ranks(Outcome("the store has ended", None, None, tuple(STOPPED)))
+    assert only(titles, "The store has ended").severity == "error"
+
+
+def test_a_run_that_has_ended_well_says_nothing():
+    outcome = Outcome("", None, None, tuple(RankOutcome(rank, 0, stopped=False) for rank in range(2)))
+    rings = [made_ring(rank, range(3), size=2) for rank in range(2)]
+    assert find(build(rings, outcome=outcome)) == find(build(rings))
 
 
 def test_a_rank_that_ended_early_in_an_operation():
