@@ -18,7 +18,7 @@ from gradwire.host import ProcessState
 from gradwire.observe.gradient_questions import Awaited, missing_in
 from gradwire.observe.progress import RankProgress
 from gradwire.observe.ring import Record, message_key
-from gradwire.observe.stacks import Frame, Stack, user_frames, without_runpy
+from gradwire.observe.stacks import Frame, Stack, of_script, user_frames
 from gradwire.observe.steps import Phase
 
 SOFT_DEADLINE = 5.0
@@ -260,7 +260,7 @@ def _suspect(
     member: Member, waiting: Waiting, state: ProcessState, stacks: Sequence[Stack], awaited: Sequence[Awaited]
 ) -> Suspect:
     cause, other = _cause(member, waiting, state, stacks)
-    stack = without_runpy(_stack(cause, stacks))
+    stack = of_script(_stack(cause, stacks))
     own = user_frames(stack, member.progress.header)
     bucket = _missing_bucket(member, waiting)
     names, certain = _missing_parameters(member, waiting, awaited) if bucket >= 0 else ((), False)

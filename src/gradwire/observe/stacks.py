@@ -31,6 +31,7 @@ _LARGEST = 1 << 20
 _STARTERS = ("/gradwire/launch/observed.py", "/gradwire/launch/run_script.py", "/gradwire/integrations/ddp_script.py")
 """Where `gradwire run` starts scripts from, with --observe and --replace-ddp."""
 _QUESTIONS = "/gradwire/observe/gradient_questions.py"
+_REPORTER = "/gradwire/observe/error_report.py"
 _OUTERMOST = ("<module>", "_run_module_as_main")
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
@@ -199,18 +200,23 @@ def user_frames(frames: Sequence[Frame], header: Mapping[str, Any]) -> list[Fram
     return [frame for frame in frames if not frame.file.startswith((*libraries, "<frozen"))]
 
 
-def without_runpy(frames: Sequence[Frame]) -> Sequence[Frame]:
-    """The frames without those by which `python -m` and `gradwire run` with --observe or --replace-ddp have started the script.
+def of_script(frames: Sequence[Frame]) -> Sequence[Frame]:
+    """The frames without those by which `python -m` and `gradwire run` with --observe or --replace-ddp have started the script,
+    and without those of a rank that is writing the very report.
 
     >>> script, runpy = Frame("train.py", 3, "<module>"), Frame("<frozen runpy>", 88, "_run_code")
     >>> observed = Frame("/lib/gradwire/launch/observed.py", 36, "main")
-    >>> without_runpy([script, runpy, observed, runpy]) == [script]
+    >>> reports = Frame("/lib/gradwire/observe/error_report.py", 29, "report_for_error")
+    >>> of_script([Frame("/lib/gradwire/observe/hangs.py", 227, "f"), reports, script, runpy, observed, runpy]) == [
+    ...     script
+    ... ]
     True
     """
+    begin = max((i + 1 for i, frame in enumerate(frames) if frame.file.endswith(_REPORTER)), default=0)
     end = len(frames)
     while end and (frames[end - 1].file == "<frozen runpy>" or frames[end - 1].file.endswith(_STARTERS)):
         end -= 1
-    return frames[:end]
+    return frames[begin:end]
 
 
 def libraries() -> list[str]:

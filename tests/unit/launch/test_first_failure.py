@@ -62,6 +62,17 @@ def test_the_first_failure_is_the_earliest_that_is_no_consequence(endings, rank)
             [Ending(0, 0, 1.0)],
             "rank 0 was lost (PeerLost on rank 1, exit code 1, after 2.0 s); rank 0 had finished",
         ),
+        (
+            Ending(1, 1, 2.0, words=(TRACE, b"ValueError: no")),
+            [
+                Ending(0, 1, 2.1, stopped=True, words=(TRACE, b"ValueError: not here")),
+                Ending(2, -15, 2.1, stopped=True, words=(TRACE, b"ValueError: no")),
+                Ending(3, 1, 2.1, stopped=True, words=(TRACE, b"KeyError: 'x'")),
+                Ending(4, -15, 2.1, stopped=True),
+                Ending(5, 0, 2.1, stopped=True, words=(TRACE, b"ValueError: handled")),
+            ],
+            "rank 1 failed first (exit code 1, after 2.0 s); ranks 3, 4, 5 were stopped; ranks 0, 2 failed too",
+        ),
         *(
             (
                 Ending(2, 1, 2.0, words=(TRACE, b"gradwire.errors." + text)),
