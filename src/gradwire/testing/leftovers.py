@@ -94,6 +94,7 @@ class Leftovers:
                 thread.join(remaining)
             else:
                 time.sleep(_POLL)
+            gc.collect()  # what a thread has used until now may be in a cycle: a mapping that keeps its descriptor open
         return left
 
     def _new_threads(self) -> list[threading.Thread]:

@@ -112,6 +112,18 @@ def test_unreachable_objects_are_collected_first() -> None:
     assert left == []
 
 
+def test_what_a_thread_leaves_in_a_cycle_when_it_ends_is_collected() -> None:
+    before = Leftovers.snapshot()
+
+    def hold() -> None:
+        cycle: list[object] = [socket.socket()]
+        cycle.append(cycle)
+        time.sleep(0.5)  # longer than the collections that come first take
+
+    threading.Thread(target=hold).start()
+    assert before.compare(grace=20.0) == []
+
+
 def test_shared_memory_of_ours_is_seen_and_of_others_is_not() -> None:
     name = f"gradwire-test-{uuid.uuid4().hex}"
     path = f"/dev/shm/{name}"
