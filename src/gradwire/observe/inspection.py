@@ -13,7 +13,7 @@ from gradwire.observe.outcome import load
 from gradwire.observe.progress import RankProgress
 from gradwire.observe.ring import nothing_recorded
 from gradwire.observe.run_follower import RunFollower
-from gradwire.observe.run_warnings import merge_warnings
+from gradwire.observe.run_warnings import fold_repeated, merge_warnings
 from gradwire.observe.stacks import Stack, user_frames
 from gradwire.observe.straggler_watch import stragglers_over_time
 from gradwire.observe.stragglers import describe
@@ -33,8 +33,8 @@ def inspection(directory: Path, *, whole: bool) -> list[str]:
         for _, rank in sorted(ranks.ranks.items()):
             lines += _rank_lines(ranks, rank, stacks.get(rank.rank, ()), whole=whole)
         lines += [f"warning: {directory / name}: {what}" for name, what in ranks.damage.items()]
-        for warning in merge_warnings((r.rank, r.header, r.warnings) for r in ranks.ranks.values()):
-            lines.append(f"warning: {warning}")
+        merged = merge_warnings((r.rank, r.header, r.warnings) for r in ranks.ranks.values())
+        lines += [f"warning: {warning}" for warning in fold_repeated(merged)]
         lines += describe(stragglers_over_time({rank.rank: rank.folder.steps for rank in ranks.local_ranks}))
         waiting = watch.waiting
         if waiting is not None:

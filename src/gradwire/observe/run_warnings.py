@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gradwire.flight_recorder import RecordKind
 from gradwire.observe.ring import Record, Ring
 
+_STEP = re.compile(r"\bstep \d+")
 RankWarnings = tuple[int, Mapping[str, Any], Iterable[Record]]
 """A rank, the header of its ring, and its records, or the warnings among them."""
 
@@ -24,11 +26,27 @@ class RunWarning:
     """-1: none."""
     time: float
     """When the first of them did, in seconds since 1970."""
+    again: int = 0
+    """How many times more it was recorded, in later steps."""
+    last_step: int = -1
+    """The last of these."""
+
+    @property
+    def repeats(self) -> str:
+        """In words: in which steps it was recorded again; empty if it was not."""
+        if not self.again:
+            return ""
+        return (
+            f"and {self.again} times more, up to step {self.last_step}"
+            if self.again > 1
+            else f"and in step {self.last_step}"
+        )
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks))
         step = f"step {self.step}, " if self.step >= 0 else ""
-        return f"{self.text} ({step}recorded by rank{'s' if len(self.ranks) > 1 else ''} {ranks})"
+        repeats = f"{self.repeats}, " if self.again else ""
+        return f"{self.text} ({step}{repeats}recorded by rank{'s' if len(self.ranks) > 1 else ''} {ranks})"
 
 
 def read_warnings(rings: Sequence[Ring]) -> list[RunWarning]:
@@ -67,3 +85,14 @@ def merge_warnings(ranks: Iterable[RankWarnings]) -> list[RunWarning]:
         RunWarning(text, tuple(sorted(times)), step, min(times.values())) for (text, step), times in found.items()
     ]
     return sorted(merged, key=lambda warning: warning.time)
+
+
+def fold_repeated(warnings: Iterable[RunWarning]) -> list[RunWarning]:
+    """Those that differ in the step alone as one: once a parameter is NaN, every step's gradients are."""
+    found: dict[object, RunWarning] = {}
+    for warning in warnings:
+        what = warning if warning.step < 0 else (_STEP.sub("", warning.text), warning.ranks)
+        first = found.setdefault(what, warning)
+        if first is not warning:
+            found[what] = replace(first, again=first.again + 1, last_step=warning.step)
+    return list(found.values())

@@ -9,6 +9,7 @@ from gradwire.cli import main
 from gradwire.flight_recorder import FlightRecorder, RecordKind
 from gradwire.observe.outcome import Outcome, save
 from gradwire.observe.progress import RankProgress
+from gradwire.observe.run_warnings import fold_repeated
 from gradwire.observe.trace import trace_events
 from helpers.made_rings import header
 
@@ -105,3 +106,22 @@ def test_a_damaged_description_is_left_out(ring):
     damaged = [{"text": "no step"}, {"text": "x", "step": "y", "time": 1}, {"text": "whole", "step": 2, "time": 5}]
     one = replace(ring(0), descriptions={"warning": damaged})
     assert [warning.text for warning in observe.read_warnings([one])] == ["whole"]
+
+
+def test_those_that_differ_in_the_step_alone_are_folded(ring, record):
+    steps = [record(K.WARNING, 100 + step, label=f"in step {step}: NaN", step=step) for step in (3, 4, 5, 9)]
+    others = [record(K.WARNING, 104, label="in step 4: infinite", step=4), record(K.WARNING, 300, label="slow")]
+    others.append(record(K.WARNING, 301, label="slow"))
+    merged = observe.read_warnings([ring(0, *steps, *others), ring(1, *steps[:1])])
+    assert [str(one) for one in fold_repeated(merged)] == [
+        "in step 3: NaN (step 3, recorded by ranks 0, 1)",
+        "in step 4: NaN (step 4, and 2 times more, up to step 9, recorded by rank 0)",
+        "in step 4: infinite (step 4, recorded by rank 0)",
+        "slow (recorded by rank 0)",
+    ]
+    assert fold_repeated(merged[1:3])[0].repeats == ""
+
+
+def test_a_warning_that_came_twice(ring, record):
+    merged = observe.read_warnings([ring(0, *[record(K.WARNING, s, label=f"step {s}: NaN", step=s) for s in (3, 7)])])
+    assert [str(one) for one in fold_repeated(merged)] == ["step 3: NaN (step 3, and in step 7, recorded by rank 0)"]

@@ -14,7 +14,7 @@ from gradwire.observe.hangs import Cause
 from gradwire.observe.outcome import Outcome
 from gradwire.observe.report.report_model import RunReport
 from gradwire.observe.ring import Record
-from gradwire.observe.run_warnings import merge_warnings
+from gradwire.observe.run_warnings import fold_repeated, merge_warnings
 from gradwire.observe.steps import Phase
 from gradwire.observe.stragglers import of_same_steps
 from gradwire.observe.units import duration
@@ -207,10 +207,12 @@ def _advice(status: int) -> str:
 def _warnings(report: RunReport) -> Iterator[Finding]:
     merged = merge_warnings((rank.rank, rank.header, rank.warnings) for rank in report.ranks)
     raised = tuple(record.label.partition(": ")[2] for rank in report.ranks for record in rank.failures)
-    merged = [warning for warning in merged if warning.text not in raised]  # what has raised is shown already
+    merged = fold_repeated(
+        warning for warning in merged if warning.text not in raised
+    )  # what has raised is shown already
     for warning in merged[-_MOST_OF_A_KIND:]:
-        step = f" in step {warning.step}" if warning.step >= 0 else ""
-        yield Finding("warning", warning.text, f"Recorded by {ranks_text(warning.ranks)}{step}.")
+        step = f"in step {warning.step} {warning.repeats}".rstrip() if warning.step >= 0 else ""
+        yield Finding("warning", warning.text, f"Recorded by {ranks_text(warning.ranks)}{step and ' ' + step}.")
     if len(merged) > _MOST_OF_A_KIND:
         yield Finding("note", f"{len(merged) - _MOST_OF_A_KIND} earlier warnings are not shown.")
 
