@@ -101,7 +101,7 @@ def _bar(rank: RankStatus, longest: float) -> Text:
 def _summary(status: RunStatus) -> Text:
     if status.begun < len(status.ranks) and not status.seconds:
         return Text(f"{status.begun} of {len(status.ranks)} ranks recorded so far", style="bold")
-    if not status.seconds:
+    if not status.seconds or status.is_idle:
         return Text(without_figures(status), style="bold")
     parts = [f"step {status.step}", f"{status.steps_per_second:.3g} steps/s"]
     if status.samples_per_second:
@@ -111,8 +111,8 @@ def _summary(status: RunStatus) -> Text:
     )
     if status.slowest is not None:
         parts.append(f"slowest rank {status.slowest.rank}")
-    if status.idle > max(5.0, 3 * status.seconds):
-        parts.append(f"no step for {status.idle:.0f} s")
+    if status.is_over:
+        parts.append("ended")
     return Text(" · ".join(parts), style="bold")
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gradwire.observe.hangs import find_waiting
 from gradwire.observe.progress import RankProgress
 from gradwire.observe.run_follower import RunFollower
 from gradwire.observe.run_status import RankFacts, RunStatus, run_status, stats_line
@@ -98,7 +99,10 @@ class RunMonitor:
         }
         size = max([self._size, *(int(rank.header["size"]) for rank in local)])
         slow = frozenset(one.rank for one in self.stragglers.current)
-        return run_status(facts, size=size, now=now, since=since, slow=slow, warning=self._last_warning())
+        waiting = find_waiting(local, now, deadline=_LONG_WAIT)
+        missing = () if waiting is None else waiting.missing
+        warning = self._last_warning()
+        return run_status(facts, size=size, now=now, since=since, slow=slow, missing=missing, warning=warning)
 
     def _last_warning(self) -> str:
         recorded = merge_warnings((rank.rank, rank.header, rank.warnings) for rank in self.run.ranks.values())

@@ -13,10 +13,13 @@ from gradwire.observe.step_times import StepTimes
 from gradwire.observe.steps import Phase
 from gradwire.observe.stragglers import median_without
 from gradwire.observe.units import milliseconds
+from gradwire.observe.units import ranks as ranks_text
 from gradwire.observe.units import size as size_text
 
 _STEPS = 20
 """Figures are means over so many steps, unless an interval is given."""
+_IDLE = 5.0
+"""Seconds without a step."""
 _NOTICEABLE = 0.01
 """Share of a step."""
 
@@ -66,10 +69,23 @@ class RunStatus:
     """0: the script does not call `observe.samples`."""
     idle: float = 0.0
     """Seconds since any rank has finished a step."""
+    missing: tuple[int, ...] = ()
+    """Ranks that others have waited for, for long, in a collective."""
     slowest: RankStatus | None = None
     """The rank that is last in most steps, if one is, by a noticeable time."""
     warning: str = ""
     """The last one."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is under way, but there was no step for so long that figures of the last ones say nothing."""
+        under_way = any(rank.condition is Condition.RUNS for rank in self.ranks)
+        return under_way and self.idle > max(_IDLE, 3 * self.seconds)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all ranks have ended."""
+        return bool(self.ranks) and all(rank.condition is Condition.ENDED for rank in self.ranks)
 
     @property
     def steps_per_second(self) -> float:
@@ -99,11 +115,13 @@ def run_status(
     now: int,
     since: int | None = None,
     slow: frozenset[int] = frozenset(),
+    missing: tuple[int, ...] = (),
     warning: str = "",
 ) -> RunStatus:
     """The status of a run of `size` ranks at `now`, from the steps that ended after `since`, or from the last 20.
 
-    Times are in nanoseconds on the clock of the ranks. `slow` are the stragglers, `warning` the last warning.
+    Times are in nanoseconds on the clock of the ranks. `slow` are the stragglers, `missing` those that others wait for,
+    `warning` the last warning.
     """
     chosen = {rank: _chosen(one.steps, since) for rank, one in facts.items()}
     late, last = _lateness(chosen)
@@ -123,6 +141,7 @@ def run_status(
         samples_per_second=sum(map(_samples_per_second, chosen.values())),
         idle=(now - max(ends)) / 1e9 if ends else 0.0,
         slowest=None if last is None or ranks[last].late < _NOTICEABLE * ranks[last].seconds else ranks[last],
+        missing=missing,
         warning=warning,
     )
 
@@ -211,8 +230,13 @@ def stats_line(status: RunStatus) -> str:
 def without_figures(status: RunStatus) -> str:
     """Where a run is of which no step was timed lately. Of ranks that share a ring, steps are known and their times are not."""
     if status.idle:
-        return f"step {status.step}, no step for {status.idle:.0f} s"
+        return f"step {status.step}, no step for {status.idle:.0f} s{waits_for(status)}"
     return f"step {status.step}, without step times" if status.step > 0 else "no step yet"
+
+
+def waits_for(status: RunStatus) -> str:
+    """Which ranks the others wait for, to be added to a line; empty if that is not known."""
+    return f", waiting for {ranks_text(status.missing)}" if status.missing else ""
 
 
 def _last_warning(status: RunStatus) -> str:

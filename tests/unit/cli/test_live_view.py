@@ -31,6 +31,8 @@ STATES = {
     "eight": run(EIGHT, slowest=SLOW, warning=WARNING),
     "many": run(MANY, slowest=SLOW, warning=WARNING, idle=40.0),
     "dead": run([*EIGHT[:5], rank(5, condition=Condition.ENDED), RankStatus(6), RankStatus(7, Condition.STARTING)]),
+    "hangs": run([*MANY[:39], rank(39, doing="data")], idle=40.0, missing=(39,)),
+    "over": run([rank(number, condition=Condition.ENDED) for number in range(2)], idle=3600.0),
     "none": RunStatus(tuple(RankStatus(number) for number in range(2))),
     "no step": RunStatus((RankStatus(0, Condition.STARTING),)),
 }
@@ -62,6 +64,15 @@ def test_ranks_that_do_not_train():
     assert re.search(r"^   7 +no step yet *$", text, re.M)
     assert "0 of 2 ranks recorded so far" in render(STATES["none"], 79, 24, color=False)
     assert "no step for 40 s" in render(STATES["many"], 79, 24, color=False)
+    hangs = render(STATES["hangs"], 79, 24, color=False)
+    assert "step 41234, no step for 40 s, waiting for rank 39\n" in hangs
+    assert "steps/s" not in hangs  # those of its last steps
+    over = render(STATES["over"], 79, 24, color=False).split("\n")
+    assert [line.strip() for line in over[-3:]] == [
+        "step 41234 · 4.19 steps/s · 1,074 samples/s · 238 ms: compute 181, exposed 57.4",
+        "· ended",
+        "",
+    ]
 
 
 def test_of_many_ranks_the_interesting_ones_are_shown():

@@ -7,13 +7,18 @@ import time
 
 import pytest
 
+from gradwire.flight_recorder import RecordKind as K
+from gradwire.host import clock_identity
 from gradwire.observe import monitor as monitor_module
 from gradwire.observe.monitor import RunMonitor
+from gradwire.observe.progress import RankProgress
 from gradwire.observe.run_follower import RunFollower
 from gradwire.observe.run_status import Condition
 from gradwire.observe.steps import Phase
+from helpers.made_rings import header
 from helpers.made_steps import made_steps, write_rings
 
+WAITED = K.COLLECTIVE_WAITED
 SLOW = {(1, Phase.DATA): 1.0}
 
 
@@ -81,6 +86,20 @@ def test_a_run_that_is_over(tmp_path, watched):
     monitor = watched()
     monitor.check()
     assert {rank.condition for rank in monitor.status().ranks} == {Condition.ENDED}
+
+
+def test_the_rank_that_others_wait_for(tmp_path, watched, record):
+    group = {"op": "all_reduce", "group": "world", "seq": 9, "ordinal": 9}
+    monitor = watched()
+    for number in range(4):
+        rank = monitor.run.ranks[number] = RankProgress(number, {**header(number, 4), "clock": clock_identity()})
+        rank.update([record(K.GROUP, 0, group="world", rank=number, nbytes=4)])
+        if number != 2:
+            began = time.monotonic_ns() - 3 * 10**9
+            rank.update([record(kind, began, rank=number, **group) for kind in (K.COLLECTIVE_SUBMITTED, WAITED)])
+    status = monitor.status()
+    assert status.missing == (2,)
+    assert [rank.doing for rank in status.ranks] == ["3 s in all_reduce"] * 2 + ["", "3 s in all_reduce"]
 
 
 def test_what_others_have_found_is_the_last_warning(watched):
