@@ -71,15 +71,15 @@ WORLD: Final = WorldGroup()
 """See Note [One world in a process]."""
 
 
-def default_process_group() -> Any:
-    """The process group of `gw.init()` or of `dist.init_process_group`."""
+def default_process_group(*, instead: str = "DistributedDataParallel(model, process_group=group)") -> Any:
+    """The process group of `gw.init()` or of `dist.init_process_group`. Without one, the error says what to write `instead`."""
     world = WORLD.get()
     if world is not None:
         return as_process_group(world)
     if not dist.is_initialized():
         raise NoDefaultGroup(
             "Default process group has not been initialized, please make sure to call init_process_group, or gw.init(). "
-            "Or pass your own group: DistributedDataParallel(model, process_group=group)."
+            f"Or pass your own group: {instead}."
         )
     return c10d._get_default_group()
 

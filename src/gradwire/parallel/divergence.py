@@ -24,6 +24,7 @@ from gradwire.parallel.broadcast import broadcast_coalesced
 from gradwire.parallel.digest import digest, digests
 from gradwire.parallel.trainable import check_module, refuse_dtensors
 from gradwire.policies import Divergence, check_policies
+from gradwire.reducer.attached_optimizers import check_optimizer
 from gradwire.user_warnings import warn_user
 
 _SHOWN = 3
@@ -80,6 +81,13 @@ class DivergenceCheck:
         if unknown or isinstance(buffers, str):
             raise UsageError(
                 f"DivergenceCheck(buffers={buffers!r}): {', '.join(unknown)}: the model has no such buffer."
+            )
+        if optimizer is not None:
+            check_optimizer(
+                f"DivergenceCheck(optimizer={type(optimizer).__name__})",
+                optimizer,
+                self._module.parameters(),
+                without="Leave it out to compare parameters alone.",
             )
         self.group = _group_of(module, group)
         self.every = every
@@ -230,7 +238,9 @@ def _group_of(module: nn.Module, group: Any) -> Group:
         group = getattr(module, "group", None)
     if isinstance(group, Group):
         return group
-    return from_process_group(default_process_group() if group is None else group)
+    if group is None:
+        group = default_process_group(instead="DivergenceCheck(model, group)")
+    return from_process_group(group)
 
 
 def _may_differ(model: nn.Module) -> bool:

@@ -27,6 +27,11 @@ from gradwire.events import Handle
 from gradwire.optimizer_steps import before_optimizer_steps
 from gradwire.untraced import untraced_call
 
+_CANNOT_REPORT = (
+    "Another object does not report its steps: for a hook with outer steps, call attach_optimizer() without it, and outer_step() "
+    "after every step of it; without such a hook, nothing need be attached."
+)
+
 
 class AttachedOptimizers:
     """The optimizers attached to one model."""
@@ -54,7 +59,8 @@ class AttachedOptimizers:
         """
         ours = {id(p): p for p in parameters}
         for optimizer in optimizers:
-            _check(optimizer, ours)
+            name = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else repr(optimizer)
+            check_optimizer(f"attach_optimizer({name})", optimizer, ours.values(), without=_CANNOT_REPORT)
         self._remove()
         self.attached = True
         self._parameters = ours
@@ -224,16 +230,14 @@ def _can_skip(optimizer: Optimizer) -> bool:
     return supports and of_torch and all(group.get("fused") for group in optimizer.param_groups)
 
 
-def _check(optimizer: Any, parameters: dict[int, Tensor]) -> None:
+def check_optimizer(call: str, optimizer: Any, parameters: Iterable[Tensor], *, without: str) -> None:
+    """Refuse what is not an optimizer of some of these parameters. `without` says what can be done without one."""
     if not isinstance(optimizer, Optimizer):
-        raise UsageTypeError(
-            f"attach_optimizer({optimizer!r}): not a torch.optim.Optimizer, so it cannot report its steps. Call "
-            "attach_optimizer() without it, and outer_step() after every step of it."
-        )
-    if not any(id(p) in parameters for p in _parameters(optimizer)):
+        raise UsageTypeError(f"{call}: not a torch.optim.Optimizer. {without}")
+    ours = {id(p) for p in parameters}
+    if not any(id(p) in ours for p in _parameters(optimizer)):
         raise UsageError(
-            f"attach_optimizer({type(optimizer).__name__}): it moves none of the model's parameters. Attach the optimizer "
-            "that was made of model.parameters()."
+            f"{call}: it moves none of the model's parameters. Pass the optimizer that was made of model.parameters()."
         )
 
 

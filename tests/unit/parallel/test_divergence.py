@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gradwire import DivergenceCheck, observe
 from gradwire.collectives import OpKind
-from gradwire.errors import ReplicasDiverged, UsageError, UsageTypeError
+from gradwire.errors import NoDefaultGroup, ReplicasDiverged, UsageError, UsageTypeError
 from gradwire.groups import Group, Recording, ThreadGroup
 from gradwire.hooks import local_sgd
 from gradwire.parallel import DistributedDataParallel as DDP
@@ -290,5 +290,13 @@ def test_wrong_arguments() -> None:
         DivergenceCheck(net, group, buffers=["running_meen"])
     with pytest.raises(UsageError, match="running_mean"):
         DivergenceCheck(net, group, buffers="running_mean")
+    with pytest.raises(
+        UsageTypeError, match=r"optimizer=Tensor\): not a torch.optim.Optimizer. Leave it out to compare"
+    ):
+        DivergenceCheck(net, group, optimizer=torch.ones(1))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"DivergenceCheck\(optimizer=SGD\): it moves none of the model's parameters"):
+        DivergenceCheck(net, group, optimizer=torch.optim.SGD(nn.Linear(1, 1).parameters()))
+    with pytest.raises(NoDefaultGroup, match=r"Or pass your own group: DivergenceCheck\(model, group\)"):
+        DivergenceCheck(net)
     assert DivergenceCheck(nn.ReLU(), group).check() == []
     group.close()

@@ -360,6 +360,10 @@ def test_what_is_no_optimizer_of_this_model_is_refused() -> None:
     replica = replicate(model, group=group, hook=local_sgd(every=2))
     with pytest.raises(UsageTypeError, match=r"not a torch\.optim\.Optimizer"):
         replica.attach_optimizer(model)  # type: ignore[arg-type]
+    with pytest.raises(
+        UsageTypeError, match=r"attach_optimizer\(None\): .* without such a hook, nothing need be attached"
+    ):
+        replica.attach_optimizer(None)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"attach_optimizer\(SGD\): it moves none of the model's parameters"):
         replica.attach_optimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
     replica.detach()
