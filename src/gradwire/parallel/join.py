@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import EarlyTermination, UsageError
@@ -162,6 +162,10 @@ class _Join(Join):
         self._uneven = uneven
         super().__init__([model], enable, throw, divide_by_initial_world_size=divide)
 
+    def __enter__(self) -> None:
+        """torch leaves the model's configuration as it is at the end, so that all later steps announce themselves to nobody."""
+        self._set_joinable_configs()
+
     def _extract_dist_info(self) -> None:
         """Without `dist`, which knows only its own process groups."""
         (joinable,) = self._joinables
@@ -172,8 +176,12 @@ class _Join(Join):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._enable:
-            self._uneven.exit(error, lambda: super(_Join, self).__exit__(None, None, None))
+        try:
+            if self._enable:
+                self._uneven.exit(error, lambda: super(_Join, self).__exit__(None, None, None))
+        finally:
+            for joinable in self._joinables:
+                joinable._join_config = _JoinConfig.construct_disabled_join_config()
 
     def _get_num_nonjoined_procs(self) -> int:
         return self._uneven.count_training()

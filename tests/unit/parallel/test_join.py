@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gradwire.collectives import ReduceOp, all_gather, all_reduce
 from gradwire.errors import NotPicklable
+from gradwire.events import CollectiveSubmitted
 from gradwire.groups import Group
 from gradwire.hooks import CommHook, Reduced, Reduction, Turn, cast, chain, mean, weighted_mean
 from gradwire.parallel import DistributedDataParallel as DDP
@@ -221,6 +222,40 @@ def test_join_over_a_group_of_threads() -> None:
             3,
         )
         assert all(torch.equal(p, q) for other in results[1:] for p, q in zip(results[0], other, strict=True))
+
+
+def test_steps_after_join_communicate_as_before() -> None:
+    """torch's DDP counts ranks with inputs in every step from the first join() on; and a context may be entered again."""
+
+    def rank_main(group: Group) -> None:
+        ddp = DDP(nn.Linear(2, 1), process_group=group)
+        labels: list[str] = []
+        group.events.listen(lambda event: labels.append(event.label), only=CollectiveSubmitted)
+
+        def train(steps: int) -> None:
+            for _ in range(steps):
+                ddp(torch.ones(1, 2)).sum().backward()
+
+        train(2)  # after the first, buckets are built anew
+        labels.clear()
+        train(1)
+        before = list(labels)
+        context = ddp.join()
+        for _ in range(2):
+            with context:
+                train(2 + group.rank)
+            labels.clear()
+            train(1)
+            assert labels == before
+        with pytest.raises(ZeroDivisionError), ddp.join():
+            train(1)
+            raise ZeroDivisionError
+        ddp.zero_grad()
+        labels.clear()
+        train(1)
+        assert [label for label in labels if label == "uneven inputs"] == []
+
+    run_ranks(rank_main, 2)
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------------
