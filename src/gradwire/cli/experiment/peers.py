@@ -28,6 +28,7 @@ TORCH = "torch"
 OURS = "gradwire"
 VIEWS = ", views"
 CHECKED = " checked"
+AGAIN = ", again"
 WAITING = ", waiting"
 
 Wrapper = Callable[[nn.Module], nn.Module]
@@ -85,14 +86,19 @@ def wrappers(group: Group | None = None) -> Mapping[str, Wrapper]:
 
 
 def checked_wrappers(*, waiting: bool) -> Mapping[str, Wrapper]:
-    """Our wrapper without and with a check for NaN and infinity, on the default process group; if `waiting`, also one to which no
-    optimizer will be attached."""
+    """Our wrapper without and with a check for NaN and infinity, on the default process group, each twice; if `waiting`, also one
+    to which no optimizer will be attached.
+
+    Models that are alike may differ by more than the check takes, depending on where their memory is: so there are two of each,
+    and the one without the check comes first and last.
+    """
+    plain, checked = ("", NonFinite.PASS), (CHECKED, NonFinite.RAISE)
     found: dict[str, Wrapper] = {
-        OURS + views + checked: functools.partial(
+        OURS + views + name + again: functools.partial(
             DistributedDataParallel, gradient_as_bucket_view=bool(views), nonfinite=policy
         )
         for views in ("", VIEWS)
-        for checked, policy in (("", NonFinite.PASS), (CHECKED, NonFinite.RAISE))
+        for (name, policy), again in ((plain, ""), (checked, ""), (checked, AGAIN), (plain, AGAIN))
     }
     if waiting:
         found[OURS + CHECKED + WAITING] = found[OURS + CHECKED]

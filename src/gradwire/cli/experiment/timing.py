@@ -35,6 +35,10 @@ class Series:
         """Half of all rounds are between these two."""
         return _quartiles(self.seconds)
 
+    def averaged_with(self, other: Series) -> Series:
+        """The mean of both in every round, under this name."""
+        return Series(self.name, tuple(map(statistics.fmean, zip(self.seconds, other.seconds, strict=True))))
+
     def as_json(self, unit: str, scale: float) -> dict[str, Any]:
         """Plain data, with every round, in `unit`, of which a second has `scale`."""
         return {

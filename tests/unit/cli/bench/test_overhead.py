@@ -89,7 +89,9 @@ def test_what_a_check_for_nan_adds(capsys):
         cells = " ".join(line.split("│")[1] for line in out.splitlines() if line.startswith("│"))
         assert re.search(name, cells), name
     assert max(map(len, out.splitlines())) <= 80
-    assert re.search(r"With bucket views, the check adds -?[\d.]+ % to a step", " ".join(out.split()))
+    words = " ".join(out.split())
+    assert re.search(r"With bucket views, the check adds -?[\d.]+ % to a step", words)
+    assert len(re.findall(r"Two such models without it differ by [\d.]+ %, two with it by [\d.]+ %\.", words)) == 2
     assert re.search(r"The sums alone, .* take [\d.]+ % of a step", " ".join(out.split()))
 
 

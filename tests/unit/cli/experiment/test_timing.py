@@ -85,6 +85,12 @@ def test_medians_and_quartiles():
     assert Series("a", (7.0,)).quartiles == (7.0, 7.0)
 
 
+def test_the_mean_of_two_series():
+    assert Series("a", (1.0, 3.0)).averaged_with(Series("b", (3.0, 3.0))) == Series("a", (2.0, 3.0))
+    with pytest.raises(ValueError, match="shorter"):
+        Series("a", (1.0, 3.0)).averaged_with(Series("b", (3.0,)))
+
+
 def test_a_ratio_by_rounds_does_not_mind_a_busy_half_of_the_run():
     bare = Series("bare", (10.0, 10.0, 30.0, 30.0, 30.0))
     peer = Series("peer", (14.0, 14.0, 42.0, 42.0, 42.0))
