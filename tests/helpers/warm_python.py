@@ -8,6 +8,7 @@ it does not have is an interpreter that was started for it; tests of that start 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -141,6 +142,16 @@ class WarmProcess:
         return self._status.fileno()
 
 
+def _output(name: str) -> int:
+    """A file in memory for the output of a process and its children, which may write at the same time.
+
+    Of such a file the kernel does not guard the position that they share: one would overwrite what another writes.
+    """
+    fd = os.memfd_create(name)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
+    return fd
+
+
 class WarmPython:
     """The server, started when first needed."""
 
@@ -167,7 +178,7 @@ class WarmPython:
         )  # its id and its status are two messages
         request = {"code": code, "path": path, "args": args, "env": {**os.environ, **(env or {})}, "cwd": os.getcwd()}
         text = json.dumps(request).encode()
-        outputs = [os.memfd_create(name) for name in ("stdout", "stderr")] if capture else []
+        outputs = [_output(name) for name in ("stdout", "stderr")] if capture else []
         with open(os.devnull) as nothing, theirs:
             passed = fds or (nothing.fileno(), *(outputs or (1, 2)))
             control = self._running()

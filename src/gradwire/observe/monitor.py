@@ -100,9 +100,8 @@ class RunMonitor:
         size = max([self._size, *(int(rank.header["size"]) for rank in local)])
         slow = frozenset(one.rank for one in self.stragglers.current)
         waiting = find_waiting(local, now, deadline=_LONG_WAIT)
-        missing = () if waiting is None else waiting.missing
-        warning = self._last_warning()
-        return run_status(facts, size=size, now=now, since=since, slow=slow, missing=missing, warning=warning)
+        status = run_status(facts, size=size, now=now, since=since, slow=slow, warning=self._last_warning())
+        return status if waiting is None else replace(status, missing=waiting.missing)
 
     def _last_warning(self) -> str:
         recorded = merge_warnings((rank.rank, rank.header, rank.warnings) for rank in self.run.ranks.values())

@@ -115,13 +115,11 @@ def run_status(
     now: int,
     since: int | None = None,
     slow: frozenset[int] = frozenset(),
-    missing: tuple[int, ...] = (),
     warning: str = "",
 ) -> RunStatus:
     """The status of a run of `size` ranks at `now`, from the steps that ended after `since`, or from the last 20.
 
-    Times are in nanoseconds on the clock of the ranks. `slow` are the stragglers, `missing` those that others wait for,
-    `warning` the last warning.
+    Times are in nanoseconds on the clock of the ranks. `slow` are the stragglers, `warning` the last warning.
     """
     chosen = {rank: _chosen(one.steps, since) for rank, one in facts.items()}
     late, last = _lateness(chosen)
@@ -141,7 +139,6 @@ def run_status(
         samples_per_second=sum(map(_samples_per_second, chosen.values())),
         idle=(now - max(ends)) / 1e9 if ends else 0.0,
         slowest=None if last is None or ranks[last].late < _NOTICEABLE * ranks[last].seconds else ranks[last],
-        missing=missing,
         warning=warning,
     )
 

@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import sys
+import time
 import tracemalloc
 
 import pytest
@@ -221,7 +222,12 @@ def test_collectives_have_the_same_ordinals_on_all_ranks(tmp_path, kind):
             elif group.rank == 1:
                 group.recv(torch.ones(1), 0, tag=1)
             group.all_reduce(torch.ones(3), label="second")
+            (tmp_path / f"second-{group.rank}").touch()
             if group.rank == 0:
+                while (
+                    len(list(tmp_path.glob("second-*"))) < group.size
+                ):  # an abort fails what others have yet to wait for
+                    time.sleep(0.01)
                 group.abort("on purpose")
             with pytest.raises(GroupAborted):
                 group.all_reduce(torch.ones(1), label="lost")
