@@ -4,45 +4,42 @@ Note [One hook for all]
 torch iterates over the dictionary of its global hooks while it calls them, so a hook that is registered or removed meanwhile, by
 another thread, makes a step raise "OrderedDict mutated during iteration". Ranks that are threads of one process do that: one
 begins a step while another's optimizer is in one. So one hook of each kind is registered with torch, by the first who needs it,
-and stays; who comes and goes is in our own dictionaries, which are copied before hooks are called.
+and stays; those who come and go are our own callbacks, of which a snapshot is called.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gradwire.events import Handle
+from gradwire.events import Callbacks, Handle
 from gradwire.untraced import untraced_call
 
-Hook = Callable[..., object]
-"""Called with the optimizer, and the arguments of its step as a tuple and a dictionary. What it returns is ignored."""
+Arguments = tuple[Any, dict[str, Any]]
+"""Those of a step: the optimizer and the other positional ones as a tuple, and those with names."""
+Before = Callable[[Any, Any, dict[str, Any]], Arguments | None]
+After = Callable[[Any, Any, dict[str, Any]], object]
 
-_before: dict[object, Hook] = {}
-_after: dict[object, Hook] = {}
+_before: Callbacks[Before] = Callbacks()
+_after: Callbacks[After] = Callbacks()
 _registering = threading.Lock()
 _registered = False
 
 
-def before_optimizer_steps(hook: Hook) -> Handle:
-    """Call `hook` before each step of any optimizer, outside torch.compile."""
-    return _add(_before, hook)
-
-
-def after_optimizer_steps(hook: Hook) -> Handle:
-    """Call `hook` after each step of any optimizer, outside torch.compile."""
-    return _add(_after, hook)
-
-
-def _add(hooks: dict[object, Hook], hook: Hook) -> Handle:
+def before_optimizer_steps(hook: Before) -> Handle:
+    """Call `hook(optimizer, args, kwargs)` before each step of any optimizer, outside torch.compile. It may return other
+    arguments."""
     _register()
-    key = object()
-    hooks[key] = hook
-    return Handle(functools.partial(hooks.__delitem__, key))
+    return _before.add(hook)
+
+
+def after_optimizer_steps(hook: After) -> Handle:
+    """Call `hook(optimizer, args, kwargs)` after each step of any optimizer, outside torch.compile."""
+    _register()
+    return _after.add(hook)
 
 
 def _register() -> None:
@@ -56,12 +53,14 @@ def _register() -> None:
 
 
 @untraced_call
-def _call_before(optimizer: Any, args: Any, kwargs: Any) -> None:
-    for hook in tuple(_before.values()):
-        hook(optimizer, args, kwargs)
+def _call_before(optimizer: Any, args: Any, kwargs: dict[str, Any]) -> Arguments | None:
+    given = changed = args, kwargs
+    for hook in _before:
+        changed = hook(optimizer, *changed) or changed
+    return None if changed is given else changed
 
 
 @untraced_call
-def _call_after(optimizer: Any, args: Any, kwargs: Any) -> None:
-    for hook in tuple(_after.values()):
+def _call_after(optimizer: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    for hook in _after:
         hook(optimizer, args, kwargs)

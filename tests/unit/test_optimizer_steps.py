@@ -22,12 +22,8 @@ def optimizer() -> torch.optim.Optimizer:
 def test_hooks_are_called_in_order_with_the_optimizer_and_the_arguments() -> None:
     one, calls = optimizer(), []
 
-    def before(*args: Any) -> tuple[Any, Any]:
-        calls.append(("before", *args))
-        return ((), {})  # torch's own hooks may replace the arguments; these may not
-
     with (
-        before_optimizer_steps(before),
+        before_optimizer_steps(lambda *args: calls.append(("before", *args))),
         before_optimizer_steps(lambda *args: calls.append(("second", *args))),
         after_optimizer_steps(lambda *args: calls.append(("after", *args))),
     ):
@@ -36,6 +32,21 @@ def test_hooks_are_called_in_order_with_the_optimizer_and_the_arguments() -> Non
     assert calls == expected
     one.step()
     assert calls == expected
+
+
+def test_hooks_may_replace_the_arguments_one_after_the_other() -> None:
+    one, calls = optimizer(), []
+
+    def wrap(name: str) -> Any:
+        def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
+            inner = kwargs["closure"]
+            return args, {"closure": lambda: (calls.append(name), inner())[1]}
+
+        return before
+
+    with before_optimizer_steps(wrap("inner")), before_optimizer_steps(wrap("outer")):
+        assert one.step(closure=lambda: calls.append("closure") or 3.0) == 3.0
+    assert calls == ["outer", "inner", "closure"]
 
 
 def test_a_hook_may_remove_itself_and_others() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from gradwire.launch.first_failure import final_output, shortened, summary
+from gradwire.launch.first_failure import final_output, raised, shortened, summary
 from gradwire.launch.screen import RankStream, Screen
 from gradwire.launch.shutdown import Shutdown
 from gradwire.observe.outcome import Outcome, RankOutcome
@@ -23,7 +24,10 @@ def outcome(shutdown: Shutdown, now: float) -> Outcome:
         text,
         None if first is None else first.rank,
         None if stopped_by is None or not shutdown.exit_code else stopped_by.name,
-        tuple(RankOutcome(ending.rank, ending.status, ending.stopped) for ending in shutdown.endings),
+        tuple(
+            RankOutcome(ending.rank, ending.status, ending.stopped, raised(ending.words)) for ending in shutdown.endings
+        ),
+        time.time(),
     )
 
 

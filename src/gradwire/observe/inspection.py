@@ -47,7 +47,8 @@ def inspection(directory: Path, *, whole: bool) -> list[str]:
                 "",
                 f"While it ran, a hang was reported, and saved in {reports[-1]}: see gradwire report {directory}",
             ]
-        if ranks.is_over and (outcome := load(directory)) is not None and outcome.text:
+        started = max(int(rank.header["started_wall"]) for rank in ranks.ranks.values()) / 1e9
+        if ranks.is_over and (outcome := load(directory, started=started)) is not None and outcome.text:
             lines += ["", f"The run has ended: {outcome.text}"]
         return lines
     finally:

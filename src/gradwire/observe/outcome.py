@@ -20,6 +20,8 @@ class RankOutcome:
     """Its exit code, or the negative number of the signal that killed it."""
     stopped: bool
     """Whether the launcher had told it to end."""
+    raised: str | None = None
+    """The name of the exception at the end of its output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class Outcome:
     signal: str | None
     """The name of the signal that ended the run, if no rank had failed before."""
     ranks: tuple[RankOutcome, ...]
+    time: float = 0.0
+    """When it ended, in seconds since 1970."""
 
     def of(self, rank: int) -> RankOutcome | None:
         """How this rank has ended, if it has."""
@@ -45,17 +49,25 @@ def save(directory: Path, outcome: Outcome) -> None:
         (directory / FILE).write_text(json.dumps(dataclasses.asdict(outcome)))
 
 
-def load(directory: Path) -> Outcome | None:
-    """What was saved, if it can be read: a launcher that was killed has saved nothing, and others never do."""
+def load(directory: Path, *, started: float = 0.0) -> Outcome | None:
+    """What was saved, if it can be read: a launcher that was killed has saved nothing, and others never do.
+
+    Nothing if ranks have `started` to record since, in seconds since 1970: then it is that of an earlier run.
+    """
     try:
         saved = json.loads((directory / FILE).read_text())
-        ranks = tuple(RankOutcome(int(one["rank"]), int(one["status"]), bool(one["stopped"])) for one in saved["ranks"])
-        failed, signal = saved["failed"], saved["signal"]
-        return Outcome(
-            str(saved["text"]),
-            None if failed is None else int(failed),
-            None if signal is None else str(signal),
-            ranks,
+        ranks = tuple(
+            RankOutcome(int(one["rank"]), int(one["status"]), bool(one["stopped"]), _text(one["raised"]))
+            for one in saved["ranks"]
         )
-    except (OSError, ValueError, KeyError, TypeError):
+        failed, time = saved["failed"], float(saved["time"])
+        outcome = Outcome(
+            str(saved["text"]), None if failed is None else int(failed), _text(saved["signal"]), ranks, time
+        )
+    except (OSError, ArithmeticError, LookupError, TypeError, ValueError):
         return None
+    return outcome if time >= started else None
+
+
+def _text(saved: object) -> str | None:
+    return None if saved is None else str(saved)

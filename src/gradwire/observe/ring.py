@@ -24,6 +24,7 @@ from gradwire.flight_recorder import (
     unpack_message,
 )
 from gradwire.host import ProcessState, clock_identity, process_state
+from gradwire.observe.outcome import load
 from gradwire.observe.ring_checks import checked_header, is_good_description, is_possible, real_capacity
 
 _UNKNOWN = "?"
@@ -339,6 +340,13 @@ def load_rings(directory: Path) -> tuple[list[Ring], dict[str, str]]:
 def nothing_recorded(directory: str | os.PathLike[str], *reasons: str) -> UsageError:
     """The error of a command that is given a directory without records; `reasons` are those of files that cannot be read."""
     why = "".join(f" {reason}" for reason in reasons)
+    outcome = load(Path(directory))
+    if outcome is not None:
+        how = f": {outcome.text}" if outcome.text else ""
+        return UsageError(
+            f"{directory}: no rank of this run was recorded.{why} It has ended{how}. Ranks are recorded from gw.init() on, or, with "
+            "`gradwire run --observe`, from their start."
+        )
     return UsageError(
         f"{directory}: no flight recorder has written here.{why} Name the directory of a run: `gradwire run --run-dir DIR` makes "
         "one, as does gradwire.observe.start(DIR)."

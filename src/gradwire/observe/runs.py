@@ -78,9 +78,10 @@ def start_time(run: Path) -> str:
 
 def clear_run(run: Path) -> None:
     """Remove what an earlier run has recorded in `run`, which would be taken for ranks of the next one; unless it still runs."""
+    (run / FILE).unlink(missing_ok=True)  # in any case, as the next run has yet to end
     if _is_in_use(run):
         return
-    for kind in ("rank-*.ring", "rank-*.names", "rank-*.stacks", "rank-*.awaited", "hang-*.json", FILE):
+    for kind in ("rank-*.ring", "rank-*.names", "rank-*.stacks", "rank-*.awaited", "hang-*.json"):
         for path in run.glob(kind):
             path.unlink(missing_ok=True)
 

@@ -3,12 +3,15 @@
 Note [Steps that the device skips]
 torch's fused optimizers take a number on the device, `found_inf`, and change nothing where it is 1: `torch.amp.GradScaler` gives
 them its own. So the host need not know whether a step is to be skipped when it enqueues it. If a GradScaler has set one, the step
-is skipped if either is 1. The number is forgotten when all optimizers have stepped.
+is skipped if either is 1.
 
-If an optimizer steps that cannot skip, the host waits for the number there, and takes the gradients away if it is 1. That is so
-for one that is not attached, but trains our parameters; for one that is not fused any more; and for fused SGD that has yet to
-allocate momentum, which would stay uninitialized. A step that is captured in a CUDA graph is left alone: when it is replayed,
-no hooks run, so the optimizers have not stepped for `can_skip`.
+The number is for the next step of each attached optimizer. Until the next backward of the model, others may use the same
+gradients: an optimizer that steps twice, or one that is not attached but trains our parameters. There the host waits for the
+number, and takes bad gradients away; it looks at them, as they may be of another backward by then. The host also waits for an
+optimizer that is not fused any more, and for fused SGD that has yet to allocate momentum, which would stay uninitialized.
+
+A step that is captured in a CUDA graph is left alone: when it is replayed, no hooks run, so the optimizers have not stepped for
+`can_skip`.
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwire.concurrency import weakly
+from gradwire.collectives.finite import is_finite
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.events import Handle
-from gradwire.optimizer_steps import before_optimizer_steps
+from gradwire.optimizer_steps import Arguments, before_optimizer_steps
 from gradwire.untraced import untraced_call
 
 _CANNOT_REPORT = (
@@ -40,15 +43,18 @@ class AttachedOptimizers:
         self.attached = False
         """Whether the steps of the model's optimizers are reported: by hooks, or by a caller who has promised to."""
         self.skip_if: Tensor | None = None
-        """A number on the device: where it is 1, the next step changes nothing."""
-        self._optimizers: list[tuple[weakref.ref[Optimizer], _Skipping]] = []
+        """A number on the device: where it is 1, the gradients of the last backward are bad."""
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, _Skipping] = weakref.WeakKeyDictionary()
+        self._number = 0
+        """Of the attached optimizers, with those that are gone."""
+        self._stepped: set[int] = set()
+        """Which of them have stepped since `skip_if` was set or `forget_steps` called."""
         self._handles: list[Handle] = []
         self._others: Handle | None = None
-        """Of the hook on optimizers that are not attached, while a step is to be skipped."""
+        """Of the hook on optimizers that are not attached."""
         self._parameters: dict[int, Tensor] = {}
         """By id."""
         self._all_parameters = False
-        self._stepped = False
 
     def attach(
         self, optimizers: Sequence[Optimizer], parameters: Iterable[Tensor], stepped: Callable[[], object]
@@ -61,20 +67,17 @@ class AttachedOptimizers:
         for optimizer in optimizers:
             name = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else repr(optimizer)
             check_optimizer(f"attach_optimizer({name})", optimizer, ours.values(), without=_CANNOT_REPORT)
+        used = self.skip_if is not None and self.all_stepped
         self._remove()
         self.attached = True
         self._parameters = ours
         self._all_parameters = ours.keys() <= {id(p) for optimizer in optimizers for p in _parameters(optimizer)}
-
-        def all_stepped() -> None:
-            self._stepped = True
-            self.skip_none()
-            stepped()
-
-        after = _after_all(len(optimizers), all_stepped)
+        self._number = len(optimizers)
+        self._stepped = set(range(self._number)) if used else set()
+        after = _after_all(len(optimizers), stepped)
         for index, optimizer in enumerate(optimizers):
-            skipping = _Skipping(self, then=after(index))
-            self._optimizers.append((weakref.ref(optimizer), skipping))
+            skipping = _Skipping(self, index, then=after(index))
+            self._optimizers[optimizer] = skipping
             before = optimizer.register_step_pre_hook(skipping.before_step)
             self._handles += [
                 Handle(before.remove),
@@ -86,92 +89,144 @@ class AttachedOptimizers:
 
         Their hooks cannot stay for that step and go then: torch iterates over them, as Note [One hook for all] has it.
         """
-        if self.skip_if is not None and bool(self.skip_if):  # waits for the device
-            _take_gradients(self._parameters.values())
+        self.take_bad(self._parameters.values())
         self.skip_none()
         self._remove()
-
-    def _remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for optimizer, skipping in self._optimizers:
-            if (alive := optimizer()) is not None:
-                _Borrowed.give_back(alive, skipping)
-        self._handles, self._optimizers = [], []
-        self._all_parameters = self._stepped = False
-
-    # -- steps that the device skips -------------------------------------------------------------------------------------
-
-    def can_skip(self) -> bool:
-        """Whether optimizers that train all parameters and take `skip_if` are attached, and have stepped since `forget_steps`."""
-        optimizers = [optimizer() for optimizer, _ in self._optimizers]
-        return self._all_parameters and self._stepped and all(one is not None and _can_skip(one) for one in optimizers)
-
-    def skip_next(self, where: Tensor) -> None:
-        """Have the next step change nothing if this number on the device is 1. Only if `can_skip`."""
-        self.skip_if, self._stepped = where, False
-        if self._others is None:
-            self._others = before_optimizer_steps(weakly(self._before_any_step))
-
-    def skip_none(self) -> None:
-        """The next step is like any other."""
-        self.skip_if = None
         if self._others is not None:
             self._others.remove()
             self._others = None
 
-    def forget_steps(self) -> None:
-        """Other ranks may have made none: `can_skip` is False until the next one."""
-        self._stepped = False
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for optimizer, skipping in list(self._optimizers.items()):
+            _Borrowed.give_back(optimizer, skipping)
+        self._handles, self._optimizers, self._number = [], weakref.WeakKeyDictionary(), 0
+        self._all_parameters = False
+        self._stepped = set()
 
-    def _before_any_step(self, optimizer: Any, *_: Any) -> None:
-        """Of an optimizer that is not attached, but trains our parameters."""
-        if self.skip_if is None or any(attached() is optimizer for attached, _ in self._optimizers):
+    # -- steps that the device skips -------------------------------------------------------------------------------------
+
+    @property
+    def all_stepped(self) -> bool:
+        """Whether every attached optimizer has stepped since `skip_next` or `forget_steps`."""
+        return bool(self._number) and len(self._stepped) == self._number
+
+    @property
+    def gradients_used(self) -> bool:
+        """Whether no optimizer has yet to use the gradients of the last backward, as far as it is known."""
+        return self.skip_if is None or self.all_stepped
+
+    def can_skip(self) -> bool:
+        """Whether optimizers that train all parameters and take a number on the device are attached, and all have stepped since
+        the last one: if not, somebody else may use the gradients."""
+        fused = len(self._optimizers) == self._number and all(map(_can_skip, list(self._optimizers)))
+        return self._all_parameters and fused and self.all_stepped
+
+    def skip_next(self, where: Tensor) -> None:
+        """Have the next step change nothing if this number on the device is 1. Only if `can_skip`."""
+        self.skip_if = where
+        self._stepped.clear()
+        if self._others is None:
+            self._others = _on_all_optimizers(self)
+
+    def skip_none(self) -> None:
+        """The next step is like any other."""
+        self.skip_if = None
+
+    def forget_steps(self) -> None:
+        """Other ranks may have made none: `can_skip` is False until all have stepped again."""
+        self._stepped.clear()
+
+    def take_bad(self, parameters: Iterable[Tensor], *, again: bool = False) -> None:
+        """If the number is 1, take the gradients of these parameters away. Waits for the device.
+
+        Not if they may be of another backward, as all optimizers have stepped, or this one steps `again`, and all are finite.
+        """
+        if self.skip_if is None or not bool(self.skip_if):
             return
+        gradients = (p.grad for p in self._parameters.values() if p.grad is not None)
+        if (again or self.all_stepped) and all(map(is_finite, gradients)):
+            return
+        for p in parameters:
+            p.grad = None
+
+    def before_other(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> Arguments | None:
+        """Before a step of any optimizer: one that is not attached may train our parameters."""
+        if optimizer in self._optimizers:
+            return None
         ours = [p for p in _parameters(optimizer) if id(p) in self._parameters]
-        if ours and bool(self.skip_if):  # waits for the device
-            _take_gradients(ours)
+        return _after_closure(args, kwargs, lambda: self.take_bad(ours)) if ours else None
+
+    def before_attached(self, optimizer: Optimizer, skipping: _Skipping) -> None:
+        """Before the step of an attached optimizer, and after the backward in its closure."""
+        flag = self.skip_if
+        if flag is None:
+            return
+        if flag.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        if skipping.index in self._stepped:
+            self.take_bad(_parameters(optimizer), again=True)
+        elif _can_skip(optimizer) and not _begins(optimizer):
+            _Borrowed.add(optimizer, skipping, flag)
+        else:
+            self.take_bad(_parameters(optimizer))
+
+    def after_attached(self, skipping: _Skipping) -> None:
+        """After its step."""
+        self._stepped.add(skipping.index)
 
 
 class _Skipping:
-    """Has one optimizer skip its step where `skip_if` is 1, and calls `then` after each step."""
+    """The hooks on one attached optimizer. Calls `then` after each step."""
 
-    def __init__(self, attached: AttachedOptimizers, *, then: Callable[[], None]) -> None:
+    def __init__(self, attached: AttachedOptimizers, index: int, *, then: Callable[[], None]) -> None:
         self._attached = attached
+        self.index = index
         self._then = then
 
     @untraced_call
-    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    def before_step(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> Arguments | None:
         """Returns the arguments with another closure, if there is one: its backward is the one that is checked."""
         _Borrowed.give_back(optimizer, self)  # if the last step has raised
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._skip(optimizer)
-            return None
-
-        def with_flag() -> Any:
-            loss = closure()
-            self._skip(optimizer)
-            return loss
-
-        if len(args) > 1:
-            return (args[0], with_flag, *args[2:]), kwargs
-        return args, {**kwargs, "closure": with_flag}
-
-    def _skip(self, optimizer: Any) -> None:
-        ours = self._attached.skip_if
-        if ours is None or (ours.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return
-        if _can_skip(optimizer) and not _begins(optimizer):
-            _Borrowed.add(optimizer, self, ours)
-        elif bool(ours):  # waits for the device
-            _take_gradients(_parameters(optimizer))
+        return _after_closure(args, kwargs, lambda: self._attached.before_attached(optimizer, self))
 
     @untraced_call
     def after_step(self, optimizer: Any, *_: Any) -> None:
         """Give `found_inf` back."""
         _Borrowed.give_back(optimizer, self)
+        self._attached.after_attached(self)
         self._then()
+
+
+def _after_closure(args: Any, kwargs: dict[str, Any], do: Callable[[], None]) -> Arguments | None:
+    """Call `do` now, or, if a step has these arguments with a closure, after it: returns those to step with then."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        do()
+        return None
+
+    def both() -> Any:
+        loss = closure()
+        do()
+        return loss
+
+    return ((args[0], both, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": both})
+
+
+def _on_all_optimizers(attached: AttachedOptimizers) -> Handle:
+    """Register `before_other`, until the object is gone."""
+    ref = weakref.ref(attached)
+
+    def before(optimizer: Any, args: Any, kwargs: dict[str, Any]) -> Arguments | None:
+        alive = ref()
+        if alive is None:
+            handle.remove()
+            return None
+        return alive.before_other(optimizer, args, kwargs)
+
+    handle = before_optimizer_steps(before)
+    return handle
 
 
 class _Borrowed:
@@ -179,38 +234,39 @@ class _Borrowed:
 
     of: ClassVar[weakref.WeakKeyDictionary[Optimizer, _Borrowed]] = weakref.WeakKeyDictionary()
 
-    def __init__(self, before: Tensor | None) -> None:
+    def __init__(self, before: Any) -> None:
         self._before = before
         self._users: set[_Skipping] = set()
+        self._now: Tensor | None = None
 
     @classmethod
     def add(cls, optimizer: Any, user: _Skipping, flag: Tensor) -> None:
         """Have the optimizer skip its step if `flag` is 1, too."""
-        now: Tensor | None = getattr(optimizer, "found_inf", None)
-        cls.of.setdefault(optimizer, cls(now))._users.add(user)
-        # A GradScaler adds up those of several devices, and optimizers compare with 1.
-        optimizer.found_inf = flag if now is None else ((flag + now.to(flag)) > 0).to(flag)
+        now = getattr(optimizer, "found_inf", None)
+        borrowed = cls.of.setdefault(optimizer, cls(now))
+        borrowed._users.add(user)
+        # A GradScaler adds up those of several devices, from the number 0, and optimizers compare with 1.
+        other = now.to(flag) if isinstance(now, Tensor) else now or 0
+        optimizer.found_inf = borrowed._now = flag if now is None else ((flag + other) > 0).to(flag)
 
     @classmethod
     def give_back(cls, optimizer: Any, user: _Skipping) -> None:
-        """`user` has no part any more: the last one restores what was there."""
+        """`user` has no part any more: the last one restores what was there, unless somebody has set another one since."""
         borrowed = cls.of.get(optimizer)
         if borrowed is None or user not in borrowed._users:
             return
         borrowed._users.remove(user)
-        if not borrowed._users:
-            del cls.of[optimizer], optimizer.found_inf
+        if borrowed._users:
+            return
+        del cls.of[optimizer]
+        if getattr(optimizer, "found_inf", None) is borrowed._now:
+            del optimizer.found_inf
             if borrowed._before is not None:
                 optimizer.found_inf = borrowed._before
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
-
-
-def _take_gradients(parameters: Iterable[Tensor]) -> None:
-    for parameter in parameters:
-        parameter.grad = None
 
 
 def _begins(optimizer: Optimizer) -> bool:

@@ -159,7 +159,7 @@ class NonFiniteChecked:
     def _verify(self, step: int) -> None:
         """Exchange what ranks have found, if there may be something, and do what the policy says."""
         late, scan, inner = self._late.take(self._inner), self._scan, self._inner
-        stepped = inner.optimizers.skip_if is None
+        stepped = inner.optimizers.gradients_used
         try:
             inner.optimizers.skip_none()
             if scan is not None:

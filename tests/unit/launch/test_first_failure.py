@@ -71,7 +71,7 @@ def test_the_first_failure_is_the_earliest_that_is_no_consequence(endings, rank)
                 Ending(4, -15, 2.1, stopped=True),
                 Ending(5, 0, 2.1, stopped=True, words=(TRACE, b"ValueError: handled")),
             ],
-            "rank 1 failed first (exit code 1, after 2.0 s); ranks 3, 4, 5 were stopped; ranks 0, 2 failed too",
+            "rank 1 failed first (exit code 1, after 2.0 s); ranks 2, 3, 4, 5 were stopped; rank 0 failed too",
         ),
         *(
             (

@@ -10,9 +10,13 @@ from gradwire.observe.outcome import Outcome, RankOutcome, load, save
 
 OUTCOMES = [
     Outcome("", None, None, ()),
-    Outcome("rank 1 failed", 1, None, (RankOutcome(1, -9, stopped=False), RankOutcome(0, 1, stopped=True))),
+    Outcome("rank 1 failed", 1, None, (RankOutcome(1, -9, stopped=False), RankOutcome(0, 1, stopped=True)), time=7.5),
+    Outcome("rank 0 failed", 0, None, (RankOutcome(0, 1, stopped=False, raised="ValueError"),)),
     Outcome("stopped by SIGINT", None, "SIGINT", (RankOutcome(0, 0, stopped=True),)),
 ]
+
+
+HUGE = json.dumps({"text": "", "failed": None, "signal": None, "ranks": [], "time": 0}).replace("null", "1e999", 1)
 
 
 @pytest.mark.parametrize("outcome", OUTCOMES)
@@ -21,10 +25,12 @@ def test_what_was_saved_is_read(tmp_path, outcome):
     assert load(tmp_path) == outcome
     assert [outcome.of(one.rank) for one in outcome.ranks] == list(outcome.ranks)
     assert outcome.of(7) is None
+    assert load(tmp_path, started=outcome.time) == outcome
+    assert load(tmp_path, started=outcome.time + 1) is None
 
 
 @pytest.mark.parametrize(
-    "text", [None, "", "{", "[]", "{}", "3", json.dumps({"ranks": [{}]}), json.dumps({"ranks": 1})]
+    "text", [None, "", "{", "[]", "{}", "3", json.dumps({"ranks": [{}]}), json.dumps({"ranks": 1}), HUGE]
 )
 def test_what_cannot_be_read_is_no_outcome(tmp_path, text):
     if text is not None:

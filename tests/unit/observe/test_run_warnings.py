@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from gradwire import flight_recorder, observe
 from gradwire.cli import main
 from gradwire.flight_recorder import FlightRecorder, RecordKind
@@ -68,9 +70,25 @@ def test_of_a_run_that_is_over_the_reported_hang_is_mentioned(tmp_path, capsys):
 
 def test_of_a_run_that_is_over_its_launcher_says_how_it_ended(tmp_path, capsys):
     FlightRecorder(tmp_path / "rank-0.ring", header={**header(0, 1), "pid": 2**22 + 1}, capacity=4).close()
-    save(tmp_path, Outcome("rank 0 failed (exit code 1, after 2.0 s)", 0, None, ()))
+    outcome = Outcome(
+        "rank 0 failed (exit code 1, after 2.0 s)", 0, None, (), time=header(0, 1)["started_wall"] / 1e9 + 2
+    )
+    save(tmp_path, outcome)
     assert main(["inspect", str(tmp_path)]) == 0
     assert capsys.readouterr().out.endswith("\nThe run has ended: rank 0 failed (exit code 1, after 2.0 s)\n")
+    save(
+        tmp_path, replace(outcome, time=outcome.time - 3)
+    )  # that of an earlier run, without whose launcher ranks record now
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "has ended" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["report", "--text"], ["inspect"], ["top", "--once"], ["trace"]])
+def test_of_a_run_in_which_nothing_was_recorded_its_end_is_known(tmp_path, capsys, command):
+    save(tmp_path, Outcome("rank 1 failed first (exit code 1, after 2.0 s)", 1, None, ()))
+    assert main([*command, str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "no rank of this run was recorded. It has ended: rank 1 failed first (exit code 1, after 2.0 s)" in said
 
 
 def test_without_a_recorder_a_warning_is_nothing():

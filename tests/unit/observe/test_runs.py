@@ -94,6 +94,8 @@ def test_what_an_earlier_run_has_left_is_removed(tmp_path):
     runs.clear_run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["rank-0.log"]
     with_one_that_runs = FlightRecorder(tmp_path / "rank-1.ring", header=_header(1, 2))
+    (tmp_path / "outcome.json").touch()
     runs.clear_run(tmp_path)
     assert (tmp_path / "rank-1.ring").exists()
+    assert not (tmp_path / "outcome.json").exists()
     with_one_that_runs.close()

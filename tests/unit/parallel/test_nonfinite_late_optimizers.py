@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradwire import optimizer_steps
 from gradwire.errors import NonFiniteGradient
 from gradwire.groups import Group, ThreadGroup
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.policies import NonFinite
+from gradwire.reducer import nonfinite_late
 from gradwire.testing import run_ranks
 from helpers.late_checks import all_finite, attached, emulate_device, fused, step, train_until
 from helpers.poisoned_model import FLAGS, Model, inputs
@@ -369,3 +372,140 @@ def test_an_optimizer_with_a_step_of_its_own_is_waited_for() -> None:
     with pytest.raises(NonFiniteGradient, match="No average was written"):
         step(ddp, 0, 3, math.nan)
     group.close()
+
+
+def others_step(ddp: DDP, a: torch.optim.Optimizer, order: str) -> None:
+    """Whoever steps on the gradients of a bad step."""
+    b = torch.optim.SGD(list(ddp.parameters())[:2], lr=0.1)
+    for one in {"B, A": (b, a), "A, B": (a, b), "A, A": (a, a), "A, B, A": (a, b, a)}[order]:
+        one.step()
+
+
+@pytest.mark.parametrize("order", ["B, A", "A, B", "A, A", "A, B, A"])
+@pytest.mark.filterwarnings("ignore:averaging gradients")
+def test_bad_gradients_are_not_used_by_whoever_steps_next(order: str) -> None:
+    (group,) = ThreadGroup.world(1)
+    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
+    optimizer = attached(ddp, fused(ddp))
+    train_until(ddp, optimizer, bad=3)
+    before = [p.detach().clone() for p in ddp.parameters()]
+    others_step(ddp, optimizer, order)
+    assert all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
+    optimizer.zero_grad()
+    step(ddp.module, 0, 4)  # of no concern to the check: the flag is of other gradients
+    others_step(ddp, optimizer, "A, B")
+    assert not any(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True) if a.numel())
+    assert all_finite(ddp)
+    group.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.filterwarnings("ignore:averaging gradients")
+def test_of_two_optimizers_one_has_begun_earlier(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both skip a bad step, whichever of them is first in a round."""
+    monkeypatch.setattr(nonfinite_late, "on_device", lambda device: late)
+    (group,) = ThreadGroup.world(1)
+    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
+    parameters = list(ddp.parameters())
+    first, second = (torch.optim.AdamW(some, fused=True) for some in (parameters[:2], parameters[2:]))
+    ddp.attach_optimizer(first, second)
+    for number in range(7):
+        ddp.zero_grad()
+        before = [p.detach().clone() for p in ddp.parameters()]
+        step(ddp, 0, number, math.nan if number == 5 else 1.0)
+        if number:
+            first.step()
+        second.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True)) == (number == 5)
+    assert (ddp.reads_late, ddp.skipped_steps) == (late, 1)
+    group.close()
+
+
+@pytest.mark.filterwarnings("ignore:averaging gradients")
+def test_an_optimizer_that_is_not_attached_steps_with_a_closure() -> None:
+    (group,) = ThreadGroup.world(1)
+    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
+    optimizer = attached(ddp, fused(ddp))
+    train_until(ddp, optimizer, bad=3)
+    optimizer.step()
+    other = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in ddp.parameters()]
+
+    def closure() -> float:
+        other.zero_grad()
+        step(ddp, 0, 4, math.nan)
+        return 5.0
+
+    assert other.step(closure) == 5.0
+    assert all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
+    group.close()
+
+
+def test_a_grad_scaler_of_an_optimizer_without_gradients() -> None:
+    """torch gives it the number 0, which is no tensor."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, both: bool) -> Tensor:
+            return self.always(x) + (self.sometimes(x) if both else 0)
+
+    (group,) = ThreadGroup.world(1)
+    ddp = DDP(Two(), process_group=group, nonfinite=NonFinite.SKIP, find_unused_parameters=True)
+    optimizers = [fused(part) for part in (ddp.module.always, ddp.module.sometimes)]
+    ddp.attach_optimizer(*optimizers)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for number in range(6):
+        ddp.zero_grad()
+        scaler.scale(ddp(torch.ones(1, 4), number != 4).sum()).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    assert ddp.reads_late
+    group.close()
+
+
+def test_what_a_grad_scaler_finds_after_a_step_that_has_raised() -> None:
+    (group,) = ThreadGroup.world(1)
+    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
+    extra = nn.Parameter(torch.ones(3))
+    optimizer = attached(ddp, torch.optim.AdamW([*ddp.parameters(), extra], lr=0.05, fused=True))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def refuse(*_: Any) -> None:
+        if number == 3:
+            raise torch.OutOfMemoryError("on purpose")
+
+    optimizer.register_step_pre_hook(refuse)
+    for number in range(6):
+        optimizer.zero_grad()
+        loss = ddp(inputs(0, number)).pow(2).sum() + (extra * (math.inf if number == 4 else 1.0)).sum()
+        scaler.scale(loss).backward()
+        try:
+            scaler.step(optimizer)
+        except torch.OutOfMemoryError:
+            del optimizer.grad_scale  # type: ignore[attr-defined]
+        scaler.update()
+    assert ddp.reads_late
+    assert bool(extra.isfinite().all())
+    assert all_finite(ddp)
+    group.close()
+
+
+def test_models_that_are_gone_leave_no_hook() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    gc.collect()
+    optimizer.step()  # takes out those of other tests
+    before = len(optimizer_steps._before)
+    for _ in range(3):
+        (group,) = ThreadGroup.world(1)
+        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
+        train_until(ddp, attached(ddp, fused(ddp)), bad=3)
+        group.close()
+    assert len(optimizer_steps._before) > before
+    del ddp
+    gc.collect()
+    optimizer.step()
+    assert len(optimizer_steps._before) == before

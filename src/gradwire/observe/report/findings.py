@@ -11,7 +11,7 @@ from typing import Any
 from gradwire.flight_recorder import RecordKind
 from gradwire.host import ProcessState
 from gradwire.observe.hangs import Cause
-from gradwire.observe.outcome import Outcome
+from gradwire.observe.outcome import Outcome, RankOutcome
 from gradwire.observe.report.report_model import RunReport
 from gradwire.observe.ring import Record
 from gradwire.observe.run_warnings import fold_repeated, merge_warnings
@@ -139,8 +139,7 @@ def _endings(report: RunReport) -> Iterator[Finding]:
     yield from _outcome(report.outcome)
     killed = [rank.rank for rank in ranks if not rank.ended and rank.state is ProcessState.GONE]
     if report.outcome is not None:  # which explains the others
-        explained = {one.rank for one in report.outcome.ranks if one.stopped or one.status < 0}
-        killed = [rank for rank in killed if rank not in explained]
+        killed = [rank for rank in killed if report.outcome.of(rank) is None]
     if killed:
         steps = [rank.last_step for rank in ranks if rank.rank in killed and rank.last_step >= 0]
         at = (
@@ -180,12 +179,14 @@ def _outcome(outcome: Outcome | None) -> Iterator[Finding]:
         return
     if outcome.failed is not None:
         first = outcome.of(outcome.failed)
-        yield Finding("error", _capitalized(outcome.text), advice="" if first is None else _advice(first.status))
+        yield Finding("error", _capitalized(outcome.text), advice="" if first is None else _advice(first))
     elif outcome.signal is not None:
         yield Finding(
             "warning",
             f"The run was {outcome.text}",
-            advice="The launcher received it: from Ctrl-C, `kill`, a scheduler at its time limit, or a host that is shut down.",
+            advice="Who reads the output of the launcher had gone, as after `| head`."
+            if outcome.signal == signal.SIGPIPE.name
+            else "The launcher received it: from Ctrl-C, `kill`, a scheduler at its time limit, or a host that is shut down.",
         )
     else:
         yield Finding("error", _capitalized(outcome.text))
@@ -195,13 +196,15 @@ def _capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _advice(status: int) -> str:
-    """What to do about a rank with this exit code, or killed by the signal of this negative number."""
-    if status == -signal.SIGKILL:
+def _advice(first: RankOutcome) -> str:
+    """What to do about the rank that failed first."""
+    if first.status == -signal.SIGKILL:
         return "If nobody killed it: look in the system's log (dmesg) for the OOM killer."
-    if -status in _CRASHES:
+    if -first.status in _CRASHES:
         return "It crashed in compiled code. With PYTHONFAULTHANDLER=1 in its environment, it prints where."
-    return "Look at its traceback in the output of the run."
+    if first.raised is not None:
+        return "Look at its traceback in the output of the run."
+    return "It has left no traceback: look at its last output."
 
 
 def _warnings(report: RunReport) -> Iterator[Finding]:

@@ -20,10 +20,12 @@ def load_report(directory: Path) -> RunReport:
     """The report of the run that was recorded in `directory`, in whatever state its ranks are."""
     good: list[tuple[int, Path]] = []
     damaged: dict[str, str] = {}
+    started = 0.0
     for path in directory.glob("rank-*.ring"):
         try:
             with RingFile(path) as ring:
                 good.append((int(ring.header["rank"]), path))
+                started = max(started, int(ring.header["started_wall"]) / 1e9)
         except (OSError, UsageError) as error:
             damaged[path.name] = f"left out: {error}"
     if not good:
@@ -31,7 +33,13 @@ def load_report(directory: Path) -> RunReport:
     rings: Sequence[Ring] = StoredRings([path for _, path in sorted(good)])
     if len(rings) == 1:
         rings = ranks_apart(list(rings))
-    return build(rings, directory=directory, hangs=_hangs(directory), damaged=damaged, outcome=load_outcome(directory))
+    return build(
+        rings,
+        directory=directory,
+        hangs=_hangs(directory),
+        damaged=damaged,
+        outcome=load_outcome(directory, started=started),
+    )
 
 
 class StoredRings(Sequence[Ring]):

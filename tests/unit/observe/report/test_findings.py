@@ -109,14 +109,30 @@ STOPPED = [RankOutcome(rank, -15, stopped=True) for rank in range(3)]
 
 
 @pytest.mark.parametrize(
-    ("status", "advice"), [(-9, "OOM killer"), (-11, "PYTHONFAULTHANDLER=1"), (-15, "output"), (3, "output")]
+    ("status", "raised", "advice"),
+    [
+        (-9, None, "OOM killer"),
+        (-11, None, "PYTHONFAULTHANDLER=1"),
+        (-15, None, "no traceback: look at its last output"),
+        (3, None, "no traceback: look at its last output"),
+        (1, "ValueError", "traceback in the output"),
+    ],
 )
-def test_what_the_launcher_knows_of_the_first_failure(status, advice):
-    outcome = Outcome("rank 1 failed first", 1, None, (STOPPED[0], RankOutcome(1, status, stopped=False), STOPPED[2]))
-    titles = findings_of_killed_ranks(outcome)
+def test_what_the_launcher_knows_of_the_first_failure(status, raised, advice):
+    first = RankOutcome(1, status, stopped=False, raised=raised)
+    titles = findings_of_killed_ranks(Outcome("rank 1 failed first", 1, None, (STOPPED[0], first, STOPPED[2])))
     assert advice in only(titles, "Rank 1 failed first").advice
-    left = [title for title in titles if "without stopping" in title]
-    assert left == ([] if status < 0 else ["Rank 1 ended in step 2 without stopping the recorder"])
+    assert not any("without stopping" in title for title in titles)  # the launcher knows better
+
+
+def test_ranks_of_which_the_launcher_knows_nothing():
+    titles = findings_of_killed_ranks(Outcome("rank 1 failed first", 1, None, (RankOutcome(1, 3, stopped=False),)))
+    assert only(titles, "Ranks 0, 2 ended in step 2 without stopping the recorder")
+
+
+def test_a_run_whose_output_nobody_read():
+    titles = findings_of_killed_ranks(Outcome("stopped by SIGPIPE after 2.0 s", None, "SIGPIPE", tuple(STOPPED)))
+    assert "| head" in only(titles, "The run was stopped by SIGPIPE").advice
 
 
 def test_a_run_that_was_stopped_from_outside():
