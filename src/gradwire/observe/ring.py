@@ -344,8 +344,8 @@ def nothing_recorded(directory: str | os.PathLike[str], *reasons: str) -> UsageE
     if outcome is not None:
         how = f": {outcome.text}" if outcome.text else ""
         return UsageError(
-            f"{directory}: no rank of this run was recorded.{why} It has ended{how}. Ranks are recorded from gw.init() on, or, with "
-            "`gradwire run --observe`, from their start."
+            f"{directory}: no rank of this run was recorded.{why} It has ended{how}. Ranks are recorded from gw.init() on, or, "
+            "with `gradwire run --observe`, from their start."
         )
     return UsageError(
         f"{directory}: no flight recorder has written here.{why} Name the directory of a run: `gradwire run --run-dir DIR` makes "
