@@ -143,7 +143,7 @@ class AttachedOptimizers:
 
         Not if they may be of another backward, as all optimizers have stepped, or this one steps `again`, and all are finite.
         """
-        if self.skip_if is None or not bool(self.skip_if):
+        if self.skip_if is None or _is_captured(self.skip_if) or not bool(self.skip_if):
             return
         gradients = (p.grad for p in self._parameters.values() if p.grad is not None)
         if (again or self.all_stepped) and all(map(is_finite, gradients)):
@@ -161,9 +161,7 @@ class AttachedOptimizers:
     def before_attached(self, optimizer: Optimizer, skipping: _Skipping) -> None:
         """Before the step of an attached optimizer, and after the backward in its closure."""
         flag = self.skip_if
-        if flag is None:
-            return
-        if flag.is_cuda and torch.cuda.is_current_stream_capturing():
+        if flag is None or _is_captured(flag):
             return
         if skipping.index in self._stepped:
             self.take_bad(_parameters(optimizer), again=True)
@@ -267,6 +265,11 @@ class _Borrowed:
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _is_captured(flag: Tensor) -> bool:
+    """Whether what uses this number now is captured in a CUDA graph."""
+    return flag.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _begins(optimizer: Optimizer) -> bool:
