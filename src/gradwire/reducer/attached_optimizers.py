@@ -1,13 +1,13 @@
 """AttachedOptimizers: calls back after the steps of the optimizers that train a model, and has them skip steps on the device.
 
 Note [Steps that the device skips]
-torch's fused optimizers take a number on the device, `found_inf`, and change nothing where it is 1: `torch.amp.GradScaler` gives
-them its own. So the host need not know whether a step is to be skipped when it enqueues it. If a GradScaler has set one, the step
+torch's fused optimizers take a flag on the device, `found_inf`, and change nothing if it is 1: `torch.amp.GradScaler` gives them
+its own. So the host need not know whether a step is to be skipped when it enqueues it. If a GradScaler has set one, the step
 is skipped if either is 1.
 
-The number is for the next step of each attached optimizer. Until the next backward of the model, others may use the same
+The flag is for the next step of each attached optimizer. Until the next backward of the model, others may use the same
 gradients: an optimizer that steps twice, or one that is not attached but trains our parameters. There the host waits for the
-number, and takes bad gradients away; it looks at them, as they may be of another backward by then. The host also waits for an
+flag, and sets bad gradients to None; it looks at them, because they may come from a later backward. The host also waits for an
 optimizer that is not fused any more, and for fused SGD that has yet to allocate momentum, which would stay uninitialized.
 
 A step that is captured in a CUDA graph is left alone: when it is replayed, no hooks run, so the optimizers have not stepped for
@@ -43,7 +43,7 @@ class AttachedOptimizers:
         self.attached = False
         """Whether the steps of the model's optimizers are reported: by hooks, or by a caller who has promised to."""
         self.skip_if: Tensor | None = None
-        """A number on the device: where it is 1, the gradients of the last backward are bad."""
+        """A flag on the device: if it is 1, the gradients of the last backward are bad."""
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, _Skipping] = weakref.WeakKeyDictionary()
         self._number = 0
         """Of the attached optimizers, with those that are gone."""
@@ -89,8 +89,8 @@ class AttachedOptimizers:
 
         Their hooks cannot stay for that step and go then: torch iterates over them, as Note [One hook for all] has it.
         """
-        self.take_bad(self._parameters.values())
-        self.skip_none()
+        self.drop_bad_gradients(self._parameters.values())
+        self.clear_flag()
         self._remove()
         if self._others is not None:
             self._others.remove()
@@ -118,30 +118,30 @@ class AttachedOptimizers:
         return self.skip_if is None or self.all_stepped
 
     def can_skip(self) -> bool:
-        """Whether optimizers that train all parameters and take a number on the device are attached, and all have stepped since
-        the last one: if not, somebody else may use the gradients."""
+        """Whether optimizers that train all parameters and take a flag on the device are attached, and all have stepped since
+        the last flag: if not, somebody else may use the gradients."""
         fused = len(self._optimizers) == self._number and all(map(_can_skip, list(self._optimizers)))
         return self._all_parameters and fused and self.all_stepped
 
     def skip_next(self, where: Tensor) -> None:
-        """Have the next step change nothing if this number on the device is 1. Only if `can_skip`."""
+        """Have the next step change nothing if this flag on the device is 1. Only if `can_skip`."""
         self.skip_if = where
         self._stepped.clear()
         if self._others is None:
             self._others = _on_all_optimizers(self)
 
-    def skip_none(self) -> None:
-        """The next step is like any other."""
+    def clear_flag(self) -> None:
+        """Have the next step made whatever the last flag was."""
         self.skip_if = None
 
     def forget_steps(self) -> None:
         """Other ranks may have made none: `can_skip` is False until all have stepped again."""
         self._stepped.clear()
 
-    def take_bad(self, parameters: Iterable[Tensor], *, again: bool = False) -> None:
-        """If the number is 1, take the gradients of these parameters away. Waits for the device.
+    def drop_bad_gradients(self, parameters: Iterable[Tensor], *, again: bool = False) -> None:
+        """If the flag is 1, set the gradients of these parameters to None. Waits for the device.
 
-        Not if they may be of another backward, as all optimizers have stepped, or this one steps `again`, and all are finite.
+        Unless they may come from a later backward, as all optimizers have stepped or this one steps `again`, and all are finite.
         """
         if self.skip_if is None or _is_captured(self.skip_if) or not bool(self.skip_if):
             return
@@ -156,7 +156,7 @@ class AttachedOptimizers:
         if optimizer in self._optimizers:
             return None
         ours = [p for p in _parameters(optimizer) if id(p) in self._parameters]
-        return _after_closure(args, kwargs, lambda: self.take_bad(ours)) if ours else None
+        return _after_closure(args, kwargs, lambda: self.drop_bad_gradients(ours)) if ours else None
 
     def before_attached(self, optimizer: Optimizer, skipping: _Skipping) -> None:
         """Before the step of an attached optimizer, and after the backward in its closure."""
@@ -164,11 +164,11 @@ class AttachedOptimizers:
         if flag is None or _is_captured(flag):
             return
         if skipping.index in self._stepped:
-            self.take_bad(_parameters(optimizer), again=True)
+            self.drop_bad_gradients(_parameters(optimizer), again=True)
         elif _can_skip(optimizer) and not _begins(optimizer):
             _Borrowed.add(optimizer, skipping, flag)
         else:
-            self.take_bad(_parameters(optimizer))
+            self.drop_bad_gradients(_parameters(optimizer))
 
     def after_attached(self, skipping: _Skipping) -> None:
         """After its step."""
@@ -268,7 +268,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _is_captured(flag: Tensor) -> bool:
-    """Whether what uses this number now is captured in a CUDA graph."""
+    """Whether this step is being captured in a CUDA graph."""
     return flag.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

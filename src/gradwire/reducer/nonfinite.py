@@ -161,7 +161,7 @@ class NonFiniteChecked:
         late, scan, inner = self._late.take(self._inner), self._scan, self._inner
         stepped = inner.optimizers.gradients_used
         try:
-            inner.optimizers.skip_none()
+            inner.optimizers.clear_flag()
             if scan is not None:
                 self._late.enqueue(scan, inner, self._narrow, step=step)
             if late is not None:
@@ -169,7 +169,7 @@ class NonFiniteChecked:
             report = self._report(step) if scan is None else None
         except BaseException:
             self._late.take(inner)  # the step is dropped, whatever its own result
-            inner.optimizers.skip_none()
+            inner.optimizers.clear_flag()
             raise
         finally:
             self._begin(self._device)  # nothing of the step is kept

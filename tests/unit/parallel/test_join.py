@@ -236,7 +236,7 @@ def test_steps_after_join_communicate_as_before() -> None:
             for _ in range(steps):
                 ddp(torch.ones(1, 2)).sum().backward()
 
-        train(2)  # after the first, buckets are built anew
+        train(2)  # buckets are rebuilt after the first step
         labels.clear()
         train(1)
         before = list(labels)

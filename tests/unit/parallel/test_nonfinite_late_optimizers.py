@@ -374,8 +374,8 @@ def test_an_optimizer_with_a_step_of_its_own_is_waited_for() -> None:
     group.close()
 
 
-def others_step(ddp: DDP, a: torch.optim.Optimizer, order: str) -> None:
-    """Whoever steps on the gradients of a bad step."""
+def step_in_order(ddp: DDP, a: torch.optim.Optimizer, order: str) -> None:
+    """Optimizer steps, in this order, on the same gradients: A is attached, B is not."""
     b = torch.optim.SGD(list(ddp.parameters())[:2], lr=0.1)
     for one in {"B, A": (b, a), "A, B": (a, b), "A, A": (a, a), "A, B, A": (a, b, a)}[order]:
         one.step()
@@ -383,17 +383,17 @@ def others_step(ddp: DDP, a: torch.optim.Optimizer, order: str) -> None:
 
 @pytest.mark.parametrize("order", ["B, A", "A, B", "A, A", "A, B, A"])
 @pytest.mark.filterwarnings("ignore:averaging gradients")
-def test_bad_gradients_are_not_used_by_whoever_steps_next(order: str) -> None:
+def test_no_later_step_uses_bad_gradients(order: str) -> None:
     (group,) = ThreadGroup.world(1)
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
     optimizer = attached(ddp, fused(ddp))
     train_until(ddp, optimizer, bad=3)
     before = [p.detach().clone() for p in ddp.parameters()]
-    others_step(ddp, optimizer, order)
+    step_in_order(ddp, optimizer, order)
     assert all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
     optimizer.zero_grad()
     step(ddp.module, 0, 4)  # of no concern to the check: the flag is of other gradients
-    others_step(ddp, optimizer, "A, B")
+    step_in_order(ddp, optimizer, "A, B")
     assert not any(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True) if a.numel())
     assert all_finite(ddp)
     group.close()
@@ -442,7 +442,7 @@ def test_an_optimizer_that_is_not_attached_steps_with_a_closure() -> None:
 
 
 def test_a_grad_scaler_of_an_optimizer_without_gradients() -> None:
-    """torch gives it the number 0, which is no tensor."""
+    """torch then sets found_inf to the int 0, not to a tensor."""
 
     class Two(nn.Module):
         def __init__(self) -> None:
