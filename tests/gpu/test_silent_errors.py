@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 
 from gradwire import DivergenceCheck
 from gradwire.errors import NonFiniteGradient, Origin
@@ -104,6 +105,34 @@ def test_the_device_skips_bad_steps(nccl: Group, gradients: Gradients, keep: boo
         assert moved == (step not in bad)
     assert all(bool(p.isfinite().all()) for p in model.parameters())
     assert len(reported) == (3 if policy is NonFinite.RAISE else 0)
+    replica.finish_checks()
+    replica.detach()
+
+
+@pytest.mark.parametrize("gradients", Gradients, ids=lambda g: g.value)
+def test_a_healthy_check_runs_where_the_optimizer_does(nccl: Group, gradients: Gradients) -> None:
+    """Kernels that wait on another stream may slow down every launch: see docs/design.md."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6))).cuda()
+    limits = Buckets(limits=(4 * 64 * 64,))
+    replica = replicate(model, group=nccl, nonfinite=NonFinite.RAISE, gradients=gradients, buckets=limits)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    replica.attach_optimizer(optimizer)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 64, device="cuda")).sum().backward()
+        optimizer.step()
+
+    for _ in range(5):
+        step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    launched = [(e.name(), e.device_resource_id()) for e in events if e.device_type() == DeviceType.CUDA]
+    assert [name for name, _ in launched].count("_detect") == 2  # the last bucket, and all others
+    assert len({stream for _, stream in launched}) == 1
     replica.finish_checks()
     replica.detach()
 

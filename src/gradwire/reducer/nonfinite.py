@@ -95,11 +95,10 @@ class NonFiniteChecked:
     def start(self, bucket: GradBucket) -> Pending:
         """Start the reduction of `bucket`, and check its result, and its input where that is needed."""
         self._look_before(bucket)
-        if self._scan is not None and bucket.is_last():
-            self._late.look_early(self._scan, self._started, self._inner)
+        self._reduced.append(bucket.spec)
         pending = self._inner.start(bucket)
-        self._started.append((bucket.spec, pending))
-        return _Looked(pending, self._look_at, bucket.spec)
+        before = self._scan.look_at_averages if self._scan is not None and bucket.is_last() else None
+        return _Looked(pending, self._look_at, bucket.spec, before=before)
 
     def run(self, bucket: GradBucket) -> Tensor:
         """As `start`, to the end, in this thread."""
@@ -143,7 +142,7 @@ class NonFiniteChecked:
         self._averages: list[Look] = []
         self._kept: list[GradBucket] = []
         self._scan = None
-        self._started: list[tuple[BucketSpec, Pending]] = []
+        self._reduced: list[BucketSpec] = []
 
     def _narrow(self, dtype: torch.dtype) -> torch.dtype | None:
         """The dtype in which gradients of `dtype` may overflow before they are reduced."""
@@ -198,7 +197,7 @@ class NonFiniteChecked:
 
     def _bad_elsewhere(self) -> bool:
         """Whether averages of an earlier step, which no optimizer has used, are bad in parameters that this step leaves out."""
-        reduced = {name for spec, _ in self._started for name in spec.names}
+        reduced = {name for spec in self._reduced for name in spec.names}
         rest = [p.grad for name, p in self._inner.named_parameters if name not in reduced]
         return any(grad is not None and not is_finite(grad) for grad in rest)
 
@@ -284,13 +283,22 @@ class Reaction:
 
 
 class _Looked:
-    """A reduction whose result is looked at."""
+    """A reduction whose result is looked at. `before`: what is done before it is waited for."""
 
-    def __init__(self, pending: Pending, look_at: Callable[[BucketSpec, Tensor], None], spec: BucketSpec) -> None:
-        self._pending, self._look_at, self._spec = pending, look_at, spec
+    def __init__(
+        self,
+        pending: Pending,
+        look_at: Callable[[BucketSpec, Tensor], None],
+        spec: BucketSpec,
+        *,
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        self._pending, self._look_at, self._spec, self._before = pending, look_at, spec, before
 
     def wait(self) -> Tensor:
         """The result."""
+        if self._before is not None:
+            self._before()
         result = self._pending.wait()
         self._look_at(self._spec, result)
         return result

@@ -24,9 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gradwire.hooks.bucket import BucketSpec
 from gradwire.policies import NonFinite
-from gradwire.reducer.drive import Pending
 from gradwire.reducer.hook_runner import HookRunner
 from gradwire.reducer.hook_states import HookStates
 from gradwire.reducer.layout import ParameterSpec
@@ -123,17 +121,6 @@ class LateChecks:
             return False
         self._scans = scans
         return True
-
-    def look_early(self, scan: Scan, reductions: Sequence[tuple[BucketSpec, Pending]], runner: HookRunner) -> None:
-        """The last bucket is about to be reduced: look at the averages of the others, while backward may still be at work.
-
-        On the stream of reductions: one more stream would share a hardware queue with another one sooner, and then wait for it.
-        """
-        device = self._specs[0].device
-        if device.type != "cuda":
-            return
-        with torch.cuda.stream(runner.driver.side_stream(device)):
-            scan.look_early([(spec, pending.wait()) for spec, pending in reductions])
 
     def enqueue(
         self, scan: Scan, runner: HookRunner, narrow: Callable[[torch.dtype], torch.dtype | None], *, step: int

@@ -4,12 +4,13 @@ The host enqueues it and reads the result later, when the device is done with it
 optimizer that takes `bad` as its `found_inf` does not step where it is 1.
 
 Note [What the device does]
-A kernel looks at all averages but the last before the last bucket is reduced, on the stream of reductions, and then at the last.
-Another one looks at the gradients that they were made of, which are still in `.grad`, but only if an average is bad: it reads
-that from the device. Gradients that are overwritten by the averages are looked at before the reduction, on its stream. Of each
-parameter, the first NaN, the first infinity and the first element beyond the range of a narrower dtype are stored, which is all
-that a report needs; so gradients may be overwritten or freed before the host reads. In a healthy step nothing is written, and
-nothing has to be reset for the next one.
+A kernel looks at all averages but the last while the last bucket is reduced, and then at the last. It runs on the stream on which
+the optimizer will: that has to wait for the last bucket anyway, and kernels that wait on another stream can make every kernel
+launch of a step slower (see docs/design.md). Another one looks at the gradients that they were made of, which are still in
+`.grad`, but only if an average is bad: it reads that from the device. Gradients that are overwritten by the averages are looked
+at before the reduction, on its stream. Of each parameter, the first NaN, the first infinity and the first element beyond the
+range of a narrower dtype are stored, which is all that a report needs; so gradients may be overwritten or freed before the host
+reads. In a healthy step nothing is written, and nothing has to be reset for the next one.
 """
 
 from __future__ import annotations
@@ -134,8 +135,10 @@ class Scan:
         self._dense: dict[int, tuple[BucketSpec, bool]] = {}
         """Of each bucket, whether parameters fill their memory."""
         self._averages: list[tuple[BucketSpec, Tensor]] = []
-        self._early: list[BucketSpec] = []
-        self._looked_at: list[BucketSpec] = []
+        self._looked_at = 0
+        """How many of them have been looked at."""
+        self._of_averages: list[BucketSpec] = []
+        """Of all that were, once they are not kept any more."""
         self._kept: list[GradBucket] = []
         self._copies: list[Tensor] = []
         """Of gradients that do not fill their memory, until the kernel is enqueued that reads them."""
@@ -156,8 +159,8 @@ class Scan:
             self._found.fill_(NONE)
             self._flags.zero_()
         self.dirty = True
-        self._gradients, self._averages, self._early, self._kept = [], [], [], []
-        self._looked_at = []
+        self._gradients, self._averages, self._kept = [], [], []
+        self._looked_at, self._of_averages = 0, []
         self._strides.clear()
 
     def keep(self, bucket: GradBucket) -> None:
@@ -180,16 +183,17 @@ class Scan:
             result = result.detach().float().contiguous()
         self._averages.append((spec, result))
 
-    def look_early(self, averages: Sequence[tuple[BucketSpec, Tensor]]) -> None:
-        """Look at some averages now. They are added later, like all."""
-        averages = [(spec, result) for spec, result in averages if _can_read(result)]
-        self._detect_in(averages, "early")
-        self._early = [spec for spec, _ in averages]
+    def look_at_averages(self) -> None:
+        """Look at those that were added since the last call."""
+        first, self._looked_at = self._looked_at, len(self._averages)
+        for dtype, (specs, addresses) in _by_dtype(self._averages[first:]).items():
+            parts = functools.partial(self._parts, specs, [])
+            at = self._tensors["averages", bool(first), dtype].at(specs, parts, addresses, dtype)
+            self._detect(at, self.bad, math.inf)
 
     def enqueue(self, narrow: Callable[[torch.dtype], torch.dtype | None]) -> None:
         """Look at all averages, and at gradients if one is bad, and have the result copied to the host."""
-        early = {id(spec) for spec in self._early}
-        self._detect_in([(spec, result) for spec, result in self._averages if id(spec) not in early], "averages")
+        self.look_at_averages()
         averages = _by_dtype(self._averages)
         for dtype in {**averages, **dict.fromkeys(bucket.spec.dtype for bucket in self._kept if bucket.spec.numel)}:
             specs, addresses = averages.get(dtype, ([], []))
@@ -199,16 +203,11 @@ class Scan:
             addresses = addresses + [address for bucket in kept for address in self._addresses(bucket)]
             at = self._tensors["all", dtype].at([*specs, *in_grads], parts, addresses, dtype)
             self._find(at, self.bad, limit(narrow(dtype)))
-        self._looked_at = [spec for spec, _ in self._averages]
+        self._of_averages = [spec for spec, _ in self._averages]
         self._averages, self._kept, self._copies = [], [], []  # memory that may be released
         self._on_host.copy_(self._flags, non_blocking=True)
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self._flags.device))
-
-    def _detect_in(self, averages: Sequence[tuple[BucketSpec, Tensor]], key: str) -> None:
-        for dtype, (specs, addresses) in _by_dtype(averages).items():
-            parts = functools.partial(self._parts, specs, [])
-            self._detect(self._tensors[key, dtype].at(specs, parts, addresses, dtype), self.bad, math.inf)
 
     def _parts(self, averages: list[BucketSpec], kept: list[BucketSpec]) -> list[Part]:
         """The parameters in the averages of some buckets, and in the gradients of some."""
@@ -260,7 +259,7 @@ class Scan:
         """What is not finite in the gradients, in the order of backward, and in the averages."""
         gradients, averages = self._found.tolist()
         of_gradients = [(spec, self._strides.get(id(spec), spec.strides)) for spec in self._gradients]
-        of_averages = [(spec, spec.strides) for spec in self._looked_at]
+        of_averages = [(spec, spec.strides) for spec in self._of_averages]
         return (
             self._named(of_gradients, gradients, (_KINDS[:2], _KINDS[2:])),
             self._named(of_averages, averages, (_KINDS[:2],)),

@@ -291,7 +291,30 @@ def test_a_pending_result_keeps_no_bucket() -> None:
     assert late is not None
     held = [value for holder in (late.scan, runner) for value in vars(holder).values() if isinstance(value, list)]
     assert not any(isinstance(part, Tensor | GradBucket) for value in held for one in value for part in _parts(one))
-    assert not runner._started
+    assert not runner._reduced
+    replica.detach()
+    group.close()
+
+
+def test_averages_are_looked_at_while_the_last_bucket_is_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    scan = nonfinite_scan.Scan
+    add, look, detect = scan.add_average, scan.look_at_averages, scan._detect
+    monkeypatch.setattr(
+        scan, "add_average", lambda self, spec, result: (done.append(spec.index), add(self, spec, result))
+    )
+    monkeypatch.setattr(scan, "look_at_averages", lambda self: (done.append("look"), look(self)))
+    monkeypatch.setattr(
+        scan, "_detect", lambda self, at, *how: (done.append(len(at[1].values)), detect(self, at, *how))
+    )
+    (group,) = ThreadGroup.world(1)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    replica = replicate(model, group=group, nonfinite=NonFinite.RECORD, buckets=Buckets(limits=(4 * 64 * 64,)))
+    for _ in range(5):
+        done.clear()
+        model.zero_grad()
+        model(torch.ones(1, 64)).sum().backward()
+    assert done == [0, 1, 2, "look", 3, 3, "look", 1]
     replica.detach()
     group.close()
 
