@@ -26,9 +26,9 @@ from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
 from gradwire.policies import NonFinite, check_policies
 from gradwire.reducer.hook_runner import HookRunner
-from gradwire.reducer.nonfinite import Reaction, examine
+from gradwire.reducer.nonfinite_reaction import Reaction
 from gradwire.reducer.nonfinite_report import Answer, Report, any_rank, exchange
-from gradwire.reducer.nonfinite_search import Found, Look, Search
+from gradwire.reducer.nonfinite_search import Found, Look, Search, examine
 from gradwire.reducer.reductions import StepRejected, StepSkipped
 
 IN_A_SHARD = (

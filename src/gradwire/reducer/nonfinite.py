@@ -16,38 +16,30 @@ Where the device can act on the result alone, nothing waits at all: see Note [A 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from gradwire import flight_recorder
 from gradwire.collectives.finite import is_finite
 from gradwire.concurrency import weakly
-from gradwire.errors import NonFiniteGradient
-from gradwire.groups.base import Group
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.policies import NonFinite
 from gradwire.reducer.bucket_buffers import ZeroBucket
 from gradwire.reducer.drive import Landed, Pending
 from gradwire.reducer.hook_runner import HookRunner
-from gradwire.reducer.hook_states import HookStates
 from gradwire.reducer.layout import ParameterSpec
-from gradwire.reducer.nonfinite_late import Late, LateChecks, on_stream_of_reductions
+from gradwire.reducer.nonfinite_late import Late, LateChecks
+from gradwire.reducer.nonfinite_now import Looks
+from gradwire.reducer.nonfinite_reaction import Reaction
 from gradwire.reducer.nonfinite_report import Report, any_rank, exchange
 from gradwire.reducer.nonfinite_scan import Scan
-from gradwire.reducer.nonfinite_search import Found, Look, Search
-from gradwire.reducer.reductions import StepRejected, StepSkipped
-from gradwire.user_warnings import warn_user
+from gradwire.reducer.nonfinite_search import Found, Search
+from gradwire.reducer.reductions import StepRejected
 
 _WORTH_ASKING = 4096
 """Elements that are summed in about the time of two calls from Python."""
-
-
-_MANY = (10, 100, 1000, 10000)
-"""Numbers of steps skipped in a row at which a warning is shown again."""
 
 
 class Overwritten(Enum):
@@ -73,9 +65,9 @@ class NonFiniteChecked:
         self._overwritten = overwritten
         self._late = LateChecks(self._specs, policy)
         self._search = Search([spec.name for spec in specs])
-        self._scan: Scan | None = None
-        """What checks this step, if its result is read late."""
         self._check = weakly(self._verify)  # the runner, which this object holds, holds the check
+        self._looks: Looks | Scan
+        """A Scan if the result of this step is read late."""
         self._begin(torch.device("cpu"))
 
     @property
@@ -97,33 +89,27 @@ class NonFiniteChecked:
         self._look_before(bucket)
         self._reduced.append(bucket.spec)
         pending = self._inner.start(bucket)
-        before = self._scan.look_at_averages if self._scan is not None and bucket.is_last() else None
-        return _Looked(pending, self._look_at, bucket.spec, before=before)
+        return _Looked(pending, self._looks, bucket.spec, last=bucket.is_last())
 
     def run(self, bucket: GradBucket) -> Tensor:
         """As `start`, to the end, in this thread."""
         self._look_before(bucket)
-        return _Looked(Landed(self._inner.run(bucket)), self._look_at, bucket.spec).wait()
+        return _Looked(Landed(self._inner.run(bucket)), self._looks, bucket.spec, last=False).wait()
 
     def _look_before(self, bucket: GradBucket) -> None:
         if self._check not in self.checks:  # the first bucket of a step
             self._begin(bucket.spec.device)
-            self._scan = self._late.begin(self._inner) if self._can_be_late(bucket.spec) else None
+            scan = self._late.begin(self._inner) if self._can_be_late(bucket.spec) else None
+            if scan is not None:
+                self._looks = scan
             self._reaction.prepare(self._inner.states)
             self.checks.append(self._check)
         if isinstance(bucket, ZeroBucket):
             return
-        kept, narrow = self._trusted and self._stay_in_grad(bucket), self._narrow(bucket.spec.dtype)
-        if self._scan is not None:
-            if kept:
-                self._scan.keep(bucket)
-            else:
-                with on_stream_of_reductions(self._device, self._inner):
-                    self._scan.look_at_gradients(bucket, narrow)
-        elif kept:
-            self._kept.append(bucket)
-        elif (look := self._search.before(bucket, narrow)) is not None:
-            self._gradients.append(look)
+        if self._trusted and self._stay_in_grad(bucket):
+            self._looks.keep(bucket)
+        else:
+            self._looks.look_at_gradients(bucket, self._narrow(bucket.spec.dtype))
 
     def _can_be_late(self, spec: BucketSpec) -> bool:
         """Not if a bad step has to be undone in the state of a hook, and not in torch's DDP, which has no `finish_checks`."""
@@ -138,10 +124,7 @@ class NonFiniteChecked:
         inner = self._inner
         self._device = device
         self._trusted = inner.torch_hook is None and inner.outer is None and inner.hook.passes_nonfinite
-        self._gradients: list[Look] = []
-        self._averages: list[Look] = []
-        self._kept: list[GradBucket] = []
-        self._scan = None
+        self._looks = Looks(self._search, device)
         self._reduced: list[BucketSpec] = []
 
     def _narrow(self, dtype: torch.dtype) -> torch.dtype | None:
@@ -149,23 +132,17 @@ class NonFiniteChecked:
         narrow = self._inner.hook.narrowest(dtype) if self._trusted else dtype
         return None if narrow == dtype else narrow
 
-    def _look_at(self, spec: BucketSpec, result: Tensor) -> None:
-        if self._scan is not None:
-            self._scan.add_average(spec, result)
-        elif (look := self._search.after(spec, result)) is not None:
-            self._averages.append(look)
-
     def _verify(self, step: int) -> None:
         """Exchange what ranks have found, if there may be something, and do what the policy says."""
-        late, scan, inner = self._late.take(self._inner), self._scan, self._inner
+        late, looks, inner = self._late.take(self._inner), self._looks, self._inner
         stepped = inner.optimizers.gradients_used
         try:
             inner.optimizers.clear_flag()
-            if scan is not None:
-                self._late.enqueue(scan, inner, self._narrow, step=step)
+            if isinstance(looks, Scan):
+                self._late.enqueue(looks, inner, self._narrow, step=step)
             if late is not None:
                 self._read(late, stepped=stepped)
-            report = self._report(step) if scan is None else None
+            report = self._report(looks, step) if isinstance(looks, Looks) else None
         except BaseException:
             self._late.take(inner)  # the step is dropped, whatever its own result
             inner.optimizers.clear_flag()
@@ -208,16 +185,13 @@ class NonFiniteChecked:
             report = self._of_all(*late.scan.found(), step=late.step, hook=late.hook, later=True)
             self._reaction.react(report, self._inner.group, [self._inner.states], drop=drop)
 
-    def _report(self, step: int) -> Report | None:
-        found = examine([*self._gradients, *self._averages], self._device)
-        count = len(self._gradients)
-        gradients, averages = ([f for look in part for f in look] for part in (found[:count], found[count:]))
+    def _report(self, looks: Looks, step: int) -> Report | None:
+        gradients, averages = looks.found()
         if self._trusted and not averages:
             return None  # on all ranks: see Note [What a healthy step costs]
         if not self._trusted and not any_rank(bool(gradients or averages), self._inner.group, self._device):
             return None
-        for bucket in self._kept:
-            gradients += self._search.in_grads(bucket, self._narrow(bucket.spec.dtype))
+        gradients += looks.found_in_kept(self._narrow)
         return self._of_all(gradients, averages, step=step, hook=self.name, trusted=self._trusted)
 
     def _of_all(
@@ -237,70 +211,18 @@ class NonFiniteChecked:
         return Report(answers, names, shapes, hook, averages_only=trusted, step=step, in_grads=in_grads, later=later)
 
 
-class Reaction:
-    """What a policy does about values that are not finite."""
-
-    def __init__(self, policy: NonFinite) -> None:
-        self._policy = policy
-        self.skipped = 0
-        """How many steps were skipped, as far as it is known."""
-        self._in_a_row = 0
-        self._last = -1
-        self._shown = False
-
-    def prepare(self, states: HookStates) -> None:
-        """A step of a hook begins that may be dropped."""
-        states.commit()  # of a backward that has failed
-        states.can_roll_back = self._policy is not NonFinite.RECORD
-
-    def react(self, report: Report, group: Group, states: Iterable[HookStates], *, drop: bool = True) -> None:
-        """Record what was found, and raise StepRejected, or StepSkipped if `drop`, for a step that all ranks of `group` drop."""
-        error = report.error(self._policy)
-        flight_recorder.warn(str(error), rank=group.rank, group=group.name, step=report.step)
-        skipped = self._policy is NonFinite.SKIP and drop
-        if skipped or self._policy is NonFinite.RAISE:
-            for one in states:
-                one.roll_back()
-        if self._policy is NonFinite.RAISE:
-            raise StepRejected(error)
-        if self._policy is NonFinite.SKIP:
-            self.skipped += 1
-            self._in_a_row = self._in_a_row + 1 if report.step == self._last + 1 else 1
-            self._last = report.step
-        if group.rank == 0:
-            self._show(error)
-        self._shown = True
-        if skipped:
-            raise StepSkipped(error)
-
-    def _show(self, error: NonFiniteGradient) -> None:
-        if not self._shown:
-            warn_user(f"{error} Later ones are recorded only.")
-        elif self._in_a_row in _MANY:
-            warn_user(
-                f"{self._in_a_row} steps in a row were skipped, so the model no longer trains. The last one: {error}"
-            )
-
-
 class _Looked:
-    """A reduction whose result is looked at. `before`: what is done before it is waited for."""
+    """A reduction whose result is looked at. While the `last` one of a step is at work, all others are."""
 
-    def __init__(
-        self,
-        pending: Pending,
-        look_at: Callable[[BucketSpec, Tensor], None],
-        spec: BucketSpec,
-        *,
-        before: Callable[[], None] | None = None,
-    ) -> None:
-        self._pending, self._look_at, self._spec, self._before = pending, look_at, spec, before
+    def __init__(self, pending: Pending, looks: Looks | Scan, spec: BucketSpec, *, last: bool) -> None:
+        self._pending, self._looks, self._spec, self._last = pending, looks, spec, last
 
     def wait(self) -> Tensor:
         """The result."""
-        if self._before is not None:
-            self._before()
+        if self._last:
+            self._looks.look_at_averages()
         result = self._pending.wait()
-        self._look_at(self._spec, result)
+        self._looks.add_average(self._spec, result)
         return result
 
 
@@ -314,11 +236,3 @@ def _lie_elsewhere(bucket: GradBucket) -> bool:
         return False
     rows = zip(parameters, bucket.gradients(), strict=True)
     return all(p.grad is None or p.grad.data_ptr() != view.data_ptr() for p, view in rows)
-
-
-def examine(looks: Sequence[Look], device: torch.device) -> list[list[Found]]:
-    """What is not finite, by look. Waits for the device, once if all is finite."""
-    if not looks:
-        return []
-    probes = torch.stack([look.probe.to(device, torch.float32) for look in looks]).tolist()
-    return [[] if math.isfinite(value) else look.find() for look, value in zip(looks, probes, strict=True)]

@@ -18,6 +18,7 @@ new, and after `join()`, where a rank may have made none. A result that is pendi
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -96,18 +97,20 @@ class LateChecks:
         if self._steps & (self._steps - 1):
             return False
         device = self._specs[0].device
-        able = self._prepare(device) and self._can_skip(runner)
+        able = self._prepare(runner) and self._can_skip(runner)
         self._agreed = not any_rank(not able, runner.group, device)
         return self._agreed
 
     def _can_skip(self, runner: HookRunner) -> bool:
         return self._policy is NonFinite.RECORD or runner.optimizers.can_skip()
 
-    def _prepare(self, device: torch.device) -> bool:
+    def _prepare(self, runner: HookRunner) -> bool:
         """Whether the kernels can be run here."""
         if self._scans or self._broken or not has_kernels():
             return bool(self._scans)
-        scans = [Scan([spec.name for spec in self._specs], device) for _ in range(2)]
+        names, device = [spec.name for spec in self._specs], self._specs[0].device
+        on_stream = functools.partial(_on_stream_of_reductions, device, runner)
+        scans = [Scan(names, device, on_stream) for _ in range(2)]
         try:
             scans[0].rehearse({spec.dtype for spec in self._specs})
         except Exception as error:  # whatever a compiler raises
@@ -147,7 +150,7 @@ def on_device(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def on_stream_of_reductions(device: torch.device, runner: HookRunner) -> contextlib.AbstractContextManager[object]:
+def _on_stream_of_reductions(device: torch.device, runner: HookRunner) -> contextlib.AbstractContextManager[object]:
     """Enqueue after what the current stream has, and before the next reduction."""
     if device.type != "cuda":
         return contextlib.nullcontext()

@@ -15,6 +15,7 @@ reads. In a healthy step nothing is written, and nothing has to be reset for the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections import defaultdict
@@ -117,9 +118,18 @@ class Tensors:
 
 
 class Scan:
-    """The check of one step. Made once, and used for one step after another. All that it enqueues is on the current stream."""
+    """The check of one step. Made once, and used for one step after another.
 
-    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+    What it enqueues is on the current stream; what has to be before a reduction, on the stream that `reductions` makes current.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        device: torch.device,
+        reductions: Callable[[], contextlib.AbstractContextManager[object]],
+    ) -> None:
+        self._reductions = reductions
         self._number = {name: number for number, name in enumerate(names)}
         self._kernels: Any = kernels(_KERNELS)
         self._found = torch.full((2, len(names), len(_KINDS)), NONE, dtype=torch.int64, device=device)
@@ -172,7 +182,9 @@ class Scan:
         """Look at the gradients of a bucket, which will be overwritten."""
         spec, buffer = bucket.spec, bucket.buffer()
         self._gradients.append(spec)
-        if spec.numel:
+        if not spec.numel:
+            return
+        with self._reductions():
             at = self._tensors[spec.index].at([spec], lambda: [self._part(spec, 0)], [buffer.data_ptr()], buffer.dtype)
             self._detect(at, self._in_gradients, limit(narrow))
             self._find(at, self._in_gradients, limit(narrow))

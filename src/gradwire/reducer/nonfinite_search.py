@@ -111,6 +111,14 @@ class Search:
         return []
 
 
+def examine(looks: Sequence[Look], device: torch.device) -> list[list[Found]]:
+    """What is not finite, by look. Waits for the device, once if all is finite."""
+    if not looks:
+        return []
+    probes = torch.stack([look.probe.to(device, torch.float32) for look in looks]).tolist()
+    return [[] if math.isfinite(value) else look.find() for look, value in zip(looks, probes, strict=True)]
+
+
 def in_order_of_backward(parts: Sequence[Part], number: Mapping[str, int]) -> Iterable[Part]:
     """Parts of a bucket, each of which begins with its parameter's name, in the order in which gradients arrive.
 
