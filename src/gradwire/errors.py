@@ -275,7 +275,7 @@ class ReplicasDiverged(GradwireError, RuntimeError):
     """Ranks hold different parameters that should be equal.
 
     `ranks`: those that are not in the majority, or all if there is a `tie`. `parameters`: the tensors that differ. `step`: after
-    which step of the check.
+    how many steps of the check.
     """
 
     def __init__(

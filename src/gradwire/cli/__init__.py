@@ -162,7 +162,8 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Command | No
         if name == named:
             with _ended_by_interrupts():
                 command = importlib.import_module(f"gradwire.cli.{name}")
-            add_debug(command.add_parser(subparsers))
+            shows = {"shows": "the tracebacks of all ranks"} if name == "run" else {}
+            add_debug(command.add_parser(subparsers), **shows)
         else:
             subparsers.add_parser(name, help=purpose)
     return parser, command

@@ -15,11 +15,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message.rstrip('.')}. See {self.prog} --help.\n")
 
 
-def add_debug(parser: argparse.ArgumentParser) -> None:
+def add_debug(parser: argparse.ArgumentParser, *, shows: str = "a traceback when the command fails") -> None:
     """Accept --debug after a subcommand too; without a default there, which would override the first one."""
-    parser.add_argument(
-        "--debug", action="store_true", default=argparse.SUPPRESS, help="show a traceback when the command fails"
-    )
+    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=f"show {shows}")
     parser.set_defaults(parser=parser)
 
 

@@ -144,8 +144,9 @@ def run(args: argparse.Namespace, *, popen: type[subprocess.Popen[bytes]] = subp
     """Start the ranks, by `popen`, wait for them, and return the exit code."""
     script, *arguments = args.script[1:] if args.script[0] == "--" else args.script
     if not args.module and not Path(script).is_file():
+        wrong = "it is a directory" if Path(script).is_dir() else "there is no such file"
         raise UsageError(
-            f"gradwire run {script}: there is no such file. Options of gradwire run go before the script; "
+            f"gradwire run {script}: {wrong}. Options of gradwire run go before the script; "
             "-m runs a module by its name."
         )
     cpus = len(os.sched_getaffinity(0))

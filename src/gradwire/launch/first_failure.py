@@ -71,7 +71,7 @@ class Ending:
 
     def has_failed_with(self, first: Ending) -> bool:
         """Whether it ended by the same exception as `first`, even if it was told to end meanwhile: ranks agree on many errors."""
-        return self.status > 0 and raised(self.words) is not None and raised(self.words) == raised(first.words)
+        return self.status != 0 and raised(self.words) is not None and raised(self.words) == raised(first.words)
 
     @property
     def is_consequence(self) -> bool:

@@ -92,10 +92,10 @@ def _suspect_lines(group: Sequence[Suspect], frames: int) -> list[str]:
     several = len(group) > 1
     ranks = f"rank{'s' if several else ''} {rank_list([one.rank for one in group])}"
     process = f"process{'es' if several else ''} {', '.join(str(one.pid) for one in group)}"
-    states = ", ".join(dict.fromkeys(one.state.value for one in group))
+    states = dict.fromkeys(one.state.value for one in group if one.state is not ProcessState.GONE)
     other = described(suspect.other) if suspect.other is not None else ""
     at = f": {_short(suspect.where)}" if suspect.where else f": {other}" if other else ""
-    lines = [f"  {ranks} ({process}, {states}): {suspect.cause.value}{at}"]
+    lines = [f"  {ranks} ({', '.join([process, *states])}): {suspect.cause.value}{at}"]
     if other and suspect.where:
         lines.append(f"      {other}")
     if suspect.bucket >= 0:

@@ -14,6 +14,7 @@ from gradwire.observe.progress import RankProgress
 from gradwire.observe.ring import nothing_recorded
 from gradwire.observe.run_follower import RunFollower
 from gradwire.observe.run_warnings import fold_repeated, merge_warnings
+from gradwire.observe.saved_hangs import is_about, saved_hangs, suspect_text, suspects_of
 from gradwire.observe.stacks import Stack, user_frames
 from gradwire.observe.straggler_watch import stragglers_over_time
 from gradwire.observe.stragglers import describe
@@ -36,17 +37,18 @@ def inspection(directory: Path, *, whole: bool) -> list[str]:
         merged = merge_warnings((r.rank, r.header, r.warnings) for r in ranks.ranks.values())
         lines += [f"warning: {warning}" for warning in fold_repeated(merged)]
         lines += describe(stragglers_over_time({rank.rank: rank.folder.steps for rank in ranks.local_ranks}))
+        reports = saved_hangs(directory) if ranks.is_over else []
         waiting = watch.waiting
-        if waiting is not None:
+        if reports:
+            saved = directory / reports[-1]["file"]
+            lines += ["", f"While it ran, this was reported, and saved in {saved}: see gradwire report {directory}"]
+            lines += [f"  {suspect_text(one)}" for one in suspects_of(reports[-1])]
+        if reports and is_about(reports[-1], None if waiting is None else waiting.record):
+            pass  # what was known while it ran is more than what can be known now
+        elif waiting is not None:
             lines += ["", *report_lines(waiting, watch.suspects(waiting))]
         elif (found := watch.stall()) is not None:
             lines += ["", *stall_lines(*found)]
-        reports = sorted(directory.glob("hang-*.json")) if ranks.is_over else []
-        if reports:
-            lines += [
-                "",
-                f"While it ran, a hang was reported, and saved in {reports[-1]}: see gradwire report {directory}",
-            ]
         started = max(int(rank.header["started_wall"]) for rank in ranks.ranks.values()) / 1e9
         if ranks.is_over and (outcome := load(directory, started=started)) is not None and outcome.text:
             lines += ["", f"The run has ended: {outcome.text}"]

@@ -7,7 +7,8 @@ It is slow if that is beyond 5 % of what the phase takes on the others, beyond 4
 ranks' differences, and beyond 4 standard errors of the median itself. A slow phase makes a straggler of a rank if the others wait
 for it: in more than half of the steps its last bucket is ready later than that of any other rank usually is. "Usually", because
 on a busy machine some rank is delayed by chance in every step, and is then the last one. Ranks that are about as slow, such as
-those of a slow host, are stragglers together. And what a rank takes more must be noticeable, 2 % of the step.
+those of a slow host, are stragglers together. And it must be noticeable: what a rank takes more is at least 2 % of the step, and
+the step would be shorter by as much without it.
 
 Note [What if]
 Ranks meet when the last of them is ready. If the slow phases had taken what they take on the others, each slow rank would have
@@ -170,6 +171,8 @@ def compare(times: Times, steps: Sequence[int]) -> list[Straggler]:
     last = _times_last(ready)
     step_by_step = [median(one.seconds for one in column) for column in zip(*rows.values())]
     without = median(time - saved for time, saved in zip(step_by_step, _saved(guilty, ready)))
+    if step_seconds - without < _NOTICEABLE * step_seconds:
+        return []
     found = [
         Straggler(
             rank,

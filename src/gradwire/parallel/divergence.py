@@ -116,7 +116,7 @@ class DivergenceCheck:
             return []
         healed = self.policy is Divergence.HEAL and all(one.source is not None for one in found)
         error = self._error(found, healed=healed)
-        flight_recorder.warn(str(error), rank=self.group.rank, group=self.group.name, step=self.steps)
+        flight_recorder.warn(str(error), rank=self.group.rank, group=self.group.name, step=self.steps - 1)
         if healed:
             self._heal(found)
         elif self.policy is not Divergence.RECORD:
@@ -171,7 +171,7 @@ class DivergenceCheck:
 
     def _of_different_tensors(self, rows: Sequence[Sequence[int]]) -> ReplicasDiverged:
         majority = _majority([str(row[1:]) for row in rows])
-        text = f"comparing replicas after step {self.steps}: ranks do not have the same tensors: "
+        text = f"comparing replicas after {self.steps} steps: ranks do not have the same tensors: "
         text += ", ".join(f"rank {rank} {row[1]}" for rank, row in enumerate(rows))
         text += ". Their optimizers have made different steps, or their models are different."
         return ReplicasDiverged(text, ranks=majority[1], tie=majority[0] is None, step=self.steps)
@@ -182,7 +182,7 @@ class DivergenceCheck:
         named = ", ".join(one.name for one in found[:_SHOWN])
         more = f" and {len(found) - _SHOWN} more tensors" if len(found) > _SHOWN else ""
         who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        text = f"comparing replicas after step {self.steps}: "
+        text = f"comparing replicas after {self.steps} steps: "
         if tie:
             text += (
                 f"{who} differ in {named}{more}, and no value has a majority, so it is not known which rank is wrong. "

@@ -73,6 +73,7 @@ def checks(example: Any, directory: str, config: dict[str, Any]) -> None:
             said["errors"].append(str(error))
 
     example(config)
+    dist.barrier()  # report() has returned where it was called: the file of another worker may still be on its way
     first = ray.train.get_checkpoint().path
     said["files"] = sorted(os.listdir(first))
     example({"checkpoint": first})

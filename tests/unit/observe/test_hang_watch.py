@@ -105,11 +105,11 @@ def reported(watch):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("python_loop", r"running\): it is in user code: python_loop\(\) at .*rank.py:\d+"),
-        ("c_loop", r"running\): it is in user code: c_loop\(\) at .*rank.py:\d+"),
-        ("blocked", r"sleeping\): it is in user code: blocked\(\) at .*rank.py:\d+"),
-        ("stopped", r"stopped\): its process is stopped"),
-        ("killed", r"gone\): its process has ended"),
+        ("python_loop", r", running\): it is in user code: python_loop\(\) at .*rank.py:\d+"),
+        ("c_loop", r", running\): it is in user code: c_loop\(\) at .*rank.py:\d+"),
+        ("blocked", r", sleeping\): it is in user code: blocked\(\) at .*rank.py:\d+"),
+        ("stopped", r", stopped\): its process is stopped"),
+        ("killed", r"\): its process has ended"),
     ],
 )
 def test_the_rank_that_does_not_come_is_named(ranks, watch, tmp_path, what, words):
@@ -125,7 +125,7 @@ def test_the_rank_that_does_not_come_is_named(ranks, watch, tmp_path, what, word
     report = reported(watch)
     assert "rank 0 has waited for" in report[0]
     assert "all_reduce (operation #1 of world, 12 bytes)" in report[0]
-    assert re.search(rf"rank 1 \(process {culprit.pid}, {words}", report[1]), report
+    assert re.search(rf"rank 1 \(process {culprit.pid}{words}", report[1]), report
     assert watch.check() == []  # said once
     run = tmp_path / "run"
     assert report[-1] == f"  saved as {run / 'hang-1.json'}. To look again: gradwire inspect {run}"
@@ -170,7 +170,7 @@ def test_the_state_of_a_process():
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
         start = process_start(process.pid)
         assert start
-        assert process_state(process.pid, start) in (ProcessState.RUNNING, ProcessState.SLEEPING)
+        wait_for(process, ProcessState.SLEEPING)  # it may begin with a wait for the disk
         assert process_state(process.pid, start + "1") is ProcessState.GONE  # another process has the number now
         process.communicate()
     assert process_state(process.pid) is ProcessState.GONE
@@ -299,7 +299,7 @@ def test_a_rank_that_has_ended_is_named_and_not_those_that_have_not_come_so_far(
     where, waits, *suspects, saved = watch.rank_ended(2)
     assert where.startswith("rank 2: gone, step 7, forward for")
     assert waits.startswith("rank 0 has waited for")
-    assert [line.split(":")[0] for line in suspects] == [f"  rank 2 (process {os.getpid()}, gone)"]
+    assert [line.split(":")[0] for line in suspects] == [f"  rank 2 (process {os.getpid()})"]
     assert saved.startswith(f"  saved as {watch.run.directory / 'hang-1.json'}. To look again: gradwire inspect ")
     assert watch.rank_ended(5) == []  # never recorded
     late.close()

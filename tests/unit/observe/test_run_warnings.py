@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -63,9 +64,14 @@ def test_of_a_run_that_is_over_the_reported_hang_is_mentioned(tmp_path, capsys):
     FlightRecorder(tmp_path / "rank-0.ring", header={**header(0, 1), "pid": 2**22 + 1}, capacity=4).close()
     assert main(["inspect", str(tmp_path)]) == 0
     assert "hang" not in capsys.readouterr().out
-    (tmp_path / "hang-1.json").write_text("{}")
+    (tmp_path / "hang-9.json").write_text("{}")
+    suspect = {"rank": 1, "cause": "DATA_LOADER", "state": "sleeping", "where": "load() at train.py:7"}
+    (tmp_path / "hang-10.json").write_text(json.dumps({"collective": None, "suspects": [suspect]}))
+    (tmp_path / "hang-11.json").write_text("{half")
     assert main(["inspect", str(tmp_path)]) == 0
-    assert "a hang was reported, and saved in" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"While it ran, this was reported, and saved in {tmp_path}/hang-10.json" in said
+    assert "  rank 1 (sleeping): it waits for its data loader: load() at train.py:7\n" in said
 
 
 def test_of_a_run_that_is_over_its_launcher_says_how_it_ended(tmp_path, capsys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from gradwire.observe.outcome import Outcome, RankOutcome
 from gradwire.observe.report.report_model import RunReport
 from gradwire.observe.ring import Record
 from gradwire.observe.run_warnings import fold_repeated, merge_warnings
+from gradwire.observe.saved_hangs import collective_text, suspect_text, suspects_of
 from gradwire.observe.steps import Phase
 from gradwire.observe.stragglers import of_same_steps
 from gradwire.observe.units import duration
@@ -24,6 +25,9 @@ _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGF
 _EXPOSED = 0.2
 _DATA = 0.2
 _MOST_OF_A_KIND = 10
+_INTERRUPT = "KeyboardInterrupt"
+_EXPLAINED = "CollectiveMismatch: "
+"""Its text says what to do."""
 _OF_RANK = re.compile(r" on rank \d+ of \d+(?=:)")
 """What is different on each rank in the texts of one failure."""
 
@@ -42,6 +46,7 @@ class Finding:
 def find(report: RunReport) -> list[Finding]:
     """Everything to look at, what matters most first."""
     found = [
+        *_outcome(report.outcome),
         *_hangs(report),
         *_failures(report),
         *_endings(report),
@@ -55,19 +60,22 @@ def find(report: RunReport) -> list[Finding]:
 
 def _hangs(report: RunReport) -> Iterator[Finding]:
     for hang in report.hangs[:_MOST_OF_A_KIND]:
-        suspects = [one for one in hang.get("suspects") or () if isinstance(one, dict)]
+        suspects = suspects_of(hang)
         waiting = [rank for rank in hang.get("waiting") or () if isinstance(rank, int)]
         seconds = hang.get("seconds")
-        if waiting or not suspects:
-            how_long = f", which was reported after {seconds:.1f} s" if isinstance(seconds, float) else ""
-            who = ranks_text(waiting).capitalize() if waiting else "Ranks"
-            title = f"{who} hung in {_collective(hang.get('collective'))}{how_long}"
+        who = ranks_text(waiting) if waiting else "ranks"
+        where = collective_text(hang.get("collective"))
+        if suspects and all(one.get("cause") == Cause.DEAD.name for one in suspects):
+            gone = [one["rank"] for one in suspects if isinstance(one.get("rank"), int)]
+            waited = f", and {who} waited for {'them' if len(gone) > 1 else 'it'} in {where}" if waiting else ""
+            title = f"{ranks_text(gone)} ended during the run{waited}"
         else:
-            title = f"Rank {suspects[0].get('rank')} ended during the run"
+            how_long = f", which was reported after {seconds:.1f} s" if isinstance(seconds, float) else ""
+            title = f"{who} hung in {where}{how_long}"
         yield Finding(
             "error",
-            title,
-            "; ".join(map(_suspect, suspects)) or "All ranks had submitted it.",
+            _capitalized(title),
+            "; ".join(map(suspect_text, suspects)) or "All ranks had submitted it.",
             "Look at the ranks that are named: what was found of them is in "
             f"{hang.get('file', 'the hang report')}, in the directory of the run."
             if suspects
@@ -81,30 +89,13 @@ def _without_suspects(collective: dict[str, Any]) -> str:
     return f"{engine} engine or the link was slow or stuck: look at the network."
 
 
-def _collective(facts: object) -> str:
-    known = _dict(facts)
-    return f"{known.get('op', 'a collective')} {known.get('label') or ''}".strip()
-
-
-def _suspect(one: dict[str, Any]) -> str:
-    """A rank that kept the others waiting, and what is known of it."""
-    cause = next((cause for cause in Cause if cause.name == one.get("cause")), Cause.UNKNOWN)
-    at = f": {one['where']}" if one.get("where") else ""
-    parts = [f"rank {one.get('rank')} ({one.get('state')}): {cause.value}{at}"]
-    if one.get("other"):
-        parts.append(f"it had submitted {_collective(one['other'])}")
-    parameters = one.get("parameters")
-    if isinstance(parameters, list) and parameters:
-        more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
-        any_of = "one of " if more and not one.get("certain") else ""
-        parts.append(f"bucket {one.get('bucket')} waited for {any_of}{parameters[0]}{more}")
-    return ", ".join(parts)
-
-
 def _failures(report: RunReport) -> Iterator[Finding]:
     failed: dict[str, list[tuple[int, Record]]] = {}
+    interrupted = report.outcome is not None and report.outcome.signal is not None
     for rank in report.ranks:
         for record in rank.failures:
+            if interrupted and _INTERRUPT in record.label:
+                continue  # Ctrl-C, which is said of the run
             failed.setdefault(_OF_RANK.sub("", record.label), []).append((rank.rank, record))
     for text, where in list(failed.items())[:_MOST_OF_A_KIND]:
         # A collective that fails lets its step fail: that is one failure.
@@ -119,11 +110,21 @@ def _failures(report: RunReport) -> Iterator[Finding]:
             "error",
             f"{what} on {ranks_text(ranks)}{at}{times}",
             text,
-            "A collective fails on all ranks when one of them stops: look for the first rank that failed or ended, below and in "
-            "the output of the run."
-            if collectives
-            else f"Look at the traceback in the output of {'these ranks' if len(ranks) > 1 else 'that rank'}.",
+            _advice_on_failure(report.outcome, ranks, text, in_collective=bool(collectives)),
         )
+
+
+def _advice_on_failure(outcome: Outcome | None, ranks: Sequence[int], text: str, *, in_collective: bool) -> str:
+    if outcome is not None and not outcome.text:
+        return "The script has caught it: the run ended without an error."
+    if text.startswith(_EXPLAINED):
+        return ""
+    if in_collective:
+        return (
+            "A collective fails on all ranks when one of them stops: look for the first rank that failed or ended, here and in the "
+            "output of the run."
+        )
+    return f"Look at the traceback in the output of {'these ranks' if len(ranks) > 1 else 'that rank'}."
 
 
 def _endings(report: RunReport) -> Iterator[Finding]:
@@ -136,7 +137,6 @@ def _endings(report: RunReport) -> Iterator[Finding]:
             f"{ranks_text(missing)} of {size} left no record here".capitalize(),
             advice="If they ran on another host, copy their files into this directory.",
         )
-    yield from _outcome(report.outcome)
     killed = [rank.rank for rank in ranks if not rank.ended and rank.state is ProcessState.GONE]
     if report.outcome is not None:  # which explains the others
         killed = [rank for rank in killed if report.outcome.of(rank) is None]
@@ -163,7 +163,10 @@ def _endings(report: RunReport) -> Iterator[Finding]:
             f"Rank {rank.rank} stopped recording in step {rank.last_step}; others went on to step {last}",
             advice="Ranks that get fewer batches than others end early: see `join()` for uneven inputs.",
         )
+    explained = report.outcome is not None and report.outcome.text
     for rank in ranks:
+        if explained and report.outcome is not None and rank.rank != report.outcome.failed:
+            continue  # it was stopped
         if rank.pending and (rank.ended or rank.state is ProcessState.GONE):
             one = rank.pending[0]
             yield Finding(
@@ -201,10 +204,10 @@ def _advice(first: RankOutcome) -> str:
     if first.status == -signal.SIGKILL:
         return "If nobody killed it: look in the system's log (dmesg) for the OOM killer."
     if -first.status in _CRASHES:
-        return "It crashed in compiled code. With PYTHONFAULTHANDLER=1 in its environment, it prints where."
+        return f"It crashed in compiled code: look at the stack of rank {first.rank} in the output of the run."
     if first.raised is not None:
-        return "Look at its traceback in the output of the run."
-    return "It has left no traceback: look at its last output."
+        return f"Look at the traceback of rank {first.rank} in the output of the run."
+    return f"Rank {first.rank} has left no traceback: look at its last output."
 
 
 def _warnings(report: RunReport) -> Iterator[Finding]:
@@ -288,8 +291,10 @@ def _notes(report: RunReport) -> Iterator[Finding]:
         yield Finding(
             "note",
             "No complete steps were recorded",
-            "Steps are recorded of models of gradwire (DistributedDataParallel, replicate), and with `gradwire run --observe` of "
-            "torch's DDP.",
+            "The run ended before."
+            if report.outcome is not None and report.outcome.text
+            else "Steps are recorded of models of gradwire (DistributedDataParallel, replicate), and with `gradwire run --observe` "
+            "of torch's DDP.",
         )
     if not any(rank.records for rank in report.ranks):
         yield Finding("note", "Nothing was recorded", "Recording had begun, but no collective or step was.")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
 from gradwire.errors import UsageError
 from gradwire.observe.intervals import ranks_apart
 from gradwire.observe.outcome import load as load_outcome
 from gradwire.observe.report.report_model import RunReport, build
 from gradwire.observe.ring import Ring, RingFile, nothing_recorded, read_ring
+from gradwire.observe.saved_hangs import saved_hangs
 
 _KEPT = 8
 
@@ -36,7 +36,7 @@ def load_report(directory: Path) -> RunReport:
     return build(
         rings,
         directory=directory,
-        hangs=_hangs(directory),
+        hangs=saved_hangs(directory),
         damaged=damaged,
         outcome=load_outcome(directory, started=started),
     )
@@ -70,15 +70,3 @@ class StoredRings(Sequence[Ring]):
 
     def __len__(self) -> int:
         return len(self._paths)
-
-
-def _hangs(directory: Path) -> list[dict[str, Any]]:
-    found = []
-    for path in sorted(directory.glob("hang-*.json")):
-        try:
-            report = json.loads(path.read_text())
-        except (OSError, ValueError):  # half written, as the disk is full
-            continue
-        if isinstance(report, dict):
-            found.append({**report, "file": path.name})
-    return found

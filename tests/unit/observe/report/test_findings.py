@@ -112,10 +112,10 @@ STOPPED = [RankOutcome(rank, -15, stopped=True) for rank in range(3)]
     ("status", "raised", "advice"),
     [
         (-9, None, "OOM killer"),
-        (-11, None, "PYTHONFAULTHANDLER=1"),
+        (-11, None, "look at the stack of rank 1"),
         (-15, None, "no traceback: look at its last output"),
         (3, None, "no traceback: look at its last output"),
-        (1, "ValueError", "traceback in the output"),
+        (1, "ValueError", "Look at the traceback of rank 1 in the output"),
     ],
 )
 def test_what_the_launcher_knows_of_the_first_failure(status, raised, advice):
@@ -200,7 +200,53 @@ def test_a_rank_that_ended_while_nobody_waited():
         "suspects": [{"rank": 3, "cause": "DEAD", "state": "gone"}],
     }
     error = only(found(made_ring(0, range(3), size=1), hangs=[gone]), "Rank 3 ended during the run")
-    assert error.detail == "rank 3 (gone): its process has ended"
+    assert error.detail == "rank 3: its process has ended"
+
+
+def test_ranks_that_waited_for_one_that_was_killed_have_not_hung():
+    first = RankOutcome(1, -9, stopped=False)
+    hang = {
+        "collective": {"op": "all_reduce", "label": "bucket 0"},
+        "seconds": 0.1,
+        "waiting": [0, 2],
+        "suspects": [{"rank": 1, "cause": "DEAD", "state": "gone"}],
+    }
+    outcome = Outcome("rank 1 failed first", 1, None, (STOPPED[0], first, STOPPED[2]))
+    pending = [mark(99, 70 * MS, K.COLLECTIVE_SUBMITTED, "bucket 0", step=3, op="all_reduce", seq=7, group="world")]
+    report = build(
+        [made_ring(rank, range(3), size=3, more=pending) for rank in range(3)], outcome=outcome, hangs=[hang]
+    )
+    titles = [one.title for one in find(report) if one.severity != "note"]
+    assert titles[:2] == [
+        "Rank 1 failed first",
+        "Rank 1 ended during the run, and ranks 0, 2 waited for it in all_reduce bucket 0",
+    ]
+    assert [title for title in titles if "was under way" in title] == [
+        "Rank 1 ended while all_reduce 'bucket 0' was under way"
+    ]
+    assert sum("was under way" in title for title in found(*(made_ring(0, range(3), more=pending),))) == 1
+
+
+def test_what_ctrl_c_has_broken_off_is_no_failure():
+    aborted = "GroupAborted: world was broken off on rank 0 by KeyboardInterrupt."
+    more = [
+        mark(99, 70 * MS, K.STEP_FAILED, "KeyboardInterrupt: ", step=3),
+        mark(100, 70 * MS, K.COLLECTIVE_FAILED, aborted),
+    ]
+    ring = made_ring(0, range(3), size=1, more=more)
+    outcome = Outcome("stopped by SIGINT after 2.0 s", None, "SIGINT", (STOPPED[0],))
+    assert list(found(ring, outcome=outcome)) == ["The run was stopped by SIGINT after 2.0 s"]
+    assert only(found(ring), "A step failed on rank 0")
+
+
+def test_advice_on_failures_fits_them():
+    different = mark(99, 70 * MS, K.COLLECTIVE_FAILED, "CollectiveMismatch: ranks differ in kind", step=3)
+    assert only(found(made_ring(0, range(3), more=[different])), "A collective failed").advice == ""
+    raised = mark(99, 70 * MS, K.STEP_FAILED, "NonFiniteGradient: NaN", step=3)
+    outcomes = {None: "Look at the traceback", Outcome("", None, None, ()): "The script has caught it"}
+    for outcome, advice in outcomes.items():
+        titles = found(made_ring(0, range(3), more=[raised]), outcome=outcome)
+        assert only(titles, "A step failed").advice.startswith(advice)
 
 
 def test_a_ring_that_has_wrapped_a_run_in_progress_and_damaged_files():
