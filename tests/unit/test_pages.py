@@ -99,3 +99,12 @@ def test_the_other_pages_have_their_own_tests(page: str, test: str) -> None:
 def test_every_page_is_in_the_site() -> None:
     listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert listed == {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
+
+
+@pytest.mark.parametrize("page", [*PAGES, "README.md"])
+def test_tables_and_blocks_of_a_page_are_lines_of_their_own(page: str) -> None:
+    """An editor that fills paragraphs makes one line of them, which no longer is a table."""
+    text = (ROOT / page).read_text()
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    assert not re.search(r"\| *\|\s*:?---", prose)
+    assert all(re.fullmatch(r" *```[\w-]*", line) for line in text.splitlines() if "```" in line)

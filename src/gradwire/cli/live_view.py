@@ -61,9 +61,8 @@ def _table(status: RunStatus, ranks: Sequence[RankStatus], *, wide: bool) -> Tab
     table.add_column("now", no_wrap=True, overflow="ellipsis", ratio=1)
     longest = max((rank.seconds for rank in status.ranks), default=0.0)
     for rank in ranks:
-        table.add_row(
-            *_cells(rank), *([_bar(rank, longest)] if wide else []), _now(rank), style=_STYLES.get(rank.condition, "")
-        )
+        style = "" if status.is_over else _STYLES.get(rank.condition, "")  # red: it has ended while others run
+        table.add_row(*_cells(rank), *([_bar(rank, longest)] if wide else []), _now(rank), style=style)
     return table
 
 

@@ -67,6 +67,8 @@ def test_ranks_that_do_not_train():
     hangs = render(STATES["hangs"], 79, 24, color=False)
     assert "step 41234, no step for 40 s, waiting for rank 39\n" in hangs
     assert "steps/s" not in hangs  # those of its last steps
+    assert "\x1b[31m" in render(STATES["dead"], 79, 24, color=True)
+    assert "\x1b[31m" not in render(STATES["over"], 79, 24, color=True)
     over = render(STATES["over"], 79, 24, color=False).split("\n")
     assert [line.strip() for line in over[-3:]] == [
         "step 41234 · 4.19 steps/s · 1,074 samples/s · 238 ms: compute 181, exposed 57.4",
