@@ -90,7 +90,7 @@ def _steps(report: RunReport) -> Iterator[str]:
         share = mean[phase] / total
         yield f"  {phase.value:<22} {duration(mean[phase]):>10} {share:>6.1%}  {'#' * round(30 * share)}".rstrip()
     for line in report.timelines:
-        yield from ("", f"{line.title}: step {line.step}, {duration(line.nanoseconds / 1e9)}")
+        yield from ("", f"{line.title}: step {line.step}, {duration(line.seconds)}")
         for row in line.rows:
             spent = {phase: sum(span.seconds for span in row.phases if span.phase is phase) for phase in PHASES}
             parts = ", ".join(f"{phase.value} {duration(seconds)}" for phase, seconds in spent.items() if seconds)

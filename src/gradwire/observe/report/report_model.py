@@ -58,7 +58,10 @@ class Timeline:
 
     title: str
     step: int
+    seconds: float
+    """What it took on the rank on which it took longest."""
     nanoseconds: int
+    """From its beginning on the first of these ranks to its end on the last."""
     rows: list[TimelineRow]
     ranks: int
     """How many ranks have recorded the step."""
@@ -261,4 +264,5 @@ def _timeline(
             operation.ended = None if operation.ended is None else operation.ended + shift
         too_many = max(0, len(buckets) - _MOST_SHOWN) + max(0, len(inside) - _MOST_SHOWN)
         rows.append(TimelineRow(rank, phases, buckets[:_MOST_SHOWN], inside[:_MOST_SHOWN], too_many))
-    return Timeline(title, step, end - start, rows, len(times))
+    longest = max(one.seconds for one in times.values())
+    return Timeline(title, step, longest, end - start, rows, len(times))

@@ -48,10 +48,12 @@ def test_timelines_are_of_a_typical_and_the_slowest_step():
         ring.records[:] = [
             r._replace(time=r.time + 50 * MS) if r.step > 20 or r.time > 21 * 20 * MS else r for r in ring.records
         ]
-    typical, slowest = build(slow).timelines
+    report = build(slow)
+    typical, slowest = report.timelines
     assert typical.nanoseconds == 20 * MS
     assert slowest.step == 21
     assert slowest.nanoseconds == 70 * MS
+    assert slowest.seconds == max(row.high for row in report.steps)
     row = typical.rows[1]
     assert (row.rank, [b.bucket for b in row.buckets], len(row.operations)) == (1, [0, 1], 2)
     assert all(0 <= o.submitted < o.ended <= typical.nanoseconds for o in row.operations)
