@@ -70,8 +70,13 @@ class Ending:
         return self.status != 0 and not self.stopped
 
     def has_failed_with(self, first: Ending) -> bool:
-        """Whether it ended by the same exception as `first`, even if it was told to end meanwhile: ranks agree on many errors."""
-        return self.status != 0 and raised(self.words) is not None and raised(self.words) == raised(first.words)
+        """Whether it ended by the same exception as `first`, even if it was told to end meanwhile: ranks agree on many errors.
+
+        If a signal has ended it, it may have caught the exception long before, so the message must be the same too.
+        """
+        if self.status == 0 or raised(self.words) is None or raised(self.words) != raised(first.words):
+            return False
+        return self.status > 0 or _final(self.words) == _final(first.words)
 
     @property
     def is_consequence(self) -> bool:

@@ -56,15 +56,15 @@ def load(directory: Path, *, started: float = 0.0) -> Outcome | None:
     """
     try:
         saved = json.loads((directory / FILE).read_text())
+        if not isinstance(saved["text"], str):
+            return None
         ranks = tuple(
             RankOutcome(int(one["rank"]), int(one["status"]), bool(one["stopped"]), _text(one["raised"]))
             for one in saved["ranks"]
         )
         failed, time = saved["failed"], float(saved["time"])
-        outcome = Outcome(
-            str(saved["text"]), None if failed is None else int(failed), _text(saved["signal"]), ranks, time
-        )
-    except (OSError, ArithmeticError, LookupError, TypeError, ValueError):
+        outcome = Outcome(saved["text"], None if failed is None else int(failed), _text(saved["signal"]), ranks, time)
+    except (OSError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError):
         return None
     return outcome if time >= started else None
 

@@ -17,7 +17,7 @@ def saved_hangs(directory: Path) -> list[dict[str, Any]]:
     for path in sorted(directory.glob("hang-*.json"), key=lambda path: (len(path.name), path.name)):
         try:
             report = json.loads(path.read_text())
-        except (OSError, ValueError):  # half written, as the disk is full
+        except (OSError, RecursionError, ValueError):  # half written, as the disk is full, or not ours
             continue
         if isinstance(report, dict):
             found.append({**report, "file": path.name})
@@ -26,7 +26,20 @@ def saved_hangs(directory: Path) -> list[dict[str, Any]]:
 
 def suspects_of(hang: dict[str, Any]) -> list[dict[str, Any]]:
     """The ranks that kept others waiting."""
-    return [one for one in hang.get("suspects") or () if isinstance(one, dict)]
+    found = hang.get("suspects")
+    return (
+        [one for one in found if isinstance(one, dict) and _is_rank(one.get("rank"))] if isinstance(found, list) else []
+    )
+
+
+def waiting_in(hang: dict[str, Any]) -> list[int]:
+    """The ranks that waited."""
+    found = hang.get("waiting")
+    return [rank for rank in found if _is_rank(rank)] if isinstance(found, list) else []
+
+
+def _is_rank(value: object) -> bool:
+    return type(value) is int
 
 
 def is_about(hang: dict[str, Any], record: Record | None) -> bool:
@@ -34,7 +47,8 @@ def is_about(hang: dict[str, Any], record: Record | None) -> bool:
     known = hang.get("collective")
     if record is None or not isinstance(known, dict):
         return record is None and known is None
-    return (known.get("group"), known.get("seq")) == (record.group, record.seq)
+    number = "ordinal" if record.ordinal else "seq"  # messages have no ordinal
+    return (known.get("group"), known.get(number)) == (record.group, getattr(record, number))
 
 
 def collective_text(facts: object) -> str:

@@ -8,7 +8,7 @@ ranks' differences, and beyond 4 standard errors of the median itself. A slow ph
 for it: in more than half of the steps its last bucket is ready later than that of any other rank usually is. "Usually", because
 on a busy machine some rank is delayed by chance in every step, and is then the last one. Ranks that are about as slow, such as
 those of a slow host, are stragglers together. And it must be noticeable: what a rank takes more is at least 2 % of the step, and
-the step would be shorter by as much without it.
+in the median, a step would be at least 1 % shorter without it.
 
 Note [What if]
 Ranks meet when the last of them is ready. If the slow phases had taken what they take on the others, each slow rank would have
@@ -35,6 +35,7 @@ WINDOW = 20
 _SHARE = 0.05
 _DEVIATIONS = 4.0
 _NOTICEABLE = 0.02
+_WORTH_SAVING = 0.01
 _WORTH_NAMING = 0.1
 """A phase with less of what its rank takes more is not named."""
 _STANDARD_ERROR = 1.86
@@ -170,9 +171,10 @@ def compare(times: Times, steps: Sequence[int]) -> list[Straggler]:
     guilty = {rank: phases for rank, phases in slow.items() if _times_late(rank, ready, slow) > len(steps) / 2}
     last = _times_last(ready)
     step_by_step = [median(one.seconds for one in column) for column in zip(*rows.values())]
-    without = median(time - saved for time, saved in zip(step_by_step, _saved(guilty, ready)))
-    if step_seconds - without < _NOTICEABLE * step_seconds:
+    saved = _saved(guilty, ready)
+    if median(saved) < _WORTH_SAVING * step_seconds:
         return []
+    without = median(time - less for time, less in zip(step_by_step, saved))
     found = [
         Straggler(
             rank,

@@ -171,7 +171,7 @@ class DivergenceCheck:
 
     def _of_different_tensors(self, rows: Sequence[Sequence[int]]) -> ReplicasDiverged:
         majority = _majority([str(row[1:]) for row in rows])
-        text = f"comparing replicas after {self.steps} steps: ranks do not have the same tensors: "
+        text = f"comparing replicas after {_steps(self.steps)}: ranks do not have the same tensors: "
         text += ", ".join(f"rank {rank} {row[1]}" for rank, row in enumerate(rows))
         text += ". Their optimizers have made different steps, or their models are different."
         return ReplicasDiverged(text, ranks=majority[1], tie=majority[0] is None, step=self.steps)
@@ -182,7 +182,7 @@ class DivergenceCheck:
         named = ", ".join(one.name for one in found[:_SHOWN])
         more = f" and {len(found) - _SHOWN} more tensors" if len(found) > _SHOWN else ""
         who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        text = f"comparing replicas after {self.steps} steps: "
+        text = f"comparing replicas after {_steps(self.steps)}: "
         if tie:
             text += (
                 f"{who} differ in {named}{more}, and no value has a majority, so it is not known which rank is wrong. "
@@ -214,6 +214,10 @@ class DivergenceCheck:
         left = self._compare()
         if left:
             raise self._error(left, healed=False)
+
+
+def _steps(number: int) -> str:
+    return f"{number} step{'' if number == 1 else 's'}"
 
 
 def _difference(name: str, values: Sequence[int]) -> Difference:

@@ -70,8 +70,9 @@ def test_the_first_failure_is_the_earliest_that_is_no_consequence(endings, rank)
                 Ending(3, 1, 2.1, stopped=True, words=(TRACE, b"KeyError: 'x'")),
                 Ending(4, -15, 2.1, stopped=True),
                 Ending(5, 0, 2.1, stopped=True, words=(TRACE, b"ValueError: handled")),
+                Ending(6, -15, 2.1, stopped=True, words=(TRACE, b"ValueError: handled", b"epoch 3")),
             ],
-            "rank 1 failed first (exit code 1, after 2.0 s); ranks 3, 4, 5 were stopped; ranks 0, 2 failed too",
+            "rank 1 failed first (exit code 1, after 2.0 s); ranks 3, 4, 5, 6 were stopped; ranks 0, 2 failed too",
         ),
         *(
             (

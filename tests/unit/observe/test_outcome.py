@@ -16,6 +16,7 @@ OUTCOMES = [
 ]
 
 
+NAMELESS = json.dumps({"text": None, "failed": None, "signal": None, "ranks": [], "time": 0})
 HUGE = json.dumps({"text": "", "failed": None, "signal": None, "ranks": [], "time": 0}).replace("null", "1e999", 1)
 
 
@@ -30,7 +31,20 @@ def test_what_was_saved_is_read(tmp_path, outcome):
 
 
 @pytest.mark.parametrize(
-    "text", [None, "", "{", "[]", "{}", "3", json.dumps({"ranks": [{}]}), json.dumps({"ranks": 1}), HUGE]
+    "text",
+    [
+        None,
+        "",
+        "{",
+        "[]",
+        "{}",
+        "3",
+        json.dumps({"ranks": [{}]}),
+        json.dumps({"ranks": 1}),
+        HUGE,
+        NAMELESS,
+        "[" * 100_000,
+    ],
 )
 def test_what_cannot_be_read_is_no_outcome(tmp_path, text):
     if text is not None:

@@ -68,6 +68,7 @@ def test_of_a_run_that_is_over_the_reported_hang_is_mentioned(tmp_path, capsys):
     suspect = {"rank": 1, "cause": "DATA_LOADER", "state": "sleeping", "where": "load() at train.py:7"}
     (tmp_path / "hang-10.json").write_text(json.dumps({"collective": None, "suspects": [suspect]}))
     (tmp_path / "hang-11.json").write_text("{half")
+    (tmp_path / "hang-12.json").write_text("[" * 100_000)
     assert main(["inspect", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert f"While it ran, this was reported, and saved in {tmp_path}/hang-10.json" in said

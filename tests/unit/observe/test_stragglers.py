@@ -55,6 +55,10 @@ def test_the_slow_rank_and_its_phase_are_found(ranks, extra, expected):
     assert named(slow_ranks(made_steps(ranks, 30, extra))) == expected
 
 
+def test_a_straggler_is_found_where_steps_differ_more_than_it_costs():
+    assert named(slow_ranks(made_steps(4, 30, {(0, FORWARD): 0.5}, jitter=0.1, seed=3457))) == {(0, FORWARD)}
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 8, 33])
 @pytest.mark.parametrize("jitter", [0.01, 0.1, 0.5])
 def test_jitter_is_no_straggler(ranks, jitter):

@@ -15,7 +15,7 @@ from gradwire.observe.outcome import Outcome, RankOutcome
 from gradwire.observe.report.report_model import RunReport
 from gradwire.observe.ring import Record
 from gradwire.observe.run_warnings import fold_repeated, merge_warnings
-from gradwire.observe.saved_hangs import collective_text, suspect_text, suspects_of
+from gradwire.observe.saved_hangs import collective_text, suspect_text, suspects_of, waiting_in
 from gradwire.observe.steps import Phase
 from gradwire.observe.stragglers import of_same_steps
 from gradwire.observe.units import duration
@@ -25,7 +25,7 @@ _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGF
 _EXPOSED = 0.2
 _DATA = 0.2
 _MOST_OF_A_KIND = 10
-_INTERRUPT = "KeyboardInterrupt"
+_INTERRUPTED = re.compile(r"KeyboardInterrupt\b|GroupAborted: .* (by|with) KeyboardInterrupt\b", re.S)
 _EXPLAINED = "CollectiveMismatch: "
 """Its text says what to do."""
 _OF_RANK = re.compile(r" on rank \d+ of \d+(?=:)")
@@ -61,12 +61,12 @@ def find(report: RunReport) -> list[Finding]:
 def _hangs(report: RunReport) -> Iterator[Finding]:
     for hang in report.hangs[:_MOST_OF_A_KIND]:
         suspects = suspects_of(hang)
-        waiting = [rank for rank in hang.get("waiting") or () if isinstance(rank, int)]
+        waiting = waiting_in(hang)
         seconds = hang.get("seconds")
         who = ranks_text(waiting) if waiting else "ranks"
         where = collective_text(hang.get("collective"))
         if suspects and all(one.get("cause") == Cause.DEAD.name for one in suspects):
-            gone = [one["rank"] for one in suspects if isinstance(one.get("rank"), int)]
+            gone = [one["rank"] for one in suspects]
             waited = f", and {who} waited for {'them' if len(gone) > 1 else 'it'} in {where}" if waiting else ""
             title = f"{ranks_text(gone)} ended during the run{waited}"
         else:
@@ -94,8 +94,8 @@ def _failures(report: RunReport) -> Iterator[Finding]:
     interrupted = report.outcome is not None and report.outcome.signal is not None
     for rank in report.ranks:
         for record in rank.failures:
-            if interrupted and _INTERRUPT in record.label:
-                continue  # Ctrl-C, which is said of the run
+            if interrupted and _INTERRUPTED.match(record.label):
+                continue  # by Ctrl-C, which is said of the run
             failed.setdefault(_OF_RANK.sub("", record.label), []).append((rank.rank, record))
     for text, where in list(failed.items())[:_MOST_OF_A_KIND]:
         # A collective that fails lets its step fail: that is one failure.
@@ -163,10 +163,10 @@ def _endings(report: RunReport) -> Iterator[Finding]:
             f"Rank {rank.rank} stopped recording in step {rank.last_step}; others went on to step {last}",
             advice="Ranks that get fewer batches than others end early: see `join()` for uneven inputs.",
         )
-    explained = report.outcome is not None and report.outcome.text
     for rank in ranks:
-        if explained and report.outcome is not None and rank.rank != report.outcome.failed:
-            continue  # it was stopped
+        known = None if report.outcome is None else report.outcome.of(rank.rank)
+        if known is not None and known.stopped:
+            continue
         if rank.pending and (rank.ended or rank.state is ProcessState.GONE):
             one = rank.pending[0]
             yield Finding(

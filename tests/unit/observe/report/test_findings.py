@@ -224,7 +224,19 @@ def test_ranks_that_waited_for_one_that_was_killed_have_not_hung():
     assert [title for title in titles if "was under way" in title] == [
         "Rank 1 ended while all_reduce 'bucket 0' was under way"
     ]
-    assert sum("was under way" in title for title in found(*(made_ring(0, range(3), more=pending),))) == 1
+    alone = Outcome("rank 1 failed first", 1, None, (RankOutcome(0, 0, stopped=False), first))
+    report = build([made_ring(rank, range(3), size=3, more=pending) for rank in range(3)], outcome=alone)
+    assert sum("was under way" in one.title for one in find(report)) == 3  # the launcher has stopped none of them
+
+
+@pytest.mark.parametrize(
+    "odd", [1, True, None, "x", {}, [1], [{}], [{"rank": None, "cause": "DEAD"}], [{"rank": True}]]
+)
+def test_hang_reports_that_are_not_ours(odd):
+    titles = found(made_ring(0, range(3), size=1), hangs=[{"suspects": odd, "waiting": odd, "collective": odd}])
+    assert [title for title in titles if "hung" in title] == [
+        "Rank 1 hung in a collective" if odd == [1] else "Ranks hung in a collective"
+    ]
 
 
 def test_what_ctrl_c_has_broken_off_is_no_failure():
@@ -236,6 +248,8 @@ def test_what_ctrl_c_has_broken_off_is_no_failure():
     ring = made_ring(0, range(3), size=1, more=more)
     outcome = Outcome("stopped by SIGINT after 2.0 s", None, "SIGINT", (STOPPED[0],))
     assert list(found(ring, outcome=outcome)) == ["The run was stopped by SIGINT after 2.0 s"]
+    another = mark(101, 70 * MS, K.STEP_FAILED, "ValueError: no KeyboardInterrupt here", step=3)
+    assert only(found(made_ring(0, range(3), size=1, more=[another]), outcome=outcome), "A step failed")
     assert only(found(ring), "A step failed on rank 0")
 
 
