@@ -8,7 +8,7 @@ ranks' differences, and beyond 4 standard errors of the median itself. A slow ph
 for it: in more than half of the steps its last bucket is ready later than that of any other rank usually is. "Usually", because
 on a busy machine some rank is delayed by chance in every step, and is then the last one. Ranks that are about as slow, such as
 those of a slow host, are stragglers together. And it must be noticeable: what a rank takes more is at least 2 % of the step, and
-in the median, a step would be at least 1 % shorter without it.
+on average, a step would be at least 1 % shorter without it.
 
 Note [What if]
 Ranks meet when the last of them is ready. If the slow phases had taken what they take on the others, each slow rank would have
@@ -24,7 +24,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from gradwire.observe.step_times import COMPUTE, StepTimes
@@ -172,7 +172,7 @@ def compare(times: Times, steps: Sequence[int]) -> list[Straggler]:
     last = _times_last(ready)
     step_by_step = [median(one.seconds for one in column) for column in zip(*rows.values())]
     saved = _saved(guilty, ready)
-    if median(saved) < _WORTH_SAVING * step_seconds:
+    if fmean(saved) < _WORTH_SAVING * step_seconds:
         return []
     without = median(time - less for time, less in zip(step_by_step, saved))
     found = [
