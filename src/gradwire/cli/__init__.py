@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import gradwire
-from gradwire.cli.arguments import Parser, add_debug, parse
+from gradwire.cli.arguments import DEBUG, Parser, add_debug, parse
 from gradwire.errors import GradwireError, UsageError
 
 
@@ -154,7 +154,7 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Command | No
         epilog="gradwire COMMAND --help shows the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"gradwire {gradwire.__version__}")
-    parser.add_argument("--debug", action="store_true", help="show a traceback when the command fails")
+    parser.add_argument("--debug", action="store_true", help=DEBUG)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
     named = next((word for word in words if not word.startswith("-")), None)
     command: Any = None
@@ -162,8 +162,7 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Command | No
         if name == named:
             with _ended_by_interrupts():
                 command = importlib.import_module(f"gradwire.cli.{name}")
-            shows = {"shows": "the tracebacks of all ranks"} if name == "run" else {}
-            add_debug(command.add_parser(subparsers), **shows)
+            add_debug(command.add_parser(subparsers))
         else:
             subparsers.add_parser(name, help=purpose)
     return parser, command

@@ -15,9 +15,12 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message.rstrip('.')}. See {self.prog} --help.\n")
 
 
-def add_debug(parser: argparse.ArgumentParser, *, shows: str = "a traceback when the command fails") -> None:
+DEBUG = "show a traceback when the command fails; with run, those of all ranks"
+
+
+def add_debug(parser: argparse.ArgumentParser) -> None:
     """Accept --debug after a subcommand too; without a default there, which would override the first one."""
-    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=f"show {shows}")
+    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=DEBUG)
     parser.set_defaults(parser=parser)
 
 

@@ -98,6 +98,23 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         metavar="SECONDS",
         help="how long ranks may take to end after SIGTERM before they are killed (default: %(default)g)",
     )
+    _add_recording(parser)
+    add(
+        "--replace-ddp",
+        "--replace_ddp",
+        action="store_true",
+        help="run a script written for torch's DistributedDataParallel on gradwire's, unchanged",
+    )
+    add("--standalone", action="store_true", help="as for torchrun; ranks are always on this machine only")
+    add("--nnodes", type=_one_host, metavar="1", help="as for torchrun; must be 1")
+    # One argument for both, not REMAINDER, from which argparse drops a first "--".
+    add("script", nargs=argparse.PARSER, metavar="SCRIPT", help="a Python file, or with -m a module, and its arguments")
+    return parser
+
+
+def _add_recording(parser: argparse.ArgumentParser) -> None:
+    """What is recorded of the ranks, and shown while they run."""
+    add = parser.add_argument
     add(
         "--run-dir",
         "--run_dir",
@@ -127,17 +144,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         action="store_true",
         help="record a script that does not call gradwire too, from its start: steps of torch's DDP, and where ranks hang",
     )
-    add(
-        "--replace-ddp",
-        "--replace_ddp",
-        action="store_true",
-        help="run a script written for torch's DistributedDataParallel on gradwire's, unchanged",
-    )
-    add("--standalone", action="store_true", help="as for torchrun; ranks are always on this machine only")
-    add("--nnodes", type=_one_host, metavar="1", help="as for torchrun; must be 1")
-    # One argument for both, not REMAINDER, from which argparse drops a first "--".
-    add("script", nargs=argparse.PARSER, metavar="SCRIPT", help="a Python file, or with -m a module, and its arguments")
-    return parser
 
 
 def run(args: argparse.Namespace, *, popen: type[subprocess.Popen[bytes]] = subprocess.Popen) -> int:

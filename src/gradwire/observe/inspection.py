@@ -9,6 +9,7 @@ from pathlib import Path
 from gradwire.host import ProcessState
 from gradwire.observe.hang_report import described, report_lines, stall_lines
 from gradwire.observe.hang_watch import HangWatch
+from gradwire.observe.hangs import Waiting
 from gradwire.observe.outcome import load
 from gradwire.observe.progress import RankProgress
 from gradwire.observe.ring import nothing_recorded
@@ -43,18 +44,21 @@ def inspection(directory: Path, *, whole: bool) -> list[str]:
             saved = directory / reports[-1]["file"]
             lines += ["", f"While it ran, this was reported, and saved in {saved}: see gradwire report {directory}"]
             lines += [f"  {suspect_text(one)}" for one in suspects_of(reports[-1])]
-        if reports and is_about(reports[-1], None if waiting is None else waiting.record):
-            pass  # what was known while it ran is more than what can be known now
-        elif waiting is not None:
-            lines += ["", *report_lines(waiting, watch.suspects(waiting))]
-        elif (found := watch.stall()) is not None:
-            lines += ["", *stall_lines(*found)]
+        if not reports or not is_about(reports[-1], None if waiting is None else waiting.record):
+            lines += _hang_lines(watch, waiting)  # else more was known while it ran
         started = max(int(rank.header["started_wall"]) for rank in ranks.ranks.values()) / 1e9
         if ranks.is_over and (outcome := load(directory, started=started)) is not None and outcome.text:
             lines += ["", f"The run has ended: {outcome.text}"]
         return lines
     finally:
         ranks.close()
+
+
+def _hang_lines(watch: HangWatch, waiting: Waiting | None) -> list[str]:
+    if waiting is not None:
+        return ["", *report_lines(waiting, watch.suspects(waiting))]
+    stall = watch.stall()
+    return [] if stall is None else ["", *stall_lines(*stall)]
 
 
 def _rank_lines(ranks: RunFollower, rank: RankProgress, stacks: Sequence[Stack], *, whole: bool) -> Iterator[str]:

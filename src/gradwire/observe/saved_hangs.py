@@ -32,7 +32,7 @@ def suspects_of(hang: dict[str, Any]) -> list[dict[str, Any]]:
     )
 
 
-def waiting_in(hang: dict[str, Any]) -> list[int]:
+def waiting_of(hang: dict[str, Any]) -> list[int]:
     """The ranks that waited."""
     found = hang.get("waiting")
     return [rank for rank in found if _is_rank(rank)] if isinstance(found, list) else []

@@ -31,11 +31,11 @@ from gradwire.reducer.drive import Landed, Pending
 from gradwire.reducer.hook_runner import HookRunner
 from gradwire.reducer.layout import ParameterSpec
 from gradwire.reducer.nonfinite_late import Late, LateChecks
-from gradwire.reducer.nonfinite_now import Looks
 from gradwire.reducer.nonfinite_reaction import Reaction
 from gradwire.reducer.nonfinite_report import Report, any_rank, exchange
 from gradwire.reducer.nonfinite_scan import Scan
 from gradwire.reducer.nonfinite_search import Found, Search
+from gradwire.reducer.nonfinite_waiting import WaitingCheck
 from gradwire.reducer.reductions import StepRejected
 
 _WORTH_ASKING = 4096
@@ -66,7 +66,7 @@ class NonFiniteChecked:
         self._late = LateChecks(self._specs, policy)
         self._search = Search([spec.name for spec in specs])
         self._check = weakly(self._verify)  # the runner, which this object holds, holds the check
-        self._looks: Looks | Scan
+        self._step_check: WaitingCheck | Scan
         """A Scan if the result of this step is read late."""
         self._begin(torch.device("cpu"))
 
@@ -89,27 +89,27 @@ class NonFiniteChecked:
         self._look_before(bucket)
         self._reduced.append(bucket.spec)
         pending = self._inner.start(bucket)
-        return _Looked(pending, self._looks, bucket.spec, last=bucket.is_last())
+        return _Looked(pending, self._step_check, bucket.spec, last=bucket.is_last())
 
     def run(self, bucket: GradBucket) -> Tensor:
         """As `start`, to the end, in this thread."""
         self._look_before(bucket)
-        return _Looked(Landed(self._inner.run(bucket)), self._looks, bucket.spec, last=False).wait()
+        return _Looked(Landed(self._inner.run(bucket)), self._step_check, bucket.spec, last=False).wait()
 
     def _look_before(self, bucket: GradBucket) -> None:
         if self._check not in self.checks:  # the first bucket of a step
             self._begin(bucket.spec.device)
             scan = self._late.begin(self._inner) if self._can_be_late(bucket.spec) else None
             if scan is not None:
-                self._looks = scan
+                self._step_check = scan
             self._reaction.prepare(self._inner.states)
             self.checks.append(self._check)
         if isinstance(bucket, ZeroBucket):
             return
         if self._trusted and self._stay_in_grad(bucket):
-            self._looks.keep(bucket)
+            self._step_check.keep(bucket)
         else:
-            self._looks.look_at_gradients(bucket, self._narrow(bucket.spec.dtype))
+            self._step_check.look_at_gradients(bucket, self._narrow(bucket.spec.dtype))
 
     def _can_be_late(self, spec: BucketSpec) -> bool:
         """Not if a bad step has to be undone in the state of a hook, and not in torch's DDP, which has no `finish_checks`."""
@@ -124,7 +124,7 @@ class NonFiniteChecked:
         inner = self._inner
         self._device = device
         self._trusted = inner.torch_hook is None and inner.outer is None and inner.hook.passes_nonfinite
-        self._looks = Looks(self._search, device)
+        self._step_check = WaitingCheck(self._search, device)
         self._reduced: list[BucketSpec] = []
 
     def _narrow(self, dtype: torch.dtype) -> torch.dtype | None:
@@ -134,15 +134,15 @@ class NonFiniteChecked:
 
     def _verify(self, step: int) -> None:
         """Exchange what ranks have found, if there may be something, and do what the policy says."""
-        late, looks, inner = self._late.take(self._inner), self._looks, self._inner
+        late, check, inner = self._late.take(self._inner), self._step_check, self._inner
         stepped = inner.optimizers.gradients_used
         try:
             inner.optimizers.clear_flag()
-            if isinstance(looks, Scan):
-                self._late.enqueue(looks, inner, self._narrow, step=step)
+            if isinstance(check, Scan):
+                self._late.enqueue(check, inner, self._narrow, step=step)
             if late is not None:
                 self._read(late, stepped=stepped)
-            report = self._report(looks, step) if isinstance(looks, Looks) else None
+            report = self._report(check, step) if isinstance(check, WaitingCheck) else None
         except BaseException:
             self._late.take(inner)  # the step is dropped, whatever its own result
             inner.optimizers.clear_flag()
@@ -185,13 +185,13 @@ class NonFiniteChecked:
             report = self._of_all(*late.scan.found(), step=late.step, hook=late.hook, later=True)
             self._reaction.react(report, self._inner.group, [self._inner.states], drop=drop)
 
-    def _report(self, looks: Looks, step: int) -> Report | None:
-        gradients, averages = looks.found()
+    def _report(self, check: WaitingCheck, step: int) -> Report | None:
+        gradients, averages = check.found()
         if self._trusted and not averages:
             return None  # on all ranks: see Note [What a healthy step costs]
         if not self._trusted and not any_rank(bool(gradients or averages), self._inner.group, self._device):
             return None
-        gradients += looks.found_in_kept(self._narrow)
+        gradients += check.found_in_kept(self._narrow)
         return self._of_all(gradients, averages, step=step, hook=self.name, trusted=self._trusted)
 
     def _of_all(
@@ -212,17 +212,17 @@ class NonFiniteChecked:
 
 
 class _Looked:
-    """A reduction whose result is looked at. While the `last` one of a step is at work, all others are."""
+    """A reduction whose result is looked at. Before the `last` one of a step is waited for, the results of the others are."""
 
-    def __init__(self, pending: Pending, looks: Looks | Scan, spec: BucketSpec, *, last: bool) -> None:
-        self._pending, self._looks, self._spec, self._last = pending, looks, spec, last
+    def __init__(self, pending: Pending, check: WaitingCheck | Scan, spec: BucketSpec, *, last: bool) -> None:
+        self._pending, self._check, self._spec, self._last = pending, check, spec, last
 
     def wait(self) -> Tensor:
         """The result."""
         if self._last:
-            self._looks.look_at_averages()
+            self._check.look_at_averages()
         result = self._pending.wait()
-        self._looks.add_average(self._spec, result)
+        self._check.add_average(self._spec, result)
         return result
 
 

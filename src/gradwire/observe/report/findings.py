@@ -15,7 +15,7 @@ from gradwire.observe.outcome import Outcome, RankOutcome
 from gradwire.observe.report.report_model import RunReport
 from gradwire.observe.ring import Record
 from gradwire.observe.run_warnings import fold_repeated, merge_warnings
-from gradwire.observe.saved_hangs import collective_text, suspect_text, suspects_of, waiting_in
+from gradwire.observe.saved_hangs import collective_text, suspect_text, suspects_of, waiting_of
 from gradwire.observe.steps import Phase
 from gradwire.observe.stragglers import of_same_steps
 from gradwire.observe.units import duration
@@ -61,7 +61,7 @@ def find(report: RunReport) -> list[Finding]:
 def _hangs(report: RunReport) -> Iterator[Finding]:
     for hang in report.hangs[:_MOST_OF_A_KIND]:
         suspects = suspects_of(hang)
-        waiting = waiting_in(hang)
+        waiting = waiting_of(hang)
         seconds = hang.get("seconds")
         who = ranks_text(waiting) if waiting else "ranks"
         where = collective_text(hang.get("collective"))

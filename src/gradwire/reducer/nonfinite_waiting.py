@@ -11,8 +11,8 @@ from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.reducer.nonfinite_search import Found, Look, Search, examine
 
 
-class Looks:
-    """What was looked at in one step. It has the methods of a `nonfinite_scan.Scan`, whose result is read one step later."""
+class WaitingCheck:
+    """The check of one step. It has the methods of a `nonfinite_scan.Scan`, whose result is read one step later."""
 
     def __init__(self, search: Search, device: torch.device) -> None:
         self._search = search
