@@ -28,7 +28,7 @@ from gradwire.cli.experiment import peers
 from gradwire.cli.experiment.bench_device import add_device_option, find_device, settled
 from gradwire.cli.experiment.machine import describe
 from gradwire.cli.experiment.report import Result, Row, add_json_option, show
-from gradwire.cli.experiment.timing import Rounds, Series, Step, compare, interleave
+from gradwire.cli.experiment.timing import Ratio, Rounds, Series, Step, compare, interleave
 from gradwire.collectives.finite import probe
 from gradwire.flight_recorder import FlightRecorder
 from gradwire.parallel import DistributedDataParallel
@@ -222,9 +222,9 @@ def _result_of_check(machine: dict[str, str], settings: dict[str, str], series: 
         apart = [abs(compare(series[name + peers.AGAIN], series[name]).median_of_rounds - 1) for name in names]
         rows += [Row(plain), Row(checked, checked.median - plain.median, ratio)]
         lines.append(
-            f"{words.capitalize()}, the check adds {100 * (ratio.of_medians - 1):.2f} % to a step (median over {ratio.rounds} "
-            f"rounds: {100 * (ratio.median_of_rounds - 1):.2f} %). Two such models without it differ by {100 * apart[0]:.2f} %, "
-            f"two with it by {100 * apart[1]:.2f} %."
+            f"{words.capitalize()}, the check adds {_percent(ratio.median_of_rounds)} to a step (median over {ratio.rounds} rounds"
+            f"{_confidence(ratio)}; ratio of medians: {_percent(ratio.of_medians)}). Two such models without it differ by "
+            f"{100 * apart[0]:.2f} %, two with it by {100 * apart[1]:.2f} %."
         )
     if _SUMS in series:
         alone = compare(series[_SUMS], series[peers.OURS])
@@ -244,7 +244,15 @@ def _result_of_check(machine: dict[str, str], settings: dict[str, str], series: 
             ratio = compare(series[name], series[peers.OURS])
             rows.append(Row(series[name], series[name].median - series[peers.OURS].median, ratio))
             lines.append(
-                f"{words} adds {100 * (ratio.median_of_rounds - 1):.2f} % to a step with default flags (median over rounds)."
+                f"{words} adds {_percent(ratio.median_of_rounds)} to a step with default flags (median over rounds)."
             )
     ratio_of = "a step with nonfinite=NonFinite.RAISE to one without"
     return Result("overhead of a check", machine, settings, rows, ratio_of, lines, more_than="plain")
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):.2f} %"
+
+
+def _confidence(ratio: Ratio) -> str:
+    return "" if ratio.confidence is None else ", 95 % confidence: " + " to ".join(map(_percent, ratio.confidence))

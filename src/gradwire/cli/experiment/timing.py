@@ -5,6 +5,7 @@ It handles callables and clocks, and is independent of models, groups and device
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +58,9 @@ class Ratio:
     quartiles: tuple[float, float]
     rounds: int
     """How many rounds could be compared: noise can hide a difference."""
+    confidence: tuple[float, float] | None
+    """The median over more rounds is between these two with a probability of at least 95 %, if rounds are independent. None if
+    there are too few."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -134,7 +138,7 @@ def compare(a: Series, b: Series, *, over: Series | None = None) -> Ratio:
 
     >>> ours, peer, bare = Series("ours", (12.0, 24.0)), Series("peer", (14.0, 28.0)), Series("bare", (10.0, 20.0))
     >>> compare(ours, peer, over=bare)
-    Ratio(of_medians=0.5, median_of_rounds=0.5, quartiles=(0.5, 0.5), rounds=2)
+    Ratio(of_medians=0.5, median_of_rounds=0.5, quartiles=(0.5, 0.5), rounds=2, confidence=None)
     """
     base = (0.0,) * len(a.seconds) if over is None else over.seconds
     by_round = [(x - z) / (y - z) for x, y, z in zip(a.seconds, b.seconds, base, strict=True) if y > z]
@@ -145,6 +149,7 @@ def compare(a: Series, b: Series, *, over: Series | None = None) -> Ratio:
         median_of_rounds=statistics.median(by_round) if by_round else float("nan"),
         quartiles=_quartiles(by_round),
         rounds=len(by_round),
+        confidence=_confidence(by_round),
     )
 
 
@@ -162,3 +167,20 @@ def _quartiles(values: tuple[float, ...] | list[float]) -> tuple[float, float]:
         return (values[0], values[0]) if values else (float("nan"), float("nan"))
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, high
+
+
+def _confidence(values: list[float]) -> tuple[float, float] | None:
+    """Where the median of what `values` are a sample of is, with a probability of at least 95 %, whatever its distribution.
+
+    It is below the k-th smallest with the probability of less than k heads in as many throws of a coin as there are values.
+    Six values are the least that say anything.
+
+    >>> _confidence([5.0, 1.0, 4.0, 2.0, 6.0, 3.0])
+    (1.0, 6.0)
+    """
+    count, k, below = len(values), 0, 0.5 ** len(values)
+    while below <= 0.025:
+        k += 1
+        below += math.comb(count, k) * 0.5**count
+    ordered = sorted(values)
+    return (ordered[k - 1], ordered[-k]) if k else None

@@ -90,7 +90,10 @@ def test_what_a_check_for_nan_adds(capsys):
         assert re.search(name, cells), name
     assert max(map(len, out.splitlines())) <= 80
     words = " ".join(out.split())
-    assert re.search(r"With bucket views, the check adds -?[\d.]+ % to a step", words)
+    assert re.search(
+        r"With bucket views, the check adds -?[\d.]+ % to a step \(median over \d rounds; ratio of medians: -?[\d.]+ %\)",
+        words,
+    )
     assert len(re.findall(r"Two such models without it differ by [\d.]+ %, two with it by [\d.]+ %\.", words)) == 2
     assert re.search(r"The sums alone, .* take [\d.]+ % of a step", " ".join(out.split()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
@@ -121,3 +122,22 @@ def test_nothing_to_compare_is_not_a_number():
     assert math.isnan(ratio.of_medians)
     assert math.isnan(ratio.median_of_rounds)
     assert all(map(math.isnan, ratio.quartiles))
+
+
+def test_the_median_is_where_it_is_said_to_be_in_95_of_100_runs():
+    # Ratios that are far from normal: some rounds were disturbed.
+    generator = random.Random(0)
+    inside, runs = 0, 2000
+    for _ in range(runs):
+        values = tuple(1 + generator.expovariate(1.0) ** 3 for _ in range(30))
+        low, high = compare(Series("a", values), Series("b", (1.0,) * 30)).confidence or (math.nan, math.nan)
+        inside += low <= 1 + math.log(2) ** 3 <= high
+    assert 0.95 <= inside / runs <= 0.97  # for 30 rounds, 95.7 %
+
+
+def test_few_rounds_are_no_evidence():
+    for rounds, known in ((1, False), (5, False), (6, True)):
+        ratio = compare(Series("a", (2.0,) * rounds), Series("b", (1.0,) * rounds))
+        assert (ratio.confidence is not None) == known
+    # No round can be compared.
+    assert compare(Series("a", (2.0,)), Series("b", (1.0,)), over=Series("c", (1.0,))).confidence is None
