@@ -99,9 +99,17 @@ def _bar(rank: RankStatus, longest: float) -> Text:
 
 def _summary(status: RunStatus) -> Text:
     if status.begun < len(status.ranks) and not status.seconds:
-        return Text(f"{status.begun} of {len(status.ranks)} ranks recorded so far", style="bold")
-    if not status.seconds or status.is_idle:
-        return Text(without_figures(status), style="bold")
+        parts = [f"{status.begun} of {len(status.ranks)} ranks recorded so far"]
+    elif not status.seconds or status.is_idle:
+        parts = [without_figures(status)]
+    else:
+        parts = _figures(status)
+    if status.is_over:
+        parts.append(status.ending or "ended")
+    return Text(" · ".join(parts), style="bold")
+
+
+def _figures(status: RunStatus) -> list[str]:
     parts = [f"step {status.step}", f"{status.steps_per_second:.3g} steps/s"]
     if status.samples_per_second:
         parts.append(f"{status.samples_per_second:,.0f} samples/s")
@@ -110,9 +118,7 @@ def _summary(status: RunStatus) -> Text:
     )
     if status.slowest is not None:
         parts.append(f"slowest rank {status.slowest.rank}")
-    if status.is_over:
-        parts.append("ended")
-    return Text(" · ".join(parts), style="bold")
+    return parts
 
 
 def _warning(status: RunStatus) -> Text | None:

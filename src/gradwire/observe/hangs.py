@@ -32,6 +32,7 @@ class Cause(Enum):
     """What keeps a rank from a collective. The value is the name people read."""
 
     DEAD = "its process has ended"
+    ENDED_SINCE = "the launcher has ended it since: what it did is not known any more"
     STOPPED = "its process is stopped"
     DATA_LOADER = "it waits for its data loader"
     HOOK = "it is in a communication hook"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from gradwire.host import ProcessState
 from gradwire.observe.hang_report import described, report_lines, stall_lines
 from gradwire.observe.hang_watch import HangWatch
-from gradwire.observe.hangs import Waiting
-from gradwire.observe.outcome import load
+from gradwire.observe.hangs import Cause, Suspect, Waiting
+from gradwire.observe.outcome import Outcome
 from gradwire.observe.progress import RankProgress
 from gradwire.observe.ring import nothing_recorded
 from gradwire.observe.run_follower import RunFollower
@@ -39,26 +40,36 @@ def inspection(directory: Path, *, whole: bool) -> list[str]:
         lines += [f"warning: {warning}" for warning in fold_repeated(merged)]
         lines += describe(stragglers_over_time({rank.rank: rank.folder.steps for rank in ranks.local_ranks}))
         reports = saved_hangs(directory) if ranks.is_over else []
-        waiting = watch.waiting
+        waiting, outcome = watch.waiting, ranks.outcome
         if reports:
             saved = directory / reports[-1]["file"]
             lines += ["", f"While it ran, this was reported, and saved in {saved}: see gradwire report {directory}"]
             lines += [f"  {suspect_text(one)}" for one in suspects_of(reports[-1])]
         if not reports or not is_about(reports[-1], None if waiting is None else waiting.record):
-            lines += _hang_lines(watch, waiting)  # else more was known while it ran
-        started = max(int(rank.header["started_wall"]) for rank in ranks.ranks.values()) / 1e9
-        if ranks.is_over and (outcome := load(directory, started=started)) is not None and outcome.text:
-            lines += ["", f"The run has ended: {outcome.text}"]
+            lines += _hang_lines(watch, waiting, outcome)  # else more was known while it ran
+        if outcome is not None:
+            lines += ["", f"The run has ended: {outcome.text or 'no rank has failed'}"]
         return lines
     finally:
         ranks.close()
 
 
-def _hang_lines(watch: HangWatch, waiting: Waiting | None) -> list[str]:
+def _hang_lines(watch: HangWatch, waiting: Waiting | None, outcome: Outcome | None) -> list[str]:
     if waiting is not None:
-        return ["", *report_lines(waiting, watch.suspects(waiting))]
-    stall = watch.stall()
-    return [] if stall is None else ["", *stall_lines(*stall)]
+        return ["", *report_lines(waiting, _as_it_ran(watch.suspects(waiting), outcome))]
+    if (found := watch.stall()) is None:
+        return []
+    stall, suspects = found
+    return ["", *stall_lines(stall, _as_it_ran(suspects, outcome))]
+
+
+def _as_it_ran(suspects: Sequence[Suspect], outcome: Outcome | None) -> list[Suspect]:
+    """A rank that the launcher has ended when another had failed was not dead while others waited for it."""
+    stopped = set() if outcome is None else {one.rank for one in outcome.ranks if one.stopped}
+    return [
+        replace(one, cause=Cause.ENDED_SINCE) if one.cause is Cause.DEAD and one.rank in stopped else one
+        for one in suspects
+    ]
 
 
 def _rank_lines(ranks: RunFollower, rank: RankProgress, stacks: Sequence[Stack], *, whole: bool) -> Iterator[str]:

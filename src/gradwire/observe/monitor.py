@@ -101,7 +101,10 @@ class RunMonitor:
         slow = frozenset(one.rank for one in self.stragglers.current)
         waiting = find_waiting(local, now, deadline=_LONG_WAIT)
         status = run_status(facts, size=size, now=now, since=since, slow=slow, warning=self._last_warning())
-        return status if waiting is None else replace(status, missing=waiting.missing)
+        if waiting is not None:
+            status = replace(status, missing=waiting.missing)
+        outcome = self.run.outcome if status.is_over else None
+        return status if outcome is None else replace(status, ending=outcome.text)
 
     def _last_warning(self) -> str:
         recorded = merge_warnings((rank.rank, rank.header, rank.warnings) for rank in self.run.ranks.values())

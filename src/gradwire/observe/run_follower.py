@@ -10,6 +10,7 @@ from typing import Any
 from gradwire.errors import UsageError
 from gradwire.host import ProcessState, clock_identity
 from gradwire.observe.gradient_questions import SUBJECT, SUFFIX, Awaited, Question
+from gradwire.observe.outcome import Outcome, load
 from gradwire.observe.progress import RankProgress
 from gradwire.observe.ring import state_of_writer
 from gradwire.observe.ring_tail import RingFollower
@@ -79,6 +80,14 @@ class RunFollower:
     def is_over(self) -> bool:
         """Whether no rank of this host is left."""
         return all(self.state(rank) is ProcessState.GONE for rank in self.local_ranks)
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """How the run has ended, if it has and its launcher has saved it."""
+        if not self.ranks or not self.is_over:
+            return None
+        started = max(int(rank.header["started_wall"]) for rank in self.ranks.values()) / 1e9
+        return load(self.directory, started=started)
 
     @property
     def now(self) -> int:

@@ -75,6 +75,8 @@ class RunStatus:
     """The rank that is last in most steps, if one is, by a noticeable time."""
     warning: str = ""
     """The last one."""
+    ending: str = ""
+    """What the launcher has said of the end of the run, if a rank has failed or a signal has ended it."""
 
     @property
     def is_idle(self) -> bool:

@@ -16,6 +16,7 @@ from gradwire.cli import main
 from gradwire.flight_recorder import FlightRecorder, RecordKind
 from gradwire.host import ProcessState, process_start, process_state
 from gradwire.observe.hang_watch import HangWatch
+from gradwire.observe.outcome import Outcome, RankOutcome, save
 from gradwire.observe.recording import _header
 from gradwire.observe.run_follower import RunFollower
 from gradwire.observe.stacks import parse_stacks
@@ -285,6 +286,18 @@ def test_the_wait_of_a_rank_that_has_ended_does_not_go_on(ring, tmp_path, capsys
     ring(0, process_start="1")
     assert main(["inspect", str(tmp_path / "run")]) == 0
     assert "    at its end in all_reduce" in capsys.readouterr().out
+
+
+def test_a_rank_that_the_launcher_has_ended_was_not_dead_while_others_waited(ring, tmp_path, capsys):
+    gone = {"process_start": "1"}
+    ring(0, **gone)
+    absent = FlightRecorder(tmp_path / "run" / "rank-1.ring", header={**_header(1, 2), **gone}, capacity=16)
+    absent.put(RecordKind.GROUP, 1, group="world", nbytes=2)
+    absent.close()
+    for stopped, said in ((False, "its process has ended"), (True, "the launcher has ended it since")):
+        save(tmp_path / "run", Outcome("rank 0 failed", 0, None, (RankOutcome(1, -15, stopped),), time.time()))
+        assert main(["inspect", str(tmp_path / "run")]) == 0
+        assert f"  rank 1 (process {os.getpid()}): {said}" in capsys.readouterr().out
 
 
 def test_a_rank_that_has_ended_is_named_and_not_those_that_have_not_come_so_far(ring, watch):

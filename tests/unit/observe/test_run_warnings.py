@@ -10,6 +10,7 @@ import pytest
 from gradwire import flight_recorder, observe
 from gradwire.cli import main
 from gradwire.flight_recorder import FlightRecorder, RecordKind
+from gradwire.host import clock_identity
 from gradwire.observe.outcome import Outcome, save
 from gradwire.observe.progress import RankProgress
 from gradwire.observe.run_warnings import fold_repeated
@@ -76,13 +77,19 @@ def test_of_a_run_that_is_over_the_reported_hang_is_mentioned(tmp_path, capsys):
 
 
 def test_of_a_run_that_is_over_its_launcher_says_how_it_ended(tmp_path, capsys):
-    FlightRecorder(tmp_path / "rank-0.ring", header={**header(0, 1), "pid": 2**22 + 1}, capacity=4).close()
+    gone = {**header(0, 1), "pid": 2**22 + 1, "clock": clock_identity()}
+    FlightRecorder(tmp_path / "rank-0.ring", header=gone, capacity=4).close()
     outcome = Outcome(
         "rank 0 failed (exit code 1, after 2.0 s)", 0, None, (), time=header(0, 1)["started_wall"] / 1e9 + 2
     )
     save(tmp_path, outcome)
     assert main(["inspect", str(tmp_path)]) == 0
     assert capsys.readouterr().out.endswith("\nThe run has ended: rank 0 failed (exit code 1, after 2.0 s)\n")
+    assert main(["top", "--once", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith("· rank 0 failed (exit code 1, after 2.0 s)\n")
+    save(tmp_path, replace(outcome, text=""))
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith("\nThe run has ended: no rank has failed\n")
     save(
         tmp_path, replace(outcome, time=outcome.time - 3)
     )  # that of an earlier run, without whose launcher ranks record now

@@ -25,6 +25,8 @@ def _lines(report: RunReport) -> Iterator[str]:
     header = page["header"]
     yield header["command"] or "run"
     yield f"{clock(report.begin)}, {duration(report.end - report.begin)} recorded, {page['records']:,} records"
+    if report.succeeded:
+        yield "ended without an error"
     yield f"{_count(len(report.ranks), 'rank')} on {_count(len(page['hosts']), 'host')}"
     yield f"gradwire {header['gradwire']}, torch {header['torch']}, Python {header['python']}"
     for group in page["groups"]:

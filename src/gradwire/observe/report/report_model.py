@@ -133,6 +133,11 @@ class RunReport:
         """When the last record was written, in seconds since 1970."""
         return max([rank.wall_time(rank.last) for rank in self.ranks if rank.records] or [self.begin])
 
+    @property
+    def succeeded(self) -> bool:
+        """Whether it is known that the run has ended and that no rank has failed."""
+        return self.outcome is not None and not self.outcome.text
+
     def described(self, subject: str) -> list[dict[str, Any]]:
         """What the first rank that has written anything has written about `subject`, the latest last."""
         return next((rank.descriptions[subject] for rank in self.ranks if rank.descriptions.get(subject)), [])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.flight_recorder import RecordKind as K
+from gradwire.observe.outcome import Outcome
 from gradwire.observe.report.load import load_report
 from gradwire.observe.report.plain_text import render_text
 from gradwire.observe.report.render import render_page
@@ -114,6 +115,14 @@ def test_the_text(report):
     assert max(map(len, text.splitlines())) <= 80
     for part in ("warning: Rank 1 is slow", "exposed communication", "mean()", "all_reduce", "median 20 ms"):
         assert part in text
+
+
+def test_a_run_that_has_ended_well_says_so():
+    for text, shown in (("", True), ("rank 0 failed", False), (None, False)):
+        outcome = None if text is None else Outcome(text, None, None, ())
+        report = build([made_ring(0, range(3), size=1)], outcome=outcome)
+        for page in (render_text(report), Page(render_page(report)).text):
+            assert ("ended without an error" in page) == shown
 
 
 def test_what_is_read_from_a_directory(tmp_path):
