@@ -220,8 +220,8 @@ def _lines(outcomes: Sequence[Outcome]) -> list[str]:
     unclear = sum(not one.is_comparable for one in outcomes)
     if unclear:
         lines.append(
-            f"In {unclear} runs the prediction is not judged: the machine was so busy that the healthy runs before and after "
-            f"differ by more than {_TOLERANCE:.0%}."
+            f"In {unclear} run{'s' * (unclear > 1)} the prediction is not judged: the machine was so busy that the healthy runs "
+            f"before and after differ by more than {_TOLERANCE:.0%}."
         )
     for number, one in enumerate(outcomes):
         if not one.passed:
