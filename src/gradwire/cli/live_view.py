@@ -98,13 +98,8 @@ def _bar(rank: RankStatus, longest: float) -> Text:
 
 
 def _summary(status: RunStatus) -> Text:
-    if status.begun < len(status.ranks) and not status.seconds:
-        parts = [f"{status.begun} of {len(status.ranks)} ranks recorded so far"]
-    elif not status.seconds or status.is_idle:
-        parts = [without_figures(status)]
-    else:
-        parts = _figures(status)
-    if status.is_over:
+    parts = [without_figures(status)] if not status.seconds or status.is_idle else _figures(status)
+    if status.ending or status.is_over:
         parts.append(status.ending or "ended")
     return Text(" · ".join(parts), style="bold")
 

@@ -22,6 +22,9 @@ from gradwire.observe.run_status import Condition, RunStatus
 _TAIL = 16384
 """Records of each rank with which it begins: 20 steps, also with many buckets."""
 
+_MOMENT = 0.5
+"""Seconds after the end of all ranks within which their launcher says how the run has ended."""
+
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
     """Declare `gradwire top` and its options."""
@@ -75,8 +78,12 @@ def _follow(monitor: RunMonitor, terminal: int | None, every: float | None) -> N
     screen = Screen(1, os.environ)
     if terminal is not None:
         screen.panel = Panel(1)
+    was_under_way = False
     while not screen.broken:
         status = monitor.status()
+        if was_under_way and _is_over(status) and not status.ending:
+            time.sleep(_MOMENT)
+            status = monitor.status()
         if screen.panel is not None:
             screen.draw(picture(status, *screen.panel.size))
         else:
@@ -84,6 +91,7 @@ def _follow(monitor: RunMonitor, terminal: int | None, every: float | None) -> N
                 print(line, flush=True)
         if _is_over(status):
             return
+        was_under_way = True
         time.sleep(every or (1.0 if terminal is not None else PLAIN_INTERVAL))
         lines = monitor.check()
         screen.write("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))

@@ -159,15 +159,15 @@ class _Supervisor:
                 self._display.warn(watch.check_if_due())
             if not self._has_failed:
                 self._display.update()
+        how = outcome(shutdown, self._now)
+        if self._run.directory is not None:
+            save(self._run.directory, how)  # at once: others may follow the run
         self._display.end()
         self._end_companions()
         pids = [process.pid for process in self._ranks]
-        how = outcome(shutdown, self._now)
         RunReport(self._err, [self._streams[rank][1] for rank in range(len(pids))], self._run.log_dir).show(
             shutdown, pids, how.text
         )
-        if self._run.directory is not None:
-            save(self._run.directory, how)
         return shutdown.exit_code
 
     @property

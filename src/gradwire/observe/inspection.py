@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,8 +45,9 @@ def inspection(directory: Path, *, whole: bool) -> list[str]:
             saved = directory / reports[-1]["file"]
             lines += ["", f"While it ran, this was reported, and saved in {saved}: see gradwire report {directory}"]
             lines += [f"  {suspect_text(one)}" for one in suspects_of(reports[-1])]
-        if not reports or not is_about(reports[-1], None if waiting is None else waiting.record):
-            lines += _hang_lines(watch, waiting, outcome)  # else more was known while it ran
+        known = reports and is_about(reports[-1], None if waiting is None else waiting.record)  # better, while it ran
+        if not known and (outcome is None or outcome.text):
+            lines += _hang_lines(watch, waiting, _stopped(ranks, outcome))
         if outcome is not None:
             lines += ["", f"The run has ended: {outcome.text or 'no rank has failed'}"]
         return lines
@@ -54,20 +55,25 @@ def inspection(directory: Path, *, whole: bool) -> list[str]:
         ranks.close()
 
 
-def _hang_lines(watch: HangWatch, waiting: Waiting | None, outcome: Outcome | None) -> list[str]:
+def _stopped(ranks: RunFollower, outcome: Outcome | None) -> set[int]:
+    """The processes of ranks that the launcher has ended."""
+    ended = () if outcome is None else [one.rank for one in outcome.ranks if one.stopped]
+    return {int(ranks.ranks[rank].header["pid"]) for rank in ended if rank in ranks.ranks}
+
+
+def _hang_lines(watch: HangWatch, waiting: Waiting | None, stopped: Container[int]) -> list[str]:
     if waiting is not None:
-        return ["", *report_lines(waiting, _as_it_ran(watch.suspects(waiting), outcome))]
+        return ["", *report_lines(waiting, _as_it_ran(watch.suspects(waiting), stopped))]
     if (found := watch.stall()) is None:
         return []
     stall, suspects = found
-    return ["", *stall_lines(stall, _as_it_ran(suspects, outcome))]
+    return ["", *stall_lines(stall, _as_it_ran(suspects, stopped))]
 
 
-def _as_it_ran(suspects: Sequence[Suspect], outcome: Outcome | None) -> list[Suspect]:
-    """A rank that the launcher has ended when another had failed was not dead while others waited for it."""
-    stopped = set() if outcome is None else {one.rank for one in outcome.ranks if one.stopped}
+def _as_it_ran(suspects: Sequence[Suspect], stopped: Container[int]) -> list[Suspect]:
+    """A process that was ended when another rank had failed was not dead while others waited for it."""
     return [
-        replace(one, cause=Cause.ENDED_SINCE) if one.cause is Cause.DEAD and one.rank in stopped else one
+        replace(one, cause=Cause.ENDED_SINCE) if one.cause is Cause.DEAD and one.pid in stopped else one
         for one in suspects
     ]
 

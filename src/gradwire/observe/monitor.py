@@ -103,8 +103,8 @@ class RunMonitor:
         status = run_status(facts, size=size, now=now, since=since, slow=slow, warning=self._last_warning())
         if waiting is not None:
             status = replace(status, missing=waiting.missing)
-        outcome = self.run.outcome if status.is_over else None
-        return status if outcome is None else replace(status, ending=outcome.text)
+        outcome = self.run.outcome
+        return status if outcome is None else replace(status, ending=outcome.text or "ended without an error")
 
     def _last_warning(self) -> str:
         recorded = merge_warnings((rank.rank, rank.header, rank.warnings) for rank in self.run.ranks.values())

@@ -76,7 +76,7 @@ class RunStatus:
     warning: str = ""
     """The last one."""
     ending: str = ""
-    """What the launcher has said of the end of the run, if a rank has failed or a signal has ended it."""
+    """How the run has ended, as its launcher knows it; empty before, and of other launchers."""
 
     @property
     def is_idle(self) -> bool:
@@ -202,11 +202,9 @@ def _median(values: Iterable[float]) -> float:
 
 def stats_line(status: RunStatus) -> str:
     """The status in one line, for log files."""
-    so_far = f"{status.begun} of {len(status.ranks)} ranks recorded so far"
-    if status.begun < len(status.ranks) and not status.seconds:
-        return so_far + _last_warning(status)
     if not status.seconds:
-        return without_figures(status) + _last_warning(status)
+        parts = [without_figures(status), *filter(None, [status.ending])]
+        return ", ".join(parts) + _last_warning(status)
     whole, compute, exposed = map(milliseconds, (status.seconds, status.compute, status.exposed))
     parts = [
         f"step {status.step}",
@@ -219,18 +217,26 @@ def stats_line(status: RunStatus) -> str:
     if status.slowest is not None:
         parts.append(f"slowest rank {status.slowest.rank} ({milliseconds(status.slowest.late)} ms late)")
     if status.begun < len(status.ranks):
-        parts.append(so_far)
+        parts.append(_recorded(status))
     ended = [rank.rank for rank in status.ranks if rank.condition in (Condition.ENDED, Condition.STOPPED)]
-    if ended:
+    if status.ending:
+        parts.append(status.ending)
+    elif ended:
         parts.append(f"{len(ended)} rank{'s' * (len(ended) > 1)} ended or stopped")
     return ", ".join(parts) + _last_warning(status)
 
 
 def without_figures(status: RunStatus) -> str:
     """Where a run is of which no step was timed lately. Of ranks that share a ring, steps are known and their times are not."""
+    if status.begun < len(status.ranks) and not status.seconds:
+        return _recorded(status)
     if status.idle:
         return f"step {status.step}, no step for {status.idle:.0f} s{waits_for(status)}"
     return f"step {status.step}, without step times" if status.step > 0 else "no step yet"
+
+
+def _recorded(status: RunStatus) -> str:
+    return f"{status.begun} of {len(status.ranks)} ranks recorded{'' if status.ending else ' so far'}"
 
 
 def waits_for(status: RunStatus) -> str:

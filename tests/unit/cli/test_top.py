@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import pty
 import threading
+from pathlib import Path
 
 import pytest
 
 from gradwire.cli import main, top
+from gradwire.host import ProcessState
+from gradwire.observe.outcome import Outcome, save
+from gradwire.observe.run_follower import RunFollower
 from gradwire.observe.steps import Phase
 from helpers.made_steps import made_steps, write_rings
 
@@ -39,6 +43,24 @@ def test_without_a_terminal_lines_are_printed_until_the_run_is_over(run, capsys)
     assert line.startswith("step 40, ")
     assert ", slowest rank 1 (" in line
     assert ", 3 of 4 ranks recorded so far, 3 ranks ended or stopped; last warning: rank 1 is slow in data (" in line
+
+
+def test_the_launcher_says_how_the_run_has_ended_after_its_ranks(run, capsys, monkeypatch):
+    """Its ranks end while top looks, and the launcher says how a moment later."""
+    states = iter([ProcessState.RUNNING] * 3)
+    monkeypatch.setattr(RunFollower, "state", lambda self, rank: next(states, ProcessState.GONE))
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        if len(slept) == 2:
+            save(Path(run), Outcome("rank 1 failed first", 1, None, (), time=2e9))
+
+    monkeypatch.setattr(top.time, "sleep", sleep)
+    assert main(["top", run, "--every", "7"]) == 0
+    *_, line = capsys.readouterr().out.splitlines()
+    assert line.split("; last warning")[0].endswith(", 3 of 4 ranks recorded, rank 1 failed first")
+    assert slept == [7.0, top._MOMENT]
 
 
 def test_on_a_terminal_it_draws_until_the_run_is_over(run, monkeypatch):

@@ -298,6 +298,24 @@ def test_a_rank_that_the_launcher_has_ended_was_not_dead_while_others_waited(rin
         save(tmp_path / "run", Outcome("rank 0 failed", 0, None, (RankOutcome(1, -15, stopped),), time.time()))
         assert main(["inspect", str(tmp_path / "run")]) == 0
         assert f"  rank 1 (process {os.getpid()}): {said}" in capsys.readouterr().out
+    save(tmp_path / "run", Outcome("", None, None, (), time.time()))  # it was waited for, and then not any more
+    assert main(["inspect", str(tmp_path / "run")]) == 0
+    assert "has waited" not in capsys.readouterr().out
+
+
+def test_threads_are_not_taken_for_ranks_of_the_launcher(tmp_path, capsys):
+    """Thread 1 of the process of rank 2 keeps thread 0 waiting; the launcher has ended rank 1, another process."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    threads = FlightRecorder(directory / "rank-2.ring", header={**_header(2, 3), "process_start": "1"}, capacity=16)
+    for number in range(2):
+        threads.put(RecordKind.GROUP, number, group="inner", nbytes=2)
+    for kind in (RecordKind.COLLECTIVE_SUBMITTED, RecordKind.COLLECTIVE_WAITED):
+        threads.put(kind, 0, group="inner", ordinal=1)
+    threads.close()
+    save(directory, Outcome("rank 2 failed", 2, None, (RankOutcome(1, -15, stopped=True),), time.time()))
+    assert main(["inspect", str(directory)]) == 0
+    assert f"  rank 1 (process {os.getpid()}): its process has ended" in capsys.readouterr().out
 
 
 def test_a_rank_that_has_ended_is_named_and_not_those_that_have_not_come_so_far(ring, watch):

@@ -73,6 +73,16 @@ def test_ranks_that_have_not_begun_or_have_ended():
     assert "1 rank ended or stopped" in stats_line(stopped)
 
 
+def test_how_the_run_has_ended():
+    rows = made_steps(2, 20)
+    gone = facts(rows, rank0=ProcessState.GONE, rank1=ProcessState.GONE)
+    for known, words in ((gone, "exposed"), (facts({0: []}, rank0=ProcessState.GONE), "1 of 2 ranks recorded, rank 1")):
+        line = stats_line(replace(run_status(known, size=2, now=0), ending="rank 1 failed first"))
+        assert words in line
+        assert line.endswith(", rank 1 failed first")
+        assert "ended" not in line
+
+
 def test_nothing_yet():
     assert stats_line(run_status({}, size=2, now=0)) == "0 of 2 ranks recorded so far"
     assert stats_line(run_status(facts({0: [], 1: []}), size=2, now=0)) == "no step yet"

@@ -68,6 +68,7 @@ class Ratio:
             "of_medians": self.of_medians,
             "median_of_rounds": self.median_of_rounds,
             "quartiles_of_rounds": list(self.quartiles),
+            "confidence_of_median": None if self.confidence is None else list(self.confidence),
         }
 
     def cell(self, digits: int) -> str:
@@ -178,9 +179,9 @@ def _confidence(values: list[float]) -> tuple[float, float] | None:
     >>> _confidence([5.0, 1.0, 4.0, 2.0, 6.0, 3.0])
     (1.0, 6.0)
     """
-    count, k, below = len(values), 0, 0.5 ** len(values)
-    while below <= 0.025:
+    count, k, below = len(values), 0, 1  # of 2**count
+    while 40 * below <= 2**count:
         k += 1
-        below += math.comb(count, k) * 0.5**count
+        below += math.comb(count, k)
     ordered = sorted(values)
     return (ordered[k - 1], ordered[-k]) if k else None

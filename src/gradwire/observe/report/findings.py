@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.flight_recorder import RecordKind
 from gradwire.host import ProcessState
 from gradwire.observe.hangs import Cause
 from gradwire.observe.outcome import Outcome, RankOutcome
+from gradwire.observe.report.failures import find_failures
 from gradwire.observe.report.report_model import RunReport
-from gradwire.observe.ring import Record
 from gradwire.observe.run_warnings import fold_repeated, merge_warnings
 from gradwire.observe.saved_hangs import collective_text, suspect_text, suspects_of, waiting_of
 from gradwire.observe.steps import Phase
@@ -25,15 +24,9 @@ _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGF
 _EXPOSED = 0.2
 _DATA = 0.2
 _MOST_OF_A_KIND = 10
-_MOST_WORDINGS = 3
 _INTERRUPTED = re.compile(r"KeyboardInterrupt\b|GroupAborted: .* (by|with) KeyboardInterrupt\b", re.S)
 _EXPLAINED = "CollectiveMismatch: "
 """Its text says what to do."""
-_OF_RANK = re.compile(r" on rank \d+ of \d+(?=:)")
-"""What is different on each rank in the texts of one failure."""
-
-Failed = list[tuple[int, Record]]
-"""Ranks, and what has failed there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,56 +87,21 @@ def _without_suspects(collective: dict[str, Any]) -> str:
 
 
 def _failures(report: RunReport) -> Iterator[Finding]:
-    failed: dict[str, Failed] = {}
-    interrupted = report.outcome is not None and report.outcome.signal is not None
-    for rank in report.ranks:
-        for record in rank.failures:
-            if interrupted and _INTERRUPTED.match(record.label):
-                continue  # by Ctrl-C, which is said of the run
-            failed.setdefault(_OF_RANK.sub("", record.label), []).append((rank.rank, record))
-    for texts in _of_one_collective(failed)[:_MOST_OF_A_KIND]:
-        where = [one for some in texts.values() for one in some]
-        # A collective that fails lets its step fail: that is one failure.
-        collectives = [(rank, record) for rank, record in where if record.kind is RecordKind.COLLECTIVE_FAILED]
-        what = "A collective failed" if collectives else "A step failed"
-        ranks = sorted({rank for rank, _ in where})
-        steps = sorted({record.step for _, record in where if record.step >= 0})
-        count = len(collectives or where)
+    interrupted = (
+        report.outcome is not None and report.outcome.signal is not None
+    )  # by Ctrl-C, which is said of the run
+    for failure in find_failures(report.ranks, left_out=_INTERRUPTED if interrupted else None)[:_MOST_OF_A_KIND]:
+        ranks, steps = failure.ranks, failure.steps
+        what = "A collective failed" if failure.collectives else "A step failed"
+        count = failure.collectives or len(failure.places)
         times = f", {count} times" if count > len(ranks) else ""
         at = f" in step {steps[0]}" if len(steps) == 1 else f" in steps {steps[0]} to {steps[-1]}" if steps else ""
         yield Finding(
             "error",
             f"{what} on {ranks_text(ranks)}{at}{times}",
-            _in_words_of_each(texts),
-            _advice_on_failure(report.outcome, ranks, next(iter(texts)), in_collective=bool(collectives)),
+            failure.detail,
+            _advice_on_failure(report.outcome, ranks, failure.text, in_collective=bool(failure.collectives)),
         )
-
-
-def _of_one_collective(failed: Mapping[str, Failed]) -> list[dict[str, Failed]]:
-    """Failures by their text, those of one collective together: ranks may word them differently."""
-    merged: list[dict[str, Failed]] = []
-    known: dict[object, dict[str, Failed]] = {}
-    for text, where in failed.items():
-        error = text.partition(":")[0]
-        collectives = [
-            (error, one.group, one.op, one.ordinal)
-            for _, one in where
-            if one.kind is RecordKind.COLLECTIVE_FAILED and one.ordinal
-        ]
-        texts = next((known[one] for one in collectives if one in known), None)
-        if texts is None:
-            merged.append(texts := {})
-        texts[text] = where
-        known |= dict.fromkeys(collectives, texts)
-    return merged
-
-
-def _in_words_of_each(texts: Mapping[str, Failed]) -> str:
-    if len(texts) == 1:
-        return next(iter(texts))
-    shown = [f"{ranks_text(sorted({rank for rank, _ in where}))}: {text}" for text, where in texts.items()]
-    more = f" (and {len(shown) - _MOST_WORDINGS} more in other words)" if len(shown) > _MOST_WORDINGS else ""
-    return _capitalized("; ".join(shown[:_MOST_WORDINGS])) + more
 
 
 def _advice_on_failure(outcome: Outcome | None, ranks: Sequence[int], text: str, *, in_collective: bool) -> str:

@@ -139,5 +139,8 @@ def test_few_rounds_are_no_evidence():
     for rounds, known in ((1, False), (5, False), (6, True)):
         ratio = compare(Series("a", (2.0,) * rounds), Series("b", (1.0,) * rounds))
         assert (ratio.confidence is not None) == known
+    ratio = compare(Series("a", tuple(map(float, range(5000)))), Series("b", (1.0,) * 5000))
+    low, high = ratio.confidence
+    assert 2400 < low < 2450 < 2550 < high < 2600  # 70 rounds, or two standard deviations, from the middle
     # No round can be compared.
     assert compare(Series("a", (2.0,)), Series("b", (1.0,)), over=Series("c", (1.0,))).confidence is None

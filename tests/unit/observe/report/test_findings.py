@@ -70,23 +70,6 @@ def test_a_failure_that_every_rank_words_for_itself_is_one_finding():
     assert error.detail == "PeerLost: all_reduce: rank 2 is lost"
 
 
-def test_failures_of_one_collective_are_one_finding_however_ranks_word_them():
-    def failing(rank, seconds, ordinal, error="CollectiveTimeout"):
-        record = mark(99, 70 * MS, K.COLLECTIVE_FAILED, f"{error}: {seconds} s on rank {rank} of 5: late", step=3)
-        return made_ring(rank, range(3), more=[record._replace(op="all_reduce", group="world", ordinal=ordinal)])
-
-    titles = found(*(failing(rank, rank + 1, 9) for rank in range(4)), failing(4, 9, 9, "PeerLost"))
-    error = only(titles, "A collective failed on ranks 0-3 in step 3")
-    assert error.detail == (
-        "Rank 0: CollectiveTimeout: 1 s: late; rank 1: CollectiveTimeout: 2 s: late; rank 2: CollectiveTimeout: 3 s: late "
-        "(and 1 more in other words)"
-    )
-    assert only(titles, "A collective failed on rank 4 in step 3")
-    others = found(failing(0, 1, 9), failing(1, 2, 10))  # of another collective
-    assert only(others, "A collective failed on rank 0 in step 3")
-    assert only(others, "A collective failed on rank 1 in step 3")
-
-
 def test_what_a_check_has_raised_is_not_shown_again_as_its_warning():
     more = [mark(99, 70 * MS, K.WARNING, "NaN: x", step=2), mark(100, 70 * MS, K.STEP_FAILED, "Bad: NaN: x", step=2)]
     titles = found(made_ring(0, range(3), more=more))
