@@ -148,4 +148,7 @@ def ranks_apart(rings: Sequence[Ring]) -> list[Ring]:
         rank = record.rank if record.group == shared else of_thread.get(record.thread, min(apart))
         apart[rank].append(record)
     size = max(len(apart), int(ring.header["size"]))
-    return [replace(ring, header={**ring.header, "rank": r, "size": size}, records=own) for r, own in apart.items()]
+    return [
+        replace(ring, header={**ring.header, "rank": r, "size": size}, records=own, part_of=ring)
+        for r, own in apart.items()
+    ]

@@ -84,6 +84,8 @@ class Ring:
     """By subject, oldest first: see `FlightRecorder.describe`."""
     damage: dict[str, str] = field(default_factory=dict, repr=False)
     """By the name of a file: what of it could not be read."""
+    part_of: Ring | None = field(default=None, repr=False)
+    """The ring of the process, if this has the records of one of its threads."""
 
     @property
     def rank(self) -> int:
@@ -108,6 +110,8 @@ class Ring:
     @property
     def lost(self) -> int:
         """How many records were overwritten by later ones."""
+        if self.part_of is not None:
+            return self.part_of.lost
         return self.records[0].number if self.records else 0
 
     def wall_time(self, time: int) -> float:

@@ -128,8 +128,8 @@ def _endings(report: RunReport) -> Iterator[Finding]:
             advice="If they ran on another host, copy their files into this directory.",
         )
     killed = [rank.rank for rank in ranks if not rank.ended and rank.state is ProcessState.GONE]
-    if report.outcome is not None:  # which explains the others
-        killed = [rank for rank in killed if report.outcome.of(rank) is None]
+    known = _outcome_of_each(report)  # which explains the others
+    killed = [rank for rank in killed if rank not in known]
     if killed:
         steps = [rank.last_step for rank in ranks if rank.rank in killed and rank.last_step >= 0]
         at = (
@@ -154,8 +154,7 @@ def _endings(report: RunReport) -> Iterator[Finding]:
             advice="Ranks that get fewer batches than others end early: see `join()` for uneven inputs.",
         )
     for rank in ranks:
-        known = None if report.outcome is None else report.outcome.of(rank.rank)
-        if known is not None and known.stopped:
+        if rank.rank in known and known[rank.rank].stopped:
             continue
         if rank.pending and (rank.ended or rank.state is ProcessState.GONE):
             one = rank.pending[0]
@@ -165,6 +164,15 @@ def _endings(report: RunReport) -> Iterator[Finding]:
                 f"Operation #{one.seq} of {one.group}, {len(rank.pending)} in all.",
                 "Other ranks may have been waiting for the same operation: compare their last records with `gradwire trace`.",
             )
+
+
+def _outcome_of_each(report: RunReport) -> dict[int, RankOutcome]:
+    """How ranks have ended, as far as the launcher knows; threads of one process together."""
+    if report.outcome is None:
+        return {}
+    process = {rank.rank: (rank.header["host"], rank.header["pid"]) for rank in report.ranks}
+    ended = {process[one.rank]: one for one in report.outcome.ranks if one.rank in process}
+    return {rank: report.outcome.of(rank) or ended[place] for rank, place in process.items() if place in ended}
 
 
 def _outcome(outcome: Outcome | None) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ import pytest
 
 from gradwire.flight_recorder import RecordKind as K
 from gradwire.host import ProcessState
+from gradwire.observe.intervals import ranks_apart
 from gradwire.observe.outcome import Outcome, RankOutcome
 from gradwire.observe.report.findings import find
 from gradwire.observe.report.report_model import build
@@ -96,6 +97,24 @@ def killed_ring(rank, size):
     ring = made_ring(rank, range(3), size=size)
     del ring.descriptions["end"]
     return ring
+
+
+def test_threads_have_ended_as_their_process_has():
+    """The launcher knows of one rank, the process; three threads of it share a ring."""
+    whole = killed_ring(0, 1)
+    own = [made_ring(number, range(3)).records for number in range(3)]
+    whole.records[:] = [
+        record._replace(number=number, rank=rank, thread=rank, group="threads")
+        for rank, records in enumerate(own)
+        for number, record in enumerate(records, start=rank * len(own[0]))
+    ]
+    outcome = Outcome("stopped by SIGTERM after 2.0 s", None, "SIGTERM", (RankOutcome(0, -15, stopped=True),))
+    report = build(ranks_apart([whole]), outcome=outcome)
+    assert [(rank.rank, rank.lost) for rank in report.ranks] == [(0, 0), (1, 0), (2, 0)]
+    for rank in report.ranks:
+        rank.state = ProcessState.GONE
+    titles = [one.title for one in find(report) if "exposed" not in one.title]
+    assert titles == ["The run was stopped by SIGTERM after 2.0 s"]
 
 
 def findings_of_killed_ranks(outcome):
