@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import threading
@@ -67,8 +68,14 @@ def test_on_a_terminal_it_draws_until_the_run_is_over(run, monkeypatch):
     ours, theirs = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
     before = os.dup(1)
-    read = threading.Thread(target=lambda: data.extend(os.read(ours, 100_000)))
     data = bytearray()
+
+    def read_all() -> None:
+        with contextlib.suppress(OSError):  # at the end
+            while some := os.read(ours, 100_000):
+                data.extend(some)
+
+    read = threading.Thread(target=read_all)
     read.start()
     try:
         os.dup2(theirs, 1)

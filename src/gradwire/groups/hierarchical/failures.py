@@ -50,9 +50,17 @@ def for_part(error: BaseException, members: Sequence[int], name: str) -> BaseExc
     """What to fail a part of `members` with, when the whole, called `name`, has failed with `error`."""
     if isinstance(error, PeerLost) and error.rank in members:
         return PeerLost(str(error), rank=members.index(error.rank), op=error.op)
-    if isinstance(error, (GroupAborted, CollectiveTimeout)):
+    if isinstance(error, CollectiveTimeout):
+        joined, missing = _numbers(error.joined, members), _numbers(error.missing, members)
+        return CollectiveTimeout(str(error), op=error.op, joined=joined, missing=missing)
+    if isinstance(error, GroupAborted):
         return error
     return GroupAborted(f"{name} has failed: {error}", reason=str(error))
+
+
+def _numbers(ranks: Sequence[int] | None, members: Sequence[int]) -> tuple[int, ...] | None:
+    """Ranks of the whole as ranks of the part of `members`, without those that are not in it."""
+    return None if ranks is None else tuple(members.index(rank) for rank in ranks if rank in members)
 
 
 def chained(error: G, cause: Exception) -> G:

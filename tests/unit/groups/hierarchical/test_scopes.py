@@ -12,6 +12,7 @@ from gradwire.collectives import Layout, ReduceOp, Scope, all_gather, all_reduce
 from gradwire.errors import CollectiveTimeout, UsageError
 from gradwire.groups import Group, HierarchicalGroup, ThreadGroup
 from gradwire.testing import run_ranks
+from helpers.waiting import wait_until
 
 TWO_BY_TWO = Layout(((0, 2), (1, 3)))
 
@@ -118,6 +119,34 @@ def test_a_time_out_names_the_missing_in_ranks_of_the_whole() -> None:
             return caught.value.joined, caught.value.missing, "scope=inside" in str(caught.value)
 
     assert run_ranks(rank_main, 4, kind="threads")[1] == ((1,), (3,), True)
+
+
+def test_the_whole_may_time_out_before_the_part_that_carries_it_out() -> None:
+    """Then the part fails with the error of the whole, which is about ranks of the whole already."""
+    over = threading.Event()
+
+    def rank_main(world: Group) -> Any:
+        with made(world, TWO_BY_TWO, timeout=20) as group:
+            if world.rank != 1:
+                assert over.wait(15)
+                return None
+
+            def expire() -> None:
+                wait_until(lambda: group.inside.ledger.pending, "the part has begun", limit=10)
+                (work,) = group.ledger.pending.values()
+                group.ledger.expire(work)
+
+            helper = threading.Thread(target=expire)
+            helper.start()
+            try:
+                with pytest.raises(CollectiveTimeout) as caught:
+                    group.run(all_reduce(torch.ones(1)).among(Scope.INSIDE))
+            finally:
+                over.set()
+                helper.join()
+            return caught.value.joined, caught.value.missing
+
+    assert run_ranks(rank_main, 4, kind="threads")[1] == ((1,), (3,))
 
 
 def test_a_group_without_hosts_refuses_a_scope() -> None:
