@@ -117,14 +117,14 @@ def as_json(result: Result) -> dict[str, Any]:
         "machine": dict(result.machine),
         "settings": dict(result.settings),
         "ratio_of": result.ratio_of,
-        "variants": {row.series.name: _row_as_json(row) for row in result.rows},
+        "variants": {row.series.name: _row_as_json(row, result.more_than) for row in result.rows},
     }
 
 
-def _row_as_json(row: Row) -> dict[str, Any]:
+def _row_as_json(row: Row, more_than: str) -> dict[str, Any]:
     data = row.series.as_json("ms", MS)
     if row.more is not None:
-        data["over_bare_ms"] = row.more * MS
+        data[f"over_{more_than}_ms"] = row.more * MS
     if row.ratio is not None:
         data["ratio_of_medians"] = row.ratio.of_medians
         data["median_of_round_ratios"] = row.ratio.median_of_rounds

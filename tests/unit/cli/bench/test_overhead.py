@@ -81,8 +81,12 @@ def test_the_model_for_cuda_runs_the_same_way_on_the_cpu(capsys):
     assert "cpu time, 2 interleaved rounds of 2 steps each, after one untimed step" in out
 
 
-def test_what_a_check_for_nan_adds(capsys):
-    assert main([*SMALL, "--nonfinite"]) == 0
+def test_what_a_check_for_nan_adds(capsys, tmp_path):
+    file = tmp_path / "overhead.json"
+    assert main([*SMALL, "--nonfinite", "--json", str(file)]) == 0
+    checked = json.loads(file.read_text())["variants"]["gradwire checked"]
+    assert "over_plain_ms" in checked
+    assert checked["confidence_of_median"] is None  # of so few rounds
     out = capsys.readouterr().out
     # Where times are long, names are wrapped.
     for name in ("gradwire", "gradwire +checked", "gradwire, +views", "gradwire, +views +checked"):
