@@ -49,7 +49,11 @@ def test_it_measures_all_variants_and_writes_every_round(capsys, tmp_path):
     out = "\n".join(lines)
     for name in VARIANTS:
         assert re.search(rf"^│ {name} +│ +[\d.]+ │", out, re.M), name
-    assert "gradwire's overhead is " in out
+    # Of few steps, torch's overhead may be lost in noise, which is said instead.
+    assert (
+        len(re.findall(r"gradwire's overhead (is [\d.]+ of|cannot be compared with) torch's", " ".join(out.split())))
+        == 2
+    )
     data = json.loads(file.read_text())
     assert list(data["variants"]) == VARIANTS
     assert all(len(v["rounds_ms"]) == 4 and min(v["rounds_ms"]) > 0 for v in data["variants"].values())
