@@ -161,7 +161,7 @@ class _Supervisor:
                 self._display.update()
         how = outcome(shutdown, self._now)
         if self._run.directory is not None:
-            save(self._run.directory, how)  # at once: others may follow the run
+            save(self._run.directory, how)  # first: `gradwire top` reads it as soon as the ranks are gone
         self._display.end()
         self._end_companions()
         pids = [process.pid for process in self._ranks]

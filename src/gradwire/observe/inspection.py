@@ -45,8 +45,9 @@ def inspection(directory: Path, *, whole: bool) -> list[str]:
             saved = directory / reports[-1]["file"]
             lines += ["", f"While it ran, this was reported, and saved in {saved}: see gradwire report {directory}"]
             lines += [f"  {suspect_text(one)}" for one in suspects_of(reports[-1])]
-        known = reports and is_about(reports[-1], None if waiting is None else waiting.record)  # better, while it ran
-        if not known and (outcome is None or outcome.text):
+        # A report that was saved while the ranks ran knows more than one that is made now.
+        reported = reports and is_about(reports[-1], None if waiting is None else waiting.record)
+        if not reported and (outcome is None or outcome.text):
             lines += _hang_lines(watch, waiting, _stopped(ranks, outcome))
         if outcome is not None:
             lines += ["", f"The run has ended: {outcome.text or 'no rank has failed'}"]

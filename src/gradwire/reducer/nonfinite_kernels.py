@@ -29,7 +29,7 @@ _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: 
 def detect(places: Places, addresses: Tensor, flag: Tensor, *, aligned: bool, limit: float) -> None:
     """Store 1 in `flag` if an element of the tensors at `addresses` is NaN, infinite, or not less than `limit`.
 
-    `aligned`: all addresses are multiples of 16. An address of 0 means that there is no tensor.
+    `aligned`: all addresses are 16-byte aligned. A tensor whose address is null is skipped.
     """
     with torch.cuda.device(flag.device):
         _detect[(places.tiles,)](

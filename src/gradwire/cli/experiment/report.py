@@ -129,6 +129,6 @@ def _row_as_json(row: Row, more_than: str) -> dict[str, Any]:
         data["ratio_of_medians"] = row.ratio.of_medians
         data["median_of_round_ratios"] = row.ratio.median_of_rounds
         data["quartiles_of_round_ratios"] = list(row.ratio.quartiles)
-        data["confidence_of_median"] = None if row.ratio.confidence is None else list(row.ratio.confidence)
+        data["confidence_of_median"] = row.ratio.confidence
         data["rounds_compared"] = row.ratio.rounds
     return data

@@ -68,7 +68,7 @@ class Ratio:
             "of_medians": self.of_medians,
             "median_of_rounds": self.median_of_rounds,
             "quartiles_of_rounds": list(self.quartiles),
-            "confidence_of_median": None if self.confidence is None else list(self.confidence),
+            "confidence_of_median": self.confidence,
         }
 
     def cell(self, digits: int) -> str:

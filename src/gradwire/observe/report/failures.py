@@ -41,7 +41,7 @@ class Failure:
     """Something that has failed, once or several times, on one rank or on several."""
 
     texts: dict[str, list[Place]] = field(default_factory=dict)
-    """By the words of a rank: where these were used."""
+    """By error text: where it was raised."""
     others: int = 0
     """How many other operations have failed with it."""
 
@@ -52,7 +52,7 @@ class Failure:
 
     @property
     def text(self) -> str:
-        """The words that say most: those of the first rank that was not just told by others."""
+        """That of the first rank whose error is not just about an abort by another."""
         return min(self.texts, key=lambda text: (text.startswith(_ABORTED), self.texts[text][0].time))
 
     @property
@@ -75,7 +75,7 @@ class Failure:
         """The text, and what else belongs to it."""
         said = {place.rank for place in self.texts[self.text]}
         rest = [rank for rank in self.ranks if rank not in said]
-        more = [f"{ranks_text(rest).capitalize()} said it in other words."] if rest else []
+        more = [f"{ranks_text(rest).capitalize()} reported it in other words."] if rest else []
         if self.others:
             several = self.others > 1
             more.append(

@@ -87,9 +87,8 @@ def _without_suspects(collective: dict[str, Any]) -> str:
 
 
 def _failures(report: RunReport) -> Iterator[Finding]:
-    interrupted = (
-        report.outcome is not None and report.outcome.signal is not None
-    )  # by Ctrl-C, which is said of the run
+    # Errors that come from Ctrl-C are not shown: the outcome of the run names the signal.
+    interrupted = report.outcome is not None and report.outcome.signal is not None
     for failure in find_failures(report.ranks, left_out=_INTERRUPTED if interrupted else None)[:_MOST_OF_A_KIND]:
         ranks, steps = failure.ranks, failure.steps
         what = "A collective failed" if failure.collectives else "A step failed"

@@ -46,7 +46,7 @@ def test_of_a_step_with_several_buckets():
     assert failure.collectives == 2
     assert failure.others == 4
     assert failure.detail == (
-        f"CollectiveTimeout: {op(13)}: not finished after 3 s. Rank 2 said it in other words. 4 other operations that "
+        f"CollectiveTimeout: {op(13)}: not finished after 3 s. Rank 2 reported it in other words. 4 other operations that "
         "were under way failed with it."
     )
 
