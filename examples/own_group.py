@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gradwire.collectives import Collective, OpKind
-from gradwire.collectives.agree import mismatch
+from gradwire.collectives.matching import mismatch
 from gradwire.collectives.reference import perform, store
 from gradwire.groups import Group, GroupKind, Ranks, Work, register_kind
 from gradwire.testing import check_group, run_ranks

@@ -29,8 +29,8 @@ from gradwire.lab import Throttled
 from gradwire.observe.monitor import RunMonitor
 from gradwire.observe.report.load import load_report
 from gradwire.observe.report.render import render_page
-from gradwire.observe.run_follower import RunFollower
-from gradwire.observe.tracks import RankTracks, Slice, rank_tracks
+from gradwire.observe.rings.run_follower import RunFollower
+from gradwire.observe.trace.tracks import RankTracks, Slice, rank_tracks
 from gradwire.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]

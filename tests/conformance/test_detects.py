@@ -16,7 +16,7 @@ from gradwire.events import CollectiveFinished
 from gradwire.groups import Group, GroupWrapper, ThreadGroup, Work, WorkInfo
 from gradwire.groups.ledger import Ledger
 from gradwire.testing import run_ranks
-from gradwire.testing.conformance import ConformanceError, Failure, Report, check_group, check_names, endings
+from gradwire.testing.conformance import ConformanceError, Failure, Report, check_group, check_names, lifecycle
 
 
 class Faulty(GroupWrapper):
@@ -303,7 +303,7 @@ FAULTS: list[tuple[type[Faulty], str]] = [
 
 @pytest.mark.parametrize(("fault", "check"), FAULTS, ids=lambda value: getattr(value, "__name__", value))
 def test_a_fault_is_found(fault: type[Faulty], check: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endings, "SOON", 1.0)  # what these groups never do is not awaited for long
+    monkeypatch.setattr(lifecycle, "SOON", 1.0)  # what these groups never do is not awaited for long
     # Without an abort that wakes them, ranks end by the check's own deadlines, after 10 s or more.
     timeout = 60.0 if fault is AbortsQuietly else 8.0
     with pytest.raises(ConformanceError) as caught:

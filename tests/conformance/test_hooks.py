@@ -23,7 +23,7 @@ from gradwire.groups import Group
 from gradwire.hooks import BucketSpec, CommHook, Stage, Trait
 from gradwire.interop import as_torch_hook
 from gradwire.parallel import DistributedDataParallel
-from gradwire.reducer.drive import Driver
+from gradwire.reducer.hook.driver import Driver
 from gradwire.testing import check_hook, run_ranks, simulate
 from gradwire.testing.simulate import one_parameter
 from helpers.laws import SHORT_LAWS

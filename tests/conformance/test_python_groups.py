@@ -25,7 +25,7 @@ from gradwire.collectives import OpKind, build
 from gradwire.collectives.timeouts import wait_seconds
 from gradwire.errors import GroupError, UsageError
 from gradwire.groups import C10dGroup, Group, GroupWrapper
-from gradwire.groups.c10d.abilities import METHODS, find_engine, own_methods
+from gradwire.groups.c10d.capabilities import METHODS, find_engine, own_methods
 from gradwire.testing import check_group, check_names, run_ranks
 from helpers.warm_python import WarmPython
 

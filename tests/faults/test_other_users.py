@@ -24,7 +24,7 @@ from gradwire.cli.experiment.rank_context import RankContext
 from gradwire.cli.experiment.world import run_world
 from gradwire.errors import GroupError
 from gradwire.groups import Group, MPIGroup
-from gradwire.groups.tcp_store import host_store
+from gradwire.groups.store.tcp_store import host_store
 from gradwire.testing import run_ranks
 from gradwire.testing.mpi import missing
 from gradwire.testing.mpi.launch import Launch

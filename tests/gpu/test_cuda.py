@@ -17,7 +17,7 @@ from gradwire.groups import C10dGroup, Group
 from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, cast, chain, mean
 from gradwire.parallel import DistributedDataParallel
 from gradwire.policies import Gradients
-from gradwire.reducer.drive import Driver
+from gradwire.reducer.hook.driver import Driver
 from gradwire.testing import check_group, run_ranks
 
 pytestmark = pytest.mark.gpu

@@ -18,9 +18,9 @@ from gradwire.hooks import cast, chain, mean
 from gradwire.parallel import replicate
 from gradwire.parallel.digest import digest
 from gradwire.policies import Buckets, Gradients, NonFinite
-from gradwire.reducer import nonfinite_kernels
-from gradwire.reducer.nonfinite_scan import NONE, Addresses, Places
-from gradwire.reducer.nonfinite_search import Search
+from gradwire.reducer.checks import nonfinite_kernels
+from gradwire.reducer.checks.nonfinite_scan import NONE, Addresses, Places
+from gradwire.reducer.checks.nonfinite_search import Search
 from gradwire.testing.simulate import one_parameter
 from helpers import eager_scan
 

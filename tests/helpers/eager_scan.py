@@ -1,4 +1,4 @@
-"""`reducer/nonfinite_kernels.py` in plain torch, on the host: what its kernels must compute, and their stand-in without a GPU."""
+"""The eager reference of `reducer/checks/nonfinite_scan.py`: what its kernels must compute, and their stand-in without a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gradwire.reducer.nonfinite_scan import Places
+from gradwire.reducer.checks.nonfinite_scan import Places
 
 TILE = 4
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from gradwire.groups import Group
 from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.reducer import nonfinite_late, nonfinite_scan
+from gradwire.reducer.checks import nonfinite_late, nonfinite_scan
 from helpers import eager_scan
 from helpers.poisoned_model import inputs
 

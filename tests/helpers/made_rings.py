@@ -6,9 +6,9 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from gradwire.flight_recorder import FlightRecorder
-from gradwire.flight_recorder import RecordKind as K
-from gradwire.observe.ring import Record, Ring
+from gradwire.observe.rings.ring import Record, Ring
+from gradwire.recorder.flight_recorder import FlightRecorder
+from gradwire.recorder.flight_recorder import RecordKind as K
 
 MS = 1_000_000
 STEP = 20 * MS

@@ -9,11 +9,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gradwire.flight_recorder import FlightRecorder
-from gradwire.flight_recorder import RecordKind as K
-from gradwire.host import clock_identity, process_start
-from gradwire.observe.step_times import COMPUTE, StepTimes
-from gradwire.observe.steps import Phase
+from gradwire.observe.stragglers.step_times import COMPUTE, StepTimes
+from gradwire.observe.stragglers.steps import Phase
+from gradwire.recorder.flight_recorder import FlightRecorder
+from gradwire.recorder.flight_recorder import RecordKind as K
+from gradwire.runtime.host import clock_identity, process_start
 
 MS = 1_000_000
 USUAL = {Phase.OPTIMIZER: 10 * MS, Phase.DATA: 30 * MS, Phase.FORWARD: 30 * MS, Phase.BACKWARD: 50 * MS}

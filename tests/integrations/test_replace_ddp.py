@@ -12,7 +12,7 @@ import pytest
 import gradwire as gw
 from gradwire import observe
 from gradwire.cli import main, run
-from gradwire.flight_recorder import RecordKind
+from gradwire.recorder.flight_recorder import RecordKind
 from helpers.warm_python import WarmPython
 from helpers.warm_ranks import run_script
 

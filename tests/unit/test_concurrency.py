@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from gradwire.concurrency import BoundedCall, Worker, weakly
+from gradwire.runtime.threads import BoundedCall, Worker, weakly
 
 
 def test_jobs_run_in_order_on_one_other_thread():

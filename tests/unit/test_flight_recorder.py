@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from gradwire import flight_recorder
 from gradwire.errors import UsageError
-from gradwire.flight_recorder import HEADER as HEADER_FIELDS
-from gradwire.flight_recorder import RECORD, FlightRecorder, RecordKind, names_path, within
-from gradwire.observe.ring import read_ring
+from gradwire.observe.rings.ring import read_ring
+from gradwire.recorder import flight_recorder
+from gradwire.recorder.flight_recorder import HEADER as HEADER_FIELDS
+from gradwire.recorder.flight_recorder import RECORD, FlightRecorder, RecordKind, names_path, within
 
 HEADER = {
     "rank": 3,
@@ -116,7 +116,7 @@ def test_a_killed_process_leaves_all_it_wrote(tmp_path):
     script = f"""
 import os, signal
 from pathlib import Path
-from gradwire.flight_recorder import FlightRecorder, RecordKind
+from gradwire.recorder.flight_recorder import FlightRecorder, RecordKind
 recorder = FlightRecorder(Path({str(tmp_path / "rank-3.ring")!r}), header={HEADER!r})
 for number in range(100):
     recorder.put(RecordKind.MARK, 3, label=f"mark {{number % 7}}", seq=number)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradwire import jit
+from gradwire.runtime import jit
 
 
 @pytest.fixture(autouse=True)

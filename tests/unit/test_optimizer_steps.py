@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire.optimizer_steps import after_optimizer_steps, before_optimizer_steps
+from gradwire.autograd.optimizer_steps import after_optimizer_steps, before_optimizer_steps
 
 
 def optimizer() -> torch.optim.Optimizer:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from gradwire.concurrency import weakly
+from gradwire.runtime.threads import weakly
 
 
 def at_backward_end(ended: Callable[[], object], *, failed: Callable[[], object] | None = None) -> None:

@@ -1,7 +1,7 @@
 """GradHooks: the hooks on a model's parameters, which report gradients as soon as they have been accumulated.
 
 Which gradients call back, and which are only noted, is chosen by a HookMode. This module knows parameters and the autograd
-engine; it must not know buckets, or why a mode was chosen (`reducer/listening.py` chooses).
+engine; it must not know buckets, or why a mode was chosen (`reducer/intake/hook_modes.py` chooses).
 
 Note [Which hooks]
 On the CPU parameters carry hooks that can be removed without a trace (see `removable_hooks.py`) in the mode ALL, and none but a
@@ -29,10 +29,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gradwire.autograd.foreign_hooks import ACCUMULATED
+from gradwire.autograd.compiled.foreign_hooks import ACCUMULATED
 from gradwire.autograd.graph import tensors_in
 from gradwire.autograd.removable_hooks import RemovableHooks
-from gradwire.concurrency import weakly
+from gradwire.runtime.threads import weakly
 
 OnReady = Callable[[int], object]
 """A bound method, called with the index of a parameter whose gradient has been accumulated."""

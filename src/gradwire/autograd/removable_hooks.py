@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.autograd.backward_end import at_backward_end
-from gradwire.autograd.foreign_hooks import ABOUT_TO_ACCUMULATE
-from gradwire.concurrency import weakly
+from gradwire.autograd.compiled.foreign_hooks import ABOUT_TO_ACCUMULATE
+from gradwire.runtime.threads import weakly
 
 
 class RemovableHooks:

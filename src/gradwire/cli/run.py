@@ -19,12 +19,12 @@ from gradwire.launch.panel import find_terminal
 from gradwire.launch.store_host import LOOPBACK, StoreHost
 from gradwire.launch.supervise import Run, supervise
 from gradwire.launch.world import Address
-from gradwire.observe.hang_watch import HangWatch
-from gradwire.observe.hangs import SOFT_DEADLINE
+from gradwire.observe.hangs.analysis import SOFT_DEADLINE
+from gradwire.observe.hangs.hang_watch import HangWatch
 from gradwire.observe.monitor import PLAIN_INTERVAL, RunMonitor
-from gradwire.observe.run_follower import RunFollower
-from gradwire.observe.runs import KEPT, clear_run, new_run, runs_directory
-from gradwire.private_file import create, name_of
+from gradwire.observe.rings.run_follower import RunFollower
+from gradwire.observe.rings.runs import KEPT, clear_run, new_run, runs_directory
+from gradwire.runtime.private_file import create, name_of
 
 _SEVERAL_HOSTS = (
     "gradwire run starts ranks on this machine only. For several hosts use torchrun, mpirun or srun: gw.init() works"

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from gradwire.observe.runs import find_run, start_time
+from gradwire.observe.rings.runs import find_run, start_time
 
 
 def run_directory(given: str | None) -> Path:

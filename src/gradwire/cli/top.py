@@ -15,8 +15,8 @@ from gradwire.errors import UsageError
 from gradwire.launch.panel import Panel, find_terminal
 from gradwire.launch.screen import Screen
 from gradwire.observe.monitor import PLAIN_INTERVAL, RunMonitor
-from gradwire.observe.ring import nothing_recorded
-from gradwire.observe.run_follower import RunFollower
+from gradwire.observe.rings.ring import nothing_recorded
+from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.run_status import Condition, RunStatus
 
 _TAIL = 16384

@@ -10,12 +10,12 @@ from typing import Any
 
 from gradwire.cli.run_directory import run_directory
 from gradwire.errors import UsageError
-from gradwire.observe.clocks import align
-from gradwire.observe.fr_dump import write_dumps
-from gradwire.observe.perfetto_trace import write_perfetto
-from gradwire.observe.profiler_trace import ProfilerTraces
-from gradwire.observe.ring import Ring, load_rings
-from gradwire.observe.trace import Event, write_trace
+from gradwire.observe.rings.clocks import align
+from gradwire.observe.rings.ring import Ring, load_rings
+from gradwire.observe.trace.chrome_trace import Event, write_trace
+from gradwire.observe.trace.fr_dump import write_dumps
+from gradwire.observe.trace.perfetto_trace import write_perfetto
+from gradwire.observe.trace.profiler_trace import ProfilerTraces
 
 _OUTPUTS = {"chrome": "trace.json", "pftrace": "trace.pftrace", "fr": "fr"}
 

@@ -20,10 +20,10 @@ from gradwire.collectives import build
 from gradwire.collectives.aliasing import apart
 from gradwire.collectives.compose import Program as Program
 from gradwire.collectives.compose import compose, exchanges_bytes
+from gradwire.collectives.direct_ops import is_plain
 from gradwire.collectives.inference import writes
 from gradwire.collectives.op import Collective
 from gradwire.collectives.op_kinds import OpKind, ReduceOp
-from gradwire.collectives.plain import is_plain
 from gradwire.collectives.reference import reduce_tensors, store, working_dtype
 
 

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, Layout, Scope, build
 from gradwire.collectives.timeouts import timeout_seconds, wait_seconds
-from gradwire.concurrency import weakly
 from gradwire.errors import ClosedError, GroupAborted, HookError, UsageError, again
 from gradwire.events import Emitter, Handle
 from gradwire.groups.completion import CompletionHook
+from gradwire.groups.failure.watchdog import Watchdog
 from gradwire.groups.forked import finalize_here, refuse_in_child
 from gradwire.groups.ledger import Arrivals, Ledger
 from gradwire.groups.verbs import Verbs
-from gradwire.groups.watchdog import Watchdog
 from gradwire.groups.work import Work
+from gradwire.runtime.threads import weakly
 
 DEFAULT_TIMEOUT = 1800.0
 """Seconds until an operation fails, by default: torch.distributed's default for CPU backends."""

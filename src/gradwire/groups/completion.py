@@ -10,10 +10,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from gradwire.concurrency import Worker
 from gradwire.errors import HookError, UsageTypeError
 from gradwire.events import Callbacks, Handle
 from gradwire.groups.work_info import WorkInfo
+from gradwire.runtime.threads import Worker
 
 CompletionHook = Callable[[WorkInfo], None]
 

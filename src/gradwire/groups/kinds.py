@@ -31,7 +31,7 @@ from gradwire.groups.c10d import C10dGroup
 from gradwire.groups.hierarchical import HierarchicalGroup
 from gradwire.groups.mpi import MPIGroup
 from gradwire.groups.shared_memory import SharedMemoryGroup
-from gradwire.groups.threads import ThreadGroup
+from gradwire.groups.threads_group import ThreadGroup
 
 ENTRY_POINTS = "gradwire.groups"
 

@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradwire import flight_recorder
 from gradwire.collectives import Collective, OpKind
 from gradwire.deprecated import renamed
 from gradwire.errors import CollectiveTimeout, HookError
 from gradwire.events import CollectiveFailed, CollectiveFinished, CollectiveStarted, CollectiveSubmitted, Emitter
-from gradwire.flight_recorder import ON_DEVICE, ORDINAL_BITS, FlightRecorder, RecordKind, pack_message, summary
 from gradwire.groups.completion import CompletionHooks
 from gradwire.groups.futures import FutureThreads
 from gradwire.groups.work import Work
+from gradwire.recorder import flight_recorder
+from gradwire.recorder.flight_recorder import ON_DEVICE, ORDINAL_BITS, FlightRecorder, RecordKind, pack_message, summary
 
 # To look up a member of an Enum takes ten times as long.
 _SUBMITTED = RecordKind.COLLECTIVE_SUBMITTED

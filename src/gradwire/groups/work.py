@@ -22,16 +22,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gradwire import flight_recorder
 from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.timeouts import wait_seconds
 from gradwire.errors import CollectiveTimeout, HookError, PeerLost, UsageError, again
 from gradwire.events import Emitter, is_kept
-from gradwire.flight_recorder import RecordKind
 from gradwire.groups.completion import CompletionHooks
 from gradwire.groups.forked import refuse_in_child
 from gradwire.groups.futures import FutureThreads, OutcomeFuture
 from gradwire.groups.work_info import WorkInfo
+from gradwire.recorder import flight_recorder
+from gradwire.recorder.flight_recorder import RecordKind
 
 _LONG = 5.0
 """A wait of the caller's own that has failed after so many seconds deserves a report, which may take one. A loop of short ones

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from gradwire.deprecated import renamed
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, GradBucket
+from gradwire.hooks.clip_noise import add_noise, clip
 from gradwire.hooks.combinators.chain import chain
 from gradwire.hooks.combinators.feedback import error_feedback
 from gradwire.hooks.combinators.hierarchical import hierarchical
@@ -23,7 +24,6 @@ from gradwire.hooks.periodic.base import OuterHook
 from gradwire.hooks.periodic.diloco import diloco, streaming_diloco
 from gradwire.hooks.periodic.gossip import gossip
 from gradwire.hooks.periodic.local_sgd import local_sgd, post_local_sgd
-from gradwire.hooks.shaping import add_noise, clip
 
 __all__ = [
     "BucketSpec",

@@ -9,9 +9,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from gradwire import flight_recorder
 from gradwire.errors import HookError, UsageError, UsageTypeError
-from gradwire.flight_recorder import RecordKind
 from gradwire.groups.base import Group
 from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook
@@ -20,11 +18,13 @@ from gradwire.hooks.periodic.base import OuterHook, check_outer
 from gradwire.interop.own_group import OwnGroup
 from gradwire.interop.step_checks import StepChecks
 from gradwire.policies import NonFinite
-from gradwire.reducer.attached_optimizers import AttachedOptimizers
-from gradwire.reducer.bucket_records import record_bucket
-from gradwire.reducer.hook_runner import HookRunner
-from gradwire.reducer.layout import plain_name
-from gradwire.reducer.outer_optimizer import cut
+from gradwire.recorder import flight_recorder
+from gradwire.recorder.flight_recorder import RecordKind
+from gradwire.reducer.buckets.bucket_records import record_bucket
+from gradwire.reducer.buckets.layout import plain_name
+from gradwire.reducer.checks.attached_optimizers import AttachedOptimizers
+from gradwire.reducer.hook.outer_optimizer import cut
+from gradwire.reducer.hook.runner import HookRunner
 
 
 class TorchHook(Protocol):

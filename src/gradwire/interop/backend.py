@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups.base import BuildGroup, Group
 from gradwire.groups.kinds import GroupKind, find_kind, known_kinds
-from gradwire.groups.private_rendezvous import mark_used, move_if_together, release
+from gradwire.groups.store.private_rendezvous import mark_used, move_if_together, release
 from gradwire.interop.process_group import GradwireProcessGroup, as_process_group
 
 Wrap = Callable[[Group], Group]

@@ -22,17 +22,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from gradwire import flight_recorder
 from gradwire.errors import UsageError
-from gradwire.flight_recorder import RecordKind
 from gradwire.groups.base import Group
 from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.interop.fsdp_checks import IN_A_SHARD, OF_A_RANK, CheckedModule, FsdpChecks
-from gradwire.reducer.bucket_records import record_bucket
-from gradwire.reducer.hook_runner import HookRunner
-from gradwire.reducer.layout import plain_name
+from gradwire.recorder import flight_recorder
+from gradwire.recorder.flight_recorder import RecordKind
+from gradwire.reducer.buckets.bucket_records import record_bucket
+from gradwire.reducer.buckets.layout import plain_name
+from gradwire.reducer.hook.runner import HookRunner
 
 
 class FsdpHook:

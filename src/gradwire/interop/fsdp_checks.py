@@ -25,10 +25,10 @@ from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
 from gradwire.policies import NonFinite, check_policies
-from gradwire.reducer.hook_runner import HookRunner
-from gradwire.reducer.nonfinite_reaction import Reaction
-from gradwire.reducer.nonfinite_report import Answer, Report, any_rank, exchange
-from gradwire.reducer.nonfinite_search import Found, Look, Search, examine
+from gradwire.reducer.checks.nonfinite_reaction import Reaction
+from gradwire.reducer.checks.nonfinite_report import Answer, Report, any_rank, exchange
+from gradwire.reducer.checks.nonfinite_search import Found, Look, Search, examine
+from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.reductions import StepRejected, StepSkipped
 
 IN_A_SHARD = (

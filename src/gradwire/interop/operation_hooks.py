@@ -19,7 +19,7 @@ from gradwire.errors import UsageTypeError
 from gradwire.events import CollectiveFailed, Event, Handle
 from gradwire.groups.base import Group
 from gradwire.interop.work import NAMES
-from gradwire.untraced import untraced
+from gradwire.runtime.dynamo import untraced
 
 _SEVERAL: Mapping[OpKind, str] = MappingProxyType(
     {

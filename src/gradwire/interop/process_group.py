@@ -37,7 +37,7 @@ from gradwire.groups.c10d import C10dGroup
 from gradwire.interop.options import read_settings
 from gradwire.interop.process_group_base import ProcessGroupBase
 from gradwire.interop.work import TorchWork
-from gradwire.untraced import untraced
+from gradwire.runtime.dynamo import untraced
 
 Tensors: TypeAlias = Tensor | Sequence[Tensor]
 # One tensor, or c10d's list of one; one list of tensors, or c10d's list of one such list. `Collective` checks what is inside.

@@ -33,7 +33,7 @@ from gradwire.interop.members import layers
 from gradwire.interop.operation_hooks import OperationHooks
 from gradwire.interop.options import Settings
 from gradwire.interop.work import TorchWork
-from gradwire.untraced import untraced
+from gradwire.runtime.dynamo import untraced
 
 
 @untraced

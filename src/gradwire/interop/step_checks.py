@@ -10,10 +10,10 @@ from gradwire.autograd.backward_end import at_backward_end
 from gradwire.errors import UsageError
 from gradwire.hooks.bucket import GradBucket
 from gradwire.policies import NonFinite, check_policies
-from gradwire.reducer.drive import Landed, Pending
-from gradwire.reducer.hook_runner import HookRunner
-from gradwire.reducer.layout import ParameterSpec
-from gradwire.reducer.nonfinite import NonFiniteChecked, Overwritten
+from gradwire.reducer.buckets.layout import ParameterSpec
+from gradwire.reducer.checks.nonfinite import NonFiniteChecked, Overwritten
+from gradwire.reducer.hook.driver import Landed, Pending
+from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.reductions import StepRejected, StepSkipped
 
 

@@ -28,7 +28,7 @@ from torch._C import _distributed_c10d as c10d
 from gradwire.collectives import OpKind
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
 from gradwire.groups.work import Work, seconds
-from gradwire.untraced import untraced
+from gradwire.runtime.dynamo import untraced
 
 OpType: Any = c10d.OpType  # type: ignore[attr-defined]  # torch's stubs leave both out
 WorkResult: Any = c10d.WorkResult  # type: ignore[attr-defined]

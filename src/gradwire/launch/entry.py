@@ -23,9 +23,9 @@ from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.errors import UsageError
 from gradwire.groups import Group
 from gradwire.groups.base import DEFAULT_TIMEOUT, MEETING_TIMEOUT
-from gradwire.groups.bounded_store import bounded
+from gradwire.groups.failure.store_calls import bounded
 from gradwire.groups.kinds import AUTO, check_built, default_kind, find_kind, registered_kinds
-from gradwire.groups.private_rendezvous import release
+from gradwire.groups.store.private_rendezvous import release
 from gradwire.interop.defaults import WORLD
 from gradwire.launch.environment import RUN_DIRECTORY
 from gradwire.launch.memory import SharedMemory

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gradwire.launch.tracebacks import HEAD
-from gradwire.root_cause import root_cause
+from gradwire.runtime.root_cause import root_cause
 
 _CONSEQUENCES = frozenset({"PeerLost", "GroupAborted", "DistBackendError", "DistNetworkError"})
 _TIMEOUT, _LOST, _INTERRUPT = "CollectiveTimeout", "PeerLost", "KeyboardInterrupt"

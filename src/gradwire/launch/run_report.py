@@ -9,7 +9,7 @@ from pathlib import Path
 from gradwire.launch.first_failure import final_output, raised, shortened, summary
 from gradwire.launch.screen import RankStream, Screen
 from gradwire.launch.shutdown import Shutdown
-from gradwire.observe.outcome import Outcome, RankOutcome
+from gradwire.observe.rings.run_outcome import Outcome, RankOutcome
 
 
 def outcome(shutdown: Shutdown, now: float) -> Outcome:

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from gradwire.launch.first_failure import Ending, first_failure
-from gradwire.root_cause import NEAR
+from gradwire.runtime.root_cause import NEAR
 
 LAST_LIMIT = 10.0
 """Seconds after SIGKILL after which the launcher stops waiting: a process may be in an uninterruptible sleep forever."""

@@ -19,14 +19,14 @@ from ipaddress import ip_address
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
-from gradwire.groups.bounded_store import bounded, innermost
-from gradwire.groups.private_rendezvous import move, move_if_together
-from gradwire.groups.private_store import PrivateStore
-from gradwire.groups.rendezvous import Rendezvous
-from gradwire.groups.tcp_store import LOOPBACK, host_store
+from gradwire.groups.failure.store_calls import bounded, innermost
+from gradwire.groups.store.private_rendezvous import move, move_if_together
+from gradwire.groups.store.private_store import PrivateStore
+from gradwire.groups.store.rendezvous import Rendezvous
+from gradwire.groups.store.tcp_store import LOOPBACK, host_store
 from gradwire.launch.mpi import broadcast_text
 from gradwire.launch.world import Address, World
-from gradwire.private_file import available
+from gradwire.runtime.private_file import available
 
 _TOKEN = secrets.token_hex(8)
 """Identifies this process, across hosts."""

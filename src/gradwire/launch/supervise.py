@@ -29,7 +29,6 @@ from types import FrameType
 from typing import BinaryIO
 
 from gradwire.errors import UsageError
-from gradwire.host import handles_signal
 from gradwire.launch.display import Display, Picture
 from gradwire.launch.first_failure import Ending, described
 from gradwire.launch.process import RankProcess
@@ -38,9 +37,10 @@ from gradwire.launch.screen import RankStream, Screen
 from gradwire.launch.shutdown import Shutdown
 from gradwire.launch.store_host import StoreHost
 from gradwire.launch.tracebacks import TracebackHold
-from gradwire.observe.hang_watch import HangWatch
+from gradwire.observe.hangs.hang_watch import HangWatch
 from gradwire.observe.monitor import RunMonitor
-from gradwire.observe.outcome import save
+from gradwire.observe.rings.run_outcome import save
+from gradwire.runtime.host import handles_signal
 
 COMPANIONS = 1.0
 _READABLE = selectors.EVENT_READ

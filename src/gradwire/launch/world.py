@@ -25,7 +25,7 @@ from enum import Enum
 
 from gradwire.errors import UsageError
 from gradwire.launch.nodelist import hosts
-from gradwire.private_file import is_name
+from gradwire.runtime.private_file import is_name
 
 Environment = Mapping[str, str]
 

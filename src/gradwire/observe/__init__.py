@@ -17,10 +17,10 @@ from gradwire.observe.debug_pages import debug_handlers
 from gradwire.observe.export import METRICS, Export, export
 from gradwire.observe.exporters import opentelemetry_metrics, opentelemetry_spans, prometheus
 from gradwire.observe.recording import mark, samples, start, stop
-from gradwire.observe.ring import Record, Ring, read_ring, read_rings
+from gradwire.observe.rings.ring import Record, Ring, read_ring, read_rings
 from gradwire.observe.run_warnings import RunWarning, read_warnings
-from gradwire.observe.straggler_watch import find_stragglers
-from gradwire.observe.stragglers import Straggler
+from gradwire.observe.stragglers.detect import Straggler
+from gradwire.observe.stragglers.straggler_watch import find_stragglers
 
 __all__ = [
     "METRICS",

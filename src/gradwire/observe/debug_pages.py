@@ -12,10 +12,10 @@ import json
 from importlib import import_module
 from typing import Any
 
-from gradwire import flight_recorder
 from gradwire.errors import UsageError
 from gradwire.observe.inspection import inspection
-from gradwire.observe.ring import read_ring
+from gradwire.observe.rings.ring import read_ring
+from gradwire.recorder import flight_recorder
 
 RECORDS, STATE = "gradwire_records", "gradwire_state"
 _SHOWN = 200

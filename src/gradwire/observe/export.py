@@ -18,13 +18,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gradwire import flight_recorder
-from gradwire.concurrency import Worker
 from gradwire.errors import UsageError
 from gradwire.observe.recording import attach
-from gradwire.observe.ring_tail import RingFollower
-from gradwire.observe.step_times import MANY_LOST, StepFolder, StepTimes
-from gradwire.observe.steps import Phase
+from gradwire.observe.rings.ring_tail import RingFollower
+from gradwire.observe.stragglers.step_times import MANY_LOST, StepFolder, StepTimes
+from gradwire.observe.stragglers.steps import Phase
+from gradwire.recorder import flight_recorder
+from gradwire.runtime.threads import Worker
 
 METRICS: Mapping[str, str] = {
     "gradwire_step_seconds": "duration of a step",
@@ -100,7 +100,7 @@ class Export:
     """Exports the metrics of this rank, made by `export`."""
 
     def __init__(self, log: Log, follower: RingFollower, every: int) -> None:
-        from gradwire.optimizer_steps import after_optimizer_steps
+        from gradwire.autograd.optimizer_steps import after_optimizer_steps
 
         self._log = log
         self._follower: RingFollower | None = follower

@@ -7,19 +7,19 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gradwire.host import ProcessState
-from gradwire.observe.hang_report import described, report_lines, stall_lines
-from gradwire.observe.hang_watch import HangWatch
-from gradwire.observe.hangs import Cause, Suspect, Waiting
-from gradwire.observe.outcome import Outcome
-from gradwire.observe.progress import RankProgress
-from gradwire.observe.ring import nothing_recorded
-from gradwire.observe.run_follower import RunFollower
+from gradwire.observe.hangs.analysis import Cause, Suspect, Waiting
+from gradwire.observe.hangs.hang_report import described, report_lines, stall_lines
+from gradwire.observe.hangs.hang_watch import HangWatch
+from gradwire.observe.hangs.saved_hangs import is_about, saved_hangs, suspect_text, suspects_of
+from gradwire.observe.hangs.stacks import Stack, user_frames
+from gradwire.observe.rings.rank_progress import RankProgress
+from gradwire.observe.rings.ring import nothing_recorded
+from gradwire.observe.rings.run_follower import RunFollower
+from gradwire.observe.rings.run_outcome import Outcome
 from gradwire.observe.run_warnings import fold_repeated, merge_warnings
-from gradwire.observe.saved_hangs import is_about, saved_hangs, suspect_text, suspects_of
-from gradwire.observe.stacks import Stack, user_frames
-from gradwire.observe.straggler_watch import stragglers_over_time
-from gradwire.observe.stragglers import describe
+from gradwire.observe.stragglers.detect import describe
+from gradwire.observe.stragglers.straggler_watch import stragglers_over_time
+from gradwire.runtime.host import ProcessState
 
 
 def inspection(directory: Path, *, whole: bool) -> list[str]:

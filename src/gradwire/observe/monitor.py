@@ -7,14 +7,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gradwire.observe.hangs import find_waiting
-from gradwire.observe.progress import RankProgress
-from gradwire.observe.run_follower import RunFollower
+from gradwire.observe.hangs.analysis import find_waiting
+from gradwire.observe.rings.rank_progress import RankProgress
+from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.run_status import RankFacts, RunStatus, run_status, stats_line
 from gradwire.observe.run_warnings import merge_warnings
-from gradwire.observe.steps import Phase
-from gradwire.observe.straggler_watch import StragglerWatch
-from gradwire.observe.stragglers import describe, slow_ranks
+from gradwire.observe.stragglers.detect import describe, slow_ranks
+from gradwire.observe.stragglers.steps import Phase
+from gradwire.observe.stragglers.straggler_watch import StragglerWatch
 
 PERIOD = 1.0
 """Seconds between two looks."""

@@ -16,14 +16,14 @@ import warnings
 from pathlib import Path
 from typing import Any, Protocol
 
-from gradwire import flight_recorder
 from gradwire.errors import UsageError
-from gradwire.flight_recorder import HEADER, PAGE, FlightRecorder, RecordKind
-from gradwire.host import ProcessState, clock_identity, process_start
-from gradwire.observe.error_report import report_for_error
-from gradwire.observe.gradient_questions import SUBJECT, SUFFIX, GradientAnswers
-from gradwire.observe.ring import RingFile
-from gradwire.observe.stacks import StackFile, can_write_stacks, libraries
+from gradwire.observe.hangs.error_report import report_for_error
+from gradwire.observe.hangs.gradient_questions import SUBJECT, SUFFIX, GradientAnswers
+from gradwire.observe.hangs.stacks import StackFile, can_write_stacks, libraries
+from gradwire.observe.rings.ring import RingFile
+from gradwire.recorder import flight_recorder
+from gradwire.recorder.flight_recorder import HEADER, PAGE, FlightRecorder, RecordKind
+from gradwire.runtime.host import ProcessState, clock_identity, process_start
 
 
 class Removable(Protocol):
@@ -207,7 +207,7 @@ def _check_not_in_use(path: Path) -> None:
 
 
 def _record_optimizers(rank: int) -> None:
-    from gradwire.optimizer_steps import after_optimizer_steps, before_optimizer_steps
+    from gradwire.autograd.optimizer_steps import after_optimizer_steps, before_optimizer_steps
 
     def began(*_: Any) -> None:
         if (recorder := flight_recorder.active) is not None:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean, median
 
-from gradwire.host import ProcessState
-from gradwire.observe.step_times import StepTimes
-from gradwire.observe.steps import Phase
-from gradwire.observe.stragglers import median_without
+from gradwire.observe.stragglers.detect import median_without
+from gradwire.observe.stragglers.step_times import StepTimes
+from gradwire.observe.stragglers.steps import Phase
 from gradwire.observe.units import milliseconds
 from gradwire.observe.units import ranks as ranks_text
 from gradwire.observe.units import size as size_text
+from gradwire.runtime.host import ProcessState
 
 _STEPS = 20
 """Figures are means over so many steps, unless an interval is given."""

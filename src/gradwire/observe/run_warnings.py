@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradwire.flight_recorder import RecordKind
-from gradwire.observe.ring import Record, Ring
+from gradwire.observe.rings.ring import Record, Ring
+from gradwire.recorder.flight_recorder import RecordKind
 
 _STEP = re.compile(r"\bstep \d+")
 RankWarnings = tuple[int, Mapping[str, Any], Iterable[Record]]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import flight_recorder
-from gradwire.flight_recorder import RecordKind
+from gradwire.recorder import flight_recorder
+from gradwire.recorder.flight_recorder import RecordKind
 
 
 def is_torchs_own() -> bool:

@@ -19,10 +19,9 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel.scatter_gather import gather as gather_outputs
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
-from gradwire.autograd.compiling import forward_begins
+from gradwire.autograd.compiled.install import forward_begins
 from gradwire.deprecated import renamed
 from gradwire.errors import GroupAndMeshGiven, HookAlreadyRegistered, NotPicklable, TrainingAlreadyStarted, UsageError
-from gradwire.flight_recorder import RecordKind
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook, Trait
 from gradwire.hooks.combinators.chain import chain
@@ -31,18 +30,19 @@ from gradwire.interop import as_process_group, from_process_group
 from gradwire.interop.defaults import default_process_group, is_default, mesh_group
 from gradwire.interop.in_backward import optimizer_in_backward_hook
 from gradwire.parallel.buffer_hook import BufferHook
-from gradwire.parallel.delayed import Delayed
+from gradwire.parallel.delayed_allreduce import Delayed
 from gradwire.parallel.devices import check_devices, move_to
 from gradwire.parallel.flags import Flags
 from gradwire.parallel.join import UnevenInputs
 from gradwire.parallel.manual import ManualFinalization
-from gradwire.parallel.mixed import MixedPrecision
+from gradwire.parallel.mixed_precision import MixedPrecision
 from gradwire.parallel.replica import Replica, ReplicaPolicies
 from gradwire.parallel.torch_reducer_compat import Logger, ReducerCompat
 from gradwire.parallel.trainable import check_module
 from gradwire.policies import Buffers, NonFinite
-from gradwire.reducer.torch_hooks import check_torch_hook
-from gradwire.untraced import set_eval_frame, untraced_call, untraced_frame
+from gradwire.recorder.flight_recorder import RecordKind
+from gradwire.reducer.hook.torch_hooks import check_torch_hook
+from gradwire.runtime.dynamo import set_eval_frame, untraced_call, untraced_frame
 
 
 class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwire import flight_recorder
 from gradwire.collectives import all_gather_into_tensor
 from gradwire.errors import ReplicasDiverged, UsageError
 from gradwire.groups.base import Group
@@ -24,8 +23,9 @@ from gradwire.parallel.broadcast import broadcast_coalesced
 from gradwire.parallel.digest import digest, digests
 from gradwire.parallel.trainable import check_module, refuse_dtensors
 from gradwire.policies import Divergence, check_policies
-from gradwire.reducer.attached_optimizers import check_optimizer
-from gradwire.user_warnings import warn_user
+from gradwire.recorder import flight_recorder
+from gradwire.reducer.checks.attached_optimizers import check_optimizer
+from gradwire.runtime.warnings import warn_user
 
 _SHOWN = 3
 """How many tensors a message names."""

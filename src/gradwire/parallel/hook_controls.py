@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from gradwire.concurrency import weakly
 from gradwire.errors import HookError
 from gradwire.events import Handle
 from gradwire.hooks.base import CommHook
@@ -16,12 +15,13 @@ from gradwire.parallel.module_state import ModuleState
 from gradwire.parallel.recovery import Recovery
 from gradwire.parallel.unequal import warn_when_saved
 from gradwire.reducer import Reducer
-from gradwire.reducer.hook_agreement import odd_ones_out
-from gradwire.reducer.hook_runner import HookRunner
-from gradwire.reducer.layout import plain_name
+from gradwire.reducer.buckets.layout import plain_name
+from gradwire.reducer.checks.nonfinite import NonFiniteChecked
+from gradwire.reducer.hook.hook_agreement import odd_ones_out
+from gradwire.reducer.hook.runner import HookRunner
+from gradwire.reducer.hook.torch_hooks import TorchHook
 from gradwire.reducer.machine import State
-from gradwire.reducer.nonfinite import NonFiniteChecked
-from gradwire.reducer.torch_hooks import TorchHook
+from gradwire.runtime.threads import weakly
 
 
 class HookControls:
@@ -51,7 +51,7 @@ class HookControls:
     def set_hook(self, hook: CommHook) -> None:
         """Use another hook from the next step on. Every rank must call it, between the same steps, with an equal hook.
 
-        What the previous hook has not sent yet is not lost: see Note [Another hook] in `reducer/hook_states.py`. After a
+        What the previous hook has not sent yet is not lost: see Note [Another hook] in `reducer/hook/hook_states.py`. After a
         hook that does not average gradients in every step, the parameters are averaged first.
         """
         check_outer(hook, "set_hook")
@@ -88,7 +88,7 @@ class HookControls:
     def hook_state_dict(self) -> dict[str, Any]:
         """The hook's state on this rank, by parameter name, for `torch.save`: each rank saves its own.
 
-        `load_hook_state_dict` accepts it with any world size: see Note [Whose state it is] in `reducer/hook_states.py`.
+        `load_hook_state_dict` accepts it with any world size: see Note [Whose state it is] in `reducer/hook/hook_states.py`.
         """
         self._check_own_hook("hook_state_dict")
         return self.runner.state_dict(order=self.reducer.order.names(self.reducer.layout))

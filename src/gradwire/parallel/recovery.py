@@ -15,7 +15,7 @@ from gradwire.collectives import ReduceOp, all_reduce, broadcast
 from gradwire.errors import GroupAborted
 from gradwire.parallel.module_state import ModuleState
 from gradwire.reducer import Reducer
-from gradwire.reducer.hook_runner import HookRunner
+from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.iterations import failed_iteration
 
 

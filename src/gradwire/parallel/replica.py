@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradwire.autograd.compiling import forward_begins
+from gradwire.autograd.compiled.install import forward_begins
 from gradwire.autograd.grad_hooks import on_backward
 from gradwire.autograd.graph import mark_outputs, reachable_parameters
 from gradwire.events import Handle
-from gradwire.flight_recorder import RecordKind
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.dense import mean
@@ -30,14 +29,15 @@ from gradwire.parallel.recovery import Recovery
 from gradwire.parallel.sink import through_sink
 from gradwire.parallel.trainable import check_engine_thread, check_not_aborted, trainable_parameters
 from gradwire.policies import BucketMemory, Buckets, Buffers, Gradients, Graph, NonFinite, ScaleCheck, check_policies
+from gradwire.recorder.flight_recorder import RecordKind
 from gradwire.reducer import BucketLayout, Reducer, ReducerOptions
-from gradwire.reducer.agreement import compare_parameters
-from gradwire.reducer.assign import by_size
-from gradwire.reducer.hook_runner import HookRunner
-from gradwire.reducer.layout import ParameterSpec
+from gradwire.reducer.buckets.assign import by_size
+from gradwire.reducer.buckets.layout import ParameterSpec
+from gradwire.reducer.buckets.parameter_agreement import compare_parameters
+from gradwire.reducer.checks.nonfinite import NonFiniteChecked, Overwritten
+from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.machine import State
-from gradwire.reducer.nonfinite import NonFiniteChecked, Overwritten
-from gradwire.untraced import untraced_call
+from gradwire.runtime.dynamo import untraced_call
 
 _UNLIMITED = 2**62
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gradwire.concurrency import weakly
+from gradwire.runtime.threads import weakly
 
 
 class _Sink(torch.autograd.Function):

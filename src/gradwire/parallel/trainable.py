@@ -21,7 +21,7 @@ from gradwire.errors import (
 )
 from gradwire.groups.base import Group
 from gradwire.reducer import ParameterSpec
-from gradwire.reducer.layout import plain_name
+from gradwire.reducer.buckets.layout import plain_name
 
 
 def check_module(what: str, module: object) -> None:

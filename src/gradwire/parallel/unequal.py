@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from gradwire.events import Handle
-from gradwire.reducer.hook_runner import HookRunner
-from gradwire.reducer.outer_optimizer import OuterOptimizer
+from gradwire.reducer.hook.outer_optimizer import OuterOptimizer
+from gradwire.reducer.hook.runner import HookRunner
 
 
 class UnequalReplicas(UserWarning):

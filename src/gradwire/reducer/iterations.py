@@ -18,15 +18,15 @@ from typing import Any
 
 from torch import Tensor
 
-from gradwire import flight_recorder
-from gradwire.autograd.failed import before_compiled_backward, on_failed_backward
+from gradwire.autograd.backward_errors import before_compiled_backward, on_failed_backward
 from gradwire.autograd.graph import reachable_parameters, reaches_mark
-from gradwire.concurrency import weakly
 from gradwire.errors import CompiledAutograd, GroupAborted
-from gradwire.flight_recorder import RecordKind, summary
 from gradwire.groups.base import Group
+from gradwire.recorder import flight_recorder
+from gradwire.recorder.flight_recorder import RecordKind, summary
 from gradwire.reducer.machine import Machine, State
 from gradwire.reducer.reductions import StepRejected, StepSkipped
+from gradwire.runtime.threads import weakly
 
 _REASON = re.compile(r"step (\d+) failed on rank \d+ with ")
 

@@ -23,18 +23,18 @@ from gradwire.autograd.backward_end import at_backward_end
 from gradwire.collectives import broadcast
 from gradwire.errors import GradwireError
 from gradwire.events import BackwardEnded, Emitter, GradientReady, StepEnded
-from gradwire.flight_recorder import RecordKind
 from gradwire.groups.base import Group
-from gradwire.reducer.arrivals import Arrivals, GradListener
-from gradwire.reducer.awaited_gradients import AwaitedGradients
-from gradwire.reducer.bucket_buffers import Buckets
-from gradwire.reducer.bucket_order import BucketOrder
-from gradwire.reducer.compiled_reports import CompiledReports
+from gradwire.recorder.flight_recorder import RecordKind
+from gradwire.reducer.buckets.buffers import Buckets
+from gradwire.reducer.buckets.layout import BucketLayout
+from gradwire.reducer.intake.arrivals import Arrivals, GradListener
+from gradwire.reducer.intake.awaited_gradients import AwaitedGradients
+from gradwire.reducer.intake.bucket_order import BucketOrder
+from gradwire.reducer.intake.compiled_reports import CompiledReports
+from gradwire.reducer.intake.used_parameters import UsedParameters
 from gradwire.reducer.iterations import Iterations
-from gradwire.reducer.layout import BucketLayout
 from gradwire.reducer.machine import Launch, Machine, State
 from gradwire.reducer.reductions import Reductions, Runner, StepRejected
-from gradwire.reducer.used_parameters import UsedParameters
 
 _RESTING = State.RESTING  # to look up a member of an Enum takes ten times as long, and this is asked for every gradient
 _ARMED = State.ARMED

@@ -10,16 +10,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradwire import flight_recorder
 from gradwire.errors import GradwireError
 from gradwire.events import BucketFull, BucketLaunched, BucketReduced, Emitter
-from gradwire.flight_recorder import RecordKind
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
-from gradwire.reducer.arrivals import GradListener
-from gradwire.reducer.bucket_buffers import Buckets, all_there
-from gradwire.reducer.bucket_records import describe_buckets, record_bucket
-from gradwire.reducer.drive import Pending
+from gradwire.recorder import flight_recorder
+from gradwire.recorder.flight_recorder import RecordKind
+from gradwire.reducer.buckets.bucket_records import describe_buckets, record_bucket
+from gradwire.reducer.buckets.buffers import Buckets, all_there
+from gradwire.reducer.hook.driver import Pending
+from gradwire.reducer.intake.arrivals import GradListener
 from gradwire.reducer.machine import Launch
 
 _LAUNCHED = RecordKind.BUCKET_LAUNCHED

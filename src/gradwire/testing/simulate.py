@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, Layout, Scope, Signature
-from gradwire.collectives.agree import mismatch
+from gradwire.collectives.matching import mismatch
 from gradwire.collectives.reference import perform
 from gradwire.collectives.traffic import sent_bytes
 from gradwire.errors import CollectiveMismatch, UsageError

@@ -206,7 +206,7 @@ def test_the_repr_names_the_hooks() -> None:
     chain.add(torch.zeros_like, target="t")
     chain.add(HookChain(Kind.ON_GRAD), target="t")  # an object without a name of its own
     assert "zeros_like" in repr(chain)
-    assert repr(chain).endswith("gradwire.autograd.chain.HookChain>")
+    assert repr(chain).endswith("gradwire.autograd.user_hooks.hook_chain.HookChain>")
 
 
 def test_a_finalizer_that_removes_another_hook_while_one_is_removed() -> None:

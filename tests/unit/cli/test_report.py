@@ -10,10 +10,10 @@ import time
 import pytest
 
 from gradwire.cli import main
-from gradwire.flight_recorder import CAPACITY
-from gradwire.host import ProcessState, clock_identity
-from gradwire.observe.ring import RingFile
-from gradwire.observe.runs import new_run, runs_directory
+from gradwire.observe.rings.ring import RingFile
+from gradwire.observe.rings.runs import new_run, runs_directory
+from gradwire.recorder.flight_recorder import CAPACITY
+from gradwire.runtime.host import ProcessState, clock_identity
 from helpers.made_rings import made_ring, write_ring
 from helpers.warm_python import GRADWIRE_RUN
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from gradwire.cli import main, top
-from gradwire.host import ProcessState
-from gradwire.observe.outcome import Outcome, save
-from gradwire.observe.run_follower import RunFollower
-from gradwire.observe.steps import Phase
+from gradwire.observe.rings.run_follower import RunFollower
+from gradwire.observe.rings.run_outcome import Outcome, save
+from gradwire.observe.stragglers.steps import Phase
+from gradwire.runtime.host import ProcessState
 from helpers.made_steps import made_steps, write_rings
 
 NOBODY = 2**22 + 1

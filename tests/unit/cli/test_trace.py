@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.cli import main
-from gradwire.observe.runs import runs_directory
+from gradwire.observe.rings.runs import runs_directory
 from helpers.made_rings import made_ring, write_ring
 from helpers.warm_python import GRADWIRE_RUN
 

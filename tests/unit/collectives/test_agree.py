@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.collectives import Collective, ReduceOp, Signature, build
-from gradwire.collectives.agree import comparable, disagreement, mismatch
+from gradwire.collectives.matching import comparable, disagreement, mismatch
 
 t, longer, ints = torch.zeros(2), torch.zeros(3), torch.zeros(2, dtype=torch.int64)
 

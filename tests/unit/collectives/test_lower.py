@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gradwire.collectives.direct_ops import is_plain
 from gradwire.collectives.lower import as_bytes
-from gradwire.collectives.plain import is_plain
 
 
 @pytest.mark.parametrize("numel", [0, 1, 5])

@@ -19,11 +19,12 @@ import torch.distributed as dist
 
 from gradwire.collectives import build
 from gradwire.errors import CollectiveTimeout, GroupAborted, PeerLost
-from gradwire.groups import C10dGroup, membership
+from gradwire.groups import C10dGroup
 from gradwire.groups.c10d.teardown import abort_gloo
-from gradwire.groups.membership import Membership
-from gradwire.host import is_dead, process_start
+from gradwire.groups.failure import membership
+from gradwire.groups.failure.membership import Membership
 from gradwire.interop import from_process_group
+from gradwire.runtime.host import is_dead, process_start
 
 
 class Counting:

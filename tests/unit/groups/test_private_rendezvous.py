@@ -12,9 +12,9 @@ import pytest
 from torch.distributed import DistStoreError, HashStore, TCPStore
 
 from gradwire.errors import CollectiveTimeout
-from gradwire.groups.private_rendezvous import mark_used, move, move_if_together, release
-from gradwire.groups.rendezvous import Rendezvous
-from gradwire.groups.tcp_store import host_store
+from gradwire.groups.store.private_rendezvous import mark_used, move, move_if_together, release
+from gradwire.groups.store.rendezvous import Rendezvous
+from gradwire.groups.store.tcp_store import host_store
 
 
 class Stopped:

@@ -20,10 +20,11 @@ import torch
 from torch.distributed import DistStoreError, PrefixStore
 
 from gradwire.errors import GroupError, PrivateFileGone
-from gradwire.groups import C10dGroup, SharedMemoryGroup, private_log
-from gradwire.groups.bounded_store import innermost
-from gradwire.groups.private_store import PrivateStore
-from gradwire.private_file import create, name_of, open_private
+from gradwire.groups import C10dGroup, SharedMemoryGroup
+from gradwire.groups.failure.store_calls import innermost
+from gradwire.groups.store import private_log
+from gradwire.groups.store.private_store import PrivateStore
+from gradwire.runtime.private_file import create, name_of, open_private
 from gradwire.testing.leftovers import open_descriptors
 from helpers.warm_python import WarmPython
 
@@ -125,7 +126,7 @@ def test_groups_meet_in_it(make: Callable[..., C10dGroup], store: PrivateStore, 
     """Rank 1 in a process of its own."""
     program = (
         "import sys, torch; from gradwire.groups import C10dGroup, SharedMemoryGroup;"
-        "from gradwire.groups.private_store import PrivateStore;"
+        "from gradwire.groups.store.private_store import PrivateStore;"
         f"group = {make.__qualname__}(PrivateStore.open(sys.argv[1]), 1, 2, timeout=60);"
         "t = torch.ones(2); group.all_reduce(t); part = group.split(0); part.all_reduce(t); print(t.tolist()); group.close()"
     )
@@ -275,7 +276,7 @@ def test_close_does_not_wait_for_its_own_thread(store: PrivateStore) -> None:
 
 def test_the_end_of_its_maker_takes_nothing_away(warm_python: WarmPython) -> None:
     program = (
-        "import sys; from gradwire.groups.private_store import PrivateStore; store = PrivateStore.create();"
+        "import sys; from gradwire.groups.store.private_store import PrivateStore; store = PrivateStore.create();"
         "store.set('key', 'value'); print(store.name, flush=True); sys.stdin.read()"
     )
     maker = warm_python.talk(program)

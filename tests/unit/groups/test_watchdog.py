@@ -9,9 +9,9 @@ import torch
 
 from gradwire.collectives import build
 from gradwire.errors import CollectiveTimeout
-from gradwire.groups import watchdog as module
+from gradwire.groups.failure import watchdog as module
+from gradwire.groups.failure.watchdog import Watchdog
 from gradwire.groups.ledger import Ledger
-from gradwire.groups.watchdog import Watchdog
 from gradwire.groups.work import Work
 
 

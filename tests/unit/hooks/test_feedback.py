@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire import jit
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import UsageTypeError
 from gradwire.hooks import (
@@ -25,6 +24,7 @@ from gradwire.hooks import (
     top_k,
 )
 from gradwire.hooks.combinators import feedback
+from gradwire.runtime import jit
 from gradwire.testing import check_hook, simulate
 
 

@@ -29,7 +29,7 @@ from gradwire.hooks import (
 from gradwire.hooks.combinators.hierarchical import slices
 from gradwire.interop import as_torch_hook
 from gradwire.parallel import replicate
-from gradwire.reducer.drive import Driver
+from gradwire.reducer.hook.driver import Driver
 from gradwire.testing import check_hook, run_ranks, simulate
 from helpers.laws import SHORT_LAWS
 

@@ -26,7 +26,7 @@ from gradwire.hooks import (
     post_local_sgd,
     streaming_diloco,
 )
-from gradwire.reducer.outer_optimizer import cut
+from gradwire.reducer.hook.outer_optimizer import cut
 from gradwire.testing import check_hook, simulate, simulate_outer
 
 NARROW = chain(error_feedback(), cast(torch.bfloat16), mean())

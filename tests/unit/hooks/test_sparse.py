@@ -26,7 +26,7 @@ from gradwire.hooks import (
     threshold,
     top_k,
 )
-from gradwire.hooks.compressors.pairs import Format, Pairs
+from gradwire.hooks.compressors.index_value_pairs import Format, Pairs
 from gradwire.hooks.state import split_flat
 from gradwire.testing import check_hook, simulate
 from helpers.laws import laws_in

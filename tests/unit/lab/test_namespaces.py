@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from gradwire import host
 from gradwire.errors import UsageError
 from gradwire.lab import hosts, namespaces, why_not
+from gradwire.runtime import host
 
 WHY_NOT = why_not()
 needs_hosts = [pytest.mark.namespaces, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]

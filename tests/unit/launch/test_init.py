@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.groups.private_store import PrivateStore
+from gradwire.groups.store.private_store import PrivateStore
 from gradwire.interop.defaults import WORLD, is_default
 from gradwire.testing import run_ranks
 

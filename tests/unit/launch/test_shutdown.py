@@ -9,7 +9,7 @@ import pytest
 
 from gradwire.launch.first_failure import Ending
 from gradwire.launch.shutdown import LAST_LIMIT, Shutdown
-from gradwire.root_cause import NEAR
+from gradwire.runtime.root_cause import NEAR
 
 LOST = (b"Traceback (most recent call last):", b"gradwire.errors.PeerLost: rank 2 is lost")
 

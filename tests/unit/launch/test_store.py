@@ -16,10 +16,10 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
-from gradwire.groups.bounded_store import bounded
-from gradwire.groups.private_rendezvous import release
-from gradwire.groups.private_store import PrivateStore
-from gradwire.groups.tcp_store import host_store
+from gradwire.groups.failure.store_calls import bounded
+from gradwire.groups.store.private_rendezvous import release
+from gradwire.groups.store.private_store import PrivateStore
+from gradwire.groups.store.tcp_store import host_store
 from gradwire.launch import Address, Launcher, World
 from gradwire.launch.mpi import broadcast_text
 from gradwire.launch.store import arrive, open_store, say_goodbye

@@ -11,7 +11,7 @@ from gradwire.errors import UsageError
 from gradwire.launch import display
 from gradwire.launch.supervise import Run, supervise
 from gradwire.observe.monitor import RunMonitor
-from gradwire.observe.run_follower import RunFollower
+from gradwire.observe.rings.run_follower import RunFollower
 from helpers.made_steps import made_steps, write_rings
 
 # -- the monitor -----------------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from gradwire import root_cause
 from gradwire.launch import shutdown, tracebacks
-from gradwire.observe.outcome import load
+from gradwire.observe.rings.run_outcome import load
+from gradwire.runtime import root_cause
 
 
 def test_a_failing_rank_stops_the_others_and_its_traceback_is_last(launch):

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gradwire import observe
-from gradwire.flight_recorder import RecordKind
-from gradwire.observe.ring import Record, Ring
+from gradwire.observe.rings.ring import Record, Ring
+from gradwire.recorder.flight_recorder import RecordKind
 
 _FIELDS = {"op": "", "rank": 0, "thread": 1, "group": "", "label": "", "seq": 0, "ordinal": 0, "nbytes": 0}
 _TIMES = {"duration": 0, "step": -1, "bucket": -1}

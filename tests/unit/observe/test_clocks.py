@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gradwire.flight_recorder import RecordKind as K
-from gradwire.observe.clock_line import fit_line
-from gradwire.observe.clocks import align, aligned, ambiguous_groups
-from gradwire.observe.ring import message_key
+from gradwire.observe.rings.clock_line import fit_line
+from gradwire.observe.rings.clocks import align, aligned, ambiguous_groups
+from gradwire.observe.rings.ring import message_key
+from gradwire.recorder.flight_recorder import RecordKind as K
 
 
 def collectives(record, rank, times, group="world", op="all_reduce"):

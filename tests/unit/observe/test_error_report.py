@@ -9,12 +9,13 @@ import warnings
 import pytest
 import torch
 
-from gradwire import flight_recorder, observe
+from gradwire import observe
 from gradwire.errors import CollectiveTimeout, PeerLost
-from gradwire.flight_recorder import FlightRecorder, RecordKind
 from gradwire.observe.recording import _header
-from gradwire.observe.ring import RingFile
-from gradwire.observe.ring_tail import RingFollower
+from gradwire.observe.rings.ring import RingFile
+from gradwire.observe.rings.ring_tail import RingFollower
+from gradwire.recorder import flight_recorder
+from gradwire.recorder.flight_recorder import FlightRecorder, RecordKind
 from gradwire.testing import run_ranks
 
 

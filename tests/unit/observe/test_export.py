@@ -19,10 +19,10 @@ from torch import nn
 import gradwire as gw
 from gradwire import observe
 from gradwire.errors import UsageError
-from gradwire.flight_recorder import warn
 from gradwire.observe import export as package_function
-from gradwire.observe.step_times import StepTimes
-from gradwire.observe.steps import Phase
+from gradwire.observe.stragglers.step_times import StepTimes
+from gradwire.observe.stragglers.steps import Phase
+from gradwire.recorder.flight_recorder import warn
 from gradwire.testing import run_ranks
 from helpers.made_rings import step_records
 from helpers.waiting import wait_until

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.flight_recorder import FlightRecorder, RecordKind
-from gradwire.observe.ring_tail import RingFollower
+from gradwire.observe.rings.ring_tail import RingFollower
+from gradwire.recorder.flight_recorder import FlightRecorder, RecordKind
 
 HEADER = {"rank": 0, "clock": "here", "started": 0, "started_wall": 0, "ops": []}
 

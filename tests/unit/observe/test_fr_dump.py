@@ -11,9 +11,9 @@ import torch
 from torch.distributed.flight_recorder import fr_trace
 
 from gradwire import observe
-from gradwire.flight_recorder import RecordKind as K
-from gradwire.observe.fr_dump import PREFIX, dumps, write_dumps
-from gradwire.observe.ring import read_rings
+from gradwire.observe.rings.ring import read_rings
+from gradwire.observe.trace.fr_dump import PREFIX, dumps, write_dumps
+from gradwire.recorder.flight_recorder import RecordKind as K
 from gradwire.testing import run_ranks
 from gradwire.testing.mpi import missing
 from helpers.made_rings import made_ring, mark

@@ -13,13 +13,13 @@ import time
 import pytest
 
 from gradwire.cli import main
-from gradwire.flight_recorder import FlightRecorder, RecordKind
-from gradwire.host import ProcessState, process_start, process_state
-from gradwire.observe.hang_watch import HangWatch
-from gradwire.observe.outcome import Outcome, RankOutcome, save
+from gradwire.observe.hangs.hang_watch import HangWatch
+from gradwire.observe.hangs.stacks import parse_stacks
 from gradwire.observe.recording import _header
-from gradwire.observe.run_follower import RunFollower
-from gradwire.observe.stacks import parse_stacks
+from gradwire.observe.rings.run_follower import RunFollower
+from gradwire.observe.rings.run_outcome import Outcome, RankOutcome, save
+from gradwire.recorder.flight_recorder import FlightRecorder, RecordKind
+from gradwire.runtime.host import ProcessState, process_start, process_state
 from helpers.waiting import wait_until
 
 RANK = """

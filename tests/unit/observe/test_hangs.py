@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from gradwire.flight_recorder import RecordKind as K
-from gradwire.host import ProcessState
-from gradwire.observe.gradient_questions import Awaited
-from gradwire.observe.hang_report import report_lines
-from gradwire.observe.hangs import Cause, find_suspects, find_waiting
-from gradwire.observe.progress import RankProgress
-from gradwire.observe.stacks import Frame, Stack
+from gradwire.observe.hangs.analysis import Cause, find_suspects, find_waiting
+from gradwire.observe.hangs.gradient_questions import Awaited
+from gradwire.observe.hangs.hang_report import report_lines
+from gradwire.observe.hangs.stacks import Frame, Stack
+from gradwire.observe.rings.rank_progress import RankProgress
+from gradwire.recorder.flight_recorder import RecordKind as K
+from gradwire.runtime.host import ProcessState
 
 S = 1_000_000_000
 WAITED = K.COLLECTIVE_WAITED

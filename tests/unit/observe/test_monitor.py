@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from gradwire.flight_recorder import RecordKind as K
-from gradwire.host import clock_identity
 from gradwire.observe import monitor as monitor_module
 from gradwire.observe.monitor import RunMonitor
-from gradwire.observe.progress import RankProgress
-from gradwire.observe.run_follower import RunFollower
+from gradwire.observe.rings.rank_progress import RankProgress
+from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.run_status import Condition
-from gradwire.observe.steps import Phase
+from gradwire.observe.stragglers.steps import Phase
+from gradwire.recorder.flight_recorder import RecordKind as K
+from gradwire.runtime.host import clock_identity
 from helpers.made_rings import header
 from helpers.made_steps import made_steps, write_rings
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from gradwire.observe.outcome import Outcome, RankOutcome, load, save
+from gradwire.observe.rings.run_outcome import Outcome, RankOutcome, load, save
 
 OUTCOMES = [
     Outcome("", None, None, ()),

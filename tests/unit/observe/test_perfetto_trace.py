@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from gradwire.errors import UsageError
-from gradwire.flight_recorder import RecordKind as K
-from gradwire.observe.perfetto_trace import write_perfetto
-from gradwire.observe.tracks import rank_tracks
+from gradwire.observe.trace.perfetto_trace import write_perfetto
+from gradwire.observe.trace.tracks import rank_tracks
+from gradwire.recorder.flight_recorder import RecordKind as K
 from helpers.made_rings import MS, made_ring, mark
 
 

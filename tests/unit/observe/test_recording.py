@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 import gradwire as gw
-from gradwire import flight_recorder, observe
+from gradwire import observe
 from gradwire.collectives import Collective, build
 from gradwire.errors import CollectiveTimeout, GroupAborted, UsageError
-from gradwire.flight_recorder import RecordKind
 from gradwire.groups.ledger import Ledger
 from gradwire.groups.work import Work
+from gradwire.recorder import flight_recorder
+from gradwire.recorder.flight_recorder import RecordKind
 from gradwire.testing import run_ranks
 
 K = RecordKind

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from gradwire.host import ProcessState
 from gradwire.observe.run_status import Condition, RankFacts, run_status, stats_line
-from gradwire.observe.steps import Phase
+from gradwire.observe.stragglers.steps import Phase
+from gradwire.runtime.host import ProcessState
 from helpers.made_steps import MS, made_steps
 
 

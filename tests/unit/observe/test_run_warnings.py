@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from gradwire import flight_recorder, observe
+from gradwire import observe
 from gradwire.cli import main
-from gradwire.flight_recorder import FlightRecorder, RecordKind
-from gradwire.host import clock_identity
-from gradwire.observe.outcome import Outcome, save
-from gradwire.observe.progress import RankProgress
+from gradwire.observe.rings.rank_progress import RankProgress
+from gradwire.observe.rings.run_outcome import Outcome, save
 from gradwire.observe.run_warnings import fold_repeated
-from gradwire.observe.trace import trace_events
+from gradwire.observe.trace.chrome_trace import trace_events
+from gradwire.recorder import flight_recorder
+from gradwire.recorder.flight_recorder import FlightRecorder, RecordKind
+from gradwire.runtime.host import clock_identity
 from helpers.made_rings import header
 
 K = RecordKind

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import gradwire
-from gradwire.host import ProcessState, process_state
-from gradwire.observe import py_spy
+from gradwire.observe.hangs import py_spy
+from gradwire.observe.hangs.stacks import _STARTERS, Frame, parse_dump, parse_stacks, read_stacks
 from gradwire.observe.recording import _header
-from gradwire.observe.stacks import _STARTERS, Frame, parse_dump, parse_stacks, read_stacks
+from gradwire.runtime.host import ProcessState, process_state
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ import sys
 import pytest
 
 from gradwire import observe
-from gradwire.flight_recorder import RecordKind as K
-from gradwire.host import ProcessState
-from gradwire.observe.hang_report import stall_lines
-from gradwire.observe.hangs import Cause
-from gradwire.observe.progress import RankProgress
-from gradwire.observe.stacks import Frame, Stack
-from gradwire.observe.stalls import find_stall, idle_seconds
+from gradwire.observe.hangs.analysis import Cause
+from gradwire.observe.hangs.hang_report import stall_lines
+from gradwire.observe.hangs.stacks import Frame, Stack
+from gradwire.observe.hangs.stalls import find_stall, idle_seconds
+from gradwire.observe.rings.rank_progress import RankProgress
+from gradwire.recorder.flight_recorder import RecordKind as K
+from gradwire.runtime.host import ProcessState
 
 S = 1_000_000_000
 USER = Frame("/home/me/train.py", 31, "save")

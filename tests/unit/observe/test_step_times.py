@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.flight_recorder import RecordKind as K
-from gradwire.observe.step_times import StepFolder, _covered, step_times
-from gradwire.observe.steps import Phase
+from gradwire.observe.stragglers.step_times import StepFolder, _covered, step_times
+from gradwire.observe.stragglers.steps import Phase
+from gradwire.recorder.flight_recorder import RecordKind as K
 
 
 @pytest.fixture

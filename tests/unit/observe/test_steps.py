@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gradwire.flight_recorder import RecordKind as K
-from gradwire.observe.steps import Phase, spans
+from gradwire.observe.stragglers.steps import Phase, spans
+from gradwire.recorder.flight_recorder import RecordKind as K
 
 
 def test_the_phases_of_two_steps(record):

@@ -6,9 +6,9 @@ import pytest
 
 from gradwire import observe
 from gradwire.errors import UsageError
-from gradwire.observe.steps import Phase
-from gradwire.observe.straggler_watch import StragglerWatch, stragglers_over_time
-from gradwire.observe.stragglers import WINDOW, slow_ranks
+from gradwire.observe.stragglers.detect import WINDOW, slow_ranks
+from gradwire.observe.stragglers.steps import Phase
+from gradwire.observe.stragglers.straggler_watch import StragglerWatch, stragglers_over_time
 from helpers.made_steps import made_steps, write_rings
 
 SLOW = {(3, Phase.DATA): 0.5}

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradwire.autograd import compiling
-from gradwire.autograd.compiled_backward import _Listener
+from gradwire.autograd.compiled import install
+from gradwire.autograd.compiled.op import _Listener
 from gradwire.events import BucketLaunched
 from gradwire.groups import Group
 from gradwire.hooks import chain, error_feedback, mean, quantize
@@ -224,7 +224,7 @@ def test_graphs_that_report_are_used_again(reported: list[int], monkeypatch: pyt
 
 
 def test_graphs_report_if_there_is_a_listener(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradwire.autograd import inductor_pass
+    from gradwire.autograd.compiled import inductor_pass
 
     inserted: list[int] = []
     mark = inductor_pass.mark_gradients
@@ -248,7 +248,7 @@ def test_graphs_report_if_there_is_a_listener(monkeypatch: pytest.MonkeyPatch) -
 def test_graphs_that_are_replayed_stay_as_they_are(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     from torch._inductor import config
 
-    from gradwire.autograd import inductor_pass
+    from gradwire.autograd.compiled import inductor_pass
 
     monkeypatch.setattr(inductor_pass, "reports", lambda: True)
     marked: list[Any] = []
@@ -261,20 +261,20 @@ def test_graphs_that_are_replayed_stay_as_they_are(monkeypatch: pytest.MonkeyPat
 def test_what_was_compiled_with_the_pass_is_kept_whenever_inductor_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that was seen before inductor's first graph is not compiled again after it; until then nothing more is done."""
     compiler, calls, forgotten = "torch._inductor.compile_fx", [], []
-    monkeypatch.setattr(compiling, "_graphs", compiling._Graphs())
-    monkeypatch.setattr(compiling, "_installer", lambda: lambda: calls.append("install"))
+    monkeypatch.setattr(install, "_graphs", install._Graphs())
+    monkeypatch.setattr(install, "_installer", lambda: lambda: calls.append("install"))
     monkeypatch.setattr("torch._dynamo.eval_frame.reset_code", forgotten.append)
     monkeypatch.setitem(sys.modules, "torch._inductor.config", object())
     monkeypatch.delitem(sys.modules, compiler, raising=False)
     model = Model()
     for _ in range(3):
-        compiling.forward_begins(model)
+        install.forward_begins(model)
     assert len(calls) == 1
     before = len(forgotten)
     assert before > 0
     monkeypatch.setitem(sys.modules, compiler, object())
     for _ in range(3):
-        compiling.forward_begins(model)
+        install.forward_begins(model)
     assert len(calls) == 4  # a thread may have set a pass of its own in the meantime
     assert len(forgotten) == before
 
@@ -282,7 +282,7 @@ def test_what_was_compiled_with_the_pass_is_kept_whenever_inductor_is_imported(m
 def test_a_pass_of_the_user_is_kept(tmp_path: Path) -> None:
     from torch._inductor import config, custom_graph_pass
 
-    from gradwire.autograd.inductor_pass import ReadyPass, install
+    from gradwire.autograd.compiled.inductor_pass import ReadyPass, install
 
     class Mine(custom_graph_pass.CustomGraphPass):
         def __call__(self, graph: Any) -> None:

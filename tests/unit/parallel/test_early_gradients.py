@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradwire.autograd import attach, compiling
-from gradwire.autograd.compiled_backward import on_compiled_gradients
+from gradwire.autograd.compiled import install
+from gradwire.autograd.compiled.op import on_compiled_gradients
+from gradwire.autograd.user_hooks import attach
 from gradwire.errors import ReadyTwice
 from gradwire.events import BucketLaunched
 from gradwire.groups import Group
@@ -492,12 +493,12 @@ def test_a_report_must_fit_the_parameter_and_the_graph(length: int, inputs: int,
 
 def test_a_torch_whose_inductor_lacks_what_the_pass_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch._inductor.config", types.ModuleType("config"))
-    monkeypatch.setitem(sys.modules, "gradwire.autograd.inductor_pass", None)  # so that importing it fails
-    compiling._installer.cache_clear()
+    monkeypatch.setitem(sys.modules, "gradwire.autograd.compiled.inductor_pass", None)  # so that importing it fails
+    install._installer.cache_clear()
     model = torch.nn.Linear(1, 1)
     try:
-        compiling.forward_begins(model)
-        assert compiling._installer() is None
-        assert model not in compiling._graphs._models
+        install.forward_begins(model)
+        assert install._installer() is None
+        assert model not in install._graphs._models
     finally:
-        compiling._installer.cache_clear()
+        install._installer.cache_clear()

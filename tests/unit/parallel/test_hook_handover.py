@@ -42,7 +42,7 @@ from gradwire.hooks import (
 from gradwire.hooks.base import Trait
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
-from gradwire.reducer.hook_states import HookStates, from_dict, to_dict
+from gradwire.reducer.hook.hook_states import HookStates, from_dict, to_dict
 from gradwire.testing import run_ranks
 
 NET = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))

@@ -36,7 +36,7 @@ from gradwire.hooks import (
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.policies import Buckets, Gradients, NonFinite
-from gradwire.reducer import nonfinite_search
+from gradwire.reducer.checks import nonfinite_search
 from gradwire.testing import run_ranks
 from helpers.poisoned_model import FLAGS, Model, inputs, means
 

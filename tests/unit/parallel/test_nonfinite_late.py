@@ -27,9 +27,9 @@ from gradwire.hooks import BucketSpec, CommHook, GradBucket, Reduction, Turn, ca
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.policies import BucketMemory, Buckets, Gradients, NonFinite
-from gradwire.reducer import nonfinite_scan
-from gradwire.reducer.nonfinite import NonFiniteChecked
-from gradwire.reducer.nonfinite_search import Kind
+from gradwire.reducer.checks import nonfinite_scan
+from gradwire.reducer.checks.nonfinite import NonFiniteChecked
+from gradwire.reducer.checks.nonfinite_search import Kind
 from gradwire.testing import run_ranks
 from helpers.late_checks import attached, emulate_device, fused, step, train_until
 from helpers.poisoned_model import FLAGS, Model, Scale, means

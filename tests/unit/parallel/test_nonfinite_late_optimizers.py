@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradwire import optimizer_steps
+from gradwire.autograd import optimizer_steps
 from gradwire.errors import NonFiniteGradient
 from gradwire.groups import Group, ThreadGroup
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.policies import NonFinite
-from gradwire.reducer import nonfinite_late
+from gradwire.reducer.checks import nonfinite_late
 from gradwire.testing import run_ranks
 from helpers.late_checks import all_finite, attached, emulate_device, fused, step, train_until
 from helpers.poisoned_model import FLAGS, Model, inputs

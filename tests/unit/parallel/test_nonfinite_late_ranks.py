@@ -16,7 +16,7 @@ from gradwire.groups import Group, ThreadGroup
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.policies import NonFinite
-from gradwire.reducer import nonfinite_scan
+from gradwire.reducer.checks import nonfinite_scan
 from gradwire.testing import run_ranks
 from helpers import eager_scan
 from helpers.late_checks import all_finite, emulate_device, fused, step

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gradwire import observe
 from gradwire.errors import NonFiniteGradient, Origin
-from gradwire.flight_recorder import RecordKind
 from gradwire.groups import Group, ThreadGroup
 from gradwire.hooks import (
     CommHook,
@@ -32,6 +31,7 @@ from gradwire.hooks import (
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.policies import Buckets, NonFinite, ScaleCheck
+from gradwire.recorder.flight_recorder import RecordKind
 from gradwire.testing import run_ranks
 from helpers.poisoned_model import FLAGS, Model, inputs, means
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gradwire.reducer.arrivals import Arrivals
+from gradwire.reducer.intake.arrivals import Arrivals
 
 
 @pytest.fixture

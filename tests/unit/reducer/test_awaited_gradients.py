@@ -12,9 +12,9 @@ from torch import nn
 import gradwire as gw
 from gradwire import observe
 from gradwire.autograd.grad_hooks import HookMode
-from gradwire.observe.gradient_questions import Awaited
-from gradwire.observe.run_follower import RunFollower
-from gradwire.reducer.awaited_gradients import awaited_gradients
+from gradwire.observe.hangs.gradient_questions import Awaited
+from gradwire.observe.rings.run_follower import RunFollower
+from gradwire.reducer.intake.awaited_gradients import awaited_gradients
 
 
 class Pause(torch.autograd.Function):

@@ -17,7 +17,7 @@ from gradwire.errors import CollectiveTimeout, GroupAborted, HookError
 from gradwire.groups import Group, Recording, ThreadGroup
 from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, mean
 from gradwire.hooks.pump import pump
-from gradwire.reducer.drive import Driver
+from gradwire.reducer.hook.driver import Driver
 from gradwire.testing import run_ranks
 
 PATIENCE = 120.0

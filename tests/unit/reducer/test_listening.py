@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from gradwire.autograd.grad_hooks import HookMode
-from gradwire.reducer.listening import Listening
+from gradwire.reducer.intake.hook_modes import Listening
 
 ALL, LAST, POLL = HookMode.ALL, HookMode.LAST_PER_BUCKET, HookMode.POLL
 LAUNCHES = {2: 1, 0: 1}

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gradwire.groups import Group, GroupWrapper, ThreadGroup
 from gradwire.hooks import BucketSpec
-from gradwire.reducer.bucket_buffers import Buckets, Storage
-from gradwire.reducer.layout import BucketLayout, ParameterSpec
+from gradwire.reducer.buckets.buffers import Buckets, Storage
+from gradwire.reducer.buckets.layout import BucketLayout, ParameterSpec
 
 CPU = torch.device("cpu")
 SPEC = BucketSpec(0, ("a", "b", "c"), ((2,), (2, 2), ()), ((1,), (1, 2), ()), torch.float32, CPU)

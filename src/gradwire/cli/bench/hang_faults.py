@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradwire.observe.hangs import Cause
-from gradwire.observe.run_follower import RunFollower
+from gradwire.observe.hangs.analysis import Cause
+from gradwire.observe.rings.run_follower import RunFollower
 
 SLOW = "slow"
 """Not a fault: one rank takes 30 % longer for each step."""

@@ -38,8 +38,8 @@ from gradwire.cli.bench.hang_faults import FAULTS, SLOW, Outcome, judge, seconds
 from gradwire.cli.experiment.machine import describe
 from gradwire.cli.experiment.report import add_json_option, present
 from gradwire.errors import UsageError
-from gradwire.observe.hangs import SOFT_DEADLINE
-from gradwire.observe.py_spy import program
+from gradwire.observe.hangs.analysis import SOFT_DEADLINE
+from gradwire.observe.hangs.py_spy import program
 
 _KINDS = {"shared_memory": True, "gloo": False}
 """The kinds of groups, and whether they compare collectives."""

@@ -20,7 +20,6 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from gradwire import flight_recorder
 from gradwire.cli.arguments import at_least
 from gradwire.cli.bench.models import SIZES
 from gradwire.cli.bench.workload import Workload
@@ -30,8 +29,9 @@ from gradwire.cli.experiment.machine import describe
 from gradwire.cli.experiment.report import Result, Row, add_json_option, show
 from gradwire.cli.experiment.timing import Ratio, Rounds, Series, Step, compare, interleave
 from gradwire.collectives.finite import probe
-from gradwire.flight_recorder import FlightRecorder
 from gradwire.parallel import DistributedDataParallel
+from gradwire.recorder import flight_recorder
+from gradwire.recorder.flight_recorder import FlightRecorder
 
 _WARM_UP = 15
 """Warm-up steps: buckets are rebuilt after the first, and both DDPs sample their own times in the first ten."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradwire import observe
 from gradwire.cli.experiment.rank_context import RankContext
 from gradwire.groups.kinds import find_kind
-from gradwire.observe.steps import Phase
+from gradwire.observe.stragglers.steps import Phase
 from gradwire.parallel import DistributedDataParallel
 
 _LAYERS = 2

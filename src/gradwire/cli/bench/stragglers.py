@@ -27,11 +27,11 @@ from gradwire.cli.experiment.bar import bar
 from gradwire.cli.experiment.machine import describe
 from gradwire.cli.experiment.report import add_json_option, present
 from gradwire.cli.experiment.world import TIMEOUT, TIMEOUT_HELP, run_world
-from gradwire.observe.ring import read_rings
-from gradwire.observe.step_times import step_times
-from gradwire.observe.steps import Phase
-from gradwire.observe.straggler_watch import find_stragglers
-from gradwire.observe.stragglers import WINDOW, Straggler
+from gradwire.observe.rings.ring import read_rings
+from gradwire.observe.stragglers.detect import WINDOW, Straggler
+from gradwire.observe.stragglers.step_times import step_times
+from gradwire.observe.stragglers.steps import Phase
+from gradwire.observe.stragglers.straggler_watch import find_stragglers
 
 _PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD)
 _WARM_UP = 2

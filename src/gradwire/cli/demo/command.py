@@ -28,7 +28,7 @@ from gradwire.groups import Deadline, Group
 from gradwire.groups.kinds import Ranks, find_kind
 from gradwire.observe.report.load import load_report
 from gradwire.observe.report.render import render_page
-from gradwire.observe.runs import new_run, runs_directory
+from gradwire.observe.rings.runs import new_run, runs_directory
 from gradwire.testing import kinds, run_ranks
 
 _OPERATION_LIMIT = 120.0

@@ -21,11 +21,11 @@ import gradwire
 from gradwire.cli.doctor.network import Interface, host_addresses, interfaces
 from gradwire.errors import UsageError
 from gradwire.groups.shared_memory.segment import default_directory
-from gradwire.host import cpu_quota, host_identity
-from gradwire.jit import compiler
 from gradwire.launch.memory import DIRECTORY, SharedMemory
 from gradwire.launch.world import find_world
-from gradwire.observe.runs import runs_directory
+from gradwire.observe.rings.runs import runs_directory
+from gradwire.runtime.host import cpu_quota, host_identity
+from gradwire.runtime.jit import compiler
 from gradwire.testing.mpi.launch import missing as missing_mpi
 
 _SETTINGS = re.compile(r"(GRADWIRE|GLOO|NCCL|OMP|MASTER|TORCH|CUDA|TP)_|(RANK|WORLD_SIZE|LOCAL_RANK)$")

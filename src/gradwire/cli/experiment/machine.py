@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import gradwire
-from gradwire.jit import compiler
+from gradwire.runtime.jit import compiler
 
 
 def describe(device: torch.device | None = None) -> dict[str, str]:

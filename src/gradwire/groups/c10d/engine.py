@@ -16,9 +16,9 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from gradwire.collectives import Collective, OpKind, ReduceOp
+from gradwire.collectives.direct_ops import is_plain
 from gradwire.collectives.lower import Program, lower
-from gradwire.collectives.plain import is_plain
-from gradwire.groups.c10d.pieces import cut
+from gradwire.groups.c10d.chunked_exchange import cut
 
 _ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})

@@ -20,10 +20,10 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from gradwire.errors import GroupError
-from gradwire.groups.bounded_store import innermost
-from gradwire.groups.private_store import PrivateStore
-from gradwire.groups.rendezvous import Rendezvous
-from gradwire.groups.tcp_store import LOOPBACK
+from gradwire.groups.failure.store_calls import innermost
+from gradwire.groups.store.private_store import PrivateStore
+from gradwire.groups.store.rendezvous import Rendezvous
+from gradwire.groups.store.tcp_store import LOOPBACK
 
 ENGINE_MARGIN = 1.0
 """Seconds by which the engine's deadline is later than ours. Ours comes first, because it can name the missing ranks."""

@@ -22,23 +22,23 @@ from gradwire.collectives.aliasing import apart
 from gradwire.collectives.inference import writing
 from gradwire.collectives.lower import is_identity
 from gradwire.collectives.timeouts import timeout_seconds
-from gradwire.concurrency import Worker
 from gradwire.errors import GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
-from gradwire.groups.c10d.abilities import can_split, engines_of, find_engine, name_of, store_of, timeout_of
+from gradwire.groups.c10d.capabilities import can_split, engines_of, find_engine, name_of, store_of, timeout_of
 from gradwire.groups.c10d.engine import Engine
 from gradwire.groups.c10d.failures import translate
 from gradwire.groups.c10d.gloo import ENGINE_MARGIN, make_gloo
-from gradwire.groups.c10d.messages import Message, MessageThreads
 from gradwire.groups.c10d.nccl import make_nccl
+from gradwire.groups.c10d.p2p_threads import Message, MessageThreads
 from gradwire.groups.c10d.streams import SideStreams, mark
 from gradwire.groups.c10d.teardown import Teardown, destroy, quiesce
 from gradwire.groups.c10d.work import C10dWork, CompletionPoller, settle_finished, wait_slice
+from gradwire.groups.failure.membership import Membership
+from gradwire.groups.failure.monitor import Monitor
 from gradwire.groups.forked import finalize_here, leak_in_child
 from gradwire.groups.ledger import Arrivals
-from gradwire.groups.membership import Membership
-from gradwire.groups.monitor import Monitor
 from gradwire.groups.work import Work
+from gradwire.runtime.threads import Worker
 
 
 class C10dGroup(Group):

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
-from gradwire.groups.bounded_store import innermost
 from gradwire.groups.c10d.gloo import ENGINE_MARGIN, make_gloo
-from gradwire.groups.private_store import PrivateStore
-from gradwire.private_file import create, name_of, open_private
+from gradwire.groups.failure.store_calls import innermost
+from gradwire.groups.store.private_store import PrivateStore
+from gradwire.runtime.private_file import create, name_of, open_private
 
 _NAME = "gradwire/nccl"
 _LABEL = "gradwire-nccl-store"

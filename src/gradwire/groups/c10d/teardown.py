@@ -28,12 +28,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
-from gradwire.concurrency import Worker
 from gradwire.groups.c10d.engine import Engine
-from gradwire.groups.c10d.messages import MessageThreads
+from gradwire.groups.c10d.p2p_threads import MessageThreads
 from gradwire.groups.c10d.python_work import PythonOutcome
 from gradwire.groups.c10d.work import C10dWork, CompletionPoller
 from gradwire.groups.ledger import Ledger
+from gradwire.runtime.threads import Worker
 
 _UNUSED_TAG = 2**31 - 1
 _MOMENT = 0.5

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from gradwire.collectives import Collective
-from gradwire.concurrency import Worker
 from gradwire.events import is_kept
 from gradwire.groups.c10d.streams import SideStreams
 from gradwire.groups.ledger import Ledger
 from gradwire.groups.work import Work
+from gradwire.runtime.threads import Worker
 
 _SLICE = 0.1
 

@@ -11,7 +11,7 @@ from gradwire.collectives import Layout, build
 from gradwire.errors import GroupError
 from gradwire.groups.base import Group
 from gradwire.groups.hierarchical.layout import Column, Report, from_reports
-from gradwire.groups.rendezvous import Rendezvous
+from gradwire.groups.store.rendezvous import Rendezvous
 
 LIMIT = 1 << 24
 """Bytes that a rank may send to describe what it knows of the others."""

@@ -28,23 +28,23 @@ from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.collectives import Collective, Layout, Scope, build
 from gradwire.collectives.timeouts import timeout_seconds
-from gradwire.concurrency import Worker
 from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError, again
 from gradwire.events import is_kept
 from gradwire.groups.base import DEFAULT_TIMEOUT, BuildGroup, Group
 from gradwire.groups.c10d import C10dGroup
+from gradwire.groups.failure.membership import Membership
+from gradwire.groups.failure.monitor import Monitor
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.hierarchical.discovery import discover_from_groups, discover_hosts
-from gradwire.groups.hierarchical.failures import chained, for_part, in_terms_of_whole, interrupted
-from gradwire.groups.hierarchical.parts import Parts, make_parts
-from gradwire.groups.hierarchical.programs import TwoLevel
+from gradwire.groups.hierarchical.subgroup_failures import chained, for_part, in_terms_of_whole, interrupted
+from gradwire.groups.hierarchical.subgroups import Parts, make_parts
+from gradwire.groups.hierarchical.two_level_programs import TwoLevel
 from gradwire.groups.ledger import Arrivals
-from gradwire.groups.membership import Membership
-from gradwire.groups.monitor import Monitor
-from gradwire.groups.rendezvous import Rendezvous
 from gradwire.groups.shared_memory import SharedMemoryGroup
+from gradwire.groups.store.rendezvous import Rendezvous
 from gradwire.groups.work import Work
-from gradwire.host import host_identity
+from gradwire.runtime.host import host_identity
+from gradwire.runtime.threads import Worker
 
 
 class HierarchicalWork(Work):

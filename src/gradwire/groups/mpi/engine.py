@@ -6,7 +6,7 @@ synchronous operation wakes no other thread. Operations without a waiter, such a
 left to the engine's thread. It is not woken by a submit, which would hand the interpreter lock back and forth for every small
 operation; it polls, every tenth of a millisecond while something young is in flight, less often otherwise, and ends when nothing
 has been in flight for a while. It starts and ends as the watchdog does (see Note [Starting and ending without a lost
-operation] in groups/watchdog.py).
+operation] in groups/failure/watchdog.py).
 
 Note [Which ranks have joined]
 A rank sends the others the number of collectives it has joined when one of them asks, when an operation of its own has been in
@@ -31,8 +31,8 @@ from typing import Any
 from gradwire.collectives import Collective, OpKind
 from gradwire.groups.mpi.control_messages import ControlMessages, Message
 from gradwire.groups.mpi.native import Native
-from gradwire.groups.mpi.p2p import ReceiveMatcher
 from gradwire.groups.mpi.pending_requests import PendingRequests
+from gradwire.groups.mpi.receive_matcher import ReceiveMatcher
 from gradwire.groups.mpi.runtime import Comm, Runtime
 
 _BUSY, _PATIENT, _RESTING = 0.0001, 0.005, 0.001

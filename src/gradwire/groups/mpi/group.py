@@ -23,7 +23,6 @@ from torch._C._distributed_c10d import Store
 from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.lower import Program, lower
 from gradwire.collectives.timeouts import timeout_seconds
-from gradwire.concurrency import Worker, weakly
 from gradwire.errors import UNEVEN, CollectiveMismatch, GroupAborted, GroupError, PeerLost, UsageError, UsageTypeError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.forked import finalize_here
@@ -33,8 +32,9 @@ from gradwire.groups.mpi.native import Native
 from gradwire.groups.mpi.pending_requests import PendingRequests
 from gradwire.groups.mpi.runtime import Comm, runtime
 from gradwire.groups.mpi.work import MPIWork
-from gradwire.groups.rendezvous import Rendezvous
+from gradwire.groups.store.rendezvous import Rendezvous
 from gradwire.groups.work import Work
+from gradwire.runtime.threads import Worker, weakly
 
 _FINAL_MESSAGES = 0.3
 """Seconds in which a message that a leaving rank has sent must have arrived."""

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.aliasing import apart
+from gradwire.collectives.direct_ops import is_plain
 from gradwire.collectives.lower import as_bytes
 from gradwire.collectives.overlap import span
-from gradwire.collectives.plain import is_plain
 from gradwire.collectives.reference import store
 from gradwire.groups.mpi.datatypes import Datatypes
-from gradwire.groups.mpi.p2p import Receive
 from gradwire.groups.mpi.pending_requests import PendingRequests
+from gradwire.groups.mpi.receive_matcher import Receive
 from gradwire.groups.mpi.runtime import MPI, Comm
 
 RESERVED_TAGS = 16

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradwire.groups.mpi.p2p import Receive, ReceiveMatcher
+from gradwire.groups.mpi.receive_matcher import Receive, ReceiveMatcher
 from gradwire.groups.mpi.runtime import MPI
 
 

@@ -32,9 +32,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol, TypeAlias
 
-from gradwire.concurrency import BoundedCall
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
 from gradwire.groups.forked import finalize_here
+from gradwire.runtime.threads import BoundedCall
 
 MPI: TypeAlias = Any
 Comm: TypeAlias = Any

@@ -48,7 +48,7 @@ from gradwire.groups.shared_memory.programs import Programs
 from gradwire.groups.shared_memory.recovery import Recovery
 from gradwire.groups.shared_memory.sync import SLICE, pause, spins_before_sleep
 from gradwire.groups.work import Work
-from gradwire.host import usable_cores
+from gradwire.runtime.host import usable_cores
 
 _THREAD_SPINS = 30
 """How often the group's own thread checks while it holds the interpreter lock, before it starts to release it at each check."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from gradwire.collectives import ReduceOp
 from gradwire.collectives.reference import FOLDS, reduce_tensors
 from gradwire.groups.shared_memory import loops
-from gradwire.jit import Loop
+from gradwire.runtime.jit import Loop
 
 _SUM, _AVG = ReduceOp.SUM, ReduceOp.AVG
 SUMMED: dict[torch.dtype, np.dtype[Any]] = {

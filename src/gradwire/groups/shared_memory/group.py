@@ -25,12 +25,10 @@ from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.collectives import Collective, Scope
 from gradwire.collectives.lower import is_identity
-from gradwire.concurrency import weakly
 from gradwire.errors import ClosedError, GroupError, PeerLost, SharedMemoryFull, UsageError, again
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.ledger import Arrivals
-from gradwire.groups.rendezvous import Rendezvous
 from gradwire.groups.shared_memory.board import HERE, Board, Plan
 from gradwire.groups.shared_memory.devices import warn_of_copies
 from gradwire.groups.shared_memory.diagnosis import report
@@ -42,8 +40,10 @@ from gradwire.groups.shared_memory.programs import Programs
 from gradwire.groups.shared_memory.segment import Segment, Ticket, default_directory, warn_once
 from gradwire.groups.shared_memory.sync import Futex, Polling, Sleep
 from gradwire.groups.shared_memory.views import Views
+from gradwire.groups.store.rendezvous import Rendezvous
 from gradwire.groups.work import Work
-from gradwire.host import host_identity
+from gradwire.runtime.host import host_identity
+from gradwire.runtime.threads import weakly
 
 ROOM, ROOM_PER_RANK = 64 << 30, 16 << 30
 """Address space of a segment, in bytes, unless `room` is given: the larger of the two, the second for each rank.

@@ -11,7 +11,7 @@ import select
 import threading
 from collections.abc import Mapping
 
-from gradwire.host import is_dead, process_start
+from gradwire.runtime.host import is_dead, process_start
 
 
 class Pulse:

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from gradwire.jit import loop
+from gradwire.runtime.jit import loop
 
 
 @loop

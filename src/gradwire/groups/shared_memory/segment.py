@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from gradwire.errors import GroupError, SharedMemoryFull, UsageError
-from gradwire.private_file import check_identity
+from gradwire.runtime.private_file import check_identity
 
 VERSION = 1
 """Of the layout: processes that run different ones refuse each other."""

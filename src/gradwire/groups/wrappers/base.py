@@ -13,12 +13,12 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, Layout
 from gradwire.collectives.lower import Program
-from gradwire.concurrency import Worker
 from gradwire.errors import CollectiveTimeout, UsageError
 from gradwire.groups.base import Group
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.ledger import Arrivals
 from gradwire.groups.work import Work
+from gradwire.runtime.threads import Worker
 
 
 class GroupWrapper(Group):

@@ -20,7 +20,7 @@ from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Wrapped
 from gradwire.hooks.numerics.elementwise import check_dense, drop_nonfinite_, refuse_sparse, wide
 from gradwire.hooks.state import bundle, join_flat, pick, split_flat
-from gradwire.jit import loop
+from gradwire.runtime.jit import loop
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ from gradwire.collectives import all_gather_into_tensor
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.compressors.pairs import Format, Pairs
+from gradwire.hooks.compressors.index_value_pairs import Format, Pairs
 from gradwire.hooks.compressors.sparse import ALONE, check_values, value_dtype
 from gradwire.hooks.numerics.elementwise import check_dense, drop_nonfinite_, refuse_sparse, wide
 from gradwire.hooks.state import join_flat, split_flat

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.compressors.pairs import Format, Pairs
+from gradwire.hooks.compressors.index_value_pairs import Format, Pairs
 from gradwire.hooks.compressors.sparse import (
     ALONE,
     check_bucket,

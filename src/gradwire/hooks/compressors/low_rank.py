@@ -33,7 +33,7 @@ from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, number_dt
 from gradwire.hooks.numerics.orthogonal import FACTOR_KERNELS, keep_directions, multiply, orthonormal
 from gradwire.hooks.numerics.rng import key, named_generator, noise
 from gradwire.hooks.numerics.slices import Slices
-from gradwire.jit import kernels
+from gradwire.runtime.jit import kernels
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from gradwire.errors import UsageError
 from gradwire.hooks.arguments import NamedStage
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.clip_noise import Clip
 from gradwire.hooks.composite import Wrapped
 from gradwire.hooks.compressors.sparse import check_ratio, share_of
 from gradwire.hooks.numerics.elementwise import check_dense, refuse_sparse
 from gradwire.hooks.numerics.rng import key, noise
-from gradwire.hooks.shaping import Clip
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from gradwire.collectives import all_gather, all_gather_into_tensor
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.compressors.pairs import Format, Pairs, add_up, scatter
+from gradwire.hooks.compressors.index_value_pairs import Format, Pairs, add_up, scatter
 from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, count, number_dtype, real, refuse_sparse
 from gradwire.hooks.numerics.select import largest, reaching
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwire.jit import kernels
+from gradwire.runtime.jit import kernels
 
 FACTOR_KERNELS = "gradwire.hooks.numerics.factor_kernels"
 _MANY = 8

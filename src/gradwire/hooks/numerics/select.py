@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.jit import loop
+from gradwire.runtime.jit import loop
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLE = 16384

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradwire.observe.intervals import Operation
 from gradwire.observe.report.binning import bin_steps, heat_bins
 from gradwire.observe.report.report_model import PHASES, StepRow, Timeline, TimelineRow
-from gradwire.observe.steps import Phase
+from gradwire.observe.rings.intervals import Operation
+from gradwire.observe.stragglers.steps import Phase
 from gradwire.observe.units import duration, size
 
 WIDTH = 1000

@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from gradwire.flight_recorder import RecordKind
 from gradwire.observe.report.rank_summary import RankSummary
-from gradwire.observe.ring import Record
+from gradwire.observe.rings.ring import Record
 from gradwire.observe.units import ranks as ranks_text
+from gradwire.recorder.flight_recorder import RecordKind
 
 _OF_RANK = re.compile(r" on rank \d+ of \d+(?=:)")
 """What is different on each rank in the texts of one failure."""

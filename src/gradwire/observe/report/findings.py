@@ -8,17 +8,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.host import ProcessState
-from gradwire.observe.hangs import Cause
-from gradwire.observe.outcome import Outcome, RankOutcome
+from gradwire.observe.hangs.analysis import Cause
+from gradwire.observe.hangs.saved_hangs import collective_text, suspect_text, suspects_of, waiting_of
 from gradwire.observe.report.failures import find_failures
 from gradwire.observe.report.report_model import RunReport
+from gradwire.observe.rings.run_outcome import Outcome, RankOutcome
 from gradwire.observe.run_warnings import fold_repeated, merge_warnings
-from gradwire.observe.saved_hangs import collective_text, suspect_text, suspects_of, waiting_of
-from gradwire.observe.steps import Phase
-from gradwire.observe.stragglers import of_same_steps
+from gradwire.observe.stragglers.detect import of_same_steps
+from gradwire.observe.stragglers.steps import Phase
 from gradwire.observe.units import duration
 from gradwire.observe.units import ranks as ranks_text
+from gradwire.runtime.host import ProcessState
 
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 _EXPOSED = 0.2

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import overload
 
 from gradwire.errors import UsageError
-from gradwire.observe.intervals import ranks_apart
-from gradwire.observe.outcome import load as load_outcome
+from gradwire.observe.hangs.saved_hangs import saved_hangs
 from gradwire.observe.report.report_model import RunReport, build
-from gradwire.observe.ring import Ring, RingFile, nothing_recorded, read_ring
-from gradwire.observe.saved_hangs import saved_hangs
+from gradwire.observe.rings.intervals import ranks_apart
+from gradwire.observe.rings.ring import Ring, RingFile, nothing_recorded, read_ring
+from gradwire.observe.rings.run_outcome import load as load_outcome
 
 _KEPT = 8
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from gradwire.flight_recorder import RecordKind
-from gradwire.host import ProcessState
-from gradwire.observe.intervals import Operation, operations
-from gradwire.observe.ring import Record, Ring
+from gradwire.observe.rings.intervals import Operation, operations
+from gradwire.observe.rings.ring import Record, Ring
 from gradwire.observe.run_warnings import warning_records
-from gradwire.observe.step_times import StepTimes, step_times
+from gradwire.observe.stragglers.step_times import StepTimes, step_times
+from gradwire.recorder.flight_recorder import RecordKind
+from gradwire.runtime.host import ProcessState
 
 _KEPT_DURATIONS = 2000
 _KEPT_EVENTS = 50

@@ -14,15 +14,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gradwire.observe.clocks import AlignedRings, Alignment, align
-from gradwire.observe.intervals import BucketSpan, Operation, bucket_spans, operations
-from gradwire.observe.outcome import Outcome
 from gradwire.observe.report.rank_summary import RankSummary, Traffic, TrafficKey, summarize, total_traffic
-from gradwire.observe.ring import Ring
-from gradwire.observe.step_times import StepTimes
-from gradwire.observe.steps import Phase, Span, spans
-from gradwire.observe.straggler_watch import stragglers_over_time
-from gradwire.observe.stragglers import Straggler, common_steps
+from gradwire.observe.rings.clocks import AlignedRings, Alignment, align
+from gradwire.observe.rings.intervals import BucketSpan, Operation, bucket_spans, operations
+from gradwire.observe.rings.ring import Ring
+from gradwire.observe.rings.run_outcome import Outcome
+from gradwire.observe.stragglers.detect import Straggler, common_steps
+from gradwire.observe.stragglers.step_times import StepTimes
+from gradwire.observe.stragglers.steps import Phase, Span, spans
+from gradwire.observe.stragglers.straggler_watch import stragglers_over_time
 
 _TRIMMED = 0.05
 _TIMELINE_RANKS = 4

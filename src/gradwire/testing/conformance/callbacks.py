@@ -13,7 +13,7 @@ from gradwire.events import CollectiveEvent
 from gradwire.groups.base import Group
 from gradwire.groups.work import Work
 from gradwire.testing.conformance.compare import Problems, same
-from gradwire.testing.conformance.side import PATIENCE, SOON, meet, side_group
+from gradwire.testing.conformance.second_group import PATIENCE, SOON, meet, side_group
 
 
 class _Halt(BaseException):

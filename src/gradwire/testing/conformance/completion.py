@@ -19,7 +19,7 @@ from gradwire.events import (
 from gradwire.groups.base import Group
 from gradwire.groups.work_info import WorkInfo
 from gradwire.testing.conformance.compare import Problems, holds, raises, same
-from gradwire.testing.conformance.side import PATIENCE, meet, side_group
+from gradwire.testing.conformance.second_group import PATIENCE, meet, side_group
 
 
 class _Notes:

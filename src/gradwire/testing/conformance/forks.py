@@ -16,7 +16,7 @@ from gradwire.errors import CollectiveTimeout, UsageError
 from gradwire.groups.base import Group
 from gradwire.groups.work import Work
 from gradwire.testing.conformance.compare import Problems, holds, raises, unlike
-from gradwire.testing.conformance.side import PATIENCE, SHORT, meet, side_group
+from gradwire.testing.conformance.second_group import PATIENCE, SHORT, meet, side_group
 
 
 def _misuse(group: Group, op: Collective, pending: Work | None) -> str:

@@ -6,7 +6,7 @@ import torch
 
 from gradwire.groups.base import Group
 from gradwire.testing.conformance.compare import Problems, holds, same
-from gradwire.testing.conformance.side import side_group
+from gradwire.testing.conformance.second_group import side_group
 
 
 def _sum_of_ranks(sub: Group, members: list[int], me: int) -> Problems:

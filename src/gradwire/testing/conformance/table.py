@@ -11,12 +11,12 @@ from gradwire.testing.conformance import (
     aliasing,
     callbacks,
     completion,
+    data_movement,
     dtypes,
-    endings,
     forks,
+    lifecycle,
     memory,
-    movement,
-    points,
+    p2p,
     reductions,
     subgroups,
     usage,
@@ -50,10 +50,10 @@ def _all(module: ModuleType, *, ranks: int = 1, fresh: bool = False, but: Sequen
 
 _CHECKS = (
     *_all(reductions),
-    *_all(movement),
+    *_all(data_movement),
     *_all(memory),
     *_all(aliasing, but=[Check(aliasing.check_aliasing, ranks=2)]),
-    *_all(points, ranks=2),
+    *_all(p2p, ranks=2),
     *_all(subgroups),
     *_all(work),
     *_all(
@@ -66,7 +66,7 @@ _CHECKS = (
     *_all(dtypes, but=[Check(dtypes.check_refused_dtypes, ranks=2, fresh=True)]),
     *_all(usage, ranks=2, fresh=True),
     *_all(callbacks, ranks=2, fresh=True),
-    *_all(endings, ranks=2, fresh=True, but=[Check(endings.check_close, fresh=True)]),
+    *_all(lifecycle, ranks=2, fresh=True, but=[Check(lifecycle.check_close, fresh=True)]),
     *_all(forks, ranks=2, fresh=True),
 )
 

@@ -19,7 +19,7 @@ from gradwire.groups.work import Work
 from gradwire.groups.work_info import WorkInfo
 from gradwire.testing.conformance.compare import Problems, holds, raises, same, unlike
 from gradwire.testing.conformance.data import blank, draw
-from gradwire.testing.conformance.side import PATIENCE, SOON, meet, side_group
+from gradwire.testing.conformance.second_group import PATIENCE, SOON, meet, side_group
 
 
 def _sum(group: Group, *key: int) -> Tensor:

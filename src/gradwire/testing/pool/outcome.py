@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from gradwire.errors import GroupAborted, PeerLost
-from gradwire.root_cause import root_cause
+from gradwire.runtime.root_cause import root_cause
 
 START_LIMIT = 120.0
 """Seconds that new workers have to import torch and report."""

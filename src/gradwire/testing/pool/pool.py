@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from gradwire.errors import ClosedError, GroupError, UsageTypeError
-from gradwire.groups.private_store import PrivateStore
+from gradwire.groups.store.private_store import PrivateStore
 from gradwire.testing.pool.job import JobContext
 from gradwire.testing.pool.messages import Job, Ready, receive
 from gradwire.testing.pool.outcome import ABORT_GRACE, START_LIMIT, TURN_LIMIT, LeftBehind, Outcome

@@ -25,7 +25,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from gradwire.groups.private_store import PrivateStore
+from gradwire.groups.store.private_store import PrivateStore
 from gradwire.testing.pool.job import JobContext, Resource
 from gradwire.testing.pool.messages import Abort, Ended, Job, Raised, Ready, Report, Returned, receive, send
 from gradwire.testing.pool.outcome import CLOSE_LIMIT, START_LIMIT

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire import flight_recorder
 from gradwire.cli import main
 from gradwire.cli.bench import overhead
 from gradwire.cli.experiment import peers
 from gradwire.cli.experiment.machine import describe
 from gradwire.cli.experiment.timing import Series
+from gradwire.recorder import flight_recorder
 
 VARIANTS = ["bare", "torch", "gradwire", "torch, views", "gradwire, views"]
 SMALL = ["bench", "overhead", "--parameters", "6", "--steps", "8", "--block", "2"]

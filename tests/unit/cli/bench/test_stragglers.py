@@ -10,8 +10,8 @@ from gradwire.cli import main
 from gradwire.cli.bench import stragglers
 from gradwire.cli.bench.sleeping_ranks import Delay
 from gradwire.cli.bench.stragglers import Outcome
-from gradwire.observe.steps import Phase
-from gradwire.observe.stragglers import SlowPhase, Straggler
+from gradwire.observe.stragglers.detect import SlowPhase, Straggler
+from gradwire.observe.stragglers.steps import Phase
 
 DELAY = Delay(3, Phase.DATA, 0.2)
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from gradwire.cli import main
 from gradwire.cli.demo.compare import HERE, OVER_LINK, Comparison, Timing, table
 from gradwire.cli.demo.train import Job
-from gradwire.observe.runs import runs_directory
+from gradwire.observe.rings.runs import runs_directory
 
 COMPARISON = Comparison(Job("tiny", 1, 1, 0), 100.0)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from gradwire.errors import CollectiveTimeout, GroupError
 from gradwire.groups import C10dGroup
 from gradwire.groups.c10d.gloo import _choose, _ways
-from gradwire.groups.tcp_store import host_store
+from gradwire.groups.store.tcp_store import host_store
 
 
 def test_on_one_host_ranks_stay_on_the_loopback_address() -> None:

@@ -26,15 +26,15 @@ from gradwire.errors import (
     UsageError,
 )
 from gradwire.groups import C10dGroup, Group, ThreadGroup
-from gradwire.groups.c10d.abilities import find_engine
+from gradwire.groups.c10d.capabilities import find_engine
 from gradwire.groups.c10d.engine import GLOO, NCCL
 from gradwire.groups.c10d.failures import translate
-from gradwire.groups.c10d.messages import LIMIT
-from gradwire.groups.culprit import find_culprit
+from gradwire.groups.c10d.p2p_threads import LIMIT
+from gradwire.groups.failure.membership import Membership
+from gradwire.groups.failure.missing_rank import find_culprit
 from gradwire.groups.ledger import Ledger
-from gradwire.groups.membership import Membership
 from gradwire.groups.work import Work
-from gradwire.host import host_identity, process_start
+from gradwire.runtime.host import host_identity, process_start
 from gradwire.testing import run_ranks
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from gradwire.groups.c10d.nccl import _without_interpreter
-from gradwire.groups.private_store import PrivateStore
+from gradwire.groups.store.private_store import PrivateStore
 from gradwire.testing.leftovers import open_descriptors
 
 

@@ -14,7 +14,7 @@ import torch
 from gradwire.collectives import build
 from gradwire.errors import CollectiveTimeout
 from gradwire.groups import Group
-from gradwire.groups.c10d.pieces import PIECE, Pieces, cut
+from gradwire.groups.c10d.chunked_exchange import PIECE, Pieces, cut
 from gradwire.testing import run_ranks
 
 LENGTHS = [2 * PIECE - 1, 2 * PIECE, 3 * PIECE + 7, 70 * PIECE]

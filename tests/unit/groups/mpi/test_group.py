@@ -28,10 +28,10 @@ from gradwire.groups import Group
 from gradwire.groups.mpi import MPIGroup
 from gradwire.groups.mpi.group import world_ranks
 from gradwire.groups.mpi.native import Native
-from gradwire.groups.mpi.p2p import Receive, ReceiveMatcher
 from gradwire.groups.mpi.pending_requests import PendingRequests
+from gradwire.groups.mpi.receive_matcher import Receive, ReceiveMatcher
 from gradwire.groups.mpi.runtime import Runtime, runtime
-from gradwire.groups.rendezvous import Rendezvous
+from gradwire.groups.store.rendezvous import Rendezvous
 from gradwire.testing import check_group, run_ranks
 from gradwire.testing.mpi import missing
 

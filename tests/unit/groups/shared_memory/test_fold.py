@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradwire import jit
 from gradwire.collectives import ReduceOp
 from gradwire.collectives.reference import reduce_tensors
 from gradwire.groups import SharedMemoryGroup
 from gradwire.groups.shared_memory import all_reduce
 from gradwire.groups.shared_memory.all_reduce import COMPILED
 from gradwire.groups.shared_memory.fold import SUMMED, CompiledFold, Fold
+from gradwire.runtime import jit
 
 from .conftest import World
 

@@ -19,7 +19,7 @@ import pytest
 from gradwire.groups import Group, SharedMemoryGroup
 from gradwire.groups.shared_memory import sync
 from gradwire.groups.shared_memory.sync import Fence, Futex, Polling, Sleep, WaitQueue, spins_before_sleep
-from gradwire.host import usable_cores
+from gradwire.runtime.host import usable_cores
 from gradwire.testing import check_group, default_pool
 from gradwire.testing.pool import GroupJob
 

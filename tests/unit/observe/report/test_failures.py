@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.flight_recorder import RecordKind as K
 from gradwire.observe.report.failures import find_failures
 from gradwire.observe.report.rank_summary import summarize
+from gradwire.recorder.flight_recorder import RecordKind as K
 from helpers.made_rings import MS, made_ring, mark
 
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from gradwire.flight_recorder import RecordKind as K
-from gradwire.host import ProcessState
-from gradwire.observe.intervals import ranks_apart
-from gradwire.observe.outcome import Outcome, RankOutcome
 from gradwire.observe.report.findings import find
 from gradwire.observe.report.report_model import build
+from gradwire.observe.rings.intervals import ranks_apart
+from gradwire.observe.rings.run_outcome import Outcome, RankOutcome
+from gradwire.recorder.flight_recorder import RecordKind as K
+from gradwire.runtime.host import ProcessState
 from helpers.made_rings import MS, made_ring, mark
 
 

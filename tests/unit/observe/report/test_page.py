@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.flight_recorder import RecordKind as K
-from gradwire.observe.outcome import Outcome
 from gradwire.observe.report.load import load_report
 from gradwire.observe.report.plain_text import render_text
 from gradwire.observe.report.render import render_page
 from gradwire.observe.report.report_model import build
+from gradwire.observe.rings.run_outcome import Outcome
+from gradwire.recorder.flight_recorder import RecordKind as K
 from helpers.made_rings import MS, made_ring, mark, write_ring
 from helpers.made_steps import made_steps
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.flight_recorder import RecordKind as K
-from gradwire.observe.intervals import bucket_spans, operations, ranks_apart
 from gradwire.observe.report.findings import find
 from gradwire.observe.report.plain_text import render_text
 from gradwire.observe.report.rank_summary import TrafficKey
 from gradwire.observe.report.render import render_page
 from gradwire.observe.report.report_model import build
-from gradwire.observe.steps import Phase
+from gradwire.observe.rings.intervals import bucket_spans, operations, ranks_apart
+from gradwire.observe.stragglers.steps import Phase
+from gradwire.recorder.flight_recorder import RecordKind as K
 from helpers.made_rings import BUCKET, MS, made_ring, mark, step_records
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwire.hooks.compressors.quantized import eager, loops
 from gradwire.hooks.compressors.quantized.layout import Part
-from gradwire.jit import kernels
+from gradwire.runtime.jit import kernels
 
 
 def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from gradwire.hooks.compressors.quantized.layout import Part
-from gradwire.jit import loop
+from gradwire.runtime.jit import loop
 
 # Typed constants: a Python float would make everything float64.
 _ROUND = np.float32(12582912.0)  # 1.5 * 2 ** 23: adding it rounds to an integer, half to even

@@ -1,0 +1,1 @@
+"""Gradients that a compiled backward reports as soon as it has computed them."""

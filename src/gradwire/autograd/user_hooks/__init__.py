@@ -1,0 +1,1 @@
+"""The four kinds of autograd hook, and the rules of calling them."""

@@ -1,0 +1,269 @@
+"""The four kinds of hook on torch's engine, and registration by parameter name.
+
+Responsible for putting a `HookChain` where torch will call it, for naming what it is put on, and for taking it away again.
+It must not know the rules by which hooks are called and checked: those are the chain's.
+
+Note [One torch hook per chain]
+    All hooks of one kind on one tensor or node share a chain, and torch knows only the chain. The alternative, one torch
+    hook for each of ours, loses three things: a hook's place in its errors; under compiled autograd, the rules about
+    removal during a pass and every check of results; and a hook that follows one returning a subclass of tuple. The
+    price is that torch's own hooks on the same tensor run before or after all of ours, not in between.
+
+Note [Where the chain lives]
+    Only in torch's own table of hooks, which dies with the tensor or node; we find it there again by registering a
+    candidate and looking at its neighbors. So there is no table of ours to keep a tensor alive, and a tensor changed in
+    place, for which torch begins a new table, gets a new chain just as it gets new hooks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from gradwire.autograd.user_hooks.hook_chain import HookChain, Kind, registration_lock, require_callable
+from gradwire.autograd.user_hooks.hook_rules import Hook, describe_value, hook_name
+from gradwire.errors import AutogradHookError, UsageError, UsageTypeError
+from gradwire.events import Handle
+
+
+def on_grad(tensor: torch.Tensor, fn: Hook) -> Handle:
+    """Call `fn(grad)` when the gradient of `tensor` is complete; what it returns, unless None, takes its place.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> with on_grad(w, lambda grad: grad * 10):
+    ...     (w * 3).sum().backward()
+    >>> w.grad
+    tensor([30., 30.])
+    """
+    return _on_tensor(tensor, Kind.ON_GRAD, fn, _describe_tensor(tensor))
+
+
+def after_accumulate(tensor: torch.Tensor, fn: Hook) -> Handle:
+    """Call `fn(tensor)` when the `.grad` of the leaf `tensor` has been updated.
+
+    >>> def clip(leaf):
+    ...     leaf.grad.clamp_(max=1.0)
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> handle = after_accumulate(w, clip)
+    >>> (w * 3).sum().backward()
+    >>> w.grad
+    tensor([1., 1.])
+    """
+    return _on_tensor(tensor, Kind.AFTER_ACCUMULATE, fn, _describe_tensor(tensor))
+
+
+def before_node(node: Node, fn: Hook) -> Handle:
+    """Call `fn(grad_outputs)` before `node` runs; a tuple it returns takes the place of the gradients the node is given.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> loss = (w * 3).sum()
+    >>> handle = before_node(loss.grad_fn, lambda grads: tuple(grad * 2 for grad in grads))
+    >>> loss.backward()
+    >>> w.grad
+    tensor([6., 6.])
+    """
+    return _on_node(node, Kind.BEFORE_NODE, fn, _describe_node(node))
+
+
+def after_node(node: Node, fn: Hook) -> Handle:
+    """Call `fn(grad_inputs, grad_outputs)` after `node` ran; a tuple it returns takes the place of the node's results.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> loss = (w * 3).sum()
+    >>> handle = after_node(loss.grad_fn, lambda grad_inputs, grad_outputs: print(len(grad_inputs), len(grad_outputs)))
+    >>> loss.backward()
+    1 1
+    """
+    return _on_node(node, Kind.AFTER_NODE, fn, _describe_node(node))
+
+
+def attach(module: torch.nn.Module, pattern: str, kind: Kind | str, fn: Hook) -> Handle:
+    """Register `fn` on every parameter of `module` whose full name matches the glob `pattern`; one handle removes all.
+
+    For the node kinds the node is the parameter's gradient accumulator. A parameter with several names is registered once.
+    Either all are registered or, where one cannot be, none.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    >>> handle = attach(model, "*.bias", Kind.ON_GRAD, torch.zeros_like)
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> [name for name, p in model.named_parameters() if not p.grad.any()]
+    ['0.bias', '1.bias']
+    """
+    kind = _as_kind(kind)
+    require_callable(fn, kind, f"the parameters named {pattern!r}")
+    matches = _matching(module, pattern)
+    _require_trainable(matches, pattern, kind, fn)
+    handles: list[Handle] = []
+    together = Handle(functools.partial(_remove_all, handles))
+    try:
+        for name, parameter in matches.items():
+            target = f"parameter {name!r}"
+            if kind is Kind.ON_GRAD or kind is Kind.AFTER_ACCUMULATE:
+                handles.append(_on_tensor(parameter, kind, fn, target))
+            else:
+                handles.append(_on_accumulator(module, name, kind, fn, f"the gradient accumulator of {target}"))
+    except BaseException:
+        together.remove()
+        raise
+    return together
+
+
+def _as_kind(kind: Kind | str) -> Kind:
+    try:
+        return Kind(kind)
+    except ValueError:
+        raise UsageError(f"attach(..., kind={kind!r}): the kinds are {', '.join(k.value for k in Kind)}.") from None
+
+
+def _remove_all(handles: list[Handle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _on_accumulator(module: torch.nn.Module, name: str, kind: Kind, fn: Hook, target: str) -> Handle:
+    """Register `fn` on the gradient accumulator of a parameter, and again before a forward that finds another accumulator."""
+    accumulator = _Accumulator(name, kind, fn, target)
+    accumulator.renew(module)
+    before_forward = module.register_forward_pre_hook(accumulator)
+    weak = weakref.ref(accumulator)  # a handle keeps no tensor alive; the module owns the accumulator
+
+    def remove() -> None:
+        accumulator = weak()  # before the module lets go of it
+        before_forward.remove()
+        if accumulator is not None:
+            accumulator.release()
+
+    return Handle(remove)
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Accumulator:
+    """A hook on the accumulator of the parameter `name` of a module, which owns this as a forward pre-hook.
+
+    The tensor knows its accumulator weakly, and the accumulator holds its tensor: tied to the tensor, neither would ever be
+    freed; tied to nothing, the hook would be gone before the first backward. So it is kept here, as long as the module lives. torch
+    makes another accumulator when the dtype or the device of a parameter changes, as `module.double()` and `module.to()` do.
+    """
+
+    def __init__(self, name: str = "", kind: Kind = Kind.AFTER_NODE, fn: Hook | None = None, target: str = "") -> None:
+        self._name, self._kind, self._fn, self._target = name, kind, fn, target
+        self._node: Node | None = None
+        self._parameter: Callable[[], torch.Tensor | None] = _nothing
+        self._on: tuple[torch.dtype, torch.device] | None = None
+        self._handle: Handle | None = None
+
+    def __call__(self, module: torch.nn.Module, inputs: object) -> None:
+        if self._fn is not None:
+            self.renew(module)
+
+    def renew(self, module: torch.nn.Module) -> None:
+        parameter = module.get_parameter(self._name)
+        on = parameter.dtype, parameter.device
+        same = self._parameter() is parameter and on == self._on
+        if self._fn is None or same or not parameter.requires_grad:
+            return
+        self.release()
+        self._parameter, self._on = weakref.ref(parameter), on
+        self._node = get_gradient_edge(parameter).node
+        self._handle = _on_node(self._node, self._kind, self._fn, self._target)
+
+    def release(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+        self._node = self._on = self._handle = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy or a pickle of the module has no hooks."""
+        return _Accumulator, ()
+
+
+def _matching(module: torch.nn.Module, pattern: str) -> dict[str, torch.nn.Parameter]:
+    """The parameters whose name matches, each under the first of its names that does."""
+    named = list(module.named_parameters(remove_duplicate=False))
+    first: dict[int, tuple[str, torch.nn.Parameter]] = {}
+    for name, parameter in named:
+        if fnmatch.fnmatchcase(name, pattern):
+            first.setdefault(id(parameter), (name, parameter))
+    if first:
+        return dict(first.values())
+    names = [name for name, _ in named]
+    close = difflib.get_close_matches(pattern, names, n=5, cutoff=0.4) or names[:5]
+    hint = f"Close names: {', '.join(close)}." if close else "It has no parameters."
+    raise UsageError(
+        f"attach(..., {pattern!r}): no parameter of {type(module).__name__} has a name that matches. {hint} "
+        f"Patterns are globs over full names, such as '*.bias' or 'encoder.*'."
+    )
+
+
+def _require_trainable(matches: dict[str, torch.nn.Parameter], pattern: str, kind: Kind, fn: Hook) -> None:
+    frozen = [name for name, parameter in matches.items() if not parameter.requires_grad]
+    if frozen:
+        raise AutogradHookError(
+            f"cannot register a hook on a tensor that doesn't require gradient: {kind.value} hook on {pattern!r}, which "
+            f"matches the frozen {', '.join(map(repr, frozen))}. Narrow the pattern, or call requires_grad_() first.",
+            hook=hook_name(fn),
+            kind=kind.value,
+            target=f"parameter {frozen[0]!r}",
+        )
+
+
+def _describe_tensor(tensor: Any) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return describe_value(tensor)
+    return f"{'parameter' if isinstance(tensor, torch.nn.Parameter) else 'tensor'} of shape {tuple(tensor.shape)}"
+
+
+def _describe_node(node: Any) -> str:
+    return f"node {node.name()}" if isinstance(node, Node) else describe_value(node)
+
+
+def _on_tensor(tensor: torch.Tensor, kind: Kind, fn: Hook, target: str) -> Handle:
+    require_callable(fn, kind, target)
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageTypeError(f"cannot register a {kind.value} hook on {target}: it is not a tensor.")
+    problem = ""
+    if not tensor.requires_grad:
+        problem = "cannot register a hook on a tensor that doesn't require gradient"
+    elif kind is Kind.AFTER_ACCUMULATE and tensor.grad_fn is not None:
+        problem = "post accumulate grad hooks cannot be registered on non-leaf tensors"
+    if problem:
+        advice = "Use on_grad for results of operations." if tensor.requires_grad else "Call requires_grad_() first."
+        message = f"{problem}: {kind.value} hook on {target}. {advice}"
+        raise AutogradHookError(message, hook=hook_name(fn), kind=kind.value, target=target)
+    register = tensor.register_hook if kind is Kind.ON_GRAD else tensor.register_post_accumulate_grad_hook
+    return _join(register, kind, fn, target)
+
+
+def _on_node(node: Node, kind: Kind, fn: Hook, target: str) -> Handle:
+    require_callable(fn, kind, target)
+    if not isinstance(node, Node):
+        raise UsageTypeError(
+            f"cannot register a {kind.value} hook on {target}: it is not a node of the graph. Pass a tensor's `grad_fn`, or "
+            f"for a leaf `torch.autograd.graph.get_gradient_edge(leaf).node` and keep that node alive."
+        )
+    return _join(node.register_prehook if kind is Kind.BEFORE_NODE else node.register_hook, kind, fn, target)
+
+
+def _join(register: Callable[[HookChain], RemovableHandle], kind: Kind, fn: Hook, target: str) -> Handle:
+    """Add `fn` to the chain in the table that `register` puts things into, or to a new one. See [Where the chain lives]."""
+    with registration_lock:
+        candidate = HookChain(kind)
+        registration = register(candidate)
+        candidate.uninstall = registration.remove
+        table = registration.hooks_dict_ref() or {}
+        for hook in list(table.values()):
+            if isinstance(hook, HookChain) and hook is not candidate:
+                registration.remove()
+                return hook.add(fn, target=target)
+        return candidate.add(fn, target=target)

@@ -1,0 +1,277 @@
+"""Membership: the state of the ranks of a group in different processes, kept in the rendezvous store.
+
+Engines report little: gloo's "connection closed by peer" names no rank, and neither does a timeout. So every rank writes a page
+into the store: its host and process, how many collectives it has joined, and how it left. It reads the others' pages when an
+operation has been in flight for a while. `pages.py` has the pages.
+
+Note [Dead, or only silent]
+A rank counts as dead only on proof: its process, on this host, is gone or a zombie, or it wrote that it left, or another rank wrote
+that it is lost. Silence is not proof: a rank that computes, or is stopped in a debugger, is silent too. Neither is a process that
+cannot be inspected because this one has no file descriptors left.
+
+Note [Membership traffic]
+Nothing is written or read for operations that finish at once. A rank writes its count of collectives when one of them is slow, and
+after a pause between operations, a short one at first, later `_LONGEST_QUIET_PAUSE` seconds. A rank with a slow operation reads one
+number, how often any page has changed, at intervals that double up to `_LONGEST_PAUSE`; pages are read, all in one call, only when
+it has changed. When an operation times out they are read once more, so that the missing ranks are up to date.
+
+Note [One membership per process group]
+Groups over one process group submit their operations to the same engine, so they share a membership, which counts the collectives
+of the process group. Ranks need not open and close such groups alike: one rank may open a group alone to inspect it, and close it
+again. So the collectives themselves are the only thing that ranks can number consistently. A rank that has closed its last group
+and opens another continues its count.
+
+A page may therefore be stale: a rank that left when it had joined no more collectives than this rank at the time it opened its
+group may be about to open one as well. That does not prove that it is lost, and neither does a failure that was recorded then. A
+timeout still names such a rank: it has not joined. Collectives that bypass gradwire (`dist.all_reduce`) are not counted.
+
+A process group that is destroyed and made again may have the same store and the same keys. Each rank therefore numbers the process
+groups over a store in which it has opened groups, and writes its number into its page. Nothing is known of a rank with another
+number, not even whether it has joined, so a timeout that would depend on it names no ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import weakref
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore
+
+from gradwire.errors import ClosedError
+from gradwire.groups.failure.member_pages import Epoch, Member, Peers
+from gradwire.groups.failure.store_calls import StoreCalls, bounded, innermost
+from gradwire.groups.store.private_store import PrivateStore
+from gradwire.groups.store.rendezvous import Rendezvous
+from gradwire.runtime.host import process_start
+
+_STORE_PATIENCE = timedelta(seconds=3)
+_REPORTED_WITHIN = 1.0
+"""Seconds by which a store that does not answer may delay a failure."""
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+_LONGEST_QUIET_PAUSE = 1.0
+"""Shorter than the time for which the watchdog keeps ticking after the last operation."""
+
+
+class _PartOfStore(PrefixStore):
+    """The keys of a subgroup, and the connection to them that memberships share."""
+
+    def __init__(self, prefix: str, store: Any, connection: Any) -> None:
+        super().__init__(prefix, store)
+        self.connection = PrefixStore(prefix, connection)
+
+
+class Progress:
+    """Counts the collectives that this rank has joined."""
+
+    joined = 0
+
+
+class Membership(Progress):
+    """One rank's page in the store, and its view of the others' pages."""
+
+    def __init__(
+        self, connection: Any, rank: int, size: int, *, key: str = "", resumes: Membership | None = None
+    ) -> None:
+        """`connection` is a store in which no call blocks for long: `over` makes one.
+
+        All ranks pass the same `key`, or none, and then make their memberships over a store in the same order. `resumes` is
+        this process's previous membership with that key, which has left.
+        """
+        self.rank = rank
+        self.size = size
+        self.joined = 0 if resumes is None else resumes.joined
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The groups that share it. One that is garbage-collected without being closed no longer counts."""
+        self._left = ""
+        self._start = process_start(os.getpid()) or ""
+        self._next_look, self._look_pause = 0.0, _SHORTEST_PAUSE
+        self._counted, self._quiet_since, self._quiet_pause = self.joined, 0.0, _SHORTEST_PAUSE
+        self._connection = connection
+        self._calls = StoreCalls(connection, patience=_STORE_PATIENCE.total_seconds())
+        who = f"the membership of rank {rank} of {size}"
+        rendezvous = Rendezvous(connection, rank, size, timeout=_STORE_PATIENCE.total_seconds(), who=who)
+        self._base = f"gradwire/{key}" if key else rendezvous.next_key("gradwire")
+        self._recoveries: int = 0 if resumes is None else resumes._recoveries
+        """How often the ranks have recovered together."""
+        if resumes is None:
+            number = rendezvous.store.add(f"{self._base}/{rank}/number", 1) if key else 0
+            self._epoch = self._new_epoch(Peers.of(rank, size, number=number))
+        else:
+            peers = Peers.of(rank, size, number=resumes.peers.number, before=self.joined)
+            self._epoch = self._new_epoch(peers)
+            # This rank may have called recover() in the earlier group without success.
+            rendezvous.store.set(self._recovery_keys()[rank], "")
+            date = partial(self._epoch.date_earlier_group, connection)
+            self._calls.run(date, within=_STORE_PATIENCE.total_seconds())
+        self.publish()
+
+    @classmethod
+    def over(cls, store: Any, rank: int, size: int) -> Membership:
+        """The membership of a group that all ranks make, over a connection of its own to `store`."""
+        return cls(_connection(store), rank, size)
+
+    @classmethod
+    def of(cls, pg: Any, store: Any, group: Any) -> Membership:
+        """The membership of the process group that `group` is made over: see Note [One membership per process group]."""
+        with _LOCK:
+            known = _OF_PROCESS_GROUP.get(pg)
+            if known is None or not known.users:
+                key = "process group"
+                known = cls(_connection(store), group.rank, group.size, key=key, resumes=known)
+                _OF_PROCESS_GROUP[pg] = known
+            known.users.add(group)
+            return known
+
+    def part_of(self, store: Any, name: str) -> PrefixStore:
+        """The part of `store` for a subgroup, whose membership uses the same connection: its calls are short."""
+        if self._connection is None:
+            raise ClosedError(f"subgroup {name!r}: its parent group is closed. Split before close().")
+        return _PartOfStore(name, store, self._connection)
+
+    @property
+    def peers(self) -> Peers:
+        """The other ranks, by their pages as last read."""
+        return self._epoch.peers
+
+    @property
+    def failure_record(self) -> tuple[int | None, str] | None:
+        """The rank that some rank has reported lost, or None for an aborted group, and why."""
+        return self._epoch.failure_record
+
+    def _new_epoch(self, peers: Peers) -> Epoch:
+        return Epoch(f"{self._base}/{self._recoveries}", peers)
+
+    def _recovery_keys(self) -> list[str]:
+        """The keys that ranks set when they reach the next recovery; empty: not yet."""
+        return [f"{self._base}/recover/{self.peers.number}/{self._recoveries + 1}/{r}" for r in range(self.size)]
+
+    def start_over(self, in_flight: int, timeout: float) -> tuple[str, bool]:
+        """Meet all ranks after a failure and begin a new epoch: (its prefix in the store, whether all were in step).
+
+        In step means that every rank has joined the same number of collectives and none is in flight: then the engine can be
+        kept. Raises TimeoutError naming the missing ranks.
+        """
+        if self._epoch.unreported is not None:
+            self.publish()  # the others may be waiting in an operation, and recover once they know of the failure
+        store = bounded(self._connection, timeout, f"recovery on rank {self.rank} of {self.size}")
+        keys = self._recovery_keys()
+        store.set(keys[self.rank], json.dumps([self.joined, in_flight]))
+        deadline, pause = time.monotonic() + timeout, 0.005
+        while not all(values := [store.get(key) for key in keys] if store.check(keys) else [b""]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(self._not_recovered(store, keys))
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        states = [json.loads(value) for value in values]
+        self._recoveries += 1
+        self.joined = 0
+        self._epoch = self._new_epoch(Peers.of(self.rank, self.size, number=self.peers.number))
+        self.publish()
+        in_step = len({joined for joined, _ in states}) == 1 and not any(pending for _, pending in states)
+        return f"{self._base}/recovered/{self.peers.number}/{self._recoveries}", in_step
+
+    def _not_recovered(self, store: Any, keys: list[str]) -> str:
+        self.refresh()
+        if self.peers.joined(0) is None:
+            return "not all ranks have called recover(); the missing ones are not known"
+        missing = [r for r, key in enumerate(keys) if not (store.check([key]) and store.get(key))]
+        return f"ranks {missing} have not called recover()"
+
+    @property
+    def store_lost(self) -> bool:
+        """Whether the store has stopped answering."""
+        return self._calls.lost
+
+    def tick(self, *, slow: bool) -> None:
+        """Publish and refresh when due, without waiting for the store. `slow`: an operation has been in flight for long."""
+        now = time.monotonic()
+        if slow:
+            self._quiet_pause = _SHORTEST_PAUSE
+            if now >= self._next_look and not self._calls.busy:
+                self._next_look = now + self._look_pause
+                self._look_pause = min(2 * self._look_pause, _LONGEST_PAUSE)
+                self._calls.run(self._write_and_read, within=0.0)
+            return
+        self._look_pause, self._next_look = _SHORTEST_PAUSE, 0.0
+        if self._epoch.unreported is None and self._epoch.published == (self.joined, self._left):
+            return
+        if self._counted != self.joined:
+            self._counted, self._quiet_since = self.joined, now
+        elif now - self._quiet_since >= self._quiet_pause and not self._calls.busy:
+            self._quiet_pause = min(2 * self._quiet_pause, _LONGEST_QUIET_PAUSE)
+            self._calls.run(self._write, within=0.0)
+
+    def publish(self) -> None:
+        """Write this rank's page if it has changed, and its failure; waits briefly for the store."""
+        self._calls.run(self._write, within=_STORE_PATIENCE.total_seconds())
+
+    def refresh(self, within: float | None = None) -> None:
+        """Read the others' pages and the failure record; waits briefly for the store."""
+        self._calls.run(self._read, within=_STORE_PATIENCE.total_seconds() if within is None else within)
+
+    def record_failure(self, rank: int | None, reason: str) -> None:
+        """Report to all ranks that `rank` is lost, or, if it is None, that the group is aborted."""
+        epoch = self._epoch
+        if epoch.failure_record is None:
+            epoch.failure_record = (rank, reason)
+            epoch.unreported = [rank, reason, epoch.peers.number, self.joined]
+            self._calls.run(self._write, within=_REPORTED_WITHIN)  # if the store is busy for longer, `tick` tries again
+
+    def leave(self, how: str, group: object = None) -> None:
+        """Unless a group other than `group` still uses it: write that this rank has left, and `how`, and drop the connection."""
+        if group is not None:
+            self.users.discard(group)
+        if self.users:
+            return
+        self._left = how
+        self.publish()
+        self._calls.close()
+        self._connection = None
+
+    # -- on the thread of a store call ---------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        store, epoch = self._connection, self._epoch
+        if store is not None:
+            epoch.write(store, self.rank, Member(epoch.peers.here, os.getpid(), self._start, self.joined, self._left))
+
+    def _read(self) -> None:
+        store = self._connection
+        if store is not None:
+            self._epoch.read(store)
+
+    def _write_and_read(self) -> None:
+        self._write()
+        self._read()
+
+    # -- who is missing ------------------------------------------------------------------------------------------------
+
+    def have_joined(self, place: int) -> tuple[int, ...] | None:
+        """The ranks that have joined at least `place` collectives, up to date if the store answers soon; None if unknown."""
+        self.refresh(_REPORTED_WITHIN)
+        others = None if self.store_lost else self.peers.joined(place)
+        return None if others is None else tuple(sorted((self.rank, *others)))
+
+
+def _connection(store: Any) -> Any:
+    """A separate connection to `store`: the caller's may be inside a blocking wait."""
+    if isinstance(store, _PartOfStore):
+        return store.connection
+    if not isinstance(innermost(store), HashStore | FileStore | PrivateStore):  # which have no connection to share
+        try:
+            store = store.clone()
+            store.set_timeout(_STORE_PATIENCE)
+        except (RuntimeError, NotImplementedError):
+            pass  # a user's store that cannot be cloned
+    return store
+
+
+_LOCK = threading.Lock()
+_OF_PROCESS_GROUP: weakref.WeakKeyDictionary[Any, Membership] = weakref.WeakKeyDictionary()
+"""See Note [One membership per process group]."""

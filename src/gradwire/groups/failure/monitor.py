@@ -1,0 +1,125 @@
+"""`Monitor`: watches the other ranks of a group through its membership.
+
+It reports this rank's progress and failures, fails the group when a peer has died, left or aborted, and finds which ranks have
+joined an operation. It is for groups whose engine cannot do so itself. Without a membership, which needs a store, it does nothing.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore
+
+from gradwire.collectives import OpKind
+from gradwire.errors import UNEVEN, CollectiveTimeout, GroupAborted, GroupError, PeerLost
+from gradwire.groups.base import Group
+from gradwire.groups.failure.membership import Membership, Progress
+from gradwire.groups.ledger import Arrivals
+from gradwire.groups.work import Work
+
+_SLOW = 0.3
+"""An operation that is in flight for so many seconds is a reason to check the peers."""
+
+
+class Monitor:
+    """The failure detector of one group on one rank. Does not keep the group alive."""
+
+    def __init__(self, group: Group, membership: Membership | None) -> None:
+        self.membership = membership
+        self.progress: Progress = Progress() if membership is None else membership
+        """Counts the collectives that this rank has joined: the group increments it."""
+        self._group = weakref.ref(group)
+        self._ledger = group.ledger
+
+    def tick(self) -> None:
+        """On the watchdog's thread: publish this rank's progress, and look for failed peers if an operation is slow."""
+        group, membership = self._group(), self.membership
+        if group is None or membership is None or group.closed:
+            return
+        now = time.perf_counter()
+        pending = [work for work in list(self._ledger.pending.values()) if now - work.started > _SLOW]
+        slow = bool(pending) and group.failure is None
+        membership.tick(slow=slow)
+        if slow and (error := self._peer_failure(membership, pending)) is not None:
+            group.fail(error)
+
+    def check_peers(self) -> None:
+        """Read the membership now, and fail the group if a peer is lost or has aborted."""
+        group, membership = self._group(), self.membership
+        if group is None or membership is None or group.failure is not None or group.closed or group.forked:
+            return
+        membership.refresh()
+        error = self._peer_failure(membership, [])
+        if error is not None:
+            group.fail(error)
+
+    def _peer_failure(self, membership: Membership, pending: Sequence[Work]) -> GroupError | None:
+        """The failure of a peer that the membership, as last read, proves; `pending` are the slow operations."""
+        first = next(iter(pending), None)
+        where = self._ledger.where(first)
+        rank, why = membership.peers.dead(), "its process has died"
+        if rank is None and membership.failure_record is not None:
+            rank, why = membership.failure_record
+            if rank is None:
+                return GroupAborted(f"{where}: the group was aborted: {why}", reason=why)
+        if rank is None:
+            rank = membership.peers.left_before(max((work.place for work in pending), default=0))
+            why = f"it has left the group. {UNEVEN}"
+        if rank is None and any(work.op.kind is OpKind.RECV and work.op.peer is None for work in pending):
+            rank, why = membership.peers.all_left(), "it has left the group, as have all the others"
+        if rank is None:
+            return None
+        message = (
+            f"{where}: rank {rank} is lost: {why}. Look at its output for the cause; make a new group to continue."
+        )
+        return PeerLost(message, rank=rank, op=None if first is None else first.op.signature)
+
+    def report(self, error: BaseException) -> None:
+        """Publish this rank's failure."""
+        if self.membership is None:
+            return
+        mine = self._ledger.rank
+        if isinstance(error, PeerLost):
+            why = f"rank {mine} has lost it" if error.rank is None else f"rank {error.rank} is lost"
+            self.membership.record_failure(error.rank, why)
+        else:
+            reason = error.reason if isinstance(error, GroupAborted) else str(error)
+            self.membership.record_failure(None, f"rank {mine} aborted: {reason}")
+
+    def recover(self, timeout: float, *, stuck: int = 0) -> tuple[str, bool]:
+        """Meet all ranks after a failure: (a new prefix in the store, whether the engine may be kept).
+
+        It may if all ranks have joined the same number of collectives and none has one that is `stuck` in its engine.
+        """
+        if self.membership is None:
+            self.progress.joined = 0
+            return "", True
+        try:
+            return self.membership.start_over(stuck, timeout)
+        except TimeoutError as error:
+            raise CollectiveTimeout(f"recovery of {self._group()}: {error} within {timeout:.3g} s.") from None
+
+    def arrivals(self, work: Work) -> Arrivals | None:
+        """Which ranks have joined `work`."""
+        rank, size, op = self._ledger.rank, self._ledger.size, work.op
+        if op.kind.is_p2p:
+            return None if op.peer is None else Arrivals((rank,), (op.peer,))
+        if self.membership is None:
+            return None
+        joined = self.membership.have_joined(work.place)
+        if joined is None:
+            return None
+        return Arrivals(joined, tuple(r for r in range(size) if r not in joined))
+
+    def part_of(self, store: Any, name: str) -> PrefixStore:
+        """The part of the group's own `store` for a subgroup."""
+        return PrefixStore(name, store) if self.membership is None else self.membership.part_of(store, name)
+
+    def leave(self, failure: BaseException | None) -> None:
+        """Publish that this rank has left, and whether because of a failure."""
+        if self.membership is not None:
+            how = "closed" if failure is None else f"failed: {type(failure).__name__}"
+            self.membership.leave(how, self._group())

@@ -1,0 +1,222 @@
+"""Every collective in two levels: generators that yield steps, each a collective of the host's own group or of a rail.
+
+The layout determines the ranks of a step (`collectives/layout.py`); `group.py` submits it to a group and handles failures.
+`host_place.py` has the place of a rank in the layout, `moves.py` the collectives that move pieces. This module uses no group,
+thread or engine, so it is tested with simulated ranks.
+
+Note [All-reduce in two levels]
+Reduce-scatter inside the host, one slice for each carrier; all-reduce of each slice in its rail; all-gather inside. With h hosts,
+n bytes leave and enter a host 2 (h - 1) / h times, however many ranks it has; a ring over all ranks of all hosts does as well
+only if hosts follow each other in it, and loads one link after the other. All rails work at the same time, so the link is filled by
+as many connections as there are carriers. Inside, with shared memory, each byte is read once and written once in each half.
+
+Note [Rounded once on each level]
+float16, bfloat16 and float8 are summed in float32 and rounded, once in the host and once between hosts. To send float32 between
+hosts would round once less and double what is sent on the slowest link. Averages are taken on both levels, so that a sum that
+would not fit never exists; where hosts differ in size that would weigh ranks differently, and the whole is done in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import Collective, Layout, OpKind, ReduceOp, Scope, build
+from gradwire.collectives.direct_ops import is_native
+from gradwire.collectives.inference import writes
+from gradwire.collectives.lower import flat, lower
+from gradwire.collectives.reference import cut, perform, store, working_dtype
+from gradwire.errors import InternalError
+from gradwire.groups.hierarchical.pairwise import Moves
+from gradwire.groups.hierarchical.position import HostPlace, Step, Steps, split_row
+
+SMALLEST_SLICE = 1024
+"""Elements below which a slice is not divided further: a shorter message costs as much."""
+
+
+_NATIVE = frozenset({
+    OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL,
+    OpKind.ALL_TO_ALL_SINGLE, OpKind.GATHER, OpKind.SCATTER, OpKind.BARRIER,
+})  # fmt: skip
+takes = partial(is_native, kinds=_NATIVE)
+"""Whether there is a two-level program for a collective; others are composed of those that have one."""
+
+
+class TwoLevel(HostPlace):
+    """The programs of one rank."""
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        super().__init__(layout, rank)
+        self._moves = Moves(layout, rank)
+        self._one_group = layout.hosts == (tuple(range(self.size)),)
+
+    def carry_out(self, op: Collective) -> Steps:
+        """The steps that make up `op`; when they are done its outputs hold the result."""
+        return writes(op.outputs, self._steps(op))
+
+    def _steps(self, op: Collective) -> Steps:
+        if op.scope is not Scope.WORLD:
+            yield from self._in_part(op.scope, op.among(Scope.WORLD))
+            return
+        if self._one_group:
+            yield Step("inside", op)
+            return
+        for part in lower(op, rank=self.rank, size=self.size, takes=takes):
+            yield from self._native(part)
+
+    def _in_part(self, scope: Scope, op: Collective) -> Steps:
+        """One step in the group of that scope. With a single host there is no group between hosts: compute the result here."""
+        if scope is Scope.INSIDE:
+            yield Step("inside", op)
+        elif self.others:
+            yield Step("across", op)
+        else:
+            perform([op])
+
+    def _native(self, op: Collective) -> Steps:
+        kind, label = op.kind, op.label
+        if kind is OpKind.ALL_REDUCE:
+            yield from self._all_reduce(flat(op.inputs[0]), op.reduce_op or ReduceOp.SUM, label)
+        elif kind is OpKind.BROADCAST:
+            yield from self._broadcast(flat(op.inputs[0]), op.root or 0, label)
+        elif kind is OpKind.BARRIER:
+            yield from self._barrier(label)
+        elif kind is OpKind.ALL_GATHER:
+            yield from self._all_gather([flat(t) for t in op.outputs], flat(op.inputs[0]), label)
+        elif kind is OpKind.ALL_GATHER_INTO_TENSOR:
+            whole, mine = flat(op.outputs[0]), flat(op.inputs[0])
+            yield from self._all_gather(split_row(whole, [mine.numel()] * self.size), mine, label)
+        elif kind is OpKind.REDUCE_SCATTER:
+            parts = [flat(t) for t in op.inputs]
+            yield from self._reduce_scatter(flat(op.outputs[0]), parts, op.reduce_op or ReduceOp.SUM, label)
+        elif kind is OpKind.GATHER:
+            yield from self._moves.gather(op)
+        elif kind is OpKind.SCATTER:
+            yield from self._moves.scatter(op)
+        elif kind is OpKind.ALL_TO_ALL:
+            yield from self._all_to_all(op.outputs, op.inputs, label)
+        elif kind is OpKind.ALL_TO_ALL_SINGLE:
+            to, of = op.splits or ((), ())
+            yield from self._all_to_all(cut(op.outputs[0], to, self.size), cut(op.inputs[0], of, self.size), label)
+        else:
+            raise InternalError(f"{op}: there is no two-level program for it.")
+
+    # -- slices of one tensor ------------------------------------------------------------------------------------------
+
+    def _slices(self, t: Tensor) -> list[Tensor]:
+        """One part of `t` for each rank of this host; empty for ranks that are not carriers."""
+        share = max(-(-t.numel() // self.width), SMALLEST_SLICE)
+        return [t[i * share : (i + 1) * share] if i < self.width else t[:0] for i in range(len(self.mates))]
+
+    def _all_reduce(self, t: Tensor, op: ReduceOp, label: str) -> Steps:
+        """See Note [All-reduce in two levels]."""
+        if self._must_widen(op, t.dtype):
+            wide = t.to(working_dtype(t.dtype))
+            yield from self._all_reduce(wide, op, label)
+            t.copy_(wide)
+            return
+        each, last = self._levels(op, t.dtype)
+        slices = self._slices(t)
+        mine = slices[self.index]
+        if not self.alone:
+            yield Step("inside", build.reduce_scatter(mine, slices, op=each, label=label))
+        if mine.numel():
+            if self.others:
+                yield Step("across", build.all_reduce(mine, op=each, label=label))
+            if last != 1:
+                mine.div_(last)
+        if not self.alone:
+            yield Step("inside", build.all_gather(slices, mine, label=label))
+
+    def _must_widen(self, op: ReduceOp, dtype: torch.dtype) -> bool:
+        return op is ReduceOp.AVG and not self.layout.even and working_dtype(dtype) is not dtype
+
+    def _levels(self, op: ReduceOp, dtype: torch.dtype) -> tuple[ReduceOp, int]:
+        """The reduction on each level, and the divisor of the result. See Note [Rounded once on each level]."""
+        if op is ReduceOp.AVG and working_dtype(dtype) is dtype:
+            return ReduceOp.SUM, self.size
+        return op, 1
+
+    def _broadcast(self, t: Tensor, root: int, label: str) -> Steps:
+        """Broadcast inside the root's host, one slice per rail between hosts, then all-gather the slices inside the others."""
+        host, index = self.layout.place(root)
+        slices = self._slices(t)
+        mine = slices[self.index]
+        if host == self.host and not self.alone:
+            yield Step("inside", build.broadcast(t, src=index, label=label))
+        if self.others and mine.numel():
+            yield Step("across", build.broadcast(mine, src=host, label=label))
+        if host != self.host and not self.alone:
+            yield Step("inside", build.all_gather(slices, mine, label=label))
+
+    def _barrier(self, label: str) -> Steps:
+        if not self.alone:
+            yield Step("inside", build.barrier(label=label))
+        if self.others and self.index == 0:
+            yield Step("across", build.barrier(label=label))
+        if self.others and not self.alone:
+            yield Step("inside", build.barrier(label=label))
+
+    # -- one part per rank ---------------------------------------------------------------------------------------------
+
+    def _all_gather(self, outputs: Sequence[Tensor], mine: Tensor, label: str) -> Steps:
+        """Gather on the carriers, all-gather a bundle per host in each rail, then all-gather the bundles inside.
+
+        The bytes of a host enter each other host once.
+        """
+        sizes, hosts = [t.numel() for t in outputs], range(len(self.layout.hosts))
+        per_rail = [[sum(self.bundle(sizes, h, rail)) for h in hosts] for rail in range(self.width)]
+        bundle = yield from self.to_carriers(mine, lambda rank: sizes[rank], label)
+        received = mine.new_empty(sum(per_rail[self.index])) if self.carries else mine[:0]
+        if self.carries and self.others:
+            yield Step("across", build.all_gather(split_row(received, per_rail[self.index]), bundle, label=label))
+        elif self.carries:
+            received.copy_(bundle)
+        wholes = [mine.new_empty(sum(per_rail[i]) if i < self.width else 0) for i in range(len(self.mates))]
+        if self.alone:
+            wholes = [received]
+        else:
+            yield Step("inside", build.all_gather(wholes, received, label=label))
+        for rail in range(self.width):
+            ranks = [rank for h in hosts for rank in self.layout.rail(h, rail)]
+            for rank, piece in zip(ranks, split_row(wholes[rail], [sizes[rank] for rank in ranks]), strict=True):
+                store(outputs[rank], piece)
+
+    def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, label: str) -> Steps:
+        """Reduce a bundle per carrier inside the host, then in its rail, then scatter it to the ranks of the host."""
+        if self._must_widen(op, output.dtype):
+            dtype = working_dtype(output.dtype)
+            wide = output.to(dtype)
+            yield from self._reduce_scatter(wide, [t.to(dtype) for t in inputs], op, label)
+            output.copy_(wide)
+            return
+        each, last = self._levels(op, output.dtype)
+        hosts = range(len(self.layout.hosts))
+        by_rail = [
+            torch.cat([inputs[rank] for h in hosts for rank in self.layout.rail(h, rail)]) for rail in range(self.width)
+        ]
+        by_rail += [output[:0]] * (len(self.mates) - self.width)
+        mine = by_rail[self.index]
+        if not self.alone:
+            yield Step("inside", build.reduce_scatter(mine, by_rail, op=each, label=label))
+        bundle = mine
+        if self.carries and self.others:
+            sizes = [t.numel() for t in inputs]
+            parts = split_row(mine, [sum(self.bundle(sizes, h, self.index)) for h in hosts])
+            bundle = mine.new_empty(parts[self.host].numel())
+            yield Step("across", build.reduce_scatter(bundle, parts, op=each, label=label))
+        if last != 1:
+            bundle.div_(last)
+        yield from self.from_carriers(output, bundle, lambda rank: inputs[rank].numel(), label)
+
+    def _all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: str) -> Steps:
+        """The ranks exchange the sizes of all pieces first: see Note [Moving pieces] in moves.py."""
+        places, pieces = [flat(t) for t in outputs], [flat(t) for t in inputs]
+        row = torch.tensor([t.numel() for t in pieces], device=pieces[0].device)
+        rows = row.new_empty(self.size * self.size)
+        yield from self._all_gather(split_row(rows, [self.size] * self.size), row, label)
+        table: list[list[int]] = rows.view(self.size, self.size).tolist()
+        yield from self._moves.move(places, pieces, lambda source, target: table[source][target], label)

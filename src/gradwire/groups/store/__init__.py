@@ -1,0 +1,1 @@
+"""Rendezvous stores: where ranks meet before they have a group."""

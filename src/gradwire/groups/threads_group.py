@@ -1,0 +1,310 @@
+"""`ThreadGroup`: ranks as threads of one process. It has no sockets and no helper threads: the last rank to join an
+operation carries it out for all, in rank order, so results are bitwise the same in every run.
+
+    world = ThreadGroup.world(4)          # one group object per rank; hand each to a thread
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from weakref import WeakValueDictionary
+
+import torch
+
+from gradwire.collectives import Collective, OpKind
+from gradwire.collectives.matching import mismatch
+from gradwire.collectives.reference import perform, store
+from gradwire.errors import (
+    UNEVEN,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupAborted,
+    GroupError,
+    PeerLost,
+    UsageError,
+)
+from gradwire.groups.base import DEFAULT_TIMEOUT, Group
+from gradwire.groups.failure.watchdog import Watchdog
+from gradwire.groups.ledger import Arrivals
+from gradwire.groups.work import Work, settle_together
+
+
+class ThreadGroup(Group):
+    """One rank of a world of threads. A send is done when it has been received, as in MPI's synchronous mode."""
+
+    tells_mismatch = True
+    in_one_process = True
+
+    def __init__(self, rank: int, table: _Table) -> None:
+        super().__init__(rank, table.size, name=table.name, timeout=table.timeout, watchdog=table.watchdog)
+        self._table = table
+        self._joined = itertools.count()
+
+    @classmethod
+    def world(cls, size: int, *, name: str = "threads", timeout: float = DEFAULT_TIMEOUT) -> list[ThreadGroup]:
+        """The groups of `size` ranks, in rank order.
+
+        >>> import torch
+        >>> a, b = ThreadGroup.world(2)
+        >>> x, y = torch.ones(2), torch.ones(2)
+        >>> first = a.all_reduce(x, async_op=True)  # rank 0 does not wait
+        >>> second = b.all_reduce(y)  # rank 1 completes it for both
+        >>> first.wait(), x
+        (True, tensor([2., 2.]))
+        >>> a.close(), b.close()
+        (None, None)
+        """
+        if size < 1:
+            raise UsageError(f"ThreadGroup.world({size}): a world has at least one rank.")
+        return cls._seat(_Table(size, name, timeout))
+
+    @classmethod
+    def _seat(cls, table: _Table) -> list[ThreadGroup]:
+        table.groups = [cls(rank, table) for rank in range(table.size)]
+        return table.groups
+
+    def submit(self, op: Collective) -> Work:
+        """Join the operation; the last rank to join carries it out before it returns."""
+        work = self.begin(op)
+        if op.device.type == "cuda":
+            torch.cuda.current_stream(op.device).synchronize()
+        if op.kind.is_p2p:
+            self._table.meet(work, self.rank)
+        else:
+            self._table.join(work, self.rank, next(self._joined))
+        return work
+
+    def arrivals(self, work: Work) -> Arrivals | None:
+        """Which ranks have joined: known exactly."""
+        return self._table.arrivals(work, self.rank)
+
+    def subgroup(self, ranks: list[int], *, name: str) -> Group:
+        """A separate world of threads."""
+        return self._table.subtable(name, len(ranks)).groups[ranks.index(self.rank)]
+
+    def fail(self, error: BaseException) -> None:
+        """Fail the group on every rank: all are threads of this process."""
+        if self.forked:
+            return
+        for group in self._table.groups:
+            Group.fail(group, error)
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Abort on every rank."""
+        self.fail(GroupAborted(f"{self.name} was aborted by rank {self.rank}: {reason}", reason=reason))
+
+    def recover(self, timeout: float | None = None) -> None:
+        """Wait for all ranks, then restart with empty state."""
+        self.refuse_in_child("recover()")
+        self._table.start_over(self.rank, self._recovery_limit(timeout))
+
+    def start_over(self) -> None:
+        """This rank's part of a recovery: clear the failure and the count of joined operations."""
+        self.failure = None
+        self._joined = itertools.count()
+
+    def _release(self) -> None:
+        self._table.leave(self.rank)
+
+
+class _Table:
+    """Where the ranks of one world meet. All state is under one lock; data moves outside it."""
+
+    def __init__(self, size: int, name: str, timeout: float) -> None:
+        self.size = size
+        self.name = name
+        self.timeout = timeout
+        self.watchdog = _SharedWatchdog(name, size)
+        self.groups: list[ThreadGroup] = []
+        self._lock = threading.Lock()
+        self._slots: dict[int, dict[int, Work]] = {}
+        self._p2p: list[tuple[Work, int]] = []
+        self._left: dict[int, None] = {}
+        self._subtables: WeakValueDictionary[str, _Table] = WeakValueDictionary()  # kept alive by their groups
+        self._recovering: set[int] = set()
+        self._recoveries = 0
+        self._all_recovering = threading.Condition(self._lock)
+
+    def subtable(self, name: str, size: int) -> _Table:
+        with self._lock:
+            table = self._subtables.get(name)
+            if table is None or len(table._left) == table.size:  # all ranks have closed theirs
+                table = self._subtables[name] = _Table(size, name, self.timeout)
+                ThreadGroup._seat(table)
+            return table
+
+    # -- collectives ---------------------------------------------------------------------------------------------------
+
+    def join(self, work: Work, rank: int, place: int) -> None:
+        with self._lock:
+            slot = self._slots.setdefault(place, {})
+            slot[rank] = work
+            complete = len(slot) == self.size
+            if complete:
+                del self._slots[place]
+            lost = [r for r in self._left if r not in slot]
+        if complete:
+            self._carry_out([slot[r] for r in range(self.size)])
+        elif lost:
+            work.fail(_left(work, lost[0]))
+
+    def _carry_out(self, works: Sequence[Work]) -> None:
+        now = time.perf_counter()
+        for work in works:
+            work.ledger.started(work, now)
+        error: Exception | None = self._obstacle(works)
+        if error is None:
+            try:
+                perform([work.op for work in works])
+                if works[0].op.device.type == "cuda":
+                    torch.cuda.synchronize(works[0].op.device)
+            except Exception as problem:
+                submitted = "; ".join(f"rank {rank}: {work.op}" for rank, work in enumerate(works))
+                error = GroupError(
+                    f"{self.name}: an operation could not be carried out: {problem}. Submitted: {submitted}. "
+                    "Ranks must agree on the sizes they send and receive."
+                )
+                error.__cause__ = problem
+        settle_together([(work, None) for work in works], error)
+
+    def _obstacle(self, works: Sequence[Work]) -> Exception | None:
+        gave_up = [r for r, work in enumerate(works) if work.is_completed()]
+        if gave_up:
+            return CollectiveTimeout(
+                f"{works[0].op} of {self.name}: ranks {gave_up} timed out before the other ranks joined. "
+                "Use a longer timeout, or find out what delayed the others.",
+                op=works[0].op.signature,
+                joined=[r for r in range(self.size) if r not in gave_up],
+                missing=gave_up,
+            )
+        # Labels are for humans and may differ between ranks. The Verified wrapper compares them too.
+        signatures = [work.op.signature for work in works]
+        return mismatch(self.name, signatures, compared=[replace(s, label="") for s in signatures])
+
+    # -- send and receive ----------------------------------------------------------------------------------------------
+
+    def meet(self, work: Work, rank: int) -> None:
+        with self._lock:
+            self._p2p = [(other, r) for other, r in self._p2p if not other.is_completed()]
+            match = next((entry for entry in self._p2p if _fits(work, rank, *entry)), None)
+            if match is None:
+                lost = self._lost_to(work, rank)
+                if lost is None:
+                    self._p2p.append((work, rank))
+            else:
+                self._p2p.remove(match)
+        if match is not None:
+            other, other_rank = match
+            if work.op.kind is OpKind.SEND:
+                _deliver(work, rank, other)
+            else:
+                _deliver(other, other_rank, work)
+        elif lost is not None:
+            work.fail(_left(work, lost))
+
+    def _lost_to(self, work: Work, rank: int) -> int | None:
+        """A rank that has left, if all ranks that a message of `rank` can go to or come from have left."""
+        peer = work.op.peer
+        peers = [r for r in range(self.size) if r != rank] if peer is None else [peer]
+        return peers[-1] if all(r in self._left for r in peers) else None
+
+    # -- membership ----------------------------------------------------------------------------------------------------
+
+    def arrivals(self, work: Work, rank: int) -> Arrivals | None:
+        if work.op.kind.is_p2p:
+            peers = [work.op.peer] if work.op.peer is not None else [r for r in range(self.size) if r != rank]
+            return Arrivals(joined=(rank,), missing=tuple(peers))
+        with self._lock:
+            slot = next((s for s in self._slots.values() if s.get(rank) is work), None)
+            joined = range(self.size) if slot is None else sorted(slot)
+        return Arrivals(tuple(joined), tuple(r for r in range(self.size) if r not in joined))
+
+    def start_over(self, rank: int, timeout: float) -> None:
+        """Wait for all ranks; the last one resets the world. A rank that times out withdraws, so that all can try again."""
+        with self._lock:
+            self._recovering.add(rank)
+            if len(self._recovering) == self.size:
+                self._recovering.clear()
+                self._recoveries += 1
+                self._slots.clear()
+                self._p2p.clear()
+                for group in self.groups:  # no rank submits: all are in recover()
+                    group.start_over()
+                self._all_recovering.notify_all()
+                return
+            before = self._recoveries
+            if self._all_recovering.wait_for(lambda: self._recoveries > before, timeout):
+                return
+            missing = [r for r in range(self.size) if r not in self._recovering]
+            joined = sorted(self._recovering)
+            self._recovering.discard(rank)
+        raise CollectiveTimeout(
+            f"recovery of {self.name} on rank {rank}: ranks {missing} have not called recover() within {timeout:.3g} s. "
+            "Every rank must call it after a failure.",
+            joined=joined,
+            missing=missing,
+        )
+
+    def leave(self, rank: int) -> None:
+        with self._lock:
+            self._left[rank] = None
+            stranded = [work for slot in self._slots.values() if rank not in slot for work in slot.values()]
+            stranded += [work for work, r in self._p2p if self._lost_to(work, r) is not None]
+        for work in stranded:
+            work.fail(_left(work, rank))
+
+
+def _left(work: Work, rank: int) -> PeerLost:
+    return PeerLost(
+        f"{work.op} (operation #{work.seq} of {work.ledger.name}) on rank {work.ledger.rank}: rank {rank} has closed its "
+        f"group and will not join. All ranks must submit the same operations before any of them closes. {UNEVEN}.",
+        rank=rank,
+        op=work.op.signature,
+    )
+
+
+def _fits(work: Work, rank: int, other: Work, other_rank: int) -> bool:
+    return (
+        work.op.kind is not other.op.kind
+        and work.op.tag == other.op.tag
+        and work.op.peer in (None, other_rank)
+        and other.op.peer in (None, rank)
+    )
+
+
+def _deliver(send: Work, source: int, recv: Work) -> None:
+    value, place = send.op.inputs[0], recv.op.outputs[0]
+    error: Exception | None = None
+    now = time.perf_counter()
+    for work in (send, recv):
+        work.ledger.started(work, now)
+    try:
+        if value.dtype != place.dtype or value.numel() != place.numel():
+            raise CollectiveMismatch(
+                f"{recv.ledger.name}: rank {source} sends {send.op} but rank {recv.ledger.rank} receives {recv.op}. "
+                "Both sides need the same dtype and number of elements.",
+                ops={source: send.op.signature, recv.ledger.rank: recv.op.signature},
+            )
+        store(place, value)
+    except Exception as problem:
+        error = problem
+    settle_together([(recv, source), (send, None)], error)
+
+
+class _SharedWatchdog(Watchdog):
+    """One watchdog for all ranks of a world; ends when the last of them stops it."""
+
+    def __init__(self, name: str, owners: int) -> None:
+        super().__init__(name)
+        self._owners = owners
+
+    def stop(self) -> None:
+        with self._lock:
+            self._owners -= 1
+            last = self._owners <= 0
+        if last:
+            super().stop()

@@ -1,0 +1,1 @@
+"""Hangs: who waits for whom, and what that rank does instead."""

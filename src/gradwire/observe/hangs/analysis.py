@@ -1,0 +1,360 @@
+"""Hangs: which rank the others wait for, and what it does instead. Pure.
+
+A collective that takes far longer than usual, and that a caller waits for, hangs. Ranks that have not submitted it keep the others
+waiting; if all have, they disagree on what it is, or one of them was stopped in the middle of it, or does something else that
+keeps its engine from it. A send or a receive hangs in the same way, with one other rank that may not have submitted its half.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from operator import itemgetter
+
+from gradwire.observe.hangs.gradient_questions import Awaited, missing_in
+from gradwire.observe.hangs.stacks import Frame, Stack, of_script, user_frames
+from gradwire.observe.rings.rank_progress import RankProgress
+from gradwire.observe.rings.ring import Record, message_key
+from gradwire.observe.stragglers.steps import Phase
+from gradwire.recorder.flight_recorder import ORDINAL_BITS
+from gradwire.runtime.host import ProcessState
+
+SOFT_DEADLINE = 5.0
+TIMES_USUAL = 10
+_OF_ANY_SIZE = frozenset({"gather", "scatter", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"})
+"""Collectives whose tensors may have other sizes on other ranks."""
+_BEFORE_BACKWARD = (Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
+
+
+class Cause(Enum):
+    """What keeps a rank from a collective. The value is the name people read."""
+
+    DEAD = "its process has ended"
+    ENDED_SINCE = "the launcher has ended it since: what it did is not known any more"
+    STOPPED = "its process is stopped"
+    DATA_LOADER = "it waits for its data loader"
+    HOOK = "it is in a communication hook"
+    USER_CODE = "it is in user code"
+    OTHER_COLLECTIVE = "it waits in another collective"
+    DIFFERENT = "it has submitted a different collective"
+    UNKNOWN = "it is not known what it does"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A rank of a group."""
+
+    rank: int
+    """In the world; of threads that share a process and its ring, in the group."""
+    number: int
+    """In the group."""
+    progress: RankProgress = field(repr=False)
+
+    def waits_in(self, record: Record) -> bool:
+        """Whether it has submitted this collective, which has not finished."""
+        return any(is_same(own, record) and own.rank == self.number for own in self.progress.pending.values())
+
+    def is_elsewhere(self, record: Record) -> bool:
+        """Whether it has submitted this collective, which has not finished, and does not wait for it."""
+        own = [key for key, one in self.progress.pending.items() if is_same(one, record) and one.rank == self.number]
+        return bool(own) and not any(key in self.progress.waited for key in own)
+
+    def has_failed(self, record: Record) -> bool:
+        """Whether it has submitted this collective, which has failed."""
+        return any(is_same(own, record) and own.rank == self.number for own in self.progress.failed)
+
+    def submission(self, record: Record) -> Record | None:
+        """What it has submitted as the collective of this number, if that was lately."""
+        own = self.progress.submitted.get((record.group, self.number), ())
+        return next((one for one in reversed(own) if one.ordinal == record.ordinal), None)
+
+    def has_reached(self, record: Record) -> bool:
+        """Whether it has submitted this collective or a later one; or this message."""
+        if not record.ordinal:
+            return any(is_same(own, record) and own.rank == self.number for own in self.progress.messages)
+        reached = self.progress.reached.get((record.group, self.number))
+        return reached is not None and reached.ordinal >= record.ordinal
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A collective, a send or a receive that hangs."""
+
+    record: Record
+    """Its submission, on the rank that has waited for longest."""
+    seconds: float
+    """How long that rank has waited."""
+    ranks: tuple[int, ...]
+    """Ranks that wait in it."""
+    missing: tuple[int, ...]
+    """Ranks that have not submitted it."""
+    members: tuple[Member, ...]
+    """The ranks that take part, in the order of the group, as far as they are recorded here."""
+    unknown: int = 0
+    """How many of those that take part are not recorded here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A rank that the others wait for."""
+
+    rank: int
+    pid: int
+    cause: Cause
+    state: ProcessState
+    stack: tuple[Frame, ...] = ()
+    where: Frame | None = None
+    """The innermost line of user code that it is in."""
+    other: Record | None = None
+    """The collective that it waits in, or has submitted, instead."""
+    bucket: int = -1
+    """The bucket that is not full there; -1 where that is not the reason."""
+    parameters: tuple[str, ...] = ()
+    """Those of the bucket without a gradient, if that is `certain`; else all of the bucket, one of which has none."""
+    certain: bool = False
+
+
+def find_waiting(
+    ranks: Sequence[RankProgress], now: int, *, deadline: float = SOFT_DEADLINE, failed: bool = False
+) -> Waiting | None:
+    """The collective that ranks have waited in for longest, if that is longer than `deadline` seconds and ten times the usual.
+
+    With `failed`, one that has failed since counts too, and one that no caller waits for yet: for a rank that has ended.
+    """
+    late = []
+    for rank in ranks:
+        for since, record in _waits(rank, failed=failed):
+            usual = 0.0 if failed else TIMES_USUAL * rank.usual_duration(record)
+            if (record.ordinal or record.peer >= 0) and (now - since) / 1e9 > max(deadline, usual):
+                late.append((not record.ordinal, since, rank.rank, record, max(deadline, usual)))
+    for _, since, _, record, limit in sorted(
+        late, key=itemgetter(0, 1, 2)
+    ):  # collectives first: more ranks wait in them, and all suspects are named
+        members = _members(ranks, record.group)
+        if not members:
+            continue
+        size = max(member.progress.groups[record.group][member.number] for member in members)
+        if record.ordinal:
+            record = _usual(members, record)
+            if not failed and size == len(members) and (now - _complete_since(members, record, now)) / 1e9 <= limit:
+                continue  # ranks have waited for the last one, which has come
+        else:
+            members = [member for member in members if member.number in (record.rank, record.peer)]
+            size = len({record.rank, record.peer})
+        waits = [m for m in members if m.waits_in(record) or (failed and m.has_failed(record))]
+        return Waiting(
+            record,
+            (now - since) / 1e9,
+            tuple(m.rank for m in waits if not record.ordinal or _kind(m.submission(record)) == _kind(record)),
+            tuple(m.rank for m in members if not m.has_reached(record)),
+            tuple(members),
+            max(0, size - len(members)),
+        )
+    return None
+
+
+def _complete_since(members: Sequence[Member], record: Record, now: int) -> int:
+    """When the last rank has submitted it; 0 if one has not, or has submitted something else."""
+    found = [member.submission(record) for member in members]
+    same = [one.time for one in found if one is not None and _kind(one) == _kind(record)]
+    return min(now, max(same)) if len(same) == len(members) else 0
+
+
+def _waits(rank: RankProgress, *, failed: bool) -> Iterator[tuple[int, Record]]:
+    if not failed:
+        yield from ((since, rank.pending[key]) for key, since in rank.waited.items() if key in rank.pending)
+        return
+    for record in (*rank.pending.values(), *rank.failed):
+        reached = rank.reached.get((record.group, record.rank))
+        if not record.ordinal:
+            if record not in rank.failed or record is rank.failed[-1]:
+                yield record.time, record
+        elif (
+            reached is not None and reached.ordinal >> ORDINAL_BITS == record.ordinal >> ORDINAL_BITS
+        ):  # not recovered since
+            yield record.time, record
+
+
+def _members(ranks: Sequence[RankProgress], group: str) -> list[Member] | None:
+    """Who takes part in a group, by its order. None if several groups have this name: then nothing can be said.
+    Empty if it has no name."""
+    found: dict[int, Member] = {}
+    for rank in ranks:
+        numbers = rank.groups.get(group, {})
+        for number in numbers:
+            if number in found:
+                return None
+            found[number] = Member(rank.rank if len(numbers) == 1 else number, number, rank)
+    return [found[number] for number in sorted(found)]
+
+
+def _usual(members: Sequence[Member], record: Record) -> Record:
+    """What most ranks have submitted as this collective."""
+    submitted = [own for member in members if (own := member.submission(record)) is not None]
+    [(kind, _)] = Counter(_kind(own) for own in submitted).most_common(1) or [(_kind(record), 1)]
+    return next((own for own in submitted if _kind(own) == kind), record)
+
+
+def _kind(record: Record | None) -> tuple[str, int] | None:
+    """What must be the same on all ranks."""
+    return None if record is None else (record.op, 0 if record.op in _OF_ANY_SIZE else record.nbytes)
+
+
+def is_same(a: Record, b: Record) -> bool:
+    """Whether two records are of the same collective, or of the two halves of one message."""
+    if a.ordinal or b.ordinal:
+        return a.group == b.group and a.ordinal == b.ordinal
+    return message_key(a) == message_key(b)
+
+
+Answers = Callable[[], Mapping[int, Sequence[Awaited]]]
+"""Returns the answers of ranks that were asked."""
+
+
+def find_suspects(
+    waiting: Waiting,
+    *,
+    state: Callable[[RankProgress], ProcessState],
+    stacks: Callable[[Sequence[RankProgress]], Mapping[int, Sequence[Stack]]],
+    ask: Callable[[Sequence[RankProgress]], Answers] | None = None,
+) -> list[Suspect]:
+    """The ranks that keep the others waiting. `state` and `stacks` look at processes of ranks, `ask` asks them which gradients
+    they wait for."""
+    found = _to_blame(waiting, state)
+    in_backward = [m.progress for m in found if _missing_bucket(m, waiting) >= 0 and not _is_before_backward(m)]
+    asked = ask(in_backward) if ask is not None and in_backward else dict
+    of_rank = stacks([member.progress for member in found])
+    answers = asked()
+    return [
+        _suspect(
+            member,
+            waiting,
+            state(member.progress),
+            of_rank.get(member.progress.rank, ()),
+            answers.get(member.progress.rank, ()),
+        )
+        for member in found
+    ]
+
+
+def _to_blame(waiting: Waiting, state: Callable[[RankProgress], ProcessState]) -> list[Member]:
+    if waiting.missing:
+        return [member for member in waiting.members if member.rank in waiting.missing]
+    if odd := [member for member in waiting.members if _different(member, waiting) is not None]:
+        return odd
+    ended = (ProcessState.STOPPED, ProcessState.GONE)
+    if out := [member for member in waiting.members if state(member.progress) in ended]:
+        return out
+    # It runs in the background there. Its engine may need the interpreter, which C code may block.
+    return [member for member in waiting.members if member.is_elsewhere(waiting.record)]
+
+
+def _different(member: Member, waiting: Waiting) -> Record | None:
+    """The submission of a rank that differs from those of most ranks."""
+    own = member.submission(waiting.record)
+    return None if _kind(own) in (None, _kind(waiting.record)) else own
+
+
+def _suspect(
+    member: Member, waiting: Waiting, state: ProcessState, stacks: Sequence[Stack], awaited: Sequence[Awaited]
+) -> Suspect:
+    cause, other = _cause(member, waiting, state, stacks)
+    stack = of_script(_stack(cause, stacks))
+    own = user_frames(stack, member.progress.header)
+    bucket = _missing_bucket(member, waiting)
+    names, certain = _missing_parameters(member, waiting, awaited) if bucket >= 0 else ((), False)
+    return Suspect(
+        member.rank,
+        int(member.progress.header["pid"]),
+        cause,
+        state,
+        tuple(stack),
+        own[0] if own else None,
+        other,
+        bucket,
+        names,
+        certain,
+    )
+
+
+def _missing_parameters(member: Member, waiting: Waiting, awaited: Sequence[Awaited]) -> tuple[tuple[str, ...], bool]:
+    """The parameters of the bucket without a gradient; where that is not known all of them, and False."""
+    record = waiting.record
+    known = missing_in(awaited, record.group, member.number, record.step, record.bucket)
+    if known is not None:
+        return known, True
+    names = parameters_of(record.bucket, record, [m.progress for m in waiting.members])
+    return names, _is_before_backward(member)
+
+
+def _is_before_backward(member: Member) -> bool:
+    """Whether the rank's records show that no gradient of the step is there. Threads share a ring, and have no phases."""
+    shared = any(len(numbers) > 1 for numbers in member.progress.groups.values())
+    return not shared and member.progress.phase in _BEFORE_BACKWARD
+
+
+def _cause(
+    member: Member, waiting: Waiting, state: ProcessState, stacks: Sequence[Stack]
+) -> tuple[Cause, Record | None]:
+    """What a rank does, and the collective that it does instead, if any."""
+    different = _different(member, waiting)
+    elsewhere = member.progress.waiting_in(member.number)
+    if different is not None:
+        return Cause.DIFFERENT, different
+    if state is ProcessState.GONE:
+        return Cause.DEAD, None
+    if state is ProcessState.STOPPED:
+        return Cause.STOPPED, None
+    if elsewhere is not None and not is_same(elsewhere[0], waiting.record):
+        return Cause.OTHER_COLLECTIVE, elsewhere[0]
+    if any(_is_in_hook(stack.frames) for stack in stacks):
+        return Cause.HOOK, None
+    if not stacks:
+        return Cause.UNKNOWN, None
+    in_loader = any("/torch/utils/data/" in frame.file for frame in _stack(Cause.USER_CODE, stacks))
+    return Cause.DATA_LOADER if in_loader else Cause.USER_CODE, None
+
+
+def _stack(cause: Cause, stacks: Sequence[Stack]) -> tuple[Frame, ...]:
+    """The stack to show: that of the thread that is in a hook; or of the main thread, unless that waits for other threads."""
+    wanted = _is_in_hook if cause is Cause.HOOK else _is_at_work
+    return next((s.frames for s in stacks if wanted(s.frames)), stacks[0].frames if stacks else ())
+
+
+def _is_at_work(frames: Sequence[Frame]) -> bool:
+    """Whether a thread is neither in a wait for a collective nor in one for other threads."""
+    return bool(frames) and not frames[0].file.endswith("/threading.py") and "/gradwire/groups/" not in frames[0].file
+
+
+def _is_in_hook(frames: Sequence[Frame]) -> bool:
+    """Whether a thread is in what a hook computes: what drives hooks has called something, and that is not a wait."""
+    for i, frame in enumerate(frames):
+        if frame.file.endswith(("/gradwire/hooks/pump.py", "/gradwire/reducer/hook/torch_hooks.py")):
+            return not any("/gradwire/groups/" in inner.file for inner in frames[:i])
+    return False
+
+
+def _missing_bucket(member: Member, waiting: Waiting) -> int:
+    """The bucket that the others reduce and that is not full on this rank; -1 if there is none."""
+    record = waiting.record
+    full = member.progress.full.get((record.group, record.bucket))
+    missing = member.rank in waiting.missing and record.bucket >= 0 and bool(record.ordinal)
+    return record.bucket if missing and (full is None or full.step < record.step) else -1
+
+
+def parameters_of(bucket: int, record: Record, ranks: Sequence[RankProgress]) -> tuple[str, ...]:
+    """The names of the parameters in a bucket of the group of `record`, as far as a rank has described them.
+
+    Models may share a group: of several descriptions, the one is meant whose bucket was as large when it was full.
+    """
+    for rank in ranks:
+        full = rank.full.get((record.group, bucket))
+        if full is None:
+            continue
+        for model in reversed(rank.descriptions.get("buckets", ())):
+            buckets = model["buckets"] if model["group"] == record.group else ()
+            if bucket < len(buckets) and buckets[bucket]["bytes"] == full.nbytes:
+                return tuple(buckets[bucket]["names"])
+    return ()

@@ -1,0 +1,227 @@
+"""Python stacks of a rank that may not answer. Without torch.
+
+In a rank that is recorded, faulthandler writes the stacks of all threads to `rank-N.stacks` when a signal comes. Its handler is
+C code that runs at once: in a Python loop, in a system call, and in C code that holds the interpreter's lock. A process that is
+stopped, or blocks the signal, does not answer: py-spy reads its stacks, if it is installed (`pip install gradwire[py-spy]`).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import signal
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gradwire.observe.hangs.py_spy import dump_stacks
+from gradwire.runtime.host import ProcessState, handles_signal, process_state
+
+SIGNAL = signal.SIGRTMIN + 12 if hasattr(signal, "SIGRTMIN") else None
+"""Not one that programs use."""
+_PAUSE = 0.02
+_LARGEST = 1 << 20
+_STARTERS = ("/gradwire/launch/observed.py", "/gradwire/launch/run_script.py", "/gradwire/integrations/ddp_script.py")
+"""Where `gradwire run` starts scripts from, with --observe and --replace-ddp."""
+_QUESTIONS = "/gradwire/observe/hangs/gradient_questions.py"
+_REPORTER = "/gradwire/observe/hangs/error_report.py"
+_OUTERMOST = ("<module>", "_run_module_as_main")
+_THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
+_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.function}() at {self.file}:{self.line}"
+
+    def relative_to(self, directory: str) -> str:
+        """As a person reads it who is in `directory`."""
+        return str(replace(self, file=self.file.removeprefix(os.path.join(directory, ""))))
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What one thread does, most recent call first."""
+
+    thread: int
+    frames: tuple[Frame, ...]
+
+
+class StackFile:
+    """In the rank: writes stacks when the signal comes. Made in the main thread, which alone may say what a signal does."""
+
+    def __init__(self, path: Path) -> None:
+        assert SIGNAL is not None
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd = os.open(path, flags, 0o600)
+        try:
+            signal.signal(SIGNAL, signal.SIG_IGN)  # what unregistering goes back to: a signal may be under way then
+            faulthandler.register(SIGNAL, file=self._fd, all_threads=True)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def close(self) -> None:
+        """Stop writing."""
+        assert SIGNAL is not None
+        faulthandler.unregister(SIGNAL)
+        os.close(self._fd)
+
+
+def can_write_stacks() -> bool:
+    """Whether this system has such signals, and this is the main thread."""
+    return SIGNAL is not None and threading.current_thread() is threading.main_thread()
+
+
+def read_stacks(headers: Mapping[Path, Mapping[str, Any]], *, within: float = 1.0) -> dict[Path, list[Stack]]:
+    """The stacks of the threads of several ranks now, the main thread's first.
+
+    By the path of each rank's file of stacks and the header of its ring. All ranks are asked at the same time, and have
+    `within` seconds to answer. Those that do not, or are stopped, are looked at by py-spy, where it is installed.
+    """
+    found: dict[Path, list[Stack]] = {path: [] for path in headers}
+    asked = {path: answer for path, header in headers.items() if (answer := _ask(path, header)) is not None}
+    deadline = time.monotonic() + within
+    while asked and time.monotonic() < deadline:
+        time.sleep(_PAUSE)
+        for path, answer in list(asked.items()):
+            answer.read()
+            found[path] = parse_stacks(answer.text, main=int(headers[path]["main_thread"]))
+            if answer.is_complete(found[path]):
+                del asked[path]
+    silent = {path: int(headers[path]["pid"]) for path, stacks in found.items() if not stacks}
+    for path, text in dump_stacks(silent, within=within).items():
+        found[path] = parse_dump(text, main=int(headers[path]["main_thread"]))
+    return found
+
+
+class _Answer:
+    """What faulthandler has written since it was asked."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._begin = path.stat().st_size
+        if self._begin > _LARGEST:  # it is only ever added to
+            os.truncate(path, 0)
+            self._begin = 0
+        self.text = ""
+        self._changed = time.monotonic()
+
+    def read(self) -> None:
+        try:
+            with self._path.open(errors="replace") as file:
+                file.seek(self._begin)
+                text = file.read()
+        except OSError:
+            return
+        if text != self.text:
+            self.text, self._changed = text, time.monotonic()
+
+    def is_complete(self, stacks: Sequence[Stack]) -> bool:
+        """Whether nothing more is to come. Nothing marks the end, except that the stack of a program ends in a module."""
+        since = time.monotonic() - self._changed
+        ended = any(stack.frames and stack.frames[-1].function in _OUTERMOST for stack in stacks[:1])
+        return bool(stacks) and since > (_PAUSE if ended else 10 * _PAUSE)
+
+
+def _ask(path: Path, header: Mapping[str, Any]) -> _Answer | None:
+    """Send the signal; None if the rank cannot answer."""
+    pid = int(header["pid"])
+    if SIGNAL is None or process_state(pid) is ProcessState.STOPPED or not handles_signal(pid, SIGNAL):
+        return None
+    try:
+        answer = _Answer(path)
+        os.kill(pid, SIGNAL)
+    except OSError:
+        return None
+    return answer
+
+
+def parse_stacks(text: str, *, main: int) -> list[Stack]:
+    """What faulthandler has written, the main thread's stack first.
+
+    >>> text = 'Thread 0x00ff (most recent call first):\\n  File "a.py", line 3 in f\\n'
+    >>> parse_stacks(text, main=255)
+    [Stack(thread=255, frames=(Frame(file='a.py', line=3, function='f'),))]
+    """
+    stacks: dict[int, list[Frame]] = {}  # of a rank that was asked twice, the last
+    frames: list[Frame] = []
+    for line in text.splitlines():
+        if found := _THREAD.match(line):
+            frames = stacks[int(found[1], 16)] = []
+        elif found := _FRAME.match(line):
+            frames.append(Frame(found[1], int(found[2]) if found[2].isdigit() else 0, found[3]))
+    return main_first(stacks, main)
+
+
+def parse_dump(text: str, *, main: int) -> list[Stack]:
+    """What py-spy has written, the main thread's stack first; nothing if that is not what it was asked for."""
+    try:
+        threads = {
+            int(thread["thread_id"]): [
+                Frame(str(frame["filename"]), int(frame["line"]), str(frame["name"])) for frame in thread["frames"]
+            ]
+            for thread in json.loads(text)
+        }
+    except (KeyError, TypeError, ValueError):
+        return []
+    return main_first(threads, main)
+
+
+def main_first(threads: Mapping[int, Sequence[Frame]], main: int) -> list[Stack]:
+    """The stacks of `threads`, that of `main` first, without the one that waits for questions."""
+    stacks = [
+        Stack(t, tuple(frames)) for t, frames in threads.items() if not frames or not _waits_for_questions(frames)
+    ]
+    return sorted(stacks, key=lambda stack: stack.thread != main)
+
+
+def _waits_for_questions(frames: Sequence[Frame]) -> bool:
+    return frames[0].file.endswith(_QUESTIONS)
+
+
+def user_frames(frames: Sequence[Frame], header: Mapping[str, Any]) -> list[Frame]:
+    """The frames that are not in files of Python, torch, gradwire or other installed packages: what the user wrote."""
+    libraries = tuple(header["libraries"])
+    return [frame for frame in frames if not frame.file.startswith((*libraries, "<frozen"))]
+
+
+def of_script(frames: Sequence[Frame]) -> Sequence[Frame]:
+    """The frames without those by which `python -m` and `gradwire run` with --observe or --replace-ddp have started the script,
+    and without those of a rank that is writing the very report.
+
+    >>> script, runpy = Frame("train.py", 3, "<module>"), Frame("<frozen runpy>", 88, "_run_code")
+    >>> observed = Frame("/lib/gradwire/launch/observed.py", 36, "main")
+    >>> reports = Frame("/lib/gradwire/observe/hangs/error_report.py", 29, "report_for_error")
+    >>> of_script(
+    ...     [Frame("/lib/gradwire/observe/hangs/analysis.py", 227, "f"), reports, script, runpy, observed, runpy]
+    ... ) == [script]
+    True
+    """
+    begin = max((i + 1 for i, frame in enumerate(frames) if frame.file.endswith(_REPORTER)), default=0)
+    end = len(frames)
+    while end and (frames[end - 1].file == "<frozen runpy>" or frames[end - 1].file.endswith(_STARTERS)):
+        end -= 1
+    return frames[begin:end]
+
+
+def libraries() -> list[str]:
+    """Where Python, torch, gradwire and other installed packages are."""
+    packages = [sys.modules[name].__file__ for name in ("gradwire", "torch") if name in sys.modules]
+    found = [os.path.dirname(file) for file in packages if file]
+    found += [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return [os.path.join(path, "") for path in dict.fromkeys(found)]

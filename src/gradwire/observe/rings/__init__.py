@@ -1,0 +1,1 @@
+"""Reading what flight recorders have written, and putting the records of all ranks on one clock."""

@@ -1,0 +1,178 @@
+"""How far each rank has come: a rank's records, folded into what a hang report, a live view and a person need to know. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from gradwire.observe.rings.ring import COLLECTIVES, Record
+from gradwire.observe.stragglers.step_times import MANY_LOST, StepFolder
+from gradwire.observe.stragglers.steps import Phase
+from gradwire.recorder.flight_recorder import RecordKind
+
+_KEPT_DURATIONS = 100
+_KEPT_RECORDS = 20
+_KEPT_WARNINGS = 20
+_KEPT_FAILED = 20
+_KEPT_SUBMITTED = 100
+_KEPT_MESSAGES = 1000
+_KEPT_FORWARDS = 20
+
+Operation = tuple[str, int, int]
+"""Group, rank in it (threads of one process may be several), and sequence number."""
+
+
+@dataclass
+class RankProgress:
+    """What is known of one rank."""
+
+    rank: int
+    header: Mapping[str, Any]
+    groups: dict[str, dict[int, int]] = field(default_factory=dict)
+    """By the name of a group: this rank's number in it, or those of the threads of this process, and its size; 0 if that is not
+    known."""
+    reached: dict[tuple[str, int], Record] = field(default_factory=dict)
+    """By group and rank in it: the last collective that was submitted, or finished without having been seen before."""
+    submitted: dict[tuple[str, int], deque[Record]] = field(default_factory=dict)
+    """By group and rank in it: the submissions of the last collectives."""
+    messages: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_MESSAGES))
+    """The last sends and receives that were submitted, or finished without having been seen before."""
+    pending: dict[Operation, Record] = field(default_factory=dict)
+    """Operations that were submitted and have not finished."""
+    waited: dict[Operation, int] = field(default_factory=dict)
+    """Since when a caller waits for a pending operation. Others run in the background."""
+    failed: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_FAILED))
+    """The submissions of operations that have failed."""
+    full: dict[tuple[str, int], Record] = field(default_factory=dict)
+    """By group and bucket: when it was full last."""
+    durations: dict[tuple[str, str], deque[int]] = field(default_factory=dict)
+    """By group and operation: how long the last ones took."""
+    last: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_RECORDS))
+    """The last records."""
+    warnings: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_WARNINGS))
+    """The last warnings."""
+    step: int = -1
+    """The step that it is in, or was in last."""
+    folder: StepFolder = field(default_factory=StepFolder)
+    """The times of its last steps."""
+    forwards: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_FORWARDS))
+    """When its last forwards began."""
+    last_collective: Record | None = None
+    """The last record of a collective."""
+    descriptions: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """What records refer to: see `FlightRecorder.describe`."""
+
+    def update(self, records: Iterable[Record]) -> None:
+        """Take new records into account."""
+        for record in records:
+            if self.last and record.number - self.last[-1].number > MANY_LOST:
+                self._forget_unfinished()
+            self.last.append(record)
+            self.folder.add(record)
+            if (
+                record.kind is not RecordKind.WARNING
+            ):  # which may count steps in another way, or be about an earlier one
+                self.step = max(self.step, record.step)
+            kind = record.kind
+            if kind is RecordKind.GROUP:
+                self._forget(record)
+                self.groups.setdefault(record.group, {})[record.rank] = record.nbytes
+                continue
+            if record.group:  # in a long run the record of the group itself was overwritten
+                self.groups.setdefault(record.group, {}).setdefault(record.rank, 0)
+            if kind is RecordKind.WARNING:
+                self.warnings.append(record)
+            elif kind is RecordKind.BUCKET_FULL:
+                self.full[record.group, record.bucket] = record
+            elif kind is RecordKind.FORWARD_BEGAN:
+                self.forwards.append(record.time)
+            elif kind in COLLECTIVES:
+                self._update_collective(record)
+
+    @property
+    def usual_step(self) -> float:
+        """The median time between two forwards, in seconds; 0 if that is not known."""
+        times = list(self.forwards)
+        return median(b - a for a, b in pairwise(times)) / 1e9 if len(times) > 1 else 0.0
+
+    @property
+    def phase(self) -> Phase | None:
+        """What it does in the step, if it trains a model."""
+        return self.folder.tracker.phase
+
+    @property
+    def phase_since(self) -> int:
+        """When the phase began."""
+        return self.folder.tracker.start
+
+    def _update_collective(self, record: Record) -> None:
+        kind, key = record.kind, (record.group, record.rank, record.seq)
+        self.last_collective = record
+        if kind is RecordKind.COLLECTIVE_SUBMITTED:
+            self.pending[key] = record
+            self._reach(record)
+        elif kind is RecordKind.COLLECTIVE_WAITED:
+            self.waited.setdefault(key, record.time)
+        elif kind in (RecordKind.COLLECTIVE_FINISHED, RecordKind.COLLECTIVE_FAILED):
+            submitted = self.pending.pop(key, record)
+            self.waited.pop(key, None)
+            if submitted is record:
+                self._reach(record)
+            if kind is RecordKind.COLLECTIVE_FAILED:
+                self.failed.append(submitted)
+            else:
+                of_this = self.durations.setdefault((record.group, record.op), deque(maxlen=_KEPT_DURATIONS))
+                of_this.append(record.duration)
+
+    def _forget_unfinished(self) -> None:
+        """Records were overwritten before they were read: of what was in flight, nobody knows whether it has finished."""
+        self.pending.clear()
+        self.waited.clear()
+        self.folder.forget_unfinished()
+
+    def _forget(self, group: Record) -> None:
+        """A group of the same name was closed: the new one counts from 1 again."""
+        self.reached.pop((group.group, group.rank), None)
+        kept = [one for one in self.messages if (one.group, one.rank) != (group.group, group.rank)]
+        self.messages = deque(kept, maxlen=_KEPT_MESSAGES)
+        self.submitted.pop((group.group, group.rank), None)
+        for known in (self.pending, self.waited):
+            for key in [key for key in known if key[:2] == (group.group, group.rank)]:
+                del known[key]
+
+    def _reach(self, record: Record) -> None:
+        member = record.group, record.rank
+        if record.peer >= 0:
+            self.messages.append(record)
+        known = self.reached.get(member)
+        if record.ordinal and (known is None or record.ordinal > known.ordinal):
+            self.reached[member] = record
+            self.submitted.setdefault(member, deque(maxlen=_KEPT_SUBMITTED)).append(record)
+
+    def usual_duration(self, record: Record) -> float:
+        """The median of what operations like this one took here lately, in seconds; 0 if there were none."""
+        durations = self.durations.get((record.group, record.op))
+        return median(durations) / 1e9 if durations else 0.0
+
+    def waiting_in(self, number: int | None = None) -> tuple[Record, int] | None:
+        """The operation that a caller has waited for longest, and since when; of threads, that of rank `number`."""
+        alone = number is None or all(len(numbers) < 2 for numbers in self.groups.values())
+        found = min(
+            ((since, key) for key, since in self.waited.items() if key in self.pending and (alone or key[1] == number)),
+            default=None,
+        )
+        return None if found is None else (self.pending[found[1]], found[0])
+
+    def missing_bucket(self, group: str) -> int:
+        """The first bucket of the step that is not full here; -1 where nothing is known of buckets."""
+        buckets = sorted(bucket for name, bucket in self.full if name == group)
+        began = self.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.EXPOSED)
+        for bucket in buckets:
+            step = self.full[group, bucket].step
+            if step < self.step or (step == self.step and not began):
+                return bucket
+        return -1

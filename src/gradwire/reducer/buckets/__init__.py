@@ -1,0 +1,1 @@
+"""Which parameter lies in which bucket, and the memory of the buckets."""

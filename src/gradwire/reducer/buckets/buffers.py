@@ -1,0 +1,253 @@
+"""Buckets: the memory of all buckets of a model; gradients go in when a bucket is launched, averages come back out.
+
+Note [One copy]
+Averages of all buckets of a device are copied out by one call: a bucket of 25 MB alone does not occupy all of a large GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter, eq, is_not
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import UnexpectedLayout
+from gradwire.groups.base import Group
+from gradwire.hooks.bucket import BucketSpec, GradBucket
+from gradwire.reducer.buckets.layout import BucketLayout
+
+# Copies record no graph whatever the gradients carry, and cost a fifth less than under no_grad, which asks autograd.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+_address: Callable[[Any], int] = Tensor.data_ptr
+_is_sparse = attrgetter("is_sparse")
+
+
+class ZeroBucket(GradBucket):
+    """What a rank without inputs contributes: zeros, whatever the `.grad` of its parameters still holds."""
+
+    __slots__ = ()
+
+
+class Buckets:
+    """The buckets of one model in one layout.
+
+    With `keep_views`, gradients are views of the buckets after a step. With `lazy`, memory is allocated when a bucket is
+    launched and released at the end of the step.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], layout: BucketLayout, *, keep_views: bool, lazy: bool) -> None:
+        self.layout = layout
+        self.keep_views = keep_views
+        self.lazy = lazy
+        self.storages: list[Storage] = []
+        self.parameters: list[list[Tensor]] = []
+        """Of each bucket, its parameters."""
+        self._all_parameters = list(parameters)
+
+    def allocate(self, layout: BucketLayout, group: Group) -> None:
+        """Have buckets of this layout, in the group's memory."""
+        self.layout = layout
+        self.storages = [Storage(spec, None if self.lazy else group) for spec in layout.buckets]
+        self.parameters = [[self._all_parameters[i] for i in members] for members in layout.members]
+
+    def fill(self, bucket: int, gradients: Sequence[Tensor | None], group: Group, *, new: bool) -> Tensor:
+        """Bring gradients into a bucket. Returns its buffer, or the gradient itself if it is sparse.
+
+        `new`: each `.grad` was None before this backward and has been set by it. Then only a user's function can have returned
+        memory of the bucket as a gradient; copying that onto itself changes nothing, and torch refuses it if the strides differ.
+        """
+        storage = self.storages[bucket]
+        if self.lazy:
+            storage.allocate(group)
+        if storage.buffer is None:
+            return _sparse(gradients[0], self.parameters[bucket][0])
+        try:
+            if not (new and storage.copied_in(gradients)):
+                storage.take_in(gradients)
+        except RuntimeError as error:
+            storage.explain(gradients, error)
+            raise
+        return storage.buffer
+
+    def as_grad_bucket(self, bucket: int, buffer: Tensor, *, last: bool) -> GradBucket:
+        """What a hook sees of a bucket that was filled."""
+        storage = self.storages[bucket]
+        return GradBucket(storage.spec, buffer, self.parameters[bucket], is_last=last, views=storage.views or None)
+
+    def zeros(self) -> list[ZeroBucket]:
+        """All buckets with nothing in them, in launch order, in memory of their own."""
+        buckets: list[ZeroBucket] = []
+        for storage, parameters in zip(self.storages, self.parameters, strict=True):
+            spec = storage.spec
+            shape = parameters[0].shape if spec.sparse else (spec.numel,)
+            buffer = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+            if spec.sparse:
+                buffer = buffer.to_sparse(1)
+            buckets.append(ZeroBucket(spec, buffer, parameters, is_last=storage is self.storages[-1]))
+        return buckets
+
+    def put_back(
+        self, results: Iterable[tuple[int, Tensor, list[Tensor | None]]], unused: Collection[int] = ()
+    ) -> None:
+        """Make the averages the parameters' gradients: of each bucket its average and the gradients it has now.
+
+        Those of `unused` parameters stay. See Note [One copy].
+        """
+        copies: dict[tuple[torch.device, torch.dtype], _Copies] = {}
+        for bucket, result, gradients in results:
+            storage, indices = self.storages[bucket], self.layout.members[bucket]
+            parameters, views = self.parameters[bucket], storage.views
+            if storage.buffer is None:
+                if indices[0] not in unused:
+                    parameters[0].grad = result
+                continue
+            storage.put(result)
+            if unused:
+                used = [k for k, i in enumerate(indices) if i not in unused]
+                parameters, views = [parameters[k] for k in used], [views[k] for k in used]
+                gradients = [gradients[k] for k in used]
+            if self.keep_views:
+                for parameter, grad, view in zip(parameters, gradients, views, strict=True):
+                    if grad is not view:
+                        parameter.grad = view
+            else:
+                key = storage.spec.device, storage.spec.dtype
+                if key not in copies:
+                    copies[key] = _Copies()
+                copies[key].add(parameters, gradients, views)
+        for of_one_kind in copies.values():
+            of_one_kind.carry_out()
+
+    def release(self, bucket: int) -> None:
+        """Give the memory of a bucket back, if it is allocated for each step."""
+        if self.lazy:
+            self.storages[bucket].release()
+
+
+class _Copies:
+    """Averages that are copied into gradients, all of one device and type."""
+
+    def __init__(self) -> None:
+        self._parameters: list[Tensor] = []
+        self._places: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def add(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], views: Sequence[Tensor]) -> None:
+        """Copy `views` into the gradients; one that is absent becomes a tensor of its own."""
+        if not all_there(gradients):
+            there = [k for k, grad in enumerate(gradients) if grad is not None]
+            for k in set(range(len(gradients))).difference(there):
+                parameters[k].grad = views[k].clone()
+            parameters, views = [parameters[k] for k in there], [views[k] for k in there]
+            gradients = [gradients[k] for k in there]
+        self._parameters += parameters
+        self._places += gradients  # type: ignore[arg-type]
+        self._values += views
+
+    def carry_out(self) -> None:
+        """Copy."""
+        if not self._places:
+            return
+        with below_autograd():
+            try:
+                torch._foreach_copy_(self._places, self._values)
+            except RuntimeError:  # looking for sparse ones at first would cost as much as copying small ones
+                if not any(map(_is_sparse, self._places)):
+                    raise
+                self._carry_out_one_by_one()
+
+    def _carry_out_one_by_one(self) -> None:
+        """A sparse gradient becomes a tensor of its own."""
+        for parameter, place, value in zip(self._parameters, self._places, self._values, strict=True):
+            if place.is_sparse:
+                parameter.grad = value.clone()
+            else:
+                place.copy_(value)
+
+
+def _sparse(grad: Tensor | None, parameter: Tensor) -> Tensor:
+    if grad is None:
+        return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device).to_sparse(1)
+    return grad.detach() if grad.is_sparse else grad.detach().to_sparse(1)
+
+
+class Storage:
+    """The buffer of one bucket. A sparse bucket has none: its gradient travels as it is."""
+
+    __slots__ = ("_addresses", "buffer", "spec", "views")
+
+    def __init__(self, spec: BucketSpec, group: Group | None) -> None:
+        self.spec = spec
+        self.buffer: Tensor | None = None
+        self.views: list[Tensor] = []
+        self._addresses: list[int] = []
+        if group is not None:
+            self.allocate(group)
+
+    def allocate(self, group: Group) -> None:
+        """Take the memory, unless it is there or none is needed."""
+        spec = self.spec
+        if self.buffer is None and not spec.sparse:
+            self.buffer = group.allocate(spec.numel, dtype=spec.dtype, device=spec.device).zero_()
+            self.views = spec.views(self.buffer)
+            self._addresses = [view.data_ptr() for view in self.views]
+
+    def release(self) -> None:
+        """Give the memory back; gradients that are views of it keep it until they go."""
+        self.buffer, self.views, self._addresses = None, [], []
+
+    def copied_in(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Copy gradients into the buffer, and return whether that was possible: none may lie in it with other strides."""
+        try:
+            with below_autograd():
+                torch._foreach_copy_(self.views, gradients)  # type: ignore[arg-type]
+        except RuntimeError:
+            return False
+        return True
+
+    def take_in(self, gradients: Sequence[Tensor | None]) -> None:
+        """Bring the gradients into the buffer: those that lie elsewhere are copied, absent ones are zero."""
+        if all_there(gradients) and not any(map(eq, map(_address, gradients), self._addresses)):
+            with below_autograd():
+                torch._foreach_copy_(self.views, gradients)  # type: ignore[arg-type]
+            return
+        places, values = [], []
+        with below_autograd():
+            for view, address, grad in zip(self.views, self._addresses, gradients, strict=True):
+                if grad is view:
+                    continue
+                if grad is None:
+                    view.zero_()
+                elif grad.data_ptr() != address:
+                    places.append(view)
+                    values.append(grad)
+                elif grad.stride() != view.stride():
+                    places.append(view)
+                    values.append(grad.clone())  # it lies where it is to be written, in another order
+            if places:
+                torch._foreach_copy_(places, values)
+
+    def explain(self, gradients: Sequence[Tensor | None], error: RuntimeError) -> None:
+        """If gradients could not be copied because one is sparse, raise an error that names its parameter."""
+        for name, grad in zip(self.spec.names, gradients, strict=True):
+            if grad is not None and grad.layout != torch.strided:
+                raise UnexpectedLayout(
+                    f"filling {self.spec}: the gradient of {name} has layout {grad.layout}, and its bucket is dense. Only the "
+                    "weights of nn.Embedding and nn.EmbeddingBag with sparse=True get sparse buckets: use one of these modules, or "
+                    "sparse=False in torch.nn.functional.embedding."
+                ) from error
+
+    def put(self, result: Tensor) -> None:
+        """Make the reduced bucket the buffer's contents."""
+        buffer = self.buffer
+        assert buffer is not None
+        if result.data_ptr() != buffer.data_ptr() or result.dtype != buffer.dtype:
+            buffer.copy_(result.detach().reshape(-1))
+
+
+def all_there(gradients: Sequence[Tensor | None]) -> bool:
+    """Whether none is None. (`in` would compare tensors.)"""
+    return all(map(is_not, gradients, repeat(None)))

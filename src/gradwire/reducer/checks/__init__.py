@@ -1,0 +1,1 @@
+"""Checks of a step: whether gradients are finite, whether averages are averages."""

@@ -1,0 +1,307 @@
+"""Drives a reduction against a Group: the one place where hooks meet communication.
+
+Note [Where a reduction runs]
+On CUDA, if the group orders streams, it runs straight through in the caller's thread under a side stream: `wait` then does
+not block the host, so the whole hook is enqueued while backward continues. Elsewhere a hook of no collective is done at once; a
+hook of one is submitted at once and finished by its waiter; a hook of several runs on the group's lane, one bucket
+after another, so that all ranks submit their collectives in the same order whatever the timing. What the lane does on CUDA (gloo
+takes CUDA tensors and orders no streams) is on the side stream, behind what the caller had enqueued at launch.
+
+Note [Scopes]
+A reduction may yield collectives of the ranks of one host, or of one rank per host. A group that knows of hosts (`group.layout`)
+runs them in order with all others, and hooks see its hosts. For any other group all ranks are one host: collectives of the host
+involve all ranks, and those between hosts have no peers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import Collective, Scope
+from gradwire.collectives.reference import perform
+from gradwire.errors import CollectiveTimeout, HookError
+from gradwire.groups.base import Group
+from gradwire.groups.work import Work
+from gradwire.hooks.base import CommHook, Reduction, Turn
+from gradwire.hooks.periodic.base import OuterHook
+from gradwire.hooks.pump import begin, pump
+from gradwire.recorder import flight_recorder
+from gradwire.runtime.threads import Worker
+
+
+class Pending(Protocol):
+    """A reduction under way."""
+
+    def wait(self) -> Tensor:
+        """The averaged gradient, flat; raises what went wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A reduction that is over."""
+
+    value: Tensor
+
+    def wait(self) -> Tensor:
+        """The value."""
+        return self.value
+
+
+class Awaitable(Protocol):
+    """What is waited for between two steps of a reduction: a Work, or something that is over already."""
+
+    def wait(self) -> object:
+        """Return when it is over."""
+
+
+class _Over:
+    def wait(self) -> None:
+        """It is."""
+
+
+def _on(group: Group, carry_out: Callable[[Collective], Work]) -> Callable[[Collective], Awaitable]:
+    """`carry_out` for collectives of any scope. See Note [Scopes]."""
+    if group.layout is not None:
+        return carry_out
+
+    def carry_out_here(op: Collective) -> Awaitable:
+        if op.scope is Scope.WORLD:
+            return carry_out(op)
+        op.check(*((group.rank, group.size) if op.scope is Scope.INSIDE else (0, 1)))
+        plain = op.among(Scope.WORLD)
+        if op.scope is Scope.INSIDE:
+            return carry_out(plain)
+        perform([plain])
+        return _Over()
+
+    return carry_out_here
+
+
+def gradient_reduction(group: Group, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+    """The reduction of a gradient by `hook`, checked; the hook sees the group's hosts."""
+    turn = _with_hosts(turn, group)
+    return begin(hook.reduce(grad, state, turn), hook, turn, grad.numel(), grad.dtype)
+
+
+def outer_reduction(group: Group, hook: OuterHook, parameters: Tensor, state: Any, turn: Turn) -> Reduction:
+    """The first half of an outer step by `hook`, checked; the hook sees the group's hosts."""
+    turn = _with_hosts(turn, group)
+    return begin(hook.after_step(parameters, state, turn), hook, turn, parameters.numel())
+
+
+def _with_hosts(turn: Turn, group: Group) -> Turn:
+    return turn if group.layout is None else replace(turn, hosts=group.layout)
+
+
+def carry_out(reduction: Reduction, group: Group) -> Tensor:
+    """The value of a reduction that runs to its end in the caller's thread."""
+    return _run(reduction, _on(group, group.submit))
+
+
+def start_single(reduction: Reduction, group: Group, hook: CommHook) -> Pending:
+    """Start a reduction of one collective: submitted now in the caller's thread, and finished by the thread that waits."""
+    return _Single(reduction, group, repr(hook))
+
+
+def _run(reduction: Reduction, submit: Callable[[Collective], Awaitable]) -> Tensor:
+    return pump(reduction, lambda op: submit(op).wait()).value
+
+
+class Driver:
+    """Launches reductions of one group, in bucket order."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._lane = Worker(f"reductions-{group.name}-{group.rank}")
+        # A model that is dropped without detach() must not leave a thread behind; at exit it ends before the group does.
+        self._finalizer = weakref.finalize(self, self._lane.stop)
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def launch(self, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Pending:
+        """Start reducing `grad`; never waits for another rank, except on groups that block in `submit`."""
+        if grad.device.type == "cuda" and self.group.orders_streams(grad.device):
+            return self._launch_on_stream(hook, grad, state, turn)
+        reduction = gradient_reduction(self.group, hook, grad, state, turn)
+        if hook.collectives == 1:
+            return start_single(reduction, self.group, hook)
+        if hook.collectives == 0:
+            return _Done(reduction, repr(hook))
+        ordered = _Ordered(grad, self.side_stream(grad.device)) if grad.is_cuda else None
+        return _OnLane(reduction, self.group, self._lane, turn, ordered)
+
+    def _launch_on_stream(self, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Pending:
+        device = grad.device
+        side = self.side_stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            _keep(grad, side)
+            value = carry_out(gradient_reduction(self.group, hook, grad, state, turn), self.group)
+            event = torch.cuda.Event()
+            event.record(side)
+        return _OnStream(value, event)
+
+    def side_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream of a device on which reductions run that do not block the host."""
+        side = self._streams.get(device)
+        if side is None:
+            side = self._streams[device] = torch.cuda.Stream(device)
+        return side
+
+    def drain(self, timeout: float) -> None:
+        """Wait until no reduction is at work on the lane.
+
+        After a failure the group is first drained, then recovered: a reduction left over from the failed step would
+        otherwise submit its next collective to the recovered group, where no rank expects it.
+        """
+        if self._lane.idle:
+            return
+        done = threading.Event()
+        self._lane.put(done.set)
+        if not done.wait(timeout):
+            raise CollectiveTimeout(
+                f"reductions of a failed step on {self.group}: a hook is still at work after {timeout:.3g} s. "
+                "Find out what it computes between its collectives."
+            )
+
+    def close(self) -> None:
+        """End the lane."""
+        self._finalizer()
+
+
+class _Done:
+    """Nothing had to be communicated."""
+
+    def __init__(self, reduction: Reduction, hook: str) -> None:
+        self._hook = hook
+        self._value = _run(reduction, self._refuse)
+
+    def wait(self) -> Tensor:
+        return self._value
+
+    def _refuse(self, op: Collective) -> Work:
+        raise HookError(f"communication hook {self._hook} says collectives = 0 but yielded {op}.", hook=self._hook)
+
+
+class _Single:
+    """One collective, submitted at once; what follows it runs in the waiter's thread."""
+
+    def __init__(self, reduction: Reduction, group: Group, hook: str) -> None:
+        self._reduction = reduction
+        self._hook = hook
+        op = next(reduction, None)
+        if op is None:
+            raise HookError(f"communication hook {hook} says collectives = 1 but yielded none.", hook=hook)
+        self._work = _on(group, group.submit)(op)
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return _run(self._reduction, self._refuse)
+
+    def _refuse(self, op: Collective) -> Awaitable:
+        raise HookError(
+            f"communication hook {self._hook} says collectives = 1 but yielded a second one, {op}.", hook=self._hook
+        )
+
+
+class _OnLane:
+    """Several collectives, on the lane."""
+
+    def __init__(
+        self, reduction: Reduction, group: Group, lane: Worker, turn: Turn, ordered: _Ordered | None = None
+    ) -> None:
+        self._done = threading.Event()
+        self._value: Tensor | None = None
+        self._ordered = ordered
+        self._error: BaseException | None = None
+        self._group = group
+        self._turn = turn
+        self._started = time.perf_counter()
+
+        place = flight_recorder.place()
+
+        def job() -> None:
+            try:
+                there = ordered.here() if ordered else contextlib.nullcontext()
+                with torch.no_grad(), there, flight_recorder.within(*place):
+                    self._value = _run(reduction, _on(group, group.run))
+            except BaseException as error:
+                self._error = error
+            finally:
+                self._done.set()
+
+        lane.put(job)
+
+    def wait(self) -> Tensor:
+        # The steps have deadlines of their own; this one only guards against a hook that computes forever.
+        limit = 10 * self._group.timeout
+        if not self._done.wait(limit):
+            raise CollectiveTimeout(
+                f"reduction of {self._turn.spec} on rank {self._turn.rank}: the hook has not finished after "
+                f"{time.perf_counter() - self._started:.3g} s."
+            )
+        if self._error is not None:
+            raise self._error
+        assert self._value is not None
+        return self._value if self._ordered is None else self._ordered.take(self._value)
+
+
+class _Ordered:
+    """Work of another thread between what this one has enqueued on a CUDA device and what it enqueues next.
+
+    A thread has a current device and a current stream of its own, which know nothing of the caller's. See Note [Where a
+    reduction runs].
+    """
+
+    def __init__(self, grad: Tensor, side: torch.cuda.Stream) -> None:
+        self._side = side
+        self._ready = torch.cuda.Event()
+        self._ready.record(torch.cuda.current_stream(grad.device))
+        _keep(grad, side)
+        self._done = torch.cuda.Event()
+
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        """In the other thread: on the side stream of the bucket's device, after the caller's work."""
+        with torch.cuda.device(self._side.device), torch.cuda.stream(self._side):
+            self._side.wait_event(self._ready)
+            try:
+                yield
+            finally:
+                self._done.record(self._side)
+
+    def take(self, value: Tensor) -> Tensor:
+        """In the caller's thread again: the value, for whatever its stream does next."""
+        stream = torch.cuda.current_stream(self._side.device)
+        stream.wait_event(self._done)
+        if value.is_cuda:
+            _keep(value, stream)
+        return value
+
+
+def _keep(t: Tensor, stream: torch.cuda.Stream) -> None:
+    """The allocator must not hand the tensor's memory out again before `stream` is done with it."""
+    for part in (t._indices(), t._values()) if t.is_sparse else (t,):
+        part.record_stream(stream)
+
+
+class _OnStream:
+    """Everything enqueued on a side stream."""
+
+    def __init__(self, value: Tensor, event: torch.cuda.Event) -> None:
+        self._value = value
+        self._event = event
+
+    def wait(self) -> Tensor:
+        stream = torch.cuda.current_stream(self._value.device)
+        stream.wait_event(self._event)
+        _keep(self._value, stream)
+        return self._value

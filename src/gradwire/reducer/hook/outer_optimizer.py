@@ -1,0 +1,210 @@
+"""Runs the outer half of an OuterHook on a model's parameters, after its optimizer's steps.
+
+It has buckets of its own: the parameters in the model's order, by dtype and device, cut into as many fragments as the hook wants
+and these into pieces of limited size. They depend on nothing that happens in a backward, so they stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import ReduceOp, all_reduce
+from gradwire.errors import UsageError
+from gradwire.groups.base import Group
+from gradwire.hooks.base import Turn
+from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.periodic.base import OuterHook
+from gradwire.hooks.state import join_flat, split_flat
+from gradwire.reducer.checks.attached_optimizers import AttachedOptimizers
+from gradwire.reducer.hook.driver import Landed, Pending, carry_out, outer_reduction, start_single
+from gradwire.reducer.hook.hook_states import HookStates, to_dict
+
+PIECE = 64 * 2**20
+"""Bytes of parameters that are copied and sent at a time."""
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Some parameters of one fragment."""
+
+    fragment: int
+    spec: BucketSpec
+    parameters: list[Tensor]
+    state: Any = None
+    rounds: int = 0
+    came: Pending | None = None
+    lands: int = 0
+
+    def flat(self) -> Tensor:
+        """The parameters' values now, in one row."""
+        row = torch.empty(self.spec.numel, dtype=self.spec.dtype, device=self.spec.device)
+        torch._foreach_copy_(self.spec.views(row), [p.detach() for p in self.parameters])
+        return row
+
+    def put(self, row: Tensor) -> None:
+        """Make these the parameters' values."""
+        torch._foreach_copy_(self.parameters, self.spec.views(row))
+
+
+class OuterOptimizer:
+    """The outer half of one hook on one rank's parameters. Every rank makes it when its parameters are those of all."""
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        hook: OuterHook,
+        group: Group,
+        named_parameters: Iterable[tuple[str, Tensor]],
+        *,
+        states: HookStates | None = None,
+        saved: Mapping[str, Any] | None = None,
+        optimizers: AttachedOptimizers | None = None,
+    ) -> None:
+        self.hook = hook
+        self.group = group
+        self.step = 0 if states is None else states.steps
+        """How many steps the optimizer has made."""
+        self.optimizers = optimizers or AttachedOptimizers()
+        self.differ = saved is not None and self._differ_after(self.step)
+        """Whether ranks may hold different parameters now."""
+        self._states = states or HookStates(hook)
+        self._stepped = False
+        self._backwards = 0
+        self._owed = False
+        self._pieces = [
+            _Piece(fragment, spec, parameters)
+            for fragment, spec, parameters in cut(list(named_parameters), hook.fragments)
+        ]
+        self._fresh = saved is None
+        told: Mapping[str, Any] = (saved or {}).get("outer", {})
+        for piece in self._pieces:
+            piece.state = self._states.of(piece.spec)
+            piece.rounds = int(told.get("rounds", {}).get(piece.fragment, 0))
+            if piece.fragment in told.get("lands", {}):
+                piece.lands = int(told["lands"][piece.fragment])
+                came = told["came"]
+                piece.came = Landed(join_flat(came, piece.spec, dtype=came[piece.spec.names[0]].dtype))
+        self._begin()
+
+    def _begin(self) -> None:
+        for piece in self._pieces:
+            self.hook.begin(piece.flat(), piece.state, self._turn(piece))
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def backward_begins(self) -> None:
+        """The first backward is where training starts. Raise if an outer step was due but optimizer steps are not reported."""
+        if self._fresh:
+            self._fresh = False
+            self._begin()  # a checkpoint may have been loaded into the model since
+        if self._stepped or self.optimizers.attached:
+            return
+        if self._owed:
+            raise UsageError(
+                f"{self.hook!r} on rank {self.group.rank}: an outer step was due after step {self.step + self._backwards}, but "
+                "the optimizer's steps were not reported, so the ranks would diverge permanently. Call "
+                "model.attach_optimizer(optimizer) once before training; or model.attach_optimizer() and then "
+                "model.outer_step() after every step."
+            )
+        self._backwards += 1
+        self._owed = bool(self.hook.due(self.step + self._backwards))
+
+    @torch.no_grad()
+    def optimizer_stepped(self) -> None:
+        """The optimizer has made a step: have the outer steps that are due, in which every rank takes part."""
+        self._stepped = True
+        self._fresh = False
+        self.step += 1
+        for piece in self._pieces:
+            if piece.came is not None and piece.lands <= self.step:
+                self._settle(piece)
+        due = self.hook.due(self.step)
+        for piece in self._pieces:
+            if piece.fragment in due:
+                self._send(piece)
+        if not self.hook.averages_gradients(self.step - 1) or due:
+            self.differ = self._differ_after(self.step)
+
+    def _differ_after(self, step: int) -> bool:
+        """Whether ranks may differ after the optimizer's step of this number and its outer step."""
+        united = self.hook.equalizes and len(self.hook.due(step)) == self.hook.fragments
+        return not united and not self.hook.averages_gradients(step - 1) and self.group.size > 1
+
+    def _send(self, piece: _Piece) -> None:
+        reduction = outer_reduction(self.group, self.hook, piece.flat(), piece.state, self._turn(piece))
+        if self.hook.delay and self.hook.outer_collectives == 1:
+            # On its way while the next steps are computed, and submitted here, in the order of all that this thread submits.
+            piece.came = start_single(reduction, self.group, self.hook)
+        else:
+            piece.came = Landed(carry_out(reduction, self.group))
+        piece.lands = self.step + self.hook.delay
+        if not self.hook.delay:
+            self._settle(piece)
+
+    def _settle(self, piece: _Piece) -> None:
+        assert piece.came is not None
+        came, piece.came = piece.came.wait(), None
+        piece.put(self.hook.settle(piece.flat(), came, piece.state, self._turn(piece)))
+        piece.rounds += 1
+
+    def _turn(self, piece: _Piece) -> Turn:
+        return Turn(piece.spec, self.group.rank, self.group.size, piece.rounds, donated=True)
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Make the parameters their mean over all ranks."""
+        for piece in self._pieces:
+            row = piece.flat()
+            self.group.submit(all_reduce(row, op=ReduceOp.AVG, label="average of parameters")).wait()
+            piece.put(row)
+        self.differ = False
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """The states by parameter name, and what is on its way."""
+        came: dict[str, Tensor] = {}
+        lands: dict[int, int] = {}
+        for piece in self._pieces:
+            if piece.came is not None:
+                piece.came = Landed(piece.came.wait())
+                came.update(split_flat(piece.came.wait(), piece.spec))
+                lands[piece.fragment] = piece.lands
+        rounds = {piece.fragment: piece.rounds for piece in self._pieces}
+        told = {"rounds": rounds, "lands": lands, "came": came}
+        return to_dict(self._states, rank=self.group.rank, step=self.step, outer=told)
+
+
+def cut(
+    named: Sequence[tuple[str, Tensor]], fragments: int, *, limit: int = PIECE
+) -> list[tuple[int, BucketSpec, list[Tensor]]]:
+    """The parameters in pieces: (fragment, spec, parameters). Whole parameters, in their order, about as many bytes in each.
+
+    A tensor is in the fragment in which its middle lies, so one large parameter makes its fragment larger than the others.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
+    for name, parameter in named:
+        kinds.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
+    pieces: list[tuple[int, list[tuple[str, Tensor]]]] = []
+    for members in kinds.values():
+        total, before, size = sum(p.numel() for _, p in members), 0, 0
+        at = -1
+        for name, parameter in members:
+            fragment = min(fragments - 1, int((before + parameter.numel() / 2) * fragments / max(total, 1)))
+            before += parameter.numel()
+            if fragment != at or size + parameter.nbytes > limit:
+                pieces.append((fragment, []))
+                at, size = fragment, 0
+            pieces[-1][1].append((name, parameter))
+            size += parameter.nbytes
+    return [
+        (fragment, BucketSpec.of(i, members, members[0][1]), [p for _, p in members])
+        for i, (fragment, members) in enumerate(pieces)
+    ]

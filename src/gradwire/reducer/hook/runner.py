@@ -1,0 +1,202 @@
+"""HookRunner: one communication hook on the buckets of one model. It owns everything that the hook has there.
+
+The reducer holds one, and so do the adapters for torch's DDP (`interop/as_torch.py`) and for FSDP (`interop/fsdp.py`). It knows
+groups and hooks; it must not know modules, autograd, or when a bucket is full.
+
+Note [States and reductions]
+What a hook keeps is in one object, `HookStates`, with the count of steps, and is replaced whole, by `_use`. A reduction
+gets its state and its `Turn` when it starts and shares nothing else with the runner. So a step can run on a copy of the states that
+takes their place, or is dropped, when the step has ended, and several reductions may be in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.groups.base import Group
+from gradwire.groups.completion import name_of
+from gradwire.hooks.base import CommHook, Turn
+from gradwire.hooks.bucket import BucketSpec, GradBucket
+from gradwire.hooks.dense import mean
+from gradwire.hooks.periodic.base import OuterHook, check_outer
+from gradwire.policies import ScaleCheck
+from gradwire.reducer.checks.attached_optimizers import AttachedOptimizers
+from gradwire.reducer.checks.scale_check import ScaleChecked
+from gradwire.reducer.hook.driver import Driver, Pending, carry_out, gradient_reduction
+from gradwire.reducer.hook.hook_agreement import load_together
+from gradwire.reducer.hook.hook_states import HookStates, from_dict, to_dict
+from gradwire.reducer.hook.outer_optimizer import OuterOptimizer
+from gradwire.reducer.hook.torch_hooks import TorchHook, TorchHookRun
+
+_NO_STATE = mean()
+
+
+class HookRunner:
+    """Runs one hook, ours or a torch-style one. `named_parameters` are needed by hooks that move parameters."""
+
+    def __init__(
+        self,
+        hook: CommHook,
+        group: Group,
+        named_parameters: Iterable[tuple[str, Tensor]] = (),
+        *,
+        optimizers: AttachedOptimizers | None = None,
+    ) -> None:
+        self.hook = hook
+        self.torch_hook: tuple[TorchHook, Any] | None = None
+        """A torch-style hook, with its state, in place of `hook`."""
+        self._named: tuple[object, object, str] = (None, None, "")
+        """The hook whose name was asked for last, and its name, which takes a while to make."""
+        self.group = group
+        self.weight = 1.0
+        self.divisor: int | None = None
+        self.uneven = False
+        """Whether some ranks may have run out of inputs, and so make no steps of their optimizers, as under `join()`."""
+        self.scale_check: ScaleCheck | None = None
+        self.checks: list[Callable[[int], None]] = []
+        """To be called with the number of the iteration when all its reductions are over, before any result is used."""
+        self.outer: OuterOptimizer | None = None
+        self.optimizers = optimizers or AttachedOptimizers()
+        self.driver = Driver(group)
+        self.named_parameters = list(named_parameters)
+        self.start_over()
+
+    @property
+    def name(self) -> str:
+        """The hook in error messages and records."""
+        hook, torch_hook, name = self._named
+        if hook is not self.hook or torch_hook is not self.torch_hook:
+            name = repr(self.hook) if self.torch_hook is None else name_of(self.torch_hook[0])
+            self._named = self.hook, self.torch_hook, name
+        return name
+
+    # -- reductions ----------------------------------------------------------------------------------------------------
+
+    def start(self, bucket: GradBucket) -> Pending:
+        """Start the reduction of a bucket; never waits for another rank, except on groups that block in `submit`."""
+        state, step = self._begin(bucket)
+        policy = self.scale_check
+        if policy is None or step % policy.every or self.outer is not None:
+            return self._start(bucket, state, step)
+        check = ScaleChecked(bucket, self.group, policy, hook=self.name, weight=self.weight)
+        self.checks.append(check.verify)
+        return check.watch(self._start(bucket, state, step))
+
+    def _start(self, bucket: GradBucket, state: Any, step: int) -> Pending:
+        if self.torch_hook is not None:
+            return TorchHookRun(*self.torch_hook, bucket, self.group)
+        return self.driver.launch(self.hook, bucket.buffer(), state, self._turn(bucket, step))
+
+    def run(self, bucket: GradBucket) -> Tensor:
+        """Reduce a bucket to the end, in this thread. Not for torch-style hooks."""
+        state, step = self._begin(bucket)
+        turn = self._turn(bucket, step)
+        return carry_out(gradient_reduction(self.group, self.hook, bucket.buffer(), state, turn), self.group)
+
+    def _begin(self, bucket: GradBucket) -> tuple[Any, int]:
+        """The state and the step of a bucket. What an earlier hook has not sent is added to its gradient, if it is not refused."""
+        outer = self.outer
+        # The states of a hook with an outer half belong to that half.
+        state = None if outer is not None or self.torch_hook is not None else self.states.of(bucket.spec)
+        step = self.states.begin(bucket.spec, bucket.buffer())
+        if outer is None:
+            return state, step
+        if bucket.index() == 0:
+            outer.backward_begins()
+        return None, outer.step
+
+    def _turn(self, bucket: GradBucket, step: int) -> Turn:
+        group = self.group
+        return Turn(bucket.spec, group.rank, group.size, step, donated=True, divisor=self.divisor, weight=self.weight)
+
+    def next_step(self) -> None:
+        """All buckets of the last step have been started: those that start from now on belong to the next one.
+
+        Called by owners whose buckets may change between two steps without notice. Without it every bucket counts its own.
+        """
+        self.states.next_step()
+
+    def buckets_changed(self) -> None:
+        """Parameters are in other buckets from now on: states follow their parameters."""
+        self.next_step()
+        if self.outer is None:
+            self.states.take_apart()
+
+    # -- the hook and its states -----------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """How many times the buckets have been reduced, or for a hook that moves parameters, the optimizer has stepped."""
+        return self.states.steps if self.outer is None else self.outer.step
+
+    def replace(self, hook: CommHook | tuple[TorchHook, Any]) -> None:
+        """Use another hook; a torch-style one is given with its state. See Note [Another hook] in `hook_states.py`."""
+        own = hook if isinstance(hook, CommHook) else _NO_STATE
+        check_outer(own, "register_comm_hook")
+        same = self.outer is not None and own.structure == self.outer.hook.structure
+        saved = self.outer.state_dict() if self.outer is not None and same else None
+        states = self.states.hand_over(own, step=self.step)
+        self.hook, self.torch_hook = (hook, None) if isinstance(hook, CommHook) else (self.hook, hook)
+        self._use(states, self._outer_optimizer(states, saved))
+
+    def start_over(self, step: int = 0) -> None:
+        """Begin without states; parameters are the same on every rank."""
+        states = HookStates(self.hook, step=step)
+        self._use(states, self._outer_optimizer(states))
+
+    def _use(self, states: HookStates, outer: OuterOptimizer | None) -> None:
+        self.states, self.outer = states, outer
+
+    def _outer_optimizer(self, states: HookStates, saved: Mapping[str, Any] | None = None) -> OuterOptimizer | None:
+        if self.torch_hook is not None or not isinstance(self.hook, OuterHook):
+            return None
+        named = self.named_parameters
+        return OuterOptimizer(self.hook, self.group, named, states=states, saved=saved, optimizers=self.optimizers)
+
+    def state_dict(self, **more: Any) -> dict[str, Any]:
+        """The hook's state on this rank, by parameter name, with `more` to be saved along with it."""
+        if self.outer is not None:
+            return self.outer.state_dict()
+        return to_dict(self.states, rank=self.group.rank, step=self.step, **more)
+
+    def load_state_dict(
+        self, saved: Mapping[str, Any], *, device: torch.device, specs: Sequence[BucketSpec] | None = None
+    ) -> None:
+        """Restore a saved state. Every rank calls it; if one cannot load, or is at another step, none does.
+
+        `specs` are the buckets to come, where they are known.
+        """
+
+        def build(states: HookStates) -> tuple[HookStates, OuterOptimizer | None]:
+            if not isinstance(self.hook, OuterHook):
+                states.rehearse(self.states.specs if specs is None else specs)
+            return states, self._outer_optimizer(states, saved)
+
+        self._use(*load_together(saved, self.hook, self.group, device=device, build=build))
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """As `load_state_dict`, on this rank alone: for a copy of a model."""
+        states = from_dict(saved, self.hook, rank=self.group.rank)
+        self._use(states, self._outer_optimizer(states, saved))
+
+    def attach_optimizer(self, optimizers: Sequence[torch.optim.Optimizer], stepped: Callable[[], object]) -> None:
+        """Call `stepped`, which calls `outer.optimizer_stepped`, after the steps of these optimizers alone."""
+        self.optimizers.attach(optimizers, [p for _, p in self.named_parameters], stepped)
+
+    # -- the group -------------------------------------------------------------------------------------------------------
+
+    def move_to_group(self, group: Group) -> None:
+        """Communicate over another group from the next reduction on."""
+        self.driver.close()
+        self.group, self.driver = group, Driver(group)
+        if self.outer is not None:
+            self.outer.group = group
+
+    def close(self) -> None:
+        """End the thread of reductions, and take the hooks off optimizers."""
+        self.driver.close()
+        self.optimizers.detach()

@@ -1,0 +1,1 @@
+"""Which gradients have arrived, and which buckets they fill."""

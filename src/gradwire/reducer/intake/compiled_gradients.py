@@ -1,0 +1,129 @@
+"""CompiledGradients: the gradients of a step that compiled code has reported before they were accumulated.
+
+Knows parameters and gradients; it must not know buckets or when they are launched. `autograd/compiled/op.py` reports.
+
+Note [Early gradients]
+A gradient that a compiled backward has just computed may be reduced at once if accumulating it later changes nothing but `.grad`:
+- only one edge of the graph leads to the parameter, so the gradient is complete;
+- nobody else has a hook on the parameter or on its accumulator, which may see or change the gradient before it is reduced;
+- what has been accumulated in `.grad` before, under no_sync, is not a view of the bucket, where the gradient would be added again.
+Every other gradient takes the usual way. So do all of them in the first step, which shows that there is compiled code.
+
+At the end of backward each gradient has been accumulated too. It must then be the tensor that was reported, or equal to it; if it
+was added to an earlier one, that must have been written to once. A second backward, or a re-entrant checkpoint, which cannot be
+seen before, could have added to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.autograd.backward_errors import before_backward
+from gradwire.autograd.compiled.foreign_hooks import has_foreign_hooks
+from gradwire.autograd.graph import sole_edges
+from gradwire.events import Handle
+
+
+class CompiledGradients:
+    """What compiled code reports of one model's gradients. See [Early gradients]."""
+
+    def __init__(self, parameters: Sequence[Tensor], arrived: list[Tensor]) -> None:
+        self.reported: set[int] = set()
+        """Parameters whose gradients were taken in this step."""
+        self._parameters = list(parameters)
+        self._own_hook = arrived.append
+        self._expected: frozenset[int] = frozenset()
+        self._waiting: dict[int, Tensor] = {}
+        self._accumulated: dict[int, tuple[Tensor, int]] = {}
+        """By parameter: what `.grad` is once the gradient has been accumulated, and its version then."""
+        self._launched: set[int] = set()
+        self._handle: Handle | None = None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the model has compiled code that reports gradients."""
+        return self._handle is not None
+
+    def enable(self, begins: Callable[[Any], Callable[[], object] | None]) -> None:
+        """Call the bound method `begins` before every backward from now on."""
+        if self._handle is None:
+            self._handle = before_backward(begins)
+
+    def expect(self, tensors: Any) -> Callable[[], object] | None:
+        """A backward from `tensors` begins, whose gradients may be taken. Returns what to call at its end."""
+        found = sole_edges(tensors, self._parameters)
+        if not found:
+            return None  # of another model
+        own = self._own_hook
+        self._expected = frozenset(
+            i for i, node in found.items() if not has_foreign_hooks(self._parameters[i], node, own=own)
+        )
+        return self._expect_no_more
+
+    def _expect_no_more(self) -> None:
+        self._expected = frozenset()
+
+    def take(self, index: int, grad: Tensor, *, in_bucket: bool) -> bool:
+        """A gradient has been computed. Returns whether it is to be reduced now. `in_bucket`: `.grad`s are views of buckets."""
+        if index not in self._expected or index in self.reported:
+            return False
+        before = self._parameters[index].grad
+        if before is not None and (in_bucket or before.layout != torch.strided):
+            return False
+        if before is None:
+            # An alias: the engine makes `.grad` of a gradient that nothing else references, and copies any other.
+            self._waiting[index] = alias = grad.detach()
+            self._accumulated[index] = alias, alias._version
+        else:
+            with torch.no_grad():
+                self._waiting[index] = before + grad
+            self._accumulated[index] = before, before._version + 1
+        self.reported.add(index)
+        return True
+
+    def gradient(self, index: int) -> Tensor | None:
+        """The gradient of a parameter whose bucket is launched: the reported one, or `.grad`."""
+        grad = self._waiting.pop(index, None)
+        if grad is None:
+            return self._parameters[index].grad
+        self._launched.add(index)
+        return grad
+
+    def changed(self) -> list[int]:
+        """At the end of backward: parameters whose gradients are not those that were launched."""
+        return [index for index in sorted(self._launched) if self._has_changed(index)]
+
+    def _has_changed(self, index: int) -> bool:
+        grad, (expected, version) = self._parameters[index].grad, self._accumulated[index]
+        if grad is None:
+            return True
+        if grad.data_ptr() == expected.data_ptr():
+            return grad._version != version
+        return expected._version != version or not _equal(grad, expected)
+
+    def use_accumulated(self, indices: Sequence[int]) -> None:
+        """These gradients will have been accumulated when their bucket is launched."""
+        if self._waiting:
+            for index in indices:
+                self._waiting.pop(index, None)
+
+    def clear(self) -> None:
+        """A step begins or ends."""
+        self.reported.clear()
+        self._waiting.clear()
+        self._accumulated.clear()
+        self._launched.clear()
+
+    def remove(self) -> None:
+        """Listen no more."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = None
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,272 @@
+"""Checks of how things end: deadlines, missing ranks, abort, close, a peer that leaves. Each needs a separate world."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import torch
+
+from gradwire.collectives import build
+from gradwire.errors import ClosedError, CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost
+from gradwire.events import CollectiveFailed
+from gradwire.groups.base import Group
+from gradwire.groups.work_info import WorkInfo
+from gradwire.testing.conformance.compare import Problems, holds, raises, same
+from gradwire.testing.conformance.second_group import PATIENCE, SHORT, SOON, meet, part, side_group
+
+
+def _names_the_missing(group: Group, error: CollectiveTimeout, *, known: bool) -> Problems:
+    """If the group knows which ranks have joined, the error contains it, and the last rank is among the missing."""
+    joined, missing = error.joined, error.missing
+    if joined is None or missing is None:
+        yield from holds(not known, f"the group knows which ranks have joined, but the error has {joined=}, {missing=}")
+        return
+    yield from holds(group.size - 1 in missing, f"rank {group.size - 1} never joined, but missing is {missing}")
+    yield from holds(group.rank in joined, f"this rank did join, but joined is {joined}")
+    yield from holds(not set(joined) & set(missing), f"ranks are both in joined {joined} and in missing {missing}")
+
+
+def check_deadline(group: Group) -> Problems:
+    """An operation that a rank never joins fails at its deadline, and everything about it reports that, repeatedly."""
+    side = side_group(group)
+    if group.rank < group.size - 1:
+        infos: list[WorkInfo] = []
+        failed: list[CollectiveFailed] = []
+        group.on_completion(infos.append)
+        group.events.listen(lambda event: failed.append(event) if isinstance(event, CollectiveFailed) else None)
+        work = group.submit(build.all_reduce(torch.ones(3), label="forever").within(SHORT))
+        future = work.get_future()
+        yield from raises(CollectiveTimeout, "a wait shorter than the deadline", lambda: work.wait(SHORT / 2))
+        known = group.arrivals(work) is not None
+        error = yield from raises(CollectiveTimeout, "wait past the deadline", work.wait)
+        if error is not None:
+            yield from same("op of the CollectiveTimeout", error.op, work.op.signature)
+            yield from holds("forever" in str(error), f"the CollectiveTimeout does not name the label: {error}")
+            yield from _names_the_missing(group, error, known=known)
+        again = yield from raises(CollectiveTimeout, "a second wait past the deadline", work.wait)
+        yield from same("what a second wait raised", str(again), str(error))
+        yield from holds(again is not error, "two waits raised the same object, whose traceback grows with each")
+        kept = work.exception()
+        yield from same("exception()", (type(kept), str(kept)), (type(error), str(error)))
+        yield from same("is_completed() and is_success()", (work.is_completed(), work.is_success()), (True, False))
+        yield from holds(
+            f"failed: {CollectiveTimeout.__name__}" in repr(work), f"repr of a failed operation is {work!r}"
+        )
+        yield from raises(CollectiveTimeout, "result() past the deadline", work.result)
+        yield from raises(CollectiveTimeout, "the future, taken before the deadline,", future.wait)
+        yield from raises(CollectiveTimeout, "a future taken after the deadline", work.get_future().wait)
+        group.flush_completions()
+        yield from same("errors passed to hooks", [i.error for i in infos if i.label == "forever"], [kept])
+        yield from same("errors passed to listeners", [e.error for e in failed if e.label == "forever"], [kept])
+    part(side)
+
+
+def check_deadline_unwatched(group: Group) -> Problems:
+    """The deadline is enforced even if no caller waits, and `limit` can shorten it after submission."""
+    side = side_group(group)
+    if group.rank < group.size - 1:
+        told = threading.Event()
+        work = group.submit(build.barrier(label="unwatched"))
+        work.limit(SHORT)
+        work.add_done_callback(lambda work: told.set())
+        yield from holds(
+            told.wait(SHORT + SOON), f"no caller waits, and after {SHORT + SOON} s it has not failed: {work}"
+        )
+        yield from holds(isinstance(work.exception(), CollectiveTimeout), f"exception() is {work.exception()!r}")
+    part(side)
+
+
+def check_missing_rank(group: Group) -> Problems:
+    """A monitored barrier names the missing rank."""
+    side = side_group(group)
+    known = group.arrivals(group.barrier()) is not None
+    if group.rank < group.size - 1:
+        error = yield from raises(
+            CollectiveTimeout, "monitored_barrier with a rank missing", lambda: group.monitored_barrier(SHORT)
+        )
+        if error is not None:
+            yield from _names_the_missing(group, error, known=known)
+        yield from holds("monitored_barrier" in str(error), f"the CollectiveTimeout does not name the label: {error}")
+    part(side)
+
+
+def check_abort(group: Group) -> Problems:
+    """`abort` fails operations in flight and later ones, at once; peers get an error, at their deadline at the latest."""
+    side = side_group(group)
+    done = group.barrier()
+    work = None
+    if group.rank < group.size - 1:
+        work = group.submit(build.all_reduce(torch.ones(3), label="doomed"))
+    meet(side)
+    if group.rank == 0 and work is not None:
+        began = time.perf_counter()
+        group.abort("the check says so")
+        group.abort("once more")
+        error = yield from raises(GroupAborted, "an operation in flight at abort", lambda: work.wait(SOON))
+        late = build.barrier(label="too late").within(SHORT)
+        later = yield from raises(GroupAborted, "submit after abort", lambda: group.submit(late).wait())
+        for problem in (error, later):
+            if problem is not None:
+                told = problem.reason
+                yield from holds("the check says so" in told, f"reason of the GroupAborted is {told!r}")
+        took = time.perf_counter() - began
+        yield from holds(took < SOON, f"abort, a wait and a submit took {took:.1f} s")
+        yield from holds("failed" in repr(group) or "abort" in repr(group), f"repr after abort is {group!r}")
+        yield from same("wait() after abort for what had finished before", done.wait(), True)
+    elif work is not None:
+        work.limit(time.perf_counter() - work.started + SHORT)
+        yield from raises(GroupError, "an operation in flight when a peer aborted", work.wait)
+    part(side)
+    group.close()
+
+
+def check_abort_wakes(group: Group) -> Problems:
+    """`abort` from another thread wakes a rank that waits."""
+    side = side_group(group)
+    if group.rank == 0:
+        work = group.submit(build.barrier(label="asleep"))
+        thread = threading.Thread(target=group.abort, args=("from another thread",), daemon=True)
+        thread.start()
+        began = time.perf_counter()
+        yield from raises(GroupAborted, "a wait during which another thread aborted", lambda: work.wait(SOON))
+        took = time.perf_counter() - began
+        yield from holds(took < SOON, f"it took {took:.1f} s until abort woke the wait")
+        thread.join(PATIENCE)
+    part(side)
+
+
+def check_recover_again(group: Group) -> Problems:
+    """A recovery with a missing rank times out, and the next one, with all ranks, succeeds."""
+    side = side_group(group)
+    last = group.size - 1
+
+    def abort() -> None:
+        if group.rank == 0:
+            group.abort("to recover from")
+        meet(side)
+        if group.rank > 0:
+            group.abort("to recover from")  # if it has not failed yet
+        meet(side)
+
+    abort()
+    try:
+        group.recover(PATIENCE)
+    except GroupError:  # a group need not support recovery
+        part(side)
+        return
+    abort()
+    if group.rank < last:
+        began = time.perf_counter()
+        yield from raises(CollectiveTimeout, "recover() with a rank missing", lambda: group.recover(SHORT))
+        took = time.perf_counter() - began
+        yield from holds(took >= SHORT, f"recover({SHORT}) with a rank missing gave up after {took:.3f} s")
+    meet(side)
+    # The ranks that timed out may count as present: then this rank passes at once, and their next call joins the same recovery.
+    through = False
+    if group.rank == last:
+        with contextlib.suppress(CollectiveTimeout):
+            group.recover(SHORT)
+            through = True
+    meet(side)
+    for _ in range(2):
+        if not through:
+            group.recover(PATIENCE)
+        through = False
+        t = torch.ones(3)
+        group.all_reduce(t)
+        yield from same("all_reduce after a recovery", t.tolist(), [float(group.size)] * 3)
+    part(side)
+
+
+def check_close(group: Group) -> Problems:
+    """`close` lets the operation in flight finish; closing twice is a no-op; later submits raise ClosedError."""
+    t = torch.ones(2)
+    work = group.all_reduce(t, async_op=True, label="the last")
+    group.close()
+    group.close()
+    yield from same("wait() after close", work.wait(), True)
+    yield from same("all_reduce in flight at close", t.tolist(), [float(group.size)] * 2)
+    late = build.barrier(label="too late").within(SHORT)
+    yield from raises(ClosedError, "submit after close", lambda: group.submit(late).wait())
+    yield from same("closed", group.closed, True)
+    yield from holds("closed" in repr(group), f"repr after close is {group!r}")
+
+
+def check_close_in_flight(group: Group) -> Problems:
+    """An operation that no other rank joins fails with ClosedError when `close` times out."""
+    side = side_group(group)
+    if group.rank == 0:
+        work = group.submit(build.barrier(label="left alone"))
+        began = time.perf_counter()
+        group.close(timeout=SHORT)
+        took = time.perf_counter() - began
+        yield from holds(took < SHORT + 2 * SOON, f"close(timeout={SHORT}) took {took:.1f} s")
+        yield from raises(ClosedError, "an operation in flight when the group was closed", work.wait)
+    part(side)
+
+
+def check_peer_leaves(group: Group) -> Problems:
+    """When a peer has closed its group, the others' operations fail, at their deadline at the latest."""
+    side = side_group(group)
+    last = group.size - 1
+    if group.rank == last:
+        group.close()
+    meet(side)
+    if group.rank < last:
+        op = build.all_reduce(torch.ones(3), label="without you").within(SHORT)
+        error = yield from raises(GroupError, "all_reduce after a peer has left", lambda: group.submit(op).wait())
+        if isinstance(error, PeerLost) and error.rank is not None:
+            yield from same("rank of the PeerLost", error.rank, last)
+    part(side)
+
+
+def check_recv_any_alone(group: Group) -> Problems:
+    """A receive from any rank fails when all the others have closed their groups, at its deadline at the latest.
+
+    A group that fails receives from one such rank with PeerLost detects that ranks leave, so it must do the same here.
+    """
+    side = side_group(group)
+    if group.rank == 0:
+        waiting = group.submit(build.recv(torch.zeros(1), label="from anyone").within(SOON))
+        meet(side)
+        meet(side)
+        later = build.recv(torch.zeros(1), tag=3, label="from no one").within(SHORT)
+        error = yield from raises(GroupError, "a receive from any rank, when all others have closed", waiting.wait)
+        if isinstance(error, CollectiveTimeout):
+            named = build.recv(torch.zeros(1), src=1, tag=4, label="from rank 1").within(SOON)
+            told = yield from raises(GroupError, "a receive from a rank that has closed", lambda: group.run(named))
+            late = (
+                "a receive from any rank waited for its deadline when all others had closed; one from rank 1 does not"
+            )
+            yield from holds(not isinstance(told, PeerLost), f"{late}: {told}")
+        yield from raises(GroupError, "a receive from any rank after all others have closed", lambda: group.run(later))
+    else:
+        meet(side)
+        group.close()
+        meet(side)
+    part(side)
+
+
+def check_mismatch(group: Group) -> Problems:
+    """Different collectives on different ranks, on a group that checks: no rank hangs, and all see what each submitted."""
+    if not group.tells_mismatch:
+        return
+    side = side_group(group)
+    last = group.size - 1
+    op = build.all_reduce(torch.ones(4 if group.rank < last else 5), label="which?").within(SHORT)
+    try:
+        group.submit(op).wait()
+    except CollectiveMismatch as error:
+        if error.ops:
+            yield from same("own entry in CollectiveMismatch.ops", error.ops.get(group.rank), op.signature)
+            yield from holds(len(set(error.ops.values())) > 1, f"CollectiveMismatch.ops agree: {error.ops}")
+        yield from holds(
+            "[4]" in str(error) and "[5]" in str(error), f"the mismatch does not contain what differs: {error}"
+        )
+    except GroupError:
+        pass
+    except Exception as error:
+        yield f"all_reduce of different sizes raised {type(error).__name__} ({error}), expected a GroupError"
+    part(side)
