@@ -17,8 +17,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from gradwire.deprecated import renamed
-
 if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports what is named, from `_HOME`
     from gradwire import (
         autograd,
@@ -93,14 +91,13 @@ _NAMES = {
     "parallel": "DistributedDataParallel DivergenceCheck Replica broadcast_coalesced replicate",
 }
 _HOME = {name: layer for layer, names in _NAMES.items() for name in names.split()}
-_renamed = renamed(__name__, level=3, Kind="gradwire.OpKind")
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAYERS.split():
         return importlib.import_module(f"gradwire.{name}")
     if name not in _HOME:
-        return _renamed(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f"gradwire.{_HOME[name]}"), name)
     return value
 

@@ -1,7 +1,5 @@
 """Collectives as values, their constructors and the reference that defines what each means."""
 
-from typing import TYPE_CHECKING
-
 from gradwire.collectives.build import (
     all_gather,
     all_gather_into_tensor,
@@ -22,7 +20,6 @@ from gradwire.collectives.layout import Layout
 from gradwire.collectives.op import Collective
 from gradwire.collectives.op_kinds import OpKind, ReduceOp, Scope
 from gradwire.collectives.signature import Signature
-from gradwire.deprecated import renamed
 
 __all__ = [
     "Collective",
@@ -46,6 +43,3 @@ __all__ = [
     "scatter",
     "send",
 ]
-
-if not TYPE_CHECKING:  # or else any name would pass
-    __getattr__ = renamed(__name__, Kind="gradwire.collectives.OpKind")

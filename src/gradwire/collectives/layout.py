@@ -12,9 +12,8 @@ A rank that is not a carrier communicates through one: rank i of a host belongs 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 
 from gradwire.errors import UsageError
 
@@ -33,13 +32,8 @@ class Layout:
     hosts: tuple[tuple[int, ...], ...]
     rails: int | None = None
     """How many ranks of each host communicate with other hosts; None: as many as the smallest host has."""
-    lanes: InitVar[int | None] = None
-    """The old name of `rails`."""
 
-    def __post_init__(self, lanes: int | None) -> None:
-        if lanes is not None and self.rails is None:
-            warnings.warn("Layout(lanes=...) is deprecated. Write rails=...", DeprecationWarning, stacklevel=3)
-            object.__setattr__(self, "rails", lanes)
+    def __post_init__(self) -> None:
         ranks = [rank for host in self.hosts for rank in host]
         if not ranks or not all(self.hosts) or sorted(ranks) != list(range(len(ranks))):
             raise UsageError(
@@ -78,16 +72,8 @@ class Layout:
         """The ranks of a host that communicate through its carrier of rail `number`, which is the first of them."""
         return self.hosts[host][number :: self.width]
 
-    def lane(self, host: int, number: int) -> tuple[int, ...]:
-        """The old name of `rail`."""
-        warnings.warn("Layout.lane() is now Layout.rail().", DeprecationWarning, stacklevel=2)
-        return self.rail(host, number)
-
     def within(self, ranks: Sequence[int]) -> Layout:
         """The layout of a sub-group of `ranks`, in that order."""
         numbers = {rank: number for number, rank in enumerate(ranks)}
         hosts = (tuple(sorted(numbers[r] for r in host if r in numbers)) for host in self.hosts)
         return Layout(tuple(sorted(host for host in hosts if host)))
-
-
-Layout.lanes = property(lambda layout: layout.rails)  # type: ignore[attr-defined]  # the old name can be read, too

@@ -1,8 +1,5 @@
 """Groups: who takes part and how bytes move."""
 
-from typing import TYPE_CHECKING
-
-from gradwire.deprecated import renamed
 from gradwire.groups.base import Group
 from gradwire.groups.c10d import C10dGroup
 from gradwire.groups.hierarchical import HierarchicalGroup
@@ -35,8 +32,3 @@ __all__ = [
     "known_kinds",
     "register_kind",
 ]
-
-if not TYPE_CHECKING:  # or else any name would pass
-    __getattr__ = renamed(
-        __name__, BookedWrapper="gradwire.groups.TrackedWrapper", ProgramWrapper="gradwire.groups.TrackedWrapper"
-    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Any, Protocol, TypeVar, overload
@@ -208,21 +207,6 @@ class Group(Verbs, ABC):
     def arrivals(self, work: Work) -> Arrivals | None:
         """Which ranks have joined `work`, if the group can know. Timeouts name the missing ones."""
         return None
-
-    attendance = arrivals
-    """Deprecated name of `arrivals`."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "attendance" in vars(cls):
-            warnings.warn(
-                f"{cls.__name__}.attendance is deprecated. Rename the method to arrivals.",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            cls.arrivals = cls.attendance  # type: ignore[method-assign]
-        elif "arrivals" in vars(cls):
-            cls.attendance = cls.arrivals
 
     # -- watching ------------------------------------------------------------------------------------------------------
 

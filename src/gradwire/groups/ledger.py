@@ -12,10 +12,8 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from gradwire.collectives import Collective, OpKind
-from gradwire.deprecated import renamed
 from gradwire.errors import CollectiveTimeout, HookError
 from gradwire.events import CollectiveFailed, CollectiveFinished, CollectiveStarted, CollectiveSubmitted, Emitter
 from gradwire.groups.completion import CompletionHooks
@@ -214,7 +212,3 @@ class Ledger:
         except IndexError:
             return
         raise error
-
-
-if not TYPE_CHECKING:  # or else any name would pass
-    __getattr__ = renamed(__name__, Attendance="gradwire.groups.ledger.Arrivals")

@@ -1,8 +1,5 @@
 """Communication hooks: what happens to a bucket on its way to the wire."""
 
-from typing import TYPE_CHECKING
-
-from gradwire.deprecated import renamed
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.clip_noise import add_noise, clip
@@ -66,6 +63,3 @@ __all__ = [
     "top_k",
     "weighted_mean",
 ]
-
-if not TYPE_CHECKING:  # or else any name would pass
-    __getattr__ = renamed(__name__, as_torch_hook="gradwire.interop.as_torch_hook", SignSGD="gradwire.optim.SignSGD")

@@ -8,7 +8,6 @@ those waits end while Python can still handle it.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,13 +31,12 @@ def register_backend(
     *,
     kind: str | BuildGroup = "gloo",
     wrap: Wrap | None = None,
-    engine: str | BuildGroup | None = None,
 ) -> None:
     """Make `dist.init_process_group(name)` and `dist.new_group(backend=name)` create gradwire groups.
 
     `kind` moves the bytes: "gloo"; "shared_memory", for processes of one host; "hierarchical", for several hosts; "mpi", for
     processes that one mpirun has started; one of your own (`register_kind`); or a function that makes a group,
-    `kind(store, rank, size, timeout=..., name=...)`. `engine` is its old name.
+    `kind(store, rank, size, timeout=..., name=...)`.
 
     Every group is passed through `wrap` before torch sees it: `register_backend(wrap=Recording)` records what stock DDP does.
     It may be called again; the last `wrap` and `kind` apply to groups made from then on.
@@ -58,9 +56,6 @@ def register_backend(
         )
     if wrap is not None and not callable(wrap):
         raise UsageTypeError(f"register_backend: wrap is {wrap!r}. Pass a function from Group to Group, or omit it.")
-    if engine is not None:
-        warnings.warn("register_backend(engine=...) is deprecated. Use kind=...", DeprecationWarning, stacklevel=2)
-        kind = engine
     known = _known(kind)
     devices = ["cpu", "cuda"] if known.on_cuda and torch.cuda.is_available() else ["cpu"]
     creator = _Creator(name.lower(), known.build, wrap, tuple(devices))

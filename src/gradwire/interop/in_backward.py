@@ -6,9 +6,8 @@ torch implements both as communication hooks that use the model's reducer; they 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gradwire.deprecated import renamed
 from gradwire.errors import OverlapNotSupported
 
 
@@ -39,7 +38,3 @@ def register_fused_optimizer(ddp: Any, optim: type, *args: Any, optim_params: An
         overlapped.register_ddp(ddp)
     except NotImplementedError as error:
         raise OverlapNotSupported(f"{optim} does not support overlapped DDP.") from error
-
-
-if not TYPE_CHECKING:  # or else any name would pass
-    __getattr__ = renamed(__name__, NoOverlap="gradwire.errors.OverlapNotSupported")

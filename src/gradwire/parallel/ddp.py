@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from torch.nn.parallel.scatter_gather import gather as gather_outputs
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from gradwire.autograd.compiled.install import forward_begins
-from gradwire.deprecated import renamed
 from gradwire.errors import GroupAndMeshGiven, HookAlreadyRegistered, NotPicklable, TrainingAlreadyStarted, UsageError
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook, Trait
@@ -574,12 +573,3 @@ class _NoSync(AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         self._ddp.require_backward_grad_sync = self._before
-
-
-if not TYPE_CHECKING:  # or else any name would pass
-    __getattr__ = renamed(
-        __name__,
-        OnlyOnce="gradwire.errors.HookAlreadyRegistered",
-        TooLate="gradwire.errors.TrainingAlreadyStarted",
-        TwoGroups="gradwire.errors.GroupAndMeshGiven",
-    )

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from gradwire.deprecated import renamed
 from gradwire.errors import (
     GroupAborted,
     NoTrainableParameters,
@@ -91,7 +89,3 @@ def refuse_dtensors(doing: str, module: nn.Module, ignore: Collection[str]) -> N
             "interop.as_fsdp_hook uses a gradwire hook there. Parameters in `ignore` (DDP: "
             "_set_params_and_buffers_to_ignore_for_model) are skipped."
         )
-
-
-if not TYPE_CHECKING:  # or else any name would pass
-    __getattr__ = renamed(__name__, NothingToDo="gradwire.errors.NoTrainableParameters")

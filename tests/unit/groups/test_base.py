@@ -111,23 +111,6 @@ def test_arrivals_goes_into_the_timeout() -> None:
     group.close(timeout=0.0)
 
 
-def test_the_old_name_of_arrivals_still_works() -> None:
-    with pytest.warns(DeprecationWarning, match=r"Old.attendance is deprecated. Rename the method to arrivals"):
-
-        class Old(ByHand):
-            def attendance(self, work: Work) -> Arrivals | None:
-                assert super().attendance(work) is None
-                return Arrivals((0,), (1, 2))
-
-    group = Old(0, 3)
-    work = group.submit(build.barrier())
-    assert group.arrivals(work) == group.attendance(work) == Arrivals((0,), (1, 2))
-    with pytest.raises(CollectiveTimeout) as caught:
-        work.wait(0.0)
-    assert caught.value.missing == (1, 2)
-    group.close(timeout=0.0)
-
-
 # -- completion hooks through the group ----------------------------------------------------------------------------------
 
 

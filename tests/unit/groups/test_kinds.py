@@ -155,9 +155,7 @@ def test_nccl_without_a_device_is_a_usage_error() -> None:
         find_kind("nccl", who="test").build(dist.HashStore(), 0, 1, timeout=1, name="x")
 
 
-def test_the_old_name_of_the_argument_still_works() -> None:
-    with pytest.warns(DeprecationWarning, match=r"register_backend\(engine=...\) is deprecated. Use kind=..."):
-        gw.register_backend("recorded_by_engine", engine=recorded_gloo)
+def test_a_kind_that_is_neither_a_name_nor_a_function_is_a_usage_error() -> None:
     with pytest.raises(UsageTypeError, match=r"kind is 3. Pass one of threads, .*, or a function that makes a group"):
         gw.register_backend("numbered", kind=3)  # type: ignore[arg-type]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,12 +92,3 @@ def test_rails_that_do_not_fit() -> None:
         from_reports(one, [[(0, one), (1, two)], [(1, one), (0, two)]])
     with pytest.raises(UsageError, match="do not have the same hosts in the same order"):
         from_reports(one, [[(0, one), (0, two)], [(1, one), (1, _host(1, "cc."))]])
-
-
-def test_the_old_name_of_rails_works_and_warns() -> None:
-    with pytest.warns(DeprecationWarning, match=r"Write rails="):
-        old = Layout(((0, 1), (2, 3)), lanes=1)
-    assert old == Layout(((0, 1), (2, 3)), rails=1)
-    assert (old.lanes, old.width, replace(old, rails=2).width) == (1, 1, 2)
-    with pytest.warns(DeprecationWarning, match=r"Layout\.rail"):
-        assert old.lane(1, 0) == old.rail(1, 0) == (2, 3)
