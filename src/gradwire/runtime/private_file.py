@@ -1,4 +1,4 @@
-"""A file that only processes of this user can open, and that leaves nothing behind. Does not import torch: the launcher uses it.
+"""Files that only this user can open: memory without a name in any directory, and whole files in a directory. Without torch.
 
 Note [A file behind a process]
 The file is a memfd, which is in no directory. Others open it as `/proc/<pid>/fd/<number>` of the process that made it, which the
@@ -14,7 +14,9 @@ from __future__ import annotations
 import errno
 import os
 import re
+import secrets
 import stat
+from pathlib import Path
 
 from gradwire.errors import GroupError, PrivateFileGone
 
@@ -109,3 +111,37 @@ def check_identity(
     if (status.st_dev, status.st_ino) != (device, inode) or not stat.S_ISREG(status.st_mode):
         raise error(f"{what}: {_REPLACED}")
     return status
+
+
+def write_private(path: str | Path, data: bytes) -> None:
+    """Make `path` a file of mode 600 that contains `data`. Readers see all of it or none; a planted link is replaced, not followed.
+
+    Raises OSError, PermissionError if the directory belongs to another user.
+    """
+    folder, name = os.path.split(path)
+    directory = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if os.fstat(directory).st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "the directory belongs to another user", folder)
+        new = f".{name}.{secrets.token_hex(8)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(new, flags, 0o600, dir_fd=directory)
+        try:
+            with open(fd, "wb") as file:
+                file.write(data)
+            os.rename(new, name, src_dir_fd=directory, dst_dir_fd=directory)
+        except BaseException:
+            os.unlink(new, dir_fd=directory)
+            raise
+    finally:
+        os.close(directory)
+
+
+def read_private(path: str | Path, *, limit: int = 1 << 24) -> bytes:
+    """At most `limit` bytes of a regular file that belongs to this user. Raises OSError for links and for other users' files."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "not a regular file of this user", str(path))
+        return file.read(limit)
