@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-from gradwire.observe.debug_pages import debug_handlers
 from gradwire.observe.export import METRICS, Export, export
 from gradwire.observe.exporters import opentelemetry_metrics, opentelemetry_spans, prometheus
 from gradwire.observe.recording import mark, samples, start, stop
@@ -29,7 +28,6 @@ __all__ = [
     "Ring",
     "RunWarning",
     "Straggler",
-    "debug_handlers",
     "export",
     "find_stragglers",
     "mark",

@@ -1,4 +1,4 @@
-"""Where every rank of a run is now, as lines for people: what `gradwire inspect` and torch's debug server show. Without torch."""
+"""Where every rank of a run is now, as lines for people: what `gradwire inspect` prints. Without torch."""
 
 from __future__ import annotations
 
