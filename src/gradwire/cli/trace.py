@@ -1,23 +1,18 @@
-"""`gradwire trace`: what all ranks of a run did, as one picture, or as dumps for torch's analyzer."""
+"""`gradwire trace`: what all ranks of a run did, as one picture."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from gradwire.cli.run_directory import run_directory
 from gradwire.errors import UsageError
 from gradwire.observe.rings.clocks import align
-from gradwire.observe.rings.ring import Ring, load_rings
-from gradwire.observe.trace.chrome_trace import Event, write_trace
-from gradwire.observe.trace.fr_dump import write_dumps
-from gradwire.observe.trace.perfetto_trace import write_perfetto
+from gradwire.observe.rings.ring import load_rings
+from gradwire.observe.trace.chrome_trace import write_trace
 from gradwire.observe.trace.profiler_trace import ProfilerTraces
-
-_OUTPUTS = {"chrome": "trace.json", "pftrace": "trace.pftrace", "fr": "fr"}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
@@ -30,20 +25,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )
     add = parser.add_argument
     add("run_dir", nargs="?", metavar="RUN", help="the directory of a run (default: the latest)")
-    add(
-        "--format",
-        choices=list(_OUTPUTS),
-        default="chrome",
-        help="chrome: JSON that Perfetto and Chrome open (default). pftrace: Perfetto's own format, which needs the package "
-        "perfetto. fr: a directory with a dump for each rank, which torch's torchfrtrace analyzes",
-    )
-    add(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="the file, or the directory for fr (default: trace.json, trace.pftrace or fr)",
-    )
+    add("--format", choices=["chrome"], default="chrome", help="chrome: JSON that Perfetto and Chrome open")
+    add("-o", "--output", type=Path, default=Path("trace.json"), metavar="FILE", help="the file (default: trace.json)")
     add(
         "--profiler",
         action="append",
@@ -61,18 +44,14 @@ def run(args: argparse.Namespace) -> int:
     rings, damage = load_rings(directory)
     for name, what in damage.items():
         print(f"warning: {directory / name}: {what}", file=sys.stderr)
-    output: Path = args.output or Path(_OUTPUTS[args.format])
-    if args.profiler and args.format != "chrome":
-        raise UsageError(
-            f"gradwire trace --profiler and --format {args.format}: torch.profiler's traces fit into chrome only."
-        )
+    output: Path = args.output
     profiles = ProfilerTraces(rings, args.profiler)
     try:
-        what = _write(rings, output, args.format, profiles.events() if args.profiler else ())
+        events = write_trace(rings, output, profiles.events() if args.profiler else ())
     except OSError as error:
         raise UsageError(f"gradwire trace -o {output}: {error.strerror}.") from None
     records = sum(len(ring.records) for ring in rings)
-    print(f"{output}: {what} from {records} records of {len(rings)} ranks in {directory}")
+    print(f"{output}: {events} events from {records} records of {len(rings)} ranks in {directory}")
     if args.profiler:
         print(f"With {profiles.files} trace{'' if profiles.files == 1 else 's'} of torch.profiler.")
     for name, why in profiles.skipped.items():
@@ -94,14 +73,3 @@ def _drift(drift: float) -> str:
     """How much a clock that needs so much more time added drifts, if that is noticeable."""
     ppm = abs(drift) * 1e6
     return f", and runs {ppm:.1f} ppm {'slow' if drift > 0 else 'fast'}" if ppm >= 0.05 else ""
-
-
-def _write(rings: Sequence[Ring], output: Path, form: str, more: Iterable[Event]) -> str:
-    """Write the trace in a format; returns what is in it."""
-    if form == "chrome":
-        return f"{write_trace(rings, output, more)} events"
-    if form == "pftrace":
-        return f"{write_perfetto(rings, output)} packets"
-    entries, left_out = write_dumps(rings, output)
-    rest = f" ({left_out} that cannot be matched between ranks are left out)" if left_out else ""
-    return f"dumps of {entries} operations{rest}"
