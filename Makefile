@@ -8,7 +8,7 @@ READY := $(VENV)/ready
 RUNS := $(VENV)/runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo quick test test-torch lint types layers tests docs package format clean
+.PHONY: help setup demo quick test acceptance test-torch lint types layers tests docs package format clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 18
@@ -46,6 +46,10 @@ PARALLEL = -n $(JOBS) --dist worksteal
 
 tests: $(READY) ## pytest: tests, and the examples in docstrings and documents [JOBS=1]
 	$(BIN)/python -m pytest $(PARALLEL)
+
+acceptance: $(READY) ## detection of 160 hangs and 50 stragglers, and no alarm in 151 healthy runs: about 40 minutes
+	PYTHONPATH=tests $(BIN)/python -m detection.hangs --healthy 50
+	PYTHONPATH=tests $(BIN)/python -m detection.stragglers
 
 # Everything but torch is pinned as in .venv. One virtual environment per version: some gigabytes where torch comes with CUDA.
 TORCH_VENV = .venv-torch-$(VERSION)

@@ -25,7 +25,8 @@ import types  # noqa: E402
 
 PRELOADED = (
     "torch", "torch.distributed", "torch._dynamo", "numba", "gradwire.hooks", "gradwire.interop", "gradwire.parallel",
-    "gradwire.testing.pool.warm_worker", "gradwire.launch", "gradwire.cli.bench.hangs",
+    "gradwire.testing.pool.warm_worker", "gradwire.launch", "torch.utils.data", "gradwire.cli.run", "gradwire.observe.recording",
+    "helpers.forked_python",
 )  # fmt: skip
 
 
@@ -138,6 +139,7 @@ if __name__ == "__main__":
     if os.getppid() != parent:
         sys.exit()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # where `helpers` and `detection` are
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

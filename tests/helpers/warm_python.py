@@ -34,12 +34,12 @@ from helpers.fork_client import ADDRESS
 
 SERVER = Path(__file__).with_name("fork_server.py")
 FORK_CLIENT = [sys.executable, "-I", "-S", fork_client.__file__]
-GRADWIRE_RUN = "from gradwire.cli.bench.hangs import launch; launch()"
+GRADWIRE_RUN = "from helpers.forked_python import launch; launch()"
 """`gradwire run` with the arguments of the process, and ranks that are forks of it. They end by `os._exit`, after exit handlers."""
 
 FORKED_RANKS = """
 import subprocess, sys
-from gradwire.cli.bench.forked import ForkedPython
+from helpers.forked_python import ForkedPython
 class Forked(ForkedPython):
     def _execute_child(self, args, *how):
         *command, code = args

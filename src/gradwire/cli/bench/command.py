@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from gradwire.cli.arguments import add_debug
-from gradwire.cli.bench import collectives, compiled_models, hangs, hooks, overhead, overlap, stragglers, training
+from gradwire.cli.bench import collectives, compiled_models, hooks, overhead, overlap, training
 
 
 class Benchmark(Protocol):
@@ -23,11 +23,9 @@ class Benchmark(Protocol):
 _BENCHMARKS: Mapping[str, Benchmark] = {
     "collectives": collectives,
     "compile": compiled_models,
-    "hangs": hangs,
     "hooks": hooks,
     "overhead": overhead,
     "overlap": overlap,
-    "stragglers": stragglers,
     "training": training,
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire import observe
-from gradwire.cli.experiment.rank_context import RankContext
-from gradwire.groups.kinds import find_kind
+from gradwire.groups import Group
 from gradwire.observe.stragglers.steps import Phase
 from gradwire.parallel import DistributedDataParallel
 
@@ -49,30 +47,17 @@ class Sleeping:
         return self.seconds * (1 + delay.share) if slow and delay is not None else self.seconds
 
 
-def train(runs: Sequence[Sleeping], kind: str, examine: Callable[[Sleeping], object], context: RankContext) -> None:
-    """On every rank: train for each of `runs`. When one is complete on all ranks, rank 0 examines it and reports the result.
-
-    Meanwhile the others wait: on few cores the examination would slow the next run down.
-    """
+def train(run: Sleeping, group: Group) -> None:
+    """On every rank: train, and record it."""
     torch.set_num_threads(1)
-    build = find_kind(kind, who="bench stragglers").build
-    group = build(context.store, context.rank, context.size, timeout=context.timeout, name="bench stragglers")
+    observe.start(run.directory, rank=group.rank, size=group.size)
     try:
-        for run in runs:
-            observe.start(run.directory, rank=group.rank, size=group.size)
-            try:
-                _train(run, group)
-            finally:
-                observe.stop()
-            group.barrier()
-            if group.rank == 0:
-                context.report(examine(run))
-            group.barrier()
+        _train(run, group)
     finally:
-        group.close()
+        observe.stop()
 
 
-def _train(run: Sleeping, group: Any) -> None:
+def _train(run: Sleeping, group: Group) -> None:
     rank = group.rank
     torch.manual_seed(0)
     forward, backward = (run.of(phase, rank) / _LAYERS for phase in (Phase.FORWARD, Phase.BACKWARD))

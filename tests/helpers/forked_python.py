@@ -1,10 +1,11 @@
 """`ForkedPython`: Popen for Python programs that start as forks of this process, which has imported torch: in milliseconds.
 
-For benchmarks that start hundreds of ranks. This process must have no threads.
+For tests that start hundreds of ranks. This process must have no threads.
 """
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import ctypes
 import faulthandler
@@ -18,6 +19,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from gradwire.cli import run as run_command
 from gradwire.launch.process import BECOME
 
 _PR_SET_PDEATHSIG = 1
@@ -113,3 +115,12 @@ def _run(words: list[str]) -> None:
     else:
         sys.argv = words
         runpy.run_path(words[0], run_name="__main__")
+
+
+def launch() -> None:
+    """The main function of a launcher: `gradwire run` with the arguments in sys.argv, and ranks that are forks."""
+    parser = argparse.ArgumentParser()
+    run_command.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["run", *sys.argv[1:]])
+    args.debug = False
+    sys.exit(run_command.run(args, popen=ForkedPython))

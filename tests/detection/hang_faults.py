@@ -1,4 +1,4 @@
-"""The faults of `gradwire bench hangs`, and whether a report describes them. Pure, except for reading rings."""
+"""The faults of `detection.hangs`, and whether a report describes them. Pure, except for reading rings."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FAULTS: Mapping[str, Fault] = {
 
 
 @dataclass
-class Outcome:
+class Trial:
     """One run."""
 
     kind: str
@@ -69,23 +69,23 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
 
 
-def judge(outcome: Outcome, *, py_spy: bool, compares: bool) -> list[str]:
+def judge(trial: Trial, *, py_spy: bool, compares: bool) -> list[str]:
     """What is wrong with the report of a run; nothing, if it is right. `compares`: the group compares collectives."""
-    fault = FAULTS[outcome.fault]
+    fault = FAULTS[trial.fault]
     if fault.mismatch and compares:
-        return _judge_error(outcome)
-    if outcome.report is None:
+        return _judge_error(trial)
+    if trial.report is None:
         return ["no report"]
     problems = []
-    if outcome.late > 1.0:
-        problems.append(f"reported {outcome.late:.2f} s after the soft deadline")
-    suspects = outcome.report["suspects"]
-    if [suspect["rank"] for suspect in suspects] != [outcome.victim]:
-        return [*problems, f"named ranks {[suspect['rank'] for suspect in suspects]}, not {outcome.victim}"]
+    if trial.late > 1.0:
+        problems.append(f"reported {trial.late:.2f} s after the soft deadline")
+    suspects = trial.report["suspects"]
+    if [suspect["rank"] for suspect in suspects] != [trial.victim]:
+        return [*problems, f"named ranks {[suspect['rank'] for suspect in suspects]}, not {trial.victim}"]
     [suspect] = suspects
     if suspect["cause"] != fault.cause.name:
         problems.append(f"cause {suspect['cause']}, not {fault.cause.name}")
-    collective = outcome.report["collective"]
+    collective = trial.report["collective"]
     bucket = suspect["bucket"] if suspect["bucket"] >= 0 or collective is None else collective["bucket"]
     if bucket not in (fault.bucket, fault.before):
         problems.append(f"bucket {bucket}, not {fault.bucket}")
@@ -96,25 +96,25 @@ def judge(outcome: Outcome, *, py_spy: bool, compares: bool) -> list[str]:
     return problems
 
 
-def _judge_error(outcome: Outcome) -> list[str]:
-    if not _MISMATCH.search(outcome.output):
+def _judge_error(trial: Trial) -> list[str]:
+    if not _MISMATCH.search(trial.output):
         return ["no CollectiveMismatch"]
-    named = re.search(rf"rank {outcome.victim} has|ranks \[{outcome.victim}\] have", outcome.output)
-    return [] if named else [f"the error does not name rank {outcome.victim}"]
+    named = re.search(rf"rank {trial.victim} has|ranks \[{trial.victim}\] have", trial.output)
+    return [] if named else [f"the error does not name rank {trial.victim}"]
 
 
 def _is_in(where: str | None, function: str) -> bool:
     return where is not None and where.startswith(f"{function}() at ")
 
 
-def seconds_late(outcome: Outcome, directory: Path, deadline: float) -> float:
+def seconds_late(trial: Trial, directory: Path, deadline: float) -> float:
     """How long after the soft deadline a hang was reported, by the rings: `deadline`, or ten times the usual, after a wait began.
 
     For a rank that has ended, after its last record.
     """
-    assert outcome.report is not None
-    assert outcome.reported is not None
-    collective = outcome.report["collective"]
+    assert trial.report is not None
+    assert trial.reported is not None
+    collective = trial.report["collective"]
     run = RunFollower(directory)
     run.look()
     run.close()
@@ -127,7 +127,7 @@ def seconds_late(outcome: Outcome, directory: Path, deadline: float) -> float:
         and collective is not None
         and (rank.pending[key].group, rank.pending[key].ordinal) == (collective["group"], collective["ordinal"])
     ]
-    if FAULTS[outcome.fault].cause is Cause.DEAD or not begun:
-        ends = [rank.last[-1].time for rank in ranks if rank.rank == outcome.victim and rank.last]
+    if FAULTS[trial.fault].cause is Cause.DEAD or not begun:
+        ends = [rank.last[-1].time for rank in ranks if rank.rank == trial.victim and rank.last]
         begun = [end + int(1e9 * deadline) for end in ends]
-    return max(0.0, (outcome.reported - min(begun)) / 1e9) if begun else 0.0
+    return max(0.0, (trial.reported - min(begun)) / 1e9) if begun else 0.0

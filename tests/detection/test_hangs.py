@@ -1,4 +1,4 @@
-"""`gradwire bench hangs`: what counts as a right report, and a few real runs."""
+"""Detection of hangs: what counts as a right report, and a few real runs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import subprocess
 
 import pytest
 
-from gradwire.cli import main
-from gradwire.cli.bench.forked import ForkedPython
-from gradwire.cli.bench.hang_faults import FAULTS, Outcome, judge
+from detection.hang_faults import Trial, judge
+from helpers.forked_python import ForkedPython
 
 
 def report(**changes):
@@ -32,13 +31,13 @@ def report(**changes):
     ],
 )
 def test_what_is_wrong_with_a_report(changes, late, problem):
-    outcome = Outcome("gloo", "python", 1, report=report(**changes), late=late)
-    assert problem in "; ".join(judge(outcome, py_spy=True, compares=False))
-    assert bool(judge(outcome, py_spy=True, compares=False)) == bool(problem)
+    trial = Trial("gloo", "python", 1, report=report(**changes), late=late)
+    assert problem in "; ".join(judge(trial, py_spy=True, compares=False))
+    assert bool(judge(trial, py_spy=True, compares=False)) == bool(problem)
 
 
 def test_no_report_is_wrong():
-    assert judge(Outcome("gloo", "python", 1), py_spy=True, compares=False) == ["no report"]
+    assert judge(Trial("gloo", "python", 1), py_spy=True, compares=False) == ["no report"]
 
 
 @pytest.mark.parametrize(
@@ -50,47 +49,36 @@ def test_no_report_is_wrong():
     ],
 )
 def test_a_group_that_compares_collectives_names_the_rank_in_its_error(output, right):
-    outcome = Outcome("shared_memory", "shape", 1, output=output)
-    assert (judge(outcome, py_spy=False, compares=True) == []) == right
+    trial = Trial("shared_memory", "shape", 1, output=output)
+    assert (judge(trial, py_spy=False, compares=True) == []) == right
 
 
-BENCH_HANGS = "import sys; from gradwire.cli import main; sys.exit(main(['bench', 'hangs', *sys.argv[1:]]))"
+HANGS = "import sys; from detection.hangs import main; sys.exit(main(sys.argv[1:]))"
 
 
 def test_jobs_that_hang_and_one_that_does_not(tmp_path, warm_python):
     """Real jobs: the command in a process of its own, because ranks are forks of it."""
     options = ["--ranks", "2", "--repeat", "1", "--healthy", "1", "--hang-after", "2", "--at-once", "2"]
-    options += ["--kinds", "shared_memory", "--faults", "loader,killed,stopped", "--json", str(tmp_path / "runs.json")]
-    warm_python.run(BENCH_HANGS, *options, timeout=300)
-    saved = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    options += [
+        "--kinds",
+        "shared_memory",
+        "--faults",
+        "loader",
+        "killed",
+        "stopped",
+        "--json",
+        str(tmp_path / "runs.json"),
+    ]
+    done = warm_python.run(HANGS, *options, timeout=300)
+    saved = json.loads((tmp_path / "runs.json").read_text())
     # Not whether each was in time: that depends on the load of this machine.
     problems = {run["fault"]: [one for one in run["problems"] if "deadline" not in one] for run in saved}
-    assert problems == {"loader": [], "killed": [], "stopped": [], "slow": []}
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [(["--faults", "python,sleep"], "'sleep' is not one of"), (["--repeat", "0"], "nothing to do")],
-)
-def test_bad_options_are_refused(words, message, capsys):
-    try:
-        code = main(["bench", "hangs", *words])
-    except SystemExit as end:
-        code = end.code
-    assert code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_help_lists_the_faults(capsys):
-    with pytest.raises(SystemExit):
-        main(["bench", "hangs", "--help"])
-    out = capsys.readouterr().out
-    assert all(fault in out for fault in FAULTS)
+    assert problems == {"loader": [], "killed": [], "stopped": [], "slow": []}, done
 
 
 FORKS = """
 import os, subprocess, sys
-from gradwire.cli.bench.forked import ForkedPython
+from helpers.forked_python import ForkedPython
 code = "import os, sys; print(os.environ['WORD'], sys.argv[1:], sys.stdin.read()); sys.exit(int(sys.argv[1]))"
 command = [sys.executable, "-I", "-c", code, "3"]
 process = ForkedPython(command, env={"WORD": "here"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)

@@ -1,7 +1,4 @@
-"""The training script of `gradwire bench hangs`, in which one rank misbehaves.
-
-The benchmark copies it to a directory of its own and runs that: files of gradwire are not user code in a hang report.
-"""
+"""The training script of `detection.hangs`, in which one rank misbehaves. It is copied to a directory of its own and run there."""
 
 from __future__ import annotations
 
