@@ -47,7 +47,7 @@ def test_classes_are_small() -> None:
         node.name
         for tree in MODULES.values()
         for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef) and sum(isinstance(one, ast.FunctionDef) for one in node.body) > 20
+        if isinstance(node, ast.ClassDef) and sum(isinstance(one, ast.FunctionDef) for one in node.body) > 25
     }
     assert large <= TORCHS_OWN | {"Group"}
 

@@ -43,7 +43,7 @@ class StepChecks:
             self._checked = NonFiniteChecked(runner, self._specs, self._policy, overwritten=Overwritten.ALL)
         if bucket.index() == 0:
             self._steps += 1
-            runner.checks.clear()  # of a backward that has failed
+            self._checked.drop_step()  # of a backward that has failed
             self._parameters = []
             at_backward_end(self._launched)
         self._parameters += bucket.parameters()
@@ -55,13 +55,10 @@ class StepChecks:
     def _averaged(self) -> None:
         assert self._checked is not None
         parameters, self._parameters = self._parameters, []
-        checks = list(self._checked.checks)
-        self._checked.checks.clear()
-        try:
-            for check in checks:
-                check(self._steps)
-        except StepSkipped:
+        error = self._checked.verify(self._steps)
+        self._checked.drop_step()
+        if isinstance(error, StepSkipped):
             for parameter in parameters:
                 parameter.grad = None
-        except StepRejected as rejected:
-            raise rejected.error from None
+        elif error is not None:
+            raise error.error if isinstance(error, StepRejected) else error

@@ -307,7 +307,7 @@ class Reducer:
             listening.mark_irregular()
             if listening.polling:
                 raise self.machine.late([self.listener.index_of(p) for p in changed])
-        reductions.run_checks(self.iterations.number)
+        reductions.verify(self.iterations.number)
         unused = self.used.unused_everywhere(self.group)
         self._drop()
         reductions.put_back(results, unused, leave=self.leave_gradients)
@@ -320,7 +320,7 @@ class Reducer:
     def shadow_step_ended(self) -> None:
         """Take part in the end of a step of other ranks, without gradients of its own."""
         try:
-            self.reductions.run_checks(self.iterations.number)
+            self.reductions.verify(self.iterations.number)
         except StepRejected as rejected:
             self.iterations.drop(rejected, used=self.leave_gradients)
             return

@@ -27,7 +27,7 @@ _version: Callable[[Tensor | None], int] = attrgetter("_version")
 
 
 class StepRejected(Exception):
-    """Raised by a check in `Runner.checks`, on every rank alike: the step is dropped, and the group stays as it is."""
+    """Returned by `Runner.verify`, on every rank alike: the step is dropped, and the group stays as it is."""
 
     def __init__(self, error: GradwireError) -> None:
         super().__init__(str(error))
@@ -45,12 +45,18 @@ class Runner(Protocol):
     def name(self) -> str:
         """The hook, for people."""
 
-    @property
-    def checks(self) -> list[Callable[[int], None]]:
-        """Called with the number of the iteration when its reductions are over and no gradient is touched yet; then forgotten."""
-
     def start(self, bucket: GradBucket) -> Pending:
         """Start the reduction of a bucket."""
+
+    def verify(self, step: int) -> Exception | None:
+        """Check the results of iteration `step` before any of them is used. Returns the error that drops the step, if any.
+
+        Called when all reductions are over: a check that communicated earlier would meet other buckets' collectives in
+        another order on another rank.
+        """
+
+    def drop_step(self) -> None:
+        """Forget the checks of a step that has ended or failed."""
 
     def buckets_changed(self) -> None:
         """Parameters are in other buckets from the next step on."""
@@ -129,14 +135,11 @@ class Reductions:
         """Parameters whose gradients have changed since their buckets were launched, which was too early then."""
         return self._launched.changed()
 
-    def run_checks(self, step: int) -> None:
-        """Run what is to be known of all results of this iteration before any touches a gradient.
-
-        Not earlier: a check that communicates while other buckets' hooks still do would meet them in another order on
-        another rank.
-        """
-        for check in self.runner.checks:
-            check(step)
+    def verify(self, step: int) -> None:
+        """Raise what `Runner.verify` returns."""
+        error = self.runner.verify(step)
+        if error is not None:
+            raise error
 
     def put_back(self, results: Sequence[tuple[int, Tensor]], unused: Collection[int], *, leave: bool) -> None:
         """Make the averages the gradients, except those of parameters that no rank has used; or leave all as they are."""
@@ -165,7 +168,7 @@ class Reductions:
         self._listener.polled.clear()
         self._pending.clear()
         self.held = None
-        self.runner.checks.clear()
+        self.runner.drop_step()
 
     def forget_gradients(self) -> None:
         """Let go of the gradients of launched buckets."""

@@ -22,7 +22,7 @@ class Launcher:
     def __init__(self) -> None:
         self.launched: list[tuple[int, ...]] = []
         self.waited: list[int] = []
-        self.checks: list[Callable[[int], None]] = []
+        self.verify: Callable[[int], Exception | None] = lambda step: None
         self.rebuilt = 0
         self.answer: Callable[[GradBucket], Tensor] = lambda bucket: bucket.buffer()
 
@@ -36,6 +36,9 @@ class Launcher:
                 return launcher.answer(bucket)
 
         return Pending()
+
+    def drop_step(self) -> None:
+        pass
 
     def buckets_changed(self) -> None:
         self.rebuilt += 1
@@ -115,12 +118,19 @@ def test_checks_come_after_all_results_and_before_any_gradient(make: Any) -> Non
     seen: list[Any] = []
     world.launcher.answer = lambda bucket: bucket.buffer() * 10
     world.reducer.prepare()
-    world.launcher.checks.append(lambda step: seen.append((step, list(world.launcher.waited), world.gradients())))
+    world.launcher.verify = lambda step: seen.append((step, list(world.launcher.waited), world.gradients()))
     world.backward()
     assert seen == [(0, [0, 1], [1.0, 2.0, 4.0, 8.0])]
+
+
+def test_an_error_that_verify_returns_is_raised_before_any_gradient_is_written(make: Any) -> None:
+    world = make()
+    world.launcher.verify = lambda step: ValueError(f"step {step}")
+    world.launcher.answer = lambda bucket: bucket.buffer() * 10
     world.reducer.prepare()
-    world.backward()
-    assert len(seen) == 1  # for one step only
+    with pytest.raises(ValueError, match="step 0"):
+        world.backward()
+    assert world.gradients() == [1.0, 2.0, 4.0, 8.0]
 
 
 def test_a_failure_aborts_the_group_and_the_step(make: Any) -> None:

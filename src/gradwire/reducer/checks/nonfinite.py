@@ -16,7 +16,7 @@ Where the device can act on the result alone, nothing waits at all: see Note [A 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 
 import torch
@@ -36,7 +36,6 @@ from gradwire.reducer.checks.nonfinite_waiting import WaitingCheck
 from gradwire.reducer.hook.driver import Landed, Pending
 from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.reductions import StepRejected
-from gradwire.runtime.threads import weakly
 
 _WORTH_ASKING = 4096
 """Elements that are summed in about the time of two calls from Python."""
@@ -65,7 +64,8 @@ class NonFiniteChecked:
         self._overwritten = overwritten
         self._late = LateChecks(self._specs, policy)
         self._search = Search([spec.name for spec in specs])
-        self._check = weakly(self._verify)  # the runner, which this object holds, holds the check
+        self._begun = False
+        """Whether a bucket of this step was started."""
         self._step_check: WaitingCheck | Scan
         """A Scan if the result of this step is read late."""
         self._begin(torch.device("cpu"))
@@ -74,11 +74,6 @@ class NonFiniteChecked:
     def name(self) -> str:
         """The inner runner's."""
         return self._inner.name
-
-    @property
-    def checks(self) -> list[Callable[[int], None]]:
-        """The inner runner's."""
-        return self._inner.checks
 
     def buckets_changed(self) -> None:
         """As the inner runner."""
@@ -97,13 +92,13 @@ class NonFiniteChecked:
         return _Looked(Landed(self._inner.run(bucket)), self._step_check, bucket.spec, last=False).wait()
 
     def _look_before(self, bucket: GradBucket) -> None:
-        if self._check not in self.checks:  # the first bucket of a step
+        if not self._begun:  # the first bucket of a step
+            self._begun = True
             self._begin(bucket.spec.device)
             scan = self._late.begin(self._inner) if self._can_be_late(bucket.spec) else None
             if scan is not None:
                 self._step_check = scan
             self._reaction.prepare(self._inner.states)
-            self.checks.append(self._check)
         if isinstance(bucket, ZeroBucket):
             return
         if self._trusted and self._stay_in_grad(bucket):
@@ -132,8 +127,23 @@ class NonFiniteChecked:
         narrow = self._inner.hook.narrowest(dtype) if self._trusted else dtype
         return None if narrow == dtype else narrow
 
+    def drop_step(self) -> None:
+        """Forget the checks of a step that has ended or failed."""
+        self._begun = False
+        self._inner.drop_step()
+
+    def verify(self, step: int) -> Exception | None:
+        """Exchange what ranks have found, if there may be something, and apply the policy."""
+        if not self._begun:
+            return self._inner.verify(step)
+        self._begun = False
+        try:
+            self._verify(step)
+        except StepRejected as rejected:
+            return rejected
+        return self._inner.verify(step)
+
     def _verify(self, step: int) -> None:
-        """Exchange what ranks have found, if there may be something, and do what the policy says."""
         late, check, inner = self._late.take(self._inner), self._step_check, self._inner
         stepped = inner.optimizers.gradients_used
         try:

@@ -39,25 +39,25 @@ class ScaleChecked:
         self._result = self._pending.wait()
         return self._result
 
-    def verify(self, step: int) -> None:
-        """HookError if the result is off by a factor."""
+    def verify(self) -> HookError | None:
+        """An error if the result is off by a factor."""
         assert self._result is not None
         truth = self._contribution.to(self._result.device)
         label = f"scale check of bucket {self._bucket.index()}"
         self._group.submit(all_reduce(truth, op=ReduceOp.SUM, label=label)).wait()
         total, norms, weights = truth.tolist()
         if not weights:
-            return
+            return None
         expected, norm = total / weights, norms / weights
         if not math.isfinite(expected):
-            return  # that of a gradient, which is not the hook's fault: see `policies.NonFinite`
+            return None  # that of a gradient, which is not the hook's fault: see `policies.NonFinite`
         got = float(project(self._result)[0])
         # Where the projection nearly cancels, rounding, whose size goes with the norm, makes its relative error meaningless.
         if abs(expected) < 0.1 * norm or abs(got - expected) <= self._policy.tolerance * abs(expected):
-            return
+            return None
         world = self._group.size
         guess = " It looks like a sum: divide by the number of ranks." if _near(got, expected * world) else ""
-        raise HookError(
+        return HookError(
             f"scale check of hook {self._hook} on {self._bucket.spec}, rank {self._group.rank}: the result is "
             f"{got / expected:.3g} times the mean over {world} ranks.{guess}",
             hook=self._hook,

@@ -57,8 +57,8 @@ class HookRunner:
         self.uneven = False
         """Whether some ranks may have run out of inputs, and so make no steps of their optimizers, as under `join()`."""
         self.scale_check: ScaleCheck | None = None
-        self.checks: list[Callable[[int], None]] = []
-        """To be called with the number of the iteration when all its reductions are over, before any result is used."""
+        self._scale_checks: list[ScaleChecked] = []
+        """Of the reductions of this step."""
         self.outer: OuterOptimizer | None = None
         self.optimizers = optimizers or AttachedOptimizers()
         self.driver = Driver(group)
@@ -79,17 +79,16 @@ class HookRunner:
     def start(self, bucket: GradBucket) -> Pending:
         """Start the reduction of a bucket; never waits for another rank, except on groups that block in `submit`."""
         state, step = self._begin(bucket)
-        policy = self.scale_check
-        if policy is None or step % policy.every or self.outer is not None:
-            return self._start(bucket, state, step)
-        check = ScaleChecked(bucket, self.group, policy, hook=self.name, weight=self.weight)
-        self.checks.append(check.verify)
-        return check.watch(self._start(bucket, state, step))
-
-    def _start(self, bucket: GradBucket, state: Any, step: int) -> Pending:
+        policy, check = self.scale_check, None
+        if policy is not None and step % policy.every == 0 and self.outer is None:
+            check = ScaleChecked(bucket, self.group, policy, hook=self.name, weight=self.weight)
+            self._scale_checks.append(check)
+        pending: Pending
         if self.torch_hook is not None:
-            return TorchHookRun(*self.torch_hook, bucket, self.group)
-        return self.driver.launch(self.hook, bucket.buffer(), state, self._turn(bucket, step))
+            pending = TorchHookRun(*self.torch_hook, bucket, self.group)
+        else:
+            pending = self.driver.launch(self.hook, bucket.buffer(), state, self._turn(bucket, step))
+        return pending if check is None else check.watch(pending)
 
     def run(self, bucket: GradBucket) -> Tensor:
         """Reduce a bucket to the end, in this thread. Not for torch-style hooks."""
@@ -112,6 +111,14 @@ class HookRunner:
     def _turn(self, bucket: GradBucket, step: int) -> Turn:
         group = self.group
         return Turn(bucket.spec, group.rank, group.size, step, donated=True, divisor=self.divisor, weight=self.weight)
+
+    def verify(self, step: int) -> Exception | None:
+        """Compare the results of this step with the mean, where `scale_check` asks for it."""
+        return next((error for check in self._scale_checks if (error := check.verify()) is not None), None)
+
+    def drop_step(self) -> None:
+        """Forget the checks of a step that has ended or failed."""
+        self._scale_checks.clear()
 
     def next_step(self) -> None:
         """All buckets of the last step have been started: those that start from now on belong to the next one.
