@@ -1,4 +1,4 @@
-"""DiLoCo: hosts on a slow link train by themselves and exchange their progress every 20 steps. See docs/hooks/periodic.md.
+"""DiLoCo: hosts on a slow link train by themselves and exchange their progress every 20 steps. See docs/hook-catalog.md.
 
 torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29400 examples/diloco.py     # on both hosts
 gradwire run --nproc 2 examples/diloco.py                                                                    # on one machine

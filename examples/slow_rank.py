@@ -2,7 +2,7 @@
 
     gradwire run -n 4 examples/slow_rank.py
 
-What gradwire shows of it is explained in docs/slow-steps.md and docs/reading-a-trace.md.
+What gradwire shows of it is explained in docs/observe.md.
 """
 
 from __future__ import annotations

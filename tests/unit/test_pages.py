@@ -32,10 +32,6 @@ import os, torch, torch.distributed as dist, gradwire as gw
 [group] = gw.ThreadGroup.world(1)
 model = gw.DistributedDataParallel(torch.nn.Linear(4, 4), process_group=group)
 """
-WORLD = """
-import torch, torch.distributed as dist, gradwire as gw
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-"""
 SETUP = {
     "docs/autograd.md": """
 import torch, gradwire as gw
@@ -49,16 +45,7 @@ store, rank, size = dist.HashStore(), 0, 1
 model = torch.nn.Linear(2, 2)
 [inside], across = gw.ThreadGroup.world(1), None  # on one host nothing goes across
 """,
-    "docs/hooks/decoupled.md": MODEL,
-    "docs/hooks/dense.md": MODEL,
-    "docs/hooks/sparse.md": MODEL,
-    "docs/hooks/elsewhere.md": WORLD
-    + """
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-hook = gw.hooks.mean()
-ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
-""",
+    "docs/hook-catalog.md": MODEL,
     "docs/interop.md": """
 import os, torch
 os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
