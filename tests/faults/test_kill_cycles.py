@@ -59,7 +59,7 @@ from datetime import timedelta
 from torch.distributed import FileStore, PrefixStore
 from gradwire.errors import CollectiveTimeout
 from gradwire.groups import SharedMemoryGroup
-from gradwire.groups import membership
+from gradwire.groups.failure import membership
 
 path, wrapped = sys.argv[1], sys.argv[2] == "wrapped"
 store = FileStore(path, 2)

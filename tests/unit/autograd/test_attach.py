@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire.autograd import Kind, after_accumulate, after_node, before_node, on_grad
-from gradwire.autograd.user_hooks import attach
+from gradwire.autograd import Kind, after_accumulate, after_node, attach, before_node, on_grad
 from gradwire.errors import AutogradHookError, AutogradHookTypeError, UsageError, UsageTypeError
 from gradwire.events import Handle
 

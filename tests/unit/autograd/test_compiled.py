@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch._dynamo import compiled_autograd
 
-from gradwire.autograd import after_accumulate, after_node, before_node, grad_hooks, on_grad
-from gradwire.autograd.user_hooks import attach
+from gradwire.autograd import after_accumulate, after_node, attach, before_node, grad_hooks, on_grad
 from gradwire.errors import AutogradHookError, AutogradHookTypeError
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire.autograd import HookMode, at_backward_end, grad_hooks, on_grad
-from gradwire.autograd.user_hooks import attach
+from gradwire.autograd import HookMode, at_backward_end, attach, grad_hooks, on_grad
 from gradwire.errors import AutogradHookError
 
 pytestmark = pytest.mark.gpu

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire.autograd import Kind, after_node, grad_hooks, on_grad
-from gradwire.autograd.user_hooks import attach
+from gradwire.autograd import Kind, after_node, attach, grad_hooks, on_grad
 
 
 class State:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gradwire.autograd import attach
 from gradwire.autograd.compiled import install
 from gradwire.autograd.compiled.op import on_compiled_gradients
-from gradwire.autograd.user_hooks import attach
 from gradwire.errors import ReadyTwice
 from gradwire.events import BucketLaunched
 from gradwire.groups import Group
