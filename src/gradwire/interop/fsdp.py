@@ -123,7 +123,9 @@ def as_fsdp_hook(
 
     The module is sharded over one dimension of a mesh, `fully_shard(module, mesh=mesh["shard"])`, and `group` is the other:
     `gw.from_process_group(mesh.get_group("replicate"))`. One hook per FSDP module, with the parameters that FSDP reduces together:
-    `fsdp_parameters(model)` yields both. `checks`, one for all modules of the model, look for NaN and infinity.
+    `fsdp_parameters(model)` yields both. Without them nothing shows whether torch has averaged over the replicas itself, as with a
+    2-D mesh or FSDP2's `replicate()`; with them that is refused.
+    `checks`, one for all modules of the model, look for NaN and infinity.
     """
     named = [(plain_name(name), parameter) for name, parameter in named_parameters]
     parts = [(name, _shard_shape(name, p, "as_fsdp_hook")) for name, p in named]
@@ -230,10 +232,15 @@ def _shard_shape(name: str, parameter: Tensor, doing: str) -> tuple[int, ...]:
     placements = getattr(parameter, "placements", None)
     if placements is None:
         return tuple(parameter.shape)
-    if len(placements) > 1 and any(placement.is_replicate() for placement in placements):
+    if any(placement.is_replicate() for placement in placements):
+        advice = (
+            'Shard it over a 1-D mesh, fully_shard(module, mesh=mesh["shard"]), and pass the hook the group of the other dimension.'
+            if len(placements) > 1
+            else "FSDP2's replicate() has no place for a hook: use gw.replicate(model, group=group, hook=hook), or fully_shard "
+            "over one dimension of a 2-D mesh with the hook between its replicas."
+        )
         raise UsageError(
-            f"{doing}: {name} has placements {placements}, so torch itself averages over its replicas, before any hook. Shard it "
-            'over a 1-D mesh, fully_shard(module, mesh=mesh["shard"]), and pass the hook the group of the other dimension.'
+            f"{doing}: {name} has placements {placements}, so torch itself averages over its replicas, before any hook. {advice}"
         )
     shape = list(parameter.shape)
     for size, placement in zip(parameter.device_mesh.shape, placements, strict=True):  # type: ignore[attr-defined]

@@ -1,50 +1,44 @@
 """`DistributedDataParallel`: torch's class and constructor over our Replica. Flags are turned into policies in the constructor.
 
-What exists only for torch's API is in `torch_reducer_compat.py` (the reducer and logger that torch's own code looks for),
-`logging_data.py`, `mixed.py`, `delayed.py`, `join.py` and `manual.py`.
+Methods that only torch's own code calls are in `torch_surface.py`, those that control the hook in `hook_controls.py`.
 """
 
 from __future__ import annotations
 
 import copy
-import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import Joinable
-from torch.nn.parallel.scatter_gather import gather as gather_outputs
-from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from gradwire.autograd.compiled.install import forward_begins
-from gradwire.errors import GroupAndMeshGiven, HookAlreadyRegistered, NotPicklable, TrainingAlreadyStarted, UsageError
+from gradwire.errors import GroupAndMeshGiven, HookAlreadyRegistered, NotPicklable, UsageError
 from gradwire.groups.base import Group
-from gradwire.hooks.base import CommHook, Trait
-from gradwire.hooks.combinators.chain import chain
-from gradwire.hooks.dense import cast, mean
+from gradwire.hooks.base import CommHook
 from gradwire.interop import as_process_group, from_process_group
 from gradwire.interop.defaults import default_process_group, is_default, mesh_group
 from gradwire.interop.in_backward import optimizer_in_backward_hook
-from gradwire.parallel.buffer_hook import BufferHook
 from gradwire.parallel.delayed_allreduce import Delayed
-from gradwire.parallel.devices import check_devices, move_to
-from gradwire.parallel.flags import Flags
+from gradwire.parallel.hook_controls import HookControls
 from gradwire.parallel.join import UnevenInputs
+from gradwire.parallel.logging_data import Logger
 from gradwire.parallel.manual import ManualFinalization
 from gradwire.parallel.mixed_precision import MixedPrecision
 from gradwire.parallel.replica import Replica, ReplicaPolicies
-from gradwire.parallel.torch_reducer_compat import Logger, ReducerCompat
+from gradwire.parallel.torch_arguments import Flags, check_devices, move_to
+from gradwire.parallel.torch_surface import BufferHook, ReducerCompat, TorchSurface
 from gradwire.parallel.trainable import check_module
-from gradwire.policies import Buffers, NonFinite
+from gradwire.policies import NonFinite
 from gradwire.recorder.flight_recorder import RecordKind
 from gradwire.reducer.hook.torch_hooks import check_torch_hook
 from gradwire.runtime.dynamo import set_eval_frame, untraced_call, untraced_frame
 
 
-class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
+class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn.Module, Joinable):
     """A module whose gradients are averaged over all ranks during backward: torch's class of that name.
 
     `process_group` is a torch process group or a gradwire Group; None means the group of `gw.init()`, else torch's default
@@ -54,7 +48,6 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
     accepts partials, callable objects and gradwire's own hooks.
     """
 
-    _active_ddp_module: Any = None
     _tracer: Any = None
     """Under `torch.compile(ddp)`, while this wrapper runs: Dynamo, which is to see nothing but the wrapped module."""
 
@@ -87,9 +80,7 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
         super().__init__()
         Joinable.__init__(self)
         check_module("DistributedDataParallel", module)
-        if check_reduction:
-            warnings.warn("`check_reduction` is deprecated and does nothing.", FutureWarning, stacklevel=2)
-        flags = Flags(
+        self._flags = Flags(
             find_unused=find_unused_parameters,
             static=static_graph,
             views=gradient_as_bucket_view,
@@ -99,9 +90,10 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
             cap_mb_list=tuple(bucket_cap_mb_list or ()),
             skip_unused=skip_all_reduce_unused_params,
             lazy_buckets=lazy_bucket_allocation,
+            check_reduction=check_reduction,
         )
+        self._set_flags(self._flags)
         self._set_group(process_group, device_mesh)
-        self._flags = flags
         self.module = module
         self.dim = dim
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -109,24 +101,12 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
         self.device_ids, self.output_device, self.device, self.device_type = check_devices(
             module, self.parameters_to_ignore, device_ids, output_device
         )
-        self.find_unused_parameters = find_unused_parameters
-        self.static_graph = static_graph
-        self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
-        self.lazy_bucket_allocation = lazy_bucket_allocation
         self.nonfinite = nonfinite
-        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.mixed_precision = mixed_precision
-        self.forward_sync_buffers = flags.buffers is Buffers.EVERY_FORWARD
-        self.bucket_bytes_cap = flags.bucket_bytes_cap
-        self.bucket_bytes_cap_list = list(flags.bytes_cap_list)
-        self.broadcast_bucket_size = 250 * 2**20
-        self.require_backward_grad_sync = True
+        self._mixed = MixedPrecision.of(module, mixed_precision, self.parameters_to_ignore)
         self._comm_hooks: list[tuple[Any, Any]] = []
         self._fused_optimizers_checked = False
-        self._mixed = None
-        if mixed_precision is not None:
-            self._mixed = MixedPrecision(module, mixed_precision, self.parameters_to_ignore)
         self._build(init_sync=init_sync)
 
     # -- construction --------------------------------------------------------------------------------------------------
@@ -168,10 +148,6 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
         self.logger = Logger(self)
         self._uneven = UnevenInputs(self.replica, weakref.ref(self))
 
-    @property
-    def _module_parameters(self) -> list[nn.Parameter]:
-        return [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
-
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any] | CommHook) -> None:
@@ -190,82 +166,10 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
         self.replica.use_hook(hook if isinstance(hook, CommHook) else (hook, state))
         self._comm_hooks.append((hook, state))
 
-    def _log(self, error: Exception) -> None:
-        if self.logger is not None:
-            self.logger.set_error_and_log(f"{type(error).__name__}: {error}")
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """Replace torch's two built-in hooks by our own."""
-        builtin = {"ALLREDUCE": mean(), "FP16_COMPRESS": chain(cast(torch.float16), mean())}
-        name = str(comm_hook_type).rpartition(".")[2]
-        if name not in builtin:
-            raise UsageError(f"built-in hook {comm_hook_type}: unknown. Known hooks: {', '.join(builtin)}.")
-        self.register_comm_hook(comm_hook_type, builtin[name])
-
     def set_hook(self, hook: CommHook) -> None:
         """Use another gradwire hook from the next step on. Every rank calls it after the same step with an equal hook."""
-        self.replica.set_hook(hook)
+        super().set_hook(hook)
         self._comm_hooks[:] = [(hook, None)]  # the same list: the logger reads it
-
-    def step_failed(self, error: BaseException) -> None:
-        """Fail the step on all ranks because of an exception between forward and backward: see `Replica.step_failed`."""
-        self.replica.step_failed(error)
-
-    def hook_state_dict(self) -> dict[str, Any]:
-        """The gradwire hook's state on this rank, by parameter name. Each rank saves its own: see `Replica.hook_state_dict`."""
-        return self.replica.hook_state_dict()
-
-    def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore a saved hook state. Every rank calls it, between steps: see `Replica.load_hook_state_dict`."""
-        self.replica.load_hook_state_dict(saved)
-
-    def attach_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Run the outer steps of hooks such as `hooks.diloco` after this optimizer's steps, and on CUDA have it skip steps whose
-        gradients are not finite, if they are checked: see `Replica.attach_optimizer`."""
-        self.replica.attach_optimizer(*optimizers)
-
-    def finish_checks(self) -> None:
-        """Wait for the check of the last step, if its result comes late. Every rank calls it: see `Replica.finish_checks`."""
-        self.replica.finish_checks()
-
-    @property
-    def reads_late(self) -> bool:
-        """Whether the check of the last step was left to the device: see `Replica.reads_late`."""
-        return self.replica.reads_late
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps `nonfinite=NonFinite.SKIP` has skipped so far: see `Replica.skipped_steps`."""
-        return self.replica.skipped_steps
-
-    def outer_step(self) -> None:
-        """Call this after each optimizer step if no optimizer is attached: see `Replica.outer_step`."""
-        self.replica.outer_step()
-
-    def average_parameters(self) -> None:
-        """Average the parameters over all ranks, after a hook that lets them differ. Every rank calls it."""
-        self.replica.average_parameters()
-
-    def set_weight(self, weight: float) -> None:
-        """Set the weight of this rank's gradient under `hooks.weighted_mean()`: usually the number of samples in its batch."""
-        runner = self.replica.runner
-        if runner.torch_hook is not None or Trait.WEIGHS not in runner.hook.traits:
-            warnings.warn(
-                f"set_weight({weight!r}) has no effect with the hook {runner.name}: all ranks count equally. Set the hook first: "
-                "model.set_hook(gw.hooks.weighted_mean()).",
-                UserWarning,
-                stacklevel=2,
-            )
-        self.replica.weight = float(weight)
-
-    def _register_buffer_comm_hook(self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = None) -> None:
-        """Synchronise buffers with `hook(state, {name: buffer})` instead of a broadcast from rank 0."""
-        self.buffer_hook = BufferHook(hook, state, comm_hook_location)
-
-    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        from gradwire.interop.in_backward import register_fused_optimizer
-
-        register_fused_optimizer(self, optim, *args, optim_params=optim_params, **kwargs)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -344,9 +248,8 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
     @untraced_call
     def _post_forward(self, output: Any) -> Any:
         self._sync_buffers(BufferHook.AFTER)
-        self.replica.sync = (
-            self.require_backward_grad_sync
-        )  # Lightning resets it if the module has run its backward itself
+        # Once more, as Lightning resets it if the module has run its backward itself.
+        self.replica.sync = self.require_backward_grad_sync
         output = self.replica.after_forward(output)
         if self.logger is not None:
             self.logger.forward_ends()
@@ -368,9 +271,14 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
         """Whether this forward makes buffers equal."""
         return self.replica.sync_buffers_next and self.forward_sync_buffers and bool(self.replica.state.named_buffers())
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without averaging; the first step outside averages the accumulated gradients."""
-        return _NoSync(self)
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
 
     # -- uneven inputs ---------------------------------------------------------------------------------------------------
 
@@ -382,158 +290,6 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
     ) -> AbstractContextManager[Any]:
         """Train with uneven inputs across ranks: a rank that has run out of inputs shadows the others' collectives."""
         return self._uneven.context(self, divide_by_initial_world_size, enable, throw_on_early_termination)
-
-    def join_hook(self, **kwargs: Any) -> Any:
-        """The hook that torch's Join runs on this model."""
-        return self._uneven.hook(divide=kwargs.get("divide_by_initial_world_size", True))
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of Join's flags."""
-        return self.device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The process group that reduces Join's flags."""
-        return self.process_group
-
-    # -- the rest of torch's API -----------------------------------------------------------------------------------------
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """Whether buffers are made equal before every forward."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
-
-    @property
-    def require_forward_param_sync(self) -> bool:
-        """Whether the next forward makes buffers equal, if forwards do: not after one under no_sync."""
-        return self.replica.sync_buffers_next
-
-    @require_forward_param_sync.setter
-    def require_forward_param_sync(self, value: bool) -> None:
-        self.replica.sync_buffers_next = value
-
-    @property
-    def modules_buffers(self) -> list[Tensor]:
-        """The buffers that are synchronized."""
-        return list(self.replica.state.named_buffers().values())
-
-    @property
-    def named_module_buffers(self) -> dict[str, Tensor]:
-        """The same by name."""
-        return self.replica.state.named_buffers()
-
-    @property
-    def _distributed_rank(self) -> int:
-        return self.group.rank
-
-    @property
-    def _has_rebuilt_buckets(self) -> bool:
-        return self.replica.reducer.order.rebuilt
-
-    @property
-    def _authoritative_rank(self) -> int:
-        return self._uneven.authoritative_rank
-
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-        """As in torch.nn.DataParallel."""
-        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
-
-    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
-        """The inputs, moved to the device."""
-        moved, moved_kwargs = move_to(inputs, kwargs, torch.device(self.device_type, device_id))
-        return (moved,), (moved_kwargs,)
-
-    def gather(self, outputs: Any, output_device: Any) -> Any:
-        """As in torch.nn.DataParallel."""
-        return gather_outputs(outputs, output_device, dim=self.dim)
-
-    def train(self, mode: bool = True) -> DistributedDataParallel:
-        """As in nn.Module."""
-        super().train(mode)
-        return self
-
-    def _default_broadcast_coalesced(
-        self, bufs: Any = None, bucket_size: int | None = None, authoritative_rank: int = 0
-    ) -> None:
-        from gradwire.parallel.broadcast import broadcast_coalesced
-
-        tensors = self.modules_buffers if bufs is None else bufs
-        size = self.broadcast_bucket_size if bucket_size is None else bucket_size
-        broadcast_coalesced(self.group, tensors, buffer_size=size, src=authoritative_rank)
-
-    def _set_static_graph(self) -> None:
-        if self.static_graph:
-            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
-            return
-        if self.replica.reducer.steps:
-            error = TrainingAlreadyStarted(
-                "set_static_graph() should be called before training loop starts, and after the model was built."
-            )
-            self._log(error)
-            raise error
-        self.static_graph = True
-        self.replica.become_static()
-        if self.find_unused_parameters:
-            warnings.warn(
-                "find_unused_parameters has no effect with a static graph, which detects them anyway.", stacklevel=2
-            )
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        if sample_rate < 1:
-            raise UsageError("DDP runtime logging sample rate should be equal or greater than 1")
-        assert self.logger is not None
-        self.logger.stats.sample_rate = sample_rate
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """What the model was built with and how its steps went, under torch's names."""
-        assert self.logger is not None
-        return self.logger.data()
-
-    def _remove_autograd_hooks(self) -> None:
-        self.replica.detach()
-
-    def _check_reducer_finalized(self) -> None:
-        self.replica.check_finished()
-
-    def _set_ddp_sink_clone(self, val: bool) -> None:
-        self.replica.sink_clones = val
-
-    def _update_process_group(self, new_process_group: Any) -> None:
-        self._set_group(new_process_group, None)
-        self.replica.move_to_group(self.group)
-
-    @classmethod
-    def _get_active_ddp_module(cls) -> Any:
-        """The model whose graph Dynamo splits: none of ours. Dynamo asks the class that has torch's name."""
-        return cls._active_ddp_module
-
-    @staticmethod
-    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
-        for name, parameter in module.named_parameters():
-            if not hasattr(parameter, "_ddp_ignored"):
-                yield (name, parameter) if named_params else parameter
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
-        """Leave these parameters and buffers, by full name, to the caller."""
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            if name in params_and_buffers_to_ignore:
-                tensor._ddp_ignored = True  # type: ignore[attr-defined]
-
-    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        specs = self.replica.reducer.layout.parameters
-        return list(self.replica.parameters), [s.sparse for s in specs]
-
-    def _build_debug_param_to_name_mapping(self, parameters: Any) -> dict[int, str]:
-        from gradwire.parallel.names import names_of
-
-        return names_of(self.module, parameters, self.parameters_to_ignore)
 
     # -- copies and pickles ----------------------------------------------------------------------------------------------
 
@@ -561,15 +317,3 @@ class DistributedDataParallel(nn.Module, Joinable, ManualFinalization):
 
 # `isinstance(model, torch.nn.parallel.DistributedDataParallel)` is True: see "A virtual subclass of torch's DDP" in design.md.
 nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
-
-
-class _NoSync(AbstractContextManager[None]):
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = ddp
-
-    def __enter__(self) -> None:
-        self._before = self._ddp.require_backward_grad_sync
-        self._ddp.require_backward_grad_sync = False
-
-    def __exit__(self, *_: object) -> None:
-        self._ddp.require_backward_grad_sync = self._before

@@ -35,7 +35,7 @@ class ManualFinalization:
                     f"{doing}: all parameters are in delay_all_reduce_named_params, which has no buckets."
                 )
             return
-        if self.replica.reducer.machine.state in (State.RUNNING, State.LAUNCHED):
+        if self.replica.reducer.status.in_backward:
             raise NotFinalizable(f"{doing}: a backward is not finalized yet. Set it before a forward.")
         self._manual = bool(required)
         self._apply_manual()
@@ -49,9 +49,8 @@ class ManualFinalization:
         """
         if not self._manual:
             return False
-        reducer = self.replica.reducer
-        rebuilds = reducer.order.limits is not None and not reducer.order.rebuilt
-        return self.mixed_precision is not None or rebuilds or reducer.used.learning
+        status = self.replica.reducer.status
+        return self.mixed_precision is not None or status.rebuild_due or status.learning
 
     def finalize_backward(self) -> None:
         """Wait for the reductions of this step and put the averages into `.grad`: once for each synchronized backward."""
@@ -83,7 +82,7 @@ class ManualFinalization:
 
     def _check_finalized(self) -> None:
         """Before a forward: the last backward must have been finalized. It still can be, so nothing is changed."""
-        if self._manual and self.replica.reducer.machine.state is State.LAUNCHED:
+        if self._manual and self.replica.reducer.status.state is State.LAUNCHED:
             raise NotFinalizable(
                 "forward: the last backward is not finalized. Call finalize_backward() before the next forward."
             )

@@ -57,6 +57,11 @@ class MixedPrecision:
                     0, dtype=self.param_dtype or parameter.dtype, device=parameter.device
                 )
 
+    @classmethod
+    def of(cls, module: nn.Module, config: Any, ignore: Collection[str]) -> MixedPrecision | None:
+        """From torch's argument `mixed_precision`."""
+        return None if config is None else cls(module, config, ignore)
+
     def hook(self) -> CommHook:
         """The mean in `reduce_dtype`, by default `param_dtype`."""
         dtype = self.reduce_dtype or self.param_dtype

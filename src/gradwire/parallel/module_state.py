@@ -1,20 +1,32 @@
-"""ModuleState: makes the parameters and buffers of a replicated module equal on all ranks."""
+"""ModuleState: makes the parameters and buffers of a replicated module equal on all ranks.
+
+It also warns when one rank's parameters are saved while the ranks' parameters differ, as between outer steps of DiLoCo.
+"""
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from gradwire.errors import UsageError
+from gradwire.events import Handle
 from gradwire.groups.base import Group
 from gradwire.parallel.broadcast import broadcast_coalesced
 from gradwire.policies import Buffers
+from gradwire.reducer.hook.outer_optimizer import OuterOptimizer
+from gradwire.reducer.hook.runner import HookRunner
 
 _BROADCAST_BYTES = 250 * 2**20
+
+
+class UnequalReplicas(UserWarning):
+    """`state_dict()` of a model whose replicas differ."""
 
 
 class ModuleState:
@@ -25,20 +37,16 @@ class ModuleState:
         self.buffers = buffers
         self.ignore = frozenset(ignore)
         self._module = weakref.ref(module)
+        self._warning: Handle | None = None
         self._has_buffers = any(n not in self.ignore for n, _ in module.named_buffers())
 
     @property
     def module(self) -> nn.Module:
         """The replicated module."""
-        module = self.module_or_none
+        module = self._module()
         if module is None:
             raise UsageError("the replicated module is gone. Keep a reference to it.")
         return module
-
-    @property
-    def module_or_none(self) -> nn.Module | None:
-        """The replicated module, or None if it has been freed."""
-        return self._module()
 
     def named_buffers(self) -> dict[str, Tensor]:
         """The module's buffers, looked up each time: modules may reassign them.
@@ -62,3 +70,37 @@ class ModuleState:
         if self.buffers is not Buffers.NEVER:
             tensors += list(self.named_buffers().values())
         broadcast_coalesced(self.group, tensors, buffer_size=_BROADCAST_BYTES, src=src)
+
+    def warn_when_saved(self, runner: HookRunner | None) -> None:
+        """Warn from now on when `state_dict()` is called while the ranks' parameters differ; with None, do not."""
+        if self._warning is not None:
+            self._warning.remove()
+            self._warning = None
+        module = self._module()
+        if runner is not None and module is not None:
+            self._warning = Handle(module.register_state_dict_pre_hook(_Warning(runner)).remove)
+
+
+class _Warning:
+    """The hook on `state_dict()`. In a copy or a pickle of the module it does nothing."""
+
+    def __init__(self, runner: HookRunner | None = None) -> None:
+        self._runner = None if runner is None else weakref.ref(runner)
+        self._warned: weakref.ref[OuterOptimizer] | None = None
+
+    def __call__(self, *_: Any) -> None:
+        runner = None if self._runner is None else self._runner()
+        outer = None if runner is None else runner.outer
+        if outer is None or not outer.differ or (self._warned is not None and self._warned() is outer):
+            return
+        self._warned = weakref.ref(outer)
+        warnings.warn(
+            f"state_dict() on rank {outer.group.rank} after step {outer.step} with {outer.hook!r}: the ranks' parameters differ, "
+            "and these are this rank's. Call average_parameters() on every rank first to save one model. To resume from here "
+            "later, save state_dict() and hook_state_dict() on every rank.",
+            UnequalReplicas,
+            stacklevel=4,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Warning, ()

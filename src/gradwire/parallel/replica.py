@@ -8,7 +8,7 @@ reduced (`reducer`), or how they are communicated (`hooks`, `groups`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ from gradwire.reducer.buckets.layout import ParameterSpec
 from gradwire.reducer.buckets.parameter_agreement import compare_parameters
 from gradwire.reducer.checks.nonfinite import NonFiniteChecked, Overwritten
 from gradwire.reducer.hook.runner import HookRunner
+from gradwire.reducer.hook.torch_hooks import TorchHook
 from gradwire.reducer.machine import State
 from gradwire.runtime.dynamo import untraced_call
 
@@ -101,15 +102,16 @@ class Replica(HookControls):
             hook.check(spec)
         self.runner = HookRunner(hook, group, zip(self.names, self.parameters, strict=True))
         self.runner.scale_check = policies.scale_check
+        self.checks: NonFiniteChecked | None = None
         views = policies.gradients is Gradients.VIEWS
         if policies.nonfinite is not NonFinite.PASS:
             overwritten = Overwritten.IN_BUCKETS if views else Overwritten.NONE
-            self._checked = NonFiniteChecked(self.runner, specs, policies.nonfinite, overwritten=overwritten)
+            self.checks = NonFiniteChecked(self.runner, specs, policies.nonfinite, overwritten=overwritten)
         self.reducer = Reducer(
             self.parameters,
             layout,
             group=group,
-            runner=self._checked or self.runner,
+            runner=self.checks or self.runner,
             options=ReducerOptions(
                 keep_views=views,
                 lazy_buckets=self._buckets.memory is BucketMemory.DURING_BACKWARD,
@@ -125,6 +127,11 @@ class Replica(HookControls):
             self.reducer.learn_static_graph()
         self._attach_grad_hooks()
         self._hook_changed()
+
+    @property
+    def replica(self) -> Replica:
+        """This object, for the HookControls that it shares with DistributedDataParallel."""
+        return self
 
     @property
     def module(self) -> nn.Module:
@@ -147,6 +154,44 @@ class Replica(HookControls):
             on_nodes=on_nodes,
             undefined=undefined,
         )
+
+    # -- the hook ------------------------------------------------------------------------------------------------------
+
+    @property
+    def hook(self) -> CommHook:
+        """The gradwire hook, unless a torch-style hook has been registered."""
+        return self.runner.hook
+
+    @property
+    def weight(self) -> float:
+        """The weight of this rank's gradient under `hooks.weighted_mean()`."""
+        return self.runner.weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        self.runner.weight = weight
+
+    def use_hook(self, hook: CommHook | tuple[TorchHook, Any]) -> None:
+        """Use this hook on this rank; a torch-style hook is given with its state."""
+        self.runner.replace(hook)
+        self._hook_changed()
+
+    def _hook_changed(self) -> None:
+        self.reducer.may_poll = self.runner.torch_hook is None  # torch's hooks see parameters, and may write to `.grad`
+        self.state.warn_when_saved(None if self.runner.outer is None else self.runner)
+
+    def settings(self) -> dict[str, Any]:
+        """The hook, its state and the weight, for a copy or a pickle of the model."""
+        torch_hook = self.runner.torch_hook
+        state = None if torch_hook is not None else self.hook_state_dict()
+        return {"hook": torch_hook or self.hook, "state": state, "weight": self.weight}
+
+    def restore(self, settings: Mapping[str, Any]) -> None:
+        """Apply `settings()` of the model this one was copied from. Local: one rank may make a copy without the others."""
+        self.use_hook(settings["hook"])
+        if settings["state"] is not None:
+            self.runner.restore(settings["state"])
+        self.weight = settings["weight"]
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -172,14 +217,6 @@ class Replica(HookControls):
         """The module's forward has raised: if a backward was expected, the other ranks must not wait for it."""
         if torch.is_grad_enabled():
             self.reducer.iterations.fail_forward(error)
-
-    def step_failed(self, error: BaseException) -> None:
-        """Fail the step on all ranks because of an exception between forward and backward, which gradwire cannot see.
-
-        Call it where that exception is caught; a no-op if the step has already failed or ended.
-        """
-        if self.reducer.iterations.expects_backward:
-            self.reducer.iterations.fail(error)
 
     @untraced_call
     def after_forward(self, output: Any) -> Any:
@@ -251,7 +288,8 @@ class Replica(HookControls):
     def detach(self) -> None:
         """Remove our hooks: the module is an ordinary module again."""
         self.reducer.listener.detach()
-        for handle in [*self.handles, *([self._saving] if self._saving else [])]:
+        for handle in self.handles:
             handle.remove()
-        self.handles, self._saving = [], None
+        self.handles = []
+        self.state.warn_when_saved(None)
         self.runner.close()

@@ -35,6 +35,7 @@ from gradwire.reducer.intake.used_parameters import UsedParameters
 from gradwire.reducer.iterations import Iterations
 from gradwire.reducer.machine import Launch, Machine, State
 from gradwire.reducer.reductions import Reductions, Runner, StepRejected
+from gradwire.reducer.status import ReducerStatus
 
 _RESTING = State.RESTING  # to look up a member of an Enum takes ten times as long, and this is asked for every gradient
 _ARMED = State.ARMED
@@ -101,6 +102,25 @@ class Reducer:
     def layout(self) -> BucketLayout:
         """Which parameter lies in which bucket."""
         return self.buckets.layout
+
+    @property
+    def status(self) -> ReducerStatus:
+        """A snapshot for the owner."""
+        order = self.order
+        return ReducerStatus(
+            state=self.machine.state,
+            steps=self.steps,
+            layout=self.layout,
+            rebuilt=order.rebuilt,
+            rebuild_due=order.limits is not None and not order.rebuilt,
+            learning=self.used.learning,
+            order=tuple(order.names(self.layout)),
+            last_arrival=tuple(order.last_arrival),
+            graph_seems_static=order.graph_seems_static,
+            unused_nbytes=order.unused_nbytes() if self.steps else 0,
+            buckets_reduced=self.reductions.number,
+            last_error=self.iterations.last_error,
+        )
 
     # -- between steps -------------------------------------------------------------------------------------------------
 

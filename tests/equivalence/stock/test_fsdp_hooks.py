@@ -105,9 +105,20 @@ def between_replicas(rank: int, size: int, device: str = "cpu") -> dict[str, Ten
     with pytest.raises(UsageError, match=r"torch itself averages over its replicas.*over a 1-D mesh"):
         for _, named in fsdp_parameters(sharded(mesh)):
             as_fsdp_hook(mean(), replicas, named_parameters=named)
+    refuses_torchs_replicate(mesh["replicate"], replicas)
     done["frozen"] = frozen(mesh, replicas, rank)
     replicas.close()
     return done
+
+
+def refuses_torchs_replicate(mesh: Any, replicas: Group) -> None:
+    """FSDP2's `replicate()` all-reduces in full before any hook: the hook would average the average, and save no byte."""
+    replicate = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp").replicate
+    model = replicate(nn.Linear(4, 3).to(mesh.device_type), mesh=mesh)
+    ((_, named),) = fsdp_parameters(model)
+    for adapt in (as_fsdp_hook, as_fsdp_reduce_scatter):
+        with pytest.raises(UsageError, match=rf"^{adapt.__name__}: weight .*replicate\(\).*gw\.replicate"):
+            adapt(mean(), replicas, named_parameters=named)
 
 
 def frozen(mesh: Any, replicas: Group, rank: int) -> Tensor:

@@ -13,7 +13,7 @@ from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups import ThreadGroup
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
-from gradwire.parallel.flags import Flags
+from gradwire.parallel.torch_arguments import Flags
 from gradwire.policies import Buckets, Buffers, Gradients, Graph, MiB, ScaleCheck
 
 

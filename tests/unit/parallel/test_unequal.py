@@ -30,7 +30,7 @@ from gradwire.hooks import (
 from gradwire.hooks.combinators.chain import chain
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
-from gradwire.parallel.unequal import UnequalReplicas
+from gradwire.parallel.module_state import UnequalReplicas
 from gradwire.testing import run_ranks
 
 # Which steps, of six, leave the replicas different.

@@ -1,0 +1,308 @@
+"""What torch's code, and its tests, expect on a DDP model: methods and attributes under torch's names, and a reducer.
+
+`DistributedDataParallel` inherits it. Nothing here is needed to train.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel.scatter_gather import gather as gather_outputs
+from torch.nn.parallel.scatter_gather import scatter_kwargs
+
+from gradwire.collectives import ReduceOp, all_reduce
+from gradwire.errors import TrainingAlreadyStarted, UsageError, UsageTypeError
+from gradwire.groups.base import Group
+from gradwire.hooks.bucket import GradBucket
+from gradwire.hooks.combinators.chain import chain
+from gradwire.hooks.dense import cast, mean
+from gradwire.interop.in_backward import register_fused_optimizer
+from gradwire.parallel.broadcast import broadcast_coalesced
+from gradwire.parallel.join import UnevenInputs
+from gradwire.parallel.logging_data import Logger
+from gradwire.parallel.replica import Replica
+from gradwire.parallel.torch_arguments import Flags, move_to
+from gradwire.policies import Buffers
+
+
+class TorchSurface:
+    """The part of torch's class that torch's own code calls, and users hardly ever."""
+
+    module: nn.Module
+    group: Group
+    process_group: Any
+    replica: Replica
+    logger: Logger | None
+    dim: int
+    device: torch.device
+    device_type: str
+    parameters_to_ignore: set[str]
+    register_comm_hook: Callable[..., None]
+    _uneven: UnevenInputs
+    _set_group: Callable[[Any, Any], None]
+    _active_ddp_module: Any = None
+
+    def _set_flags(self, flags: Flags) -> None:
+        """Keep the constructor's arguments under torch's names."""
+        self.find_unused_parameters = flags.find_unused
+        self.static_graph = flags.static
+        self.gradient_as_bucket_view = flags.views
+        self.lazy_bucket_allocation = flags.lazy_buckets
+        self.skip_all_reduce_unused_params = flags.skip_unused
+        self.forward_sync_buffers = flags.buffers is Buffers.EVERY_FORWARD
+        self.bucket_bytes_cap = flags.bucket_bytes_cap
+        self.bucket_bytes_cap_list = list(flags.bytes_cap_list)
+        self.broadcast_bucket_size = 250 * 2**20
+        self.require_backward_grad_sync = True
+
+    @property
+    def _module_parameters(self) -> list[nn.Parameter]:
+        return [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+
+    def _log(self, error: Exception) -> None:
+        if self.logger is not None:
+            self.logger.set_error_and_log(f"{type(error).__name__}: {error}")
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Replace torch's two built-in hooks by our own."""
+        builtin = {"ALLREDUCE": mean(), "FP16_COMPRESS": chain(cast(torch.float16), mean())}
+        name = str(comm_hook_type).rpartition(".")[2]
+        if name not in builtin:
+            raise UsageError(f"built-in hook {comm_hook_type}: unknown. Known hooks: {', '.join(builtin)}.")
+        self.register_comm_hook(comm_hook_type, builtin[name])
+
+    def _register_buffer_comm_hook(self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = None) -> None:
+        """Synchronise buffers with `hook(state, {name: buffer})` instead of a broadcast from rank 0."""
+        self.buffer_hook = BufferHook(hook, state, comm_hook_location)
+
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        register_fused_optimizer(self, optim, *args, optim_params=optim_params, **kwargs)
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """The hook that torch's Join runs on this model."""
+        return self._uneven.hook(divide=kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of Join's flags."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group that reduces Join's flags."""
+        return self.process_group
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether buffers are made equal before every forward."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """Whether the next forward makes buffers equal, if forwards do: not after one under no_sync."""
+        return self.replica.sync_buffers_next
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, value: bool) -> None:
+        self.replica.sync_buffers_next = value
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """The buffers that are synchronized."""
+        return list(self.replica.state.named_buffers().values())
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """The same by name."""
+        return self.replica.state.named_buffers()
+
+    @property
+    def _distributed_rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        return self.replica.reducer.status.rebuilt
+
+    @property
+    def _authoritative_rank(self) -> int:
+        return self._uneven.authoritative_rank
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        """As in torch.nn.DataParallel."""
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
+        """The inputs, moved to the device."""
+        moved, moved_kwargs = move_to(inputs, kwargs, torch.device(self.device_type, device_id))
+        return (moved,), (moved_kwargs,)
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        """As in torch.nn.DataParallel."""
+        return gather_outputs(outputs, output_device, dim=self.dim)
+
+    def _default_broadcast_coalesced(
+        self, bufs: Any = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        tensors = self.modules_buffers if bufs is None else bufs
+        size = self.broadcast_bucket_size if bucket_size is None else bucket_size
+        broadcast_coalesced(self.group, tensors, buffer_size=size, src=authoritative_rank)
+
+    def _set_static_graph(self) -> None:
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+            return
+        if self.replica.reducer.steps:
+            error = TrainingAlreadyStarted(
+                "set_static_graph() should be called before training loop starts, and after the model was built."
+            )
+            self._log(error)
+            raise error
+        self.static_graph = True
+        self.replica.become_static()
+        if self.find_unused_parameters:
+            warnings.warn(
+                "find_unused_parameters has no effect with a static graph, which detects them anyway.", stacklevel=2
+            )
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            raise UsageError("DDP runtime logging sample rate should be equal or greater than 1")
+        assert self.logger is not None
+        self.logger.stats.sample_rate = sample_rate
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """What the model was built with and how its steps went, under torch's names."""
+        assert self.logger is not None
+        return self.logger.data()
+
+    def _remove_autograd_hooks(self) -> None:
+        self.replica.detach()
+
+    def _check_reducer_finalized(self) -> None:
+        self.replica.check_finished()
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        self.replica.sink_clones = val
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        self._set_group(new_process_group, None)
+        self.replica.move_to_group(self.group)
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> Any:
+        """The model whose graph Dynamo splits: none of ours. Dynamo asks the class that has torch's name."""
+        return cls._active_ddp_module
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
+        """Leave these parameters and buffers, by full name, to the caller."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if name in params_and_buffers_to_ignore:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        specs = self.replica.reducer.layout.parameters
+        return list(self.replica.parameters), [s.sparse for s in specs]
+
+    def _build_debug_param_to_name_mapping(self, parameters: Any) -> dict[int, str]:
+        return _names_of(self.module, parameters, self.parameters_to_ignore)
+
+
+class ReducerCompat:
+    """torch's C++ Reducer, as its Python callers see it."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[Any]:
+        """Sum a bucket in place: what torch's built-in all-reduce does before its caller divides."""
+        op = all_reduce(bucket.buffer(), op=ReduceOp.SUM, label=f"bucket {bucket.index()}")
+        return self._replica.group.submit(op).get_future()
+
+    def _run_comm_hook(self, bucket: GradBucket) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result((self._replica.checks or self._replica.runner).start(bucket).wait())
+        return future
+
+    def prepare_for_backward(self, outputs: Any) -> None:
+        """Average in the next backward from `outputs`, whose forward ran under no_sync(): torch's pipelining calls this."""
+        self._replica.expect_backward(outputs)
+
+    def _get_local_used_map(self) -> Tensor:
+        return self._replica.reducer.used.counts
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether the graph has been the same in all steps so far."""
+        return self._replica.reducer.status.graph_seems_static
+
+    def _rebuild_buckets(self) -> bool:
+        return self._replica.reducer.rebuild()
+
+    def _set_optimizer_in_backward(self) -> None:
+        self._replica.reducer.leave_gradients = True
+
+    def _install_post_backward_futures(self, futures: Any) -> None:
+        self._replica.reducer.wait_at_end.extend(futures)
+
+    def _remove_autograd_hooks(self) -> None:
+        self._replica.detach()
+
+
+class BufferHook:
+    """One registered buffer hook. Futures it returns are waited for at the end of backward."""
+
+    BEFORE: ClassVar[str] = "PRE_FORWARD"
+    AFTER: ClassVar[str] = "POST_FORWARD"
+
+    def __init__(self, hook: Callable[..., Any], state: Any, location: Any = None) -> None:
+        if not callable(hook):
+            raise UsageTypeError(f"buffer hook: {hook!r} is not callable. Pass a function hook(state, named_buffers).")
+        self.buffer_comm_hook = hook
+        self.buffer_comm_hook_state = state
+        self.buffer_comm_hook_location = location
+        self.place = self.AFTER if location is None else getattr(location, "name", str(location))
+
+    def run(self, replica: Replica) -> None:
+        """Call the hook and keep its futures."""
+        futures = self.buffer_comm_hook(self.buffer_comm_hook_state, replica.state.named_buffers())
+        if futures is not None:
+            replica.reducer.wait_at_end.extend(list(futures))
+
+
+def _names_of(module: nn.Module, parameters: Sequence[Tensor], ignore: Collection[str] = ()) -> dict[int, str]:
+    """The name of each of `parameters` by its index. A parameter with two names gets the last."""
+    place = {id(p): i for i, p in enumerate(parameters)}
+    names: dict[int, str] = {}
+    for prefix, owner in module.named_modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            full = f"{prefix}.{name}"
+            if full in ignore or not parameter.requires_grad:
+                continue
+            if id(parameter) not in place:
+                raise UsageError(
+                    f"Param with name {full} found in module parameters, but not DDP parameters. It was added after the "
+                    "model was replicated; replicate it again."
+                )
+            names[place[id(parameter)]] = full
+    if len(names) != len(place):
+        raise UsageError(
+            "Expected param to name mapping to cover all parameters, but got conflicting lengths: "
+            f"{len(place)} vs {len(names)}. Parameters were removed from the module after it was replicated."
+        )
+    return names
