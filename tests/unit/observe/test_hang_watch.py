@@ -25,7 +25,7 @@ from helpers.waiting import wait_until
 RANK = """
 import os, re, sys
 import torch
-from gradwire import flight_recorder, observe
+from gradwire import observe
 from gradwire.groups.ledger import Ledger
 from gradwire.groups.work import Work
 from gradwire.collectives import all_reduce
