@@ -20,11 +20,18 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from gradwire import observe
 from gradwire.cli.experiment.rank_context import RankContext
 from gradwire.cli.experiment.world import run_world
 from gradwire.errors import GroupError
 from gradwire.groups import Group, MPIGroup
 from gradwire.groups.store.tcp_store import host_store
+from gradwire.observe.hangs.gradient_questions import GradientAnswers, Question
+from gradwire.observe.hangs.hang_report import end_of, saved_hangs
+from gradwire.observe.hangs.hang_watch import HangWatch
+from gradwire.observe.rings.rank_progress import RankProgress
+from gradwire.observe.rings.run_follower import RunFollower
+from gradwire.observe.rings.run_outcome import Outcome, load, save
 from gradwire.testing import run_ranks
 from gradwire.testing.mpi import missing
 from gradwire.testing.mpi.launch import Launch
@@ -441,3 +448,59 @@ def test_another_user_cannot_end_a_job_through_a_store(
     assert [process.returncode for process in started] == [0] * len(started), said
     assert "".join(out for out, _ in said) == "well\n" * 2
     assert not [key for key in keys if key.endswith(("/changes", "/lost", "/ticket")) or "gloo" in key], keys
+
+
+class TestPlantedLinks:
+    """Another user has made links in a run directory that lead to files of this user, under the names that a run writes."""
+
+    @pytest.fixture
+    def planted(self, tmp_path: Path) -> Iterator[Path]:
+        """The directory. At the end every link must be replaced by a private file, and the victim be what it was."""
+        victim, run = tmp_path / "victim", tmp_path / "run"
+        victim.write_text("precious")
+        run.mkdir()
+        before = victim.stat()
+        names = ["hang-1.json", "outcome.json", "rank-0.awaited", "rank-0.stacks", "rank-0.ring", "rank-0.names"]
+        for name in names:
+            (run / name).symlink_to(victim)
+        yield run
+        assert victim.read_text() == "precious"
+        assert victim.stat().st_mode == before.st_mode
+        written = {path.name: path.lstat().st_mode for path in run.iterdir() if not path.is_symlink()}
+        assert written, "nothing was written"
+        assert {name: oct(mode) for name, mode in written.items() if mode != 0o100600} == {}
+
+    def test_an_outcome(self, planted: Path) -> None:
+        save(planted, Outcome("", None, None, ()))
+        assert load(planted) is not None
+
+    def test_a_hang_report(self, planted: Path) -> None:
+        watch = HangWatch(RunFollower(planted))
+        suspect = end_of(RankProgress(0, {"pid": 1}), -1, ())
+        *_, line = watch._report(None, [suspect], watch._report_of(None, [suspect]))
+        assert "saved as" in line
+        assert [hang.file for hang in saved_hangs(planted)] == ["hang-1.json"]
+
+    def test_the_answer_to_a_question(self, planted: Path) -> None:
+        path = planted / "rank-0.awaited"
+        answers = GradientAnswers(path)
+        try:
+            question = Question({path: ({"pid": os.getpid()}, answers.facts)})
+            assert question.answers(within=60) == {path: []}
+        finally:
+            answers.remove()
+
+    def test_a_recorder(self, planted: Path) -> None:
+        observe.start(planted, rank=0, size=1)
+        observe.stop()
+        left = {path.name for path in planted.iterdir() if path.is_symlink()}
+        assert left == {"hang-1.json", "outcome.json", "rank-0.awaited"}
+
+    @needs_root
+    def test_a_directory_of_another_user_is_refused(self, tmp_path: Path) -> None:
+        run = tmp_path / "theirs"
+        run.mkdir()
+        os.chown(run, NOBODY, NOBODY)
+        with pytest.warns(UserWarning, match="belongs to another user, so this process is not recorded"):
+            observe.start(run, rank=0, size=1)
+        assert list(run.iterdir()) == []

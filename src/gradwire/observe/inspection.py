@@ -7,10 +7,9 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gradwire.observe.hangs.analysis import Cause, Suspect, Waiting
-from gradwire.observe.hangs.hang_report import described, report_lines, stall_lines
+from gradwire.observe.hangs.analysis import Cause, LongWait, Suspect
+from gradwire.observe.hangs.hang_report import described, report_lines, saved_hangs
 from gradwire.observe.hangs.hang_watch import HangWatch
-from gradwire.observe.hangs.saved_hangs import is_about, saved_hangs, suspect_text, suspects_of
 from gradwire.observe.hangs.stacks import Stack, user_frames
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.ring import nothing_recorded
@@ -42,11 +41,11 @@ def inspection(directory: Path, *, whole: bool) -> list[str]:
         reports = saved_hangs(directory) if ranks.is_over else []
         waiting, outcome = watch.waiting, ranks.outcome
         if reports:
-            saved = directory / reports[-1]["file"]
+            saved = directory / reports[-1].file
             lines += ["", f"While it ran, this was reported, and saved in {saved}: see gradwire report {directory}"]
-            lines += [f"  {suspect_text(one)}" for one in suspects_of(reports[-1])]
+            lines += [f"  {text}" for _, _, text in reports[-1].suspects]
         # A report that was saved while the ranks ran knows more than one that is made now.
-        reported = reports and is_about(reports[-1], None if waiting is None else waiting.record)
+        reported = reports and reports[-1].is_about(None if waiting is None else waiting.record)
         if not reported and (outcome is None or outcome.text):
             lines += _hang_lines(watch, waiting, _stopped(ranks, outcome))
         if outcome is not None:
@@ -62,13 +61,13 @@ def _stopped(ranks: RunFollower, outcome: Outcome | None) -> set[int]:
     return {int(ranks.ranks[rank].header["pid"]) for rank in ended if rank in ranks.ranks}
 
 
-def _hang_lines(watch: HangWatch, waiting: Waiting | None, stopped: Container[int]) -> list[str]:
+def _hang_lines(watch: HangWatch, waiting: LongWait | None, stopped: Container[int]) -> list[str]:
     if waiting is not None:
         return ["", *report_lines(waiting, _as_it_ran(watch.suspects(waiting), stopped))]
     if (found := watch.stall()) is None:
         return []
     stall, suspects = found
-    return ["", *stall_lines(stall, _as_it_ran(suspects, stopped))]
+    return ["", *report_lines(stall, _as_it_ran(suspects, stopped))]
 
 
 def _as_it_ran(suspects: Sequence[Suspect], stopped: Container[int]) -> list[Suspect]:

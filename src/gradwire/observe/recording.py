@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gradwire.errors import UsageError
-from gradwire.observe.hangs.error_report import report_for_error
 from gradwire.observe.hangs.gradient_questions import SUBJECT, SUFFIX, GradientAnswers
+from gradwire.observe.hangs.hang_watch import report_for_error
 from gradwire.observe.hangs.stacks import StackFile, can_write_stacks, libraries
 from gradwire.observe.rings.ring import RingFile
 from gradwire.recorder import flight_recorder
@@ -61,9 +61,11 @@ def start(directory: str | os.PathLike[str], *, rank: int | None = None, size: i
         _check_not_in_use(path)
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if directory.stat().st_uid != os.geteuid():
+                raise PermissionError(errno.EPERM, "the directory belongs to another user")
             recorder = FlightRecorder(path, header=_header(rank, size))
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG):
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG):
                 raise
             warnings.warn(
                 f"observe.start({str(directory)!r}): {error.strerror}, so this process is not recorded.", stacklevel=2

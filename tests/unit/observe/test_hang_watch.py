@@ -13,9 +13,12 @@ import time
 import pytest
 
 from gradwire.cli import main
+from gradwire.observe.hangs.hang_report import saved_hangs
 from gradwire.observe.hangs.hang_watch import HangWatch
 from gradwire.observe.hangs.stacks import parse_stacks
 from gradwire.observe.recording import _header
+from gradwire.observe.report.findings import find
+from gradwire.observe.report.load import load_report
 from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.rings.run_outcome import Outcome, RankOutcome, save
 from gradwire.recorder.flight_recorder import FlightRecorder, RecordKind
@@ -135,10 +138,8 @@ def test_the_rank_that_does_not_come_is_named(ranks, watch, tmp_path, what, word
     assert waiting.poll() is None
 
 
-@pytest.mark.parametrize(
-    ("end", "words"), [("finish", ["all_reduce (operation #1 of world) has finished: ranks continue"]), ("fail", [])]
-)
-def test_the_end_of_a_hang_is_said_too_unless_it_is_an_error(ranks, watch, end, words):
+@pytest.mark.parametrize("end", ["finish", "fail"])
+def test_the_end_of_a_wait_is_reported_unless_it_is_an_error(ranks, watch, end, tmp_path):
     waiting, _ = ranks("waits", "blocked")
     assert len(reported(watch)) >= 2
     assert waiting.stdin is not None
@@ -146,8 +147,50 @@ def test_the_end_of_a_hang_is_said_too_unless_it_is_an_error(ranks, watch, end, 
     waiting.stdin.flush()
     assert waiting.stdout is not None
     assert waiting.stdout.readline() == "over\n"
-    assert watch.check() == words
+    lines = watch.check()
+    assert len(lines) == (end == "finish")
+    for line in lines:
+        assert re.match(r"all_reduce \(operation #1 of world\) has finished after [\d.]+ s: ranks continue; ", line)
     assert watch.check() == []
+    [saved] = saved_hangs(tmp_path / "run")
+    assert saved.ended == (end == "finish")
+
+
+def test_waits_for_the_same_rank_are_counted_and_not_repeated(ring, tmp_path):
+    """40 evaluations of 8 s on rank 1: one report, one file, and no error on the page of the run. Then a real hang."""
+    directory = tmp_path / "run"
+    evaluating = FlightRecorder(directory / "rank-1.ring", header=_header(1, 2), capacity=16)
+    evaluating.put(RecordKind.GROUP, 1, group="world", nbytes=2)
+    recorder = ring(0, waits=False)
+    watch = HangWatch(RunFollower(directory), deadline=5.0)
+
+    def wait(number, seconds):
+        began = time.monotonic() - seconds
+        for kind in (RecordKind.COLLECTIVE_SUBMITTED, RecordKind.COLLECTIVE_WAITED):
+            recorder.put(kind, 0, group="world", ordinal=number, seq=number, label="loss", at=began)
+        return watch.check()
+
+    lines = []
+    for number in range(1, 41):
+        lines += wait(number, 8.0)
+        recorder.put(RecordKind.COLLECTIVE_FINISHED, 0, group="world", ordinal=number, seq=number, duration=0.01)
+        evaluating.put(RecordKind.COLLECTIVE_FINISHED, 1, group="world", ordinal=number, seq=number, duration=0.0)
+        lines += watch.check()
+    assert len(lines) == 4, lines  # who waits, for whom, where it is saved; that it has ended
+    [saved] = saved_hangs(directory)
+    assert (saved.count, saved.ended) == (40, True)
+    assert saved.total == pytest.approx(320, rel=0.1)
+    save(directory, Outcome("", None, None, (), time.time()))
+    assert [one.title for one in find(load_report(directory)) if one.severity == "error"] == []
+    assert wait(41, 9.0) == []  # no longer than those before
+    recorder.put(RecordKind.COLLECTIVE_FINISHED, 0, group="world", ordinal=41, seq=41, duration=0.01)
+    evaluating.put(RecordKind.COLLECTIVE_FINISHED, 1, group="world", ordinal=41, seq=41, duration=0.0)
+    assert watch.check() == []
+    assert "rank 0 has waited for 100.0 s in" in wait(42, 100.0)[0]
+    [saved] = saved_hangs(directory)
+    assert (saved.count, saved.ended) == (41, False)
+    watch.close()
+    evaluating.close()
 
 
 def test_a_directory_without_rings_says_nothing(watch):
@@ -206,13 +249,13 @@ def ring(tmp_path):
     """A ring of a rank that waits in the first collective of a group of two, with these fields in its header."""
     recorders = []
 
-    def make(rank, **header):
+    def make(rank, *, waits=True, **header):
         recorder = FlightRecorder(
             tmp_path / "run" / f"rank-{rank}.ring", header={**_header(rank, 2), **header}, capacity=16
         )
         recorders.append(recorder)
         recorder.put(RecordKind.GROUP, rank, group="world", nbytes=2)
-        for kind in (RecordKind.COLLECTIVE_SUBMITTED, RecordKind.COLLECTIVE_WAITED):
+        for kind in (RecordKind.COLLECTIVE_SUBMITTED, RecordKind.COLLECTIVE_WAITED) if waits else ():
             recorder.put(kind, rank, group="world", ordinal=1)
         return recorder
 

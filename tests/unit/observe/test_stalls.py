@@ -9,7 +9,7 @@ import pytest
 
 from gradwire import observe
 from gradwire.observe.hangs.analysis import Cause
-from gradwire.observe.hangs.hang_report import stall_lines
+from gradwire.observe.hangs.hang_report import report_lines
 from gradwire.observe.hangs.stacks import Frame, Stack
 from gradwire.observe.hangs.stalls import find_stall, idle_seconds
 from gradwire.observe.rings.rank_progress import RankProgress
@@ -80,7 +80,7 @@ def test_the_rank_that_stands_elsewhere_is_named(rank, frames, state, cause, whe
     stall, [suspect] = found
     assert (stall.ranks, stall.where) == ((0, 2), LOOP)
     assert (suspect.rank, suspect.cause, suspect.where) == (1, cause, where)
-    lines = stall_lines(stall, [suspect])
+    lines = report_lines(stall, [suspect])
     assert lines[0].startswith("ranks 0, 2 have waited for 11.0 s in step 10, in <module>() at /home/me/train.py:40")
     assert cause.value in lines[1]
 

@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice, takewhile
 from operator import itemgetter
+from typing import Any
 
 from gradwire.observe.hangs.gradient_questions import Awaited, missing_in
 from gradwire.observe.hangs.stacks import Frame, Stack, of_script, user_frames
@@ -25,6 +27,10 @@ SOFT_DEADLINE = 5.0
 TIMES_USUAL = 10
 _OF_ANY_SIZE = frozenset({"gather", "scatter", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"})
 """Collectives whose tensors may have other sizes on other ranks."""
+_THREAD_WAITS = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py", "/torch/autograd/graph.py")
+"""Where a thread waits for others: the last is backward, which runs on a thread of its own for each GPU."""
+_IDLE = (*_THREAD_WAITS, "/selectors.py", "/socket.py", "/concurrent/futures/thread.py")
+_MOST_OTHERS = 3
 _BEFORE_BACKWARD = (Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
 
 
@@ -43,7 +49,7 @@ class Cause(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class GroupMember:
     """A rank of a group."""
 
     rank: int
@@ -79,7 +85,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class LongWait:
     """A collective, a send or a receive that hangs."""
 
     record: Record
@@ -90,7 +96,7 @@ class Waiting:
     """Ranks that wait in it."""
     missing: tuple[int, ...]
     """Ranks that have not submitted it."""
-    members: tuple[Member, ...]
+    members: tuple[GroupMember, ...]
     """The ranks that take part, in the order of the group, as far as they are recorded here."""
     unknown: int = 0
     """How many of those that take part are not recorded here."""
@@ -107,6 +113,8 @@ class Suspect:
     stack: tuple[Frame, ...] = ()
     where: Frame | None = None
     """The innermost line of user code that it is in."""
+    others: tuple[Frame, ...] = ()
+    """If its main thread waits for other threads: the lines of user code that those run."""
     other: Record | None = None
     """The collective that it waits in, or has submitted, instead."""
     bucket: int = -1
@@ -118,7 +126,7 @@ class Suspect:
 
 def find_waiting(
     ranks: Sequence[RankProgress], now: int, *, deadline: float = SOFT_DEADLINE, failed: bool = False
-) -> Waiting | None:
+) -> LongWait | None:
     """The collective that ranks have waited in for longest, if that is longer than `deadline` seconds and ten times the usual.
 
     With `failed`, one that has failed since counts too, and one that no caller waits for yet: for a rank that has ended.
@@ -144,7 +152,7 @@ def find_waiting(
             members = [member for member in members if member.number in (record.rank, record.peer)]
             size = len({record.rank, record.peer})
         waits = [m for m in members if m.waits_in(record) or (failed and m.has_failed(record))]
-        return Waiting(
+        return LongWait(
             record,
             (now - since) / 1e9,
             tuple(m.rank for m in waits if not record.ordinal or _kind(m.submission(record)) == _kind(record)),
@@ -155,7 +163,7 @@ def find_waiting(
     return None
 
 
-def _complete_since(members: Sequence[Member], record: Record, now: int) -> int:
+def _complete_since(members: Sequence[GroupMember], record: Record, now: int) -> int:
     """When the last rank has submitted it; 0 if one has not, or has submitted something else."""
     found = [member.submission(record) for member in members]
     same = [one.time for one in found if one is not None and _kind(one) == _kind(record)]
@@ -177,20 +185,20 @@ def _waits(rank: RankProgress, *, failed: bool) -> Iterator[tuple[int, Record]]:
             yield record.time, record
 
 
-def _members(ranks: Sequence[RankProgress], group: str) -> list[Member] | None:
+def _members(ranks: Sequence[RankProgress], group: str) -> list[GroupMember] | None:
     """Who takes part in a group, by its order. None if several groups have this name: then nothing can be said.
     Empty if it has no name."""
-    found: dict[int, Member] = {}
+    found: dict[int, GroupMember] = {}
     for rank in ranks:
         numbers = rank.groups.get(group, {})
         for number in numbers:
             if number in found:
                 return None
-            found[number] = Member(rank.rank if len(numbers) == 1 else number, number, rank)
+            found[number] = GroupMember(rank.rank if len(numbers) == 1 else number, number, rank)
     return [found[number] for number in sorted(found)]
 
 
-def _usual(members: Sequence[Member], record: Record) -> Record:
+def _usual(members: Sequence[GroupMember], record: Record) -> Record:
     """What most ranks have submitted as this collective."""
     submitted = [own for member in members if (own := member.submission(record)) is not None]
     [(kind, _)] = Counter(_kind(own) for own in submitted).most_common(1) or [(_kind(record), 1)]
@@ -214,7 +222,7 @@ Answers = Callable[[], Mapping[int, Sequence[Awaited]]]
 
 
 def find_suspects(
-    waiting: Waiting,
+    waiting: LongWait,
     *,
     state: Callable[[RankProgress], ProcessState],
     stacks: Callable[[Sequence[RankProgress]], Mapping[int, Sequence[Stack]]],
@@ -239,7 +247,7 @@ def find_suspects(
     ]
 
 
-def _to_blame(waiting: Waiting, state: Callable[[RankProgress], ProcessState]) -> list[Member]:
+def _to_blame(waiting: LongWait, state: Callable[[RankProgress], ProcessState]) -> list[GroupMember]:
     if waiting.missing:
         return [member for member in waiting.members if member.rank in waiting.missing]
     if odd := [member for member in waiting.members if _different(member, waiting) is not None]:
@@ -251,27 +259,30 @@ def _to_blame(waiting: Waiting, state: Callable[[RankProgress], ProcessState]) -
     return [member for member in waiting.members if member.is_elsewhere(waiting.record)]
 
 
-def _different(member: Member, waiting: Waiting) -> Record | None:
+def _different(member: GroupMember, waiting: LongWait) -> Record | None:
     """The submission of a rank that differs from those of most ranks."""
     own = member.submission(waiting.record)
     return None if _kind(own) in (None, _kind(waiting.record)) else own
 
 
 def _suspect(
-    member: Member, waiting: Waiting, state: ProcessState, stacks: Sequence[Stack], awaited: Sequence[Awaited]
+    member: GroupMember, waiting: LongWait, state: ProcessState, stacks: Sequence[Stack], awaited: Sequence[Awaited]
 ) -> Suspect:
-    cause, other = _cause(member, waiting, state, stacks)
-    stack = of_script(_stack(cause, stacks))
-    own = user_frames(stack, member.progress.header)
+    header = member.progress.header
+    stack = _shown_stack(stacks, header, shared=_shares_process(member))
+    cause, other = _cause(member, waiting, state, stack, stacks)
+    frames = of_script(stack.frames) if stack is not None else ()
+    own = user_frames(frames, header)
     bucket = _missing_bucket(member, waiting)
     names, certain = _missing_parameters(member, waiting, awaited) if bucket >= 0 else ((), False)
     return Suspect(
         member.rank,
-        int(member.progress.header["pid"]),
+        int(header["pid"]),
         cause,
         state,
-        tuple(stack),
+        tuple(frames),
         own[0] if own else None,
+        tuple(_other_places(stacks, header)) if stack is not None and stack is stacks[0] else (),
         other,
         bucket,
         names,
@@ -279,7 +290,9 @@ def _suspect(
     )
 
 
-def _missing_parameters(member: Member, waiting: Waiting, awaited: Sequence[Awaited]) -> tuple[tuple[str, ...], bool]:
+def _missing_parameters(
+    member: GroupMember, waiting: LongWait, awaited: Sequence[Awaited]
+) -> tuple[tuple[str, ...], bool]:
     """The parameters of the bucket without a gradient; where that is not known all of them, and False."""
     record = waiting.record
     known = missing_in(awaited, record.group, member.number, record.step, record.bucket)
@@ -289,43 +302,70 @@ def _missing_parameters(member: Member, waiting: Waiting, awaited: Sequence[Awai
     return names, _is_before_backward(member)
 
 
-def _is_before_backward(member: Member) -> bool:
+def _is_before_backward(member: GroupMember) -> bool:
     """Whether the rank's records show that no gradient of the step is there. Threads share a ring, and have no phases."""
-    shared = any(len(numbers) > 1 for numbers in member.progress.groups.values())
-    return not shared and member.progress.phase in _BEFORE_BACKWARD
+    return not _shares_process(member) and member.progress.phase in _BEFORE_BACKWARD
+
+
+def _shares_process(member: GroupMember) -> bool:
+    """Whether other ranks are threads of the same process."""
+    return any(len(numbers) > 1 for numbers in member.progress.groups.values())
 
 
 def _cause(
-    member: Member, waiting: Waiting, state: ProcessState, stacks: Sequence[Stack]
+    member: GroupMember, waiting: LongWait, state: ProcessState, stack: Stack | None, stacks: Sequence[Stack]
 ) -> tuple[Cause, Record | None]:
     """What a rank does, and the collective that it does instead, if any."""
     different = _different(member, waiting)
     elsewhere = member.progress.waiting_in(member.number)
     if different is not None:
         return Cause.DIFFERENT, different
+    if state not in (ProcessState.GONE, ProcessState.STOPPED):
+        if elsewhere is not None and not is_same(elsewhere[0], waiting.record):
+            return Cause.OTHER_COLLECTIVE, elsewhere[0]
+        if any(_is_in_hook(one.frames) for one in stacks):
+            return Cause.HOOK, None
+    return process_cause(state, stack), None
+
+
+def process_cause(state: ProcessState, stack: Stack | None) -> Cause:
+    """What a process does, as far as its state and the stack of a thread show it."""
     if state is ProcessState.GONE:
-        return Cause.DEAD, None
+        return Cause.DEAD
     if state is ProcessState.STOPPED:
-        return Cause.STOPPED, None
-    if elsewhere is not None and not is_same(elsewhere[0], waiting.record):
-        return Cause.OTHER_COLLECTIVE, elsewhere[0]
-    if any(_is_in_hook(stack.frames) for stack in stacks):
-        return Cause.HOOK, None
-    if not stacks:
-        return Cause.UNKNOWN, None
-    in_loader = any("/torch/utils/data/" in frame.file for frame in _stack(Cause.USER_CODE, stacks))
-    return Cause.DATA_LOADER if in_loader else Cause.USER_CODE, None
+        return Cause.STOPPED
+    if stack is None or not stack.frames:
+        return Cause.UNKNOWN
+    in_loader = any("/torch/utils/data/" in frame.file for frame in stack.frames)
+    return Cause.DATA_LOADER if in_loader else Cause.USER_CODE
 
 
-def _stack(cause: Cause, stacks: Sequence[Stack]) -> tuple[Frame, ...]:
-    """The stack to show: that of the thread that is in a hook; or of the main thread, unless that waits for other threads."""
-    wanted = _is_in_hook if cause is Cause.HOOK else _is_at_work
-    return next((s.frames for s in stacks if wanted(s.frames)), stacks[0].frames if stacks else ())
+def _shown_stack(stacks: Sequence[Stack], header: Mapping[str, Any], *, shared: bool) -> Stack | None:
+    """The stack of the thread that is in a hook, or else of the main thread: what other threads do does not keep the rank waiting.
+
+    Of ranks that are threads of one process, and where the main thread runs no user code: of the first thread that does and
+    that is not idle.
+    """
+    in_hook = next((stack for stack in stacks if _is_in_hook(stack.frames)), None)
+    if in_hook is not None or not stacks:
+        return in_hook
+    if shared or not user_frames(stacks[0].frames, header):
+        return next((stack for stack in stacks if _is_busy(stack.frames, header)), stacks[0])
+    return stacks[0]
 
 
-def _is_at_work(frames: Sequence[Frame]) -> bool:
-    """Whether a thread is neither in a wait for a collective nor in one for other threads."""
-    return bool(frames) and not frames[0].file.endswith("/threading.py") and "/gradwire/groups/" not in frames[0].file
+def _other_places(stacks: Sequence[Stack], header: Mapping[str, Any]) -> Iterator[Frame]:
+    """Where other threads run user code, if the main thread waits for threads: in a join, in gradwire, or in autograd."""
+    inner = list(takewhile(lambda frame: not user_frames([frame], header), stacks[0].frames))
+    if any(frame.file.endswith(_THREAD_WAITS) or "/gradwire/" in frame.file for frame in inner):
+        busy = (stack for stack in stacks[1:] if _is_busy(stack.frames, header))
+        yield from (user_frames(stack.frames, header)[0] for stack in islice(busy, _MOST_OTHERS))
+
+
+def _is_busy(frames: Sequence[Frame], header: Mapping[str, Any]) -> bool:
+    """Whether a thread runs user code, and waits neither for a collective nor for other threads or connections."""
+    idle = not frames or frames[0].file.endswith(_IDLE) or "/gradwire/groups/" in frames[0].file
+    return not idle and bool(user_frames(frames, header))
 
 
 def _is_in_hook(frames: Sequence[Frame]) -> bool:
@@ -336,7 +376,7 @@ def _is_in_hook(frames: Sequence[Frame]) -> bool:
     return False
 
 
-def _missing_bucket(member: Member, waiting: Waiting) -> int:
+def _missing_bucket(member: GroupMember, waiting: LongWait) -> int:
     """The bucket that the others reduce and that is not full on this rank; -1 if there is none."""
     record = waiting.record
     full = member.progress.full.get((record.group, record.bucket))

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gradwire.runtime.private_file import write_private
+
 SUBJECT = "questions"
 """Of the description that has the number of the pipe."""
 SUFFIX = ".awaited"
@@ -58,9 +60,7 @@ class GradientAnswers:
             asked = time.monotonic_ns()
             with contextlib.suppress(OSError, RuntimeError):  # a full disk; a model that is being made at this moment
                 answer = json.dumps({"time": asked, "models": _awaited()})
-                new = self._path.with_name(f".{self._path.name}.{self._pid}")
-                new.write_text(answer)
-                os.replace(new, self._path)
+                write_private(self._path, answer.encode())
 
     def remove(self) -> None:
         """End the thread. In a forked child there is none."""

@@ -1,32 +1,72 @@
-"""Looks for hangs in a run, and reports each once. Without torch: `gradwire run` does this."""
+"""Looks for hangs in a run, and reports each once. Without torch: `gradwire run` does this.
+
+Note [Waits that end]
+A wait that is long enough to be reported may still end: one rank evaluates, or saves a checkpoint, and the others wait for it in
+their next collective. Its report is saved once and says from then on that it has ended. Later waits for the same ranks in the same
+operation are counted there, and reported again only if one takes more than twice as long as any before.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from gradwire.observe.hangs.analysis import (
     SOFT_DEADLINE,
     Cause,
+    LongWait,
     Suspect,
-    Waiting,
     find_suspects,
     find_waiting,
     is_same,
     parameters_of,
 )
-from gradwire.observe.hangs.hang_report import as_dict, end_of, report_lines, stall_lines, standing
+from gradwire.observe.hangs.hang_report import as_dict, end_of, report_lines, standing
 from gradwire.observe.hangs.stalls import Stall, find_stall, idle_seconds
 from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.runtime.host import ProcessState
+from gradwire.runtime.private_file import write_private
 
 PERIOD = 0.5
 """Seconds between two looks."""
 _MARGIN = 0.01
+_TIMES_LONGEST = 2
+_MOST_FILES = 50
+_TAIL_FOR_ERROR, _FRAMES_FOR_ERROR = 1000, 4
+_WITHIN_FOR_ERROR = 0.4
+"""Seconds for stacks, twice if py-spy has to help: an error must not come much later because of its explanation."""
+
+
+@dataclass
+class _Report:
+    """A report that was printed, and the waits like it. See Note [Waits that end]."""
+
+    number: int
+    """Of its file."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    longest: float = 0.0
+
+
+@dataclass
+class _OpenWait:
+    """A long wait that has not ended."""
+
+    wait: LongWait | Stall
+    suspects: Sequence[Suspect]
+    began: float
+    """On the monotonic clock."""
+    report: _Report
+    is_reported: bool = False
+
+    def is_about(self, waiting: LongWait) -> bool:
+        return isinstance(self.wait, LongWait) and is_same(self.wait.record, waiting.record)
 
 
 class HangWatch:
@@ -35,16 +75,16 @@ class HangWatch:
     def __init__(self, run: RunFollower, *, deadline: float = SOFT_DEADLINE) -> None:
         self.run = run
         self.deadline = deadline
-        """Seconds after which a wait is a hang."""
+        """Seconds after which a wait is reported."""
         self._works = True
-        self._reported: Waiting | None = None
+        self._open: list[_OpenWait] = []
         self._looked_at_stall = False
-        self._reports = 0
+        self._reports: dict[object, _Report] = {}
         self.next_look = time.monotonic() if deadline < math.inf else math.inf
         """When `check_if_due` looks again."""
 
     @property
-    def waiting(self) -> Waiting | None:
+    def waiting(self) -> LongWait | None:
         """The collective in which ranks of this host have waited for longest, if longer than the deadline.
 
         Of a run that is over: in which they waited at its end.
@@ -68,13 +108,13 @@ class HangWatch:
 
     def rank_ended(self, rank: int) -> list[str]:
         """The lines to print when a signal has ended a rank: where it was, and which ranks waited for it."""
-        return self._safely(lambda: self._end(rank)) if self._works else []
+        return self._safely(lambda: self._rank_ended(rank)) if self._works else []
 
     def standing(self) -> list[str]:
-        """Where every rank stands, in a line for each."""
-        return self._safely(self._stand) if self._works else ["its ranks cannot be followed any more"]
+        """Where every rank is, in a line for each."""
+        return self._safely(self._standing) if self._works else ["its ranks cannot be followed any more"]
 
-    def _stand(self) -> list[str]:
+    def _standing(self) -> list[str]:
         self.run.look()
         here = self.run.local_ranks
         ranks = [rank for _, rank in sorted(self.run.ranks.items())]
@@ -89,30 +129,57 @@ class HangWatch:
             return [f"hangs are not reported any more: {type(error).__name__}: {error}"]
 
     def check(self) -> list[str]:
-        """Look, and return the lines to print: a report when a hang is found, a line when it has ended."""
+        """Look, and return the lines to print: a report when a wait is long, a line when it has ended."""
         self.run.look()
+        lines: list[str] = []
         waiting = self.waiting
-        known, self._reported = self._reported, waiting
-        if waiting is not None and (known is None or not is_same(known.record, waiting.record)):
-            return self._report(waiting, self.suspects(waiting))
-        if waiting is None and (lines := self._check_for_stall()):
-            return lines
-        if known is not None and waiting is None and not _has_failed(known):
-            return [
-                f"{known.record.op} (operation #{known.record.seq} of {known.record.group}) has finished: ranks continue"
-            ]
-        return []
+        stalled = waiting is None and self._is_stalled()
+        for one in list(self._open):
+            if not (stalled if isinstance(one.wait, Stall) else _goes_on(one.wait)):
+                self._open.remove(one)
+                lines += self._ended(one)
+        if waiting is not None and not any(one.is_about(waiting) for one in self._open):
+            self._begin(waiting, self.suspects(waiting))
+        elif stalled and not self._looked_at_stall and (found := self.stall()) is not None:
+            self._begin(*found)
+        self._looked_at_stall = stalled
+        now = time.monotonic()
+        for one in self._open:
+            if not one.is_reported and now - one.began > _TIMES_LONGEST * one.report.longest:
+                one.is_reported = True
+                lines += self._report(one.wait, one.suspects, one.report)
+        return lines
 
-    def _check_for_stall(self) -> list[str]:
-        """Their stacks are looked at once, when ranks have stopped."""
-        seconds = idle_seconds(self.run.local_ranks, time.monotonic_ns(), deadline=self.deadline)
-        looked, self._looked_at_stall = self._looked_at_stall, seconds is not None
-        found = None if looked else self.stall()
-        if found is None:
+    def _is_stalled(self) -> bool:
+        return idle_seconds(self.run.local_ranks, time.monotonic_ns(), deadline=self.deadline) is not None
+
+    def _begin(self, wait: LongWait | Stall, suspects: Sequence[Suspect]) -> None:
+        began = time.monotonic() - wait.seconds
+        self._open.append(_OpenWait(wait, suspects, began, self._report_of(wait, suspects)))
+
+    def _report_of(self, wait: LongWait | Stall | None, suspects: Sequence[Suspect]) -> _Report:
+        """The report of waits like this one: for the same ranks, in the same operation."""
+        record = wait.record if isinstance(wait, LongWait) else None
+        what = None if record is None else (record.group, record.op, record.label)
+        place = what, tuple((one.rank, one.cause) for one in suspects)
+        return self._reports.setdefault(place, _Report(len(self._reports) + 1))
+
+    def _ended(self, one: _OpenWait) -> list[str]:
+        if isinstance(one.wait, LongWait) and any(m.has_failed(one.wait.record) for m in one.wait.members):
             return []
-        stall, suspects = found
-        facts = {**as_dict(None, suspects), "seconds": stall.seconds, "waiting": list(stall.ranks)}
-        return [*stall_lines(stall, suspects), self._save(facts)]
+        report, seconds = one.report, time.monotonic() - one.began
+        report.longest = max(report.longest, seconds)
+        facts = report.facts
+        facts |= {"ended": True, "count": facts.get("count", 0) + 1, "total": facts.get("total", 0.0) + seconds}
+        self._save(report)
+        if not one.is_reported:
+            return []
+        record = one.wait.record if isinstance(one.wait, LongWait) else None
+        what = "the wait" if record is None else f"{record.op} (operation #{record.seq} of {record.group})"
+        again = f"further waits like it are reported after {_TIMES_LONGEST * report.longest:.0f} s"
+        return [
+            f"{what} has {'ended' if record is None else 'finished'} after {seconds:.1f} s: ranks continue; {again}"
+        ]
 
     def stall(self) -> tuple[Stall, list[Suspect]] | None:
         """Ranks of this host whose collectives are not recorded and that wait, and those that they wait for."""
@@ -122,12 +189,12 @@ class HangWatch:
             return None
         return find_stall(ranks, seconds, state=self.run.state, stacks=self.run.stacks(ranks))
 
-    def suspects(self, waiting: Waiting) -> list[Suspect]:
+    def suspects(self, waiting: LongWait) -> list[Suspect]:
         """The ranks that keep the others waiting, by a look at their processes."""
         self.run.read_descriptions()
         return find_suspects(waiting, state=self.run.state, stacks=self.run.stacks, ask=self.run.ask)
 
-    def _end(self, rank: int) -> list[str]:
+    def _rank_ended(self, rank: int) -> list[str]:
         self.run.look()
         ended = self.run.ranks.get(rank)
         if ended is None:
@@ -142,26 +209,53 @@ class HangWatch:
             bucket = -1 if record is None else ended.missing_bucket(record.group)
             names = () if record is None else parameters_of(bucket, record, list(self.run.ranks.values()))
             suspects.append(end_of(ended, bucket, names))
-        return [standing(ended, self.run.state(ended), time.monotonic_ns()), *self._report(waiting, suspects)]
+        report = self._report_of(waiting, suspects)
+        line = standing(ended, self.run.state(ended), time.monotonic_ns())
+        return [line, *self._report(waiting, suspects, report)]
 
-    def _report(self, waiting: Waiting | None, suspects: Sequence[Suspect]) -> list[str]:
-        return [*report_lines(waiting, suspects), self._save(as_dict(waiting, suspects))]
-
-    def _save(self, facts: Mapping[str, Any]) -> str:
-        """Save a report; returns a line with where it is and how to look again."""
-        self._reports += 1
+    def _report(self, wait: LongWait | Stall | None, suspects: Sequence[Suspect], report: _Report) -> list[str]:
+        report.facts = {**report.facts, **as_dict(wait, suspects), "ended": False}
+        problem = self._save(report)
         command = f"gradwire inspect {shlex.quote(str(self.run.directory))}"
-        path = self.run.directory / f"hang-{self._reports}.json"
+        where = f"not saved: {problem}" if problem else f"saved as {self._path(report)}"
+        return [*report_lines(wait, suspects), f"  {where}. To look again: {command}"]
+
+    def _path(self, report: _Report) -> Path:
+        return self.run.directory / f"hang-{report.number}.json"
+
+    def _save(self, report: _Report) -> str:
+        """Save a report; returns why that was not possible, or nothing."""
+        if report.number > _MOST_FILES:
+            return f"there are {_MOST_FILES} reports already"
         try:
-            path.write_text(json.dumps(facts, indent=1) + "\n")
+            write_private(self._path(report), json.dumps(report.facts, indent=1).encode() + b"\n")
         except OSError as error:  # a full disk: it is on the terminal all the same
-            return f"  not saved: {error.strerror}. To look again: {command}"
-        return f"  saved as {path}. To look again: {command}"
+            return str(error.strerror)
+        return ""
 
     def close(self) -> None:
         """Close the files."""
         self.run.close()
 
 
-def _has_failed(known: Waiting) -> bool:
-    return any(is_same(failed, known.record) for member in known.members for failed in member.progress.failed)
+def _goes_on(wait: LongWait) -> bool:
+    return any(member.waits_in(wait.record) for member in wait.members)
+
+
+def report_for_error(directory: Path) -> list[str]:
+    """The hang report of the ranks in `directory` that are on this host, for the error of a rank whose collective has failed.
+
+    Under any launcher. Nothing if no collective has failed or is pending.
+    """
+    run = RunFollower(directory, tail=_TAIL_FOR_ERROR)
+    try:
+        run.look()
+        waiting = find_waiting(run.local_ranks, run.now, deadline=-math.inf, failed=True)
+        if waiting is None:
+            return []
+        run.read_descriptions()
+        stacks = functools.partial(run.stacks, within=_WITHIN_FOR_ERROR)
+        suspects = find_suspects(waiting, state=run.state, stacks=stacks, ask=run.ask)
+        return report_lines(waiting, suspects, frames=_FRAMES_FOR_ERROR)
+    finally:
+        run.close()

@@ -31,7 +31,7 @@ _LARGEST = 1 << 20
 _STARTERS = ("/gradwire/launch/observed.py", "/gradwire/launch/run_script.py", "/gradwire/integrations/ddp_script.py")
 """Where `gradwire run` starts scripts from, with --observe and --replace-ddp."""
 _QUESTIONS = "/gradwire/observe/hangs/gradient_questions.py"
-_REPORTER = "/gradwire/observe/hangs/error_report.py"
+_REPORTER = "/gradwire/observe/hangs/hang_watch.py"
 _OUTERMOST = ("<module>", "_run_module_as_main")
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
@@ -66,7 +66,8 @@ class StackFile:
 
     def __init__(self, path: Path) -> None:
         assert SIGNAL is not None
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        path.unlink(missing_ok=True)  # of an earlier run, or planted
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(path, flags, 0o600)
         try:
             signal.signal(SIGNAL, signal.SIG_IGN)  # what unregistering goes back to: a signal may be under way then
@@ -206,7 +207,7 @@ def of_script(frames: Sequence[Frame]) -> Sequence[Frame]:
 
     >>> script, runpy = Frame("train.py", 3, "<module>"), Frame("<frozen runpy>", 88, "_run_code")
     >>> observed = Frame("/lib/gradwire/launch/observed.py", 36, "main")
-    >>> reports = Frame("/lib/gradwire/observe/hangs/error_report.py", 29, "report_for_error")
+    >>> reports = Frame("/lib/gradwire/observe/hangs/hang_watch.py", 29, "report_for_error")
     >>> of_script(
     ...     [Frame("/lib/gradwire/observe/hangs/analysis.py", 227, "f"), reports, script, runpy, observed, runpy]
     ... ) == [script]

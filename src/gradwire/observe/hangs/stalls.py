@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gradwire.observe.hangs.analysis import SOFT_DEADLINE, TIMES_USUAL, Cause, Suspect
+from gradwire.observe.hangs.analysis import SOFT_DEADLINE, TIMES_USUAL, Suspect, process_cause
 from gradwire.observe.hangs.stacks import Frame, Stack, user_frames
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.runtime.host import ProcessState
@@ -70,14 +70,8 @@ def _waits(stacks: Sequence[Stack], rank: RankProgress) -> bool:
 
 
 def _suspect(rank: RankProgress, state: ProcessState, stacks: Sequence[Stack]) -> Suspect:
-    frames = stacks[0].frames if stacks else ()
+    main = stacks[0] if stacks else None
+    frames = main.frames if main is not None else ()
     own = user_frames(frames, rank.header)
-    if state is ProcessState.GONE:
-        cause = Cause.DEAD
-    elif state is ProcessState.STOPPED:
-        cause = Cause.STOPPED
-    elif any("/torch/utils/data/" in frame.file for frame in frames):
-        cause = Cause.DATA_LOADER
-    else:
-        cause = Cause.USER_CODE if frames else Cause.UNKNOWN
+    cause = process_cause(state, main)
     return Suspect(rank.rank, int(rank.header["pid"]), cause, state, tuple(frames), own[0] if own else None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire.observe.hangs.analysis import Cause
-from gradwire.observe.hangs.saved_hangs import collective_text, suspect_text, suspects_of, waiting_of
+from gradwire.observe.hangs.hang_report import SavedHang
 from gradwire.observe.report.failures import find_failures
 from gradwire.observe.report.report_model import RunReport
 from gradwire.observe.rings.run_outcome import Outcome, RankOutcome
@@ -56,34 +56,31 @@ def find(report: RunReport) -> list[Finding]:
 
 
 def _hangs(report: RunReport) -> Iterator[Finding]:
-    for hang in report.hangs[:_MOST_OF_A_KIND]:
-        suspects = suspects_of(hang)
-        waiting = waiting_of(hang)
-        seconds = hang.get("seconds")
-        who = ranks_text(waiting) if waiting else "ranks"
-        where = collective_text(hang.get("collective"))
-        if suspects and all(one.get("cause") == Cause.DEAD.name for one in suspects):
-            gone = [one["rank"] for one in suspects]
-            waited = f", and {who} waited for {'them' if len(gone) > 1 else 'it'} in {where}" if waiting else ""
-            title = f"{ranks_text(gone)} ended during the run{waited}"
+    over = [hang for hang in report.hangs if hang.ended or report.succeeded]
+    for hang in [hang for hang in report.hangs if hang not in over][:_MOST_OF_A_KIND]:
+        dead = [rank for rank, cause, _ in hang.suspects if cause is Cause.DEAD]
+        if dead and len(dead) == len(hang.suspects):
+            it = "them" if len(dead) > 1 else "it"
+            waited = f", and {ranks_text(hang.waiting)} waited for {it} in {hang.what}" if hang.waiting else ""
+            title = f"{ranks_text(dead)} ended during the run{waited}"
         else:
-            how_long = f", which was reported after {seconds:.1f} s" if isinstance(seconds, float) else ""
-            title = f"{who} hung in {where}{how_long}"
+            title = f"{ranks_text(hang.waiting)} hung in {hang.what}, which was reported after {hang.seconds:.1f} s"
+        advice = f"What was found of the ranks that are named is in {hang.file}, in the directory of the run."
+        yield Finding("error", _capitalized(title), _causes(hang), advice if hang.suspects else "")
+    for hang in over[:_MOST_OF_A_KIND]:
+        times, total = f"{hang.count} times ", f", {duration(hang.total)} in all"
+        if hang.count == 1:
+            times, total = f"{duration(hang.total)} " if hang.total else "", ""
         yield Finding(
-            "error",
-            _capitalized(title),
-            "; ".join(map(suspect_text, suspects)) or "All ranks had submitted it.",
-            "Look at the ranks that are named: what was found of them is in "
-            f"{hang.get('file', 'the hang report')}, in the directory of the run."
-            if suspects
-            else _without_suspects(_dict(hang.get("collective"))),
+            "note",
+            _capitalized(f"{ranks_text(hang.waiting)} waited {times}in {hang.what}{total}, and continued"),
+            _causes(hang),
+            "A rank that evaluates or saves alone keeps the others waiting in their next collective.",
         )
 
 
-def _without_suspects(collective: dict[str, Any]) -> str:
-    kernel = "A kernel that was enqueued before it kept a GPU busy: look at the kernels of each rank. Or the"
-    engine = kernel if collective.get("on_device") else "The"
-    return f"{engine} engine or the link was slow or stuck: look at the network."
+def _causes(hang: SavedHang) -> str:
+    return _capitalized("; ".join(text for _, _, text in hang.suspects) or hang.why)
 
 
 def _failures(report: RunReport) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import overload
 
 from gradwire.errors import UsageError
-from gradwire.observe.hangs.saved_hangs import saved_hangs
+from gradwire.observe.hangs.hang_report import saved_hangs
 from gradwire.observe.report.report_model import RunReport, build
 from gradwire.observe.rings.intervals import ranks_apart
 from gradwire.observe.rings.ring import Ring, RingFile, nothing_recorded, read_ring

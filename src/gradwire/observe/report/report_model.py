@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from gradwire.observe.hangs.hang_report import SavedHang
 from gradwire.observe.report.rank_summary import RankSummary, Traffic, TrafficKey, summarize, total_traffic
 from gradwire.observe.rings.clocks import AlignedRings, Alignment, align
 from gradwire.observe.rings.intervals import BucketSpan, Operation, bucket_spans, operations
@@ -82,7 +83,7 @@ class RunReport:
     lateness: Mapping[int, Mapping[int, float]]
     """By rank and step: how long after the first rank it was ready, in seconds."""
     stragglers: list[Straggler]
-    hangs: list[dict[str, Any]]
+    hangs: list[SavedHang]
     """Reports that were saved during the run."""
     damaged: Mapping[str, str]
     """By name: files that cannot be read as a whole, and why."""
@@ -147,7 +148,7 @@ def build(
     rings: Sequence[Ring],
     *,
     directory: str | Path = "",
-    hangs: Sequence[dict[str, Any]] = (),
+    hangs: Sequence[SavedHang] = (),
     damaged: Mapping[str, str] | None = None,
     outcome: Outcome | None = None,
 ) -> RunReport:

@@ -8,6 +8,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradwire.runtime.private_file import write_private
+
 FILE = "outcome.json"
 
 
@@ -46,7 +48,7 @@ class Outcome:
 def save(directory: Path, outcome: Outcome) -> None:
     """Save it; on a full disk there is none."""
     with contextlib.suppress(OSError):
-        (directory / FILE).write_text(json.dumps(dataclasses.asdict(outcome)))
+        write_private(directory / FILE, json.dumps(dataclasses.asdict(outcome)).encode())
 
 
 def load(directory: Path, *, started: float = 0.0) -> Outcome | None:

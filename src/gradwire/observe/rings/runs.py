@@ -14,6 +14,7 @@ from gradwire.errors import UsageError
 from gradwire.observe.rings.ring import RingFile, state_of_writer
 from gradwire.observe.rings.run_outcome import FILE
 from gradwire.runtime.host import ProcessState, clock_identity, process_start
+from gradwire.runtime.private_file import write_private
 
 KEPT = 20
 _WEEK = 7 * 24 * 3600
@@ -40,7 +41,9 @@ def new_run(runs: Path, script: str) -> Path:
     name = _UNSAFE.sub("_", Path(script).stem) or "run"
     path = runs / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}"
     path.mkdir(parents=True, mode=0o700)
-    (path / _LAUNCHER).write_text(json.dumps(_this_process()))  # before its ranks write, it is in use already
+    write_private(
+        path / _LAUNCHER, json.dumps(_this_process()).encode()
+    )  # before its ranks write, it is in use already
     link = runs / f".{LATEST}.{os.getpid()}"
     link.unlink(missing_ok=True)
     link.symlink_to(path.name)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.observe.hangs.hang_report import SavedHang, as_dict
+from gradwire.observe.hangs.stalls import Stall
 from gradwire.observe.report.load import load_report
 from gradwire.observe.report.plain_text import render_text
 from gradwire.observe.report.render import render_page
@@ -91,7 +93,9 @@ def test_all_text_is_escaped():
     ring.records.append(mark(99, 70 * MS, K.STEP_FAILED, EVIL))
     ring.descriptions["group"][0].update(name=EVIL, kind=EVIL)
     ring.descriptions["buckets"][0]["buckets"][0]["names"] = [EVIL]
-    html = render_page(build([ring], directory=EVIL, hangs=[{"collective": {"op": EVIL}}], damaged={EVIL: EVIL}))
+    html = render_page(
+        build([ring], directory=EVIL, hangs=[SavedHang(EVIL, EVIL, 1.0, (0,), EVIL, (), None)], damaged={EVIL: EVIL})
+    )
     page = Page(html)
     assert "script" not in page.tags
     assert page.text.count("<script>") >= 10
@@ -128,12 +132,20 @@ def test_a_run_that_has_ended_well_says_so():
 def test_what_is_read_from_a_directory(tmp_path):
     for rank in range(2):
         write_ring(tmp_path, made_ring(rank, range(30)))
-    (tmp_path / "hang-1.json").write_text(json.dumps({"collective": {"op": "barrier"}, "waiting": [0]}))
-    (tmp_path / "hang-2.json").write_text('{"collective": ')  # half written
+    saved = as_dict(Stall(5.0, (0,), 3, None), [])
+    odd = [
+        '{"collective": ',
+        "[1]",
+        "null",
+        json.dumps({**saved, "waiting": ["x"]}),
+        json.dumps({**saved, "suspects": [3]}),
+    ]
+    for number, text in enumerate([json.dumps(saved), *odd], 1):
+        (tmp_path / f"hang-{number}.json").write_text(text)
     (tmp_path / "rank-7.ring").write_bytes(b"x" * 5000)
     report = load_report(tmp_path)
     assert [rank.records for rank in report.ranks] == [540, 540]
-    assert [hang["file"] for hang in report.hangs] == ["hang-1.json"]
+    assert [hang.file for hang in report.hangs] == ["hang-1.json"]
     assert list(report.damaged) == ["rank-7.ring"]
     assert len(report.timelines[0].rows) == 2
 
