@@ -59,17 +59,12 @@ store, rank, size = dist.HashStore(), 0, 1
 """,
 }
 """What a page's reader has already: a model, a store."""
-FEWER = {"docs/autograd.md": ("for _ in range(100):", "for _ in range(12):")}
-"""Rounds of a measurement: a few of them show that it runs."""
 
 
 @pytest.mark.parametrize("page", [page for page, blocks in PAGES.items() if blocks and page not in ELSEWHERE])
 def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, warm_python: Any) -> None:
     script = tmp_path / "page.py"
     blocks = "\n".join(PAGES[page])
-    if page in FEWER:
-        assert FEWER[page][0] in blocks
-        blocks = blocks.replace(*FEWER[page])
     script.write_text("\n".join([SETUP.get(page, ""), f"import os\nos.chdir({str(tmp_path)!r})", blocks]))
     if "hosts(" in script.read_text() and WHY_NOT is not None:
         pytest.skip(WHY_NOT)
