@@ -133,6 +133,7 @@ def load_compiler() -> None:
 
 
 if __name__ == "__main__":
+    del sys.path[0]  # the directory of this file; a child puts that of its program there
     parent = int(sys.argv[2])
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -95,7 +94,7 @@ def _become(args: list[str], env: Mapping[str, str] | None) -> NoReturn:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
         sys.last_value = error
-        traceback.print_exc()
+        sys.excepthook(type(error), error, error.__traceback__)
         code = 1
     try:
         threading._shutdown()  # type: ignore[attr-defined]

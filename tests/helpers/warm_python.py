@@ -247,7 +247,7 @@ class WarmPython:
                 door.bind(self._address)  # not from the environment: a test may have removed it there
                 door.listen(64)
                 fds = [theirs.fileno(), door.fileno()]
-                command = [sys.executable, "-P", str(SERVER), str(fds[0]), str(os.getpid()), str(fds[1])]
+                command = [sys.executable, str(SERVER), str(fds[0]), str(os.getpid()), str(fds[1])]
                 self._server = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,

@@ -12,6 +12,7 @@ import pytest
 import gradwire as gw
 from gradwire import observe
 from gradwire.cli import main, run
+from gradwire.launch.run_script import python_command
 from gradwire.recorder.flight_recorder import RecordKind
 from helpers.warm_python import WarmPython
 from helpers.warm_ranks import run_script
@@ -123,7 +124,7 @@ def test_a_script_has_the_same_losses_as_with_torchs_ddp(script: Path, warm_pyth
 
 CHAIN = """
 import runpy, sys
-sys.argv = ["ddp_script", "-m", "gradwire.launch.observed", {script!r}, "--lr", "1"]
+sys.argv = ["ddp_script", "--observe", {script!r}, "--lr", "1"]
 runpy.run_module("gradwire.integrations.ddp_script", run_name="__main__", alter_sys=True)
 """
 OBSERVED = """
@@ -169,9 +170,9 @@ def test_the_command_of_a_rank_which_is_recorded_as_any_other(
     common = ["run", "-n", "1", "--replace-ddp"]
     assert main([*common, "--no-record", *options, *words]) == 0
     assert main([*common, "--run-dir", str(tmp_path / "run"), *options, *words]) == 0
-    replaced = [sys.executable, "-m", "gradwire.integrations.ddp_script"]
-    assert started[0].command == [*replaced, *options, *words]
-    assert started[1].command == [*replaced, "-m", "gradwire.launch.observed", *options, *words]
+    for plan, observed in zip(started, (False, True), strict=True):
+        replaced = python_command("gradwire.integrations.ddp_script", errors=str(plan.errors), observe=observed)
+        assert plan.command == [sys.executable, *replaced, *options, *words]
 
 
 PARENT = f"""

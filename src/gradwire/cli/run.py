@@ -7,7 +7,9 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from gradwire.errors import UsageError
 from gradwire.launch.display import Picture
 from gradwire.launch.environment import RUN_DIRECTORY, LocalWorld, rank_environment
 from gradwire.launch.panel import find_terminal
+from gradwire.launch.run_script import python_command
 from gradwire.launch.store_host import LOOPBACK, StoreHost
-from gradwire.launch.supervise import Run, supervise
+from gradwire.launch.supervise import LaunchSpec, supervise
 from gradwire.launch.world import Address
 from gradwire.observe.hangs.analysis import SOFT_DEADLINE
 from gradwire.observe.hangs.hang_watch import HangWatch
@@ -159,40 +162,37 @@ def run(args: argparse.Namespace, *, popen: type[subprocess.Popen[bytes]] = subp
     size = args.nproc if isinstance(args.nproc, int) else _ranks(args.nproc, cpus)
     picture, stats = _view(args)
     recorded = _run_directory(args, script)
-    private = create()
-    store = StoreHost(popen)
-    ranks = RunFollower(Path(recorded[RUN_DIRECTORY]), since=time.monotonic_ns()) if recorded else None
-    watch = None if ranks is None else HangWatch(ranks, deadline=args.hang_after)
-    try:
+    with ExitStack() as stack:
+        private = create()
+        stack.callback(os.close, private)
+        store = StoreHost(popen)
+        stack.callback(store.close)
+        ranks = RunFollower(Path(recorded[RUN_DIRECTORY]), since=time.monotonic_ns()) if recorded else None
+        if ranks is not None:
+            stack.callback(ranks.close)
+        errors = recorded.get(RUN_DIRECTORY) or stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-"))
+        starter = "gradwire.integrations.ddp_script" if args.replace_ddp else "gradwire.launch.run_script"
+        observe = bool((args.observe or args.replace_ddp) and recorded)
+        options = python_command(starter, errors=errors, observe=observe)
         world = LocalWorld(size, name_of(private), Address(LOOPBACK, store.port), cpus)
         extra = {**recorded, **dict(args.env)}
         base = {name: value for name, value in os.environ.items() if name != RUN_DIRECTORY}  # of a run around this one
-        environments = [rank_environment(base, extra, rank, world) for rank in range(size)]
-        starters = ["gradwire.integrations.ddp_script"] * args.replace_ddp
-        starters += ["gradwire.launch.observed"] * bool((args.observe or args.replace_ddp) and recorded)
-        through = [word for module in starters for word in ("-m", module)]
-        command = [sys.executable, *through, *(["-m"] if args.module else []), script, *arguments]
         return supervise(
-            Run(
-                command,
-                environments,
+            LaunchSpec(
+                [sys.executable, *options, *(["-m"] if args.module else []), script, *arguments],
+                [rank_environment(base, extra, rank, world) for rank in range(size)],
                 grace=args.timeout,
                 prefix=not args.no_prefix,
                 log_dir=args.log_dir,
                 store=store,
                 directory=None if ranks is None else ranks.directory,
-                watch=watch,
+                errors=Path(errors),
+                watch=None if ranks is None else HangWatch(ranks, deadline=args.hang_after),
                 popen=popen,
                 monitor=None if ranks is None else RunMonitor(ranks, size=size, stats=stats),
                 picture=picture,
-                all_tracebacks=args.debug,
             )
         )
-    finally:
-        store.close()
-        os.close(private)
-        if ranks is not None:
-            ranks.close()
 
 
 def _view(args: argparse.Namespace) -> tuple[Picture | None, float | None]:

@@ -79,7 +79,7 @@ def _follow(monitor: RunMonitor, terminal: int | None, every: float | None) -> N
     if terminal is not None:
         screen.panel = Panel(1)
     was_under_way = False
-    while not screen.broken:
+    while not screen.error is not None:
         status = monitor.status()
         if was_under_way and _is_over(status) and not status.ending:
             time.sleep(_MOMENT)

@@ -13,7 +13,6 @@ import atexit
 import functools
 import os
 import sys
-import warnings
 
 import torch
 import torch.distributed as dist
@@ -27,11 +26,10 @@ from gradwire.groups.failure.store_calls import bounded
 from gradwire.groups.kinds import AUTO, check_built, default_kind, find_kind, registered_kinds
 from gradwire.groups.store.private_rendezvous import release
 from gradwire.interop.defaults import WORLD
-from gradwire.launch.environment import RUN_DIRECTORY
 from gradwire.launch.memory import SharedMemory
+from gradwire.launch.run_script import start_recorder
 from gradwire.launch.store import arrive, open_store, say_goodbye
 from gradwire.launch.world import World, find_world
-from gradwire.observe.recording import start
 
 _PATIENCE = 5.0
 """Seconds that the rank that hosts the store waits for the others before it exits."""
@@ -79,7 +77,7 @@ def init(
             _check_same(kind)
             return known
         world = find_world(os.environ)
-        _record(world)
+        start_recorder(world, "gw.init()")
         store = open_store(world, timeout=meeting, meeting=WORLD.met)
         try:
             ours = PrefixStore(f"gradwire/world/{WORLD.met}", store)
@@ -100,17 +98,6 @@ def init(
         leaving = functools.partial(_leave, group, world, store)
         WORLD.put(group, kind=agreed, leave=leaving, release=functools.partial(release, store))
         return group
-
-
-def _record(world: World) -> None:
-    """Start the flight recorder where `gradwire run`, or the user, has named a directory for it."""
-    directory = os.environ.get(RUN_DIRECTORY)
-    if not directory:
-        return
-    try:
-        start(directory, rank=world.rank, size=world.size)
-    except (OSError, UsageError) as error:  # training does not depend on it
-        warnings.warn(f"gw.init() on {world}: it is not recorded. {error}", stacklevel=3)
 
 
 def leave() -> None:

@@ -1,20 +1,139 @@
-"""Runs a script in this process as `python` would, after something else was set up."""
+"""Runs a script as `python` does, on a rank of `gradwire run`; an exception that ends it is also saved as data for the launcher.
+
+Note [As python does]
+The script is `__main__`, with the arguments, the path and the globals that it would have as `python script.py` or
+`python -m module`, and it stays `__main__` until the interpreter has exited. Python itself handles what the script raises: it calls
+`sys.excepthook`, whatever the script has made of it, runs exit handlers and sets the exit status. Only our own frames are removed
+from the traceback.
+"""
 
 from __future__ import annotations
 
+import builtins
+import importlib.machinery
+import io
 import os
 import runpy
 import sys
+import threading
+import types
+import warnings
+import zipfile
 from collections.abc import Sequence
+from types import TracebackType
+
+from gradwire.errors import UsageError
+from gradwire.launch.environment import RUN_DIRECTORY
+from gradwire.launch.world import World, find_world
+from gradwire.runtime.rank_error import RankError
+
+ERRORS, OBSERVE = "--errors", "--observe"
+
+
+def python_command(module: str, *, errors: str | None = None, observe: bool = False) -> list[str]:
+    """Options of Python that run a script by the `main` of `module`: this one, or one that calls `run_script`.
+
+    The script's rank writes its error to the directory `errors`; with `observe` it is recorded even if it does not call gradwire.
+    The working directory must not come before Python's own modules while ours are imported.
+    """
+    path = "sys.flags.safe_path or sys.path.__setitem__(0, sys.path[1])"
+    start = f"import sys; {path}; from {module} import main; main()"
+    return ["-c", start, *([] if errors is None else [ERRORS, errors]), *([OBSERVE] * observe)]
+
+
+def main() -> None:
+    """Run the script that the arguments of this process name."""
+    run_script(sys.argv[1:])
 
 
 def run_script(words: Sequence[str]) -> None:
-    """Run a file, or with -m a module, with its arguments: `words` are what would follow `python`."""
+    """Run a file, or with -m a module, with its arguments: `words` are options of `python_command` and what follows `python`."""
+    errors = None
+    if words[0] == ERRORS:
+        errors, words = _Errors(words[1], int(os.environ["GRADWIRE_RANK"])), words[2:]
+    observe, words = words[0] == OBSERVE, words[words[0] == OBSERVE :]
     is_module = words[0] == "-m"
+    if observe:
+        sys.argv = list(words)  # the command that is recorded
+        start_recorder(find_world(os.environ), "gradwire run --observe")
     sys.argv = list(words[is_module:])
-    if is_module:
-        sys.path[0] = os.getcwd()
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    name = sys.argv[0]
+    script = types.ModuleType("__main__")
+    sys.modules["__main__"] = script
+    try:
+        if is_module:
+            _set_path(os.getcwd())
+            runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+            return
+        _set_path(os.path.dirname(os.path.realpath(name)))
+        if zipfile.is_zipfile(name) or name.endswith(".pyc"):
+            runpy.run_path(name, run_name="__main__")
+            return
+        path = os.path.abspath(name)
+        loader = importlib.machinery.SourceFileLoader("__main__", path)
+        script.__dict__.update(__builtins__=builtins, __file__=path, __cached__=None, __loader__=loader)
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+        exec(code, script.__dict__)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        frames = None if error.__traceback__ is None else error.__traceback__.tb_next
+        error.__traceback__ = frames
+        if errors is not None:
+            errors.save(error)
+        _show_frames(error, frames)
+        raise
+
+
+def _set_path(directory: str) -> None:
+    """The first entry of `sys.path`, which Python sets from the script."""
+    if not sys.flags.safe_path:
+        sys.path[0] = directory
+
+
+def _show_frames(error: BaseException, frames: TracebackType | None) -> None:
+    """When Python passes `error` to the script's `sys.excepthook`, its traceback has these frames."""
+    hook = sys.excepthook
+
+    def excepthook(kind: type[BaseException], value: BaseException, shown: TracebackType | None) -> None:
+        if value is error:
+            error.__traceback__ = sys.last_traceback = shown = frames
+        hook(kind, value, shown)
+
+    sys.excepthook = excepthook
+
+
+class _Errors:
+    """Saves exceptions of this process that nothing catches; not those of processes that it forks."""
+
+    def __init__(self, directory: str, rank: int) -> None:
+        self._directory, self._rank, self._pid = directory, rank, os.getpid()
+        self._hook = threading.excepthook
+        threading.excepthook = self._thread_failed
+
+    def save(self, error: BaseException, thread: str = "") -> None:
+        """What goes wrong here must not hide `error`."""
+        if os.getpid() == self._pid:
+            try:
+                RankError.of(error, self._rank, thread=thread).save(self._directory)
+            except Exception as failure:
+                warnings.warn(f"gradwire run: the error of this rank is not saved: {failure}", stacklevel=2)
+
+    def _thread_failed(self, failed: threading.ExceptHookArgs) -> None:
+        if failed.exc_value is not None and not isinstance(failed.exc_value, SystemExit):
+            self.save(failed.exc_value, failed.thread.name if failed.thread is not None else "unknown")
+        self._hook(failed)
+
+
+def start_recorder(world: World, who: str) -> None:
+    """Start the flight recorder where `gradwire run`, or the user, has named a directory for it."""
+    from gradwire.observe.recording import start
+
+    directory = os.environ.get(RUN_DIRECTORY)
+    if not directory:
+        return
+    try:
+        start(directory, rank=world.rank, size=world.size)
+    except (OSError, UsageError) as error:  # training does not depend on it
+        warnings.warn(f"{who} on {world}: it is not recorded. {error}", stacklevel=4)

@@ -1,20 +1,32 @@
-"""The launcher's output: whole lines of all ranks, each prefixed with its rank, to the screen and to one log per rank."""
+"""The launcher's output: whole lines of all ranks, each prefixed with its rank, to the screen and to one log per rank.
+
+Bytes stay bytes, so invalid UTF-8 is preserved.
+
+Note [Progress bars]
+A progress bar returns to the start of its line with a carriage return and overwrites it. Several ranks cannot do that on one
+screen. So of what is overwritten, one state every `EVERY` seconds is shown, as a line; the last state is shown with the line feed
+that follows, or at the end. Logs get every byte.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import BinaryIO
 
-from gradwire.launch.lines import LineBuffer, Piece
 from gradwire.launch.panel import Panel
-from gradwire.launch.tracebacks import TracebackHold
 
+EVERY = 1.0
+"""Seconds between two states of a progress bar that are shown."""
+LONGEST = 1 << 20
+"""Bytes after which a line without an end is split, so that no rank can fill the launcher's memory."""
 _COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # readable on dark and light backgrounds; red is reserved for errors
 _RESET = b"\x1b[0m"
-_KEPT_LINES, _KEPT_BYTES = 400, 1 << 16
+_KEPT_LINES, _KEPT_BYTES = 20, 1 << 12
 
 
 class Screen:
@@ -23,8 +35,8 @@ class Screen:
     def __init__(self, fd: int, environ: Mapping[str, str]) -> None:
         self._fd = fd
         self.color = os.isatty(fd) and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
-        self.broken = False
-        """Whether the reader is gone; output is then dropped."""
+        self.error: OSError | None = None
+        """Why nothing can be written anymore; output is then dropped."""
         self.panel: Panel | None = None
         """The picture on the same terminal, above which lines are written."""
 
@@ -40,13 +52,18 @@ class Screen:
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
-        while view and not self.broken:
+        while view and self.error is None:
             try:
                 view = view[os.write(self._fd, view) :]
             except BlockingIOError:  # another process that shares the terminal made it non-blocking
                 select.select([], [self._fd], [])
-            except OSError:
-                self.broken = True
+            except OSError as error:
+                self.error = error
+
+    @property
+    def reader_is_gone(self) -> bool:
+        """Whether the other end of a pipe has been closed."""
+        return self.error is not None and self.error.errno == errno.EPIPE
 
     def prefix(self, rank: int) -> bytes:
         """The prefix of a rank's lines."""
@@ -54,81 +71,89 @@ class Screen:
         return b"\x1b[%dm%s%s " % (_COLORS[rank % len(_COLORS)], text, _RESET) if self.color else text + b" "
 
 
-class Tail:
-    """The last lines of a stream."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What to do with some bytes: `raw` goes to logs unchanged, `lines` are shown, each as a separate line."""
+
+    raw: bytes
+    lines: tuple[bytes, ...]
+
+
+class LineBuffer:
+    """One stream of bytes, split into lines.
+
+    >>> buffer = LineBuffer()
+    >>> buffer.feed(b"one\\ntw", now=0.0)
+    Piece(raw=b'one\\n', lines=(b'one',))
+    >>> buffer.feed(b"o\\r\\n", now=0.0).lines, buffer.end()
+    ((b'two',), Piece(raw=b'', lines=()))
+    """
 
     def __init__(self) -> None:
-        self._lines: deque[bytes] = deque(maxlen=_KEPT_LINES)
-        self._bytes = 0
+        self._rest = b""
+        self._shown_at = -EVERY
 
-    def add(self, lines: tuple[bytes, ...]) -> None:
-        """Keep these, drop the oldest."""
-        for line in lines:
-            if len(self._lines) == _KEPT_LINES:
-                self._bytes -= len(self._lines[0])
-            self._lines.append(line[-_KEPT_BYTES:])
-            self._bytes += len(self._lines[-1])
-            while self._bytes > _KEPT_BYTES:
-                self._bytes -= len(self._lines.popleft())
+    def feed(self, data: bytes, *, now: float) -> Piece:
+        """Process more bytes."""
+        whole, newline, self._rest = (self._rest + data).rpartition(b"\n")
+        lines = [_last_state(line) for line in whole.split(b"\n")] if newline else []
+        raw = whole + newline
+        # The last byte may be half of "\r\n".
+        written_over, mark, current = self._rest[:-1].rpartition(b"\r")
+        if mark:
+            raw += written_over + mark
+            self._rest = current + self._rest[-1:]
+            if now - self._shown_at >= EVERY and (state := _last_state(written_over)):
+                lines.append(state)
+                self._shown_at = now
+        if len(self._rest) > LONGEST:
+            raw += self._rest
+            lines.append(self._rest)
+            self._rest = b""
+        return Piece(raw, tuple(lines))
 
-    @property
-    def lines(self) -> list[bytes]:
-        """The lines that are kept."""
-        return list(self._lines)
+    def end(self) -> Piece:
+        """Flush at the end of the stream: a last line without a line feed is a line too."""
+        rest, self._rest = self._rest, b""
+        return Piece(rest, (_last_state(rest),) if rest else ())
+
+
+def _last_state(line: bytes) -> bytes:
+    """What a terminal shows of an overwritten line: more or less the last state."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2] if b"\r" in line else line
 
 
 class RankStream:
-    """Forwards stdout or stderr of one rank to the screen. `hold` delays tracebacks."""
+    """Forwards stdout or stderr of one rank to the screen."""
 
-    def __init__(
-        self, screen: Screen, prefix: bytes, *, log: BinaryIO | None = None, hold: TracebackHold | None = None
-    ) -> None:
-        self.tail = Tail()
+    def __init__(self, screen: Screen, prefix: bytes, *, log: BinaryIO | None = None) -> None:
+        self.tail: deque[bytes] = deque(maxlen=_KEPT_LINES)
+        """The last lines."""
         self._screen = screen
         self._prefix = prefix
         self._log = log
-        self._hold = hold
         self._buffer = LineBuffer()
 
     def feed(self, data: bytes, *, now: float) -> None:
         """The rank has written `data`."""
-        self._take(self._buffer.feed(data, now=now), now)
+        self._show(self._buffer.feed(data, now=now))
 
-    def end(self, *, now: float) -> None:
+    def end(self) -> None:
         """The rank has closed the stream."""
-        self._take(self._buffer.end(), now)
+        self._show(self._buffer.end())
 
-    @property
-    def due(self) -> float | None:
-        """When to call `release`, if the rank still runs then."""
-        return None if self._hold is None else self._hold.until
-
-    def go_on(self, *, now: float) -> None:
-        """The rank has written something to its other stream."""
-        if self._hold is not None:
-            self._show(self._hold.go_on(now=now))
-
-    def release(self) -> None:
-        """Show what is held back."""
-        self._show(self.take_held())
-
-    def take_held(self) -> list[bytes]:
-        """Remove and return what is held back, so that it is not shown."""
-        return [] if self._hold is None else self._hold.release()
-
-    def _take(self, piece: Piece, now: float) -> None:
+    def _show(self, piece: Piece) -> None:
         if self._log is not None and piece.raw:
-            self._log.write(piece.raw)
+            try:
+                self._log.write(piece.raw)
+            except OSError as error:
+                self._log = None
+                self._screen.write(f"gradwire run: this log is incomplete: {error.strerror}\n".encode())
         if piece.lines:
-            self.tail.add(piece.lines)
-            self._show(piece.lines if self._hold is None else self._hold.feed(piece.lines, now=now))
+            self.tail.extend(line[-_KEPT_BYTES:] for line in piece.lines)
+            self._screen.write(b"".join(map(self._line, piece.lines)))
 
-    def _show(self, lines: Sequence[bytes]) -> None:
-        if lines:
-            self._screen.write(b"".join(map(self.line, lines)))
-
-    def line(self, line: bytes) -> bytes:
-        """A line as shown."""
+    def _line(self, line: bytes) -> bytes:
         # A rank that does not reset a color must not color the next rank's lines.
         end = _RESET if self._screen.color and b"\x1b" in line else b""
         return self._prefix + line + end + b"\n"

@@ -39,24 +39,27 @@ class Shutdown:
         self.stopped_by: signal.Signals | None = None
         """The signal that ended the run, if no rank had failed before."""
         self.lost: str | None = None
-        """The lost resource that ended the run, if no rank had failed before."""
+        """What was lost that ended the run, if no rank had failed before."""
+        self._output_lost = False
         self._grace = grace
         self._stop_at: float | None = None
         self._kill_at: float | None = None
         self._give_up_at: float | None = None
-        self._told = False
+        self._told_at: float | None = None
+        """When ranks were sent the first signal to end."""
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
     def ended(self, ending: Ending) -> None:
         """A rank has ended."""
         self.running.discard(ending.rank)
-        ending = replace(ending, stopped=self._told or (self._is_ending and ending.status != 0))
+        told = self._told_at is not None and (ending.error is None or ending.error.time >= self._told_at)
+        ending = replace(ending, stopped=told or (self._is_ending and ending.status != 0))
         self.endings.append(ending)
         if ending.failed:
             at = ending.after + (NEAR if ending.consequence else 0.0)
             self._stop_at = _earlier(self._stop_at, at)
-        elif ending.status != 0 and not self._told:
+        elif ending.status != 0 and self._told_at is None:
             self._kill_at = _earlier(self._kill_at, ending.after + self._grace)
             if ending.while_starting:
                 self._stop_at = _earlier(self._stop_at, ending.after + NEAR)
@@ -68,8 +71,12 @@ class Shutdown:
         if number in _ENDING_SOON:
             self._kill_at = _earlier(self._kill_at, now + self._grace)
 
-    def lose(self, what: str, now: float) -> None:
-        """Something that the ranks need has ended: stop them as after a failure."""
+    def lose(self, what: str, now: float, *, output: bool = False) -> None:
+        """The ranks or their output need something that is no longer there: stop them as after a failure.
+
+        The exit code is not 0 if their `output` is lost, even if they end well.
+        """
+        self._output_lost |= output
         if self.first is None or self.first.consequence:
             self.lost = self.lost or what
         self._stop_at = _earlier(self._stop_at, now)
@@ -93,19 +100,19 @@ class Shutdown:
     def due(self, now: float) -> Iterable[Send]:
         """The signals to send now."""
         ranks = tuple(sorted(self.running))
-        if self._stop_at is not None and now >= self._stop_at and not self._told:
-            self._told = True
+        if self._stop_at is not None and now >= self._stop_at and self._told_at is None:
+            self._told_at = now
             self._kill_at = _earlier(self._kill_at, now + self._grace)
             yield signal.SIGTERM, ranks
         if self._kill_at is not None and now >= self._kill_at and self._give_up_at is None:
-            self._told = True
+            self._told_at = now if self._told_at is None else self._told_at
             self._give_up_at = now + LAST_LIMIT
             yield signal.SIGKILL, ranks
 
     @property
     def next_time(self) -> float | None:
         """When `due` should be called again if nothing happens before."""
-        times = [None if self._told else self._stop_at]
+        times = [self._stop_at if self._told_at is None else None]
         times.append(self._give_up_at if self._give_up_at is not None else self._kill_at)
         return min((time for time in times if time is not None), default=None)
 
@@ -127,7 +134,7 @@ class Shutdown:
         badly = bool(self.running) or any(ending.status != 0 for ending in self.endings)
         if self.stopped_by is not None and (badly or self.stopped_by is signal.SIGPIPE):
             return 128 + self.stopped_by
-        return 1 if badly else 0
+        return 1 if badly or self._output_lost else 0
 
 
 def _earlier(known: float | None, new: float) -> float:

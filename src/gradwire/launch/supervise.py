@@ -1,7 +1,7 @@
 """`supervise`: start the ranks of a run, show their output, forward signals, end them all, and report the outcome.
 
 One thread and one loop: pipes, ended processes and signals all wake the same `select`. `shutdown.py` decides what to do, and
-`first_failure.py` what to report; this module carries it out.
+`first_failure.py` what to report.
 
 Note [When everything has been read]
 What a rank has written is in its pipe when it ends, so after its end the pipe is read until it is empty, not until it is closed:
@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
@@ -32,15 +32,15 @@ from gradwire.errors import UsageError
 from gradwire.launch.display import Display, Picture
 from gradwire.launch.first_failure import Ending, described
 from gradwire.launch.process import RankProcess
-from gradwire.launch.run_report import RunReport, outcome
+from gradwire.launch.run_report import outcome, report
 from gradwire.launch.screen import RankStream, Screen
 from gradwire.launch.shutdown import Shutdown
 from gradwire.launch.store_host import StoreHost
-from gradwire.launch.tracebacks import TracebackHold
 from gradwire.observe.hangs.hang_watch import HangWatch
 from gradwire.observe.monitor import RunMonitor
 from gradwire.observe.rings.run_outcome import save
 from gradwire.runtime.host import handles_signal
+from gradwire.runtime.rank_error import MAIN, THREAD, RankError
 
 COMPANIONS = 1.0
 _READABLE = selectors.EVENT_READ
@@ -51,7 +51,7 @@ _PASSED_ON = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LaunchSpec:
     """What to run, and how."""
 
     command: Sequence[str]
@@ -68,6 +68,8 @@ class Run:
     """The store for ranks that call torch's `init_process_group`; the run ends with it."""
     directory: Path | None = None
     """Where ranks record, if they do."""
+    errors: Path | None = None
+    """Where ranks save the exceptions that end them: see `run_script.py`."""
     watch: HangWatch | None = None
     """Looks for hangs, if ranks are recorded."""
     monitor: RunMonitor | None = None
@@ -76,18 +78,16 @@ class Run:
     """Draws what the monitor has on a terminal, below the output of the ranks."""
     popen: type[subprocess.Popen[bytes]] = subprocess.Popen
     """How processes of ranks are started."""
-    all_tracebacks: bool = False
-    """Whether all ranks' tracebacks are shown as they are written, instead of only that of the first failure at the end."""
 
 
-def supervise(run: Run) -> int:
+def supervise(run: LaunchSpec) -> int:
     """Run all ranks until they end and return the exit code."""
     with _Supervisor(run) as supervisor:
         return supervisor.run()
 
 
 class _Supervisor:
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: LaunchSpec) -> None:
         self._run = run
         self._shutdown = Shutdown(len(run.environments), grace=run.grace)
         self._began = time.monotonic()
@@ -124,14 +124,13 @@ class _Supervisor:
                 log = self._stack.enter_context(_log(self._run.log_dir, rank))
             process = RankProcess(rank, self._run.command, environ, stdin=_stdin(rank), popen=self._run.popen)
             self._ranks.append(process)
-            hold = None if self._run.all_tracebacks or len(self._run.environments) == 1 else TracebackHold()
-            self._streams[rank] = self._stream(self._out, rank, log), self._stream(self._err, rank, log, hold)
+            self._streams[rank] = self._stream(self._out, rank, log), self._stream(self._err, rank, log)
             for pipe, stream in zip((process.stdout, process.stderr), self._streams[rank]):
-                self._selector.register(pipe.fileno(), _READABLE, self._reader(pipe.fileno(), stream, rank))
+                self._selector.register(pipe.fileno(), _READABLE, self._reader(pipe.fileno(), stream))
             self._selector.register(process.ended, _READABLE, self._ender(process))
 
-    def _stream(self, screen: Screen, rank: int, log: BinaryIO | None, hold: TracebackHold | None = None) -> RankStream:
-        return RankStream(screen, screen.prefix(rank) if self._run.prefix else b"", log=log, hold=hold)
+    def _stream(self, screen: Screen, rank: int, log: BinaryIO | None) -> RankStream:
+        return RankStream(screen, screen.prefix(rank) if self._run.prefix else b"", log=log)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -149,12 +148,10 @@ class _Supervisor:
             self._take_signals()
             if self._interrupts > 1:
                 shutdown.kill(self._now)
-            if self._out.broken or self._err.broken:
-                shutdown.abandon(signal.SIGPIPE, self._now)
+            self._check_output()
             for number, ranks in shutdown.due(self._now):
                 for rank in ranks:
                     self._ranks[rank].send(number)
-            self._release_held()
             if (watch := self._watch_for_hangs) is not None:
                 self._display.warn(watch.check_if_due())
             if not self._has_failed:
@@ -164,10 +161,7 @@ class _Supervisor:
             save(self._run.directory, how)  # first: `gradwire top` reads it as soon as the ranks are gone
         self._display.end()
         self._end_companions()
-        pids = [process.pid for process in self._ranks]
-        RunReport(self._err, [self._streams[rank][1] for rank in range(len(pids))], self._run.log_dir).show(
-            shutdown, pids, how.text
-        )
+        self._err.write(b"".join(line + b"\n" for line in self._report(how.text)))
         return shutdown.exit_code
 
     @property
@@ -182,26 +176,17 @@ class _Supervisor:
     @property
     def _next_time(self) -> float | None:
         """When to wake up if nothing happens before."""
-        held = [self._streams[rank][1].due for rank in self._shutdown.running]
         looks = [] if (watch := self._watch_for_hangs) is None else [watch.next_look]
         if not self._has_failed:
             looks.append(self._display.next_look)
         look = min(looks, default=math.inf) - self._began
-        times = [time for time in (self._shutdown.next_time, look, *held) if time is not None and time < math.inf]
+        times = [time for time in (self._shutdown.next_time, look) if time is not None and time < math.inf]
         return min(times, default=None)
 
-    def _release_held(self) -> None:
-        """A rank that continues after a traceback did not fail with it: show it."""
-        for rank in self._shutdown.running:
-            stream = self._streams[rank][1]
-            if stream.due is not None and self._now >= stream.due:
-                stream.release()
-
-    def _reader(self, fd: int, stream: RankStream, rank: int) -> Callable[[], None]:
+    def _reader(self, fd: int, stream: RankStream) -> Callable[[], None]:
         def read() -> None:
             data = _read(fd)
             if data:
-                self._streams[rank][1].go_on(now=self._now)
                 stream.feed(data, now=self._now)
             elif data is not None:
                 self._selector.unregister(fd)
@@ -218,16 +203,27 @@ class _Supervisor:
             self._take_signals()  # first: one of them may have killed the rank
             self._selector.unregister(process.ended)
             self._drain(process)
-            if status == 0:
-                self._streams[process.rank][1].release()
             if (
                 status < 0 and (watch := self._watch_for_hangs) is not None
             ):  # without a traceback that says where it was
                 self._display.warn(watch.rank_ended(process.rank))
-            words = tuple(self._streams[process.rank][1].tail.lines)
-            self._shutdown.ended(Ending(process.rank, status, after, words=words))
+            self._shutdown.ended(Ending(process.rank, status, after, error=self._error(process.rank)))
 
         return end
+
+    def _error(self, rank: int, suffix: str = MAIN) -> RankError | None:
+        """The exception that a rank has saved, with its time in seconds since the start."""
+        error = None if self._run.errors is None else RankError.load(self._run.errors, rank, suffix)
+        return None if error is None else replace(error, time=error.time - self._began)
+
+    def _check_output(self) -> None:
+        """Stop the ranks if what they write cannot be shown."""
+        for name, screen in (("output", self._out), ("error", self._err)):
+            if screen.reader_is_gone:
+                self._shutdown.abandon(signal.SIGPIPE, self._now)
+            elif screen.error is not None:
+                what = f"writing to standard {name} failed: {screen.error.strerror}"
+                self._shutdown.lose(what, self._now, output=True)
 
     def _check_store(self) -> None:
         """Stop the ranks if the store has ended."""
@@ -238,8 +234,9 @@ class _Supervisor:
         if ended is not None:
             self._selector.unregister(store.ended)
             status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            how = described(status, self._now)
             self._shutdown.lose(
-                f"the process that hosts the store has ended ({described(status, self._now)})", self._now
+                f"the process that hosts the store has ended ({how}); ranks cannot continue without it", self._now
             )
 
     def _drain(self, process: RankProcess) -> None:
@@ -291,7 +288,17 @@ class _Supervisor:
             process.send(signal.SIGKILL)
             self._drain(process)
             for stream in self._streams[process.rank]:
-                stream.end(now=self._now)
+                stream.end()
+
+    def _report(self, text: str) -> Iterator[bytes]:
+        ranks = range(len(self._ranks))
+        return report(
+            self._shutdown,
+            text,
+            pids={rank: self._ranks[rank].pid for rank in ranks},
+            tails={rank: self._streams[rank][1].tail for rank in ranks},
+            threads=[error for rank in ranks if (error := self._error(rank, THREAD)) is not None],
+        )
 
     def _release(self) -> None:
         for process in self._ranks:

@@ -14,6 +14,7 @@ import pytest
 
 from gradwire.cli import main, run
 from gradwire.launch import store_host
+from gradwire.launch.run_script import python_command
 from helpers.waiting import wait_for_exit, wait_until
 
 COMMAND = [sys.executable, "-m", "gradwire", "run"]
@@ -65,7 +66,9 @@ def test_the_script_gets_the_arguments_that_python_would_pass(words, options, sc
     monkeypatch.setattr(run, "supervise", lambda plan: started.append(plan) or 0)
     path = script("import sys; print(sys.argv)")
     assert main(["run", *options, path, *words]) == 0
-    assert started[0].command == [sys.executable, path, *words]
+    (plan,) = started
+    start = python_command("gradwire.launch.run_script", errors=str(plan.errors))
+    assert plan.command == [sys.executable, *start, path, *words]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +90,8 @@ def test_a_script_that_is_observed(options, words, script, monkeypatch, tmp_path
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.py").touch()
     assert main(["run", "-n", "1", "--observe", "--run-dir", str(tmp_path / "run"), *options, *words]) == 0
-    assert started[0].command == [sys.executable, "-m", "gradwire.launch.observed", *options, *words]
+    start = python_command("gradwire.launch.run_script", errors=str(tmp_path / "run"), observe=True)
+    assert started[0].command == [sys.executable, *start, *options, *words]
     assert main(["run", "-n", "1", "--observe", "--no-record", *options, *words]) == 2
 
 
@@ -290,8 +294,8 @@ def test_ctrl_z_stops_ranks_too_and_ctrl_c_ends_them_once(script):
         finally:
             launcher.kill()
     assert launcher.returncode == 130
-    (line,) = err.splitlines()
-    assert line.startswith("gradwire run: stopped by SIGINT after ")
+    assert err.count("KeyboardInterrupt") == 2
+    assert err.splitlines()[-1].startswith("gradwire run: stopped by SIGINT after ")
     assert all(map(gone, pids))
 
 

@@ -1,13 +1,16 @@
-"""The launcher's loop, in this process, on scripts that import nothing, so that they start at once."""
+"""The launcher's loop, in this process, on scripts that do not import torch, so that they start at once."""
 
 from __future__ import annotations
 
 import sys
+import tempfile
 import textwrap
+from pathlib import Path
 
 import pytest
 
-from gradwire.launch.supervise import Run, supervise
+from gradwire.launch.run_script import python_command
+from gradwire.launch.supervise import LaunchSpec, supervise
 
 HEAD = """
 import os, signal, subprocess, sys, time
@@ -30,8 +33,11 @@ def launch(tmp_path, capfdbinary):
             mark.unlink()
         file = tmp_path / "script.py"
         file.write_text(HEAD + textwrap.dedent(script))
-        environments = [{"RANK": str(rank), "PYTHONUNBUFFERED": "1"} for rank in range(size)]
-        code = supervise(Run([sys.executable, "-S", str(file)], environments, **options))
+        ranks = [str(rank) for rank in range(size)]
+        environments = [{"RANK": rank, "GRADWIRE_RANK": rank, "PYTHONUNBUFFERED": "1"} for rank in ranks]
+        errors = Path(tempfile.mkdtemp(dir=tmp_path))
+        command = [sys.executable, *python_command("gradwire.launch.run_script", errors=str(errors)), str(file)]
+        code = supervise(LaunchSpec(command, environments, errors=errors, **options))
         return code, *capfdbinary.readouterr()
 
     return start

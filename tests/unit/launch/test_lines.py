@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.launch import lines
-from gradwire.launch.lines import LineBuffer
+from gradwire.launch import screen as lines
+from gradwire.launch.screen import LineBuffer
 
 
 def through(*pieces: bytes, now: float = 0.0) -> tuple[list[bytes], bytes]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gradwire.launch.screen import RankStream, Screen, Tail
+from gradwire.launch.screen import RankStream, Screen
 
 
 @pytest.fixture
@@ -33,10 +33,10 @@ def test_lines_are_preceded_by_their_rank(pipe):
     screen, log = Screen(pipe[1], {}), io.BytesIO()
     stream = RankStream(screen, screen.prefix(3), log=log)
     stream.feed(b"one\ntwo\nthr\xff", now=0)
-    stream.end(now=0.0)
+    stream.end()
     assert os.read(pipe[0], 1000) == b"[3] one\n[3] two\n[3] thr\xff\n"
     assert log.getvalue() == b"one\ntwo\nthr\xff"
-    assert stream.tail.lines == [b"one", b"two", b"thr\xff"]
+    assert list(stream.tail) == [b"one", b"two", b"thr\xff"]
 
 
 def test_a_terminal_gets_colors_that_end_with_the_line(terminal):
@@ -71,7 +71,7 @@ def test_a_slow_reader_gets_everything(pipe):
     screen.write(data)
     thread.join(100)
     assert b"".join(read) == data
-    assert not screen.broken
+    assert screen.error is None
 
 
 def test_a_reader_that_is_gone_is_noticed():
@@ -81,14 +81,30 @@ def test_a_reader_that_is_gone_is_noticed():
     screen.write(b"hello?\n")
     screen.write(b"anybody?\n")
     os.close(write)
-    assert screen.broken
+    assert screen.reader_is_gone
 
 
-def test_the_tail_holds_the_last_lines_and_not_too_many_bytes():
-    tail = Tail()
-    tail.add(tuple(b"%d" % i for i in range(1000)))
-    assert tail.lines[-1] == b"999"
-    assert len(tail.lines) == 400
-    tail.add((b"x" * 60_000, b"y" * 60_000, b"z" * 100_000))
-    assert [set(line) for line in tail.lines] == [set(b"z")]
-    assert sum(map(len, tail.lines)) <= 1 << 16
+def test_the_tail_holds_the_last_lines_and_not_too_many_bytes(pipe):
+    stream = RankStream(Screen(pipe[1], {}), b"")
+    stream.feed(b"".join(b"%d\n" % i for i in range(1000)), now=0)
+    assert list(stream.tail) == [b"%d" % i for i in range(980, 1000)]
+    stream.feed(b"x" * 5000 + b"z\n", now=0)
+    assert (len(stream.tail[-1]), stream.tail[-1][-2:]) == (4096, b"xz")
+
+
+def test_a_full_disk_is_said_by_its_name():
+    with open("/dev/full", "wb", buffering=0) as full:
+        screen = Screen(full.fileno(), {})
+        screen.write(b"hello\n")
+        assert not screen.reader_is_gone
+        assert screen.error is not None
+        assert screen.error.strerror == "No space left on device"
+
+
+def test_a_log_on_a_full_disk_ends_and_the_run_goes_on(pipe):
+    with open("/dev/full", "wb", buffering=0) as full:
+        stream = RankStream(Screen(pipe[1], {}), b"[0] ", log=full)
+        stream.feed(b"one\ntwo\n", now=0)
+        stream.feed(b"three\n", now=0)
+    shown = os.read(pipe[0], 1000)
+    assert shown == b"gradwire run: this log is incomplete: No space left on device\n[0] one\n[0] two\n[0] three\n"

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from signal import SIGHUP, SIGINT, SIGKILL, SIGPIPE, SIGTERM, SIGUSR1
 
 import pytest
 
+from gradwire.errors import PeerLost
 from gradwire.launch.first_failure import Ending
 from gradwire.launch.shutdown import LAST_LIMIT, Shutdown
+from gradwire.runtime.rank_error import RankError
 from gradwire.runtime.root_cause import NEAR
 
-LOST = (b"Traceback (most recent call last):", b"gradwire.errors.PeerLost: rank 2 is lost")
+
+def raised(error: BaseException, at: float, *, starting: bool = False) -> RankError:
+    return replace(RankError.of(error, 0), time=at, starting=starting)
+
+
+LOST = raised(PeerLost("", rank=2), 5.0)
 
 
 def due(shutdown: Shutdown, now: float) -> list[tuple[signal.Signals, tuple[int, ...]]]:
@@ -46,7 +54,7 @@ def test_a_failure_stops_the_others_at_once_and_kills_them_after_the_grace():
 
 def test_a_consequence_waits_for_its_cause():
     shutdown = Shutdown(3, grace=10)
-    shutdown.ended(Ending(0, 1, 5.0, words=LOST))
+    shutdown.ended(Ending(0, 1, 5.0, error=LOST))
     assert due(shutdown, 5.0) == []
     assert shutdown.next_time == 5.0 + NEAR
     shutdown.ended(Ending(2, -SIGKILL, 5.4))
@@ -57,7 +65,7 @@ def test_a_consequence_waits_for_its_cause():
 
 def test_a_consequence_without_a_cause_is_a_failure_too():
     shutdown = Shutdown(2, grace=10)
-    shutdown.ended(Ending(0, 1, 5.0, words=LOST))
+    shutdown.ended(Ending(0, 1, 5.0, error=LOST))
     assert due(shutdown, 5.0 + NEAR) == [(SIGTERM, (1,))]
 
 
@@ -94,12 +102,11 @@ def test_an_interrupt_leaves_time_until_a_rank_has_ended_badly():
     assert (shutdown.exit_code, shutdown.stopped_by) == (130, SIGINT)
 
 
-def test_an_interrupt_of_a_rank_that_was_starting_stops_the_others():
+@pytest.mark.parametrize("error", [None, raised(KeyboardInterrupt(), 1.2, starting=True)])
+def test_an_interrupt_of_a_rank_that_was_starting_stops_the_others(error):
     shutdown = Shutdown(2, grace=10)
     shutdown.signalled(SIGINT, 1.0)
-    modules = (b'  File "train.py", line 1, in <module>', b'  File "torch/__init__.py", line 9, in <module>')
-    words = (LOST[0], *modules, b"KeyboardInterrupt")
-    shutdown.ended(Ending(0, -SIGINT, 1.2, words=words))
+    shutdown.ended(Ending(0, -SIGINT, 1.2, error=error))
     assert due(shutdown, 1.2) == []
     assert due(shutdown, 1.2 + NEAR) == [(SIGTERM, (1,))]
     shutdown.ended(Ending(1, -SIGTERM, 2.3))
@@ -154,7 +161,7 @@ def test_nobody_reads():
 def test_a_store_that_is_lost_is_why_ranks_fail_after_it():
     shutdown = Shutdown(3, grace=10)
     shutdown.lose("the store has ended", 5.0)
-    shutdown.ended(Ending(1, 1, 5.1, words=LOST))
+    shutdown.ended(Ending(1, 1, 5.1, error=LOST))
     assert due(shutdown, 5.1) == [(SIGTERM, (0, 2))]
     for rank in (0, 2):
         shutdown.ended(Ending(rank, -SIGTERM, 5.2))
@@ -163,7 +170,7 @@ def test_a_store_that_is_lost_is_why_ranks_fail_after_it():
 
 def test_a_store_that_is_lost_after_a_consequence_is_its_cause():
     shutdown = Shutdown(2, grace=10)
-    shutdown.ended(Ending(1, 1, 5.0, words=LOST))
+    shutdown.ended(Ending(1, 1, 5.0, error=LOST))
     shutdown.lose("the store has ended", 5.1)
     assert due(shutdown, 5.1) == [(SIGTERM, (0,))]
     shutdown.ended(Ending(0, -SIGTERM, 5.2))
@@ -183,3 +190,22 @@ def test_ranks_that_end_well_without_the_store():
     shutdown.lose("the store has ended", 5.0)
     shutdown.ended(Ending(0, 0, 5.2))
     assert shutdown.exit_code == 0
+
+
+def test_a_rank_that_had_raised_before_it_was_told_to_end_has_failed():
+    shutdown = Shutdown(3, grace=10)
+    shutdown.ended(Ending(1, 3, 5.0))
+    assert due(shutdown, 5.0) == [(SIGTERM, (0, 2))]
+    shutdown.ended(Ending(0, 1, 5.2, error=raised(KeyError(), 4.9)))
+    shutdown.ended(Ending(2, 1, 5.2, error=raised(KeyError(), 5.1)))
+    assert [ending.rank for ending in shutdown.endings if ending.stopped] == [2]
+    assert shutdown.first is not None
+    assert (shutdown.first.rank, shutdown.exit_code) == (0, 1)
+
+
+def test_output_that_is_lost_is_a_failure_even_if_ranks_end_well():
+    shutdown = Shutdown(1, grace=10)
+    shutdown.lose("writing to standard output failed: No space left on device", 5.0, output=True)
+    assert due(shutdown, 5.0) == [(SIGTERM, (0,))]
+    shutdown.ended(Ending(0, 0, 5.2))
+    assert (shutdown.exit_code, shutdown.first) == (1, None)

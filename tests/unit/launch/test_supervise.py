@@ -9,7 +9,7 @@ import pytest
 
 from gradwire.errors import UsageError
 from gradwire.launch import display
-from gradwire.launch.supervise import Run, supervise
+from gradwire.launch.supervise import LaunchSpec, supervise
 from gradwire.observe.monitor import RunMonitor
 from gradwire.observe.rings.run_follower import RunFollower
 from helpers.made_steps import made_steps, write_rings
@@ -131,5 +131,5 @@ def test_a_folder_for_logs_that_cannot_be_made_is_a_usage_error(launch, tmp_path
 
 
 def test_a_program_that_is_not_there_leaves_nothing(tmp_path):
-    code = supervise(Run([str(tmp_path / "nothing")], [{}, {}], grace=1))
+    code = supervise(LaunchSpec([str(tmp_path / "nothing")], [{}, {}], grace=1))
     assert code == 1

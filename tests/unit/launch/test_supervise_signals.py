@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.launch.process import RankProcess
-from gradwire.launch.supervise import Run, _Supervisor
+from gradwire.launch.supervise import LaunchSpec, _Supervisor
 from helpers.waiting import wait_for_exit, wait_until
 
 
@@ -182,10 +182,11 @@ def test_an_interrupt_that_ranks_do_not_deal_with_is_exit_code_130(launch, send)
     send(("ready", signal.SIGINT))
     code, _, err = launch("mark('ready'); time.sleep(100)")
     assert code == 130
-    assert re.fullmatch(rb"gradwire run: stopped by SIGINT after \d+\.\d s\n", err)
+    assert err.count(b"] KeyboardInterrupt\n") == 2
+    assert re.search(rb"\ngradwire run: stopped by SIGINT after \d+\.\d s\n$", err)
 
 
-def test_after_an_interrupt_what_ranks_still_say_is_shown_without_tracebacks(launch, send):
+def test_after_an_interrupt_what_ranks_still_write_is_shown(launch, send):
     send(("ready", signal.SIGINT))
     code, _, err = launch(
         """
@@ -196,7 +197,8 @@ def test_after_an_interrupt_what_ranks_still_say_is_shown_without_tracebacks(lau
         """
     )
     assert code == 130
-    assert re.fullmatch(rb"\[0\] saved by 0\n\[1\] saved by 1\ngradwire run: stopped by SIGINT after \d+\.\d s\n", err)
+    assert {b"[0] saved by 0", b"[1] saved by 1"} < set(err.splitlines())
+    assert re.search(rb"\ngradwire run: stopped by SIGINT after \d+\.\d s\n$", err)
 
 
 def test_an_interrupt_that_is_lost_in_an_import_does_not_take_the_grace(launch, send, tmp_path):
@@ -216,7 +218,7 @@ def test_an_interrupt_that_is_lost_in_an_import_does_not_take_the_grace(launch, 
         grace=1000,
     )
     assert code == 130
-    assert re.fullmatch(rb"gradwire run: stopped by SIGINT after \d+\.\d s\n", err)
+    assert re.search(rb"\ngradwire run: stopped by SIGINT after \d+\.\d s\n$", err)
 
 
 def test_a_second_interrupt_kills(launch, send):
@@ -278,7 +280,7 @@ def test_it_runs_in_a_thread_too(launch):
 
 def test_a_third_ctrl_c_counts_while_the_second_is_still_handled():
     """It used to be lost there, and the launcher then waited for a fourth."""
-    supervisor = _Supervisor(Run(["true"], [{}]))
+    supervisor = _Supervisor(LaunchSpec(["true"], [{}]))
     sent = []
 
     class Rank:

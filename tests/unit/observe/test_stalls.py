@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from gradwire import observe
+from gradwire.launch.run_script import python_command
 from gradwire.observe.hangs.analysis import Cause
 from gradwire.observe.hangs.hang_report import report_lines
 from gradwire.observe.hangs.stacks import Frame, Stack
@@ -121,12 +122,12 @@ def test_a_script_that_keeps_torchs_ddp_is_recorded(tmp_path, words, monkeypatch
     environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "GLOO_SOCKET_IFNAME": "lo"}
     if words[0] == "-m":
         monkeypatch.chdir(tmp_path)
-        module = "import runpy; runpy.run_module('gradwire.launch.observed', run_name='__main__', alter_sys=True)"
-        process = warm_python.start(module, *words, "--lr", "1", env=environ, capture=True)
+        _, start, *options = python_command("gradwire.launch.run_script", observe=True)
+        process = warm_python.start(start, *options, *words, "--lr", "1", env=environ, capture=True)
         assert process.wait(120) == 0, process.communicate()
         process.communicate()
     else:
-        command = [sys.executable, "-m", "gradwire.launch.observed", *words, "--lr", "1"]
+        command = [sys.executable, *python_command("gradwire.launch.run_script", observe=True), *words, "--lr", "1"]
         subprocess.run(command, env=environ, cwd=tmp_path, check=True, timeout=120)
     *steps, mark = observe.read_rings(tmp_path / "run")[0].records
     step = [K.FORWARD_BEGAN, K.FORWARD_ENDED, K.OPTIMIZER_BEGAN, K.OPTIMIZER_ENDED]

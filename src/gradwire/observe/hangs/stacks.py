@@ -28,8 +28,8 @@ SIGNAL = signal.SIGRTMIN + 12 if hasattr(signal, "SIGRTMIN") else None
 """Not one that programs use."""
 _PAUSE = 0.02
 _LARGEST = 1 << 20
-_STARTERS = ("/gradwire/launch/observed.py", "/gradwire/launch/run_script.py", "/gradwire/integrations/ddp_script.py")
-"""Where `gradwire run` starts scripts from, with --observe and --replace-ddp."""
+_STARTERS = ("/gradwire/launch/run_script.py", "/gradwire/integrations/ddp_script.py")
+"""Where `gradwire run` starts scripts from."""
 _QUESTIONS = "/gradwire/observe/hangs/gradient_questions.py"
 _REPORTER = "/gradwire/observe/hangs/hang_watch.py"
 _OUTERMOST = ("<module>", "_run_module_as_main")
@@ -206,7 +206,7 @@ def of_script(frames: Sequence[Frame]) -> Sequence[Frame]:
     and without those of a rank that is writing the very report.
 
     >>> script, runpy = Frame("train.py", 3, "<module>"), Frame("<frozen runpy>", 88, "_run_code")
-    >>> observed = Frame("/lib/gradwire/launch/observed.py", 36, "main")
+    >>> observed = Frame("/lib/gradwire/launch/run_script.py", 36, "main")
     >>> reports = Frame("/lib/gradwire/observe/hangs/hang_watch.py", 29, "report_for_error")
     >>> of_script(
     ...     [Frame("/lib/gradwire/observe/hangs/analysis.py", 227, "f"), reports, script, runpy, observed, runpy]
@@ -214,8 +214,8 @@ def of_script(frames: Sequence[Frame]) -> Sequence[Frame]:
     True
     """
     begin = max((i + 1 for i, frame in enumerate(frames) if frame.file.endswith(_REPORTER)), default=0)
-    end = len(frames)
-    while end and (frames[end - 1].file == "<frozen runpy>" or frames[end - 1].file.endswith(_STARTERS)):
+    end = min((i for i, frame in enumerate(frames) if frame.file.endswith(_STARTERS)), default=len(frames))
+    while end and frames[end - 1].file == "<frozen runpy>":
         end -= 1
     return frames[begin:end]
 

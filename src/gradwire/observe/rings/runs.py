@@ -84,7 +84,7 @@ def clear_run(run: Path) -> None:
     (run / FILE).unlink(missing_ok=True)  # in any case, as the next run has yet to end
     if _is_in_use(run):
         return
-    for kind in ("rank-*.ring", "rank-*.names", "rank-*.stacks", "rank-*.awaited", "hang-*.json"):
+    for kind in ("rank-*.ring", "rank-*.names", "rank-*.stacks", "rank-*.awaited", "hang-*.json", "rank-*error"):
         for path in run.glob(kind):
             path.unlink(missing_ok=True)
 

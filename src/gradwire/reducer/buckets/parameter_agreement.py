@@ -30,16 +30,17 @@ def compare_parameters(group: Group, specs: Sequence[ParameterSpec], *, device: 
         return
     places = [torch.empty(int.from_bytes(p[32:], "little"), dtype=torch.uint8, device=device) for p in pages]
     group.submit(all_gather(places, _tensor(text, device), label="describe parameters")).wait()
-    raise LayoutError(_difference([json.loads(bytes(p.tolist())) for p in places]))
+    by_rank = [json.loads(bytes(p.tolist())) for p in places]
+    reference = max(by_rank, key=by_rank.count)
+    odd = [rank for rank, lines in enumerate(by_rank) if lines != reference]
+    raise LayoutError(_difference(by_rank, reference, odd), ranks=odd)
 
 
 def _tensor(data: bytes, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 
-def _difference(by_rank: list[list[str]]) -> str:
-    reference = max(by_rank, key=by_rank.count)
-    odd = [rank for rank, lines in enumerate(by_rank) if lines != reference]
+def _difference(by_rank: list[list[str]], reference: list[str], odd: list[int]) -> str:
     base, other = by_rank.index(reference), by_rank[odd[0]]
     who = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {odd}"
     advice = "Build the same model on every rank before you replicate it."
