@@ -1,4 +1,4 @@
-"""For tests of checks that are read late: the device is the host, with `eager_scan` in the place of the kernels."""
+"""For tests of checks that are read late: the host takes the place of the device."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from torch import nn
 
 from gradwire.groups import Group
 from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.reducer.checks import nonfinite_late, nonfinite_scan
-from helpers import eager_scan
+from gradwire.reducer.checks import late, nonfinite_search
 from helpers.poisoned_model import inputs
 
 
 def emulate_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have checks on the CPU read late, as on CUDA."""
-    monkeypatch.setattr(nonfinite_late, "on_device", lambda device: True)
-    monkeypatch.setattr(nonfinite_scan, "kernels", lambda module: eager_scan)
+    monkeypatch.setattr(late, "on_device", lambda device: True)
+    monkeypatch.setattr(nonfinite_search, "on_host", lambda t: False)
     monkeypatch.setattr(Group, "orders_streams", lambda self, device: True)
 
 

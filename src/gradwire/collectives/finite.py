@@ -11,11 +11,15 @@ a copy).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives.dtypes import ALWAYS_FINITE
+
+MAX_NORM_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+"""Real dtypes whose maximum norm is finite exactly if all elements are."""
 
 
 def probe(t: Tensor, *, narrow: torch.dtype | None = None) -> Tensor:
@@ -39,6 +43,36 @@ def probe(t: Tensor, *, narrow: torch.dtype | None = None) -> Tensor:
     return values.sum()
 
 
+def max_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The largest absolute value of each tensor, on its device; NaN if an element is NaN. Never waits for the device.
+
+    >>> [
+    ...     float(norm)
+    ...     for norm in max_norms([torch.tensor([1.0, -3.0]), torch.tensor([float("nan"), 1.0]), torch.ones(0)])
+    ... ]
+    [3.0, nan, 0.0]
+    """
+    plain = all(t.dtype in MAX_NORM_DTYPES and t.numel() and not t.is_sparse for t in tensors)
+    values = list(tensors) if plain else [_values(t) for t in tensors]
+    given = [v for v in values if v is not None]
+    norms = iter(torch._foreach_norm(given, math.inf) if given else ())
+    return [
+        torch.zeros((), device=t.device) if v is None else next(norms) for t, v in zip(tensors, values, strict=True)
+    ]
+
+
+def overflow_limit(narrow: torch.dtype | None) -> float:
+    """The least absolute value that is infinite in `narrow`, where it is rounded to nearest; infinity without one.
+
+    >>> overflow_limit(torch.float16), overflow_limit(None)
+    (65520.0, inf)
+    """
+    if narrow is None or not narrow.is_floating_point:
+        return math.inf
+    info = torch.finfo(narrow)
+    return info.max * (2 - info.eps / 2) / (2 - info.eps)
+
+
 def is_finite(t: Tensor) -> bool:
     """Whether all elements are finite."""
     return math.isfinite(probe(t).item()) or first_nonfinite(t) is None
@@ -60,15 +94,8 @@ def first_nonfinite(t: Tensor, *, narrow: torch.dtype | None = None) -> int | No
     return None if bool(good.all()) else int(good.view(torch.uint8).argmin())
 
 
-def first_nonfinite_later(flat: Tensor, *, narrow: torch.dtype | None = None) -> Tensor:
-    """As `first_nonfinite` of a flat, dense tensor, as a number on its device; 0 if there is none. Does not wait for the device."""
-    if not flat.numel() or _values(flat) is None:
-        return torch.zeros((), dtype=torch.int64, device=flat.device)
-    return _elements_finite(flat.detach(), narrow).view(torch.uint8).argmin()
-
-
 def _first_sparse(t: Tensor, narrow: torch.dtype | None) -> int | None:
-    """Elements that occur several times are looked at one by one: a sum of finite ones that overflows is not in the tensor yet."""
+    """Duplicate elements are checked one by one: an overflow of their sum is not in the tensor yet."""
     rows = t._values()
     if _values(t) is None:
         return None
@@ -89,7 +116,7 @@ def _elements_finite(t: Tensor, narrow: torch.dtype | None) -> Tensor:
 
 
 def _values(t: Tensor) -> Tensor | None:
-    """The real numbers to look at; None if there are none that could be other than finite."""
+    """The real numbers to check; None if there are none that could be other than finite."""
     t = t.detach()
     t = t._values() if t.is_sparse else t
     if not t.numel() or t.dtype in ALWAYS_FINITE or not (t.dtype.is_floating_point or t.dtype.is_complex):

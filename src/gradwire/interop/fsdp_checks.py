@@ -5,7 +5,7 @@ A rank sees shards: a NaN in one of them is on no rank that holds the others, an
 leave the rest waiting. So all ranks that train the model exchange 8 bytes at the end of each backward, over one group of them all.
 
 Note [Before the end]
-Hooks run one module after another while backward goes on, and FSDP frees what they reduced. So everything is looked at then, and
+Hooks run one module after another while backward goes on, and FSDP frees what they reduced. So everything is examined then, and
 nothing but what was found is kept. FSDP queues its own end of backward before any hook runs, so it is over when the check begins:
 all gradients are there, and an exception leaves nothing unfinished.
 """
@@ -25,18 +25,23 @@ from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
 from gradwire.policies import NonFinite, check_policies
-from gradwire.reducer.checks.nonfinite_reaction import Reaction
-from gradwire.reducer.checks.nonfinite_report import Answer, Report, any_rank, exchange
-from gradwire.reducer.checks.nonfinite_search import Found, Look, Search, examine
+from gradwire.reducer.checks.nonfinite_report import (
+    NonFiniteHandler,
+    NonFiniteReport,
+    RankFindings,
+    any_rank,
+    exchange,
+)
+from gradwire.reducer.checks.nonfinite_search import Found, Look, Search, examine, narrowest
 from gradwire.reducer.hook.runner import HookRunner
-from gradwire.reducer.reductions import StepRejected, StepSkipped
+from gradwire.reducer.reductions import StepSkipped
 
 IN_A_SHARD = (
-    "The index is in that rank's shard, which holds the sum of all ranks that it shards with: look at the batches, losses and "
+    "It is in that rank's shard, which holds the sum of all ranks that it shards with: look at the batches, losses and "
     "learning rates of these."
 )
 """What to do about a gradient that FSDP has reduced before the hook."""
-OF_A_RANK = "The index is in that shard. Look at that rank's batch, loss and learning rate."
+OF_A_RANK = "It is in that shard. Look at that rank's batch, loss and learning rate."
 """What to do about a gradient that the hook reduces first."""
 
 
@@ -58,14 +63,9 @@ class CheckedModule:
         """Whether the hook only converts and adds up."""
         return self.runner.hook.passes_nonfinite
 
-    def narrow(self, dtype: torch.dtype) -> torch.dtype | None:
-        """The dtype in which gradients may overflow before they are reduced."""
-        narrow = self.runner.hook.narrowest(dtype) if self.is_trusted else dtype
-        return None if narrow == dtype else narrow
-
 
 class _Seen(NamedTuple):
-    """A tensor that was looked at."""
+    """A tensor that was examined."""
 
     look: Look
     first: int
@@ -86,8 +86,8 @@ class FsdpChecks:
             )
         check_policies(nonfinite=(nonfinite, NonFinite))
         self._group = group
-        self._is_off = nonfinite is NonFinite.PASS
-        self._reaction = Reaction(nonfinite)
+        self._policy = nonfinite
+        self._handler = NonFiniteHandler(nonfinite)
         self._modules: list[CheckedModule] = []
         self._names: list[str] = []
         self._shapes: list[tuple[int, ...]] = []
@@ -114,8 +114,8 @@ class FsdpChecks:
         return module
 
     def run(self, module: CheckedModule, bucket: GradBucket, *, is_named: bool) -> Tensor:
-        """Reduce a bucket of `module`, and look at it before and after."""
-        if self._is_off:
+        """Reduce a bucket of `module`, and examine it before and after."""
+        if self._policy is NonFinite.PASS:
             return module.runner.run(bucket)
         spec = bucket.spec
         if not self._runs:  # the first one of a backward
@@ -123,13 +123,14 @@ class FsdpChecks:
             self._device = spec.device
             at_backward_end(self._ended, failed=self._forget)
             for one in self._modules:
-                self._reaction.prepare(one.runner.states)
+                one.runner.states.commit()  # of a backward that has failed
+                one.runner.states.can_roll_back = self._policy is not NonFinite.RECORD
         search, first = (module.search, module.first) if is_named else (Search(spec.names), module.row)
-        before = search.before(bucket, module.narrow(spec.dtype))
+        before = search.before(bucket, narrowest(module.runner.hook if module.is_trusted else None, spec.dtype))
         result = module.runner.run(bucket)
         # An average may be overwritten too: see Note [Before the end].
         after = search.before(GradBucket(spec, result.reshape(-1), (), is_last=True), None)
-        self._seen += [_Seen(look, first, look is after) for look in (before, after) if look is not None]
+        self._seen += [_Seen(before, first, False), _Seen(after, first, True)]
         return result
 
     def _forget(self) -> None:
@@ -142,33 +143,29 @@ class FsdpChecks:
         seen, device = self._seen, self._device
         self._forget()
         self._steps += 1
-        states = [module.runner.states for module in self._modules]
-        try:
-            report = self._report(seen, device)
-            if report is not None:
-                self._reaction.react(report, self._group, states)
-        except StepSkipped:
-            for module in self._modules:
-                for parameter in module.parameters:
-                    parameter.grad = None
-        except StepRejected as rejected:
-            raise rejected.error from None
-        finally:
-            for one in states:
-                one.commit()
+        report = self._report(seen, device)
+        rejected = None if report is None else self._handler.handle(report, self._group)
+        for module in self._modules:
+            if rejected is not None:
+                module.runner.states.roll_back()
+            module.runner.states.commit()
+            for parameter in module.parameters if isinstance(rejected, StepSkipped) else ():
+                parameter.grad = None
+        if rejected is not None and not isinstance(rejected, StepSkipped):
+            raise rejected.error
 
-    def _report(self, seen: Sequence[_Seen], device: torch.device) -> Report | None:
+    def _report(self, seen: Sequence[_Seen], device: torch.device) -> NonFiniteReport | None:
         gradients: list[Found] = []
         averages: list[Found] = []
-        for one, found in zip(seen, examine([one.look for one in seen], device), strict=True):
+        for one, found in zip(seen, examine([one.look for one in seen]), strict=True):
             whole = [each._replace(parameter=each.parameter + one.first) for each in found]
             (averages if one.is_average else gradients).extend(whole)
         if not any_rank(bool(gradients or averages), self._group, device):
             return None
-        answers = exchange(self._group, gradients, averages, device=device)
-        module = self._module_of(answers)
-        return Report(
-            answers,
+        findings = exchange(self._group, gradients, averages, device=device)
+        module = self._module_of(findings)
+        return NonFiniteReport(
+            findings,
             self._names,
             self._shapes,
             hook=module.runner.name,
@@ -178,8 +175,8 @@ class FsdpChecks:
             advice=module.advice,
         )
 
-    def _module_of(self, answers: Sequence[Answer]) -> CheckedModule:
+    def _module_of(self, findings: Sequence[RankFindings]) -> CheckedModule:
         """The module that the report is about."""
-        found = [a.gradient for a in answers if a.gradient] or [a.average for a in answers if a.average]
+        found = [one.gradient for one in findings if one.gradient] or [one.average for one in findings if one.average]
         firsts = [module.first for module in self._modules]
         return self._modules[bisect.bisect(firsts, found[0].parameter) - 1]

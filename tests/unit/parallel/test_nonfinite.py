@@ -188,7 +188,7 @@ def test_what_a_hook_makes_of_finite_gradients_is_the_hooks(ranks: tuple[int, ..
         model = nn.Linear(2, 2, bias=False)
         replica = replicate(model, group=group, hook=_Broken(*ranks), nonfinite=NonFinite.RAISE, gradients=gradients)
         for _ in range(2):
-            with pytest.raises(NonFiniteGradient, match="what the hook _Broken.* is infinite") as caught:
+            with pytest.raises(NonFiniteGradient, match="the result of the hook _Broken.* is infinite") as caught:
                 model(torch.ones(1, 2)).sum().backward()
             error = caught.value
             assert (error.origin, error.parameter, error.index) == (Origin.HOOK, "weight", (0, 1))
@@ -298,7 +298,8 @@ def test_any_element_of_any_parameter_on_any_rank(on_host: bool, data: st.DataOb
                 module().backward()
             error = caught.value
             index = tuple(int(i) for i in torch.unravel_index(torch.tensor(element), kinds[chosen][0]))
-            assert (error.rank, error.parameter, error.index) == (culprit, f"p{chosen}", index)
+            assert (error.rank, error.parameter) == (culprit, f"p{chosen}")
+            assert error.index == index or (error.index is None and not on_host)  # overwritten on a device
             assert (error.origin, error.step) == (Origin.GRADIENT, steps - 1)
         replica.detach()
 
@@ -336,13 +337,15 @@ def test_huge_but_finite_gradients_pass() -> None:
 
 
 def test_sparse_gradients(on_host: bool) -> None:
+    where = r"is NaN at \[1, 0\]" if on_host else "is NaN"
+
     def rank_main(group: Group) -> None:
         ddp = DDP(nn.Embedding(5, 3, sparse=True), process_group=group, nonfinite=NonFinite.RAISE)
         for factor in (1.0, math.nan, 1.0):
             ddp.zero_grad()
             loss = (ddp(torch.tensor([1, 2])) * (factor if group.rank == 1 else 1.0)).sum()
             if math.isnan(factor):
-                with pytest.raises(NonFiniteGradient, match=r"on rank 1 the gradient of weight is NaN at \[1, 0\]"):
+                with pytest.raises(NonFiniteGradient, match=f"on rank 1 the gradient of weight {where}"):
                     loss.backward()
             else:
                 loss.backward()

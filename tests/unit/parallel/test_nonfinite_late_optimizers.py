@@ -18,7 +18,7 @@ from gradwire.errors import NonFiniteGradient
 from gradwire.groups import Group, ThreadGroup
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.policies import NonFinite
-from gradwire.reducer.checks import nonfinite_late
+from gradwire.reducer.checks import late as late_checks
 from gradwire.testing import run_ranks
 from helpers.late_checks import all_finite, attached, emulate_device, fused, step, train_until
 from helpers.poisoned_model import FLAGS, Model, inputs
@@ -403,7 +403,7 @@ def test_no_later_step_uses_bad_gradients(order: str) -> None:
 @pytest.mark.filterwarnings("ignore:averaging gradients")
 def test_of_two_optimizers_one_has_begun_earlier(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both skip a bad step, whichever of them is first in a round."""
-    monkeypatch.setattr(nonfinite_late, "on_device", lambda device: late)
+    monkeypatch.setattr(late_checks, "on_device", lambda device: late)
     (group,) = ThreadGroup.world(1)
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
     parameters = list(ddp.parameters())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
-import types
 from typing import Any
 
 import pytest
@@ -16,9 +14,7 @@ from gradwire.groups import Group, ThreadGroup
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.policies import NonFinite
-from gradwire.reducer.checks import nonfinite_scan
 from gradwire.testing import run_ranks
-from helpers import eager_scan
 from helpers.late_checks import all_finite, emulate_device, fused, step
 from helpers.poisoned_model import Model, inputs
 
@@ -176,36 +172,6 @@ def test_after_join_ranks_begin_again() -> None:
 
     with pytest.warns(RuntimeWarning, match="step 3"):
         run_ranks(rank_main, 2)
-
-
-def test_a_rank_that_cannot_compile_makes_all_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one on a host without a C compiler; the others must not read results a step later than it."""
-    calls: list[str] = []
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        calls.append(threading.current_thread().name)
-        if len(calls) == 1:
-            raise FileNotFoundError("gcc")
-
-    broken = types.SimpleNamespace(TILE=eager_scan.TILE, find=eager_scan.find, detect=fail)
-    monkeypatch.setattr(nonfinite_scan, "kernels", lambda module: broken)
-
-    def rank_main(group: Group) -> None:
-        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
-        optimizer = fused(ddp)
-        ddp.attach_optimizer(optimizer)
-        for number in range(5):
-            optimizer.zero_grad()
-            if number == 3:
-                with pytest.raises(NonFiniteGradient, match="No average was written"):
-                    step(ddp, group.rank, number, math.nan if group.rank == 0 else 1.0)
-            else:
-                step(ddp, group.rank, number)
-                optimizer.step()
-
-    with pytest.warns(RuntimeWarning, match=r"the host waits for the device in every step \(FileNotFoundError: gcc\)"):
-        run_ranks(rank_main, 2)
-    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])

@@ -1,17 +1,16 @@
-"""AttachedOptimizers: calls back after the steps of the optimizers that train a model, and has them skip steps on the device.
+"""AttachedOptimizers: a callback after the steps of the optimizers that train a model, and steps that the device skips.
 
 Note [Steps that the device skips]
-torch's fused optimizers take a flag on the device, `found_inf`, and change nothing if it is 1: `torch.amp.GradScaler` gives them
-its own. So the host need not know whether a step is to be skipped when it enqueues it. If a GradScaler has set one, the step
-is skipped if either is 1.
+torch's fused optimizers take a flag on the device, `found_inf`, and change nothing if it is 1: `torch.amp.GradScaler` sets it. So
+the host need not know whether a step is to be skipped when it enqueues it. With a GradScaler, the step is skipped if either
+flag is 1.
 
-The flag is for the next step of each attached optimizer. Until the next backward of the model, others may use the same
-gradients: an optimizer that steps twice, or one that is not attached but trains our parameters. There the host waits for the
-flag, and sets bad gradients to None; it looks at them, because they may come from a later backward. The host also waits for an
+The flag is for the next step of each attached optimizer. Until the next backward of the model, other steps may use the same
+gradients: a second one of the same optimizer, or one of an optimizer that is not attached. There the host waits for the flag, and
+sets bad gradients to None, unless they are finite because they come from a later backward. The host also waits for an
 optimizer that is not fused any more, and for fused SGD that has yet to allocate momentum, which would stay uninitialized.
 
-A step that is captured in a CUDA graph is left alone: when it is replayed, no hooks run, so the optimizers have not stepped for
-`can_skip`.
+A step that is captured in a CUDA graph is left alone: no hooks run when it is replayed.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from gradwire.collectives.finite import is_finite
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.events import Handle
 from gradwire.runtime.dynamo import untraced_call
+from gradwire.runtime.threads import weakly
 
 _CANNOT_REPORT = (
     "Another object does not report its steps: for a hook with outer steps, call attach_optimizer() without it, and outer_step() "
@@ -44,11 +44,14 @@ class AttachedOptimizers:
         """Whether the steps of the model's optimizers are reported: by hooks, or by a caller who has promised to."""
         self.skip_if: Tensor | None = None
         """A flag on the device: if it is 1, the gradients of the last backward are bad."""
-        self._optimizers: weakref.WeakKeyDictionary[Optimizer, _Skipping] = weakref.WeakKeyDictionary()
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, _StepHooks] = weakref.WeakKeyDictionary()
         self._number = 0
         """Of the attached optimizers, with those that are gone."""
         self._stepped: set[int] = set()
         """Which of them have stepped since `skip_if` was set or `forget_steps` called."""
+        self._round: set[int] = set()
+        """Which of them have stepped since the last call of `_on_step`."""
+        self._on_step: Callable[[], object] = _nothing
         self._handles: list[Handle] = []
         self._others: Handle | None = None
         """Of the hook on optimizers that are not attached."""
@@ -74,21 +77,16 @@ class AttachedOptimizers:
         self._all_parameters = ours.keys() <= {id(p) for optimizer in optimizers for p in _parameters(optimizer)}
         self._number = len(optimizers)
         self._stepped = set(range(self._number)) if used else set()
-        after = _after_all(len(optimizers), stepped)
+        self._on_step = stepped
         for index, optimizer in enumerate(optimizers):
-            skipping = _Skipping(self, index, then=after(index))
-            self._optimizers[optimizer] = skipping
-            before = optimizer.register_step_pre_hook(skipping.before_step)
+            hooks = self._optimizers[optimizer] = _StepHooks(self, index)
             self._handles += [
-                Handle(before.remove),
-                Handle(optimizer.register_step_post_hook(skipping.after_step).remove),
+                Handle(optimizer.register_step_pre_hook(hooks.before_step).remove),
+                Handle(optimizer.register_step_post_hook(hooks.after_step).remove),
             ]
 
     def detach(self) -> None:
-        """Take the hooks off the optimizers. If they have a step to skip, they will make it without gradients.
-
-        Their hooks cannot stay for that step and go then: torch iterates over them, as Note [One hook for all] has it.
-        """
+        """Remove the hooks on the optimizers. A step that they were to skip is made without gradients."""
         self.drop_bad_gradients(self._parameters.values())
         self.clear_flag()
         self._remove()
@@ -99,11 +97,11 @@ class AttachedOptimizers:
     def _remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for optimizer, skipping in list(self._optimizers.items()):
-            _Borrowed.give_back(optimizer, skipping)
+        for optimizer, hooks in list(self._optimizers.items()):
+            FoundInfOverride.restore(optimizer, hooks)
         self._handles, self._optimizers, self._number = [], weakref.WeakKeyDictionary(), 0
         self._all_parameters = False
-        self._stepped = set()
+        self._stepped, self._round = set(), set()
 
     # -- steps that the device skips -------------------------------------------------------------------------------------
 
@@ -112,14 +110,9 @@ class AttachedOptimizers:
         """Whether every attached optimizer has stepped since `skip_next` or `forget_steps`."""
         return bool(self._number) and len(self._stepped) == self._number
 
-    @property
-    def gradients_used(self) -> bool:
-        """Whether no optimizer has yet to use the gradients of the last backward, as far as it is known."""
-        return self.skip_if is None or self.all_stepped
-
     def can_skip(self) -> bool:
-        """Whether optimizers that train all parameters and take a flag on the device are attached, and all have stepped since
-        the last flag: if not, somebody else may use the gradients."""
+        """Whether attached optimizers that take a flag on the device train all parameters, and all have stepped since the last
+        flag. If one has not, other code may update the parameters in its place."""
         fused = len(self._optimizers) == self._number and all(map(_can_skip, list(self._optimizers)))
         return self._all_parameters and fused and self.all_stepped
 
@@ -128,14 +121,15 @@ class AttachedOptimizers:
         self.skip_if = where
         self._stepped.clear()
         if self._others is None:
-            self._others = _on_all_optimizers(self)
+            self._others = before_optimizer_steps(weakly(self._before_any))
+            weakref.finalize(self, self._others.remove)
 
     def clear_flag(self) -> None:
-        """Have the next step made whatever the last flag was."""
+        """Make the next step whatever the last flag was."""
         self.skip_if = None
 
     def forget_steps(self) -> None:
-        """Other ranks may have made none: `can_skip` is False until all have stepped again."""
+        """`can_skip` is False until all optimizers have stepped again: other ranks may have made no step."""
         self._stepped.clear()
 
     def drop_bad_gradients(self, parameters: Iterable[Tensor], *, again: bool = False) -> None:
@@ -151,50 +145,52 @@ class AttachedOptimizers:
         for p in parameters:
             p.grad = None
 
-    def before_other(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> Arguments | None:
+    def _before_any(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> Arguments | None:
         """Before a step of any optimizer: one that is not attached may train our parameters."""
         if optimizer in self._optimizers:
             return None
         ours = [p for p in _parameters(optimizer) if id(p) in self._parameters]
         return _after_closure(args, kwargs, lambda: self.drop_bad_gradients(ours)) if ours else None
 
-    def before_attached(self, optimizer: Optimizer, skipping: _Skipping) -> None:
+    def before_attached(self, optimizer: Optimizer, hooks: _StepHooks) -> None:
         """Before the step of an attached optimizer, and after the backward in its closure."""
         flag = self.skip_if
         if flag is None or _is_captured(flag):
             return
-        if skipping.index in self._stepped:
+        if hooks.index in self._stepped:
             self.drop_bad_gradients(_parameters(optimizer), again=True)
         elif _can_skip(optimizer) and not _begins(optimizer):
-            _Borrowed.add(optimizer, skipping, flag)
+            FoundInfOverride.add(optimizer, hooks, flag)
         else:
             self.drop_bad_gradients(_parameters(optimizer))
 
-    def after_attached(self, skipping: _Skipping) -> None:
+    def after_attached(self, hooks: _StepHooks) -> None:
         """After its step."""
-        self._stepped.add(skipping.index)
+        self._stepped.add(hooks.index)
+        self._round.add(hooks.index)
+        if len(self._round) == self._number:
+            self._round.clear()
+            self._on_step()
 
 
-class _Skipping:
-    """The hooks on one attached optimizer. Calls `then` after each step."""
+class _StepHooks:
+    """The hooks on the steps of one attached optimizer."""
 
-    def __init__(self, attached: AttachedOptimizers, index: int, *, then: Callable[[], None]) -> None:
+    def __init__(self, attached: AttachedOptimizers, index: int) -> None:
         self._attached = attached
         self.index = index
-        self._then = then
 
     @untraced_call
     def before_step(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> Arguments | None:
         """Returns the arguments with another closure, if there is one: its backward is the one that is checked."""
-        _Borrowed.give_back(optimizer, self)  # if the last step has raised
+        FoundInfOverride.restore(optimizer, self)  # if the last step has raised
         return _after_closure(args, kwargs, lambda: self._attached.before_attached(optimizer, self))
 
     @untraced_call
     def after_step(self, optimizer: Any, *_: Any) -> None:
-        """Give `found_inf` back."""
-        _Borrowed.give_back(optimizer, self)
+        """Restore `found_inf`."""
+        FoundInfOverride.restore(optimizer, self)
         self._attached.after_attached(self)
-        self._then()
 
 
 def _after_closure(args: Any, kwargs: dict[str, Any], do: Callable[[], None]) -> Arguments | None:
@@ -212,59 +208,48 @@ def _after_closure(args: Any, kwargs: dict[str, Any], do: Callable[[], None]) ->
     return ((args[0], both, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": both})
 
 
-def _on_all_optimizers(attached: AttachedOptimizers) -> Handle:
-    """Register `before_other`, until the object is gone."""
-    ref = weakref.ref(attached)
+class FoundInfOverride:
+    """An optimizer's `found_inf` during a step, set for one or several models, and the value before: a GradScaler's."""
 
-    def before(optimizer: Any, args: Any, kwargs: dict[str, Any]) -> Arguments | None:
-        alive = ref()
-        if alive is None:
-            handle.remove()
-            return None
-        return alive.before_other(optimizer, args, kwargs)
-
-    handle = before_optimizer_steps(before)
-    return handle
-
-
-class _Borrowed:
-    """An optimizer's `found_inf` during a step, in which several models may have a part, and what it was before: a GradScaler's."""
-
-    of: ClassVar[weakref.WeakKeyDictionary[Optimizer, _Borrowed]] = weakref.WeakKeyDictionary()
+    of: ClassVar[weakref.WeakKeyDictionary[Optimizer, FoundInfOverride]] = weakref.WeakKeyDictionary()
 
     def __init__(self, before: Any) -> None:
         self._before = before
-        self._users: set[_Skipping] = set()
+        self._users: set[object] = set()
         self._now: Tensor | None = None
 
     @classmethod
-    def add(cls, optimizer: Any, user: _Skipping, flag: Tensor) -> None:
+    def add(cls, optimizer: Any, user: object, flag: Tensor) -> None:
         """Have the optimizer skip its step if `flag` is 1, too."""
         now = getattr(optimizer, "found_inf", None)
-        borrowed = cls.of.setdefault(optimizer, cls(now))
-        borrowed._users.add(user)
+        override = cls.of.setdefault(optimizer, cls(now))
+        override._users.add(user)
         # A GradScaler adds up those of several devices, from the number 0, and optimizers compare with 1.
         other = now.to(flag) if isinstance(now, Tensor) else now or 0
-        optimizer.found_inf = borrowed._now = flag if now is None else ((flag + other) > 0).to(flag)
+        optimizer.found_inf = override._now = flag if now is None else ((flag + other) > 0).to(flag)
 
     @classmethod
-    def give_back(cls, optimizer: Any, user: _Skipping) -> None:
-        """`user` has no part any more: the last one restores what was there, unless somebody has set another one since."""
-        borrowed = cls.of.get(optimizer)
-        if borrowed is None or user not in borrowed._users:
+    def restore(cls, optimizer: Any, user: object) -> None:
+        """End the override of `user`. The last one restores the value before, unless it was replaced meanwhile."""
+        override = cls.of.get(optimizer)
+        if override is None or user not in override._users:
             return
-        borrowed._users.remove(user)
-        if borrowed._users:
+        override._users.remove(user)
+        if override._users:
             return
         del cls.of[optimizer]
-        if getattr(optimizer, "found_inf", None) is borrowed._now:
+        if getattr(optimizer, "found_inf", None) is override._now:
             del optimizer.found_inf
-            if borrowed._before is not None:
-                optimizer.found_inf = borrowed._before
+            if override._before is not None:
+                optimizer.found_inf = override._before
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _nothing() -> None:
+    """Called after steps before `attach`."""
 
 
 def _is_captured(flag: Tensor) -> bool:
@@ -283,7 +268,7 @@ def _begins(optimizer: Optimizer) -> bool:
 
 
 def _can_skip(optimizer: Optimizer) -> bool:
-    """Not if somebody has written another `step`, which may do without `found_inf`."""
+    """Whether it is one of torch's own fused optimizers: another `step` may ignore `found_inf`."""
     supports: bool = getattr(optimizer, "_step_supports_amp_scaling", False)
     of_torch = type(optimizer).step.__module__.startswith("torch.optim.")
     return supports and of_torch and all(group.get("fused") for group in optimizer.param_groups)
@@ -298,19 +283,3 @@ def check_optimizer(call: str, optimizer: Any, parameters: Iterable[Tensor], *, 
         raise UsageError(
             f"{call}: it moves none of the model's parameters. Pass the optimizer that was made of model.parameters()."
         )
-
-
-def _after_all(number: int, do: Callable[[], object]) -> Callable[[int], Callable[[], None]]:
-    """Functions for so many optimizers that call `do` whenever every one of them has made a step."""
-    stepped: set[int] = set()
-
-    def of(index: int) -> Callable[[], None]:
-        def after_step() -> None:
-            stepped.add(index)
-            if len(stepped) == number:
-                stepped.clear()
-                do()
-
-        return after_step
-
-    return of

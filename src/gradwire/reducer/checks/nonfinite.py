@@ -1,17 +1,18 @@
 """Checks whether the gradients of a step, and their averages, are finite (see `policies.NonFinite`).
 
 Note [What a healthy step costs]
-The averages are looked at, by one sum over each bucket (see `collectives/finite.py`). If the hook passes NaN on to all ranks
-(`CommHook.passes_nonfinite`: `mean` does), that is all: averages are the same bits on every rank, so either all ranks find them bad
-and go on to exchange what they know, or none does. The gradients that they were made of are looked at afterwards, in `.grad`. If
-they are views of the bucket, as when `zero_grad(set_to_none=False)` keeps them, they have been overwritten by then, so such a
-bucket is looked at before its reduction too.
+The averages are examined: on the host by one sum over each bucket, on a device by its largest absolute value (see
+`collectives/finite.py`). If the hook passes NaN on to all ranks (`CommHook.passes_nonfinite`: `mean` does), that is all: averages
+are the same bits on every rank, so either all ranks find them bad and exchange what they have found, or none does. The gradients
+that they were made of are searched afterwards, in `.grad`. If they are views of the bucket, as when
+`zero_grad(set_to_none=False)` keeps them, they have been overwritten by then, so such a bucket is examined before its
+reduction too.
 
 Any other hook may hide a NaN, or give each rank another result. Then ranks check gradients as well, and exchange 8 bytes in every
 step, since a rank that decided alone would leave the others waiting.
 
-Nothing waits for a CUDA device until all reductions have been enqueued; then the results of all checks are copied at once.
-Where the device can act on the result alone, nothing waits at all: see Note [A result that comes late] in `nonfinite_late.py`.
+Nothing waits for a CUDA device until all reductions have been enqueued. Where the device can act on the result alone, nothing
+waits at all: see Note [A result that comes late] in `late.py`.
 """
 
 from __future__ import annotations
@@ -27,15 +28,12 @@ from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.policies import NonFinite
 from gradwire.reducer.buckets.buffers import ZeroBucket
 from gradwire.reducer.buckets.layout import ParameterSpec
-from gradwire.reducer.checks.nonfinite_late import Late, LateChecks
-from gradwire.reducer.checks.nonfinite_reaction import Reaction
-from gradwire.reducer.checks.nonfinite_report import Report, any_rank, exchange
-from gradwire.reducer.checks.nonfinite_scan import Scan
-from gradwire.reducer.checks.nonfinite_search import Found, Search
-from gradwire.reducer.checks.nonfinite_waiting import WaitingCheck
+from gradwire.reducer.checks.late import LateCheck, LateChecks
+from gradwire.reducer.checks.nonfinite_report import NonFiniteHandler, NonFiniteReport, any_rank, exchange
+from gradwire.reducer.checks.nonfinite_search import Found, Search, StepCheck
 from gradwire.reducer.hook.driver import Landed, Pending
 from gradwire.reducer.hook.runner import HookRunner
-from gradwire.reducer.reductions import StepRejected
+from gradwire.reducer.reductions import StepRejected, StepSkipped
 
 _WORTH_ASKING = 4096
 """Elements that are summed in about the time of two calls from Python."""
@@ -60,15 +58,15 @@ class NonFiniteChecked:
     ) -> None:
         self._inner = inner
         self._specs = list(specs)
-        self._reaction = Reaction(policy)
+        self._policy = policy
+        self._handler = NonFiniteHandler(policy)
         self._overwritten = overwritten
-        self._late = LateChecks(self._specs, policy)
+        self._late = LateChecks(self._specs, skips=policy is not NonFinite.RECORD)
         self._search = Search([spec.name for spec in specs])
-        self._begun = False
-        """Whether a bucket of this step was started."""
-        self._step_check: WaitingCheck | Scan
-        """A Scan if the result of this step is read late."""
-        self._begin(torch.device("cpu"))
+        self._check: StepCheck | None = None
+        """That of the step in progress, once a bucket was started."""
+        self._trusted = self._is_late = False
+        self._device = torch.device("cpu")
 
     @property
     def name(self) -> str:
@@ -79,132 +77,109 @@ class NonFiniteChecked:
         """As the inner runner."""
         self._inner.buckets_changed()
 
+    # -- a step --------------------------------------------------------------------------------------------------------
+
     def start(self, bucket: GradBucket) -> Pending:
         """Start the reduction of `bucket`, and check its result, and its input where that is needed."""
-        self._look_before(bucket)
-        self._reduced.append(bucket.spec)
-        pending = self._inner.start(bucket)
-        return _Looked(pending, self._step_check, bucket.spec, last=bucket.is_last())
+        check = self._before(bucket)
+        return _Checked(self._inner.start(bucket), check, bucket.spec)
 
     def run(self, bucket: GradBucket) -> Tensor:
         """As `start`, to the end, in this thread."""
-        self._look_before(bucket)
-        return _Looked(Landed(self._inner.run(bucket)), self._step_check, bucket.spec, last=False).wait()
+        check = self._before(bucket)
+        return _Checked(Landed(self._inner.run(bucket)), check, bucket.spec).wait()
 
-    def _look_before(self, bucket: GradBucket) -> None:
-        if not self._begun:  # the first bucket of a step
-            self._begun = True
-            self._begin(bucket.spec.device)
-            scan = self._late.begin(self._inner) if self._can_be_late(bucket.spec) else None
-            if scan is not None:
-                self._step_check = scan
-            self._reaction.prepare(self._inner.states)
+    def _before(self, bucket: GradBucket) -> StepCheck:
+        check = self._check
+        if check is None:
+            check = self._check = self._begin(bucket.spec)
         if isinstance(bucket, ZeroBucket):
-            return
+            return check
         if self._trusted and self._stay_in_grad(bucket):
-            self._step_check.keep(bucket)
+            check.keep(bucket)
         else:
-            self._step_check.look_at_gradients(bucket, self._narrow(bucket.spec.dtype))
+            check.add_gradients(bucket)
+        return check
 
-    def _can_be_late(self, spec: BucketSpec) -> bool:
-        """Not if a bad step has to be undone in the state of a hook, and not in torch's DDP, which has no `finish_checks`."""
-        return self._trusted and self._overwritten is not Overwritten.ALL and self._inner.states.of(spec) is None
+    def _begin(self, spec: BucketSpec) -> StepCheck:
+        """The first bucket of a step is started."""
+        inner = self._inner
+        self._device = spec.device
+        self._trusted = inner.torch_hook is None and inner.outer is None and inner.hook.passes_nonfinite
+        # Not if a bad step has to be undone in the state of a hook, and not in torch's DDP, which has no `finish_checks`.
+        can_be_late = self._trusted and self._overwritten is not Overwritten.ALL and inner.states.of(spec) is None
+        self._is_late = can_be_late and self._late.begin(inner)
+        inner.states.commit()  # of a backward that has failed
+        inner.states.can_roll_back = self._policy is not NonFinite.RECORD
+        return StepCheck(self._search, inner.hook if self._trusted else None)
 
     def _stay_in_grad(self, bucket: GradBucket) -> bool:
         if bucket.spec.sparse or self._overwritten is Overwritten.ALL:
             return False
         return self._overwritten is Overwritten.NONE or _lie_elsewhere(bucket)
 
-    def _begin(self, device: torch.device) -> None:
-        inner = self._inner
-        self._device = device
-        self._trusted = inner.torch_hook is None and inner.outer is None and inner.hook.passes_nonfinite
-        self._step_check = WaitingCheck(self._search, device)
-        self._reduced: list[BucketSpec] = []
-
-    def _narrow(self, dtype: torch.dtype) -> torch.dtype | None:
-        """The dtype in which gradients of `dtype` may overflow before they are reduced."""
-        narrow = self._inner.hook.narrowest(dtype) if self._trusted else dtype
-        return None if narrow == dtype else narrow
-
     def drop_step(self) -> None:
         """Forget the checks of a step that has ended or failed."""
-        self._begun = False
+        self._check = None
         self._inner.drop_step()
+
+    # -- its end -------------------------------------------------------------------------------------------------------
 
     def verify(self, step: int) -> Exception | None:
         """Exchange what ranks have found, if there may be something, and apply the policy."""
-        if not self._begun:
-            return self._inner.verify(step)
-        self._begun = False
+        inner, check, self._check = self._inner, self._check, None
+        if check is None:
+            return inner.verify(step)
         try:
-            self._verify(step)
-        except StepRejected as rejected:
-            return rejected
-        return self._inner.verify(step)
-
-    def _verify(self, step: int) -> None:
-        late, check, inner = self._late.take(self._inner), self._step_check, self._inner
-        stepped = inner.optimizers.gradients_used
-        try:
-            inner.optimizers.clear_flag()
-            if isinstance(check, Scan):
-                self._late.enqueue(check, inner, self._narrow, step=step)
-            if late is not None:
-                self._read(late, stepped=stepped)
-            report = self._report(check, step) if isinstance(check, WaitingCheck) else None
+            rejected = self._verify(check, step)
         except BaseException:
-            self._late.take(inner)  # the step is dropped, whatever its own result
-            inner.optimizers.clear_flag()
+            self._forget_late()
             raise
-        finally:
-            self._begin(self._device)  # nothing of the step is kept
-        if report is not None:
-            self._reaction.react(report, inner.group, [inner.states])
+        if rejected is not None:
+            self._forget_late()
+            inner.states.roll_back()
         inner.states.commit()
+        return rejected or inner.verify(step)
 
-    @property
-    def late(self) -> bool:
-        """Whether the result of the last step has not been read."""
-        return self._late.pending
-
-    @property
-    def skipped(self) -> int:
-        """How many steps were skipped, as far as it is known."""
-        return self._reaction.skipped
-
-    def finish(self) -> None:
-        """Wait for a result that would be read by the next step, and do what the policy says. Every rank calls it."""
-        late = self._late.take(self._inner)
+    def _verify(self, check: StepCheck, step: int) -> StepRejected | None:
+        inner, earlier = self._inner, self._late.take(self._inner)
+        inner.optimizers.clear_flag()
+        late = self._late.enqueue(check.evidence(), inner, step=step) if self._is_late else None
+        of_earlier = self._handle(earlier) if earlier is not None and earlier.flag.read() else None
+        if of_earlier is not None and not isinstance(of_earlier, StepSkipped):
+            return of_earlier
+        # After a skipped step the host waits: gradients that were not zeroed are added to those of this step.
         if late is not None:
-            try:
-                self._read(late)
-            except StepRejected as rejected:
-                raise rejected.error from None
+            rejected = self._handle(late, later=False) if of_earlier is not None and late.flag.read() else None
+        else:
+            rejected = self._wait(check, step)
+        if rejected is None and of_earlier is not None and self._bad_gradients_left():
+            self._handler.skipped += 1
+            return of_earlier
+        return rejected
 
-    def _bad_elsewhere(self) -> bool:
-        """Whether averages of an earlier step, which no optimizer has used, are bad in parameters that this step leaves out."""
-        reduced = {name for spec in self._reduced for name in spec.names}
-        rest = [p.grad for name, p in self._inner.named_parameters if name not in reduced]
-        return any(grad is not None and not is_finite(grad) for grad in rest)
+    def _forget_late(self) -> None:
+        """The step is dropped, whatever its own result."""
+        self._late.take(self._inner)
+        self._inner.optimizers.clear_flag()
 
-    def _read(self, late: Late, *, stepped: bool = True) -> None:
-        """Do what the policy says about an earlier step. Unless optimizers have `stepped` since, the present one may be bad too."""
-        if late.scan.wait():
-            drop = not stepped and self._bad_elsewhere()
-            report = self._of_all(*late.scan.found(), step=late.step, hook=late.hook, later=True)
-            self._reaction.react(report, self._inner.group, [self._inner.states], drop=drop)
-
-    def _report(self, check: WaitingCheck, step: int) -> Report | None:
-        gradients, averages = check.found()
-        if self._trusted and not averages:
-            return None  # on all ranks: see Note [What a healthy step costs]
-        if not self._trusted and not any_rank(bool(gradients or averages), self._inner.group, self._device):
+    def _wait(self, check: StepCheck, step: int) -> StepRejected | None:
+        """Decide about a step whose result the host waits for."""
+        averages = check.averages()
+        if self._trusted:
+            bad = bool(averages)  # on all ranks alike: see Note [What a healthy step costs]
+        else:
+            bad = any_rank(bool(averages or check.gradients(kept=False)), self._inner.group, self._device)
+        if not bad:
             return None
-        gradients += check.found_in_kept(self._narrow)
-        return self._of_all(gradients, averages, step=step, hook=self.name, trusted=self._trusted)
+        gradients = check.gradients(kept=True)
+        return self._report(gradients, averages, step=step, hook=self.name, trusted=self._trusted)
 
-    def _of_all(
+    def _handle(self, late: LateCheck, *, later: bool = True) -> StepRejected | None:
+        """Apply the policy to a bad step whose result was left on the device."""
+        return self._report(*late.evidence.found(), step=late.step, hook=late.hook, later=later)
+
+    def _report(
         self,
         gradients: list[Found],
         averages: list[Found],
@@ -213,24 +188,58 @@ class NonFiniteChecked:
         hook: str,
         trusted: bool = True,
         later: bool = False,
-    ) -> Report:
-        """What all ranks have found."""
-        answers = exchange(self._inner.group, gradients, averages, device=self._device)
-        names, shapes = [spec.name for spec in self._specs], [spec.shape for spec in self._specs]
-        in_grads = self._overwritten is Overwritten.ALL
-        return Report(answers, names, shapes, hook, averages_only=trusted, step=step, in_grads=in_grads, later=later)
+    ) -> StepRejected | None:
+        """Exchange what all ranks have found, and apply the policy."""
+        group = self._inner.group
+        report = NonFiniteReport(
+            exchange(group, gradients, averages, device=self._device),
+            [spec.name for spec in self._specs],
+            [spec.shape for spec in self._specs],
+            hook,
+            averages_only=trusted,
+            step=step,
+            in_grads=self._overwritten is Overwritten.ALL,
+            later=later,
+        )
+        return self._handler.handle(report, group)
+
+    def _bad_gradients_left(self) -> bool:
+        """Whether gradients of a skipped step are still there: those of this step were added to them. Same on all ranks."""
+        grads = [p.grad for _, p in self._inner.named_parameters]
+        return any(grad is not None and not is_finite(grad) for grad in grads)
+
+    # -- late results --------------------------------------------------------------------------------------------------
+
+    @property
+    def late(self) -> bool:
+        """Whether the result of the last step has not been read."""
+        return self._late.pending
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped so far."""
+        return self._handler.skipped
+
+    def finish(self) -> None:
+        """Wait for a result that would be read by the next step, and apply the policy. Every rank calls it."""
+        late = self._late.take(self._inner)
+        rejected = self._handle(late) if late is not None and late.flag.read() else None
+        if isinstance(rejected, StepSkipped):
+            if self._bad_gradients_left():
+                for _, p in self._inner.named_parameters:
+                    p.grad = None
+        elif rejected is not None:
+            raise rejected.error
 
 
-class _Looked:
-    """A reduction whose result is looked at. Before the `last` one of a step is waited for, the results of the others are."""
+class _Checked:
+    """A reduction whose result is checked."""
 
-    def __init__(self, pending: Pending, check: WaitingCheck | Scan, spec: BucketSpec, *, last: bool) -> None:
-        self._pending, self._check, self._spec, self._last = pending, check, spec, last
+    def __init__(self, pending: Pending, check: StepCheck, spec: BucketSpec) -> None:
+        self._pending, self._check, self._spec = pending, check, spec
 
     def wait(self) -> Tensor:
         """The result."""
-        if self._last:
-            self._check.look_at_averages()
         result = self._pending.wait()
         self._check.add_average(self._spec, result)
         return result

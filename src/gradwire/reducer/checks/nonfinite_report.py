@@ -1,4 +1,4 @@
-"""What all ranks have found that is not finite, and the error that says so."""
+"""What all ranks have found that is not finite, the error that names it, and what the NonFinite policy makes of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from gradwire.collectives import all_gather_into_tensor
 from gradwire.errors import NonFiniteGradient, Origin
 from gradwire.groups.base import Group
 from gradwire.policies import NonFinite
+from gradwire.recorder import flight_recorder
 from gradwire.reducer.checks.nonfinite_search import Found, Kind
+from gradwire.reducer.reductions import StepRejected, StepSkipped
+from gradwire.runtime.warnings import warn_user
 
 _AFTERWARDS = {
     NonFinite.RAISE: "No average was written, and the model can be used again: call zero_grad() before the next backward.",
@@ -26,6 +29,8 @@ _LATER = {
     NonFinite.RECORD: _AFTERWARDS[NonFinite.RECORD],
 }
 _IN_GRADS = "The averages are in .grad, and the model can be used again: call zero_grad() before the next backward."
+_MANY = (10, 100, 1000, 10000)
+"""Numbers of steps skipped in a row at which a warning is shown again."""
 _WHAT = {
     Kind.NAN: "is NaN",
     Kind.INFINITE: "is infinite",
@@ -34,7 +39,7 @@ _WHAT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RankFindings:
     """What one rank has found first, and in how many parameters."""
 
     gradient: Found | None
@@ -53,49 +58,56 @@ def any_rank(mine: bool, group: Group, device: torch.device) -> bool:
 
 def exchange(
     group: Group, gradients: Sequence[Found], averages: Sequence[Found], *, device: torch.device
-) -> list[Answer]:
+) -> list[RankFindings]:
     """What every rank has found. A collective: on the wire, 64 bytes per rank."""
-    gradients = sorted(gradients, key=lambda found: found.kind is Kind.BEYOND)  # which is no error next to a NaN
-    row = [value for found in (gradients, averages) for value in (*(found[0] if found else (0, 0, 0)), len(found))]
+    gradients = sorted(gradients, key=lambda found: found.kind is Kind.BEYOND)  # a NaN is named before an overflow
+    row = [number for found in (gradients, averages) for number in (*_numbers(found), len(found))]
     mine = torch.tensor(row, dtype=torch.int64, device=device)
     gathered = mine.new_empty(group.size * len(row))
     group.submit(all_gather_into_tensor(gathered, mine, label="non-finite gradients")).wait()
-    return [Answer(_found(r[:3]), r[3], _found(r[4:7]), r[7]) for r in gathered.view(group.size, -1).tolist()]
+    return [RankFindings(_found(r[:3]), r[3], _found(r[4:7]), r[7]) for r in gathered.view(group.size, -1).tolist()]
+
+
+def _numbers(found: Sequence[Found]) -> tuple[int, int, int]:
+    if not found:
+        return 0, 0, 0
+    kind, parameter, element = found[0]
+    return kind, parameter, -1 if element is None else element
 
 
 def _found(numbers: list[int]) -> Found | None:
     kind, parameter, element = numbers
-    return Found(Kind(kind), parameter, element) if kind else None
+    return Found(Kind(kind), parameter, None if element < 0 else element) if kind else None
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class NonFiniteReport:
     """What is known about a step. Every rank makes the same."""
 
-    answers: Sequence[Answer]
+    findings: Sequence[RankFindings]
     names: Sequence[str]
     shapes: Sequence[tuple[int, ...]]
     hook: str
     averages_only: bool
-    """Whether the hook only converts and adds up: then what gradients do not explain is an overflow."""
+    """Whether the hook only converts and adds up: then what no gradient explains is an overflow."""
     step: int
     in_grads: bool = False
     """Whether averages are in `.grad` before they are checked."""
     later: bool = False
-    """Whether the device has decided, so that the host reports it in the next step."""
+    """Whether the device has decided, and the host reports it one step later."""
     advice: str = "Look at that rank's batch, loss and learning rate."
     """What to do about a gradient of a rank."""
 
     def error(self, policy: NonFinite) -> NonFiniteGradient:
         """The error, also where it is not raised."""
         for origin, wanted in ((Origin.GRADIENT, (Kind.NAN, Kind.INFINITE)), (Origin.OVERFLOW, (Kind.BEYOND,))):
-            ranks = [r for r, a in enumerate(self.answers) if a.gradient is not None and a.gradient.kind in wanted]
+            ranks = [r for r, a in enumerate(self.findings) if a.gradient is not None and a.gradient.kind in wanted]
             if ranks:
                 return self._of_ranks(origin, ranks, policy)
         return self._of_average(policy)
 
     def _of_ranks(self, origin: Origin, ranks: list[int], policy: NonFinite) -> NonFiniteGradient:
-        answer = self.answers[ranks[0]]
+        answer = self.findings[ranks[0]]
         found = answer.gradient
         assert found is not None
         more = f", as in {_counted(answer.gradients - 1, 'other parameter')}" if answer.gradients > 1 else ""
@@ -104,7 +116,7 @@ class Report:
         if origin is Origin.OVERFLOW:
             advice = f"{self.hook} converts it: use a wider dtype, scaled_cast, or a smaller loss scale."
         return self._error(
-            f"on rank {ranks[0]} the gradient of {self.names[found.parameter]} {_WHAT[found.kind]} at {self._index(found)}"
+            f"on rank {ranks[0]} the gradient of {self.names[found.parameter]} {_WHAT[found.kind]}{self._at(found)}"
             f"{more}.{others} {advice}",
             policy,
             found,
@@ -112,17 +124,22 @@ class Report:
         )
 
     def _of_average(self, policy: NonFinite) -> NonFiniteGradient:
-        ranks = [rank for rank, answer in enumerate(self.answers) if answer.average is not None]
-        found = self.answers[ranks[0]].average
+        ranks = [rank for rank, findings in enumerate(self.findings) if findings.average is not None]
+        found = self.findings[ranks[0]].average
         assert found is not None
-        where = f"at {self._index(found)}"
+        text = f"the gradients of {self.names[found.parameter]} are finite on every rank, but "
         if self.averages_only:
-            text = f"the gradients of {self.names[found.parameter]} are finite on every rank, but their average is not, {where}: "
-            text += f"the sum overflows in {self.hook}. Reduce in a wider dtype, or scale the loss down."
-            return self._error(text, policy, found, (None, Origin.OVERFLOW))
-        whose = "" if len(ranks) == len(self.answers) else f" on {_ranks(ranks)} only"
-        text = f"the gradients of {self.names[found.parameter]} are finite on every rank, but what the hook {self.hook} makes of "
-        text += f"them {_WHAT[found.kind]}{whose}, {where}. Look at the hook, or use mean()."
+            where = (
+                f", {self._at(found).lstrip()}"
+                if found.element is not None
+                else " (or that of a parameter in its bucket)"
+            )
+            text += (
+                f"their average is not{where}: the sum overflows in {self.hook}. Reduce in a wider dtype, or scale the "
+            )
+            return self._error(f"{text}loss down.", policy, found, (None, Origin.OVERFLOW))
+        whose = "" if len(ranks) == len(self.findings) else f" on {_ranks(ranks)} only"
+        text += f"the result of the hook {self.hook} {_WHAT[found.kind]}{whose}{self._at(found)}. Check the hook, or use mean()."
         return self._error(text, policy, found, (ranks[0] if whose else None, Origin.HOOK))
 
     def _error(self, text: str, policy: NonFinite, found: Found, whose: tuple[int | None, Origin]) -> NonFiniteGradient:
@@ -133,20 +150,58 @@ class Report:
             f"averaging gradients in step {self.step}: {text} {afterwards}",
             rank=whose[0],
             parameter=self.names[found.parameter],
-            index=self._index_tuple(found),
+            index=self._index(found),
             origin=whose[1],
             step=self.step,
         )
 
-    def _index(self, found: Found) -> str:
-        return str(list(self._index_tuple(found)))
+    def _at(self, found: Found) -> str:
+        index = self._index(found)
+        return "" if index is None else f" at {list(index)}"
 
-    def _index_tuple(self, found: Found) -> tuple[int, ...]:
+    def _index(self, found: Found) -> tuple[int, ...] | None:
+        if found.element is None:
+            return None
         shape, rest, index = self.shapes[found.parameter], found.element, []
         for dimension in range(len(shape)):
             at, rest = divmod(rest, math.prod(shape[dimension + 1 :]))
             index.append(at)
         return tuple(index)
+
+
+class NonFiniteHandler:
+    """Applies the NonFinite policy to a report."""
+
+    def __init__(self, policy: NonFinite) -> None:
+        self._policy = policy
+        self.skipped = 0
+        """How many steps were skipped so far; without one whose result has not been read."""
+        self._in_a_row = 0
+        self._last = -1
+        self._shown = False
+
+    def handle(self, report: NonFiniteReport, group: Group) -> StepRejected | None:
+        """Record what was found. Returns what drops the step, on all ranks of `group` alike."""
+        error = report.error(self._policy)
+        flight_recorder.warn(str(error), rank=group.rank, group=group.name, step=report.step)
+        if self._policy is NonFinite.RAISE:
+            return StepRejected(error)
+        if self._policy is NonFinite.SKIP:
+            self.skipped += 1
+            self._in_a_row = self._in_a_row + 1 if report.step == self._last + 1 else 1
+            self._last = report.step
+        if group.rank == 0:
+            self._show(error)
+        self._shown = True
+        return StepSkipped(error) if self._policy is NonFinite.SKIP else None
+
+    def _show(self, error: NonFiniteGradient) -> None:
+        if not self._shown:
+            warn_user(f"{error} Later ones are recorded only.")
+        elif self._in_a_row in _MANY:
+            warn_user(
+                f"{self._in_a_row} steps in a row were skipped, so the model no longer trains. The last one: {error}"
+            )
 
 
 def _counted(count: int, noun: str) -> str:

@@ -1,22 +1,24 @@
-"""Finds NaN and infinity in the gradients and averages of buckets: on a GPU without waiting for it until somebody asks."""
+"""Finds NaN and infinity in the gradients and averages of one step.
+
+On the host, elements are found at once, by index. On a device nothing waits: the largest absolute value of each tensor is kept
+there until somebody asks for it. What has been overwritten by then is reported by parameter, without an index.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from gradwire.collectives.finite import first_nonfinite, first_nonfinite_later, probe
-from gradwire.hooks.bucket import BucketSpec, GradBucket, is_dense
+from gradwire.collectives.finite import first_nonfinite, is_finite, max_norms, overflow_limit, probe
+from gradwire.hooks.base import CommHook
+from gradwire.hooks.bucket import BucketSpec, GradBucket
 
-Part = TypeVar("Part", bound=tuple[Any, ...])
-Named = tuple[str, Tensor]
-"""A parameter's name, and its gradient or its part of an average."""
+T = TypeVar("T")
 
 
 class Kind(IntEnum):
@@ -34,97 +36,189 @@ class Found(NamedTuple):
     kind: Kind
     parameter: int
     """The parameter's number in the model."""
-    element: int
-    """In the order of the parameter's shape."""
+    element: int | None
+    """In the order of the parameter's shape; None if the gradient was overwritten before it was searched."""
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """A tensor that was looked at. If `probe` is not finite, `find` returns what is not finite in it, if anything."""
+class Look(NamedTuple):
+    """A tensor that was examined: what was found on the host, or the largest absolute value of each parameter on a device."""
 
-    probe: Tensor
-    find: Callable[[], list[Found]]
+    found: Sequence[Found] = ()
+    numbers: Sequence[int] = ()
+    norms: Sequence[Tensor] = ()
+    limit: float = math.inf
+    """Values from here on overflow in the dtype in which they are reduced."""
 
 
 class Search:
-    """Looks at the buckets of a model with these parameters."""
+    """Examines the buckets of a model with these parameters."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._number = {name: number for number, name in enumerate(names)}
+        self.number = {name: number for number, name in enumerate(names)}
 
-    def before(self, bucket: GradBucket, narrow: torch.dtype | None) -> Look | None:
-        """Look at gradients that will be overwritten, as they are now; None if they are known to be finite. `narrow`: see
-        `probe`."""
-        spec, buffer = bucket.spec, bucket.buffer().detach()
-        test = probe(buffer, narrow=narrow)
-        if not on_host(buffer) and buffer.is_sparse:
-            copied = buffer.clone()
-            return Look(test, lambda: self._search([(spec.names[0], copied)], narrow))
-        if not on_host(buffer) and buffer.numel():
-            places = [(one, first_nonfinite_later(buffer, narrow=one)) for one in dict.fromkeys((None, narrow))]
-            firsts = [(one, place, buffer.index_select(0, place.view(1))) for one, place in places]
-            return Look(test, lambda: self._on_device(spec, firsts))
-        if math.isfinite(test.item()):
-            return None
-        found = self._search(list(zip(spec.names, bucket.gradients(), strict=True)), narrow)
-        return Look(test, lambda: found)
+    def before(self, bucket: GradBucket, narrow: torch.dtype | None) -> Look:
+        """Examine gradients that will be overwritten. `narrow`: see `probe`."""
+        buffer = bucket.buffer().detach()
+        if not on_host(buffer):
+            return Look((), self._numbers(bucket.names()), max_norms(bucket.gradients()), overflow_limit(narrow))
+        if math.isfinite(probe(buffer, narrow=narrow).item()):
+            return Look()
+        return Look(self._search(bucket.names(), bucket.gradients(), narrow))
 
-    def after(self, spec: BucketSpec, result: Tensor) -> Look | None:
-        """Look at an average, which stays as it is; None if it is known to be finite."""
+    def average(self, spec: BucketSpec, result: Tensor) -> list[Found]:
+        """What is not finite in an average."""
         result = result.detach()
-        test = probe(result)
-        if on_host(result) and math.isfinite(test.item()):
-            return None
+        return self._search(spec.names, [result] if result.is_sparse else spec.views(result.reshape(-1)), None)
 
-        def find() -> list[Found]:
-            parts = [result] if result.is_sparse else spec.views(result.reshape(-1))
-            return self._search(list(zip(spec.names, parts, strict=True)), None)
+    def in_grads(self, buckets: Sequence[GradBucket], hook: CommHook | None) -> list[Found]:
+        """What is not finite in the `.grad` of some buckets' parameters. Waits for the device."""
+        return [f for b in buckets for f in self._search(*_gradients(b), narrowest(hook, b.spec.dtype))]
 
-        return Look(test, find)
+    def in_grads_later(self, buckets: Sequence[GradBucket], hook: CommHook | None) -> list[Look]:
+        """As `in_grads`, from norms, and without waiting."""
+        rows = [_gradients(bucket) for bucket in buckets]
+        looks = [Look()] * len(buckets)
+        for dtype in dict.fromkeys(bucket.spec.dtype for bucket in buckets):
+            some = [k for k, bucket in enumerate(buckets) if bucket.spec.dtype is dtype]
+            norms = iter(max_norms([grad for k in some for grad in rows[k][1]]))  # in one call
+            limit = overflow_limit(narrowest(hook, dtype))
+            for k in some:
+                looks[k] = Look((), self._numbers(rows[k][0]), [next(norms) for _ in rows[k][0]], limit)
+        return looks
 
-    def in_grads(self, bucket: GradBucket, narrow: torch.dtype | None) -> list[Found]:
-        """What is not finite in the `.grad` of a bucket's parameters."""
-        parameters = zip(bucket.names(), bucket.parameters(), strict=True)
-        return self._search([(name, p.grad) for name, p in parameters if p.grad is not None], narrow)
+    def _numbers(self, names: Sequence[str]) -> list[int]:
+        return [self.number[name] for name in names]
 
-    def _search(self, parts: list[Named], narrow: torch.dtype | None) -> list[Found]:
+    def _search(self, names: Sequence[str], parts: Sequence[Tensor], narrow: torch.dtype | None) -> list[Found]:
         """What is not finite in `parts`, in the order of backward; else what would not be in the dtype `narrow`."""
-        parts = [(name, part.detach()) for name, part in in_order_of_backward(parts, self._number)]
+        pairs = list(zip(self._numbers(names), parts, strict=True))
         for one in dict.fromkeys((None, narrow)):
             found = [
-                Found(_kind(part, element), self._number[name], element)
-                for name, part in parts
+                Found(_kind(part, element), number, element)
+                for number, part in in_order_of_backward(pairs)
                 if (element := first_nonfinite(part, narrow=one)) is not None
             ]
             if found:
                 return found
         return []
 
-    def _on_device(self, spec: BucketSpec, firsts: list[tuple[torch.dtype | None, Tensor, Tensor]]) -> list[Found]:
-        """The first element of a bucket that was not finite before its reduction; else the first beyond a dtype's range."""
-        for narrow, where, value in firsts:
-            if first_nonfinite(value, narrow=narrow) is not None:
-                place = int(where)
-                member = max(i for i, at in enumerate(spec.offsets) if at <= place and spec.numels[i])
-                element = number_in_shape(place - spec.offsets[member], spec.shapes[member], spec.strides[member])
-                return [Found(_kind(value, 0), self._number[spec.names[member]], element)]
-        return []
+
+class StepCheck:
+    """What is examined in one step. See Note [What a healthy step costs] in `nonfinite.py`."""
+
+    def __init__(self, search: Search, hook: CommHook | None) -> None:
+        """`hook`: one that only converts and adds up, so that its narrowest dtype explains an overflow."""
+        self._search, self._hook = search, hook
+        self._kept: list[GradBucket] = []
+        self._before: list[Look] = []
+        self._averages: list[tuple[BucketSpec, Tensor]] = []
+        """On a device all, on the host those that are not finite."""
+
+    def keep(self, bucket: GradBucket) -> None:
+        """The gradients of a bucket stay in `.grad` until the end of the step."""
+        self._kept.append(bucket)
+
+    def add_gradients(self, bucket: GradBucket) -> None:
+        """Examine the gradients of a bucket, which will be overwritten."""
+        self._before.append(self._search.before(bucket, narrowest(self._hook, bucket.spec.dtype)))
+
+    def add_average(self, spec: BucketSpec, result: Tensor) -> None:
+        """Examine an average; on a device, at the end of the step."""
+        if not on_host(result) or not is_finite(result):
+            self._averages.append((spec, result.detach()))
+
+    def averages(self) -> list[Found]:
+        """What is not finite in the averages. Waits for the device."""
+        norms = read(max_norms([result for _, result in self._averages]))
+        bad = [row for row, norm in zip(self._averages, norms, strict=True) if not math.isfinite(norm)]
+        return [f for spec, result in bad for f in self._search.average(spec, result)]
+
+    def gradients(self, *, kept: bool) -> list[Found]:
+        """What was not finite in gradients before their reduction, with those that are still in `.grad` if `kept`."""
+        found = [f for look in examine(self._before) for f in look]
+        return found + (self._search.in_grads(self._kept, self._hook) if kept else [])
+
+    def evidence(self) -> Evidence:
+        """What a report will need once the gradients are gone, as numbers on the device. Does not wait for it."""
+        specs, results = [spec for spec, _ in self._averages], [result for _, result in self._averages]
+        before = self._before + self._search.in_grads_later(self._kept, self._hook)
+        return Evidence(self._search.number, before, specs, max_norms(results))
 
 
-def examine(looks: Sequence[Look], device: torch.device) -> list[list[Found]]:
-    """What is not finite, by look. Waits for the device, once if all is finite."""
-    if not looks:
-        return []
-    probes = torch.stack([look.probe.to(device, torch.float32) for look in looks]).tolist()
-    return [[] if math.isfinite(value) else look.find() for look, value in zip(looks, probes, strict=True)]
+class Evidence:
+    """The largest absolute values of a step's gradients, by parameter, and of its averages, by bucket, on the device."""
+
+    def __init__(
+        self, number: Mapping[str, int], before: list[Look], specs: list[BucketSpec], norms: list[Tensor]
+    ) -> None:
+        self._number, self._before, self._specs, self._norms = number, before, specs, norms
+
+    def flag(self) -> Tensor:
+        """1 if an average is not finite, else 0: a float32 on the device."""
+        return _stack(self._norms).lt(math.inf).all().logical_not().float()
+
+    def found(self) -> tuple[list[Found], list[Found]]:
+        """What was not finite in gradients, and in averages. Waits for the device.
+
+        Of a bucket whose average is not, the parameter with the largest gradient is named.
+        """
+        gradients = [f for look in examine(self._before) for f in look]
+        numbers = [number for look in self._before for number in look.numbers]
+        largest = dict(zip(numbers, read([norm for look in self._before for norm in look.norms]), strict=True))
+        averages = []
+        for spec, norm in zip(self._specs, read(self._norms), strict=True):
+            if not math.isfinite(norm):
+                number = max((self._number[name] for name in spec.names), key=lambda n: largest.get(n, 0.0))
+                averages.append(Found(_kind_of(norm), number, None))
+        return gradients, averages
 
 
-def in_order_of_backward(parts: Sequence[Part], number: Mapping[str, int]) -> Iterable[Part]:
-    """Parts of a bucket, each of which begins with its parameter's name, in the order in which gradients arrive.
+def narrowest(hook: CommHook | None, dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype in which gradients of `dtype` may overflow before `hook` reduces them, if it is another one."""
+    narrow = dtype if hook is None else hook.narrowest(dtype)
+    return None if narrow == dtype else narrow
+
+
+def read(numbers: Sequence[Tensor]) -> list[float]:
+    """Numbers on a device. Waits for it, once."""
+    values: list[float] = _stack(numbers).tolist() if numbers else []
+    return values
+
+
+def _stack(numbers: Sequence[Tensor]) -> Tensor:
+    mixed = len({number.dtype for number in numbers}) > 1
+    return torch.stack([number.double() for number in numbers] if mixed else list(numbers))
+
+
+def examine(looks: Sequence[Look]) -> list[list[Found]]:
+    """What is not finite, by look. Waits for the device, once."""
+    norms = iter(read([norm for look in looks for norm in look.norms]))
+    return [list(look.found) or _from_norms(look, [next(norms) for _ in look.norms]) for look in looks]
+
+
+def _from_norms(look: Look, norms: list[float]) -> list[Found]:
+    """The parameters that have a NaN or infinity; else those beyond the limit."""
+    rows = list(in_order_of_backward(list(zip(look.numbers, norms, strict=True))))
+    bad = [Found(_kind_of(norm), number, None) for number, norm in rows if not math.isfinite(norm)]
+    return bad or [Found(Kind.BEYOND, number, None) for number, norm in rows if norm >= look.limit]
+
+
+def _kind_of(norm: float) -> Kind:
+    return Kind.NAN if math.isnan(norm) else Kind.INFINITE
+
+
+def _gradients(bucket: GradBucket) -> tuple[list[str], list[Tensor]]:
+    """The names of parameters that have a `.grad`, and these."""
+    rows = [(name, p.grad) for name, p in zip(bucket.names(), bucket.parameters(), strict=True)]
+    return [name for name, grad in rows if grad is not None], [grad for _, grad in rows if grad is not None]
+
+
+def in_order_of_backward(parts: Sequence[tuple[int, T]]) -> Iterable[tuple[int, T]]:
+    """Parts of a bucket, with the numbers of their parameters, in the order in which gradients arrive.
 
     That is how they lie in a bucket, except in the first step, where they are in the model's order: there the last ones come first.
     """
-    numbers = [number[part[0]] for part in parts]
+    numbers = [number for number, _ in parts]
     return reversed(parts) if numbers == sorted(numbers) else parts
 
 
@@ -135,24 +229,8 @@ def on_host(t: Tensor) -> bool:
 
 def _kind(part: Tensor, element: int) -> Kind:
     if part.is_sparse:
-        values = part._values()  # of which one is known to be bad, and the worst is told
+        values = part._values()  # one of which is known to be bad; the worst kind is reported
         return Kind.NAN if bool(values.isnan().any()) else Kind.INFINITE if bool(values.isinf().any()) else Kind.BEYOND
-    value = part.reshape(-1)[element]
+    value = part.detach().reshape(-1)[element]
     value = value.float() if value.dtype.is_floating_point and value.dtype.itemsize == 1 else value
     return Kind.NAN if bool(value.isnan()) else Kind.INFINITE if bool(value.isinf()) else Kind.BEYOND
-
-
-def number_in_shape(place: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """An element by its place in memory, as its number in the order of the shape.
-
-    >>> [number_in_shape(place, (2, 3), (1, 2)) for place in range(6)]
-    [0, 3, 1, 4, 2, 5]
-    """
-    if not is_dense(shape, stride):  # in a bucket it is contiguous
-        return place
-    number = 0
-    for dimension in sorted(range(len(shape)), key=lambda d: -stride[d]):
-        if shape[dimension] > 1:
-            at, place = divmod(place, stride[dimension])
-            number += at * math.prod(shape[dimension + 1 :])
-    return number

@@ -1,0 +1,123 @@
+"""LateFlag and LateChecks: a result that stays on the device, and that the host reads one step later.
+
+Note [A result that comes late]
+A host that must know before the optimizer's step whether averages are finite has to wait for the device there. It loses its
+lead, and the device then waits for the host: a few percent of a step. So, where the device can act on the result itself, the
+host does not wait. It gives the flag on the device to the attached optimizers, which skip the step (see
+`attached_optimizers.py`), and reads it at the end of the next step's reductions, when it has long been there. This is possible
+with hooks that pass NaN on (see Note [What a healthy step costs] in `nonfinite.py`): all ranks have the same flag, and none
+needs another's. `NonFinite.RECORD` needs no optimizer, as nothing is skipped.
+
+All ranks read the flag of a step at the same place, since a bad one is followed by an exchange of what they have found. So they
+must agree that the host does not wait, even if an optimizer is attached on some of them only. They ask each other until all can;
+after that, what changes is changed by the program that all ranks run. They begin again when the states of the hook are replaced,
+as in a recovery, where a rank may have made a step more than others or be new, and after `join()`, where a rank may have made
+none. A result that is pending when a recovery begins is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives.finite import MAX_NORM_DTYPES
+from gradwire.reducer.buckets.layout import ParameterSpec
+from gradwire.reducer.checks.nonfinite_report import any_rank
+from gradwire.reducer.checks.nonfinite_search import Evidence
+from gradwire.reducer.hook.hook_states import HookStates
+from gradwire.reducer.hook.runner import HookRunner
+
+
+class LateFlag:
+    """A number on a device that is copied to the host behind the work enqueued so far, and read later."""
+
+    def __init__(self, on_device: Tensor) -> None:
+        self.on_device = on_device
+        cuda = on_device.device.type == "cuda"
+        self._on_host = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=cuda)
+        self._on_host.copy_(on_device, non_blocking=True)
+        self._copied = torch.cuda.current_stream(on_device.device).record_event() if cuda else None
+
+    def read(self) -> bool:
+        """Whether it is not 0. Waits until the device has computed it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return bool(self._on_host.item())
+
+
+@dataclass(frozen=True, slots=True)
+class LateCheck:
+    """The check of a step whose result is on the device."""
+
+    flag: LateFlag
+    evidence: Evidence
+    step: int
+    hook: str
+    states: HookStates
+
+
+class LateChecks:
+    """The late checks of one model. See Note [A result that comes late]."""
+
+    def __init__(self, specs: Sequence[ParameterSpec], *, skips: bool) -> None:
+        """`skips`: the optimizers of all ranks must be able to skip a bad step on the device."""
+        self._device = specs[0].device
+        self._same = all(s.device == self._device and not s.sparse and s.dtype in MAX_NORM_DTYPES for s in specs)
+        self.skips = skips
+        self._pending: LateCheck | None = None
+        self._states: HookStates | None = None
+        self._uneven = False
+        self._steps = 0
+        """Since ranks have begun to ask each other."""
+        self._agreed = False
+
+    def begin(self, runner: HookRunner) -> bool:
+        """Whether the check of the step that begins is read late."""
+        if runner.states is not self._states or runner.uneven != self._uneven:
+            self._states, self._uneven = runner.states, runner.uneven
+            self._agreed, self._steps = False, 0
+            runner.optimizers.forget_steps()
+            return False
+        self._steps += 1
+        return self._allowed(runner) and (self._agreed or self._agree(runner)) and self._can_skip(runner)
+
+    def _can_skip(self, runner: HookRunner) -> bool:
+        return not self.skips or runner.optimizers.can_skip()
+
+    def _allowed(self, runner: HookRunner) -> bool:
+        """Whether the conditions that are identical on all ranks allow late checks."""
+        device = self._device
+        return self._same and not runner.uneven and on_device(device) and runner.group.orders_streams(device)
+
+    def _agree(self, runner: HookRunner) -> bool:
+        """Whether all ranks can: they ask each other in the first, second, fourth, … step, until all can."""
+        if self._steps & (self._steps - 1):
+            return False
+        self._agreed = not any_rank(not self._can_skip(runner), runner.group, self._device)
+        return self._agreed
+
+    def enqueue(self, evidence: Evidence, runner: HookRunner, *, step: int) -> LateCheck:
+        """All reductions of a step are enqueued: keep its result until the next step."""
+        late = LateCheck(LateFlag(evidence.flag()), evidence, step, runner.name, runner.states)
+        self._pending = late
+        if self.skips:
+            runner.optimizers.skip_next(late.flag.on_device)
+        return late
+
+    @property
+    def pending(self) -> bool:
+        """Whether the check of the last step has not been read."""
+        return self._pending is not None
+
+    def take(self, runner: HookRunner) -> LateCheck | None:
+        """The check of the last step, if it has not been read. It is not pending any more."""
+        late, self._pending = self._pending, None
+        return late if late is not None and late.states is runner.states else None
+
+
+def on_device(device: torch.device) -> bool:
+    """Whether the host would have to wait for this device."""
+    return device.type == "cuda"
