@@ -70,15 +70,14 @@ def _cells(rank: RankStatus) -> list[str | Text]:
     step = str(rank.step) if rank.step >= 0 else ""
     if not rank.seconds:
         return [str(rank.rank), step, "", "", "", "", ""]
-    late = signed_milliseconds(rank.late)
+    known = milliseconds(rank.compute), milliseconds(rank.exposed), size(rank.nbytes)
+    late = Text(signed_milliseconds(rank.late), style="bold yellow" if rank.is_slow else "")
     return [
         str(rank.rank),
         step,
         milliseconds(rank.seconds),
-        milliseconds(rank.compute),
-        milliseconds(rank.exposed),
-        size(rank.nbytes),
-        Text(late, style="bold yellow" if rank.is_slow else ""),
+        *(known if rank.knows_communication else ("", "", "")),
+        late,
     ]
 
 
@@ -108,9 +107,9 @@ def _figures(status: RunStatus) -> list[str]:
     parts = [f"step {status.step}", f"{status.steps_per_second:.3g} steps/s"]
     if status.samples_per_second:
         parts.append(f"{status.samples_per_second:,.0f} samples/s")
-    parts.append(
-        f"{milliseconds(status.seconds)} ms: compute {milliseconds(status.compute)}, exposed {milliseconds(status.exposed)}"
-    )
+    parts.append(f"{milliseconds(status.seconds)} ms")
+    if status.knows_communication:
+        parts[-1] += f": compute {milliseconds(status.compute)}, exposed {milliseconds(status.exposed)}"
     if status.slowest is not None:
         parts.append(f"slowest rank {status.slowest.rank}")
     return parts
