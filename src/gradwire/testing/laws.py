@@ -146,7 +146,15 @@ def mean_of_sent(trial: Trial) -> None:
             expected = sent.sum(0) / (divisor or trial.ranks)
             scale = float(sent.abs().max()) * trial.ranks / (divisor or trial.ranks) if sent.numel() else 0.0
             off = float((_wide(done.reduced[0].value) - expected).abs().max()) if sent.numel() else 0.0
-            if not off <= trial.hook.error(trial.spec) * scale:
+            bound = trial.hook.error(trial.spec) * scale
+            if not off <= bound:
+                share = trial.ranks / (divisor or trial.ranks)
+                if share != 1 and float((_wide(done.reduced[0].value) * share - expected).abs().max()) <= bound:
+                    raise trial.broken(
+                        "mean_of_sent",
+                        f"with {trial.ranks - 1} of {trial.ranks} ranks that have inputs, `value` is divided by {trial.ranks}. "
+                        "Multiply it by `turn.share`",
+                    )
                 raise trial.broken(
                     "mean_of_sent",
                     f"in step {step}, divided by {divisor or trial.ranks}, `value` is {off:.3g} off the mean of `sent`, whose "
@@ -272,10 +280,10 @@ def passes_nonfinite(trial: Trial) -> None:
 
 
 LAWS: tuple[Law, ...] = (
+    repeatable,  # first: randomness without a seed breaks others too
     agree,
     kept,
     unwritten,
-    repeatable,
     mean_of_sent,
     pays_back,
     counted,

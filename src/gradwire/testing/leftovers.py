@@ -7,8 +7,9 @@ rules for what is *not* a leftover are few and exact:
   it belongs to its engine, whose descriptors are checked;
 - the process and the pipe of `multiprocessing`'s resource tracker, of which Python starts one per process and keeps it;
 - names in /dev/shm that another user made, or that a process outside our process group holds: those of another run;
-- descriptors, if the process has started to use a CUDA device since the snapshot: the driver opens files, pipes and
-  sockets permanently, which cannot be distinguished from others;
+- descriptors, if the process has started to use CUDA since the snapshot: the driver opens files, pipes and sockets permanently,
+  which cannot be distinguished from others. If it used CUDA before (it has counted the devices): /dev/nvidia* and, together with
+  these, eventfds, which the driver opens when the process gets a context;
 - what a `Keeper` passed to `snapshot` owns: the warm pool's workers and their sockets.
 
 What torch opens once per process and never closes is opened early by `prime()`, and so is in every snapshot, instead of
@@ -18,12 +19,14 @@ being ignored. This module depends on Linux's /proc, and of groups only on the s
 from __future__ import annotations
 
 import gc
+import operator
 import os
 import socket
 import stat
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -107,13 +110,9 @@ class Leftovers:
         for pid in _children():
             if pid not in self.processes and pid != tracker[0] and not any(k.keeps_process(pid) for k in self.keepers):
                 yield f"process {pid}: {_command(pid)}"
-        descriptors = open_descriptors()
-        if _uses_cuda(descriptors) and not _uses_cuda(self.descriptors):
-            descriptors = {}
-        for fd, target in descriptors.items():
-            if self.descriptors.get(fd) == target or fd == tracker[1]:
-                continue
-            if not any(k.keeps_descriptor(fd) for k in self.keepers):
+        new = {fd: target for fd, target in open_descriptors().items() if self.descriptors.get(fd) != target}
+        for fd, target in _without_drivers(new, had_cuda=any(map(_is_drivers, self.descriptors.values()))).items():
+            if fd != tracker[1] and not any(k.keeps_descriptor(fd) for k in self.keepers):
                 yield _describe(fd, target)
         for name in _shm():
             if name not in self.shm and not _held_elsewhere(name):
@@ -236,5 +235,50 @@ def _describe(fd: int, target: str) -> str:
     return f"socket, descriptor {fd}: {where}"
 
 
-def _uses_cuda(descriptors: Mapping[int, str]) -> bool:
-    return any(target.startswith("/dev/nvidia") for target in descriptors.values())
+def _without_drivers(new: Mapping[int, str], *, had_cuda: bool) -> Mapping[int, str]:
+    """New descriptors, without those that CUDA's driver keeps open."""
+    if not any(map(_is_drivers, new.values())):
+        return new
+    if not had_cuda:
+        return {}
+    return {fd: target for fd, target in new.items() if not _is_drivers(target) and target != "anon_inode:[eventfd]"}
+
+
+def _is_drivers(target: str) -> bool:
+    return target.startswith("/dev/nvidia")
+
+
+# -- modules -------------------------------------------------------------------------------------------------------------
+
+
+class TorchModules:
+    """The functions and classes in torch's modules at one moment: a job in a process that is kept must not replace them.
+
+    What torch, gradwire or another imported module has put there is not a leftover; what code that was sent to the process has is.
+    """
+
+    def __init__(self) -> None:
+        self._before = {name: vars(module).copy() for name, module in _torch_modules()}
+
+    def replaced(self) -> list[str]:
+        """One line for each attribute that is now another object."""
+        found = []
+        for name, module in _torch_modules():
+            before, now = self._before.get(name, {}), vars(module)
+            if len(before) == len(now) and all(map(operator.is_, before.values(), now.values())):
+                continue
+            for attribute, value in before.items():
+                if (new := now.get(attribute)) is not value and _is_sent(new):
+                    found.append(f"{name}.{attribute} is replaced by {new!r}")
+        return found
+
+
+def _torch_modules() -> list[tuple[str, types.ModuleType]]:
+    modules = sys.modules.copy().items()
+    return [(name, module) for name, module in modules if name.startswith("torch") and type(module) is types.ModuleType]
+
+
+def _is_sent(value: object) -> bool:
+    """Whether code defines this that the process has not imported."""
+    owner = value if isinstance(value, (types.FunctionType, type)) else type(value)
+    return owner.__module__ not in sys.modules

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -90,11 +91,9 @@ def batched_power_sgd(model: Any) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-    if not hasattr(
-        powerSGD_hook, "_orthogonalize_batch"
-    ):  # torch 2.13: the hook hands its helper one matrix, not a batch
-        powerSGD_hook._orthogonalize_batch = powerSGD_hook._orthogonalize
-        powerSGD_hook._orthogonalize = lambda m: powerSGD_hook._orthogonalize_batch(m if m.dim() == 3 else m[None])
+    plain = powerSGD_hook._orthogonalize
+    # torch 2.13: the hook hands its helper one matrix, not a batch. `trained` restores it.
+    powerSGD_hook._orthogonalize = lambda m, *rest: plain(m if m.dim() == 3 else m[None], *rest)
     model.register_comm_hook(state, powerSGD_hook.batched_powerSGD_hook)
 
 
@@ -173,7 +172,9 @@ def trained(torch_world: Callable[..., Any]) -> list[dict[str, Any]]:
     def rank_main(group: Group) -> dict[str, Any]:
         done: dict[str, Any] = {}
         importlib.import_module("torch.distributed.optim")  # its defaults keep the WORLD of the first import alive
-        with torch_world(group, "gloo"), warnings.catch_warnings():
+        module = importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")
+        restored = mock.patch.object(module, "_orthogonalize", module._orthogonalize)
+        with torch_world(group, "gloo"), warnings.catch_warnings(), restored:
             warnings.simplefilter("ignore")
             done["plain"] = train(TorchDDP(mlp()), group.rank)
             for setup in [*HOOKS, *ONLY_OURS]:

@@ -237,3 +237,15 @@ def test_a_hook_whose_ranks_part_is_told_by_the_law_that_met_it() -> None:
 
     with pytest.raises(HookError, match="CollectiveMismatch"):
         check_hook(Parts())
+
+
+def test_randomness_without_a_seed_is_reported_as_such() -> None:
+    with pytest.raises(HookError, match="the law 'repeatable' does not hold"):
+        check_hook(Guesses())
+
+
+def test_a_forgotten_share_is_reported_as_such() -> None:
+    with pytest.raises(
+        HookError, match=r"with 1 of 2 ranks that have inputs, `value` is divided by 2. Multiply it by `turn.share`"
+    ):
+        check_hook(ForgetsDivisor())

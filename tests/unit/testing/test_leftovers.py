@@ -15,9 +15,12 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
+import torch
 
+from gradwire.errors import InternalError
+from gradwire.groups import Group
 from gradwire.groups.kinds import find_kind
-from gradwire.testing import Leftovers, default_pool
+from gradwire.testing import LeftBehind, Leftovers, default_pool, leftovers, run_ranks
 from gradwire.testing.leftovers import prime
 from gradwire.testing.pool import GroupJob, RankPool
 from helpers.warm_python import WarmPython
@@ -203,3 +206,40 @@ def test_a_test_that_leaves_something_fails(
     assert "4 passed, 2 errors" in done.stdout, done.stdout + done.stderr
     assert "the test left behind: thread 'leaky' (daemon)" in done.stdout
     assert "the test left behind: file descriptor" in done.stdout
+
+
+NVIDIA, EVENT = "/dev/nvidia0", "anon_inode:[eventfd]"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "left"),
+    [
+        ({}, {7: NVIDIA, 8: EVENT, 9: "pipe:[1]"}, []),  # the process starts to use CUDA
+        ({5: "/dev/nvidiactl"}, {5: "/dev/nvidiactl", 7: NVIDIA, 8: EVENT}, []),  # it had counted the devices
+        ({5: NVIDIA}, {5: NVIDIA, 7: NVIDIA, 8: "pipe:[1]"}, ["file descriptor 8: pipe:[1]"]),
+        ({5: NVIDIA}, {5: NVIDIA, 8: EVENT}, [f"file descriptor 8: {EVENT}"]),  # without a context: somebody's
+        ({}, {8: EVENT}, [f"file descriptor 8: {EVENT}"]),
+    ],
+)
+def test_what_cudas_driver_opens_is_not_left_behind(
+    before: dict[int, str], after: dict[int, str], left: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leftovers, "open_descriptors", lambda: before)
+    snapshot = Leftovers.snapshot()
+    monkeypatch.setattr(leftovers, "open_descriptors", lambda: after)
+    assert snapshot.compare(grace=0) == left
+
+
+def test_a_function_of_torch_that_a_rank_replaces_is_left_behind() -> None:
+    def replaces(group: Group) -> None:
+        torch.nn.functional.relu = lambda x: x  # type: ignore[assignment]
+
+    def restores(group: Group) -> None:
+        plain = torch.nn.functional.relu
+        torch.nn.functional.relu = lambda x: x  # type: ignore[assignment]
+        torch.nn.functional.relu = plain
+
+    run_ranks(restores, 1, kind="gloo", leftovers=LeftBehind.RAISE)
+    with pytest.raises(InternalError, match=r"torch\.nn\.functional\.relu is replaced by <function"):
+        run_ranks(replaces, 1, kind="gloo", leftovers=LeftBehind.RAISE)
+    run_ranks(restores, 1, kind="gloo", leftovers=LeftBehind.RAISE)  # in another process

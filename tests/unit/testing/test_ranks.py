@@ -553,6 +553,20 @@ def test_helper_modules_travel_by_value(tmp_path: object, monkeypatch: pytest.Mo
     assert run_ranks(lambda group: helper.scaled(group.rank), 2, kind="gloo") == [0, 5]
 
 
+def test_a_rank_imports_what_is_next_to_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "neighbor_of_a_script.py").write_text("VALUE = 3\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def imports(group: Group) -> tuple[int, bool]:
+        import neighbor_of_a_script  # type: ignore[import-not-found]
+
+        return neighbor_of_a_script.VALUE, str(tmp_path) in sys.path
+
+    assert run_ranks(imports, 2, kind="gloo") == [(3, True)] * 2
+    monkeypatch.undo()
+    assert run_ranks(lambda group: str(tmp_path) in sys.path, 2, kind="gloo") == [False] * 2
+
+
 def test_installed_modules_travel_by_reference() -> None:
     paths = {os.path.realpath(path) for path in sys.path if path and path != os.getcwd()}
     assert len(ship(json.dumps, paths)) < 100

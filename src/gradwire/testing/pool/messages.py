@@ -17,13 +17,14 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Parent: be this rank. `blob` holds a function of a `JobContext`."""
+    """Parent: be this rank. `blob` holds a function of a `JobContext`, which may import from `path` too."""
 
     rank: int
     size: int
     name: str
     timeout: float
     blob: bytes
+    path: str
 
 
 @dataclass(frozen=True, slots=True)

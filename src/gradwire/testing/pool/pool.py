@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import select
+import sys
 import threading
 import time
 import weakref
@@ -67,7 +68,8 @@ class RankPool:
             blob = self._ship(job)
             workers = self._workers[:n]
             try:
-                jobs = [Job(rank, n, name, timeout, blob) for rank in range(n)]
+                path = os.path.abspath(sys.path[0])  # the directory of the script, or of the notebook
+                jobs = [Job(rank, n, name, timeout, blob, path) for rank in range(n)]
                 return Run(workers, lost, timeout, leftovers, on_report).finish(jobs)
             except BaseException:  # Ctrl-C, a test's own timeout: the state of the workers is unknown
                 for worker in workers:

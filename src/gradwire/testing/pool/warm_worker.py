@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 
-from gradwire.testing.leftovers import Leftovers, prime
+from gradwire.testing.leftovers import Leftovers, TorchModules, prime
 from gradwire.testing.pool.messages import Ended, Job
 from gradwire.testing.pool.outcome import LEFTOVER_GRACE
 from gradwire.testing.pool.worker import Worker, prepare
@@ -15,9 +15,9 @@ class WarmWorker(Worker):
     """Adds the leftovers of a job to its end."""
 
     def _perform(self, job: Job) -> Ended:
-        before = Leftovers.snapshot()
+        before, modules = Leftovers.snapshot(), TorchModules()
         ended = super()._perform(job)
-        return replace(ended, left=tuple(before.compare(grace=LEFTOVER_GRACE)))
+        return replace(ended, left=(*before.compare(grace=LEFTOVER_GRACE), *modules.replaced()))
 
 
 def work(control: int, stack: int, dumped: int, store: str, parent: int, *, notice: float = 0.0) -> None:

@@ -93,7 +93,12 @@ class Worker:
     def _call(self, job: Job) -> object:
         store = PrefixStore(job.name, self._store)
         context = JobContext(job.rank, job.size, job.name, job.timeout, store, self._own, self._report)
-        return cloudpickle.loads(job.blob)(context)
+        sys.path.insert(0, job.path)
+        try:
+            return cloudpickle.loads(job.blob)(context)
+        finally:
+            with suppress(ValueError):
+                sys.path.remove(job.path)
 
     def _report(self, progress: object) -> None:
         send(self._control, Report(progress))
