@@ -252,16 +252,16 @@ def _is_drivers(target: str) -> bool:
 
 
 class TorchModules:
-    """The functions and classes in torch's modules at one moment: a job in a process that is kept must not replace them.
+    """The attributes of torch's modules, which a job in a process that is kept must not replace.
 
     What torch, gradwire or another imported module has put there is not a leftover; what code that was sent to the process has is.
     """
 
     def __init__(self) -> None:
-        self._before = {name: vars(module).copy() for name, module in _torch_modules()}
+        self._before: dict[str, dict[str, object]] = {}
 
     def replaced(self) -> list[str]:
-        """One line for each attribute that is now another object."""
+        """One line for each attribute that is now another object than in the call before."""
         found = []
         for name, module in _torch_modules():
             before, now = self._before.get(name, {}), vars(module)
@@ -270,6 +270,7 @@ class TorchModules:
             for attribute, value in before.items():
                 if (new := now.get(attribute)) is not value and _is_sent(new):
                     found.append(f"{name}.{attribute} is replaced by {new!r}")
+            self._before[name] = now.copy()
         return found
 
 

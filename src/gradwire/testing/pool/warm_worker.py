@@ -14,10 +14,15 @@ from gradwire.testing.pool.worker import Worker, prepare
 class WarmWorker(Worker):
     """Adds the leftovers of a job to its end."""
 
+    def __init__(self, control: int, store: str, *, notice: float) -> None:
+        super().__init__(control, store, notice=notice)
+        self._modules = TorchModules()
+        self._modules.replaced()
+
     def _perform(self, job: Job) -> Ended:
-        before, modules = Leftovers.snapshot(), TorchModules()
+        before = Leftovers.snapshot()
         ended = super()._perform(job)
-        return replace(ended, left=(*before.compare(grace=LEFTOVER_GRACE), *modules.replaced()))
+        return replace(ended, left=(*before.compare(grace=LEFTOVER_GRACE), *self._modules.replaced()))
 
 
 def work(control: int, stack: int, dumped: int, store: str, parent: int, *, notice: float = 0.0) -> None:
