@@ -98,7 +98,10 @@ class AutogradHookTypeError(AutogradHookError, TypeError):
 
 
 class LayoutError(UsageError, RuntimeError):
-    """Ranks disagree about the parameters or buckets of one model. `ranks` are those that are not in the majority."""
+    """Ranks disagree about the parameters or buckets of one model, or its parameters are not those that were replicated.
+
+    `ranks` are those that are not in the majority.
+    """
 
     def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)

@@ -4,7 +4,7 @@ Knows torch's engine and nothing of buckets, groups or `torch.distributed`.
 """
 
 from gradwire.autograd.backward_end import at_backward_end
-from gradwire.autograd.grad_hooks import GradHooks, HookMode, grad_hooks
+from gradwire.autograd.grad_hooks import GradHooks
 from gradwire.autograd.graph import reachable_parameters, tensors_in
 from gradwire.autograd.user_hooks.attach import after_accumulate, after_node, attach, before_node, on_grad
 from gradwire.autograd.user_hooks.hook_chain import HookChain, Kind
@@ -12,14 +12,12 @@ from gradwire.autograd.user_hooks.hook_chain import HookChain, Kind
 __all__ = [
     "GradHooks",
     "HookChain",
-    "HookMode",
     "Kind",
     "after_accumulate",
     "after_node",
     "at_backward_end",
     "attach",
     "before_node",
-    "grad_hooks",
     "on_grad",
     "reachable_parameters",
     "tensors_in",

@@ -1,253 +1,147 @@
-"""GradHooks: the hooks on a model's parameters, which report gradients as soon as they have been accumulated.
+"""GradHooks: hooks on the gradient accumulators of a model, which report gradients as soon as they have been accumulated.
 
-Which gradients call back, and which are only noted, is chosen by a HookMode. This module knows parameters and the autograd
-engine; it must not know buckets, or why a mode was chosen (`reducer/intake/hook_modes.py` chooses).
+Knows parameters and the autograd engine. It must not know buckets, or why some parameters call and others do not.
 
-Note [Which hooks]
-On the CPU parameters carry hooks that can be removed without a trace (see `removable_hooks.py`) in the mode ALL, and none but a
-few in the mode POLL. The mode LAST_PER_BUCKET gives every parameter torch's own hook, for good. On CUDA they have that from the
-start: there a gradient is complete when its stream says so, and one thread per device runs a backward, so neither looking at
-`.grad` nor being told one late is enough; and the host's costs hide behind kernels anyway.
+Note [Hooks on accumulators]
+The engine runs a parameter's accumulator (`AccumulateGrad`) in every backward that reaches the parameter, with the sum of all that
+flows to it, or with nothing if a function before it has returned None. A hook on that node runs in both cases, after the gradient
+has been added to `.grad` and after all hooks that others have put on the parameter, which may still write to `.grad`. torch's
+own DDP counts on the same hook.
 
-Note [After the hooks of others]
-Hooks that others put on a parameter to run after accumulation (`Tensor.register_post_accumulate_grad_hook`), before or after the
-model was replicated, may still write to `.grad`: they clamp it, or count it. So a gradient that may launch its bucket is reported
-by a hook on its accumulator node, which runs after all hooks on the tensor, as in torch's DDP.
+Every hook appends the index of its parameter to a list; those that are selected also call. To append costs about a fifth of what a
+step of the reducer's costs, so the reducer selects the few gradients that filled buckets in the last step.
 
-Hooks hold the object of `on_ready` weakly: parameters own their hooks, and a hook that owned the reducer, which owns the
+Hooks hold the object of `on_arrival` weakly: parameters own their hooks, and a hook that owned the reducer, which owns the
 parameters, would keep a dropped model alive until the garbage collector runs.
 """
 
 from __future__ import annotations
 
-import types
-import weakref
 from collections.abc import Callable, Collection, Sequence
-from enum import Enum
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradwire.autograd.compiled.foreign_hooks import ACCUMULATED
 from gradwire.autograd.graph import tensors_in
-from gradwire.autograd.removable_hooks import RemovableHooks
 from gradwire.runtime.threads import weakly
 
-OnReady = Callable[[int], object]
-"""A bound method, called with the index of a parameter whose gradient has been accumulated."""
+_dtype = attrgetter("dtype")
 
 
-class HookMode(Enum):
-    """How gradients are reported."""
+class GradHooks:
+    """Calls the bound method `on_arrival` when a gradient has been accumulated; `pop` returns which ones have been since.
 
-    ALL = "all"
-    """Call for every gradient, perhaps one late; also for those still to come in a backward that is running."""
-    LAST_PER_BUCKET = "last per bucket"
-    """Call for a few gradients, and append the parameters of all others to a list, which takes no Python frame."""
-    POLL = "poll"
-    """Call for a few gradients, and have no hooks on the other parameters: their `.grad` is looked at instead."""
-
-
-class GradHooks(Protocol):
-    """The hooks on the parameters of one model. They begin in the mode ALL."""
-
-    @property
-    def can_poll(self) -> bool:
-        """Whether parameters that do not call in the mode POLL cost nothing."""
-        return False
-
-    def listen(self, mode: HookMode, few: Collection[int] = ()) -> None:
-        """Report gradients in this mode from now on; `few` are the parameters that call where not all do."""
-        return
-
-    def flush(self) -> None:
-        """Between two gradients: report now what would be reported one late."""
-        return
-
-    def unreported(self) -> int | None:
-        """The parameter whose gradient has been accumulated and is reported one late, if there is one."""
-        return None
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-
-
-def grad_hooks(parameters: Sequence[Tensor], on_ready: OnReady, arrived: list[Tensor]) -> GradHooks:
-    """Call `on_ready(i)` when the gradient of parameter i has been accumulated, or append the parameter to `arrived`."""
-    plain = all(p.device.type == "cpu" and type(p) in (Tensor, nn.Parameter) for p in parameters)
-    # A parameter knows its accumulator only weakly; as long as it is held, no forward has to make a new one.
-    nodes = [_accumulator(p) for p in parameters]
-    return (PollableHooks if plain else PermanentHooks)(parameters, nodes, on_ready, arrived)
-
-
-def on_backward(output: Any, begun: Callable[[], object]) -> bool:
-    """Call the bound method `begun` when a backward reaches the model's outputs. False if there are none to hook.
-
-    Its object is held weakly.
-    """
-    outputs = [t for t in tensors_in(output) if t.requires_grad]
-    if any(t.grad_fn is None for t in outputs):
-        return False  # a hook on a leaf, such as a parameter that the model returns, would stay, one more in each step
-    call = weakly(begun)
-
-    def reached(_: Tensor) -> None:
-        call()
-
-    for tensor in outputs:
-        tensor.register_hook(reached)
-    return bool(outputs)
-
-
-class NodeHooks(GradHooks):
-    """A hook on every accumulator node, which calls in every mode. With `undefined`, gradients that are None are reported too.
-
-    The engine reaches a parameter without a gradient for it when an output of the model is not part of the loss. Only hooks
-    on nodes are called then, and they cost a little more than hooks on tensors.
+    >>> class Owner:
+    ...     def __init__(self, model: torch.nn.Module) -> None:
+    ...         self.hooks = GradHooks(list(model.parameters()), self.arrived)
+    ...
+    ...     def arrived(self) -> None:
+    ...         print("arrived:", self.hooks.pop())
+    >>> model = torch.nn.Linear(2, 1)
+    >>> owner = Owner(model)
+    >>> model(torch.ones(1, 2)).sum().backward()
+    arrived: [1]
+    arrived: [0]
+    >>> owner.hooks.select([0])
+    >>> model(torch.ones(1, 2)).sum().backward()
+    arrived: [1, 0]
     """
 
-    def __init__(self, parameters: Sequence[Tensor], on_ready: OnReady, *, undefined: bool) -> None:
-        # A tensor knows its accumulator only weakly: who holds it keeps the hook on it alive.
-        self._nodes = [_accumulator(p) for p in parameters]
-        self._handles = [_call_after_node(node, on_ready, i, undefined=undefined) for i, node in enumerate(self._nodes)]
+    def __init__(self, parameters: Sequence[Tensor], on_arrival: Callable[[], object]) -> None:
+        self._parameters = list(parameters)
+        self._on_arrival = weakly(on_arrival)
+        self._arrived: list[int] = []
+        self._selected = bytearray(len(self._parameters))
+        self._handles: list[Any] = []
+        self._nodes: list[Any] = []
+        self.attach()
+
+    def attach(self) -> None:
+        """Put hooks on the accumulators that parameters have now, in place of those on earlier ones; all of them call."""
+        self.remove()
+        # A parameter knows its accumulator only weakly: who holds it keeps the hook on it alive.
+        self._nodes = [_accumulator(p) for p in self._parameters]
+        self._handles = [
+            node.register_hook(_make_hook(i, self._arrived, self._selected, self._on_arrival))
+            for i, node in enumerate(self._nodes)
+        ]
+        self._dtypes = list(map(_dtype, self._parameters))
+        self._devices = list(map(Tensor.get_device, self._parameters))
+        self.select(range(len(self._parameters)))
+
+    def converted(self) -> bool:
+        """Whether parameters have another dtype or device than when they were hooked.
+
+        Autograd gives them new accumulators then, which have no hooks.
+        """
+        return list(map(_dtype, self._parameters)) != self._dtypes or self._devices != list(
+            map(Tensor.get_device, self._parameters)
+        )
+
+    def select(self, indices: Collection[int]) -> None:
+        """Call for the gradients of these parameters only, from now on, also in a backward that is running."""
+        self._selected[:] = bytes(len(self._selected))
+        for i in indices:
+            self._selected[i] = True
+
+    def pop(self) -> list[int]:
+        """The parameters whose gradients have been accumulated since the last call, in order."""
+        arrived = self._arrived
+        taken = arrived[:]
+        del arrived[: len(taken)]  # not clear(): another device's thread may append meanwhile
+        return taken
+
+    def waiting(self) -> frozenset[int]:
+        """What `pop` would return, without any change."""
+        return frozenset(self._arrived[:])
 
     def remove(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._nodes = [], []
+        self._arrived.clear()
 
 
-class PermanentHooks(GradHooks):
-    """A hook on every parameter, which calls or appends.
+def _make_hook(
+    index: int, arrived: list[int], selected: bytearray, on_arrival: Callable[[], object]
+) -> Callable[[Any, Any], None]:
+    append = arrived.append
 
-    Those that call are on the accumulator nodes: see [After the hooks of others]. Those that append are on the tensors, as
-    nothing is launched by them, and there the list's own method will do, which the engine calls without a Python frame.
-    """
+    def hook(_: Any, __: Any) -> None:
+        append(index)
+        if selected[index]:
+            on_arrival()
 
-    def __init__(
-        self, parameters: Sequence[Tensor], nodes: Sequence[Any], on_ready: OnReady, arrived: list[Tensor]
-    ) -> None:
-        self._parameters = list(parameters)
-        self._nodes = list(nodes)
-        self._on_ready = weakref.WeakMethod(on_ready)
-        self._append = arrived.append
-        self._calling: dict[int, Any] = {}
-        self._appending: dict[int, Any] = {}
-        self.listen(HookMode.ALL)
-
-    def listen(self, mode: HookMode, few: Collection[int] = ()) -> None:
-        """Let some hooks call and the others append. As these hooks leave a trace, POLL would gain nothing."""
-        calling = range(len(self._parameters)) if mode is HookMode.ALL else few
-        for i, parameter in enumerate(self._parameters):
-            calls = i in calling
-            old, new = (self._appending, self._calling) if calls else (self._calling, self._appending)
-            if i in old:
-                old.pop(i).remove()
-            if i in new:
-                continue
-            if calls:
-                new[i] = _call_after_node(self._nodes[i], self._on_ready(), i)
-            elif parameter.requires_grad:
-                new[i] = parameter.register_post_accumulate_grad_hook(self._append)
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in [*self._calling.values(), *self._appending.values()]:
-            handle.remove()
-        self._calling, self._appending = {}, {}
-        self._nodes.clear()
-
-    @property
-    def calling(self) -> Collection[int]:
-        """The parameters whose gradients call."""
-        return self._calling.keys()
-
-
-class PollableHooks(GradHooks):
-    """Hooks on all parameters or on a few, with nothing left on the others: see [Which hooks]."""
-
-    def __init__(
-        self, parameters: Sequence[Tensor], nodes: Sequence[Any], on_ready: OnReady, arrived: list[Tensor]
-    ) -> None:
-        self._parameters = list(parameters)
-        self._nodes = list(nodes)
-        self._on_ready = weakref.WeakMethod(on_ready)
-        self._arrived = arrived
-        self._all = RemovableHooks(parameters, on_ready)
-        self._few: dict[int, Any] = {}
-        self._permanent: PermanentHooks | None = None
-        self._all.register()
-
-    @property
-    def can_poll(self) -> bool:
-        """Whether parameters that do not call cost nothing."""
-        return self._permanent is None
-
-    def listen(self, mode: HookMode, few: Collection[int] = ()) -> None:
-        """LAST_PER_BUCKET is for good: from then on every parameter has a hook."""
-        if mode is HookMode.LAST_PER_BUCKET and self._permanent is None and (on_ready := self._on_ready()) is not None:
-            self._all.remove()
-            self._keep(())
-            self._permanent = PermanentHooks(self._parameters, self._nodes, on_ready, self._arrived)
-        if self._permanent is not None:
-            self._permanent.listen(mode, few)
-        elif mode is HookMode.ALL:
-            self._keep(())
-            self._all.register()
-        else:
-            self._poll(few)
-
-    def _poll(self, few: Collection[int]) -> None:
-        self._all.remove()
-        self._keep(few)
-        for i in few:
-            if i not in self._few:
-                self._few[i] = _call_after_node(self._nodes[i], self._on_ready(), i)
-
-    def flush(self) -> None:
-        """Report the gradient that has been accumulated last."""
-        self._all.flush()
-
-    def unreported(self) -> int | None:
-        """The parameter whose gradient would be reported by `flush`."""
-        return self._all.unreported()
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        self._all.remove()
-        self._keep(())
-        self._nodes.clear()
-        if self._permanent is not None:
-            self._permanent.remove()
-
-    @property
-    def calling(self) -> Collection[int]:
-        """The parameters that call, each at once: all others have nothing left on their accumulators."""
-        return self._few.keys() if self._permanent is None else self._permanent.calling
-
-    def _keep(self, few: Collection[int]) -> None:
-        for i in [i for i in self._few if i not in few]:
-            self._few.pop(i).remove()
-            if self._parameters[i].requires_grad:
-                self._nodes[i] = None  # a new node has no trace of the hook, unless a graph holds the old one
-                self._nodes[i] = _accumulator(self._parameters[i])
-
-
-def _call_after_node(node: Any, on_ready: OnReady | None, index: int, *, undefined: bool = False) -> Any:
-    """Call the bound method `on_ready` with `index` after an accumulator has run. Its object is held weakly."""
-    assert isinstance(on_ready, types.MethodType)
-    weak, method = weakref.ref(on_ready.__self__), on_ready.__func__
-
-    def ready(_: Any, incoming: tuple[Tensor | None, ...]) -> None:
-        owner = weak()
-        if owner is not None and (undefined or incoming[0] is not None):
-            method(owner, index)
-
-    ready.__name__ = ACCUMULATED
-    return node.register_hook(ready)
+    hook.__name__ = ACCUMULATED
+    return hook
 
 
 def _accumulator(parameter: Tensor) -> Any:
+    frozen = not parameter.requires_grad
     with torch.enable_grad():
-        return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        if frozen:
+            parameter.requires_grad_()
+        node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        if frozen:
+            parameter.requires_grad_(False)
+    return node
+
+
+def on_backward(output: Any, begun: Callable[[], object]) -> bool:
+    """Call the bound method `begun` when a backward reaches the model's outputs. Its object is held weakly.
+
+    Returns whether every backward is certain to be noticed: a hook on a leaf, such as a parameter that the model returns, would
+    stay on it for good, and there may be tensors in `output` that cannot be found.
+    """
+    outputs = [t for t in tensors_in(output) if t.requires_grad]
+    call = weakly(begun)
+
+    def reached(_: Tensor) -> None:
+        call()
+
+    hooked = [t.register_hook(reached) for t in outputs if t.grad_fn is not None]
+    return 0 < len(hooked) == len(outputs)

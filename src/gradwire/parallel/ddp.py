@@ -225,8 +225,10 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
 
     @untraced_call
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
-        self._check_finalized()
         replica = self.replica
+        if replica.recomputing:
+            return self._moved(inputs, kwargs)
+        self._check_finalized()
         replica.sync = self.require_backward_grad_sync
         if not self._fused_optimizers_checked:
             self._fused_optimizers_checked = True
@@ -240,13 +242,18 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
             self._sync_buffers(BufferHook.BEFORE)
             if self._join_config.enable:
                 self._uneven.announce_sync(replica.sync)
-        if self.device_ids:
-            inputs, kwargs = move_to(inputs, kwargs, torch.device(self.device_type, self.device_ids[0]))
         forward_begins(self.module)
+        return self._moved(inputs, kwargs)
+
+    def _moved(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self.device_ids:
+            return move_to(inputs, kwargs, torch.device(self.device_type, self.device_ids[0]))
         return inputs, kwargs
 
     @untraced_call
     def _post_forward(self, output: Any) -> Any:
+        if self.replica.recomputing:
+            return output
         self._sync_buffers(BufferHook.AFTER)
         # Once more, as Lightning resets it if the module has run its backward itself.
         self.replica.sync = self.require_backward_grad_sync

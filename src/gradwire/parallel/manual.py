@@ -74,11 +74,8 @@ class ManualFinalization:
         reducer.finish()
 
     def _apply_manual(self) -> None:
-        """Configure the reducer. Gradient hooks must call it at once: the caller may finalize right after the last gradient."""
-        reducer = self.replica.reducer
-        reducer.manual = self._manual
-        if self._manual:
-            reducer.listener.call_at_once()
+        """Configure the reducer, in which every gradient calls then: the caller may finalize right after the last one."""
+        self.replica.reducer.manual = self._manual
 
     def _check_finalized(self) -> None:
         """Before a forward: the last backward must have been finalized. It still can be, so nothing is changed."""

@@ -8,6 +8,7 @@ reduced (`reducer`), or how they are communicated (`hooks`, `groups`).
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 from gradwire.autograd.compiled.install import forward_begins
 from gradwire.autograd.grad_hooks import on_backward
 from gradwire.autograd.graph import mark_outputs, reachable_parameters
+from gradwire.errors import LayoutError
 from gradwire.events import Handle
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
@@ -27,7 +29,7 @@ from gradwire.parallel.hook_controls import HookControls
 from gradwire.parallel.module_state import ModuleState
 from gradwire.parallel.recovery import Recovery
 from gradwire.parallel.sink import through_sink
-from gradwire.parallel.trainable import check_engine_thread, check_not_aborted, trainable_parameters
+from gradwire.parallel.trainable import check_engine_thread, check_not_aborted, check_not_replaced, trainable_parameters
 from gradwire.policies import BucketMemory, Buckets, Buffers, Gradients, Graph, NonFinite, ScaleCheck, check_policies
 from gradwire.recorder.flight_recorder import RecordKind
 from gradwire.reducer import BucketLayout, Reducer, ReducerOptions
@@ -97,23 +99,18 @@ class Replica(HookControls):
             check_not_aborted(group)
             compare_parameters(group, specs, device=self.parameters[0].device)
             self.state.broadcast()
-        layout = BucketLayout.make(specs, self._first_members(specs))
-        for spec in layout.buckets:
-            hook.check(spec)
+        layout = self._first_layout(hook, specs)
         self.runner = HookRunner(hook, group, zip(self.names, self.parameters, strict=True))
         self.runner.scale_check = policies.scale_check
-        self.checks: NonFiniteChecked | None = None
-        views = policies.gradients is Gradients.VIEWS
-        if policies.nonfinite is not NonFinite.PASS:
-            overwritten = Overwritten.IN_BUCKETS if views else Overwritten.NONE
-            self.checks = NonFiniteChecked(self.runner, specs, policies.nonfinite, overwritten=overwritten)
+        self._policies = policies
+        self.checks = self._make_checks(specs)
         self.reducer = Reducer(
             self.parameters,
             layout,
             group=group,
             runner=self.checks or self.runner,
             options=ReducerOptions(
-                keep_views=views,
+                keep_views=policies.gradients is Gradients.VIEWS,
                 lazy_buckets=self._buckets.memory is BucketMemory.DURING_BACKWARD,
                 track_unused=self.graph is Graph.FIND_UNUSED,
                 skip_unused=policies.skip_unused,
@@ -125,7 +122,9 @@ class Replica(HookControls):
         """Handles of the module hooks that other objects have registered for this replica."""
         if self.graph is Graph.STATIC:
             self.reducer.learn_static_graph()
-        self._attach_grad_hooks()
+        self.reducer.incomplete = functools.partial(check_not_replaced, self.state, self.names, self.parameters)
+        self._last_unused: list[int] = []
+        self.reducer.attach()
         self._hook_changed()
 
     @property
@@ -138,22 +137,37 @@ class Replica(HookControls):
         """The replicated module. It is held weakly: it, or its wrapper, owns this."""
         return self.state.module
 
-    def _first_members(self, specs: list[ParameterSpec]) -> list[list[int]]:
+    def _first_layout(self, hook: CommHook, specs: list[ParameterSpec]) -> BucketLayout:
         """Buckets before any backward has shown the order: gradients are assumed to become ready from the last to the first."""
         known = self._buckets.from_start or self.graph is Graph.FIND_UNUSED
         limits = self._buckets.limits if known else (_UNLIMITED,)
-        return by_size(specs, limits)[::-1]
+        layout = BucketLayout.make(specs, by_size(specs, limits)[::-1])
+        for spec in layout.buckets:
+            hook.check(spec)
+        return layout
 
-    def _attach_grad_hooks(self) -> None:
-        # A static graph counts gradients only: a parameter that the first step reaches without a gradient, through the sink, is
-        # not reached at all in the next.
-        on_nodes, undefined = self.graph is not Graph.ALL_USED, self.graph is Graph.FIND_UNUSED
-        self.reducer.listener.attach(
-            self.reducer.on_ready,
-            on_compiled=self.reducer.compiled_reports.on_gradient,
-            on_nodes=on_nodes,
-            undefined=undefined,
-        )
+    def _make_checks(self, specs: list[ParameterSpec]) -> NonFiniteChecked | None:
+        policies = self._policies
+        if policies.nonfinite is NonFinite.PASS:
+            return None
+        overwritten = Overwritten.IN_BUCKETS if policies.gradients is Gradients.VIEWS else Overwritten.NONE
+        return NonFiniteChecked(self.runner, specs, policies.nonfinite, overwritten=overwritten)
+
+    def _follow_conversion(self) -> None:
+        """Parameters have another dtype or device than when they were hooked: begin again with new hooks and new buckets.
+
+        Hooks begin without states, as in a model that was converted before it was replicated.
+        """
+        old = self.reducer.layout.parameters
+        named = zip(self.names, self.parameters, old, strict=True)
+        specs = [ParameterSpec.of(name, parameter, sparse=spec.sparse) for name, parameter, spec in named]
+        check_engine_thread(self.group, self.parameters)
+        compare_parameters(self.group, specs, device=self.parameters[0].device)
+        self.finish_checks()
+        self.reducer.begin_again(self._first_layout(self.runner.hook, specs))
+        self.runner.start_over(self.runner.step)
+        self.checks = self._make_checks(specs)
+        self.reducer.reductions.runner = self.checks or self.runner
 
     # -- the hook ------------------------------------------------------------------------------------------------------
 
@@ -177,7 +191,6 @@ class Replica(HookControls):
         self._hook_changed()
 
     def _hook_changed(self) -> None:
-        self.reducer.may_poll = self.runner.torch_hook is None  # torch's hooks see parameters, and may write to `.grad`
         self.state.warn_when_saved(None if self.runner.outer is None else self.runner)
 
     def settings(self) -> dict[str, Any]:
@@ -198,6 +211,8 @@ class Replica(HookControls):
     @untraced_call
     def before_forward(self) -> None:
         """Rebuild buckets if due, and make buffers equal."""
+        if self.recomputing:
+            return
         self.reducer.iterations.record(RecordKind.FORWARD_BEGAN)
         with self.recovery.failing_forward():
             self.rebuild()
@@ -209,29 +224,39 @@ class Replica(HookControls):
         """Rebuild buckets once the first step has shown the order of gradients; first recover from a step that failed."""
         self.recovery.recover_if_failed()
         if self.reducer.machine.state is State.RESTING:
-            self.reducer.listener.arrived.clear()  # of a backward that is not reduced
+            self.reducer.intake.abandon()  # of a backward that is not reduced
         if torch.is_grad_enabled():
+            if self.reducer.intake.converted():
+                self._follow_conversion()
             self.reducer.rebuild()
+
+    @property
+    def recomputing(self) -> bool:
+        """Whether a forward now is not a new step: a checkpoint around the model computes it again during its own backward."""
+        return torch._C._current_graph_task_id() != -1 and self.reducer.backward_runs
 
     def forward_failed(self, error: BaseException) -> None:
         """The module's forward has raised: if a backward was expected, the other ranks must not wait for it."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self.recomputing:
             self.reducer.iterations.fail_forward(error)
 
     @untraced_call
     def after_forward(self, output: Any) -> Any:
         """Expect the backward of this forward. Returns the output, which may pass through a sink."""
+        if self.recomputing:
+            return output
         self.reducer.iterations.record(RecordKind.FORWARD_ENDED)
         if torch.is_grad_enabled():
             self.reducer.iterations.forward_ended()
             mark_outputs(output, self.reducer.iterations)
         if not (torch.is_grad_enabled() and self.sync):
             self.sync_buffers_next = False
+            on_backward(output, self.reducer.backward_begins)
             return output
         self.sync_buffers_next = True
+        if self.graph is Graph.FIND_UNUSED:
+            output = through_sink(output, clone=self.sink_clones)
         self.expect_backward(output)
-        if self.graph is Graph.FIND_UNUSED or self.reducer.used.learning:
-            return through_sink(output, self.reducer.backward_begins, clone=self.sink_clones)
         return output
 
     def expect_backward(self, output: Any) -> None:
@@ -241,10 +266,14 @@ class Replica(HookControls):
             with torch.autograd.profiler.record_function("search_unused_parameters"):
                 reached = reachable_parameters(output, self.parameters)
             unused = [i for i in range(len(self.parameters)) if i not in reached]
-        reducer = self.reducer
-        reducer.prepare(unused)
-        if reducer.listener.listening.polling and not on_backward(output, reducer.backward_begins):
-            reducer.fall_back()
+            if unused != self._last_unused:
+                self._last_unused = unused
+                try:
+                    check_not_replaced(self.state, self.names, self.parameters)
+                except LayoutError as error:
+                    self.reducer.iterations.fail_forward(error)
+                    raise
+        self.reducer.prepare(unused, all_call=not on_backward(output, self.reducer.backward_begins))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -263,7 +292,6 @@ class Replica(HookControls):
         self.reducer.used.track = False
         self.reducer.order.limits = self._buckets.limits
         self.reducer.learn_static_graph()
-        self._attach_grad_hooks()
 
     def check_finished(self) -> None:
         """Raise if the last backward did not reduce every bucket."""
@@ -287,7 +315,7 @@ class Replica(HookControls):
 
     def detach(self) -> None:
         """Remove our hooks: the module is an ordinary module again."""
-        self.reducer.listener.detach()
+        self.reducer.intake.detach()
         for handle in self.handles:
             handle.remove()
         self.handles = []

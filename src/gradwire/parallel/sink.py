@@ -16,14 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gradwire.runtime.threads import weakly
-
 
 class _Sink(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, begun: Callable[[], object], clone: bool, *values: Any) -> tuple[Any, ...]:
+    def forward(ctx: Any, clone: bool, *values: Any) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)  # None stays None
-        ctx.begun = begun
         if clone:
             # A loss computed in place on an output would otherwise be refused as a write into a view.
             return tuple(v.clone() if isinstance(v, Tensor) else v for v in values)
@@ -31,17 +28,13 @@ class _Sink(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        ctx.begun()
-        return (None, None, *grads)
+        return (None, *grads)
 
 
-def through_sink(output: Any, begun: Callable[[], object], *, clone: bool) -> Any:
-    """The same structure of outputs, with every tensor that has a history passed through the sink.
-
-    The bound method `begun`, whose object is held weakly, is called when a backward reaches the sink.
-    """
+def through_sink(output: Any, *, clone: bool) -> Any:
+    """The same structure of outputs, with every tensor that has a history passed through the sink."""
     values, rebuild = _take_apart(output)
-    passed = _Sink.apply(weakly(begun), clone, *values)
+    passed = _Sink.apply(clone, *values)
     kept = [v if isinstance(v, Tensor) and v.grad_fn is None else p for v, p in zip(values, passed, strict=True)]
     return rebuild(iter(kept))
 

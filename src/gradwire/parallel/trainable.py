@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from gradwire.errors import (
     GroupAborted,
+    LayoutError,
     NoTrainableParameters,
     ShardedParameter,
     UninitializedError,
@@ -18,6 +19,7 @@ from gradwire.errors import (
     again,
 )
 from gradwire.groups.base import Group
+from gradwire.parallel.module_state import ModuleState
 from gradwire.reducer import ParameterSpec
 from gradwire.reducer.buckets.layout import plain_name
 
@@ -47,6 +49,19 @@ def check_not_aborted(group: Group) -> None:
             "of a model whose step failed does it too."
         )
         raise error
+
+
+def check_not_replaced(state: ModuleState, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+    """Raise if a parameter of the module is another one than when the module was replicated: it would stay local."""
+    ours = dict(zip(names, parameters, strict=True))
+    for full_name, parameter in state.module.named_parameters():
+        name = plain_name(full_name)
+        # While mixed precision has put others in place of them, these are not leaves.
+        if name in ours and parameter is not ours[name] and parameter.is_leaf:
+            raise LayoutError(
+                f"backward of a replicated model on rank {state.group.rank}: parameter {name} has been replaced since the model "
+                "was replicated, so its gradient is not averaged. Replace parameters first, then replicate."
+            )
 
 
 def trainable_parameters(

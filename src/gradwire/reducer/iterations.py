@@ -113,18 +113,18 @@ class Iterations:
 
     def backward_failed(self, tensors: Any, error: BaseException) -> None:
         """A backward has raised `error`, in this model or in another: if it was of this one, the step has failed."""
-        if self._is_of_this_model(tensors):
+        if self.is_of_this_model(tensors):
             self.fail(error)
 
     def _refuse_compiled(self, tensors: Any) -> None:
-        if self._is_of_this_model(tensors):
+        if self.is_of_this_model(tensors):
             raise CompiledAutograd(
                 f"backward of a replicated model on rank {self.group.rank} under compiled autograd: it runs no callbacks at the "
                 "end of a backward, so gradients would never be averaged. Set torch._dynamo.config.compiled_autograd = False; "
                 "torch.compile of the model may stay."
             )
 
-    def _is_of_this_model(self, tensors: Any) -> bool:
+    def is_of_this_model(self, tensors: Any) -> bool:
         """Whether a backward from `tensors` is one that is expected. Outputs of the model are marked with this object."""
         return self.expects_backward and (
             bool(reachable_parameters(tensors, self._parameters)) or reaches_mark(tensors, self)

@@ -11,7 +11,7 @@ must meet. A bucket that is full waits for those before it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from gradwire.errors import GradwireError, GraphChanged, InternalError, ReadyTwice, Unfinished
@@ -36,9 +36,8 @@ class Launch:
 
     bucket: int
     last: bool
-
-
-_NOTHING: tuple[Launch, ...] = ()
+    filler: int = field(default=-1, compare=False)
+    """The parameter whose gradient made this launch possible."""
 
 
 class Machine:
@@ -60,9 +59,11 @@ class Machine:
         self._uses: list[int] = []  # of a static graph: how often each is still to come
         self._next = 0
         self.arrival: list[int] = []
-        """The parameters whose gradients are there, in the order in which they were computed."""
+        """The parameters whose gradients have arrived, in the order in which they were computed."""
         self.computed: set[int] = set()
         """Parameters that have their place in `arrival` already, although their gradients are not accumulated yet."""
+        self.unused: list[int] = []
+        """Parameters that count as ready in this step from its first gradient on."""
 
     def _relayout(self, members: Sequence[Sequence[int]]) -> None:
         self.members = tuple(tuple(m) for m in members)
@@ -81,7 +82,7 @@ class Machine:
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def prepare(self, unused: Iterable[int] = ()) -> Sequence[Launch]:
+    def prepare(self, unused: Iterable[int] = ()) -> None:
         """A forward has ended whose backward is to be synchronized. `unused` parameters count as ready."""
         if self.state in (State.RUNNING, State.LAUNCHED):
             raise self.unfinished()
@@ -93,69 +94,70 @@ class Machine:
         self.arrival = []
         self.computed.clear()
         self.state = State.ARMED
-        self._unused = [i for i, n in enumerate(self._uses) if n == 0] if self.static_uses is not None else list(unused)
-        return _NOTHING
+        self.unused = list(unused) if self.static_uses is None else [i for i, n in enumerate(self._uses) if n == 0]
 
-    def grad_ready(self, index: int) -> Sequence[Launch]:
-        """The gradient of parameter `index` has been accumulated."""
-        if self.state is State.RESTING:
-            return _NOTHING
+    def arrived(self, indices: Sequence[int]) -> list[Launch]:
+        """The gradients of these parameters have been accumulated, in this order."""
+        if self.state is State.RESTING or not indices:
+            return []
+        launches: list[Launch] = []
         if self.state is State.ARMED:
             self.state = State.RUNNING
-            launches = [launch for i in self._unused if i != index for launch in self._mark(i)]
-            launches += self._use(index)
-            return launches
-        return self._use(index)
+            launches = self._mark([i for i in self.unused if i != indices[0]])
+        if self.static_uses is not None:
+            indices = self._last_uses(indices)
+        launches += self._mark(indices)
+        self.arrival += [i for i in indices if i not in self.computed] if self.computed else indices
+        return launches
 
-    def all_ready(self, indices: Sequence[int]) -> Sequence[Launch]:
-        """These gradients, all of one bucket, have been accumulated, in this order: `grad_ready` for each, at once."""
-        if not indices:
-            return _NOTHING
-        if self.state is State.ARMED and not self._unused:
-            self.state = State.RUNNING
-        if self.state is not State.RUNNING or self.static_uses is not None:
-            return [launch for i in indices for launch in self.grad_ready(i)]
-        ready = self._ready
+    def computed_early(self, indices: Sequence[int]) -> None:
+        """These gradients have been computed, in this order, and will be accumulated later."""
+        for i in indices:
+            if i not in self.computed:
+                self.computed.add(i)
+                self.arrival.append(i)
+
+    def nothing_arrived(self) -> list[Launch]:
+        """A backward that reached the model's outputs has ended, and no gradient has arrived: legal if none was expected."""
+        if self.state is not State.ARMED:
+            return []
+        if len(self.unused) < len(self.names):
+            raise self.unfinished()
+        self.state = State.RUNNING
+        return self._mark(self.unused)
+
+    def _last_uses(self, indices: Sequence[int]) -> list[int]:
+        """In a static graph: those whose gradient has now arrived as often as in the first step."""
+        last = []
+        for i in indices:
+            self._uses[i] -= 1
+            if self._uses[i] < 0:
+                raise self._twice(i)
+            if self._uses[i] == 0:
+                last.append(i)
+        return last
+
+    def _mark(self, indices: Sequence[int]) -> list[Launch]:
+        launches: list[Launch] = []
+        ready, left, bucket_of = self._ready, self._left, self.bucket_of
         for i in indices:
             if ready[i]:
                 raise self._twice(i)
             ready[i] = True
-        self.arrival += [i for i in indices if i not in self.computed] if self.computed else indices
-        return self._count(self.bucket_of[indices[0]], len(indices))
+            bucket = bucket_of[i]
+            left[bucket] -= 1
+            if not left[bucket] and bucket == self._next:
+                self._launch_full(i, launches)
+        return launches
 
-    def _use(self, index: int) -> Sequence[Launch]:
-        if self.static_uses is not None:
-            self._uses[index] -= 1
-            if self._uses[index] > 0:
-                return _NOTHING
-            if self._uses[index] < 0:
-                raise self._twice(index)
-        if self._ready[index]:
-            raise self._twice(index)
-        if index not in self.computed:
-            self.arrival.append(index)
-        return self._mark(index)
-
-    def _mark(self, index: int) -> Sequence[Launch]:
-        if self._ready[index]:
-            raise self._twice(index)
-        self._ready[index] = True
-        return self._count(self.bucket_of[index], 1)
-
-    def _count(self, bucket: int, number: int) -> Sequence[Launch]:
-        left = self._left
-        left[bucket] -= number
-        if left[bucket] or bucket != self._next:
-            return _NOTHING
-        launches = []
-        count = len(left)
+    def _launch_full(self, filler: int, launches: list[Launch]) -> None:
+        left, count = self._left, len(self._left)
         while self._next < count and left[self._next] == 0:
-            launches.append(Launch(self._next, self._next == count - 1))
+            launches.append(Launch(self._next, self._next == count - 1, filler))
             self._next += 1
         self.story.append(f"launched to bucket {self._next - 1}")
         if self._next == count:
             self.state = State.LAUNCHED
-        return launches
 
     def finished(self) -> None:
         """Every reduction has been waited for and copied out."""
@@ -188,7 +190,7 @@ class Machine:
         """Parameters that have no gradient yet in this step."""
         return [i for i, ready in enumerate(self._ready) if not ready]
 
-    # -- what is said when an event is illegal ---------------------------------------------------------------------------
+    # -- errors ----------------------------------------------------------------------------------------------------------
 
     def _named(self, indices: Iterable[int]) -> str:
         return ", ".join(f"{i} ({self.names[i]})" for i in indices)

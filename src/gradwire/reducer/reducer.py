@@ -1,25 +1,31 @@
 """The reducer: gradients of one model on one rank, from "ready" to "averaged and back in .grad".
 
-It carries out what the state machine decides, with real gradients, buckets and reductions. It does not know where a hook came
+It runs what the state machine decides, with real gradients, buckets and reductions. It does not know where a hook came
 from, which flags a user passed, or what a module is.
 
 Note [The parts of a step]
-`machine.py` counts gradients down to launches. `listening.py` chooses for each step how gradients are reported, `arrivals.py`
-carries that out and turns what is reported into launches. `bucket_buffers.py` holds the memory, `reductions.py` launches
-buckets and puts averages back, with a `hook_runner.py` that reduces them. `iterations.py` fails a step on all ranks together.
+`intake/` collects gradients and returns full buckets, counted by `machine.py`. `buckets/` holds the memory, `reductions.py`
+launches buckets and puts averages back, with a `hook/runner.py` that reduces them. `iterations.py` fails a step on all ranks.
+
+Note [The end of a step]
+A backward that reaches the model's outputs, or one of its parameters, queues one callback for the end of that graph task. There the
+gradients that did not call are counted, the last bucket is launched, and the step is finished once all buckets have been launched.
+If it raises instead, `iterations.py` fails the step. If it ends without having reached any parameter, it cannot be told from
+a backward that another rank averages: the step fails too, or, where unused parameters are allowed, zeros are sent.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire.autograd.backward_end import at_backward_end
+from gradwire.autograd.backward_errors import on_returned_backward
 from gradwire.collectives import broadcast
 from gradwire.errors import GradwireError
 from gradwire.events import BackwardEnded, Emitter, GradientReady, StepEnded
@@ -27,34 +33,16 @@ from gradwire.groups.base import Group
 from gradwire.recorder.flight_recorder import RecordKind
 from gradwire.reducer.buckets.buffers import Buckets
 from gradwire.reducer.buckets.layout import BucketLayout
-from gradwire.reducer.intake.arrivals import Arrivals, GradListener
-from gradwire.reducer.intake.awaited_gradients import AwaitedGradients
-from gradwire.reducer.intake.bucket_order import BucketOrder
-from gradwire.reducer.intake.compiled_reports import CompiledReports
-from gradwire.reducer.intake.used_parameters import UsedParameters
+from gradwire.reducer.intake.awaited_gradients import register
+from gradwire.reducer.intake.intake import GradientIntake
+from gradwire.reducer.intake.order import BucketOrder
+from gradwire.reducer.intake.used import UsedParameters
 from gradwire.reducer.iterations import Iterations
 from gradwire.reducer.machine import Launch, Machine, State
 from gradwire.reducer.reductions import Reductions, Runner, StepRejected
-from gradwire.reducer.status import ReducerStatus
+from gradwire.reducer.status import ReducerOptions, ReducerStatus
 
-_RESTING = State.RESTING  # to look up a member of an Enum takes ten times as long, and this is asked for every gradient
-_ARMED = State.ARMED
-
-
-@dataclass(frozen=True, slots=True)
-class ReducerOptions:
-    """How a reducer treats gradients and buckets. The defaults are those of torch's DDP."""
-
-    keep_views: bool = False
-    """Gradients are views of the buckets after a step."""
-    lazy_buckets: bool = False
-    """Bucket memory is allocated at launch and released at the end of the step."""
-    track_unused: bool = False
-    """Ranks exchange in every step which parameters they used."""
-    skip_unused: bool = False
-    """Buckets none of whose parameters are used are not reduced."""
-    rebuild_limits: Sequence[int] | None = None
-    """Sizes in bytes of the buckets that are built after the first step, when the order of gradients is known."""
+_RESTING = State.RESTING  # to look up a member of an Enum takes ten times as long
 
 
 class Reducer:
@@ -77,26 +65,28 @@ class Reducer:
         self.steps = 0
         self.manual = False
         """Whether the owner calls `finish` after the last launch, instead of the end of backward."""
-        self.may_poll = False
-        """Whether only the engine writes to `.grad` during backward, and the owner calls `backward_begins` when polling."""
         self.leave_gradients = False
         """Whether averages are not put back, as an optimizer has used them in backward."""
         self.after_backward: list[Callable[[], None]] = []
         self.wait_at_end: list[torch.futures.Future[Any]] = []
+        self.incomplete: Callable[[], object] | None = None
+        """Called when a backward has ended in which some parameters got no gradient; it may raise."""
         self.machine = Machine(layout.members, [s.name for s in layout.parameters], rank=group.rank)
         self.buckets = Buckets(parameters, layout, keep_views=options.keep_views, lazy=options.lazy_buckets)
         self.order = BucketOrder(layout.parameters, options.rebuild_limits)
         self.used = UsedParameters(len(parameters), track=options.track_unused, device=self.device)
-        self.listener = GradListener(parameters)
-        self.reductions = Reductions(group, runner, self.buckets, self.listener, self.events)
+        self.intake = GradientIntake(self.parameters, self.machine, in_buckets=options.keep_views)
+        self.reductions = Reductions(group, runner, self.buckets, self.intake, self.events)
         self.iterations = Iterations(self.parameters, group, self.machine, abandon=self._abandon)
-        self._arrivals = Arrivals(self.machine, self.listener, self.buckets, self.order)
-        self._awaited = AwaitedGradients(self.machine, self.listener, self.iterations, self.used)
-        self.compiled_reports = CompiledReports(self.listener.compiled, self)
         self._skip_unused = options.skip_unused
         self._first_layout = layout
-        self._end_is_queued = False
+        self.backward_runs = False
+        """Whether a backward is running that has reached the outputs of the model or one of its parameters."""
+        self._outputs_reached = False
+        self._lock = threading.RLock()  # a model on several devices has a thread for each of them in backward
         self.buckets.allocate(layout, group)
+        on_returned_backward(self.backward_returned)
+        register(self)
 
     @property
     def layout(self) -> BucketLayout:
@@ -122,6 +112,10 @@ class Reducer:
             last_error=self.iterations.last_error,
         )
 
+    def attach(self) -> None:
+        """Put hooks on the parameters."""
+        self.intake.attach(self.on_arrival, self.early)
+
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def rebuild(self) -> bool:
@@ -139,8 +133,20 @@ class Reducer:
         self.machine.abandon("buckets are rebuilt")
         self.machine.relayout(layout.members)
         self.buckets.allocate(layout, self.group)
-        self.listener.listening.forget()
+        self.intake.forget()
         self.reductions.runner.buckets_changed()
+
+    def begin_again(self, layout: BucketLayout) -> None:
+        """Parameters have another dtype or device: use this layout, and learn the rest as after construction."""
+        self.device = self.parameters[0].device
+        self.order = BucketOrder(layout.parameters, self.order.limits)
+        self.used = UsedParameters(len(self.parameters), track=self.used.track, device=self.device)
+        if self.machine.static_uses is not None:
+            self.learn_static_graph()
+        self._first_layout = layout
+        self._use_layout(layout)
+        if self.intake.hooks is not None:
+            self.intake.hooks.attach()
 
     def start_over(self) -> None:
         """After a failed step: begin as after construction, with rank 0's count of steps.
@@ -150,7 +156,7 @@ class Reducer:
         the rest again, together.
         """
         self.machine.abandon("the group was recovered")
-        self._drop()
+        self.reductions.drop()
         self.iterations.failure = None
         self.wait_at_end.clear()
         steps = torch.tensor([self.steps], device=self.device)
@@ -174,94 +180,73 @@ class Reducer:
         self.used.learn_static_graph()
         self.machine.static_uses = None
 
-    def prepare(self, unused: Iterable[int] = ()) -> None:
-        """A forward has ended whose backward is to be synchronized."""
+    def prepare(self, unused: Iterable[int] = (), *, all_call: bool = False) -> None:
+        """A forward has ended whose backward is to be synchronized. `all_call`: its outputs cannot be hooked."""
         self.catch_up()
+        if torch._C._current_graph_task_id() == -1:
+            self.backward_runs = self._outputs_reached = False
         unused = list(unused)
         try:
             self.machine.prepare(unused)
         except GradwireError as error:
             self.iterations.fail_forward(error)
             raise
-        self._drop()
-        self.listener.compiled.clear()
+        self.reductions.drop()
         self.reductions.unused = frozenset(unused) if self._skip_unused else ()
         self.iterations.forward_ended()
         self.reductions.step = self.iterations.number
         self.used.forget_first_uses()
-        static = self.machine.static_uses is not None
-        self._arrivals.prepare(
-            need_all=not self.order.rebuilt or self.used.needs_all or static or bool(self.events),
-            can_poll=self.may_poll and not self.leave_gradients and not self.listener.compiled.enabled,
-            at_once=self.events.wants(GradientReady),
-        )
+        # Not where an optimizer steps in backward, and not where the caller finalizes, perhaps during backward.
+        may_take_early = not (self.used.learning or self.leave_gradients or self.manual)
+        all_call = all_call or self.manual or self.used.learning or self.events.wants(GradientReady)
+        self.intake.prepare(all_call=all_call, unused=unused, may_take_early=may_take_early)
 
     # -- during backward -----------------------------------------------------------------------------------------------
 
-    def on_ready(self, index: int, *, reported: bool = False) -> None:
-        """The gradient of parameter `index` has been accumulated, or compiled code has `reported` it and it will be."""
-        if not reported and index in self.listener.compiled.reported:
-            return
-        if self.listener.arrived:
-            self.catch_up()
-        machine, used = self.machine, self.used
-        if used.needs_all and (reported or self.parameters[index].grad is not None):
-            used.seen(index)
-        if machine.state is _RESTING:
-            if self.iterations.failure is not None:
-                raise self.iterations.failure
-            return
-        if self.events:
-            self.events.emit(GradientReady(time.perf_counter(), self.group.rank, machine.names[index], index))
-        if used.needs_all and used.learning:
-            used.count(index)
-            self.backward_begins()  # if nothing could report it before: no output was found to put the sink behind
-            return
-        if machine.state is _ARMED and self.listener.listening.watching:
-            self.listener.at_end(self._graph_task_ended)
-            self.reductions.forget_gradients()
-            self.listener.first_arrived(index)
-        self._launch(self._arrivals.called, index)
+    def backward_begins(self) -> None:
+        """A backward has reached the model's outputs, or one of its parameters: see [The end of a step]."""
+        self._outputs_reached = True
+        if not self.backward_runs:
+            self.backward_runs = True
+            at_backward_end(self._graph_task_ended, failed=self._graph_task_failed)
+
+    def on_arrival(self) -> None:
+        """Gradients have been accumulated."""
+        with self._lock:
+            self._arrived(self.intake.pop())
+
+    def early(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """Compiled code has computed these gradients; they will be accumulated when all of its graph has run."""
+        with self._lock:
+            taken = self.intake.early(indices, gradients)
+            if taken:
+                self.catch_up()
+                self._arrived(taken, early=True)
 
     def catch_up(self) -> None:
         """Count the gradients that have arrived without a call."""
-        if self.listener.arrived:
-            self._launch(self._arrivals.uncalled)
+        arrived = self.intake.pop()
+        if arrived:
+            self._arrived(arrived)
 
-    def fall_back(self) -> None:
-        """Be called for every gradient still to come, and count those that are there."""
-        self._launch(self._arrivals.fall_back)
-
-    def _graph_task_ended(self) -> None:
-        self._launch(self._arrivals.graph_task_ended)
-
-    def backward_begins(self) -> None:
-        """A backward has begun. If it is the first one of a static graph, reduce at its end; when polling, look then."""
-        if self.used.learning and not self._end_is_queued:
-            self._end_is_queued = True
-            at_backward_end(self._finish_first_static_step)
-        elif self.listener.listening.polling:
-            self.listener.at_end(self._graph_task_ended)
-
-    def _finish_first_static_step(self) -> None:
-        """At the end of the first backward of a static graph: reduce everything, and remember how often each was used."""
-        self._end_is_queued = False
-        uses = self.used.take_first_uses()
-        if not uses:
-            return  # this was `torch.autograd.grad`, which accumulates nothing: the backward is still to come
-        machine, everything = self.machine, range(len(self.parameters))
-        machine.prepare(i for i in everything if i not in uses)
-        # In the order in which they arrived first.
-        launches = [launch for i in uses for launch in machine.grad_ready(i)]
-        machine.static_uses = [uses.get(i, 0) for i in everything]
-        try:
-            self.reductions.launch(launches)
-        except BaseException as error:
-            self.iterations.fail(error)
-            raise
-        machine.arrival = []  # as in torch, the order is taken from the second step of a static graph
-        if machine.complete and not self.manual:
-            self.finish()
+    def _arrived(self, indices: Sequence[int], *, early: bool = False) -> None:
+        """These gradients have been accumulated, in this order, or will be (`early`)."""
+        used = self.used
+        if used.exchanged:
+            used.seen(indices if early else [i for i in indices if self.parameters[i].grad is not None])
+        if self.machine.state is _RESTING:
+            if self.iterations.failure is not None:
+                raise self.iterations.failure
+            return
+        if self.events and self.events.wants(GradientReady):
+            for i in indices:
+                self.events.emit(GradientReady(time.perf_counter(), self.group.rank, self.machine.names[i], i))
+        if not self.backward_runs and torch._C._current_graph_task_id() != -1:
+            self.backward_begins()  # no output was found to hook
+        if used.learning:
+            used.count(indices)
+        else:
+            self._launch(self.intake.count, indices)
 
     def _launch(self, find: Callable[..., Sequence[Launch]], *args: Any) -> None:
         """Launch the buckets that `find(*args)` returns, except that the last one of a step waits for the end of backward.
@@ -273,23 +258,61 @@ class Reducer:
             launches = find(*args)
             if not launches:
                 return
-            if self.manual or not launches[-1].last:
-                self.reductions.launch(launches)
-                return
-            self.reductions.hold(launches[-1])
-            self.reductions.launch(launches[:-1])
+            if launches[-1].last and not self.manual:
+                self.reductions.hold(launches[-1])
+                launches = launches[:-1]
+            self.reductions.launch(launches)
         except BaseException as error:
             self.iterations.fail(error)
             raise
-        if not self._end_is_queued:
-            self._end_is_queued = True
-            at_backward_end(self.finish)
 
     # -- the end of backward -------------------------------------------------------------------------------------------
 
+    def _graph_task_failed(self) -> None:
+        self.backward_runs = False
+
+    def _graph_task_ended(self) -> None:
+        """See [The end of a step]."""
+        self.backward_runs = False
+        self.catch_up()
+        if self.used.learning:
+            self._first_static_step_ended()
+        if self.machine.complete:
+            if not self.manual:
+                self.finish()
+        elif self.machine.state is State.RUNNING and self.incomplete is not None:
+            self.incomplete()
+
+    def _first_static_step_ended(self) -> None:
+        """At the end of the first backward of a static graph: reduce everything, and remember how often each was used."""
+        uses = self.used.take_first_uses()
+        if not uses:
+            return  # this was `torch.autograd.grad`, which accumulates nothing: the backward is still to come
+        machine, everything = self.machine, range(len(self.parameters))
+        if len(uses) < len(everything) and self.incomplete is not None:
+            self.incomplete()
+        machine.prepare(i for i in everything if i not in uses)
+        self._launch(machine.arrived, list(uses))  # in the order in which they arrived first
+        machine.static_uses = [uses.get(i, 0) for i in everything]
+        machine.arrival = []  # as in torch, the order is taken from the second step of a static graph
+
+    def backward_returned(self, tensors: Any) -> None:
+        """A backward that accumulates all gradients has returned, of this model or of another: see [The end of a step]."""
+        if not self._outputs_reached or self.backward_runs:
+            return
+        if self.machine.state is not State.ARMED or not self.iterations.is_of_this_model(tensors):
+            return
+        self._outputs_reached = False
+        if not any(p.requires_grad for p in self.parameters):
+            return  # the model was frozen for this backward, as a discriminator is while its generator is trained
+        if self.incomplete is not None:
+            self.incomplete()
+        self._launch(self.machine.nothing_arrived)
+        if self.machine.complete and not self.manual:
+            self.finish()
+
     def finish(self) -> None:
         """Wait for the reductions and put the averages back into `.grad`."""
-        self.catch_up()
         try:
             self.reductions.launch_held()
             if self.events:
@@ -303,12 +326,8 @@ class Reducer:
         except BaseException as error:
             self.iterations.fail(error)
             raise
-        listening = self.listener.listening
-        if not listening.polling:  # else all have arrived, and their order was not seen
-            self.order.note(self.machine.arrival)
-        listening.ended()
-        self.listener.compiled.clear()
-        self.reductions.forget_gradients()
+        self.order.note(self.machine.arrival)
+        self.intake.ended()
         self.machine.finished()
         self.steps += 1
         self.iterations.record(RecordKind.STEP_ENDED)
@@ -317,19 +336,14 @@ class Reducer:
             self.events.emit(StepEnded(time.perf_counter(), self.group.rank, self.steps))
 
     def _put_back(self) -> None:
-        reductions, listening = self.reductions, self.listener.listening
+        reductions = self.reductions
         results = reductions.wait()
-        early = self.listener.compiled.changed()
-        if early:
-            raise self.machine.late(early)
-        changed = reductions.changed() if listening.watching else []
+        changed = self.intake.compiled.changed()
         if changed:
-            listening.mark_irregular()
-            if listening.polling:
-                raise self.machine.late([self.listener.index_of(p) for p in changed])
+            raise self.machine.late(changed)
         reductions.verify(self.iterations.number)
         unused = self.used.unused_everywhere(self.group)
-        self._drop()
+        self.reductions.drop()
         reductions.put_back(results, unused, leave=self.leave_gradients)
         for future in self.wait_at_end:
             future.wait()
@@ -347,7 +361,7 @@ class Reducer:
         first_of_static = self.used.learning_unused
         self.used.reset()
         self.used.unused_everywhere(self.group)
-        self._drop()
+        self.reductions.drop()
         if not first_of_static:
             self.order.note_shadow_step()
         self.steps += 1
@@ -355,12 +369,7 @@ class Reducer:
 
     def _abandon(self, why: str) -> None:
         """The step has failed: forget it on this rank."""
-        self.listener.abandon()
-        self.reductions.forget_gradients()
+        self.intake.abandon()
         self.machine.abandon(why)
-        self._drop()
-        self.used.reset()
-
-    def _drop(self) -> None:
         self.reductions.drop()
-        self._end_is_queued = False
+        self.used.reset()

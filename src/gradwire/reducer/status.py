@@ -1,11 +1,28 @@
-"""`ReducerStatus`: what the owner of a reducer may read of it."""
+"""`ReducerOptions` and `ReducerStatus`: what the owner of a reducer chooses, and what it may read of it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradwire.reducer.buckets.layout import BucketLayout
 from gradwire.reducer.machine import State
+
+
+@dataclass(frozen=True, slots=True)
+class ReducerOptions:
+    """How a reducer treats gradients and buckets. The defaults are those of torch's DDP."""
+
+    keep_views: bool = False
+    """Gradients are views of the buckets once their bucket has been launched."""
+    lazy_buckets: bool = False
+    """Bucket memory is allocated at launch and released at the end of the step."""
+    track_unused: bool = False
+    """Ranks exchange in every step which parameters they used."""
+    skip_unused: bool = False
+    """Buckets none of whose parameters are used are not reduced."""
+    rebuild_limits: Sequence[int] | None = None
+    """Sizes in bytes of the buckets that are built after the first step, when the order of gradients is known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch._dynamo import compiled_autograd
 
-from gradwire.autograd import after_accumulate, after_node, attach, before_node, grad_hooks, on_grad
+from gradwire.autograd import GradHooks, after_accumulate, after_node, before_node, on_grad
+from gradwire.autograd.user_hooks.attach import attach
 from gradwire.errors import AutogradHookError, AutogradHookTypeError
 
 
@@ -161,10 +162,10 @@ def test_a_pass_runs_its_snapshot() -> None:
 class Listener:
     def __init__(self, model: nn.Module) -> None:
         self.heard: list[int] = []
-        self.hooks = grad_hooks(list(model.parameters()), self.heard_of, [])
+        self.hooks = GradHooks(list(model.parameters()), self.heard_of)
 
-    def heard_of(self, index: int) -> None:
-        self.heard.append(index)
+    def heard_of(self) -> None:
+        self.heard += self.hooks.pop()
 
 
 def test_gradient_hooks_with_a_compiled_model() -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire.autograd import HookMode, at_backward_end, attach, grad_hooks, on_grad
+from gradwire.autograd import GradHooks, at_backward_end, on_grad
+from gradwire.autograd.user_hooks.attach import attach
 from gradwire.errors import AutogradHookError
 
 pytestmark = pytest.mark.gpu
@@ -41,13 +42,12 @@ class Owner:
 
     def __init__(self, params: list[torch.Tensor]) -> None:
         self.events: list[Any] = []
-        self.arrived: list[torch.Tensor] = []
-        self.hooks = grad_hooks(params, self.ready, self.arrived)
+        self.hooks = GradHooks(params, self.ready)
 
-    def ready(self, index: int) -> None:
+    def ready(self) -> None:
         if "end" not in self.events and not any(isinstance(e, int) for e in self.events):
             at_backward_end(self.ended, failed=self.failed)
-        self.events.append(index)
+        self.events += self.hooks.pop()
 
     def ended(self) -> None:
         self.events.append("end")
@@ -59,7 +59,6 @@ class Owner:
 def test_ready_then_end() -> None:
     model = Mixed()
     owner = Owner(list(model.parameters()))
-    assert not owner.hooks.can_poll
     for _ in range(20):
         model(torch.ones(2, 4)).sum().backward()
         assert sorted(e for e in owner.events if e != "end") == list(range(6))
@@ -71,10 +70,10 @@ def test_only_a_few_call_and_the_others_are_noted() -> None:
     model = Mixed()
     params = list(model.parameters())
     owner = Owner(params)
-    owner.hooks.listen(HookMode.LAST_PER_BUCKET, [0])
+    owner.hooks.select([0])
     model(torch.ones(2, 4)).sum().backward()
-    assert [e for e in owner.events if e != "end"] == [0]
-    assert {id(p) for p in owner.arrived} == {id(p) for p in params[1:]}
+    assert [e for e in owner.events if e != "end"][-1] == 0
+    assert sorted([e for e in owner.events if e != "end"] + owner.hooks.pop()) == list(range(len(params)))
     owner.hooks.remove()
     owner.events.clear()
     model(torch.ones(2, 4)).sum().backward()

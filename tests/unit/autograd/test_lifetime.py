@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire.autograd import Kind, after_node, attach, grad_hooks, on_grad
+from gradwire.autograd import GradHooks, Kind, after_node, on_grad
+from gradwire.autograd.user_hooks.attach import attach
 
 
 class State:
@@ -141,7 +142,7 @@ def test_hooks_of_one_kind_share_one_torch_hook() -> None:
 class Heard:
     number = 0
 
-    def ready(self, index: int) -> None:
+    def ready(self) -> None:
         self.number += 1
 
 
@@ -150,7 +151,7 @@ def test_steps_leave_nothing_behind() -> None:
     model = nn.Linear(2, 2)
     attach(model, "*", Kind.BEFORE_NODE, lambda grads: None)
     heard = Heard()
-    hooks = grad_hooks(list(model.parameters()), heard.ready, [])
+    hooks = GradHooks(list(model.parameters()), heard.ready)
 
     def steps(count: int) -> int:
         for _ in range(count):
@@ -188,7 +189,7 @@ def test_nodes_of_custom_functions() -> None:
 
 EXIT = """
     import atexit, torch
-    from gradwire.autograd import grad_hooks, attach, after_node, on_grad
+    from gradwire.autograd import GradHooks, attach, after_node, on_grad
     class Noisy:
         def __call__(self, *args): return None
         def __del__(self): print("freed")
@@ -196,9 +197,9 @@ EXIT = """
     for kind in ("on_grad", "before_node", "after_node", "after_accumulate"):
         attach(model, "*", kind, Noisy())
     class Heard:
-        def ready(self, index): pass
+        def ready(self): pass
     heard = Heard()
-    hooks = grad_hooks(list(model.parameters()), heard.ready, [])
+    hooks = GradHooks(list(model.parameters()), heard.ready)
     loss = model(torch.ones(1, 2)).sum()
     kept = on_grad(loss, Noisy()), after_node(loss.grad_fn, Noisy())
     loss.backward(retain_graph=True)

@@ -150,7 +150,7 @@ def test_ranks_average_what_is_reported_and_what_is_not(flags: dict[str, Any]) -
             ddp.zero_grad(set_to_none=step != 3)
             loss_of(ddp, group.rank, step).backward()
             check(ddp, expected(ddp.module, group.size, step))
-        assert ddp.replica.reducer.listener.compiled.enabled
+        assert ddp.replica.reducer.intake.compiled.enabled
 
     run_ranks(rank_main, 2)
 
@@ -161,7 +161,7 @@ def reported_in_step(ddp: DDP) -> list[int]:
     finish = ddp.replica.reducer.reductions.wait
 
     def wait() -> Any:
-        counts.append(len(ddp.replica.reducer.listener.compiled.reported))
+        counts.append(len(ddp.replica.reducer.intake.compiled.reported))
         return finish()
 
     ddp.replica.reducer.reductions.wait = wait  # type: ignore[method-assign]
@@ -388,7 +388,7 @@ def test_hooks_keep_their_states() -> None:
             ddp.set_hook(chain(error_feedback(), quantize(bits=8)))
             counts = reported_in_step(ddp)
             if not early:
-                ddp.replica.reducer.listener._compiled_handle.remove()  # type: ignore[union-attr]
+                ddp.replica.reducer.intake._compiled_handle.remove()  # type: ignore[union-attr]
             for step in range(5):
                 ddp.zero_grad()
                 loss_of(ddp, group.rank, step).backward()
@@ -451,8 +451,8 @@ def test_the_op_outside_a_backward_does_nothing() -> None:
     heard = []
 
     class Owner:
-        def heard(self, index: int, grad: Tensor) -> None:
-            heard.append(index)
+        def heard(self, indices: list[int], gradients: list[Tensor]) -> None:
+            heard.extend(indices)
 
     owner, w = Owner(), torch.ones(2, requires_grad=True)
     handle = on_compiled_gradients([w], owner.heard)
@@ -481,8 +481,8 @@ def test_a_report_must_fit_the_parameter_and_the_graph(length: int, inputs: int,
     heard = []
 
     class Owner:
-        def heard(self, index: int, grad: Tensor) -> None:
-            heard.append(index)
+        def heard(self, indices: list[int], gradients: list[Tensor]) -> None:
+            heard.extend(indices)
 
     owner, w = Owner(), torch.ones(2, requires_grad=True)
     handle = on_compiled_gradients([w], owner.heard)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import backward
 
-from gradwire.errors import CompiledAutograd
+from gradwire.errors import CompiledAutograd, GroupAborted
 from gradwire.groups import Group
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.testing import run_ranks
@@ -38,6 +39,37 @@ def test_a_gradient_penalty(
             loss(ddp, group.rank, step).backward()
             assert_gradients(ddp.module, expected)
         assert ddp.replica.reducer.steps == 5
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: " ".join(flags) or "plain")
+@pytest.mark.parametrize("where", ["in the loss", "in the model"])
+def test_a_backward_imported_by_name_that_fails_fails_the_step_on_all_ranks(flags: dict[str, Any], where: str) -> None:
+    def fail(_: Tensor) -> None:
+        raise KeyError("here")
+
+    def rank_main(group: Group) -> None:
+        ddp = DDP(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), process_group=group, **flags)
+
+        def take(step: int) -> None:
+            out = ddp(torch.full((2, 3), float(group.rank + step + 1)))
+            loss = out.square().sum()
+            if step == 3 and group.rank == 1:
+                (loss if where == "in the loss" else out).register_hook(fail)
+            backward(loss)
+
+        for step in range(6):
+            ddp.zero_grad()
+            if step == 3:
+                with pytest.raises((KeyError, GroupAborted), match="here"):
+                    take(step)
+                continue
+            take(step)
+            for p in ddp.parameters():
+                total = p.grad.clone()  # type: ignore[union-attr]
+                group.all_reduce(total)
+                torch.testing.assert_close(total, p.grad * group.size)  # type: ignore[operator]
 
     run_ranks(rank_main, 2)
 

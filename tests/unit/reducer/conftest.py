@@ -1,28 +1,28 @@
-"""What tests of how gradients are reported share."""
+"""What tests of the intake share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from gradwire.reducer.intake.arrivals import Arrivals
+from gradwire.reducer.intake.intake import GradientIntake
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
-    """Starts a list of the parameters whose hooks call from now on."""
+    """Starts a list of the parameters that are the last of those that are counted together, since their hooks call."""
 
     def start() -> list[int]:
         seen: list[int] = []
-        inner = Arrivals.called
+        inner = GradientIntake.pop
 
-        def called(self: Arrivals, index: int) -> Any:
-            seen.append(index)
-            return inner(self, index)
+        def pop(self: GradientIntake) -> list[int]:
+            arrived = inner(self)
+            seen.extend(arrived[-1:])
+            return arrived
 
-        monkeypatch.setattr(Arrivals, "called", called)
+        monkeypatch.setattr(GradientIntake, "pop", pop)
         return seen
 
     return start

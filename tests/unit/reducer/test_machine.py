@@ -25,9 +25,10 @@ def play(machine: Machine, events: Sequence[Any]) -> list[int | str]:
     for event in events:
         match event:
             case int():
-                launches: Sequence[Launch] = machine.grad_ready(event)
+                launches: Sequence[Launch] = machine.arrived([event])
             case ("unused", *indices):
-                launches = machine.prepare(indices)
+                machine.prepare(indices)
+                continue
             case ("static", *uses):
                 machine.static_uses = list(uses)
                 continue
@@ -35,7 +36,10 @@ def play(machine: Machine, events: Sequence[Any]) -> list[int | str]:
                 machine.relayout(members)
                 continue
             case "prepare":
-                launches = machine.prepare()
+                machine.prepare()
+                continue
+            case "nothing":
+                launches = machine.nothing_arrived()
             case "finished":
                 machine.finished()
                 continue
@@ -92,6 +96,10 @@ ROWS: dict[str, tuple[list[list[int]], list[Any], list[int | str], State]] = {
         TWO, ["prepare", 3, 2, 1, 0, "finished", ("relayout", THREE), "prepare", 3, 2, 1, 0],
         [0, 1, "last", 0, 1, 2, "last"], State.LAUNCHED,
     ),
+    "nothing came, and nothing was expected": (
+        TWO, [("unused", 0, 1, 2, 3), "nothing"], [0, 1, "last"], State.LAUNCHED,
+    ),
+    "nothing came under no_sync": (TWO, ["nothing"], [], State.RESTING),
     "one bucket": ([[0, 1, 2, 3]], ["prepare", 3, 1, 0, 2], [0, "last"], State.LAUNCHED),
 }  # fmt: skip
 
@@ -151,6 +159,9 @@ ERRORS: dict[str, tuple[list[Any], type[GradwireError], list[str]]] = {
             "Parameter indices which did not receive grad for rank 5: 2",
             "did not receive grad for rank 5: c",
         ],
+    ),
+    "a backward that reached no parameter": (
+        ["prepare", "nothing"], Unfinished, ["did not receive grad for rank 5: a, b, c, d"],
     ),
     "finished too early": (["prepare", 3, "finished"], InternalError, ["finished while running"]),
     "finished while resting": (["finished"], InternalError, ["finished while resting"]),
@@ -216,7 +227,7 @@ def test_any_order_launches_every_bucket_once_in_index_order(
         done = set(unused)
         launched: list[int] = []
         for index in order:
-            launches = machine.grad_ready(index)
+            launches = machine.arrived([index])
             done.add(index)
             launched += [launch.bucket for launch in launches]
             assert all(done.issuperset(members[b]) for b in launched)
@@ -265,8 +276,8 @@ def test_gradients_told_of_together_count_as_each_alone(
                 return [str(error)]  # a run in which one comes twice launches nothing; the step is lost anyway
         return [*seen, machine.state, machine.missing(), machine.arrival, machine.next_bucket]
 
-    expected = tell(one_by_one, [[i] for i in arrival], lambda machine, step: machine.grad_ready(step[0]))
-    assert tell(together, runs, Machine.all_ready) == expected
+    expected = tell(one_by_one, [[i] for i in arrival], Machine.arrived)
+    assert tell(together, runs, Machine.arrived) == expected
 
 
 def test_gradients_that_changed_too_late_are_named() -> None:

@@ -1,4 +1,4 @@
-"""POLL against ALL: random programs, step by step, must end in the same gradients and the same errors."""
+"""Few gradients that call against all: random programs, step by step, must end in the same gradients and the same errors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradwire.autograd.grad_hooks import HookMode
 from gradwire.errors import GradwireError
+from gradwire.events import BucketLaunched, GradientReady
 from gradwire.groups import ThreadGroup
 from gradwire.hooks import GradBucket
 from gradwire.parallel import replicate
@@ -75,13 +75,10 @@ class Program:
             return start(bucket)
 
         self.replica.runner.start = launch  # type: ignore[method-assign]
-        reducer = self.replica.reducer
-        if how != "polling":
-            reducer.events.listen(lambda event: None)
-        if how == "torch's hooks":
-            assert reducer.listener.hooks is not None
-            reducer.listener.hooks.listen(HookMode.LAST_PER_BUCKET)
-            reducer.listener.hooks.listen(HookMode.ALL)
+        if how == "all call":
+            self.replica.reducer.events.listen(lambda event: None, only=GradientReady)
+        elif how == "with a listener":
+            self.replica.reducer.events.listen(lambda event: None, only=BucketLaunched)
 
     def zero(self, step: Step, when: str) -> None:
         if step.zero == when:
@@ -149,7 +146,7 @@ ways = {
 
 def compare(how: str, steps: list[Step], limit: int, gradients: Gradients) -> None:
     """Both take three plain steps, and then these."""
-    programs = [Program(each, limit, gradients) for each in (how, "torch's hooks")]
+    programs = [Program(each, limit, gradients) for each in (how, "all call")]
     try:
         for number, step in enumerate([Step()] * 3 + steps):
             if programs[1].replica.reducer.machine.state is not State.RESTING:
@@ -167,13 +164,13 @@ def compare(how: str, steps: list[Step], limit: int, gradients: Gradients) -> No
 @given(**ways)
 @example([Step((ORDER[::-1],))], 1 << 20, Gradients.COPIES)
 @example([Step(((0, 1), (2, 3, 4)))], 16, Gradients.COPIES)
-def test_polled_steps_are_like_steps_in_which_every_gradient_calls(
+def test_steps_in_which_few_gradients_call_are_like_those_in_which_all_do(
     steps: list[Step], limit: int, gradients: Gradients
 ) -> None:
-    compare("polling", steps, limit, gradients)
+    compare("few call", steps, limit, gradients)
 
 
 @settings(max_examples=50, deadline=None)
 @given(**ways)
-def test_hooks_that_leave_no_trace_are_like_torchs(steps: list[Step], limit: int, gradients: Gradients) -> None:
-    compare("removable hooks", steps, limit, gradients)
+def test_a_listener_changes_nothing(steps: list[Step], limit: int, gradients: Gradients) -> None:
+    compare("with a listener", steps, limit, gradients)

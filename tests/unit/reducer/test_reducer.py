@@ -59,7 +59,7 @@ class World:
             runner=self.launcher,
             options=ReducerOptions(**{"rebuild_limits": (8,)} | named),
         )
-        self.reducer.listener.attach(self.reducer.on_ready)
+        self.reducer.attach()
 
     def backward(self, order: str = "3210") -> None:
         """Gradients 1, 2, 4, 8 times two, in this order: a chain of products would hide it, so one backward each."""

@@ -47,7 +47,7 @@ def test_gradients_elsewhere_are_copied_and_absent_ones_are_zero(storage: Storag
     assert storage.buffer is not None
     storage.buffer.fill_(9.0)
     second = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    storage.take_in([None, second, torch.tensor(7.0)])
+    storage.copy_in([None, second, torch.tensor(7.0)])
     assert storage.views[0].tolist() == [0.0, 0.0]
     assert torch.equal(storage.views[1], second)
     assert storage.buffer.tolist() == [0.0, 0.0, 1.0, 3.0, 2.0, 4.0, 7.0]
@@ -57,7 +57,7 @@ def test_gradients_that_are_views_are_not_copied(storage: Storage) -> None:
     storage.views[1].fill_(5.0)
     versions = [view._version for view in storage.views]
     again = storage.views[0].as_strided((2,), (1,))  # the same place under another object
-    storage.take_in([again, storage.views[1], storage.views[2]])
+    storage.copy_in([again, storage.views[1], storage.views[2]])
     assert [view._version for view in storage.views] == versions
     assert storage.views[1].tolist() == [[5.0, 5.0], [5.0, 5.0]]
 
@@ -67,18 +67,18 @@ def test_a_gradient_in_the_same_place_with_other_strides_is_read_before_it_is_wr
     storage.buffer.copy_(torch.arange(7.0))
     transposed = storage.views[1].as_strided((2, 2), (2, 1), storage.views[1].storage_offset())
     expected = transposed.clone()
-    storage.take_in([storage.views[0], transposed, storage.views[2]])
+    storage.copy_in([storage.views[0], transposed, storage.views[2]])
     assert torch.equal(storage.views[1], expected)
 
 
 def test_gradients_of_another_dtype_are_converted(storage: Storage) -> None:
-    storage.take_in([torch.ones(2, dtype=torch.float16), None, None])
+    storage.copy_in([torch.ones(2, dtype=torch.float16), None, None])
     assert storage.views[0].tolist() == [1.0, 1.0]
 
 
 def test_a_gradient_with_a_graph_is_taken_without_it(storage: Storage) -> None:
     grad = torch.ones(2, requires_grad=True) * 2
-    storage.take_in([grad, None, None])
+    storage.copy_in([grad, None, None])
     assert storage.views[0].tolist() == [2.0, 2.0]
     assert not storage.views[0].requires_grad
 
@@ -124,7 +124,7 @@ def test_averages_of_all_buckets_are_put_back_whatever_the_gradients_are(group: 
     for p, grad in zip(parameters, gradients, strict=True):
         p.grad = grad
     rows = [
-        (b, torch.full((4 * len(members),), b + 1.0, dtype=specs[members[0]].dtype), [gradients[i] for i in members])
+        (b, torch.full((4 * len(members),), b + 1.0, dtype=specs[members[0]].dtype))
         for b, members in enumerate(layout.members)
     ]
     buckets.put_back(rows, unused={4})
@@ -149,5 +149,22 @@ def test_averages_that_cannot_be_copied_are_an_error(group: Any) -> None:
     layout = BucketLayout.make([ParameterSpec.of("p", parameter)], [[0]])
     buckets = Buckets([parameter], layout, keep_views=False, lazy=False)
     buckets.allocate(layout, group)
+    parameter.grad = torch.zeros(3)
+    parameter.grad.resize_(5)
     with pytest.raises(RuntimeError, match="size"):
-        buckets.put_back([(0, torch.ones(3), [torch.zeros(5)])])
+        buckets.put_back([(0, torch.ones(3))])
+
+
+def test_gradients_that_are_views_of_one_bucket_may_change_places(group: Any) -> None:
+    parameters = [torch.zeros(2) for _ in range(3)]
+    layout = BucketLayout.make([ParameterSpec.of(str(i), p) for i, p in enumerate(parameters)], [[0, 1, 2]])
+    buckets = Buckets(parameters, layout, keep_views=True, lazy=False)
+    buckets.allocate(layout, group)
+    first, second, third = buckets.storages[0].views
+    buckets.storages[0].buffer.copy_(torch.arange(6.0))  # type: ignore[union-attr]
+    for order, expected in (
+        ([second, first, third], [2, 3, 0, 1, 4, 5]),
+        ([second, third, first], [0, 1, 4, 5, 2, 3]),
+        ([second, None, first], [4, 5, 0, 0, 0, 1]),
+    ):
+        assert buckets.fill(0, order, group).tolist() == expected

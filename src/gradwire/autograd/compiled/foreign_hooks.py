@@ -15,32 +15,25 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-ABOUT_TO_ACCUMULATE = "gradwire_about_to_accumulate"
 ACCUMULATED = "gradwire_accumulated"
-"""The names of gradwire's own hooks."""
-_OURS = (ABOUT_TO_ACCUMULATE, ACCUMULATED)
+"""The name of gradwire's own hooks."""
 _TABLES = "gradwire hook tables"
 
 
-def has_foreign_hooks(parameter: Tensor, accumulator: Any, *, own: object) -> bool:
-    """Whether anyone but gradwire has a hook on `parameter` or its `accumulator`; `own` is a hook that counts as gradwire's.
+def has_foreign_hooks(parameter: Tensor, accumulator: Any) -> bool:
+    """Whether anyone but gradwire has a hook on `parameter` or its `accumulator`.
 
     >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
     >>> accumulator = torch.autograd.graph.get_gradient_edge(w).node
-    >>> has_foreign_hooks(w, accumulator, own=None)
+    >>> has_foreign_hooks(w, accumulator)
     False
     >>> handle = accumulator.register_prehook(lambda grads: (grads[0] * 2,))
-    >>> has_foreign_hooks(w, accumulator, own=None)
+    >>> has_foreign_hooks(w, accumulator)
     True
     """
     tables = parameter._backward_hooks, parameter._post_accumulate_grad_hooks, *_tables(accumulator)
-    return any(
-        getattr(hook, "__name__", "") not in _OURS and hook != own
-        for table in tables
-        if table
-        for hook in table.values()
-    )
+    return any(getattr(hook, "__name__", "") != ACCUMULATED for table in tables if table for hook in table.values())
 
 
 def _tables(node: Any) -> tuple[dict[int, Any] | None, ...]:

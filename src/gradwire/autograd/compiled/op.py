@@ -32,8 +32,8 @@ from torch import Tensor
 
 from gradwire.events import Handle
 
-OnGradient = Callable[[int, Tensor], object]
-"""A bound method, called with the index of a parameter and its gradient, which has not been accumulated yet."""
+OnGradients = Callable[[Sequence[int], Sequence[Tensor]], object]
+"""A bound method, called with the indices of parameters and their gradients, which have not been accumulated yet."""
 
 _library = torch.library.Library("gradwire", "DEF")
 # The gradient counts as written to, although it is not, because an op whose result is not used is removed as dead code. The result,
@@ -52,30 +52,30 @@ _TARGETS = "_gradwire_targets"
 class _Listener:
     """Who is told of the gradients of one parameter."""
 
-    __slots__ = ("index", "on_gradient", "parameter")
+    __slots__ = ("early", "index", "parameter")
 
-    def __init__(self, parameter: Tensor, index: int, on_gradient: weakref.WeakMethod[Any]) -> None:
-        self.parameter, self.index, self.on_gradient = weakref.ref(parameter), index, on_gradient
+    def __init__(self, parameter: Tensor, index: int, early: weakref.WeakMethod[Any]) -> None:
+        self.parameter, self.index, self.early = weakref.ref(parameter), index, early
 
     def report(self, grad: Tensor) -> None:
         """The gradient of the parameter has been computed."""
-        call, parameter = self.on_gradient(), self.parameter()
+        call, parameter = self.early(), self.parameter()
         if (
             call is not None
             and parameter is not None
             and grad.shape == parameter.shape
             and grad.dtype == parameter.dtype
         ):
-            call(self.index, grad)
+            call([self.index], [grad])
 
 
-def on_compiled_gradients(parameters: Sequence[Tensor], on_gradient: OnGradient) -> Handle:
-    """Call the bound method `on_gradient(index, grad)` inside a compiled backward when it has computed a gradient.
+def on_compiled_gradients(parameters: Sequence[Tensor], early: OnGradients) -> Handle:
+    """Call the bound method `early(indices, gradients)` inside a compiled backward when it has computed gradients.
 
     Its object is held weakly. A parameter has one listener, the last one.
     """
-    assert isinstance(on_gradient, types.MethodType)
-    method = weakref.WeakMethod(on_gradient)
+    assert isinstance(early, types.MethodType)
+    method = weakref.WeakMethod(early)
     added = {id(p): _Listener(p, index, method) for index, p in enumerate(parameters)}
     _listeners.update(added)
 
@@ -84,7 +84,7 @@ def on_compiled_gradients(parameters: Sequence[Tensor], on_gradient: OnGradient)
             if _listeners.get(key) is listener:
                 del _listeners[key]
 
-    weakref.finalize(on_gradient.__self__, remove).atexit = False
+    weakref.finalize(early.__self__, remove).atexit = False
     return Handle(remove)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import repeat
-from operator import attrgetter, eq, is_not
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -53,11 +53,13 @@ class Buckets:
         self.storages = [Storage(spec, None if self.lazy else group) for spec in layout.buckets]
         self.parameters = [[self._all_parameters[i] for i in members] for members in layout.members]
 
-    def fill(self, bucket: int, gradients: Sequence[Tensor | None], group: Group, *, new: bool) -> Tensor:
+    def fill(
+        self, bucket: int, gradients: Sequence[Tensor | None], group: Group, *, unused: Collection[int] = ()
+    ) -> Tensor:
         """Bring gradients into a bucket. Returns its buffer, or the gradient itself if it is sparse.
 
-        `new`: each `.grad` was None before this backward and has been set by it. Then only a user's function can have returned
-        memory of the bucket as a gradient; copying that onto itself changes nothing, and torch refuses it if the strides differ.
+        With `keep_views` each `.grad` becomes the view now, so that the gradient's own memory is free while backward goes on. Those
+        of `unused` parameters stay as they are.
         """
         storage = self.storages[bucket]
         if self.lazy:
@@ -65,11 +67,16 @@ class Buckets:
         if storage.buffer is None:
             return _sparse(gradients[0], self.parameters[bucket][0])
         try:
-            if not (new and storage.copied_in(gradients)):
-                storage.take_in(gradients)
+            storage.copy_in(gradients)
         except RuntimeError as error:
             storage.explain(gradients, error)
             raise
+        if self.keep_views:
+            members = zip(self.layout.members[bucket], self.parameters[bucket], gradients, storage.views, strict=True)
+            for i, parameter, grad, view in members:
+                # Compiled code has reported some before they are accumulated: they are not in `.grad` yet.
+                if grad is not None and grad is not view and parameter.grad is grad and i not in unused:
+                    parameter.grad = view
         return storage.buffer
 
     def as_grad_bucket(self, bucket: int, buffer: Tensor, *, last: bool) -> GradBucket:
@@ -89,15 +96,10 @@ class Buckets:
             buckets.append(ZeroBucket(spec, buffer, parameters, is_last=storage is self.storages[-1]))
         return buckets
 
-    def put_back(
-        self, results: Iterable[tuple[int, Tensor, list[Tensor | None]]], unused: Collection[int] = ()
-    ) -> None:
-        """Make the averages the parameters' gradients: of each bucket its average and the gradients it has now.
-
-        Those of `unused` parameters stay. See Note [One copy].
-        """
+    def put_back(self, results: Iterable[tuple[int, Tensor]], unused: Collection[int] = ()) -> None:
+        """Make the averages of buckets the parameters' gradients. Those of `unused` parameters stay. See Note [One copy]."""
         copies: dict[tuple[torch.device, torch.dtype], _Copies] = {}
-        for bucket, result, gradients in results:
+        for bucket, result in results:
             storage, indices = self.storages[bucket], self.layout.members[bucket]
             parameters, views = self.parameters[bucket], storage.views
             if storage.buffer is None:
@@ -108,18 +110,17 @@ class Buckets:
             if unused:
                 used = [k for k, i in enumerate(indices) if i not in unused]
                 parameters, views = [parameters[k] for k in used], [views[k] for k in used]
-                gradients = [gradients[k] for k in used]
             if self.keep_views:
-                for parameter, grad, view in zip(parameters, gradients, views, strict=True):
-                    if grad is not view:
+                for parameter, view in zip(parameters, views, strict=True):
+                    if parameter.grad is not view:
                         parameter.grad = view
             else:
                 key = storage.spec.device, storage.spec.dtype
                 if key not in copies:
                     copies[key] = _Copies()
-                copies[key].add(parameters, gradients, views)
+                copies[key].add(parameters, views)
         for of_one_kind in copies.values():
-            of_one_kind.carry_out()
+            of_one_kind.run()
 
     def release(self, bucket: int) -> None:
         """Give the memory of a bucket back, if it is allocated for each step."""
@@ -135,8 +136,9 @@ class _Copies:
         self._places: list[Tensor] = []
         self._values: list[Tensor] = []
 
-    def add(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], views: Sequence[Tensor]) -> None:
+    def add(self, parameters: Sequence[Tensor], views: Sequence[Tensor]) -> None:
         """Copy `views` into the gradients; one that is absent becomes a tensor of its own."""
+        gradients = [p.grad for p in parameters]
         if not all_there(gradients):
             there = [k for k, grad in enumerate(gradients) if grad is not None]
             for k in set(range(len(gradients))).difference(there):
@@ -147,7 +149,7 @@ class _Copies:
         self._places += gradients  # type: ignore[arg-type]
         self._values += views
 
-    def carry_out(self) -> None:
+    def run(self) -> None:
         """Copy."""
         if not self._places:
             return
@@ -157,9 +159,9 @@ class _Copies:
             except RuntimeError:  # looking for sparse ones at first would cost as much as copying small ones
                 if not any(map(_is_sparse, self._places)):
                     raise
-                self._carry_out_one_by_one()
+                self._run_one_by_one()
 
-    def _carry_out_one_by_one(self) -> None:
+    def _run_one_by_one(self) -> None:
         """A sparse gradient becomes a tensor of its own."""
         for parameter, place, value in zip(self._parameters, self._places, self._values, strict=True):
             if place.is_sparse:
@@ -177,13 +179,12 @@ def _sparse(grad: Tensor | None, parameter: Tensor) -> Tensor:
 class Storage:
     """The buffer of one bucket. A sparse bucket has none: its gradient travels as it is."""
 
-    __slots__ = ("_addresses", "buffer", "spec", "views")
+    __slots__ = ("buffer", "spec", "views")
 
     def __init__(self, spec: BucketSpec, group: Group | None) -> None:
         self.spec = spec
         self.buffer: Tensor | None = None
         self.views: list[Tensor] = []
-        self._addresses: list[int] = []
         if group is not None:
             self.allocate(group)
 
@@ -193,40 +194,34 @@ class Storage:
         if self.buffer is None and not spec.sparse:
             self.buffer = group.allocate(spec.numel, dtype=spec.dtype, device=spec.device).zero_()
             self.views = spec.views(self.buffer)
-            self._addresses = [view.data_ptr() for view in self.views]
 
     def release(self) -> None:
         """Give the memory back; gradients that are views of it keep it until they go."""
-        self.buffer, self.views, self._addresses = None, [], []
+        self.buffer, self.views = None, []
 
-    def copied_in(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Copy gradients into the buffer, and return whether that was possible: none may lie in it with other strides."""
-        try:
-            with below_autograd():
-                torch._foreach_copy_(self.views, gradients)  # type: ignore[arg-type]
-        except RuntimeError:
-            return False
-        return True
-
-    def take_in(self, gradients: Sequence[Tensor | None]) -> None:
+    def copy_in(self, gradients: Sequence[Tensor | None]) -> None:
         """Bring the gradients into the buffer: those that lie elsewhere are copied, absent ones are zero."""
-        if all_there(gradients) and not any(map(eq, map(_address, gradients), self._addresses)):
-            with below_autograd():
-                torch._foreach_copy_(self.views, gradients)  # type: ignore[arg-type]
-            return
-        places, values = [], []
+        assert self.buffer is not None
+        start = self.buffer.data_ptr()
+        end = start + self.buffer.nbytes
         with below_autograd():
-            for view, address, grad in zip(self.views, self._addresses, gradients, strict=True):
-                if grad is view:
+            if all_there(gradients):
+                addresses = list(map(_address, gradients))
+                if max(addresses) < start or min(addresses) >= end or not any(start <= a < end for a in addresses):
+                    torch._foreach_copy_(self.views, gradients)  # type: ignore[arg-type]
+                    return
+            places, values = [], []
+            for view, grad in zip(self.views, gradients, strict=True):
+                if grad is None or grad is view:
                     continue
+                address = grad.data_ptr()
+                if address != view.data_ptr() or grad.stride() != view.stride():
+                    places.append(view)
+                    # One that lies in the buffer, in the place of another or in another order, must not be overwritten.
+                    values.append(grad.clone() if start <= address < end else grad)
+            for view, grad in zip(self.views, gradients, strict=True):
                 if grad is None:
                     view.zero_()
-                elif grad.data_ptr() != address:
-                    places.append(view)
-                    values.append(grad)
-                elif grad.stride() != view.stride():
-                    places.append(view)
-                    values.append(grad.clone())  # it lies where it is to be written, in another order
             if places:
                 torch._foreach_copy_(places, values)
 

@@ -5,7 +5,7 @@ Knows parameters and gradients; it must not know buckets or when they are launch
 Note [Early gradients]
 A gradient that a compiled backward has just computed may be reduced at once if accumulating it later changes nothing but `.grad`:
 - only one edge of the graph leads to the parameter, so the gradient is complete;
-- nobody else has a hook on the parameter or on its accumulator, which may see or change the gradient before it is reduced;
+- no hook of others is on the parameter or on its accumulator, which may see or change the gradient before it is reduced;
 - what has been accumulated in `.grad` before, under no_sync, is not a view of the bucket, where the gradient would be added again.
 Every other gradient takes the usual way. So do all of them in the first step, which shows that there is compiled code.
 
@@ -29,13 +29,13 @@ from gradwire.events import Handle
 
 
 class CompiledGradients:
-    """What compiled code reports of one model's gradients. See [Early gradients]."""
+    """What compiled code reports of one model's gradients. `in_buckets`: `.grad`s are views of buckets. See [Early gradients]."""
 
-    def __init__(self, parameters: Sequence[Tensor], arrived: list[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], *, in_buckets: bool) -> None:
         self.reported: set[int] = set()
         """Parameters whose gradients were taken in this step."""
         self._parameters = list(parameters)
-        self._own_hook = arrived.append
+        self._in_buckets = in_buckets
         self._expected: frozenset[int] = frozenset()
         self._waiting: dict[int, Tensor] = {}
         self._accumulated: dict[int, tuple[Tensor, int]] = {}
@@ -58,21 +58,18 @@ class CompiledGradients:
         found = sole_edges(tensors, self._parameters)
         if not found:
             return None  # of another model
-        own = self._own_hook
-        self._expected = frozenset(
-            i for i, node in found.items() if not has_foreign_hooks(self._parameters[i], node, own=own)
-        )
+        self._expected = frozenset(i for i, node in found.items() if not has_foreign_hooks(self._parameters[i], node))
         return self._expect_no_more
 
     def _expect_no_more(self) -> None:
         self._expected = frozenset()
 
-    def take(self, index: int, grad: Tensor, *, in_bucket: bool) -> bool:
-        """A gradient has been computed. Returns whether it is to be reduced now. `in_bucket`: `.grad`s are views of buckets."""
+    def take(self, index: int, grad: Tensor) -> bool:
+        """A gradient has been computed. Returns whether it is to be reduced now."""
         if index not in self._expected or index in self.reported:
             return False
         before = self._parameters[index].grad
-        if before is not None and (in_bucket or before.layout != torch.strided):
+        if before is not None and (self._in_buckets or before.layout != torch.strided):
             return False
         if before is None:
             # An alias: the engine makes `.grad` of a gradient that nothing else references, and copies any other.
@@ -119,7 +116,7 @@ class CompiledGradients:
         self._launched.clear()
 
     def remove(self) -> None:
-        """Listen no more."""
+        """Do not call `begins` any more."""
         if self._handle is not None:
             self._handle.remove()
         self._handle = None

@@ -1,4 +1,4 @@
-"""RemovableHooks: called for every gradient while they are on, and nothing left on a parameter when they are off."""
+"""GradHooks: a gradient is reported once it has been accumulated, whatever it is; and what runs at the end of a backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradwire.autograd.backward_end import at_backward_end
-from gradwire.autograd.removable_hooks import RemovableHooks
+from gradwire.autograd.grad_hooks import GradHooks
 
 
 class Listener:
@@ -21,12 +21,12 @@ class Listener:
     def __init__(self, count: int = 3) -> None:
         self.params = [nn.Parameter(torch.full((1,), 2.0 + i)) for i in range(count)]
         self.heard: list[tuple[int, float | None]] = []
-        self.hooks = RemovableHooks(self.params, self.ready)
-        self.hooks.register()
+        self.hooks = GradHooks(self.params, self.arrived)
 
-    def ready(self, index: int) -> None:
-        grad = self.params[index].grad
-        self.heard.append((index, None if grad is None else grad.item()))
+    def arrived(self) -> None:
+        for index in self.hooks.pop():
+            grad = self.params[index].grad
+            self.heard.append((index, None if grad is None else grad.item()))
 
     def product(self, *order: int, reentrant: bool = False) -> Tensor:
         x = torch.ones(1, requires_grad=True)
@@ -41,7 +41,7 @@ def listener() -> Listener:
     return Listener()
 
 
-def test_every_gradient_is_told_of_when_it_is_there_in_its_order(listener: Listener) -> None:
+def test_every_gradient_is_reported_when_it_has_been_accumulated(listener: Listener) -> None:
     listener.product(0, 1, 2).backward()
     assert listener.heard == [(2, 6.0), (1, 8.0), (0, 12.0)]
 
@@ -69,19 +69,19 @@ def test_also_for_sparse_gradients() -> None:
         def __init__(self) -> None:
             self.times = 0
 
-        def ready(self, index: int) -> None:
+        def arrived(self) -> None:
             assert table.weight.grad is not None
             self.times += 1
 
     heard = Heard()
-    hooks = RemovableHooks([table.weight], heard.ready)
-    hooks.register()
+    hooks = GradHooks([table.weight], heard.arrived)
     for times in (1, 2):
         table(torch.tensor([1])).sum().backward()
         assert heard.times == times
+    hooks.remove()
 
 
-def test_every_graph_task_ends_with_all_told(listener: Listener) -> None:
+def test_every_graph_task_reports_its_own(listener: Listener) -> None:
     listener.product(0, 1, 2, reentrant=True).backward()
     assert listener.heard == [(2, 6.0), (1, 8.0), (0, 12.0)]
     listener.heard.clear()
@@ -90,19 +90,19 @@ def test_every_graph_task_ends_with_all_told(listener: Listener) -> None:
     assert [i for i, _ in listener.heard] == [1, 0]
 
 
-def test_a_gradient_that_comes_in_two_graph_tasks_is_told_of_twice(listener: Listener) -> None:
+def test_a_gradient_of_two_graph_tasks_is_reported_twice(listener: Listener) -> None:
     listener.product(1, 0, 1, reentrant=True).backward()
     assert [i for i, _ in listener.heard] == [1, 0, 1]
 
 
-def test_autograd_grad_is_not_told_of(listener: Listener) -> None:
+def test_autograd_grad_is_not_reported(listener: Listener) -> None:
     for p in listener.params[:2]:
         p.grad = torch.ones(1)
     torch.autograd.grad(listener.product(0, 1, 2), listener.params)
     assert listener.heard == []
 
 
-def test_a_gradient_that_does_not_exist_is_not_told_of(listener: Listener) -> None:
+def test_an_undefined_gradient_is_reported(listener: Listener) -> None:
     class Stop(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -114,10 +114,10 @@ def test_a_gradient_that_does_not_exist_is_not_told_of(listener: Listener) -> No
             return None
 
     (Stop.apply(listener.params[0]) + listener.params[1]).sum().backward()  # type: ignore[no-untyped-call]
-    assert [i for i, _ in listener.heard] == [1]
+    assert sorted(listener.heard) == [(0, None), (1, 1.0)]
 
 
-def test_a_gradient_that_somebody_took_away_at_once_is_told_of(listener: Listener) -> None:
+def test_a_gradient_that_a_hook_took_away_is_reported(listener: Listener) -> None:
     def step_and_clear(p: Tensor) -> None:
         p.grad = None
 
@@ -126,14 +126,7 @@ def test_a_gradient_that_somebody_took_away_at_once_is_told_of(listener: Listene
     assert listener.heard == [(2, 6.0), (1, None), (0, 12.0)]
 
 
-def test_put_on_during_backward_they_hear_of_what_is_still_to_come(listener: Listener) -> None:
-    listener.hooks.remove()
-    listener.params[1].register_post_accumulate_grad_hook(lambda _: listener.hooks.register())
-    listener.product(0, 1, 2).backward()
-    assert listener.heard == [(0, 12.0)]
-
-
-def test_after_a_backward_that_failed_the_next_one_is_told_of_as_usual(listener: Listener) -> None:
+def test_after_a_backward_that_failed_the_next_one_is_reported_as_usual(listener: Listener) -> None:
     def fail(_: Tensor) -> None:
         raise KeyError("here")
 
@@ -142,71 +135,75 @@ def test_after_a_backward_that_failed_the_next_one_is_told_of_as_usual(listener:
     y.register_hook(fail)
     with pytest.raises(KeyError, match="here"):
         (y * listener.params[1]).sum().backward()
-    assert listener.heard == []  # nothing may be launched anymore
+    assert [i for i, _ in listener.heard] == [1]
     listener.product(0).backward()
-    assert [i for i, _ in listener.heard] == [0]
+    assert [i for i, _ in listener.heard] == [1, 0]
 
 
-def test_what_the_listener_raises_comes_out_of_backward(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ready(self: Listener, index: int) -> None:
-        raise KeyError(index)
+def test_what_the_listener_raises_comes_out_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def arrived(self: Listener) -> None:
+        raise KeyError("arrived")
 
-    monkeypatch.setattr(Listener, "ready", ready)
-    for order in ((0, 1), (0,)):  # during backward, and at its end
-        other = Listener()
-        with pytest.raises(KeyError):
-            other.product(*order).backward()
+    monkeypatch.setattr(Listener, "arrived", arrived)
+    other = Listener()
+    with pytest.raises(KeyError):
+        other.product(0, 1).backward()
 
 
-def test_a_frozen_parameter_can_be_hooked_later(listener: Listener) -> None:
+def test_a_frozen_parameter_can_be_hooked() -> None:
+    listener = Listener()
     listener.hooks.remove()
-    listener.params[0].requires_grad_(False)
-    listener.hooks.register()
-    listener.params[0].requires_grad_(True)
-    listener.hooks.register()
+    listener.params[1].requires_grad_(False)
+    listener.hooks = GradHooks(listener.params, listener.arrived)
+    assert not listener.params[1].requires_grad
+    listener.params[1].requires_grad_()
     listener.product(0, 1).backward()
     assert [i for i, _ in listener.heard] == [1, 0]
 
 
-def test_taken_off_they_leave_no_trace(listener: Listener) -> None:
+def test_those_that_are_not_selected_are_reported_with_the_next_that_is(listener: Listener) -> None:
+    listener.hooks.select([1])
+    listener.product(0, 1, 2).backward()
+    assert [i for i, _ in listener.heard] == [2, 1]
+    assert listener.hooks.waiting() == {0}
+    assert listener.hooks.pop() == [0]
+
+
+def test_removed_they_report_nothing(listener: Listener) -> None:
     listener.hooks.remove()
-    assert [p._backward_hooks for p in listener.params] == [None] * 3
     listener.product(0, 1, 2).backward()
     assert listener.heard == []
-    listener.hooks.register()
-    listener.product(0).backward()
-    assert [i for i, _ in listener.heard] == [0]
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_hooks_of_others_stay(listener: Listener, first: bool) -> None:
-    theirs: list[float] = []
-    listener.hooks.remove()
-    if not first:
-        listener.hooks.register()
-    handle = listener.params[0].register_hook(lambda grad: theirs.append(grad.item()))
-    if first:
-        listener.hooks.register()
-    listener.hooks.remove()
+def test_hooks_of_others_run_first(listener: Listener) -> None:
+    listener.params[0].register_post_accumulate_grad_hook(lambda p: p.grad.mul_(10) and None)  # type: ignore[union-attr]
     listener.product(0).backward()
-    assert theirs == [1.0]
-    assert listener.heard == []
-    handle.remove()
-    listener.product(0).backward()
-    assert theirs == [1.0]
+    assert listener.heard == [(0, 10.0)]
+
+
+@pytest.mark.parametrize("convert", [Tensor.double, Tensor.bfloat16])
+def test_a_converted_parameter_is_found_and_can_be_hooked_again(listener: Listener, convert: Any) -> None:
+    assert not listener.hooks.converted()
+    listener.params[1].data = convert(listener.params[1].data)
+    assert listener.hooks.converted()
+    listener.product(1).backward()
+    assert listener.heard == []  # autograd has given it another accumulator
+    listener.hooks.attach()
+    assert not listener.hooks.converted()
+    listener.product(1).backward()
+    assert [i for i, _ in listener.heard] == [1]
 
 
 def test_they_keep_nothing_alive() -> None:
-    listener = Listener()
-    listener.product(0, 1).backward()
     gc.collect()
     gc.disable()
     try:
-        weak = weakref.ref(listener.params[0]), weakref.ref(listener)
-        param = listener.params[1]
+        listener = Listener()
+        weak = weakref.ref(listener)
+        parameter = listener.params[0]
         del listener
-        assert [w() for w in weak] == [None, None]
-        (param * 2).sum().backward()  # its hook's owner is gone
+        assert weak() is None
+        (parameter * 2).sum().backward()
     finally:
         gc.enable()
 

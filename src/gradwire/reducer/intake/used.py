@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from gradwire.collectives import all_reduce
@@ -22,8 +24,6 @@ class UsedParameters:
         self._device = device
         self._seen = [False] * count
         self._static_unused: frozenset[int] | None = frozenset()
-        self.needs_all = track
-        """Whether every gradient of the next backward has to be reported."""
 
     @property
     def exchanged(self) -> bool:
@@ -44,17 +44,17 @@ class UsedParameters:
         """Count uses in the next backward, and exchange what is used once, at its end."""
         self._first_uses = {}
         self._static_unused = None
-        self.needs_all = True
 
     def forget_first_uses(self) -> None:
         """A backward that failed may have counted some."""
         if self._first_uses is not None:
             self._first_uses = {}
 
-    def count(self, index: int) -> None:
-        """In the first backward of a static graph, a parameter has got a gradient."""
+    def count(self, indices: Iterable[int]) -> None:
+        """In the first backward of a static graph, these parameters have got a gradient."""
         assert self._first_uses is not None
-        self._first_uses[index] = self._first_uses.get(index, 0) + 1
+        for i in indices:
+            self._first_uses[i] = self._first_uses.get(i, 0) + 1
 
     def has_counted(self, index: int) -> bool:
         """Whether a parameter has got a gradient in the first backward of a static graph."""
@@ -68,10 +68,10 @@ class UsedParameters:
         self._first_uses = None
         return uses
 
-    def seen(self, index: int) -> None:
-        """A gradient is there for this parameter, perhaps from under no_sync: what has accumulated there is reduced later."""
-        if self.exchanged:
-            self._seen[index] = True
+    def seen(self, indices: Iterable[int]) -> None:
+        """These parameters have a gradient, perhaps from under no_sync: what has accumulated there is reduced later."""
+        for i in indices:
+            self._seen[i] = True
 
     def reset(self) -> None:
         """Nothing has been seen in this step."""
@@ -87,5 +87,4 @@ class UsedParameters:
         unused = frozenset(i for i, ranks in enumerate(self.counts.tolist()) if ranks == 0)
         if self._static_unused is None:
             self._static_unused = unused
-            self.needs_all = self.track or self.learning
         return unused

@@ -1,0 +1,157 @@
+"""GradientIntake: collects the gradients of a step as they arrive, and returns the buckets that are full.
+
+It combines the hooks on parameters, the gradients that compiled code reports early and the state machine, which counts. It must not
+know what is done with a full bucket.
+
+Note [Who calls]
+To be called for every gradient is what costs most: by the time the next one arrives the engine has pushed this code out of the
+caches. All but a few of these calls change nothing: in a step like the last one, buckets are filled by the same gradients. So once
+a step has shown which these are, all others are only appended to a list (see `autograd/grad_hooks.py`), and the state machine
+counts them, in order, when one of the few arrives, when backward ends, and when a new step begins. Nothing is missed and nothing is
+launched later: only a bucket's own last gradient can fill it, and when one of the few fills other buckets than last time, the
+order has changed and every gradient calls until the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradwire.autograd.compiled.op import on_compiled_gradients
+from gradwire.autograd.grad_hooks import GradHooks
+from gradwire.events import Handle
+from gradwire.reducer.intake.compiled import CompiledGradients
+from gradwire.reducer.machine import Launch, Machine, State
+
+_RESTING = State.RESTING
+
+
+class GradientIntake:
+    """The gradients of one model, step by step."""
+
+    def __init__(self, parameters: Sequence[Tensor], machine: Machine, *, in_buckets: bool) -> None:
+        self.compiled = CompiledGradients(parameters, in_buckets=in_buckets)
+        self.hooks: GradHooks | None = None
+        self._parameters = list(parameters)
+        self._machine = machine
+        self._compiled_handle: Handle | None = None
+        self._fillers: dict[int, int] = {}
+        """The gradients that filled buckets in the last step, each with how many."""
+        self._filled: dict[int, int] = {}
+        """Those of the current step."""
+        self._selected: dict[int, int] | None = None
+        """The fillers that call in the current step; None: every gradient calls."""
+        self._may_take_early = False
+
+    def attach(
+        self, on_arrival: Callable[[], object], early: Callable[[Sequence[int], Sequence[Tensor]], object]
+    ) -> None:
+        """Put hooks on the parameters. They call `on_arrival()`, and compiled code calls `early(indices, gradients)`."""
+        self.detach()
+        self._compiled_handle = on_compiled_gradients(self._parameters, early)
+        self.hooks = GradHooks(self._parameters, on_arrival)
+        self._selected = None
+
+    def detach(self) -> None:
+        """Take the hooks off the parameters."""
+        if self.hooks is not None:
+            self.hooks.remove()
+            self.hooks = None
+        if self._compiled_handle is not None:
+            self._compiled_handle.remove()
+        self.compiled.remove()
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def prepare(self, *, all_call: bool, unused: Collection[int], may_take_early: bool) -> None:
+        """Before the backward of a step. `all_call`: every gradient is to call. `unused` parameters will not arrive.
+
+        `may_take_early`: gradients that compiled code reports may be reduced before they are accumulated.
+        """
+        self.compiled.clear()
+        self._may_take_early = may_take_early
+        self._filled = {}
+        fillers = self._fillers
+        self._select(None if all_call or not fillers or any(i in fillers for i in unused) else fillers)
+
+    def call_all(self) -> None:
+        """Call for every gradient until the end of the step."""
+        self._select(None)
+
+    def _select(self, few: dict[int, int] | None) -> None:
+        if self.hooks is not None and few is not self._selected:
+            self._selected = few
+            self.hooks.select(range(len(self._parameters)) if few is None else few)
+
+    def pop(self) -> list[int]:
+        """The parameters whose gradients have arrived since the last call, in order, without those that were taken early."""
+        if self.hooks is None:
+            return []
+        early, arrived = self.compiled.reported, self.hooks.pop()
+        return [i for i in arrived if i not in early] if early else arrived
+
+    def early(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> list[int]:
+        """Compiled code has computed these gradients. Returns those that are to be reduced now."""
+        machine, compiled, uses = self._machine, self.compiled, self._machine.static_uses
+        if machine.state is not _RESTING:
+            machine.computed_early(indices)
+        if not compiled.enabled:
+            compiled.enable(self._backward_called)
+            return []
+        # Where a static graph has several uses, checkpoints accumulate several times, whose edges cannot be seen.
+        found = zip(indices, gradients, strict=True)
+        return [i for i, grad in found if (uses is None or uses[i] == 1) and compiled.take(i, grad)]
+
+    def _backward_called(self, tensors: Any) -> Callable[[], object] | None:
+        """`backward` is called, from this model or from another one: see [Early gradients] in `compiled.py`."""
+        expected = self._machine.state in (State.ARMED, State.RUNNING) and self._may_take_early
+        return self.compiled.expect(tensors) if expected else None
+
+    def count(self, indices: Sequence[int]) -> list[Launch]:
+        """These gradients have arrived, in this order. Returns the buckets to be launched now, in order."""
+        launches = self._machine.arrived(indices)
+        for launch in launches:
+            self._filled[launch.filler] = self._filled.get(launch.filler, 0) + 1
+        if self._selected is not None and indices:
+            last = indices[-1]
+            if self._selected.get(last, 0) != len(launches) or any(launch.filler != last for launch in launches):
+                self.call_all()
+        return launches
+
+    @property
+    def unused(self) -> Collection[int]:
+        """Parameters of which no gradient is expected in this step."""
+        return self._machine.unused
+
+    def gradients(self, members: Sequence[int]) -> list[Tensor | None]:
+        """The gradients with which a bucket is launched."""
+        if self.compiled.reported:
+            return [self.compiled.gradient(i) for i in members]
+        parameters = self._parameters
+        return [parameters[i].grad for i in members]
+
+    def ended(self) -> None:
+        """The step has succeeded: the next one is expected to be like it."""
+        self._fillers = self._filled
+        self.compiled.clear()
+
+    def converted(self) -> bool:
+        """Whether parameters have another dtype or device than when they were hooked."""
+        return self.hooks is not None and self.hooks.converted()
+
+    def abandon(self) -> None:
+        """The step has failed, or its gradients are not reduced."""
+        if self.hooks is not None:
+            self.hooks.pop()
+        self.compiled.clear()
+
+    def forget(self) -> None:
+        """Buckets have changed: it is not known which gradients fill them."""
+        self._fillers, self._filled = {}, {}
+
+    def missing(self, indices: Iterable[int]) -> list[int]:
+        """Those of `indices` whose gradients have not arrived in this step. Changes nothing; any thread may call it."""
+        arrived = frozenset() if self.hooks is None else self.hooks.waiting()
+        return [i for i in indices if not self._machine.is_ready(i) and i not in arrived]
