@@ -137,7 +137,7 @@ class ShardedParameter(UsageError, TypeError):
 
 
 class UninitializedError(UsageError, RuntimeError):
-    """A lazy module has not seen an input yet."""
+    """A parameter has no values yet: a lazy module has not seen an input, or the module is on the meta device."""
 
 
 class TrainingAlreadyStarted(UsageError, RuntimeError):

@@ -41,6 +41,10 @@ def test_training_checkpoints_errors_and_the_example(tmp_path: Path) -> None:
             assert said[f"forgotten {name}"] != said[f"resumed {name}"]  # without the hook's state
         assert said["wrapper"]["a"] == "torch.nn.parallel.distributed"
         assert said["wrapper"]["b"] == "gradwire.parallel.ddp"
+        assert said["reprs"] == [
+            "GradwireKwargs()",
+            "GradwireKwargs(bucket_cap_mb=5, find_unused_parameters=True, hook=mean())",
+        ]
         kinds = [error.partition(":")[0] for error in said["errors"]]
         assert kinds == ["HookTypeError", "UsageError", "UsageError", "ValueError"]
     assert ranks[0]["stock"] != ranks[1]["stock"]

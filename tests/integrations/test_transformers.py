@@ -23,6 +23,12 @@ def test_training_checkpoints_errors_and_the_example(warm_python: WarmPython, tm
         assert "is a stage, which communicates nothing" in stage
         assert "the state was saved under the hook error_feedback()" in another
         assert len(said["warning"]) == 1
+        missing, not_called = said["versions"]
+        assert "its Trainer has no _prepare_for_training, which gradwire overrides" in missing
+        assert (
+            "it does not call the methods that gradwire overrides, so the model would train on torch's DDP"
+            in not_called
+        )
         assert said["files"] == ["gradwire-hook-0.pt", "gradwire-hook-1.pt"]
     said = json.loads(first)  # rank 0 logs
     assert len(said["stock"]) == 6

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import UsageError
-from gradwire.hooks.arguments import NamedStage
+from gradwire.hooks.arguments import NamedStage, checks_numbers
 from gradwire.hooks.base import Reduction, Stage, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Wrapped
@@ -57,6 +57,7 @@ class Clip(Wrapped):
         return f"{self._own()} > {self.inner!r}"
 
 
+@checks_numbers
 def clip(*, norm: float | None = None, value: float | None = None) -> Stage:
     """Clip this rank's gradient before it is sent: each parameter's norm to at most `norm`, or each element to at most `value`.
 
@@ -116,6 +117,7 @@ class AddNoise(Wrapped):
         return f"add_noise(std={self.std}, seed={self.seed}) > {self.inner!r}"
 
 
+@checks_numbers
 def add_noise(*, std: float, seed: int = 0) -> Stage:
     """Add Gaussian noise of this standard deviation to each element, independent on each rank. (arXiv 1511.06807, 1607.00133)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from gradwire.collectives import Collective
 from gradwire.errors import GroupError, HookError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
+from gradwire.hooks.bucket import BucketSpec
 
 
 def pump(reduction: Reduction, on_op: Callable[[Collective], object]) -> Reduced:
@@ -57,14 +58,15 @@ def advance(reduction: Reduction) -> Collective | Reduced:
         return result
 
 
-def begin(reduction: Reduction, hook: CommHook, turn: Turn, numel: int, dtype: torch.dtype | None = None) -> Reduction:
-    """A reduction of `hook` in which everything that it yields and returns is checked.
+def begin(
+    start: Callable[[], Reduction], hook: CommHook, turn: Turn, numel: int, dtype: torch.dtype | None = None
+) -> Reduction:
+    """The reduction of `hook` that `start()` makes; everything that it yields and returns is checked.
 
-    The value must have `numel` elements, and `dtype` unless that is None: that of an outer step may be wider.
+    The value must have `numel` elements, and `dtype` unless that is None: that of an outer step may be wider. An exception of the
+    hook's own gets a note of where it was raised.
     """
     method = "after_step()" if dtype is None else "reduce()"
-    if not isinstance(reduction, Generator):
-        raise _broken(hook, turn, f"{method} is not a generator but returned {_type(reduction)}; it must yield")
 
     def check(op: object) -> Collective:
         if not isinstance(op, Collective):
@@ -72,10 +74,13 @@ def begin(reduction: Reduction, hook: CommHook, turn: Turn, numel: int, dtype: t
         return op
 
     try:
+        reduction = start()
+        if not isinstance(reduction, Generator):
+            raise _broken(hook, turn, f"{method} is not a generator but returned {_type(reduction)}; it must yield")
         result = yield from relay(reduction, check)
     except Exception as error:
         if not isinstance(error, (GroupError, HookError)):  # those name their origin themselves
-            error.add_note(f"raised by {_where(hook, turn)}")
+            error.add_note(f"raised by {describe(repr(hook), turn.spec, turn.rank, turn.step)}")
         raise
     if not isinstance(result, Reduced):
         raise _broken(hook, turn, f"{method} returned {_type(result)}, not Reduced(value, sent)")
@@ -94,9 +99,10 @@ def _type(value: object) -> str:
     return type(value).__name__
 
 
-def _where(hook: CommHook, turn: Turn) -> str:
-    return f"communication hook {hook!r} on {turn.spec}, rank {turn.rank}"
+def describe(hook: str, spec: BucketSpec, rank: int, step: int) -> str:
+    """Where something has happened, for errors and notes: the hook, the bucket with its parameters, the rank and the step."""
+    return f"communication hook {hook} on {spec}, rank {rank}, step {step}"
 
 
 def _broken(hook: CommHook, turn: Turn, what: str) -> HookError:
-    return HookError(f"{_where(hook, turn)}: {what}.", hook=repr(hook))
+    return HookError(f"{describe(repr(hook), turn.spec, turn.rank, turn.step)}: {what}.", hook=repr(hook))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import nn
@@ -59,7 +59,10 @@ class GradwireKwargs(DistributedDataParallelKwargs):
         return DistributedDataParallelKwargs
 
     def __repr__(self) -> str:
-        return f"GradwireKwargs(hook={self.hook!r})"
+        """The call that makes an equal one: the arguments that differ from their defaults."""
+        plain = GradwireKwargs()
+        names = [field.name for field in fields(self) if getattr(self, field.name) != getattr(plain, field.name)]
+        return f"GradwireKwargs({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def to_dict(
         self, ignore_keys: Sequence[str] = ("comm_hook", "comm_wrapper", "comm_state_option")

@@ -36,6 +36,8 @@ class GradwireStrategy(DDPStrategy):
     Checkpoints contain the hook's state of every rank, which is sent to rank 0 for that.
     """
 
+    model: Any
+
     def __init__(self, *args: Any, hook: CommHook | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if hook is not None:
@@ -99,6 +101,9 @@ class GradwireStrategy(DDPStrategy):
     def teardown(self) -> None:
         """As in DDPStrategy, which unwraps the model. A checkpoint may be saved after that."""
         self._last_state = self._hook_state()
+        # Unwrapped here, because DDPStrategy advises static_graph=True as well, which gains nothing with gradwire.
+        if isinstance(self.model, DistributedDataParallel):
+            self.model = self.lightning_module
         super().teardown()
 
     def _hook_state(self) -> dict[str, Any] | None:

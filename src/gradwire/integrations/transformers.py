@@ -7,20 +7,28 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+
+from gradwire.errors import UsageError
 from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook
 from gradwire.integrations.ddp_replacement import replaced_ddp
 from gradwire.integrations.installed_hooks import hook_controls, load_hook_states, save_hook_states
 from gradwire.integrations.missing_library import missing_library
+from gradwire.parallel import DistributedDataParallel
 
 try:
     from accelerate.utils import DistributedDataParallelKwargs
     from transformers import Trainer
+    from transformers import __version__ as transformers_version
 
     from gradwire.integrations.accelerate import GradwireKwargs
 except ModuleNotFoundError as error:
     raise missing_library(error, extra="transformers") from error
 
+_OVERRIDDEN = ("_build_accelerator_args", "_prepare_for_training", "_save_optimizer_and_scheduler")
+"""Private methods of Trainer that the mixin overrides. One that does not exist, or is not called, would be silently ignored."""
 _Base: Any = object  # a type checker must not look for Trainer's methods there
 
 
@@ -34,8 +42,25 @@ class GradwireMixin(_Base):
     def __init__(self, *args: Any, hook: CommHook | None = None, **kwargs: Any) -> None:
         if hook is not None:
             check_hooks(type(self).__name__, hook=hook)
+        base = super()
+        missing = [name for name in _OVERRIDDEN if not hasattr(base, name)]
+        if missing:
+            raise self._not_supported(f"its Trainer has no {', '.join(missing)}, which gradwire overrides")
         self.hook = hook
         super().__init__(*args, **kwargs)
+
+    def _not_supported(self, why: str) -> UsageError:
+        return UsageError(
+            f"{type(self).__name__} with transformers {transformers_version}: {why}, so the model would train on torch's DDP, "
+            "without the hook. Install another version of transformers, or use gradwire.integrations.accelerate."
+        )
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """As in Trainer, for a model that gradwire has wrapped or that is not distributed."""
+        wrapper = getattr(model, "_orig_mod", model)
+        if isinstance(wrapper, TorchDDP) and not isinstance(wrapper, DistributedDataParallel):
+            raise self._not_supported("it does not call the methods that gradwire overrides")
+        return super().training_step(model, *args, **kwargs)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from gradwire.errors import UsageError
+from gradwire.parallel.trainable import refuse_meta_tensors
 from gradwire.policies import BucketMemory, Buckets, Buffers, Gradients, Graph, MiB
 
 
@@ -87,6 +88,7 @@ def check_devices(
     module: nn.Module, ignore: Collection[str], device_ids: Any, output_device: Any
 ) -> tuple[list[int] | None, int | None, torch.device, str]:
     """(device_ids, output_device, the module's first device, its type); errors have torch's wording."""
+    refuse_meta_tensors(module, ignore)
     devices = {p.device for n, p in module.named_parameters() if n not in ignore}
     types = {d.type for d in devices}
     if device_ids is not None and len(device_ids) > 1:

@@ -69,6 +69,7 @@ def trainable_parameters(
 ) -> tuple[list[str], list[nn.Parameter], list[ParameterSpec]]:
     """Names, tensors and specs of the parameters that get a gradient. Raises for a module that cannot be replicated."""
     refuse_dtensors("replicating", module, ignore)
+    refuse_meta_tensors(module, ignore)
     names, parameters, specs = [], [], []
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
@@ -87,6 +88,18 @@ def trainable_parameters(
             "DistributedDataParallel is not needed when a module doesn't have any parameters that require a gradient."
         )
     return names, parameters, specs
+
+
+def refuse_meta_tensors(module: nn.Module, ignore: Collection[str]) -> None:
+    """Raise if parameters or buffers have no memory."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    found = [name for name, tensor in named if tensor.is_meta and name not in ignore]
+    if found:
+        names = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+        raise UninitializedError(
+            f"replicating {type(module).__name__}: {names} are on the meta device and have no values. Allocate them first, with "
+            "model.to_empty(device=...), and initialize or load them; or load a checkpoint with load_state_dict(..., assign=True)."
+        )
 
 
 def refuse_dtensors(doing: str, module: nn.Module, ignore: Collection[str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ def simulate(
         for rank, weight in enumerate(weights)
     ]
     reductions = [
-        begin(hook.reduce(g.clone() if donated else g, state, turn), hook, turn, g.numel(), g.dtype)
+        begin(partial(hook.reduce, g.clone() if donated else g, state, turn), hook, turn, g.numel(), g.dtype)
         for g, state, turn in zip(gradients, states, turns, strict=True)
     ]
     reduced, exchanges = _in_lockstep(_Scopes(f"simulate({hook!r})", size, layout), reductions)
@@ -157,7 +158,7 @@ def simulate_outer(
         for state, turn in zip(states, turns, strict=True):
             hook.begin(torch.zeros_like(parameters[0]) if start is None else start.clone(), state, turn)
     each = list(zip(parameters, states, turns, strict=True))
-    outer = [begin(hook.after_step(p.clone(), state, turn), hook, turn, p.numel()) for p, state, turn in each]
+    outer = [begin(partial(hook.after_step, p.clone(), state, turn), hook, turn, p.numel()) for p, state, turn in each]
     reduced, exchanges = _in_lockstep(_Scopes(f"simulate_outer({hook!r})", size, None), outer)
     moved = tuple(
         hook.settle(p, came.value, state, turn).to(p.dtype, copy=True)

@@ -97,6 +97,10 @@ for wrong in (
         wrong()
     except (HookTypeError, UsageError, ValueError) as error:
         said.setdefault("errors", []).append(f"{type(error).__name__}: {error}")
+said["reprs"] = [
+    repr(GradwireKwargs()),
+    repr(GradwireKwargs(hook=hooks.mean(), find_unused_parameters=True, bucket_cap_mb=5)),
+]
 with open(f"{directory}/rank-{Accelerator(cpu=True).process_index}.json", "w") as file:
     json.dump(said, file)
 

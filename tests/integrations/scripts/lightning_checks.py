@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import ddp as lightning_ddp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, TensorDataset
@@ -106,6 +107,13 @@ with warnings.catch_warnings(record=True) as caught:
     said["forgotten"] = train(GradwireStrategy(hook=FEEDBACK), load="forgotten")
 said["warning"] = [str(one.message) for one in caught if "starts without one" in str(one.message)]
 said["outer steps"] = train(GradwireStrategy(hook=hooks.diloco(every=3)))
+
+lines: list[str] = []
+lightning_ddp.rank_zero_info = lines.append  # type: ignore[assignment]
+for strategy in (DDPStrategy(), GradwireStrategy()):
+    lines.clear()
+    train(strategy)
+    said.setdefault("advice", []).append(sum("static graph optimizations" in line for line in lines))
 
 dist.destroy_process_group()  # the next one is another backend's
 said["backend"] = train(GradwireStrategy(process_group_backend="gradwire"))

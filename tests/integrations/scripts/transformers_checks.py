@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 from transformers.utils import logging
 
 from gradwire import hooks
-from gradwire.errors import HookError
+from gradwire.errors import HookError, UsageError
 from gradwire.integrations.transformers import GradwireMixin, GradwireTrainer
 
 logging.set_verbosity_error()
@@ -97,6 +97,23 @@ for wrong in (
         wrong()
     except HookError as error:
         said.setdefault("errors", []).append(str(error))
+# A version of Trainer without one of the private methods, and one that has it and does not call it.
+for change in ("missing", "not called"):
+    prepare = Trainer._prepare_for_training
+    del Trainer._prepare_for_training
+    try:
+        if change == "not called":
+            GradwireMixin._prepare_for_training, ours = prepare, GradwireMixin._prepare_for_training
+            Trainer._prepare_for_training = prepare
+        try:
+            train(GradwireTrainer, "another version")
+        except UsageError as error:
+            said.setdefault("versions", []).append(str(error))
+        finally:
+            if change == "not called":
+                GradwireMixin._prepare_for_training = ours
+    finally:
+        Trainer._prepare_for_training = prepare
 for resume in ([], ["--resume"]):
     sys.argv = [example, "--directory", f"{directory}/example", *resume]
     runpy.run_path(example, run_name="__main__")

@@ -245,9 +245,8 @@ def test_tiny_gradients_of_a_narrow_dtype_do_not_vanish() -> None:
 def test_sparse_gradients_and_bad_settings_are_refused() -> None:
     with pytest.raises(UsageError, match="its gradients are sparse"):
         simulate(power_sgd(1), [torch.eye(2).to_sparse(1)])
-    for rank in (0, 1.5):
-        with pytest.raises(UsageError, match="the rank must be a whole number of at least 1"):
-            power_sgd(rank)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="the rank must be at least 1"):
+        power_sgd(0)
     for worse in (0.5, float("nan")):
         with pytest.raises(UsageError, match="larger than their matrix"):
             power_sgd(1, min_compression=worse)

@@ -275,9 +275,9 @@ def test_a_new_parameter_is_its_own_anchor_and_a_new_rank_shares_the_anchor() ->
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: local_sgd(every=0), r"local_sgd\(every=0\): not a whole number of at least 1"),
+        (lambda: local_sgd(every=0), r"local_sgd\(every=0\): must be at least 1"),
         (lambda: local_sgd(every=2.0), r"every=2\.0"),  # type: ignore[arg-type]
-        (lambda: post_local_sgd(start=-1, every=2), r"start=-1\): not a whole number of at least 0"),
+        (lambda: post_local_sgd(start=-1, every=2), r"start=-1\): must be at least 0"),
         (lambda: diloco(every=2, outer_lr=0), r"outer_lr=0\): not a positive number"),
         (lambda: diloco(every=2, outer_lr=math.inf), "outer_lr=inf"),
         (lambda: diloco(every=2, outer_momentum=1.0), r"outer_momentum=1\.0\): not in \[0, 1\)"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.errors import UsageError
+from gradwire import hooks
+from gradwire.errors import HookTypeError, UsageError, UsageTypeError
+from gradwire.groups import ThreadGroup
 from gradwire.hooks import (
     CommHook,
     Reduced,
@@ -28,6 +32,7 @@ from gradwire.hooks import (
     partition,
     weighted_mean,
 )
+from gradwire.parallel import DistributedDataParallel
 
 HALF = chain(cast(torch.bfloat16), mean())
 FED = chain(error_feedback(), HALF)
@@ -102,6 +107,67 @@ REFUSED: dict[str, tuple[Callable[[], CommHook], str]] = {
 def test_refused_when_built(build: Callable[[], CommHook], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         build()
+
+
+# -- numbers and hooks of the wrong type -----------------------------------------------------------------------------------
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "add_noise": {"std": 1.0},
+    "after": {"step": 1, "hook": mean()},
+    "diloco": {"every": 1},
+    "by_size": {"large": mean()},
+    "dgc": {"ratio": 0.1},
+    "every": {"n": 1, "hook": mean()},
+    "local_sgd": {"every": 1},
+    "post_local_sgd": {"start": 1, "every": 1},
+    "power_sgd": {"rank": 1},
+    "random_k": {"ratio": 0.1},
+    "streaming_diloco": {"every": 1, "fragments": 1},
+}
+"""Arguments without a default."""
+NUMBERS = [
+    (name, argument.name)
+    for name in hooks.__all__
+    if inspect.isfunction(getattr(hooks, name))
+    for argument in inspect.signature(getattr(hooks, name)).parameters.values()
+    if re.fullmatch(r"(int|float)( \| None)?", str(argument.annotation))
+]
+
+
+@pytest.mark.parametrize("wrong", ["4", [1], True], ids=repr)
+@pytest.mark.parametrize(("name", "argument"), NUMBERS)
+def test_what_is_not_a_number_is_refused_as_it_was_written(name: str, argument: str, wrong: Any) -> None:
+    arguments = {**NEEDED.get(name, {}), argument: wrong}
+    words = rf"{name}\({argument}={re.escape(repr(wrong))}\): `{argument}` must be a (whole )?number, got {type(wrong).__name__}"
+    with pytest.raises(UsageTypeError, match=words):
+        getattr(hooks, name)(**arguments)
+
+
+def torch_style(state: Any, bucket: Any) -> Any:
+    raise AssertionError("not called")
+
+
+UNFINISHED: dict[str, tuple[Any, str]] = {
+    "a class": (Local, r"\(Local\): Local is a class. Pass an instance: Local\(...\)"),
+    "a function of ours": (mean, r"\(mean\): mean is a function. Call it: mean\(...\)"),
+    "one that makes a stage": (error_feedback, r"error_feedback is a function. Call it"),
+    "a stage": (
+        error_feedback(),
+        r"is a stage, which communicates nothing by itself. .*chain\(error_feedback\(\), mean\(\)\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("hook", "words"), UNFINISHED.values(), ids=UNFINISHED)
+def test_what_is_not_yet_a_hook_is_refused_with_the_missing_call(hook: Any, words: str) -> None:
+    (group,) = ThreadGroup.world(1)
+    with group:
+        model = DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group)
+        for use in (model.set_hook, lambda hook: model.register_comm_hook(None, hook), lambda hook: after(1, hook)):
+            with pytest.raises(HookTypeError, match=words):
+                use(hook)
+        with pytest.raises(HookTypeError, match=r"torch_style.*A torch-style hook goes to register_comm_hook"):
+            model.set_hook(torch_style)  # type: ignore[arg-type]
 
 
 ALLOWED: dict[str, Callable[[], CommHook]] = {

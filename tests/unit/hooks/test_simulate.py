@@ -204,7 +204,7 @@ def is_no_generator(grad: Tensor, state: Any, turn: Turn) -> Any:
     ],
 )
 def test_a_hook_that_breaks_its_contract_is_named(script: Callable[..., Any], words: str) -> None:
-    where = r"communication hook scripted\(\) on bucket 0 \(parameters parameter\), rank 0: .*"
+    where = r"communication hook scripted\(\) on bucket 0 \(parameters parameter\), rank 0, step 0: .*"
     with pytest.raises(HookError, match=where + words) as caught:
         simulate(Scripted(script), [torch.zeros(2)] * 2)
     assert caught.value.hook == "scripted()"

@@ -522,3 +522,61 @@ def test_a_hook_of_torch_without_a_process_group_says_which_to_pass() -> None:
         model(inputs(0)).sum().backward()
     assert "register_comm_hook(gw.as_process_group(group), hook)" in caught.value.__notes__[-1]
     group.close()
+
+
+class Raising(CommHook):
+    """Averages, and raises an exception of its own in one place in step 1."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        self.steps = 0
+
+    def _reach(self, place: str) -> None:
+        if self.place == place and self.steps == 1:
+            raise LookupError("mine")
+
+    def init(self, spec: BucketSpec) -> None:
+        self._reach("init")
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        self.steps = turn.step
+        self._reach("a function that is not a generator")
+        return self._generate(grad)
+
+    def _generate(self, grad: Tensor) -> Reduction:
+        self._reach("before the collective")
+        yield all_reduce(grad, op=ReduceOp.AVG)
+        self._reach("after the collective")
+        return Reduced(grad, grad)
+
+
+def torch_style(state: dict[str, int], bucket: Any) -> Any:
+    state["calls"] += 1
+    if state["calls"] > 1:
+        raise LookupError("mine")
+    return done(bucket.buffer())
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["a function that is not a generator", "before the collective", "after the collective", "init", "torch-style"],
+)
+def test_an_exception_of_the_hooks_own_names_hook_bucket_and_step(place: str) -> None:
+    (group,) = ThreadGroup.world(1)
+    with group:
+        model = DDP(nn.Linear(2, 1), process_group=group)
+        if place == "torch-style":
+            model.register_comm_hook({"calls": 0}, torch_style)
+        else:
+            model.set_hook(hook := Raising(place))
+        model(torch.ones(1, 2)).sum().backward()
+        if place == "init":  # of the state that a new hook begins with
+            hook.steps = 1
+            model.set_hook(hook)
+        with pytest.raises(LookupError) as caught:
+            model(torch.ones(1, 2)).sum().backward()
+        name = "'torch_style'" if place == "torch-style" else repr(hook)
+        assert str(caught.value) == "mine"
+        assert caught.value.__notes__[0] == (
+            f"raised by communication hook {name} on bucket 0 (parameters bias, weight), rank 0, step 1"
+        )

@@ -61,6 +61,24 @@ def test_dtensors_that_are_ignored_are_no_obstacle(mesh: Any) -> None:
         assert DDP(model, process_group=group).replica.names == ["1.weight", "1.bias"]
 
 
+@pytest.mark.parametrize("wrap", [lambda m, g: DDP(m, process_group=g), replicate_over], ids=["ddp", "replicate"])
+@pytest.mark.parametrize("part", ["all", "a parameter", "a buffer"])
+def test_the_meta_device_is_refused_by_name(wrap: Any, part: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    if part == "a buffer":
+        model[1].running_mean = torch.zeros(4, device="meta")
+    else:
+        (model if part == "all" else model[0]).to("meta")
+    first = {
+        "all": r"0\.weight, 0\.bias, 1\.weight, 1\.bias and 3 more",
+        "a parameter": r"0\.weight",
+        "a buffer": r"1\.running_mean",
+    }
+    (group,) = ThreadGroup.world(1)
+    with group, pytest.raises(UsageError, match=rf"Sequential: {first[part]}.* on the meta device.*to_empty\(device="):
+        wrap(model, group)
+
+
 class Lookup(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import UsageError, UsageTypeError
-from gradwire.hooks.arguments import check_hooks
+from gradwire.hooks.arguments import check_hooks, checks_numbers
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Composite
@@ -268,6 +268,7 @@ def masked(mask: str | Sequence[str] | Mask, hook: CommHook, *, otherwise: CommH
     return Partition(((rule, hook), (_Named(("*",)), otherwise)), f"masked({shown}, {hook!r}, otherwise={otherwise!r})")
 
 
+@checks_numbers
 def by_size(
     *, large: CommHook, small: CommHook = MEAN, numel: int | None = None, nbytes: int | None = None
 ) -> CommHook:

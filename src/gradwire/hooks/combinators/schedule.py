@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import UsageError
-from gradwire.hooks.arguments import check_hooks
+from gradwire.hooks.arguments import check_hooks, checks_numbers
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Composite
@@ -97,6 +97,7 @@ class After(_ByStep):
         return f"after({self.step}, {self.hook!r}, before={self.before!r})"
 
 
+@checks_numbers
 def after(step: int, hook: CommHook, *, before: CommHook = MEAN) -> CommHook:
     """`before` in a bucket's first `step` steps, then `hook`, whose state and step count start there.
 
@@ -210,6 +211,7 @@ class Alternating(_ByStep):
         return f"every({self.n}, {self.hook!r}, otherwise={self.otherwise!r})"
 
 
+@checks_numbers
 def every(n: int, hook: CommHook, *, otherwise: CommHook | None = None) -> CommHook:
     """`hook` in every n-th step; in the others `otherwise`, or no communication.
 

@@ -27,6 +27,7 @@ from torch.nn.functional import linear, pad
 
 from gradwire.collectives import all_gather_into_tensor
 from gradwire.errors import UsageError
+from gradwire.hooks.arguments import checks_numbers
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.compressors.index_value_pairs import Format, Pairs
@@ -240,6 +241,7 @@ def _split(pairs: Pairs, sizes: list[int]) -> list[Pairs]:
     return [Pairs(*both) for both in zip(pairs.indices.split(sizes), pairs.values.split(sizes), strict=True)]
 
 
+@checks_numbers
 def decoupled_momentum(
     *, decay: float = 0.999, chunk: int = 64, k: int = 32, values: torch.dtype | None = None
 ) -> CommHook:

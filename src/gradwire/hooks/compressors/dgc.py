@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import UsageError
+from gradwire.hooks.arguments import checks_numbers
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.compressors.index_value_pairs import Format, Pairs
@@ -117,6 +118,7 @@ class DGC(CommHook):
         )
 
 
+@checks_numbers
 def dgc(
     ratio: float,
     *,

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import UsageError
+from gradwire.hooks.arguments import checks_numbers
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, is_dense
 from gradwire.hooks.dense import MEAN
@@ -305,6 +306,7 @@ def _filled(flat: Tensor, numel: int) -> Tensor:
     return flat if flat.numel() == numel else torch.nn.functional.pad(flat, (0, numel - flat.numel()))
 
 
+@checks_numbers
 def power_sgd(
     rank: int,
     *,
@@ -327,8 +329,8 @@ def power_sgd(
     On the wire: 2 (N - 1) / N of r (n + m) numbers per matrix and of all that is sent uncompressed, for N ranks; two all-reduces
     per bucket, or one if nothing in it is a matrix.
     """
-    if not isinstance(rank, int) or rank < 1:
-        raise UsageError(f"power_sgd(rank={rank}): the rank must be a whole number of at least 1; 1 to 4 is usual.")
+    if rank < 1:
+        raise UsageError(f"power_sgd(rank={rank}): the rank must be at least 1; 1 to 4 is usual.")
     if not min_compression >= 1:
         raise UsageError(
             f"power_sgd(rank={rank}, min_compression={min_compression}): factors larger than their matrix would be sent. "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import UsageError
-from gradwire.hooks.arguments import NamedStage
+from gradwire.hooks.arguments import NamedStage, checks_numbers
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.clip_noise import Clip
@@ -99,6 +99,7 @@ class RandomK(Wrapped):
         return f"random_k(ratio={self.ratio}, seed={self.seed}) > {self.inner!r}"
 
 
+@checks_numbers
 def random_k(ratio: float, *, seed: int = 0) -> Stage:
     """Reduce only a random part of the bucket, the same on every rank, with the inner hook. (arXiv 1809.07599)
 

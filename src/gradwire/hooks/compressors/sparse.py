@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradwire.collectives import all_gather, all_gather_into_tensor
 from gradwire.errors import UsageError
+from gradwire.hooks.arguments import checks_numbers
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.compressors.index_value_pairs import Format, Pairs, add_up, scatter
@@ -134,6 +135,7 @@ class TopK(_Selecting):
         return f"top_k({amount}, values={self.values})"
 
 
+@checks_numbers
 def top_k(*, ratio: float | None = None, k: int | None = None, values: torch.dtype | None = None) -> CommHook:
     """Send the elements of largest magnitude: `k` of each bucket, or the `ratio`-th part of it. (arXiv 1704.05021, 1809.07599)
 
@@ -193,6 +195,7 @@ class Threshold(_Selecting):
         return f"threshold({bound}, values={self.values})"
 
 
+@checks_numbers
 def threshold(
     *, value: float | None = None, relative: float | None = None, values: torch.dtype | None = None
 ) -> CommHook:

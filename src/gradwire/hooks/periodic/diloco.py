@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire.errors import UsageError
-from gradwire.hooks.arguments import check_hooks
+from gradwire.hooks.arguments import check_hooks, checks_numbers
 from gradwire.hooks.base import CommHook, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.dense import mean
@@ -86,8 +87,8 @@ class DiLoCo(OuterHook):
         anchor = _anchor(state)
         delta = anchor - parameters
         inside = replace(turn, spec=_inside(turn.spec), donated=True)
-        inner = self.hook.reduce(delta, state.inner, inside)
-        return (yield from begin(inner, self.hook, inside, delta.numel(), delta.dtype))
+        start = partial(self.hook.reduce, delta, state.inner, inside)
+        return (yield from begin(start, self.hook, inside, delta.numel(), delta.dtype))
 
     def settle(self, parameters: Tensor, value: Tensor, state: _Anchored, turn: Turn) -> Tensor:
         """Move the anchor by a step of SGD with momentum along that mean; the parameters continue from it."""
@@ -143,6 +144,7 @@ class DiLoCo(OuterHook):
         return f"diloco(every={self.every}, {self._settings()})"
 
 
+@checks_numbers
 def diloco(
     *,
     every: int,
@@ -190,6 +192,7 @@ class StreamingDiLoCo(DiLoCo):
         return f"streaming_diloco({what}, {self._settings()})"
 
 
+@checks_numbers
 def streaming_diloco(
     *,
     every: int,
@@ -216,9 +219,9 @@ def streaming_diloco(
             f"streaming_diloco(every={every}, fragments={fragments}): some steps would have several fragments. Pass at most as "
             "many fragments as a round has steps."
         )
-    if not isinstance(delay, int) or not 0 <= delay < every:
+    if not 0 <= delay < every:
         raise UsageError(
-            f"streaming_diloco(every={every}, delay={delay!r}): what was sent must be applied before the fragment is sent again. "
+            f"streaming_diloco(every={every}, delay={delay}): what was sent must be applied before the fragment is sent again. "
             f"Pass a whole number from 0 to {every - 1}."
         )
     if not 0 <= alpha < 1:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradwire.collectives import all_to_all_single
 from gradwire.errors import UsageError
+from gradwire.hooks.arguments import checks_numbers
 from gradwire.hooks.base import Reduced, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.numerics.elementwise import wide
@@ -67,6 +68,7 @@ class Gossip(OuterHook):
         return f"gossip(topology={self.topology!r}, every={self.every}, seed={self.seed})"
 
 
+@checks_numbers
 def gossip(*, topology: str = "ring", every: int = 1, seed: int = 0) -> OuterHook:
     """Average the parameters with those of the neighbors after every `every`-th step (D-PSGD, arXiv 1705.09056).
 

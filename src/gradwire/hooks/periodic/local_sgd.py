@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import UsageError
+from gradwire.hooks.arguments import checks_numbers
 from gradwire.hooks.base import Reduced, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.dense import Mean
@@ -44,6 +45,7 @@ class LocalSGD(OuterHook):
         return f"local_sgd(every={self.every})"
 
 
+@checks_numbers
 def local_sgd(*, every: int) -> OuterHook:
     """Average the parameters, instead of the gradients, every `every` steps (arXiv 1805.09767).
 
@@ -83,12 +85,13 @@ class PostLocalSGD(LocalSGD):
         return f"post_local_sgd(start={self.start}, every={self.every})"
 
 
+@checks_numbers
 def post_local_sgd(*, start: int, every: int) -> OuterHook:
     """Average the gradients for `start` steps, and from then on the parameters every `every` steps (arXiv 1808.07217).
 
     Requires `model.attach_optimizer(optimizer)`. No memory. On the wire: as `mean()` for `start` steps, then as `local_sgd`.
     """
     check_every("post_local_sgd", every=every)
-    if not isinstance(start, int) or start < 0:
-        raise UsageError(f"post_local_sgd(start={start!r}): not a whole number of at least 0. Pass a number of steps.")
+    if start < 0:
+        raise UsageError(f"post_local_sgd(start={start}): must be at least 0. Pass a number of steps.")
     return PostLocalSGD(every, start)

@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -89,13 +90,13 @@ def _on(group: Group, carry_out: Callable[[Collective], Work]) -> Callable[[Coll
 def gradient_reduction(group: Group, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Reduction:
     """The reduction of a gradient by `hook`, checked; the hook sees the group's hosts."""
     turn = _with_hosts(turn, group)
-    return begin(hook.reduce(grad, state, turn), hook, turn, grad.numel(), grad.dtype)
+    return begin(partial(hook.reduce, grad, state, turn), hook, turn, grad.numel(), grad.dtype)
 
 
 def outer_reduction(group: Group, hook: OuterHook, parameters: Tensor, state: Any, turn: Turn) -> Reduction:
     """The first half of an outer step by `hook`, checked; the hook sees the group's hosts."""
     turn = _with_hosts(turn, group)
-    return begin(hook.after_step(parameters, state, turn), hook, turn, parameters.numel())
+    return begin(partial(hook.after_step, parameters, state, turn), hook, turn, parameters.numel())
 
 
 def _with_hosts(turn: Turn, group: Group) -> Turn:

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.errors import GradwireError
 from gradwire.groups.base import Group
 from gradwire.groups.completion import name_of
 from gradwire.hooks.base import CommHook, Turn
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.dense import mean
 from gradwire.hooks.periodic.base import OuterHook, check_outer
+from gradwire.hooks.pump import describe
 from gradwire.policies import ScaleCheck
 from gradwire.reducer.checks.attached_optimizers import AttachedOptimizers
 from gradwire.reducer.checks.scale_check import ScaleChecked
@@ -85,7 +87,7 @@ class HookRunner:
             self._scale_checks.append(check)
         pending: Pending
         if self.torch_hook is not None:
-            pending = TorchHookRun(*self.torch_hook, bucket, self.group)
+            pending = TorchHookRun(*self.torch_hook, bucket, self.group, step=step)
         else:
             pending = self.driver.launch(self.hook, bucket.buffer(), state, self._turn(bucket, step))
         return pending if check is None else check.watch(pending)
@@ -100,13 +102,21 @@ class HookRunner:
         """The state and the step of a bucket. What an earlier hook has not sent is added to its gradient, if it is not refused."""
         outer = self.outer
         # The states of a hook with an outer half belong to that half.
-        state = None if outer is not None or self.torch_hook is not None else self.states.of(bucket.spec)
+        state = None if outer is not None or self.torch_hook is not None else self._state(bucket.spec)
         step = self.states.begin(bucket.spec, bucket.buffer())
         if outer is None:
             return state, step
         if bucket.index() == 0:
             outer.backward_begins()
         return None, outer.step
+
+    def _state(self, spec: BucketSpec) -> Any:
+        try:
+            return self.states.of(spec)
+        except Exception as error:
+            if not isinstance(error, GradwireError):  # the user's own, from init() or load()
+                error.add_note(f"raised by {describe(self.name, spec, self.group.rank, self.step)}")
+            raise
 
     def _turn(self, bucket: GradBucket, step: int) -> Turn:
         group = self.group

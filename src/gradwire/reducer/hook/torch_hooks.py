@@ -20,8 +20,9 @@ from gradwire.errors import CollectiveTimeout, GroupError, HookAnnotationError, 
 from gradwire.groups.base import Group
 from gradwire.groups.completion import name_of
 from gradwire.groups.work import Work
-from gradwire.hooks.arguments import refuse_stage
+from gradwire.hooks.arguments import refuse_unfinished
 from gradwire.hooks.bucket import GradBucket
+from gradwire.hooks.pump import describe
 
 _LOOK_EVERY = 0.5
 TorchHook = Callable[[Any, Any], torch.futures.Future[Tensor]]
@@ -29,7 +30,7 @@ TorchHook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
 def check_torch_hook(hook: Any) -> None:
     """Raise unless `hook` can be called with a state and a bucket. Any callable will do, with any parameter names."""
-    refuse_stage("register_comm_hook", hook)
+    refuse_unfinished("register_comm_hook", hook)
     if not callable(hook):
         raise UsageTypeError(
             f"Communication hook must be callable. Got {type(hook).__name__}: {hook!r}. "
@@ -73,10 +74,10 @@ def _signature(hook: Any) -> inspect.Signature | None:
 class TorchHookRun:
     """One call of a torch-style hook, under way."""
 
-    def __init__(self, hook: TorchHook, state: Any, bucket: GradBucket, group: Group) -> None:
+    def __init__(self, hook: TorchHook, state: Any, bucket: GradBucket, group: Group, *, step: int) -> None:
         self._bucket = bucket
         self._group = group
-        self._where = f"communication hook {name_of(hook)!r} on {bucket.spec}, rank {group.rank}"
+        self._where = describe(repr(name_of(hook)), bucket.spec, group.rank, step)
         self._hook_name = name_of(hook)
         self._dtype = bucket.buffer().dtype
         self._numel = bucket.buffer().numel()

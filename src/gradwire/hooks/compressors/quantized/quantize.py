@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradwire.collectives import all_gather_into_tensor, all_to_all_single
 from gradwire.errors import UsageError
+from gradwire.hooks.arguments import checks_numbers
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.compressors.quantized import codec
@@ -105,6 +106,7 @@ class Quantize(CommHook):
         return f"quantize(bits={bits}, block={self.block}, rounding={self.rounding!r}, seed={self.seed})"
 
 
+@checks_numbers
 def quantize(
     bits: int | Mapping[str, int] = 8,
     *,
@@ -141,7 +143,7 @@ def quantize(
             raise UsageError(
                 f"{what}: {width!r} bits for {pattern!r}. Bits are 8, 4, 2 or 1, alone or by pattern of parameter names."
             )
-    if not isinstance(block, int) or block & (block - 1) or not _LEAST_BLOCK <= block <= _LARGEST_BLOCK:
+    if block & (block - 1) or not _LEAST_BLOCK <= block <= _LARGEST_BLOCK:
         raise UsageError(
             f"{what}: a block is a power of two from {_LEAST_BLOCK} to {_LARGEST_BLOCK} elements, e.g. 256."
         )
@@ -149,7 +151,7 @@ def quantize(
         raise UsageError(f"{what}: no such rounding. Use one of {', '.join(map(repr, _ROUNDINGS))}.")
     if rounding == "stochastic" and any(width == 1 for _, width in rules):
         raise UsageError(f'{what}: one bit is the sign and is not rounded. Use rounding="nearest", or 2 bits or more.')
-    return Quantize(rules, block, rounding, int(seed))
+    return Quantize(rules, block, rounding, seed)
 
 
 def parity(turn: Turn) -> int:
