@@ -21,26 +21,16 @@ _COLUMNS = {"rank": 4, "step": 8, "step ms": 7, "compute": 7, "exposed": 7, "byt
 _STYLES = {Condition.ENDED: "red", Condition.STOPPED: "red", Condition.ABSENT: "dim", Condition.STARTING: "dim"}
 
 
-def picture(status: RunStatus, columns: int, lines: int) -> list[bytes]:
-    """The view as lines with colors, at most `columns` wide; of many ranks, those that are worth a look."""
-    text = render(status, columns, lines, color=True)
-    return [line.encode(errors="backslashreplace") for line in text.splitlines()]
-
-
-def render(status: RunStatus, columns: int, lines: int, *, color: bool) -> str:
-    """As `picture`, as text."""
-    console = Console(
-        file=io.StringIO(), width=columns, height=lines, force_terminal=color, highlight=False, legacy_windows=False
-    )
+def picture(status: RunStatus, columns: int, lines: int) -> Group:
+    """The view, at most `columns` wide and `lines` high; of many ranks, those that are worth a look."""
+    console = Console(width=columns, file=io.StringIO())
     below = [part for part in (_summary(status), _warning(status)) if part]
     room = lines - 2 - sum(len(part.wrap(console, columns)) for part in below)
     shown = chosen(status.ranks, max(1, room))
     if len(shown) < len(status.ranks):
         shown = chosen(status.ranks, max(1, room - 1))
         below.insert(0, Text(f"and {len(status.ranks) - len(shown)} more ranks", style="dim"))
-    with console.capture() as capture:
-        console.print(Group(_table(status, shown, wide=columns >= _WIDE), *below))
-    return capture.get()
+    return Group(_table(status, shown, wide=columns >= _WIDE), *below)
 
 
 def chosen(ranks: Sequence[RankStatus], most: int) -> list[RankStatus]:
@@ -70,15 +60,14 @@ def _cells(rank: RankStatus) -> list[str | Text]:
     step = str(rank.step) if rank.step >= 0 else ""
     if not rank.seconds:
         return [str(rank.rank), step, "", "", "", "", ""]
-    late = signed_milliseconds(rank.late)
+    known = milliseconds(rank.compute), milliseconds(rank.exposed), size(rank.nbytes)
+    late = Text(signed_milliseconds(rank.late), style="bold yellow" if rank.is_slow else "")
     return [
         str(rank.rank),
         step,
         milliseconds(rank.seconds),
-        milliseconds(rank.compute),
-        milliseconds(rank.exposed),
-        size(rank.nbytes),
-        Text(late, style="bold yellow" if rank.is_slow else ""),
+        *(known if rank.knows_communication else ("", "", "")),
+        late,
     ]
 
 
@@ -108,9 +97,9 @@ def _figures(status: RunStatus) -> list[str]:
     parts = [f"step {status.step}", f"{status.steps_per_second:.3g} steps/s"]
     if status.samples_per_second:
         parts.append(f"{status.samples_per_second:,.0f} samples/s")
-    parts.append(
-        f"{milliseconds(status.seconds)} ms: compute {milliseconds(status.compute)}, exposed {milliseconds(status.exposed)}"
-    )
+    parts.append(f"{milliseconds(status.seconds)} ms")
+    if status.knows_communication:
+        parts[-1] += f": compute {milliseconds(status.compute)}, exposed {milliseconds(status.exposed)}"
     if status.slowest is not None:
         parts.append(f"slowest rank {status.slowest.rank}")
     return parts

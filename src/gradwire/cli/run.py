@@ -15,9 +15,8 @@ from typing import Any
 
 from gradwire.cli.arguments import at_least, positive
 from gradwire.errors import UsageError
-from gradwire.launch.display import Picture
+from gradwire.launch.display import Picture, find_terminal
 from gradwire.launch.environment import RUN_DIRECTORY, LocalWorld, rank_environment
-from gradwire.launch.panel import find_terminal
 from gradwire.launch.run_script import python_command
 from gradwire.launch.store_host import LOOPBACK, StoreHost
 from gradwire.launch.supervise import LaunchSpec, supervise

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import time
 from typing import Any
 
+from rich.console import Console
+
 from gradwire.cli.arguments import positive
-from gradwire.cli.live_view import picture, render
+from gradwire.cli.live_view import picture
 from gradwire.cli.run_directory import run_directory
 from gradwire.errors import UsageError
-from gradwire.launch.panel import Panel, find_terminal
+from gradwire.launch.display import Panel, find_terminal
 from gradwire.launch.screen import Screen
 from gradwire.observe.monitor import PLAIN_INTERVAL, RunMonitor
 from gradwire.observe.rings.ring import nothing_recorded
@@ -61,12 +64,12 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(
                 f"{monitor.run.directory}: the ranks are, or were, on other hosts. Run gradwire top there."
             )
-        terminal = find_terminal(os.environ) if os.isatty(1) else None
+        terminal = os.isatty(1) and find_terminal(os.environ) is not None
         if args.once:
-            columns = Panel(1).size[0] if terminal is not None else 80
-            print(render(monitor.status(), columns, 1000, color=terminal is not None), end="")
+            console = Console(width=None if terminal else 80, highlight=False)
+            console.print(picture(monitor.status(), console.width, 1000))
         else:
-            _follow(monitor, terminal, args.every)
+            _follow(monitor, terminal=terminal, every=args.every)
     except KeyboardInterrupt:
         pass
     finally:
@@ -74,27 +77,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _follow(monitor: RunMonitor, terminal: int | None, every: float | None) -> None:
+def _follow(monitor: RunMonitor, *, terminal: bool, every: float | None) -> None:
     screen = Screen(1, os.environ)
-    if terminal is not None:
-        screen.panel = Panel(1)
+    panel = Panel(screen)
     was_under_way = False
-    while not screen.error is not None:
+    while screen.error is None:
         status = monitor.status()
         if was_under_way and _is_over(status) and not status.ending:
             time.sleep(_MOMENT)
             status = monitor.status()
-        if screen.panel is not None:
-            screen.draw(picture(status, *screen.panel.size))
+        if terminal:
+            panel.draw(functools.partial(picture, status))
         else:
             for line in monitor.figures(status):
                 print(line, flush=True)
         if _is_over(status):
             return
         was_under_way = True
-        time.sleep(every or (1.0 if terminal is not None else PLAIN_INTERVAL))
-        lines = monitor.check()
-        screen.write("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
+        time.sleep(every or (1.0 if terminal else PLAIN_INTERVAL))
+        if lines := monitor.check():
+            panel.above("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
 
 
 def _is_over(status: RunStatus) -> bool:

@@ -2,31 +2,105 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from gradwire.launch.panel import Panel, find_terminal
 from gradwire.launch.screen import Screen
 from gradwire.observe.monitor import RunMonitor
 from gradwire.observe.run_status import RunStatus
 
-Picture = Callable[[RunStatus, int, int], Sequence[bytes]]
-"""The status of a run in lines, at most so many columns wide and so many lines high."""
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
+
+Picture = Callable[[RunStatus, int, int], "RenderableType"]
+"""The status of a run, at most so many columns wide and so many lines high."""
 _SHARE = 2 / 3
 """How much of a terminal's height the live view may take: the rest shows what ranks write."""
+
+
+class Panel:
+    """A picture at the bottom of a terminal, below the lines that scroll by, drawn by rich.
+
+    The cursor stays visible, input is not read, and a picture ends with a line feed: nothing has to be restored, however the
+    process ends.
+    """
+
+    def __init__(self, screen: Screen, *, share: float = 1.0) -> None:
+        self._screen, self._share = screen, share
+        self._live: Live | None = None
+
+    def draw(self, picture: Callable[[int, int], RenderableType]) -> None:
+        """Replace the picture by what `picture(columns, lines)` returns."""
+        from rich.console import Group
+        from rich.segment import Segments
+
+        self._live = live = self._live or _start(self._screen)
+        columns, lines = live.console.size
+        columns, lines = max(20, columns - 1), max(5, int(self._share * (lines - 1)))  # a full last column may wrap
+        drawn = live.console.render(picture(columns, lines), live.console.options.update_width(columns))
+        live.update(Group(Segments(list(drawn)), ""), refresh=True)  # it is drawn again below every line of a rank
+
+    def above(self, data: bytes) -> None:
+        """Write `data`, whole lines, above the picture."""
+        if self._live is None:
+            return self._screen.write_now(data)
+        from rich.segment import Segment, Segments
+
+        text = data.decode(errors="surrogateescape")
+        return self._live.console.print(Segments([Segment(text)]), crop=False, end="")
+
+    def leave(self) -> None:
+        """Let the picture scroll away: what comes next, also another picture, is written below it."""
+        self._live = None
+
+
+def _start(screen: Screen) -> Live:
+    """Imported when needed: that takes a while, and most runs have no live view."""
+    from rich.console import Console
+    from rich.live import Live
+
+    class Terminal(io.StringIO):
+        def write(self, text: str) -> int:
+            screen.write_now(text.encode(errors="surrogateescape"))
+            return len(text)
+
+    class VisibleCursor(Console):
+        def show_cursor(self, show: bool = True) -> bool:
+            return False
+
+    console = VisibleCursor(file=Terminal(), force_terminal=True, highlight=False, legacy_windows=False)
+    live = Live(
+        console=console,
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        vertical_overflow="visible",
+    )
+    live.start()
+    return live
+
+
+def find_terminal(environ: Mapping[str, str]) -> int | None:
+    """The standard error, or else the output, if it is a terminal on which a picture can be drawn."""
+    return next((fd for fd in (2, 1) if os.isatty(fd)), None) if environ.get("TERM", "dumb") != "dumb" else None
 
 
 class Display:
     """Writes to the launcher's screens. Without a monitor there is nothing to show but warnings."""
 
     def __init__(self, out: Screen, err: Screen, *, monitor: RunMonitor | None, picture: Picture | None) -> None:
-        self._out, self._err = out, err
-        self._monitor = monitor
-        self._picture = picture
+        self._err, self._monitor, self._picture = err, monitor, picture
+        self._screens = {1: out, 2: err}
         self._panel: Panel | None = None
-        if monitor is not None and picture is not None:
-            self._panel = _panel(out, err, os.environ)
+        terminal = find_terminal(os.environ)
+        if monitor is not None and picture is not None and terminal is not None:
+            self._panel = Panel(self._screens[terminal], share=_SHARE)
+            for fd, screen in self._screens.items():
+                screen.above = self._panel.above if os.isatty(fd) else None
 
     @property
     def next_look(self) -> float:
@@ -51,34 +125,23 @@ class Display:
 
     def draw(self) -> None:
         """Draw the live view. An error ends it, and not the run."""
-        if self._panel is None or self._picture is None or self._monitor is None:
+        panel, picture, monitor = self._panel, self._picture, self._monitor
+        if panel is None or picture is None or monitor is None:
             return
-        screen = self._err if self._err.panel is not None else self._out
         try:
-            screen.draw(self._picture(self._monitor.status(), *self._panel.size))
+            panel.draw(lambda columns, lines: picture(monitor.status(), columns, lines))
         except Exception as error:
-            self._panel = self._out.panel = self._err.panel = None
+            self._panel = None
+            for screen in self._screens.values():
+                screen.above = None
             self.say([f"the live view has ended: {type(error).__name__}: {error}"])
 
     def continued(self) -> None:
-        """The launcher was stopped for a while, and the shell has written to the terminal."""
+        """The launcher was stopped for a while, and the shell has written to the terminal: draw below that."""
         if self._panel is not None:
-            self._panel.forget()
+            self._panel.leave()
 
     def end(self) -> None:
         """Leave the last picture where it is: the report follows."""
         self.draw()
-        if self._panel is not None:
-            self._panel.leave()
-
-
-def _panel(out: Screen, err: Screen, environ: Mapping[str, str]) -> Panel | None:
-    """A panel on the terminal, for both of its streams, if there is a terminal."""
-    terminal = find_terminal(environ)
-    if terminal is None:
-        return None
-    panel = Panel(terminal, share=_SHARE)
-    for fd, screen in ((1, out), (2, err)):
-        if os.isatty(fd):
-            screen.panel = panel
-    return panel
+        self.continued()

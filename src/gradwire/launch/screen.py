@@ -14,11 +14,9 @@ import errno
 import os
 import select
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO
-
-from gradwire.launch.panel import Panel
 
 EVERY = 1.0
 """Seconds between two states of a progress bar that are shown."""
@@ -37,20 +35,16 @@ class Screen:
         self.color = os.isatty(fd) and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
         self.error: OSError | None = None
         """Why nothing can be written anymore; output is then dropped."""
-        self.panel: Panel | None = None
-        """The picture on the same terminal, above which lines are written."""
+        self.above: Callable[[bytes], None] | None = None
+        """How to write lines above a picture on the same terminal."""
 
     def write(self, data: bytes) -> None:
         """Write all of it: whole lines."""
         if data:
-            self._write(data if self.panel is None else self.panel.above(data))
+            (self.above or self.write_now)(data)
 
-    def draw(self, lines: Sequence[bytes]) -> None:
-        """Make this the picture below the lines, if there is a panel."""
-        if self.panel is not None:
-            self._write(self.panel.replaced(lines))
-
-    def _write(self, data: bytes) -> None:
+    def write_now(self, data: bytes) -> None:
+        """Write all of it, wherever the cursor is."""
         view = memoryview(data)
         while view and self.error is None:
             try:

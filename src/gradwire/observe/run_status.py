@@ -47,6 +47,8 @@ class RankStatus:
     exposed: float = 0.0
     nbytes: float = 0.0
     """Bytes of collectives per step."""
+    knows_communication: bool = True
+    """Whether `exposed` and `nbytes` are recorded; not of torch's own DDP."""
     late: float = 0.0
     """How much later than those of the other ranks its last bucket is ready."""
     doing: str = ""
@@ -65,6 +67,8 @@ class RunStatus:
     compute: float = 0.0
     exposed: float = 0.0
     nbytes: float = 0.0
+    knows_communication: bool = True
+    """Whether `exposed` and `nbytes` are recorded; not of torch's own DDP."""
     samples_per_second: float = 0.0
     """0: the script does not call `observe.samples`."""
     idle: float = 0.0
@@ -138,6 +142,7 @@ def run_status(
         compute=_median(rank.compute for rank in timed),
         exposed=_median(rank.exposed for rank in timed),
         nbytes=_median(rank.nbytes for rank in timed),
+        knows_communication=all(rank.knows_communication for rank in timed),
         samples_per_second=sum(map(_samples_per_second, chosen.values())),
         idle=(now - max(ends)) / 1e9 if ends else 0.0,
         slowest=None if last is None or ranks[last].late < _NOTICEABLE * ranks[last].seconds else ranks[last],
@@ -169,6 +174,7 @@ def _rank_status(
         compute=fmean(one.compute for one in steps),
         exposed=fmean(one.share(Phase.EXPOSED) for one in steps),
         nbytes=fmean(one.nbytes for one in steps),
+        knows_communication=not any(one.backward_waits for one in steps),
         late=late,
         doing=facts.doing,
         is_slow=is_slow,
@@ -206,12 +212,10 @@ def stats_line(status: RunStatus) -> str:
         parts = [without_figures(status), *filter(None, [status.ending])]
         return ", ".join(parts) + _last_warning(status)
     whole, compute, exposed = map(milliseconds, (status.seconds, status.compute, status.exposed))
-    parts = [
-        f"step {status.step}",
-        f"{status.steps_per_second:.3g} steps/s",
-        f"{whole} ms a step (compute {compute}, exposed {exposed})",
-        f"{size_text(status.nbytes)} a step",
-    ]
+    parts = [f"step {status.step}", f"{status.steps_per_second:.3g} steps/s", f"{whole} ms a step"]
+    if status.knows_communication:
+        parts[-1] += f" (compute {compute}, exposed {exposed})"
+        parts.append(f"{size_text(status.nbytes)} a step")
     if status.samples_per_second:
         parts.insert(2, f"{status.samples_per_second:,.0f} samples/s")
     if status.slowest is not None:

@@ -8,7 +8,7 @@ import pytest
 
 from gradwire.observe.hangs.analysis import Cause, find_suspects, find_waiting
 from gradwire.observe.hangs.gradient_questions import Awaited
-from gradwire.observe.hangs.hang_report import report_lines
+from gradwire.observe.hangs.hang_report import report_lines, standing
 from gradwire.observe.hangs.stacks import Frame, Stack
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.recorder.flight_recorder import RecordKind as K
@@ -303,6 +303,19 @@ def test_ranks_at_the_same_place_are_named_together(rank):
         "      bucket 1 is not full there",
         "      spin() at /home/me/train.py:31",
     ]
+
+
+@pytest.mark.parametrize(("kind", "how"), [(K.COLLECTIVE_FAILED, "failed"), (K.COLLECTIVE_FINISHED, "finished")])
+def test_an_operation_that_has_ended_is_not_in_the_background(rank, record, kind, how):
+    progress = rank(0, pending=[1], waits=K.COLLECTIVE_STARTED)
+    assert "(operation #1 of world, 4 bytes of step 7, bucket 1) in the background for 2.0 s" in standing(
+        progress, ProcessState.SLEEPING, 2 * S
+    )
+    facts = {"op": "all_reduce", "group": "world", "rank": 0, "seq": 1, "ordinal": 1}
+    for later in ((), (WAITED,)):  # a caller may ask for it afterwards
+        progress.update([record(one, S, **facts) for one in (kind, *later)])
+        text = standing(progress, ProcessState.SLEEPING, 2 * S)
+        assert text.endswith(f"last all_reduce (operation #1 of world) {how} 1.0 s ago"), text
 
 
 def test_after_the_end_what_has_failed_counts(rank, record):

@@ -41,6 +41,15 @@ def test_all_ranks_train():
     assert "samples" not in line
 
 
+def test_figures_that_are_not_recorded_are_left_out():
+    """Of torch's own DDP nothing records when ranks only wait, and how many bytes they send."""
+    rows = {rank: [replace(one, backward_waits=True) for one in row] for rank, row in made_steps(2, 20).items()}
+    line = stats_line(run_status(facts(rows), size=2, now=rows[0][-1].end))
+    assert " ms a step" in line
+    assert "exposed" not in line
+    assert " B a step" not in line
+
+
 def test_only_the_steps_of_the_interval_count():
     rows = made_steps(2, 30)
     since = rows[0][19].end

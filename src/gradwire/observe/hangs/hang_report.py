@@ -21,7 +21,6 @@ from gradwire.runtime.host import ProcessState
 
 _MOST_NAMES = 6
 _FRAMES = 6
-_ENDED = {RecordKind.COLLECTIVE_FINISHED: "finished", RecordKind.COLLECTIVE_FAILED: "failed"}
 
 
 def described(record: Record) -> str:
@@ -135,11 +134,17 @@ def standing(rank: RankProgress, state: ProcessState, now: int | None) -> str:
     waiting, last = rank.waiting_in(), rank.last_collective
     if waiting is not None:
         parts.append(f"waits{_ago(' for', now, waiting[1])} in {described(waiting[0])}")
-    elif last is not None and (how := _ENDED.get(last.kind)) is not None:
-        parts.append(f"last {last.op} (operation #{last.seq} of {last.group}) {how}{_ago('', now, last.time, ' ago')}")
-    elif last is not None:
+    elif last is not None and _is_one_of(last, rank.pending.values()):
         parts.append(f"{described(last)} in the background{_ago(' for', now, last.time)}")
+    elif last is not None:  # it may have been waited for since
+        failed = last.kind is RecordKind.COLLECTIVE_FAILED or _is_one_of(last, rank.failed)
+        how = f"{'failed' if failed else 'finished'}{_ago('', now, last.time, ' ago')}"
+        parts.append(f"last {last.op} (operation #{last.seq} of {last.group}) {how}")
     return ", ".join(parts)
+
+
+def _is_one_of(record: Record, others: Iterable[Record]) -> bool:
+    return (record.group, record.rank, record.seq) in {(one.group, one.rank, one.seq) for one in others}
 
 
 def _ago(before: str, now: int | None, then: int, after: str = "") -> str:

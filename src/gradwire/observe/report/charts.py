@@ -1,14 +1,17 @@
 """The charts of a report as shapes with coordinates, which the page draws as SVG. Pure.
 
+A chart of many steps has fewer points than steps. A bin keeps the least, the middle and the most, so that no outlier is hidden.
+
 Colors are classes of the page's style sheet, so that they follow light and dark.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, median
 
-from gradwire.observe.report.binning import bin_steps, heat_bins
 from gradwire.observe.report.report_model import PHASES, StepRow, Timeline, TimelineRow
 from gradwire.observe.rings.intervals import Operation
 from gradwire.observe.stragglers.steps import Phase
@@ -33,7 +36,7 @@ class Rect:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class Label:
     """A text that begins, ends or is centered at x."""
 
     x: float
@@ -59,8 +62,40 @@ class Chart:
     height: float = 0
     rects: list[Rect] = field(default_factory=list)
     paths: list[Path] = field(default_factory=list)
-    texts: list[Text] = field(default_factory=list)
+    texts: list[Label] = field(default_factory=list)
     width: float = WIDTH
+
+
+def bin_steps(rows: Sequence[StepRow], most: int) -> tuple[list[StepRow], int]:
+    """At most `most` rows, and how many steps each stands for.
+
+    >>> bin_steps([StepRow(0, 1.0, 2.0, 3.0), StepRow(1, 1.0, 4.0, 9.0), StepRow(2, 1.0, 1.0, 1.0)], 2)
+    ([StepRow(step=0, low=1.0, middle=3.0, high=9.0), StepRow(step=2, low=1.0, middle=1.0, high=1.0)], 2)
+    """
+    per_bin = math.ceil(len(rows) / most)
+    parts = [rows[start : start + per_bin] for start in range(0, len(rows), per_bin)]
+    return [
+        StepRow(
+            part[0].step,
+            min(row.low for row in part),
+            median(row.middle for row in part),
+            max(row.high for row in part),
+        )
+        for part in parts
+    ], per_bin
+
+
+def heat_bins(table: Mapping[int, Mapping[int, float]], most: int) -> tuple[dict[int, list[float]], int, int, int]:
+    """The mean of at most `most` runs of steps for each rank; how many steps each stands for; and the first and the last step.
+
+    >>> heat_bins({0: {5: 0.0, 6: 0.0, 7: 0.0}, 1: {5: 1.0, 6: 3.0, 7: 8.0}}, 2)
+    ({0: [0.0, 0.0], 1: [2.0, 8.0]}, 2, 5, 7)
+    """
+    steps = sorted(next(iter(table.values())))
+    per_bin = math.ceil(len(steps) / most)
+    parts = [steps[start : start + per_bin] for start in range(0, len(steps), per_bin)]
+    means = {rank: [fmean(row[step] for step in part) for part in parts] for rank, row in table.items()}
+    return means, per_bin, steps[0], steps[-1]
 
 
 def history(rows: Sequence[StepRow], *, bins: int = 240) -> tuple[Chart, int]:
@@ -82,7 +117,7 @@ def history(rows: Sequence[StepRow], *, bins: int = 240) -> tuple[Chart, int]:
 
     for value in ticks(limit):
         chart.paths.append(Path(f"M{_LEFT} {y(value):.1f}H{WIDTH - _RIGHT}", "grid"))
-        chart.texts.append(Text(_LEFT - 8, y(value) + 4, duration(value), "end"))
+        chart.texts.append(Label(_LEFT - 8, y(value) + 4, duration(value), "end"))
     band = [f"{x(row.step):.1f} {y(row.high):.1f}" for row in found]
     band += [f"{x(row.step):.1f} {y(row.low):.1f}" for row in reversed(found)]
     chart.paths.append(Path("M" + "L".join(band) + "Z", "band"))
@@ -91,7 +126,7 @@ def history(rows: Sequence[StepRow], *, bins: int = 240) -> tuple[Chart, int]:
         if row.high > limit:
             left = x(row.step) > WIDTH / 2
             place, anchor = (x(row.step) - 7, "end") if left else (x(row.step) + 7, "start")
-            chart.texts.append(Text(place, top + 4, f"{duration(row.high)}", anchor, "over"))
+            chart.texts.append(Label(place, top + 4, f"{duration(row.high)}", anchor, "over"))
     chart.texts = _apart(chart.texts)
     _step_axis(chart, first, last, x, top + height + 18)
     return chart, per_bin
@@ -105,13 +140,13 @@ def phases(means: Mapping[int, Mapping[Phase, float]]) -> Chart:
     scale = (WIDTH - _LEFT - _RIGHT - 70) / longest
     for number, (rank, one) in enumerate(means.items()):
         x, y = float(_LEFT), number * (row + gap) + 4
-        chart.texts.append(Text(_LEFT - 8, y + 12, f"rank {rank}", "end"))
+        chart.texts.append(Label(_LEFT - 8, y + 12, f"rank {rank}", "end"))
         for phase in PHASES:
             width = one.get(phase, 0.0) * scale
             title = f"rank {rank}: {phase.value} {duration(one.get(phase, 0.0))}"
             chart.rects.append(Rect(x, y, width, row, phase_style(phase), title))
             x += width
-        chart.texts.append(Text(x + 6, y + 12, duration(sum(one.values()))))
+        chart.texts.append(Label(x + 6, y + 12, duration(sum(one.values()))))
     _time_axis(chart, longest, scale, chart.height - 6)
     return chart
 
@@ -122,7 +157,7 @@ def timeline(line: Timeline) -> Chart:
     scale = (WIDTH - _LEFT - _RIGHT) / max(line.nanoseconds, 1)
     y = 4.0
     for row in line.rows:
-        chart.texts.append(Text(_LEFT - 8, y + 13, f"rank {row.rank}", "end"))
+        chart.texts.append(Label(_LEFT - 8, y + 13, f"rank {row.rank}", "end"))
         for span in row.phases:
             title = f"rank {row.rank}: {span.phase.value} {duration(span.seconds)}"
             x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
@@ -154,7 +189,7 @@ def _buckets(chart: Chart, row: TimelineRow, y: float, scale: float, end: int) -
         for one in row.operations:
             if one.bucket == bucket.bucket and one.step == bucket.step:
                 draw(one, top + 7.5, "wire")
-        chart.texts.append(Text(x - 4, top + 10, str(bucket.bucket), "end", "tiny"))
+        chart.texts.append(Label(x - 4, top + 10, str(bucket.bucket), "end", "tiny"))
     for one in row.operations:
         if one.bucket < 0:
             lane = _free_lane(lanes, one.submitted, one.ended if one.ended is not None else end)
@@ -191,7 +226,7 @@ def heat_map(lateness: Mapping[int, Mapping[int, float]], *, bins: int = 120) ->
                 drawn.setdefault(levels[start], []).append(shape)
                 start = column
         if len(table) <= 24 or number % 4 == 0:
-            chart.texts.append(Text(_LEFT - 8, y + min(row, 14) - 2, f"rank {rank}", "end"))
+            chart.texts.append(Label(_LEFT - 8, y + min(row, 14) - 2, f"rank {rank}", "end"))
     chart.paths += [Path("".join(parts), f"heat{level}") for level, parts in sorted(drawn.items())]
     span = max(1, last - first)
     _step_axis(
@@ -218,41 +253,32 @@ def ticks(limit: float, count: int = 4) -> list[float]:
     if not limit > 0:
         return [0.0]
     rough = limit / count
-    power = 10.0 ** _floor_log10(rough)
+    power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
     return [round(i * step, 12) for i in range(int(limit / step + 1e-9) + 1)]
-
-
-def _floor_log10(value: float) -> int:
-    exponent = 0
-    while value < 10.0**exponent:
-        exponent -= 1
-    while value >= 10.0 ** (exponent + 1):
-        exponent += 1
-    return exponent
 
 
 def _time_axis(chart: Chart, seconds: float, scale: float, y: float) -> None:
     for value in ticks(seconds, 8):
         x = _LEFT + value * scale
         chart.paths.append(Path(f"M{x:.1f} 0V{y - 14:.1f}", "grid"))
-        chart.texts.append(Text(x, y, duration(value) if value else "0", _anchor(x)))
+        chart.texts.append(Label(x, y, duration(value) if value else "0", _anchor(x)))
 
 
 def _step_axis(chart: Chart, first: int, last: int, x: Callable[[float], float], y: float) -> None:
     step = max(1, round(ticks(max(1, last - first), 8)[1]))
     for number in range(-(-first // step) * step, last + 1, step):
-        chart.texts.append(Text(x(number), y, str(number), _anchor(x(number))))
-    chart.texts.append(Text(_LEFT - 8, y, "step", "end"))
+        chart.texts.append(Label(x(number), y, str(number), _anchor(x(number))))
+    chart.texts.append(Label(_LEFT - 8, y, "step", "end"))
 
 
 def _anchor(x: float) -> str:
     return "end" if x > WIDTH - 60 else "start" if x < _LEFT + 20 else "middle"
 
 
-def _apart(texts: Iterable[Text]) -> list[Text]:
+def _apart(texts: Iterable[Label]) -> list[Label]:
     """Without the labels of outliers that would be drawn over another."""
-    kept: list[Text] = []
+    kept: list[Label] = []
     taken = -1000.0
     for text in texts:
         if text.style == "over":

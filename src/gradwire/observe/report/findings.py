@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from gradwire.observe.hangs.analysis import Cause
 from gradwire.observe.hangs.hang_report import SavedHang
@@ -24,6 +23,7 @@ _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGF
 _EXPOSED = 0.2
 _DATA = 0.2
 _MOST_OF_A_KIND = 10
+_SEVERITIES = ("error", "warning", "note")
 _INTERRUPTED = re.compile(r"KeyboardInterrupt\b|GroupAborted: .* (by|with) KeyboardInterrupt\b", re.S)
 _EXPLAINED = "CollectiveMismatch: "
 """Its text says what to do."""
@@ -51,8 +51,9 @@ def find(report: RunReport) -> list[Finding]:
         *_speed(report),
         *_notes(report),
     ]
-    order = {"error": 0, "warning": 1, "note": 2}
-    return sorted(found, key=lambda finding: order[finding.severity])
+    if report.succeeded:  # what has failed was caught
+        found = [replace(one, severity="warning") if one.severity == "error" else one for one in found]
+    return sorted(found, key=lambda finding: _SEVERITIES.index(finding.severity))
 
 
 def _hangs(report: RunReport) -> Iterator[Finding]:
@@ -87,17 +88,24 @@ def _failures(report: RunReport) -> Iterator[Finding]:
     # Errors that come from Ctrl-C are not shown: the outcome of the run names the signal.
     interrupted = report.outcome is not None and report.outcome.signal is not None
     for failure in find_failures(report.ranks, left_out=_INTERRUPTED if interrupted else None)[:_MOST_OF_A_KIND]:
-        ranks, steps = failure.ranks, failure.steps
+        ranks = failure.ranks
         what = "A collective failed" if failure.collectives else "A step failed"
         count = failure.collectives or len(failure.places)
         times = f", {count} times" if count > len(ranks) else ""
-        at = f" in step {steps[0]}" if len(steps) == 1 else f" in steps {steps[0]} to {steps[-1]}" if steps else ""
         yield Finding(
             "error",
-            f"{what} on {ranks_text(ranks)}{at}{times}",
+            f"{what} on {ranks_text(ranks)}{_in_steps(failure.steps)}{times}",
             failure.detail,
             _advice_on_failure(report.outcome, ranks, failure.text, in_collective=bool(failure.collectives)),
         )
+
+
+def _in_steps(steps: Iterable[int]) -> str:
+    """Where, to be added to a title; empty without steps."""
+    known = sorted(set(steps))
+    if len(known) > 1:
+        return f" in steps {known[0]} to {known[-1]}"
+    return f" in step {known[0]}" if known else ""
 
 
 def _advice_on_failure(outcome: Outcome | None, ranks: Sequence[int], text: str, *, in_collective: bool) -> str:
@@ -123,21 +131,13 @@ def _endings(report: RunReport) -> Iterator[Finding]:
             f"{ranks_text(missing)} of {size} left no record here".capitalize(),
             advice="If they ran on another host, copy their files into this directory.",
         )
-    killed = [rank.rank for rank in ranks if not rank.ended and rank.state is ProcessState.GONE]
     known = _outcome_of_each(report)  # which explains the others
-    killed = [rank for rank in killed if rank not in known]
-    if killed:
-        steps = [rank.last_step for rank in ranks if rank.rank in killed and rank.last_step >= 0]
-        at = (
-            ""
-            if not steps
-            else f" in step {min(steps)}"
-            if min(steps) == max(steps)
-            else f" in steps {min(steps)} to {max(steps)}"
-        )
+    gone = [rank for rank in ranks if not rank.ended and rank.state is ProcessState.GONE and rank.rank not in known]
+    if gone:
+        at = _in_steps(rank.last_step for rank in gone if rank.last_step >= 0)
         yield Finding(
             "error",
-            f"{ranks_text(killed)} ended{at} without stopping the recorder".capitalize(),
+            f"{ranks_text([rank.rank for rank in gone])} ended{at} without stopping the recorder".capitalize(),
             "They were killed, crashed, or left by os._exit.",
             "Look at the last output of these ranks, and in the system's log (dmesg) for the OOM killer.",
         )
@@ -207,9 +207,7 @@ def _advice(first: RankOutcome) -> str:
 def _warnings(report: RunReport) -> Iterator[Finding]:
     merged = merge_warnings((rank.rank, rank.header, rank.warnings) for rank in report.ranks)
     raised = tuple(record.label.partition(": ")[2] for rank in report.ranks for record in rank.failures)
-    merged = fold_repeated(
-        warning for warning in merged if warning.text not in raised
-    )  # what has raised is shown already
+    merged = fold_repeated(one for one in merged if one.text not in raised)  # what has raised is shown already
     for warning in merged[-_MOST_OF_A_KIND:]:
         step = f"in step {warning.step} {warning.repeats}".rstrip() if warning.step >= 0 else ""
         yield Finding("warning", warning.text, f"Recorded by {ranks_text(warning.ranks)}{step and ' ' + step}.")
@@ -226,12 +224,11 @@ def _speed(report: RunReport) -> Iterator[Finding]:
     costly = sorted(report.stragglers, key=lambda one: -one.extra * one.steps)[:_MOST_OF_A_KIND]
     last = report.steps[-1].step if report.steps else -1
     for straggler in costly:
-        text = str(straggler)
         verb = "is slow: the others wait" if straggler.last_step == last else "was slow: the others waited"
         yield Finding(
             "warning",
             f"Rank {straggler.rank} {verb} for it",
-            f"{text[:1].upper()}{text[1:]}. Without {slow[id(straggler)]} a step takes {duration(straggler.without)} instead of "
+            f"{_capitalized(str(straggler))}. Without {slow[id(straggler)]} a step takes {duration(straggler.without)} instead of "
             f"{duration(straggler.step_seconds)}.",
             _STRAGGLER_ADVICE[straggler.phase],
         )
@@ -301,8 +298,4 @@ def _notes(report: RunReport) -> Iterator[Finding]:
         elif alignment.error:
             yield Finding("note", f"The clock of {host} was aligned to within {duration(alignment.error / 1e9)}.")
     for name, why in report.damaged.items():
-        yield Finding("warning", f"{name} cannot be read as a whole", f"{why[:1].upper()}{why[1:]}")
-
-
-def _dict(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+        yield Finding("warning", f"{name} cannot be read as a whole", _capitalized(why))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import overload
 
@@ -43,11 +44,11 @@ def load_report(directory: Path) -> RunReport:
 
 
 class StoredRings(Sequence[Ring]):
-    """Rings that are read when they are asked for: 64 ranks have 4 million records. A few of them are kept."""
+    """Rings that are read each time that they are asked for: 64 ranks have 4 million records. A few of them are kept."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = list(paths)
-        self._kept: dict[int, Ring] = {}
+        self._read = lru_cache(_KEPT)(read_ring)
 
     @overload
     def __getitem__(self, index: int) -> Ring: ...
@@ -56,17 +57,7 @@ class StoredRings(Sequence[Ring]):
     def __getitem__(self, index: slice) -> Sequence[Ring]: ...
 
     def __getitem__(self, index: int | slice) -> Ring | Sequence[Ring]:
-        if isinstance(index, slice):
-            return StoredRings(self._paths[index])
-        if index not in self._kept:
-            ring = read_ring(self._paths[index])
-            if len(self._kept) >= _KEPT:
-                return ring
-            self._kept[index] = ring
-        return self._kept[index]
-
-    def __iter__(self) -> Iterator[Ring]:
-        return (self[index] for index in range(len(self)))
+        return StoredRings(self._paths[index]) if isinstance(index, slice) else self._read(self._paths[index])
 
     def __len__(self) -> int:
         return len(self._paths)

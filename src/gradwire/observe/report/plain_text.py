@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from gradwire.observe.report.binning import bin_steps
+from gradwire.observe.report.charts import bin_steps
 from gradwire.observe.report.findings import find
 from gradwire.observe.report.render import clock, facts
 from gradwire.observe.report.report_model import PHASES, RunReport

@@ -267,8 +267,9 @@ def test_advice_on_failures_fits_them():
     raised = mark(99, 70 * MS, K.STEP_FAILED, "NonFiniteGradient: NaN", step=3)
     outcomes = {None: "Look at the traceback", Outcome("", None, None, ()): "The script has caught it"}
     for outcome, advice in outcomes.items():
-        titles = found(made_ring(0, range(3), more=[raised]), outcome=outcome)
-        assert only(titles, "A step failed").advice.startswith(advice)
+        failed = only(found(made_ring(0, range(3), more=[raised]), outcome=outcome), "A step failed")
+        assert failed.advice.startswith(advice)
+        assert failed.severity == ("error" if outcome is None else "warning")  # no error in a run that ended well
 
 
 def test_a_ring_that_has_wrapped_a_run_in_progress_and_damaged_files():
