@@ -1,48 +1,51 @@
-"""`python -m benchmarks overhead --against PATH`."""
+"""`python -m benchmarks WHAT`: the command line. Only the module of the requested benchmark is imported."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
+import importlib
+import sys
+from collections.abc import Sequence
 
-from rich.console import Console
+from benchmarks.options import BENCHMARKS
+from gradwire.cli import guarded
+from gradwire.cli.arguments import Parser, add_debug, parse
 
-from benchmarks.against import Plan, compare_checkouts, lines_of, table_of
+_PROG = "python -m benchmarks"
 
 
-def main() -> int:
-    """Compare two checkouts."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks")
-    overhead = parser.add_subparsers(required=True).add_parser("overhead")
-    add = overhead.add_argument
-    add("--against", type=Path, required=True, metavar="PATH", help="root of another checkout")
-    add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--size", help="GPT-2 of this size; on cuda: small")
-    add("--parameters", type=int, help="number of small parameters (default: 400 on the CPU)")
-    add("--batch", help="batches, separated by commas (default: 4; for GPT-2: 8, on cuda 1,32)")
-    add("--block", type=int, help="timed steps of a variant per turn (default: 3, on cuda 5)")
-    add("--rounds", type=int, default=40, help="turns of each process (default: %(default)s)")
-    add("--processes", type=int, default=4, help="pairs of processes (default: %(default)s)")
-    add("--clock", choices=("wall", "cpu"), help="(default: cpu on the CPU, wall on cuda)")
-    add("--json", type=Path)
-    args = parser.parse_args()
-    cuda = args.device == "cuda"
-    size = args.size or ("small" if cuda and args.parameters is None else None)
-    batches = args.batch or ("4" if size is None else "1,32" if cuda else "8")
-    console, found = Console(highlight=False), []
-    for batch in map(int, batches.split(",")):
-        clock, block = args.clock or ("wall" if cuda else "cpu"), args.block or (5 if cuda else 3)
-        plan = Plan(args.device, size, args.parameters or 400, batch, block, clock)
-        comparison = compare_checkouts(
-            plan, args.against, processes=args.processes, rounds=args.rounds, console=console
-        )
-        found.append(comparison.as_json())
-        console.print(table_of(comparison))
-        for line in lines_of(comparison):
-            console.print(line)
-    if args.json is not None:
-        args.json.write_text(json.dumps(found))
+def parser() -> argparse.ArgumentParser:
+    """The parser of all benchmarks."""
+    made = Parser(
+        prog=_PROG,
+        description="Compare gradwire with its alternatives, interleaved in one run, so that other load on the machine affects all "
+        "equally. Every figure is a median with its quartiles; ratios are given of the medians and as the median of the ratios "
+        "of single rounds. The two agree unless the machine was too busy. Figures of ours are in benchmarks/RESULTS.md.",
+        epilog=f"{_PROG} WHAT --help shows the options of a benchmark.",
+    )
+    add_debug(made)
+    subparsers = made.add_subparsers(dest="benchmark", metavar="WHAT", required=True, title="benchmarks")
+    for name, (declare, line, description) in BENCHMARKS.items():
+        one = subparsers.add_parser(name, help=line, description=description)
+        declare(one)
+        add_debug(one)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark that `argv` names, show its result, and return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda args: _run(parse(parser(), words, args)), prog="benchmarks")
+
+
+def _run(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    result = importlib.import_module(f"benchmarks.{args.benchmark}").run(args, console)
+    result.show(console, json_file=args.json, plot=getattr(args, "plot", None))
+    if result.error is not None:
+        raise result.error
     return 0
 
 

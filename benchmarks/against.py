@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.against_worker import BARE, HOST, OURS, TORCH, VIEWS
+from benchmarks.result import Column, Figures, fixed
+from benchmarks.timing import Series, compare
 from gradwire.errors import CollectiveTimeout, UsageError
 
 HERE = Path(__file__).resolve().parent.parent
@@ -57,18 +57,13 @@ class Comparison:
     new: Seconds
     old: Seconds
 
-    def overhead(self, side: Seconds, name: str) -> list[float]:
-        """What `name` adds to the bare model's step, round by round."""
-        bare = BARE + HOST if name.endswith(HOST) else BARE
-        return [a - b for a, b in zip(side[name], side[bare], strict=True)]
+    def step(self, side: Seconds, name: str) -> Series:
+        """The times of a variant."""
+        return Series(name, tuple(side[name]))
 
-    def as_json(self) -> dict[str, Any]:
-        """All rounds, in milliseconds."""
-        sides = {"new": self.new, "old": self.old}
-        return {
-            "plan": asdict(self.plan),
-            **{side: {name: [s * 1e3 for s in of] for name, of in found.items()} for side, found in sides.items()},
-        }
+    def overhead(self, side: Seconds, name: str) -> Series:
+        """What a variant adds to the bare model's step, round by round."""
+        return self.step(side, name).minus(self.step(side, BARE + HOST if name.endswith(HOST) else BARE))
 
 
 def compare_checkouts(plan: Plan, other: Path, *, processes: int, rounds: int, console: Console) -> Comparison:
@@ -132,23 +127,35 @@ def _worker(checkout: Path, plan: Plan) -> Iterator[_Worker]:
             process.kill()
 
 
-def table_of(comparison: Comparison) -> Table:
-    """A row for each variant: both medians, and the ratio old/new of steps and of what they add to the bare step."""
-    caption = (
-        f"{comparison.plan.words}. ms per step: medians; ratio old/new: median over {len(comparison.new[BARE])} rounds, and "
-        "quartiles below it; above 1 the new one is faster. Added: over the bare model of the same process."
-    )
-    found = Table(caption=caption, caption_justify="left")
-    for head in ("variant", "old", "new", "old/new", "added\nold", "added\nnew", "added\nold/new"):
-        found.add_column(head, justify="left" if head == "variant" else "right")
+def figures_of(comparison: Comparison) -> Figures:
+    """A row for each variant: both sides, and the ratio old/new of steps and of what they add to the bare step."""
+    rows: dict[str, dict[str, Any]] = {}
     for name in comparison.new:
-        old, new = comparison.old[name], comparison.new[name]
-        cells = [name, _ms(old), _ms(new), _ratio(old, new)]
+        old, new = comparison.step(comparison.old, name), comparison.step(comparison.new, name)
+        rows[name] = {"old": old, "new": new, "ratio": _spread(old, new)}
         if not name.startswith(BARE):
             old, new = (comparison.overhead(side, name) for side in (comparison.old, comparison.new))
-            cells += [_ms(old), _ms(new), _ratio(old, new)]
-        found.add_row(*cells)
-    return found
+            rows[name] |= {"old_added": old, "new_added": new, "ratio_added": _spread(old, new)}
+    ms, plain = fixed(3, 1e3), fixed(3)
+    columns = (
+        Column("old", "old", ms),
+        Column("new", "new", ms),
+        Column("ratio", "old/new", plain),
+        Column("old_added", "added\nold", ms),
+        Column("new_added", "added\nnew", ms),
+        Column("ratio_added", "added\nold/new", plain),
+    )
+    caption = (
+        "ms per step, and old/new per round: medians, and quartiles below them. Above 1 the new one is faster. Added: over the "
+        "bare model of the same process."
+    )
+    return Figures(rows, columns, caption, title=comparison.plan.words)
+
+
+def _spread(old: Series, new: Series) -> Series:
+    """The ratios of single rounds."""
+    pairs = zip(old.seconds, new.seconds, strict=True)
+    return Series("old/new", tuple(a / b if b > 0 else float("nan") for a, b in pairs))
 
 
 def lines_of(comparison: Comparison) -> list[str]:
@@ -158,27 +165,19 @@ def lines_of(comparison: Comparison) -> list[str]:
         if name not in comparison.new:
             continue
         kind = ("the host time of a step" if HOST in name else "a step") + (", bucket views" if VIEWS in name else "")
-        new, old = comparison.new[name], comparison.old[name]
-        step = statistics.median(a / b for a, b in zip(new, old, strict=True))
-        ours = statistics.median(comparison.overhead(comparison.new, name))
-        before = statistics.median(comparison.overhead(comparison.old, name))
-        torchs = statistics.median(comparison.overhead(comparison.new, name.replace(OURS, TORCH)))
-        line = f"{kind}: new/old {step:.3f}"
+        step = compare(comparison.step(comparison.new, name), comparison.step(comparison.old, name)).median_of_rounds
+        ours, before, torchs = (
+            comparison.overhead(side, variant).median
+            for side, variant in (
+                (comparison.new, name),
+                (comparison.old, name),
+                (comparison.new, name.replace(OURS, TORCH)),
+            )
+        )
+        line = f"{comparison.plan.words}: {kind}: new/old {step:.3f}"
         if min(before, torchs) > 0:
             line += (
                 f"; added to the bare model: {ours / before:.3f} of the old, {ours / torchs:.3f} of torch's (medians)"
             )
         lines.append(line + ".")
     return lines
-
-
-def _ms(seconds: Sequence[float]) -> str:
-    return f"{statistics.median(seconds) * 1e3:.3f}"
-
-
-def _ratio(old: Sequence[float], new: Sequence[float]) -> str:
-    ratios = [a / b for a, b in zip(old, new, strict=True) if b > 0]
-    if len(ratios) < 2:
-        return ""
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return f"{middle:.3f}\n[dim]{low:.2f}…{high:.2f}[/dim]"

@@ -130,13 +130,14 @@ def warm_python() -> WarmPython:
 def warm_ranks(monkeypatch: pytest.MonkeyPatch, warm_python: WarmPython) -> None:
     """Ranks of `run_world` that need not import torch, also on hosts of their own."""
 
-    from gradwire.cli.experiment import world
+    from benchmarks import world
 
     class ForkedPool(RankPool):
         def _start(self, count: int, store: str) -> Iterator[Hold]:
             for spawn in map(self._spawn, range(count)):
                 host = getattr(spawn.command, "__self__", None)
-                program = on_host(host, spawn.program) if isinstance(host, Host) else spawn.program
+                program = f"import sys; sys.path.append({str(world._ROOT)!r}); {spawn.program}"
+                program = on_host(host, program) if isinstance(host, Host) else program
                 yield WarmWorker(warm_python, store, replace(spawn, program=program))
 
     monkeypatch.setattr(world, "RankPool", ForkedPool)

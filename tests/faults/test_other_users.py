@@ -20,9 +20,8 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from benchmarks.world import RankContext, run_world
 from gradwire import observe
-from gradwire.cli.experiment.rank_context import RankContext
-from gradwire.cli.experiment.world import run_world
 from gradwire.errors import GroupError
 from gradwire.groups import Group, MPIGroup
 from gradwire.groups.store.tcp_store import host_store

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -32,18 +32,18 @@ class Command(Protocol):
         """Run it and return the exit code."""
 
 
-_COMMANDS: Mapping[str, str] = {
-    "bench": "compare gradwire with its alternatives on this machine",
+COMMANDS: Mapping[str, str] = {
     "demo": "train a small transformer data-parallel on this machine",
     "doctor": "find what is wrong with this machine, and how to fix it",
     "inspect": "show where every rank is, and which one the others wait for",
-    "lab": "train over slow links, and see what compression costs",
     "report": "make a page about a run: where its time went, what to look at",
     "run": "start a script on several ranks of this machine",
     "top": "show all ranks of a job while it runs",
     "trace": "merge what all ranks of a run did into one trace",
 }
 """The modules of this package that are subcommands, and what each does."""
+_MOVED = ("bench", "lab")
+"""Subcommands that are now in `benchmarks/`, outside of the package."""
 _USAGE = 2  # as in argparse
 _INTERRUPTED = 130  # 128 + SIGINT, as in shells
 _INTERRUPT = "\ngradwire: interrupted"
@@ -55,14 +55,30 @@ _WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+
+    def run(args: argparse.Namespace) -> int:
+        if words and words[0] in _MOVED:
+            what = next((word for word in words[1:] if not word.startswith("-")), "WHAT")
+            print(
+                f"gradwire {words[0]} has moved: run python -m benchmarks {what} in a clone of gradwire.",
+                file=sys.stderr,
+            )
+            return _USAGE
+        parser, command = _parser(words)
+        parse(parser, words, args)
+        assert command is not None  # argparse rejects anything else
+        return command.run(args)
+
+    return guarded(run)
+
+
+def guarded(run: Callable[[argparse.Namespace], int], *, prog: str = "gradwire") -> int:
+    """Call `run` with a namespace for its arguments and return its exit code, or that of the error, which is shown in a line."""
     args = argparse.Namespace(debug=False)
     _open_closed_outputs()
     try:
         try:
-            parser, command = _parser(words)
-            args = parse(parser, words)
-            assert command is not None  # argparse rejects anything else
-            code = command.run(args)
+            code = run(args)
         except SystemExit as ending:
             if isinstance(ending.__context__, BrokenPipeError):  # rich ends the process then, with 1
                 return _BROKEN_PIPE
@@ -78,10 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _show_cursor()
         if args.debug:
             raise
-        print("\n".join([f"gradwire: {type(error).__name__}: {error}", *_notes(error)]), file=sys.stderr)
+        print("\n".join([f"{prog}: {type(error).__name__}: {error}", *_notes(error)]), file=sys.stderr)
         if isinstance(error, UsageError):
             return _USAGE
-        print("(gradwire --debug shows the traceback)", file=sys.stderr)
+        print("(--debug shows the traceback)", file=sys.stderr)
         return 1
     except OSError as error:
         if args.debug:
@@ -118,7 +134,7 @@ def _end_interrupted(*_: object) -> None:
 def _system_failed(error: OSError) -> int:
     """The exit code after an error of the system, which is shown in a line: usually the output could not be written."""
     if error.filename is not None or error.errno not in _WRITING:
-        print(f"gradwire: {type(error).__name__}: {error}\n(gradwire --debug shows the traceback)", file=sys.stderr)
+        print(f"gradwire: {type(error).__name__}: {error}\n(--debug shows the traceback)", file=sys.stderr)
         return 1
     _discard_output()
     if error.errno == errno.EPIPE:  # as of `| head -1`: who reads has read enough
@@ -158,7 +174,7 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Command | No
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
     named = next((word for word in words if not word.startswith("-")), None)
     command: Any = None
-    for name, purpose in _COMMANDS.items():
+    for name, purpose in COMMANDS.items():
         if name == named:
             with _ended_by_interrupts():
                 command = importlib.import_module(f"gradwire.cli.{name}")

@@ -24,9 +24,9 @@ def add_debug(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(parser=parser)
 
 
-def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """Like `parse_args`, but unrecognized arguments are an error of the subcommand, with its `hints`."""
-    args, extra = parser.parse_known_args(words)
+def parse(parser: argparse.ArgumentParser, words: Sequence[str], args: argparse.Namespace) -> argparse.Namespace:
+    """Like `parse_args` into `args`, but unrecognized arguments are an error of the subcommand, with its `hints`."""
+    args, extra = parser.parse_known_args(words, args)
     if extra:
         hints: dict[str, str] = getattr(args, "hints", {})
         names = [word.partition("=")[0].replace("_", "-") for word in extra]
@@ -66,6 +66,26 @@ def list_of(parse: Callable[[str], int]) -> Callable[[str], list[int]]:
     [2, 4]
     """
     return lambda text: sorted({parse(item.strip()) for item in text.split(",")})
+
+
+def names_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """An argument type: comma-separated names out of `known`, in the given order, without duplicates.
+
+    >>> names_of(["a", "b"])("b, a,b")
+    ['b', 'a']
+    >>> names_of(["a", "b"])("c")
+    Traceback (most recent call last):
+    argparse.ArgumentTypeError: unknown name 'c'; known names: a, b
+    """
+
+    def parse(text: str) -> list[str]:
+        names = list(dict.fromkeys(item.strip() for item in text.split(",")))
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"unknown name {name!r}; known names: {', '.join(known)}")
+        return names
+
+    return parse
 
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "k": 2**10, "mib": 2**20, "m": 2**20, "gib": 2**30, "g": 2**30}

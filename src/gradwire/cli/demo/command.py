@@ -1,27 +1,27 @@
-"""`gradwire demo`: its options, the world it starts, and its exit code."""
+"""What `gradwire demo` does: it starts the ranks, shows their progress, and prints what they found."""
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
+import sys
 import threading
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from statistics import mean
 
 import torch
+from rich import console as rich_console
 from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from gradwire import observe
-from gradwire.cli.arguments import at_least, positive
-from gradwire.cli.demo.compare import Comparison, compare
-from gradwire.cli.demo.progress import progress
-from gradwire.cli.demo.summary import summary, verdict
-from gradwire.cli.demo.train import Job, Report, train
-from gradwire.cli.demo.transformer import SIZES
+from gradwire.cli.demo.compare import compare
+from gradwire.cli.demo.train import DemoJob, Trained, Watch, train
+from gradwire.cli.machine import describe
 from gradwire.cli.terminal_svg import terminal_svg
 from gradwire.errors import UsageError
 from gradwire.groups import Deadline, Group
@@ -29,84 +29,41 @@ from gradwire.groups.kinds import Ranks, find_kind
 from gradwire.observe.report.load import load_report
 from gradwire.observe.report.render import render_page
 from gradwire.observe.rings.runs import new_run, runs_directory
-from gradwire.testing import kinds, run_ranks
+from gradwire.testing import run_ranks
 
 _OPERATION_LIMIT = 120.0
 """Seconds that one collective may take before it times out and names the missing ranks."""
 _END_LIMIT = 5.0
 """Seconds that ranks that are threads get to end after Ctrl-C."""
+_LINES, _BARS = 10, 16
+"""The number of lines of progress, and the most ranks that have a bar."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
-    """Declare `gradwire demo` and its options."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "demo",
-        description="Train a small character-level transformer data-parallel on the source code of the Python standard "
-        "library. Every rank reads its own part of the text and gradients are averaged each step. At the end all "
-        "ranks compare their parameters bit for bit; the exit code is 1 if they differ. Then the same model is trained for a few "
-        "steps with torch's DDP and with gradwire, on this machine and over a simulated slow link, and the times are compared.",
-    )
-    add = functools.partial(parser.add_argument, metavar="N")
-    add("--ranks", type=at_least(1), help="number of ranks (default: one per core)")
-    add(
-        "--kind",
-        choices=kinds(),
-        default="shared_memory",
-        metavar="KIND",
-        help="kind of group: %(choices)s (default: %(default)s)",
-    )
-    add("--steps", type=at_least(1), default=400, help="optimizer steps (default: %(default)s)")
-    add("--batch-size", type=at_least(1), default=16, help="sequences per rank and step (default: %(default)s)")
-    add(
-        "--size",
-        choices=tuple(SIZES),
-        default="small",
-        metavar="SIZE",
-        help="size of the model: %(choices)s (default: %(default)s)",
-    )
-    add("--seed", type=at_least(0), default=0, help="seed of weights, batches and sample (default: %(default)s)")
-    add(
-        "--mbit",
-        type=positive,
-        default=100.0,
-        help="megabits per second of the simulated link of the comparison (default: %(default)g)",
-    )
-    parser.add_argument("--no-compare", dest="compare", action="store_false", help="only train")
-    add("--svg", type=Path, metavar="FILE", help="also write what is printed at the end as a picture")
-    add(
-        "--timeout",
-        type=at_least(1),
-        default=3600,
-        metavar="SECONDS",
-        help="give up after this long (default: %(default)s)",
-    )
-    return parser
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: Namespace) -> int:
     """Train, compare, show the results, and return the exit code."""
     if args.svg is not None and (args.svg.is_dir() or not os.access(args.svg.absolute().parent, os.W_OK)):
         raise UsageError(f"gradwire demo --svg {args.svg}: no file can be written there. Name another.")
     ranks = args.ranks or _cores()
-    job = Job(size=args.size, steps=args.steps, batch_size=args.batch_size, seed=args.seed)
+    job = DemoJob(size=args.size, steps=args.steps, batch_size=args.batch_size, seed=args.seed)
     directory = _new_run() if find_kind(args.kind, who="gradwire demo").ranks is not Ranks.THREADS else None
     # Rank processes take seconds to import torch; show what is happening.
     print(f"starting {ranks} ranks ({args.kind}): {job.size} model, {job.steps} steps", flush=True)
-    reports = _run_world(job, ranks, kind=args.kind, timeout=args.timeout, directory=directory)
+    trained = _run_world(job, ranks, kind=args.kind, timeout=args.timeout, directory=directory)
     console = Console(highlight=False)
-    shown: list[RenderableType] = [summary(job, reports, kind=args.kind)]
+    shown: list[RenderableType] = [summary(job, trained, kind=args.kind)]
     console.print(shown[-1])
     if args.compare:
-        shown.append(compare(Comparison(job, args.mbit), max(2, ranks), console, timeout=args.timeout))
+        with console.status("comparing with torch's DDP"):
+            shown.append(compare(job, args.mbit, max(2, ranks), timeout=args.timeout))
         console.print(shown[-1])
-    lines = [verdict(reports)]
+    lines = [conclusion(trained)]
     if directory is not None:
         lines.insert(0, _write_report(directory))
     if args.svg is not None:
         args.svg.write_text(terminal_svg(*shown, *lines, title="gradwire demo"), encoding="utf-8")
     for line in lines:
         console.print(line, soft_wrap=True)  # one line, whatever the width: scripts parse it
-    return 0 if reports[0].replicas_equal else 1
+    return 0 if trained[0].replicas_equal else 1
 
 
 def _new_run() -> Path | None:
@@ -125,19 +82,14 @@ def _write_report(directory: Path) -> Text:
     return Text(f"A page about this run, where its time went and what to look at: {shown}")
 
 
-def _run_world(job: Job, ranks: int, *, kind: str, timeout: float, directory: Path | None) -> list[Report]:
+def _run_world(job: DemoJob, ranks: int, *, kind: str, timeout: float, directory: Path | None) -> list[Trained]:
     others, threads = set(threading.enumerate()), torch.get_num_threads()
     share = max(1, _cores() // ranks)
     rank_main = functools.update_wrapper(functools.partial(_rank_main, job, share, directory), train)  # errors name it
     torch.set_num_threads(share)  # for ranks that are threads of this process
+    limit = functools.partial(Deadline, seconds=min(_OPERATION_LIMIT, timeout))
     try:
-        return run_ranks(
-            rank_main,
-            ranks,
-            kind=kind,
-            timeout=timeout,
-            wrap=functools.partial(Deadline, seconds=min(_OPERATION_LIMIT, timeout)),
-        )
+        return run_ranks(rank_main, ranks, kind=kind, timeout=timeout, wrap=limit)
     except KeyboardInterrupt:
         # A thread that is inside torch when the interpreter shuts down can crash the process.
         for thread in set(threading.enumerate()) - others:
@@ -147,7 +99,7 @@ def _run_world(job: Job, ranks: int, *, kind: str, timeout: float, directory: Pa
         torch.set_num_threads(threads)
 
 
-def _rank_main(job: Job, threads: int, directory: Path | None, group: Group) -> Report:
+def _rank_main(job: DemoJob, threads: int, directory: Path | None, group: Group) -> Trained:
     # oneDNN writes every kernel that it makes to /tmp/perf-PID.map, for profilers, and leaves the file there.
     os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
     torch.set_num_threads(threads)  # ranks share the cores; torch would use all of them in each
@@ -170,3 +122,75 @@ def _recorded(directory: Path | None, group: Group) -> Iterator[None]:
 def _cores() -> int:
     """The number of cores that this process may use; in a container often fewer than the machine has."""
     return len(os.sched_getaffinity(0))
+
+
+# -- progress: on a terminal a bar for every rank, elsewhere a few lines ---------------------------------------------------------
+
+
+@contextmanager
+def progress(rank: int, ranks: int, steps: int) -> Iterator[Watch]:
+    """A progress display of all ranks, drawn by rank 0, which has all losses; its standard output is the caller's."""
+    console = Console()
+    if rank != 0:
+        yield lambda done, losses, rate: None
+    elif not console.is_terminal:
+        yield functools.partial(_print_line, steps)
+    else:
+        bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[rate]:>7} tok/s"),
+            TimeRemainingColumn(),
+            console=console,
+            expand=True,
+            refresh_per_second=5,
+        )
+        with bars:
+            shown = range(min(ranks, _BARS))
+            tasks = [bars.add_task(f"rank {one}", total=steps, loss="-.---", rate="-") for one in shown]
+
+            def move(done: int, losses: Sequence[float], rate: float) -> None:
+                for task, loss in zip(tasks, losses):
+                    bars.update(task, completed=done, loss=f"{loss:.3f}", rate=f"{rate / len(losses):,.0f}")
+
+            yield move
+
+
+def _print_line(steps: int, done: int, losses: Sequence[float], rate: float) -> None:
+    """The first step, the last and some in between."""
+    if done in (1, steps) or done % max(1, steps // _LINES) == 0:
+        print(f"step {done:>{len(str(steps))}}/{steps}  loss {mean(losses):.3f}  {rate:,.0f} tokens/s")
+        sys.stdout.flush()
+
+
+# -- what is printed at the end --------------------------------------------------------------------------------------------------
+
+
+def summary(job: DemoJob, trained: Sequence[Trained], *, kind: str) -> rich_console.Group:
+    """A few facts, and a sample of the model's text."""
+    first, machine = trained[0], describe()
+    facts = {
+        "machine": machine["cpu"],
+        "software": machine["software"],
+        "ranks": f"{len(trained)}, group kind {kind}",
+        "model": f"{job.size}, {first.parameters:,} parameters",
+        "steps": f"{job.steps}, {first.tokens:,} tokens in {first.seconds:.1f} s",
+        "loss": f"{first.first_loss:.3f} at the first step, {first.last_loss:.3f} at the last",
+        "validation loss": f"{first.held_out_loss:.3f} on held-out modules",
+        "for comparison": f"{first.unigram_entropy:.3f} for a model of character frequencies alone",
+    }
+    named = [Text.assemble((f"{name:<16}", "dim"), value) for name, value in facts.items()]
+    sample = [Text(f"  {line}", no_wrap=True, overflow="ellipsis") for line in first.sample.rstrip().splitlines()]
+    return rich_console.Group("", *named, "", Text("A sample of the model's output:", style="dim"), *sample, "")
+
+
+def conclusion(trained: Sequence[Trained]) -> Text:
+    """The final line: whether all replicas are equal."""
+    digests, n = trained[0].fingerprints, len(trained)
+    if not trained[0].replicas_equal:
+        odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        return Text(f"The replicas are NOT bitwise equal: ranks {odd} differ from rank 0.", style="bold red")
+    who = f"All {n} replicas are bitwise equal" if n > 1 else "The only replica is bitwise equal to itself"
+    return Text(f"{who} (digest {digests[0]}).", style="bold green")

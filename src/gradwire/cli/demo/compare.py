@@ -3,142 +3,200 @@
 from __future__ import annotations
 
 import functools
+import os
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from statistics import median
 
 import torch
-from rich.console import Console
+import torch.distributed as dist
 from rich.table import Table
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import FileStore, PrefixStore
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from gradwire.cli.demo.text import standard_library
-from gradwire.cli.demo.train import Job
-from gradwire.cli.experiment import peers
-from gradwire.cli.experiment.bar import bar
-from gradwire.cli.experiment.rank_context import RankContext
-from gradwire.cli.experiment.world import run_world
-from gradwire.cli.lab.contenders import CONTENDERS, REFERENCE, Simulated, Wrapped
-from gradwire.cli.lab.learner import Learner, start
-from gradwire.groups import SharedMemoryGroup
+from gradwire.cli.demo.model import ALPHABET, SIZES, Transformer, random_windows, standard_library
+from gradwire.cli.demo.train import DemoJob
+from gradwire.groups import Group, SharedMemoryGroup
+from gradwire.hooks.named import NAMED_HOOKS
+from gradwire.interop import as_process_group
+from gradwire.lab import Throttled
 from gradwire.parallel import DistributedDataParallel
+from gradwire.testing import run_ranks
 
 _ROUNDS, _BLOCK, _WARM_UP = 5, 10, 2
-"""Steps of a way to train in a round, of which the first are not timed."""
+"""Rounds, and steps of a variant in a round, of which the first are not timed."""
 _LATENCY_MS = 0.5
-_RATE = 1e-3
-HERE = {"torch's DDP over gloo": "torch", "gradwire over shared memory": "gradwire"}
-OVER_LINK = {
-    "torch's DDP": REFERENCE,
-    "torch's DDP, its fp16 hook": "torch-fp16",
-    "gradwire": "mean",
-    "gradwire, 8 bits, error feedback": "quantize8",
-}
+_BUSY = 0.1
+"""The share of the cores that other programs may use before the times are called unreliable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to train: by torch's DDP or gradwire's, over a simulated link or not, perhaps with a hook."""
+
+    name: str
+    torchs: bool
+    over_link: bool
+    hook: str = ""
+
+
+VARIANTS = (
+    Variant("torch's DDP over gloo", torchs=True, over_link=False),
+    Variant("gradwire over shared memory", torchs=False, over_link=False),
+    Variant("torch's DDP", torchs=True, over_link=True),
+    Variant("torch's DDP, its fp16 hook", torchs=True, over_link=True, hook="fp16"),
+    Variant("gradwire", torchs=False, over_link=True),
+    Variant("gradwire, 8 bits, error feedback", torchs=False, over_link=True, hook="quantize8"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """What a rank has measured: of each variant the seconds and bytes of a step, and processor seconds in total."""
+
+    seconds: tuple[float, ...]
+    nbytes: tuple[float, ...]
+    elapsed: float
+    processor: float
+    """Of this rank's process."""
+    machine: float
+    """Of all processes of the machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What is compared: the job's model, also over a link of `mbit` megabits per second."""
+    """What the ranks do: train the model of `job`, also over a link of `mbit`. They meet in the file `store`."""
 
-    job: Job
+    job: DemoJob
     mbit: float
+    store: Path
+    timeout: float
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """One way to train: seconds and bytes of a step on one rank; no bytes where there is no link."""
-
-    name: str
-    over_link: bool
-    seconds: float
-    nbytes: float
+def compare(job: DemoJob, mbit: float, ranks: int, *, timeout: float) -> Table:
+    """Measure all variants, and return the table."""
+    with tempfile.TemporaryDirectory(prefix="gradwire-demo-") as folder:
+        comparison = Comparison(job, mbit, Path(folder, "store"), timeout)
+        rank_main = functools.partial(measure, comparison)
+        return table(mbit, run_ranks(rank_main, ranks, kind="shared_memory", timeout=timeout))
 
 
-def compare(comparison: Comparison, ranks: int, console: Console, *, timeout: float) -> Table:
-    """Measure all, and return the table."""
-    with bar(console, "comparing", _ROUNDS) as progress:
-        task = functools.partial(measure, comparison)
-        results = run_world(task, ranks, name="demo", timeout=timeout, on_report=progress)
-    return table(comparison, [max(of, key=lambda one: one.seconds) for of in zip(*results)])
-
-
-def measure(comparison: Comparison, context: RankContext) -> list[Timing]:
-    """On a rank: a few steps of every way to train in turn, and again, so that a busy moment affects all alike."""
+def measure(comparison: Comparison, group: Group) -> RankTimes:
+    """On a rank: a few steps of every variant in turn, and again, so that a busy moment affects all alike."""
     torch.set_num_threads(1)
-    job, corpus = comparison.job, standard_library()
-    seed = job.seed * context.size + context.rank + 1
+    job, text = comparison.job, standard_library().train
+    data = torch.Generator().manual_seed(job.seed * group.size + group.rank + 1)
+    batch = functools.partial(random_windows, text, job.batch_size, SIZES[job.size].context + 1, data)
     with ExitStack() as opened:
-        ways = [(name, False) for name in HERE] + [(name, True) for name in OVER_LINK]
-        found = []
-        for number, (name, over_link) in enumerate(ways):
-            model = start(job.size, job.seed)
-            wrapped = opened.enter_context(
-                _wrap(comparison, model, context, name, f"demo {number}", over_link=over_link)
-            )
-            learner = Learner(model, wrapped.model, corpus, seed=seed, batch=job.batch_size, rate=_RATE)
-            found.append((Timing(name, over_link, 0.0, wrapped.sent()), wrapped, learner, list[float]()))
-        for done in range(1, _ROUNDS + 1):
-            for _, _, learner, seconds in found:
-                context.barrier.wait()
-                seconds += [_time(learner) for _ in range(_BLOCK)][_WARM_UP:]
-            if context.rank == 0:
-                context.report(done)
-        steps = _ROUNDS * _BLOCK
-        return [
-            replace(at_start, seconds=median(seconds), nbytes=(wrapped.sent() - at_start.nbytes) / steps)
-            for at_start, wrapped, _, seconds in found
-        ]
+        steps, sent = [], []
+        for variant in VARIANTS:
+            model = Transformer(SIZES[job.size], len(ALPHABET), torch.Generator().manual_seed(job.seed))
+            wrapped, count = _wrap(comparison, variant, model, group, opened)
+            steps.append(_step(wrapped, model, batch))
+            sent.append(count)
+        before, began = [count() for count in sent], (time.perf_counter(), time.process_time(), _busy_seconds())
+        seconds: list[list[float]] = [[] for _ in VARIANTS]
+        for _ in range(_ROUNDS):
+            for step, times in zip(steps, seconds):
+                group.barrier(label="next variant")
+                times += [_time(step) for _ in range(_BLOCK)][_WARM_UP:]
+        group.barrier(label="all variants done")  # no rank closes while another is still working
+        ended = (time.perf_counter(), time.process_time(), _busy_seconds())
+        nbytes = [(count() - at_start) / (_ROUNDS * _BLOCK) for count, at_start in zip(sent, before)]
+        return RankTimes(tuple(map(median, seconds)), tuple(nbytes), *(b - a for a, b in zip(began, ended)))
 
 
 def _wrap(
-    comparison: Comparison, model: nn.Module, context: RankContext, name: str, key: str, *, over_link: bool
-) -> AbstractContextManager[Wrapped]:
-    if over_link:
-        return CONTENDERS[OVER_LINK[name]].wrap(model, context, Simulated(comparison.mbit, _LATENCY_MS), key)
-    return _here(HERE[name], model, context, key)
+    comparison: Comparison, variant: Variant, model: nn.Module, group: Group, opened: ExitStack
+) -> tuple[nn.Module, Callable[[], float]]:
+    """The model as the variant wraps it, and what counts the bytes that this rank has sent."""
+    store, timeout = PrefixStore(variant.name, FileStore(str(comparison.store), group.size)), comparison.timeout
+    if variant.torchs and not variant.over_link:
+        limit = timedelta(seconds=timeout)
+        dist.init_process_group("gloo", store=store, rank=group.rank, world_size=group.size, timeout=limit)
+        opened.callback(dist.destroy_process_group)
+        return nn.parallel.DistributedDataParallel(model), lambda: 0.0
+    own: Group = SharedMemoryGroup(store, group.rank, group.size, timeout=timeout, name=variant.name)
+    link = Throttled(own, mbit=comparison.mbit, latency_ms=_LATENCY_MS) if variant.over_link else None
+    opened.callback((link or own).close)
+    if variant.torchs:
+        theirs = nn.parallel.DistributedDataParallel(model, process_group=as_process_group(link or own))
+        if variant.hook:
+            theirs.register_comm_hook(theirs.process_group, fp16_compress_hook)
+        wrapped: nn.Module = theirs
+    else:
+        wrapped = ours = DistributedDataParallel(model, process_group=link or own)
+        if variant.hook:
+            ours.set_hook(NAMED_HOOKS[variant.hook].build())
+        opened.callback(ours.replica.detach)
+    return wrapped, lambda: 0.0 if link is None else link.sent_bytes
 
 
-def _time(learner: Learner) -> float:
+def _step(wrapped: nn.Module, model: Transformer, batch: Callable[[], torch.Tensor]) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        windows = batch()
+        logits = wrapped(windows[:, :-1])
+        nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).backward()
+        optimizer.step()
+
+    return step
+
+
+def _time(step: Callable[[], None]) -> float:
     began = time.perf_counter()
-    learner.step()
+    step()
     return time.perf_counter() - began
 
 
-@contextmanager
-def _here(which: str, model: nn.Module, context: RankContext, key: str) -> Iterator[Wrapped]:
-    store = PrefixStore(key, context.store)
-    if which == "torch":
-        with peers.torch_world("gloo", store, context.rank, context.size, timeout=context.timeout):
-            ddp = nn.parallel.DistributedDataParallel(model)
-            yield Wrapped(ddp, lambda: 0.0, keep=ddp.process_group)
-        return
-    with SharedMemoryGroup(store, context.rank, context.size, timeout=context.timeout, name=key) as group:
-        ours = DistributedDataParallel(model, process_group=group)
-        yield Wrapped(ours, lambda: 0.0)
-        ours.replica.detach()
+def _busy_seconds() -> float:
+    """Processor seconds that all processes of the machine have used since it started."""
+    user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
-def table(comparison: Comparison, timings: list[Timing]) -> Table:
-    """One row for each way; factors are relative to torch's DDP on the same link."""
-    found = Table(
-        caption=f"median of {_ROUNDS * (_BLOCK - _WARM_UP)} steps, all ways in turns; the link is simulated",
-        caption_justify="left",
-    )
+def table(mbit: float, times: Sequence[RankTimes]) -> Table:
+    """One row for each variant, of its slowest rank; factors are relative to torch's DDP on the same link."""
+    lines = [
+        f"Median of {_ROUNDS * (_BLOCK - _WARM_UP)} steps, all variants in turns; the link is simulated.",
+        *reservations(times),
+    ]
+    found = Table(caption="\n".join(lines), caption_justify="left")
     for head in ("", "ms per step", "KB sent per step", "speed"):
         found.add_column(head, justify="right" if head else "left")
-    for over_link, title in ((False, "on this machine"), (True, f"over {comparison.mbit:g} Mbit/s")):
-        rows = [one for one in timings if one.over_link is over_link]
-        found.add_row(f"[bold]{title}", end_section=False)
-        for one in rows:
-            sent = f"{one.nbytes / 1e3:,.0f}" if over_link else ""
+    slowest = [max(rank.seconds[i] for rank in times) for i in range(len(VARIANTS))]
+    for over_link, title in ((False, "on this machine"), (True, f"over {mbit:g} Mbit/s")):
+        rows = [i for i, variant in enumerate(VARIANTS) if variant.over_link is over_link]
+        found.add_row(f"[bold]{title}")
+        for i in rows:
             found.add_row(
-                f"  {one.name}",
-                f"{one.seconds * 1e3:.1f}",
-                sent,
-                f"{rows[0].seconds / one.seconds:.2f}x",
-                end_section=one is rows[-1],
+                f"  {VARIANTS[i].name}",
+                f"{slowest[i] * 1e3:.1f}",
+                f"{times[0].nbytes[i] / 1e3:,.0f}" if over_link else "",
+                f"{slowest[rows[0]] / slowest[i]:.2f}x",
+                end_section=i == rows[-1],
             )
+    return found
+
+
+def reservations(times: Sequence[RankTimes], *, cores: int | None = None) -> list[str]:
+    """Why the times mean little, if they do: other programs used the cores, or there are too few cores for the ranks."""
+    cores = cores or len(os.sched_getaffinity(0))
+    others = (times[0].machine - sum(rank.processor for rank in times)) / times[0].elapsed
+    found = []
+    if len(times) > cores:
+        found.append(f"{len(times)} ranks share {cores} cores: times depend on the scheduler more than on either DDP.")
+    if others > _BUSY * cores:
+        found.append(
+            f"The machine was busy: other programs used {others:.1f} of {cores} cores meanwhile, and ranks waited for a core. "
+            "These factors say little about either DDP; repeat on an idle machine."
+        )
     return found

@@ -6,15 +6,23 @@ An ordinary training loop around one call of `replicate`. It prints nothing: it 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from gradwire.cli.demo.text import ALPHABET, Corpus, decode, encode, even_windows, random_windows, standard_library
-from gradwire.cli.demo.transformer import SIZES, Transformer
+from gradwire.cli.demo.model import (
+    ALPHABET,
+    SIZES,
+    Corpus,
+    Transformer,
+    decode,
+    encode,
+    even_windows,
+    random_windows,
+    standard_library,
+)
 from gradwire.collectives import ReduceOp
 from gradwire.groups import Group
 from gradwire.parallel import replicate
@@ -27,7 +35,7 @@ _LEARNING_RATE = 4e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class DemoJob:
     """What to train. `batch_size` is the number of windows that each rank reads per step."""
 
     size: str
@@ -37,7 +45,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Trained:
     """The results on one rank. Losses are means over all ranks, in nats per character."""
 
     parameters: int
@@ -56,14 +64,11 @@ class Report:
         return len(set(self.fingerprints)) == 1
 
 
-class Watch(Protocol):
-    """Receives the training progress, on every rank."""
-
-    def step(self, done: int, losses: Sequence[float], tokens_per_second: float) -> None:
-        """`done` steps are finished; the last had these losses, by rank."""
+Watch = Callable[[int, Sequence[float], float], None]
+"""Receives the training progress, on every rank: steps done, the losses of the last one by rank, and tokens per second."""
 
 
-def train(job: Job, group: Group, watch: Watch) -> Report:
+def train(job: DemoJob, group: Group, watch: Watch) -> Trained:
     """Train the job's model on this rank of `group`, together with all others."""
     corpus = standard_library()
     model = Transformer(SIZES[job.size], len(ALPHABET), torch.Generator().manual_seed(job.seed))
@@ -75,7 +80,7 @@ def train(job: Job, group: Group, watch: Watch) -> Report:
     replica.detach()
     # Rank 0 generates text after the last collective, so that no rank waits for it.
     held_out_loss, prints = _examine(group, model, corpus.held_out), fingerprints(group, parameters)
-    return Report(
+    return Trained(
         parameters=sum(p.numel() for p in parameters),
         first_loss=losses[0],
         last_loss=losses[-1],
@@ -83,12 +88,12 @@ def train(job: Job, group: Group, watch: Watch) -> Report:
         unigram_entropy=corpus.unigram_entropy(),
         seconds=seconds,
         tokens=_tokens_per_step(job, group) * job.steps,
-        sample=_speak(model, job.seed) if group.rank == 0 else "",
+        sample=_sample_text(model, job.seed) if group.rank == 0 else "",
         fingerprints=prints,
     )
 
 
-def _learn(job: Job, group: Group, model: Transformer, corpus: Corpus, watch: Watch) -> list[float]:
+def _learn(job: DemoJob, group: Group, model: Transformer, corpus: Corpus, watch: Watch) -> list[float]:
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     warm_up = max(1, job.steps // 20)
@@ -107,7 +112,7 @@ def _learn(job: Job, group: Group, model: Transformer, corpus: Corpus, watch: Wa
         schedule.step()
         by_rank = _gather(group, loss.detach().view(1), label="losses").tolist()
         losses.append(sum(by_rank) / group.size)
-        watch.step(step, by_rank, step * _tokens_per_step(job, group) / (time.perf_counter() - started))
+        watch(step, by_rank, step * _tokens_per_step(job, group) / (time.perf_counter() - started))
     return losses
 
 
@@ -128,18 +133,14 @@ def _gather(group: Group, mine: Tensor, *, label: str) -> Tensor:
 def _examine(group: Group, model: Transformer, text: Tensor) -> float:
     """The loss on the held-out text, of which each rank reads its share."""
     windows = even_windows(text, _EXAM * group.size, model.shape.context + 1)
-    return _mean(group, model.loss(windows[group.rank :: group.size]), label="held-out loss")
+    loss = model.loss(windows[group.rank :: group.size])
+    group.all_reduce(loss, ReduceOp.AVG, label="held-out loss")
+    return loss.item()
 
 
-def _mean(group: Group, value: Tensor, *, label: str) -> float:
-    value = value.clone()
-    group.all_reduce(value, ReduceOp.AVG, label=label)
-    return value.item()
-
-
-def _speak(model: Transformer, seed: int) -> str:
+def _sample_text(model: Transformer, seed: int) -> str:
     return decode(model.continue_text(encode(_PROMPT).long(), _SAMPLE, torch.Generator().manual_seed(seed)))
 
 
-def _tokens_per_step(job: Job, group: Group) -> int:
+def _tokens_per_step(job: DemoJob, group: Group) -> int:
     return job.batch_size * SIZES[job.size].context * group.size

@@ -1,5 +1,43 @@
 """`gradwire doctor`: whether this machine, or these hosts, can train, and what to change if not."""
 
-from gradwire.cli.doctor.command import add_parser, run
+from __future__ import annotations
 
-__all__ = ["add_parser", "run"]
+import argparse
+from typing import Any
+
+from gradwire.cli.arguments import at_least
+
+_LIMIT = 120
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+    """Declare `gradwire doctor` and its options."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "doctor",
+        description="Examine this machine: versions, devices, engines, shared memory, limits, network, environment variables, and "
+        "how fast two ranks reach each other. Each problem comes with its fix. The exit code is 1 if there is a problem.",
+        epilog="Several hosts: start it on each, e.g. torchrun --nnodes 2 --nproc-per-node 1 ... -m gradwire doctor --hosts",
+    )
+    add = parser.add_argument
+    add(
+        "--hosts",
+        action="store_true",
+        help="examine all hosts of a job that torchrun, mpirun or srun started, and their links",
+    )
+    add("--quick", action="store_true", help="start no ranks and measure nothing")
+    add("--json", action="store_true", help="print all findings as JSON")
+    add(
+        "--timeout",
+        type=at_least(1),
+        default=_LIMIT,
+        metavar="SECONDS",
+        help="how long a measurement may take (default: %(default)s)",
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine, show, and return 1 if there is a problem."""
+    from gradwire.cli.doctor import command  # which imports torch
+
+    return command.run(args)

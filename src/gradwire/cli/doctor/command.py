@@ -1,4 +1,4 @@
-"""`gradwire doctor`: its options, what it examines, and its exit code."""
+"""What `gradwire doctor` does: it examines this host or all of them, shows the findings, and returns the exit code."""
 
 from __future__ import annotations
 
@@ -16,46 +16,17 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from gradwire.cli.arguments import at_least
-from gradwire.cli.doctor.examine import compare, examine
+from gradwire.cli.doctor.examine import HostFinding, Level, compare, examine
 from gradwire.cli.doctor.facts import Facts, collect
-from gradwire.cli.doctor.findings import Finding, Level
-from gradwire.cli.doctor.latency import Link, judge, measure
+from gradwire.cli.doctor.link_speed import LinkSpeed, judge, measure
 from gradwire.errors import GradwireError, GroupError, UsageError
 from gradwire.groups import Group
 from gradwire.launch import Launcher, find_world, init, leave
 from gradwire.testing import run_ranks
 
-_LIMIT = 120
 _LEAST_ROOM = 30
 """Characters in a line of a finding, below which it is left to the terminal to wrap it."""
 _STYLES = {Level.OK: "green", Level.NOTE: "yellow", Level.PROBLEM: "bold red"}
-
-
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
-    """Declare `gradwire doctor` and its options."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "doctor",
-        description="Examine this machine: versions, devices, engines, shared memory, limits, network, environment variables, and "
-        "how fast two ranks reach each other. Each problem comes with its fix. The exit code is 1 if there is a problem.",
-        epilog="Several hosts: start it on each, e.g. torchrun --nnodes 2 --nproc-per-node 1 ... -m gradwire doctor --hosts",
-    )
-    add = parser.add_argument
-    add(
-        "--hosts",
-        action="store_true",
-        help="examine all hosts of a job that torchrun, mpirun or srun started, and their links",
-    )
-    add("--quick", action="store_true", help="start no ranks and measure nothing")
-    add("--json", action="store_true", help="print all findings as JSON")
-    add(
-        "--timeout",
-        type=at_least(1),
-        default=_LIMIT,
-        metavar="SECONDS",
-        help="how long a measurement may take (default: %(default)s)",
-    )
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 class Examination:
     """The findings of every host, and those about all of them."""
 
-    def __init__(self, by_host: dict[str, list[Finding]], together: Sequence[Finding] = ()) -> None:
+    def __init__(self, by_host: dict[str, list[HostFinding]], together: Sequence[HostFinding] = ()) -> None:
         self.by_host = by_host
         self.together = list(together)
 
@@ -106,7 +77,7 @@ class Examination:
         console.print(Text(verdict, style=_STYLES[Level.PROBLEM if self.problems else Level.OK]))
 
 
-def _show(console: Console, findings: Sequence[Finding]) -> None:
+def _show(console: Console, findings: Sequence[HostFinding]) -> None:
     width = max(len(one.name) for one in findings)
     column = 12 + width
     area = ""
@@ -144,13 +115,13 @@ def _here(args: argparse.Namespace) -> Examination:
     return Examination({facts.host: findings})
 
 
-def _between_ranks(kind: str, timeout: float) -> Finding:
+def _between_ranks(kind: str, timeout: float) -> HostFinding:
     try:
         [link] = run_ranks(functools.partial(measure, ranks=(0, 1)), 2, kind=kind, timeout=timeout)[0]
     except GradwireError as error:
         fix = "two ranks of this host could not exchange messages: look at the problems above, and at the error"
-        return Finding("two ranks", kind, f"{type(error).__name__}: {error}", Level.PROBLEM, fix)
-    return Finding("two ranks", kind, str(link))
+        return HostFinding("two ranks", kind, f"{type(error).__name__}: {error}", Level.PROBLEM, fix)
+    return HostFinding("two ranks", kind, str(link))
 
 
 def _hosts(timeout: float) -> Examination | None:
@@ -202,11 +173,11 @@ def _examine_alone(facts: Facts, error: GroupError, *, several_hosts: bool) -> E
     """What this rank shows if the ranks did not meet, or lost each other: the reason may be a setting of this host."""
     wrong = [one for one in examine(facts, several_hosts=several_hosts) if one.level is not Level.OK]
     fix = "not all hosts could be examined: look at the error, and at what every host has printed"
-    met = Finding("hosts", facts.host, f"{type(error).__name__}: {error}", Level.PROBLEM, fix)
+    met = HostFinding("hosts", facts.host, f"{type(error).__name__}: {error}", Level.PROBLEM, fix)
     return Examination({facts.host: [*wrong, met]})
 
 
-def _examine_all(every: Sequence[Facts], first: Sequence[int], links: Sequence[Link]) -> Examination:
+def _examine_all(every: Sequence[Facts], first: Sequence[int], links: Sequence[LinkSpeed]) -> Examination:
     names = [facts.host for facts in every]
     if len({names[rank] for rank in first}) < len(first):  # e.g. containers that have one name
         names = [f"{facts.host} (rank {rank})" for rank, facts in enumerate(every)]

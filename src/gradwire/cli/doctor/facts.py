@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
@@ -9,16 +10,17 @@ import re
 import resource
 import shutil
 import socket
+import struct
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import gradwire
-from gradwire.cli.doctor.network import Interface, host_addresses, interfaces
 from gradwire.errors import UsageError
 from gradwire.groups.shared_memory.segment import default_directory
 from gradwire.launch.memory import DIRECTORY, SharedMemory
@@ -32,8 +34,27 @@ _SETTINGS = re.compile(r"(GRADWIRE|GLOO|NCCL|OMP|MASTER|TORCH|CUDA|TP)_|(RANK|WO
 """Environment variables that training depends on."""
 
 
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_REQUEST = 256  # at least sizeof(struct ifreq)
+LOOPBACK = "lo"
+
+
 @dataclass(frozen=True, slots=True)
-class Place:
+class Interface:
+    """A network interface. `address` is its IPv4 address, empty without one; `mbit` its nominal speed, 0 if unknown."""
+
+    name: str
+    address: str
+    is_up: bool
+    mbit: int = 0
+
+    def __str__(self) -> str:
+        speed = f", {self.mbit:,} Mbit/s" if self.mbit > 0 else ""
+        return f"{self.address or 'no IPv4 address'}{speed}{'' if self.is_up else ', down'}"
+
+
+@dataclass(frozen=True, slots=True)
+class DirectorySpace:
     """A directory that must be writable. `error` is the reason why it is not."""
 
     path: str
@@ -66,9 +87,9 @@ class Facts:
     cpu_quota: float | None
     """Of the container; None without a limit."""
     load: float
-    shared_memory: Place
-    runs: Place
-    temporary: Place
+    shared_memory: DirectorySpace
+    runs: DirectorySpace
+    temporary: DirectorySpace
     limits: Mapping[str, int | None]
     """Soft limits of the process; None: unlimited."""
     has_infiniband: bool
@@ -87,7 +108,7 @@ class Facts:
     def from_json(cls, text: str) -> Facts:
         """What `as_json` made."""
         data = json.loads(text)
-        places = {name: Place(**data[name]) for name in ("shared_memory", "runs", "temporary")}
+        places = {name: DirectorySpace(**data[name]) for name in ("shared_memory", "runs", "temporary")}
         tuples = {name: tuple(data[name]) for name in ("gpus", "addresses", "wrong_settings")}
         return cls(**{**data, **places, **tuples, "interfaces": tuple(Interface(**one) for one in data["interfaces"])})
 
@@ -173,17 +194,17 @@ def _shared_memory_directory(environ: Mapping[str, str]) -> str:
     return environ.get(DIRECTORY) or default_directory()
 
 
-def _place(path: str) -> Place:
+def _place(path: str) -> DirectorySpace:
     """Space and permissions of a directory, or of the nearest one above it that exists: ours are made when they are needed."""
     nearest = os.path.abspath(path)
     while not os.path.exists(nearest):
         nearest = os.path.dirname(nearest)
     if not os.path.isdir(nearest):
-        return Place(path, error=f"{nearest} is not a directory")
+        return DirectorySpace(path, error=f"{nearest} is not a directory")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        return Place(path, error=f"{nearest} is not writable")
+        return DirectorySpace(path, error=f"{nearest} is not writable")
     usage = shutil.disk_usage(nearest)
-    return Place(path, usage.total, usage.free)
+    return DirectorySpace(path, usage.total, usage.free)
 
 
 def _wrong(environ: Mapping[str, str]) -> Iterator[str]:
@@ -192,3 +213,50 @@ def _wrong(environ: Mapping[str, str]) -> Iterator[str]:
             read(environ)
         except UsageError as error:
             yield str(error)
+
+
+# -- the network ----------------------------------------------------------------------------------------------------------------
+
+
+def interfaces() -> Iterator[Interface]:
+    """All of this host's, as this process sees them."""
+    for _, name in socket.if_nameindex():
+        folder = Path("/sys/class/net", name)
+        speed = _read(folder / "speed")  # -1, or an error, where the device has none
+        state = _read(folder / "operstate")
+        yield Interface(name, _address(name), state != "down", max(0, int(speed)) if _is_number(speed) else 0)
+
+
+def _address(name: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack(f"{_REQUEST}s", name.encode()[:15])
+        try:
+            reply = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)
+        except OSError:  # it has none
+            return ""
+    return socket.inet_ntoa(reply[20:24])
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _is_number(text: str) -> bool:
+    return text.removeprefix("-").isdecimal()
+
+
+def host_addresses(name: str) -> tuple[str, ...]:
+    """What a host's name resolves to, without duplicates; nothing if it does not."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return ()
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def is_loopback(address: str) -> bool:
+    """Whether other hosts cannot reach it."""
+    return address == "::1" or address.startswith("127.")

@@ -8,22 +8,19 @@ import pytest
 from rich.console import Console
 
 from gradwire.cli import main
-from gradwire.cli.demo.compare import HERE, OVER_LINK, Comparison, Timing, table
-from gradwire.cli.demo.train import Job
+from gradwire.cli.demo.compare import VARIANTS, RankTimes, reservations, table
 from gradwire.observe.rings.runs import runs_directory
 
-COMPARISON = Comparison(Job("tiny", 1, 1, 0), 100.0)
+
+def times(*seconds: float, processor: float = 5.0, machine: float = 10.0) -> RankTimes:
+    """Of a rank that was at work for 10 s on a machine with two cores."""
+    nbytes = (0.0, 0.0, 466e3, 233e3, 466e3, 118e3)
+    return RankTimes(seconds or (1.0,) * 6, nbytes, elapsed=10.0, processor=processor, machine=machine)
 
 
 def test_factors_are_relative_to_torch_on_the_same_link():
-    timings = [
-        Timing("torch's DDP over gloo", False, 0.010, 0),
-        Timing("gradwire over shared memory", False, 0.008, 0),
-        Timing("torch's DDP", True, 0.040, 466_000),
-        Timing("gradwire, 8 bits, error feedback", True, 0.016, 118_000),
-    ]
     console = Console(file=io.StringIO(), width=80)
-    console.print(table(COMPARISON, timings))
+    console.print(table(100.0, [times(0.010, 0.008, 0.040, 0.032, 0.039, 0.016), times(0.009, *(0.007,) * 5)]))
     lines = console.file.getvalue().splitlines()
     assert all(len(line) <= 80 for line in lines)
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
@@ -33,8 +30,18 @@ def test_factors_are_relative_to_torch_on_the_same_link():
         ["gradwire over shared memory", "8.0", "", "1.25x"],
         ["over 100 Mbit/s", "", "", ""],
         ["torch's DDP", "40.0", "466", "1.00x"],
+        ["torch's DDP, its fp16 hook", "32.0", "233", "1.25x"],
+        ["gradwire", "39.0", "466", "1.03x"],
         ["gradwire, 8 bits, error feedback", "16.0", "118", "2.50x"],
     ]
+
+
+def test_a_busy_machine_is_named_with_what_it_means():
+    assert reservations([times(), times()], cores=2) == []
+    [line] = reservations([times(machine=25.0), times(machine=25.0)], cores=2)
+    assert line.startswith("The machine was busy: other programs used 1.5 of 2 cores meanwhile, and ranks waited")
+    [line] = reservations([times(processor=2.5)] * 4, cores=2)
+    assert line == "4 ranks share 2 cores: times depend on the scheduler more than on either DDP."
 
 
 def test_the_demo_trains_compares_and_writes_a_page(capfd, monkeypatch, tmp_path):
@@ -43,7 +50,7 @@ def test_the_demo_trains_compares_and_writes_a_page(capfd, monkeypatch, tmp_path
     picture = tmp_path / "demo.svg"
     assert main(["demo", *options, "--svg", str(picture)]) == 0
     out = capfd.readouterr().out
-    for name in (*HERE, *OVER_LINK, "on this machine", "over 10000 Mbit/s"):
+    for name in (*(one.name for one in VARIANTS), "on this machine", "over 10000 Mbit/s"):
         assert name in out
     *_, page, verdict = out.splitlines()
     run = (runs_directory({"XDG_STATE_HOME": str(tmp_path)}) / "latest").resolve()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.cli.demo.progress import progress
+from gradwire.cli.demo.command import progress
 
 
 def show(rank: int, steps: int, ranks: int = 2) -> None:
     with progress(rank, ranks, steps) as watch:
         for done in range(1, steps + 1):
-            watch.step(done, [(3.0 + 2.0 * (rank == 0)) / done for rank in range(ranks)], 1234.5)
+            watch(done, [(3.0 + 2.0 * (rank == 0)) / done for rank in range(ranks)], 1234.5)
 
 
 def test_a_pipe_gets_a_few_lines(capsys):

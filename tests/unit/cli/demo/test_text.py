@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from gradwire.cli.demo.text import ALPHABET, Corpus, decode, encode, even_windows, random_windows, standard_library
+from gradwire.cli.demo.model import ALPHABET, Corpus, decode, encode, even_windows, random_windows, standard_library
 from gradwire.errors import UsageError
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from gradwire.cli.demo.model import SIZES, Transformer
 from gradwire.cli.demo.train import fingerprints
-from gradwire.cli.demo.transformer import SIZES, Transformer
 from gradwire.testing import run_ranks
 
 

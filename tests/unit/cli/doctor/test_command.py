@@ -13,8 +13,8 @@ from rich.console import Console
 
 from gradwire.cli import main
 from gradwire.cli.doctor.command import Examination
-from gradwire.cli.doctor.findings import Finding, Level
-from gradwire.cli.doctor.latency import Link, judge, measure
+from gradwire.cli.doctor.examine import HostFinding, Level
+from gradwire.cli.doctor.link_speed import LinkSpeed, judge, measure
 from gradwire.testing import run_ranks
 
 
@@ -95,7 +95,7 @@ def test_hosts_that_do_not_meet_show_what_is_wrong_here(capsys, monkeypatch):
 
 def test_lines_fit_a_terminal_and_are_whole_in_a_file():
     words = [f"word{i}" for i in range(40)]
-    long = Finding("network", "GLOO_SOCKET_IFNAME", " ".join(words), Level.PROBLEM, " ".join(words))
+    long = HostFinding("network", "GLOO_SOCKET_IFNAME", " ".join(words), Level.PROBLEM, " ".join(words))
     shown = {}
     for terminal in (True, False):
         console = Console(force_terminal=terminal, no_color=True, width=80, file=io.StringIO(), highlight=False)
@@ -115,10 +115,10 @@ def test_every_pair_is_measured_and_every_rank_knows():
 
 
 def test_links_are_judged():
-    fast, slow, narrow = (Link(0, 1, 1e-4, rate) for rate in (1e9, 1e8, 1e7))
+    fast, slow, narrow = (LinkSpeed(0, 1, 1e-4, rate) for rate in (1e9, 1e8, 1e7))
     names = ["a", "b"]
     assert [one.level for one in judge([fast, fast, slow], names)] == [Level.OK, Level.OK, Level.PROBLEM]
     [found] = judge([narrow], names)
-    assert found == Finding("links", "a - b", "100 µs, 80 Mbit/s", Level.NOTE, found.fix)
+    assert found == HostFinding("links", "a - b", "100 µs, 80 Mbit/s", Level.NOTE, found.fix)
     assert "hook" in found.fix
     assert list(judge([], [])) == []

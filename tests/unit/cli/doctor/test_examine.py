@@ -6,13 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from gradwire.cli.doctor.examine import compare, examine
-from gradwire.cli.doctor.facts import Facts, Place, collect
-from gradwire.cli.doctor.findings import Level
-from gradwire.cli.doctor.network import Interface
+from gradwire.cli.doctor.examine import Level, compare, examine
+from gradwire.cli.doctor.facts import DirectorySpace, Facts, Interface, collect
 
 GIB = 2**30
-PLACE = Place("/dev/shm", 16 * GIB, 8 * GIB)
+PLACE = DirectorySpace("/dev/shm", 16 * GIB, 8 * GIB)
 LO, ETH = Interface("lo", "127.0.0.1", True), Interface("eth0", "10.0.0.1", True, 10_000)
 GOOD = Facts(
     host="here",
@@ -47,7 +45,7 @@ def test_a_good_host_has_no_problem(several_hosts):
 
 
 P, N = Level.PROBLEM, Level.NOTE
-SMALL = Place("/dev/shm", 64 * 2**20, 60 * 2**20)
+SMALL = DirectorySpace("/dev/shm", 64 * 2**20, 60 * 2**20)
 
 
 @pytest.mark.parametrize(
@@ -66,8 +64,13 @@ SMALL = Place("/dev/shm", 64 * 2**20, 60 * 2**20)
         ({"load": 9.0}, N, "load", "other programs"),
         ({"shared_memory": SMALL}, P, "shared memory", "--shm-size"),
         ({"shared_memory": replace(SMALL, free=500 * 2**20)}, N, "shared memory", "--shm-size"),
-        ({"shared_memory": Place("/x", error="/x is not writable")}, P, "shared memory", "GRADWIRE_SHM_DIRECTORY"),
-        ({"runs": Place("/x", error="/x is not writable")}, N, "runs", "--run-dir"),
+        (
+            {"shared_memory": DirectorySpace("/x", error="/x is not writable")},
+            P,
+            "shared memory",
+            "GRADWIRE_SHM_DIRECTORY",
+        ),
+        ({"runs": DirectorySpace("/x", error="/x is not writable")}, N, "runs", "--run-dir"),
         ({"temporary": replace(SMALL, free=0)}, P, "temporary files", "TMPDIR"),
         ({"limits": {"open files": 256}}, P, "open files", "ulimit -n 4096"),
         ({"limits": {"processes": 100}}, P, "processes", "ulimit -u"),

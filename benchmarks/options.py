@@ -1,0 +1,299 @@
+"""The options of every benchmark. This module imports nothing heavy, so that `--help` answers at once: where a list of choices
+is defined next to code that needs torch, it is repeated here, and a test holds that both are equal."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gradwire.cli.arguments import at_least, byte_size, list_of, names_of, positive
+
+Parser = argparse.ArgumentParser
+
+HOOKS = (
+    *("mean", "bf16", "fp16", "quantize8", "quantize4", "quantize2", "quantize1", "sign", "power_sgd", "power_sgd16"),
+    *("power_sgd_batched", "top_k", "dgc"),
+)
+"""Hooks that act on gradients, by name: see gradwire.hooks.named."""
+LOCAL_HOOKS = ("diloco", "local4")
+"""Those with which replicas diverge between exchanges."""
+TORCH_HOOKS = ("torch-allreduce", "torch-fp16", "torch-bf16", "torch-powersgd")
+NCCL_HOOKS = ("torch-quantize", "torch-quantize-channels")
+SIZES = ("small", "10m", "tiny")
+LEARNER_SIZES = ("tiny", "small", "1m", "10m")
+FORMS = ("bare", "inside", "outside", "blocks", "one bucket", "torch")
+OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
+TASKS = {"digits": 2000, "text": 4500, "text-short": 400}
+"""Tasks of parity, and their number of steps."""
+OVERLAP_HOOKS = ("mean", "bf16", "quantize8", "power_sgd", "top_k")
+PARITY_HOOKS = ("quantize8", "quantize4", "quantize1", "power_sgd", "top_k", "diloco")
+REFERENCE = "torch"
+"""torch's DDP without a hook, in slowlink."""
+CONTENDERS = ("torch-fp16", "torch-powersgd", *HOOKS, *LOCAL_HOOKS)
+_SIZES = "4,256,4KiB,64KiB,1MiB,4MiB,25MiB,64MiB"
+_TIMEOUT = 120
+_LONG_TIMEOUT = 600
+
+
+def _choice(parser: Parser, option: str, choices: tuple[str, ...], default: str | None, text: str) -> None:
+    name = option.lstrip("-").upper()
+    note = f" (default: {default})" if default is not None else ""
+    parser.add_argument(
+        option, choices=choices, default=default, metavar=name, help=f"{text}: {', '.join(choices)}{note}"
+    )
+
+
+def _names(parser: Parser, option: str, known: tuple[str, ...], default: tuple[str, ...] | None, text: str) -> None:
+    shown = "all" if default is None or default == known else ", ".join(default)
+    parser.add_argument(
+        option,
+        type=names_of(known),
+        default=list(default) if default is not None else None,
+        metavar="A,B",
+        help=f"{text}: {', '.join(known)} (default: {shown})",
+    )
+
+
+def _files(parser: Parser, *, plot: str = "") -> None:
+    if plot:
+        parser.add_argument("--plot", type=Path, metavar="FILE", help=f"also draw {plot} (.png, .svg or .pdf)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
+
+
+def _device(parser: Parser) -> None:
+    _choice(parser, "--device", ("cpu", "cuda"), "cpu", "device")
+
+
+def _timeout(parser: Parser, seconds: int = _TIMEOUT) -> None:
+    text = "give up when no rank has reported progress for this long (default: %(default)s)"
+    parser.add_argument("--timeout", type=at_least(1), default=seconds, metavar="SECONDS", help=text)
+
+
+def overhead(parser: Parser) -> None:
+    """A step at world size 1."""
+    add = functools.partial(parser.add_argument, metavar="N")
+    _device(parser)
+    add("--parameters", type=at_least(1), help="number of small parameters (default: 400, on the CPU)")
+    _choice(parser, "--size", SIZES, None, "train a model of GPT-2's shape instead, the default on cuda")
+    add(
+        "--batch",
+        type=list_of(at_least(1)),
+        metavar="N,N",
+        help="sequences per step (default: 8; with --against on cuda: 1,32), or rows for small parameters (4)",
+    )
+    add("--steps", type=at_least(1), help="timed steps of each variant (default: 300, on cuda 100)")
+    add("--block", type=at_least(1), help="timed steps of a variant per round (default: 3, on cuda 5)")
+    clock = "clock, of which the processor time of this process is more reliable on a busy machine"
+    _choice(parser, "--clock", ("wall", "cpu"), None, clock)
+    parser.add_argument(
+        "--adamw", action="store_true", help="include an AdamW step, fused on cuda; always with --nonfinite on cuda"
+    )
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--record", action="store_true", help="also measure gradwire with the flight recorder on")
+    instead.add_argument(
+        "--nonfinite", action="store_true", help="instead: gradwire with nonfinite=NonFinite.RAISE, and without"
+    )
+    instead.add_argument(
+        "--against", type=Path, metavar="PATH", help="instead: this checkout and the one at PATH, in turns"
+    )
+    add("--processes", type=at_least(1), default=4, help="with --against: pairs of processes (default: %(default)s)")
+    _files(parser)
+
+
+def collectives(parser: Parser) -> None:
+    """One collective, by every implementation."""
+    add = functools.partial(parser.add_argument, metavar="N")
+    _choice(parser, "--op", OPERATIONS, "all_reduce", "operation")
+    add("--ranks", type=list_of(at_least(2)), default="2,4", metavar="N,N", help="world sizes (default: %(default)s)")
+    add(
+        "--sizes",
+        type=list_of(byte_size),
+        default=_SIZES,
+        metavar="B,B",
+        help="bytes of the operation's larger tensor on a rank; if it is split, rounded up to one element per part "
+        "(default: %(default)s)",
+    )
+    add("--rounds", type=at_least(2), default=20, help="turns of each at each size (default: %(default)s)")
+    _choice(parser, "--mpi", ("auto", "none"), "auto", "start ranks under mpirun if Open MPI is installed, or omit it")
+    _timeout(parser)
+    _files(parser, plot="all times")
+
+
+def training(parser: Parser) -> None:
+    """Steps of a transformer on several ranks."""
+    add = functools.partial(parser.add_argument, metavar="N")
+    _choice(parser, "--size", SIZES, "10m", "size of the model, of GPT-2's shape")
+    add("--ranks", type=at_least(2), default=2, help="number of ranks (default: %(default)s)")
+    add("--batch", type=at_least(1), default=1, help="sequences per rank and step (default: %(default)s)")
+    # Few tokens, as when many ranks share a batch: communication is then significant compared with computation.
+    add("--tokens", type=at_least(1), default=16, help="tokens per sequence (default: %(default)s)")
+    add("--steps", type=at_least(4), default=30, help="timed steps of each variant (default: %(default)s)")
+    _timeout(parser)
+    _files(parser)
+
+
+def compile_(parser: Parser) -> None:
+    """A compiled model in every form."""
+    add = functools.partial(parser.add_argument, metavar="N")
+    add("--blocks", type=at_least(1), default=12, help="blocks of the model (default: %(default)s)")
+    add("--width", type=at_least(1), default=256, help="its width (default: %(default)s)")
+    add("--tokens", type=at_least(1), default=128, help="tokens per sequence (default: %(default)s)")
+    add("--batch", type=at_least(1), default=4, help="sequences per rank and step (default: %(default)s)")
+    add("--ranks", type=at_least(1), default=2, help="number of ranks (default: %(default)s)")
+    link = parser.add_mutually_exclusive_group()
+    link.add_argument(
+        "--link", type=positive, default=1000.0, metavar="MBIT", help="megabits per second (default: %(default)g)"
+    )
+    link.add_argument("--no-link", action="store_true", help="as fast as shared memory, or NCCL on cuda, allows")
+    add("--latency-ms", type=positive, default=0.2, metavar="MS", help="of the link (default: %(default)g)")
+    _choice(parser, "--hook", HOOKS, "mean", "hook")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute the activations of every block")
+    _names(parser, "--forms", FORMS, FORMS, "forms of the model")
+    parser.add_argument("--backend", default="inductor", metavar="NAME", help="of torch.compile (default: %(default)s)")
+    add("--bucket-mb", type=positive, default=4.0, metavar="MB", help="size of buckets (default: %(default)g)")
+    parser.add_argument("--bucket-views", action="store_true", help="gradient_as_bucket_view=True for every DDP")
+    add("--steps", type=at_least(2), default=8, help="timed steps of each form (default: %(default)s)")
+    _device(parser)
+    _timeout(parser, _LONG_TIMEOUT)
+    _files(parser)
+
+
+def hooks(parser: Parser) -> None:
+    """Computing time, bytes and error of hooks."""
+    add = functools.partial(parser.add_argument, metavar="N")
+    _device(parser)
+    sizes = "bucket sizes (default: %(default)s)"
+    add("--sizes", type=list_of(byte_size), default="1MiB,25MiB", metavar="B,B", help=sizes)
+    add("--ranks", type=at_least(1), default=2, help="number of simulated ranks (default: %(default)s)")
+    known = (*HOOKS, *TORCH_HOOKS, *NCCL_HOOKS)
+    _names(parser, "--hooks", known, None, f"hooks, of which {' and '.join(NCCL_HOOKS)} need cuda")
+    add("--rounds", type=at_least(2), default=15, help="timed reductions of each (default: %(default)s)")
+    _files(parser, plot="the times")
+
+
+def overlap(parser: Parser) -> None:
+    """Streams of a GPU."""
+    _choice(parser, "--size", SIZES, "small", "size of the model, of GPT-2's shape")
+    text = "sequences per step (default: %(default)s)"
+    parser.add_argument("--batch", type=at_least(1), default=16, metavar="N", help=text)
+    _names(parser, "--hooks", HOOKS, OVERLAP_HOOKS, "hooks")
+    _files(parser, plot="the timeline")
+
+
+def parity(parser: Parser) -> None:
+    """Final losses with and without hooks."""
+    add = functools.partial(parser.add_argument, metavar="N")
+    text = (
+        "an MLP on scikit-learn's digits; a transformer on some of the standard library's source, until convergence; a larger "
+        "one on all of it, far from convergence"
+    )
+    _choice(parser, "--task", tuple(TASKS), "digits", text)
+    add("--seeds", type=at_least(2), default=3, help="number of seeds (default: %(default)s)")
+    add("--ranks", type=at_least(1), default=4, help="processes on this machine (default: %(default)s)")
+    steps = ", ".join(f"{task} {steps}" for task, steps in TASKS.items())
+    add("--steps", type=at_least(1), help=f"optimizer steps (default: {steps})")
+    _names(parser, "--hooks", (*HOOKS, *LOCAL_HOOKS), PARITY_HOOKS, "in addition to dense averaging")
+    _timeout(parser, _LONG_TIMEOUT)
+    _files(parser)
+
+
+def slowlink(parser: Parser) -> None:
+    """Time to a loss over a slow link."""
+    add = functools.partial(parser.add_argument, metavar="N")
+    add("--mbit", type=positive, default=100.0, help="megabits per second of each host (default: %(default)g)")
+    add("--hosts", type=at_least(2), default=2, help="number of hosts, one rank on each (default: %(default)s)")
+    add(
+        "--hooks",
+        type=names_of((REFERENCE, *CONTENDERS)),
+        metavar="A,B",
+        help=f"contenders after torch's DDP: {', '.join(CONTENDERS)} (default: all but bf16, fp16, quantize2, sign, dgc, "
+        "power_sgd16 and power_sgd_batched)",
+    )
+    length = parser.add_mutually_exclusive_group()
+    steps = "steps of torch's DDP (default: %(default)s)"
+    length.add_argument("--steps", type=at_least(1), default=50, metavar="N", help=steps)
+    length.add_argument("--seconds", type=positive, metavar="S", help="or train torch's DDP for this long")
+    _choice(parser, "--size", LEARNER_SIZES, "10m", "size of the model")
+    sequences = "sequences of 64 characters per rank and step (default: %(default)s)"
+    add("--batch", type=at_least(1), default=1, help=sequences)
+    add("--rate", type=positive, default=3e-4, metavar="R", help="learning rate of AdamW (default: %(default)g)")
+    add("--seed", type=at_least(0), default=0, help="seed of weights and data (default: %(default)s)")
+    add("--exam-every", type=at_least(1), default=5, help="steps between two evaluations (default: %(default)s)")
+    patience = "others end after X times the seconds or steps of torch's DDP (default: %(default)g)"
+    add("--patience", type=positive, default=3.0, metavar="X", help=patience)
+    parser.add_argument(
+        "--throttled",
+        action="store_true",
+        help="no hosts: ranks of this machine share memory, and a simulated link makes them wait. Does not need root",
+    )
+    latency = "latency of the simulated link (default: %(default)g)"
+    add("--latency-ms", type=positive, default=0.5, metavar="MS", help=latency)
+    _timeout(parser)
+    _files(parser, plot="loss against seconds and bytes")
+
+
+BENCHMARKS: Mapping[str, tuple[Callable[[Parser], Any], str, str]] = {
+    "collectives": (
+        collectives,
+        "an all-reduce by gradwire, gloo, Open MPI, and a memcpy",
+        "One collective on ranks of this machine, by gradwire's shared memory (on tensors of group.allocate, the heap, and on "
+        "ordinary ones), by gloo through torch.distributed, by Open MPI through mpi4py if that is installed, and for comparison "
+        "a memcpy of the same number of bytes by all ranks at once. One thread per rank, float32.",
+    ),
+    "compile": (
+        compile_,
+        "a compiled model over a link: step, exposed communication, graph breaks",
+        "Steps of a transformer compiled by torch.compile, on ranks of this machine joined by a simulated link, in each form: "
+        "compiled inside gradwire's DDP, around it, and block by block, each with fullgraph=True; torch's DDP, compiled; and for "
+        "comparison the uncompiled model, a compiled one whose gradients are reduced after backward, and one without DDP. "
+        "Compiling takes minutes at first.",
+    ),
+    "hooks": (
+        hooks,
+        "computing time, bytes and error of each communication hook",
+        "For each communication hook and bucket size: the time it computes before its first collective (compress), between "
+        "collectives (middle) and after the last (decompress), the bytes that a rank sends, and how far the first step's result "
+        "is from the true mean, next to torch's own hooks. Collectives themselves are not timed. Ranks are simulated in this "
+        "process; gradients are normal random numbers in matrices of 1024 columns.",
+    ),
+    "overhead": (
+        overhead,
+        "a step of the bare model, torch's DDP and gradwire's, on one rank",
+        "What data parallelism adds to a step at world size 1, where nothing has to be communicated: the bare model, torch's "
+        "DistributedDataParallel and gradwire's, with default flags and with gradient_as_bucket_view. On the CPU, a model of many "
+        "small parameters in float32 on one thread; on CUDA, a model of GPT-2's shape under bfloat16 autocast.",
+    ),
+    "overlap": (
+        overlap,
+        "whether hooks overlap with backward on a GPU",
+        "One step of a model of GPT-2's shape on one GPU, with each hook: which kernels ran on the model's stream, which on the "
+        "hook's, and how much of the hook's time overlapped with the model's. Profiling slows down kernel launches; with small "
+        "batches the model's stream then waits for the host. Needs CUDA.",
+    ),
+    "parity": (
+        parity,
+        "the final loss with each hook, compared with dense averaging",
+        "Train a small model with dense averaging and with each hook, from several seeds, with the same number of steps, and "
+        "compare the losses on held-out data. A hook is within noise if its mean loss is no further above the dense one than two "
+        "means of dense runs would be apart: 2 s sqrt(2 / seeds), s being the standard deviation of the dense runs.",
+    ),
+    "slowlink": (
+        slowlink,
+        "time to a given loss over a slow link, for each hook",
+        "Train a transformer on the source of the Python standard library over a slow link: first with torch's "
+        "DistributedDataParallel over gloo, then with others until each has reached the final loss of that one. Ranks are on "
+        "separate hosts, which are network namespaces joined by a link of limited rate; that needs root. Same seed, same order of "
+        "data and same optimizer for all.",
+    ),
+    "training": (
+        training,
+        "a training step: gradwire over shared memory, torch over gloo",
+        "Steps of a transformer on ranks of this machine, one thread each, float32: gradwire's DistributedDataParallel over "
+        "shared memory and torch's over gloo, with default flags and with gradient_as_bucket_view, and each of them also without "
+        "communication, under no_sync.",
+    ),
+}
+"""By name: what declares its options, a line for the list, and a description. Its module has `run(args) -> Result`."""

@@ -1,1 +1,0 @@
-"""What `gradwire bench` and `gradwire lab` share: worlds of rank processes, hooks by name, timing and reports."""
