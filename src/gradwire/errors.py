@@ -36,7 +36,8 @@ E = TypeVar("E", bound=BaseException)
 def again(error: E) -> E:
     """A copy of a stored error, to be raised in its place: same type, attributes, notes and cause.
 
-    Raising one object many times makes its traceback longer each time, and keeps all its frames, with their tensors, alive.
+    Raising one object many times makes its traceback longer each time, and keeps all its frames, with their tensors, alive. An error
+    of a user's own code keeps its traceback as the cause of the copy: it shows the line that raised it.
     """
     try:
         twin = copy.copy(error)
@@ -46,6 +47,8 @@ def again(error: E) -> E:
         twin.__dict__["__notes__"] = list(twin.__dict__["__notes__"])
     twin.__cause__, twin.__context__ = error.__cause__, error.__context__
     twin.__suppress_context__ = error.__suppress_context__
+    if error.__cause__ is None and error.__traceback__ is not None and not isinstance(error, GradwireError):
+        twin.__cause__ = error
     return twin
 
 

@@ -16,11 +16,13 @@ PATIENCE = timedelta(seconds=120)
 
 
 @contextmanager
-def initialised(backend: str, store: dist.Store, rank: int, size: int) -> Iterator[None]:
+def initialised(
+    backend: str, store: dist.Store, rank: int, size: int, *, kind: str = "gloo", timeout: timedelta = PATIENCE
+) -> Iterator[None]:
     """`dist` over `store`, until the end of the block."""
     torch.set_num_threads(1)
-    gw.register_backend()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    gw.register_backend(kind=kind)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         yield
     finally:
@@ -28,7 +30,7 @@ def initialised(backend: str, store: dist.Store, rank: int, size: int) -> Iterat
 
 
 @contextmanager
-def torch_world(group: gw.Group, backend: str) -> Iterator[None]:
+def torch_world(group: gw.Group, backend: str, *, kind: str = "gloo", timeout: timedelta = PATIENCE) -> Iterator[None]:
     """`dist` initialised on every rank of `group`, with a store of its own; everything is gone afterwards."""
     importlib.import_module("torch.distributed.nn.functional")  # its defaults keep the WORLD of the first import alive
     port = torch.zeros(1, dtype=torch.int64)
@@ -38,6 +40,6 @@ def torch_world(group: gw.Group, backend: str) -> Iterator[None]:
         port[0] = store.port
     group.broadcast(port, 0)
     store = store or dist.TCPStore("127.0.0.1", int(port), is_master=False, timeout=PATIENCE)
-    with initialised(backend, store, group.rank, group.size):
+    with initialised(backend, store, group.rank, group.size, kind=kind, timeout=timeout):
         yield
     group.barrier()  # rank 0 holds the store's server; it stays until all have gone

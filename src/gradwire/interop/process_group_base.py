@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -32,7 +32,7 @@ from gradwire.interop.completion import C10dWorkInfo, translate_hook
 from gradwire.interop.members import layers
 from gradwire.interop.operation_hooks import OperationHooks
 from gradwire.interop.options import Settings
-from gradwire.interop.work import TorchWork
+from gradwire.interop.work import KEPT, TorchWork
 from gradwire.runtime.dynamo import untraced
 
 
@@ -61,6 +61,7 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
         self._sequence = 0
         self._coalescing: list[Work] | None = None
         self._parts: Counter[tuple[int, ...]] = Counter()
+        self._dropped: deque[TorchWork] = deque(maxlen=KEPT)
 
     def submit(self, settings: Settings, *ops: Collective) -> TorchWork:
         """Submit collectives to the group: every method of c10d ends here."""
@@ -68,7 +69,7 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
         works = [self._submit_one(settings, op) for op in ops]
         if self._coalescing is not None:
             self._coalescing += works
-        work = TorchWork(*works)
+        work = TorchWork(*works, dropped=self._dropped)
         if self._post_hooks:
             self._fire_post_hooks(ops, settings.async_op, op_id, work)
         return work
@@ -145,6 +146,7 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Close the group and release the store: what `dist.destroy_process_group` does last."""
+        self._dropped.clear()
         self._store = None  # torch may keep the process group: default arguments of torch.distributed.nn.functional do
         self.group.close()
 

@@ -4,8 +4,11 @@ Note [Who keeps a Work alive]
 c10d's C++ reaches a Work written in Python through a trampoline that finds its methods only while the Python object lives.
 The torch versions we support wrap what a Python group returns in a holder with a reference to that object, so a Work that
 only C++ references, such as the one behind a functional collective, stays intact. The gradwire Work inside needs no such care:
-the group's ledger holds it until it is settled, even if the caller drops it. An older torch would call the empty base class
-instead, which waits forever; nothing in Python could prevent that.
+the group's ledger holds it until it is settled, even if the caller drops it.
+
+There is one exception: the count of active ranks in `DistributedDataParallel.join`, a Work that Python passes to the C++ reducer
+and drops. C++ would then call the empty base class, which waits forever. So a small Work that is dropped before anyone has waited
+for it is kept by its process group, among the last `KEPT` of them. It is waited for at the end of the backward, at the latest.
 
 Note [Errors in futures]
 `torch.futures.Future.set_exception` stores the exception as a value that Python's `wait()` and `value()` raise. C++ reads the
@@ -17,6 +20,8 @@ futures of c10d's own engines do. `TorchWork.wait()` keeps the type and the attr
 from __future__ import annotations
 
 import time
+from collections import deque
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +34,8 @@ from gradwire.collectives import OpKind
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
 from gradwire.groups.work import Work, seconds
 from gradwire.runtime.dynamo import untraced
+
+KEPT, _SMALL = 64, 4096
 
 OpType: Any = c10d.OpType  # type: ignore[attr-defined]  # torch's stubs leave both out
 WorkResult: Any = c10d.WorkResult  # type: ignore[attr-defined]
@@ -62,16 +69,22 @@ def op_type(kind: OpKind) -> Any:
 class TorchWork(dist.Work):
     """One or more gradwire Works as one Work of torch. Completed when all are; failed if one has failed."""
 
-    def __init__(self, *works: Work) -> None:
+    def __init__(self, *works: Work, dropped: deque[TorchWork] | None = None) -> None:
+        """`dropped` keeps it if nothing has waited for it when its last reference goes: see Note [Who keeps a Work alive]."""
         super().__init__()
         self.works = works
+        self._dropped = dropped
         self._future: torch.futures.Future[Any] | None = None
+
+    def __del__(self) -> None:
+        if self._dropped is not None and sum(work.op.nbytes for work in self.works) <= _SMALL:
+            self._dropped.append(self)
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Return True once the outputs may be used; raise the error if it failed. Zero means the operation's own timeout."""
-        limit = seconds(timeout)
+        limit, self._dropped = seconds(timeout), None
         if limit is None:
             for work in self.works:
                 work.wait()
@@ -139,12 +152,18 @@ class TorchWork(dist.Work):
     # -- futures -------------------------------------------------------------------------------------------------------
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A Future of the list of outputs. See Note [Errors in futures]."""
+        """A Future of the list of outputs, completed by then if the operation is. See Note [Errors in futures]."""
+        self._dropped = None
         if self._future is None:
             if len(self.works) == 1:
                 self._future = self.works[0].get_future().then(_value)
             else:
                 self._future = torch.futures.collect_all([work.get_future() for work in self.works]).then(_values)
+        if self.is_completed() and not self._future.done():  # C++ may take the value without another wait
+            for work in self.works:
+                work.get_future()
+            with suppress(Exception):
+                self._future.wait()  # another thread may be completing it
         return self._future
 
     def get_future_result(self) -> torch.futures.Future[int]:

@@ -3,7 +3,10 @@ its object alive."""
 
 from __future__ import annotations
 
+import ctypes
 import queue
+import signal
+import sys
 import threading
 import time
 import types
@@ -84,7 +87,13 @@ class Worker:
 
 
 class BoundedCall(Generic[R]):
-    """One call on its own thread. A thread that does not return in time is abandoned: it cannot be stopped."""
+    """One call on its own thread. A thread that does not return in time is abandoned: it cannot be stopped.
+
+    Note [Threads in C++ at exit]
+    Before Python 3.14, a thread that returns from C++ while the interpreter shuts down is ended by unwinding its stack, which C++
+    answers with std::terminate: the program aborts although nothing is wrong. So at exit, after all groups have ended, calls get
+    a moment to return. Threads that are still in one are suspended in a signal handler; they end with the process.
+    """
 
     def __init__(self, job: Callable[[], R], *, name: str) -> None:
         self._job = job
@@ -94,6 +103,7 @@ class BoundedCall(Generic[R]):
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         try:
             self.thread.start()
+            _CALLS.add(self.thread)
         except RuntimeError:  # the interpreter is shutting down and starts no more threads
             self._run()
 
@@ -114,6 +124,30 @@ class BoundedCall(Generic[R]):
         if self._error is not None:
             raise self._error
         return self._results[0]
+
+
+_CALLS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_EXIT_GRACE = 1.0
+"""Seconds that calls in progress get at interpreter exit."""
+
+
+def _leave_calls() -> None:
+    """See Note [Threads in C++ at exit]."""
+    deadline = time.monotonic() + _EXIT_GRACE
+    stuck = [thread for thread in list(_CALLS) if thread.is_alive()]
+    for thread in stuck:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    stuck = [thread for thread in stuck if thread.is_alive() and thread.ident is not None]
+    if stuck and sys.version_info < (3, 14) and hasattr(signal, "SIGRTMAX"):
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+        libc.signal(signal.SIGRTMAX, ctypes.cast(libc.pause, ctypes.c_void_p))
+        for thread in stuck:
+            signal.pthread_kill(thread.ident, signal.SIGRTMAX)  # type: ignore[arg-type]
+
+
+# Finalizers run in reverse order of creation: this one after those of all groups, which may still make calls.
+_at_exit = weakref.finalize(BoundedCall, _leave_calls)
 
 
 def weakly(fn: Callable[P, R]) -> Callable[P, R | None]:

@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 from gradwire.collectives import build
 from gradwire.errors import CollectiveTimeout, GroupAborted, PeerLost
-from gradwire.groups import C10dGroup
+from gradwire.groups import C10dGroup, ThreadGroup
 from gradwire.groups.c10d.teardown import abort_gloo
 from gradwire.groups.failure import membership
 from gradwire.groups.failure.membership import Membership
+from gradwire.groups.failure.monitor import Monitor
 from gradwire.interop import from_process_group
 from gradwire.runtime.host import is_dead, process_start
 
@@ -477,3 +478,14 @@ def test_a_rank_that_recovers_has_reported_its_failure(monkeypatch: pytest.Monke
     assert other.failure_record == (None, "aborted")
     for rank in (fails, other):
         rank.leave("closed")
+
+
+def test_a_loss_that_another_rank_has_reported_is_not_its_own_reason() -> None:
+    store, world = dist.HashStore(), ThreadGroup.world(3)
+    reporter, reader = (Monitor(world[rank], Membership.over(store, rank, 3)) for rank in range(2))
+    reporter.report(PeerLost("rank 2 is lost: its process has died.", rank=2))
+    with pytest.raises(PeerLost, match=r"rank 2 is lost: rank 0 has reported it\."):
+        reader.check_peers()
+        world[1].check_peers()
+    for group in world:
+        group.close(0)

@@ -36,7 +36,7 @@ class Stopped:
 @pytest.mark.parametrize(
     ("answers", "meet"),
     [
-        (1, lambda store: Rendezvous(store, 0, 4, timeout=0.5, who="me").exchange("hosts/", "here")),
+        (1, lambda store: Rendezvous(store, 0, 4, timeout=0.5, who="me").exchange("hosts", "here")),
         (0, lambda store: move(store, Rendezvous(store, 1, 2, timeout=0.5, who="me"), key="private", purpose="test")),
     ],
 )
@@ -44,21 +44,24 @@ def test_a_store_that_does_not_answer_is_asked_once(answers: int, meet: Callable
     """It could not tell who is missing either."""
     store = Stopped(answers)
     try:
-        with pytest.raises(CollectiveTimeout, match=r"me: the rendezvous store has not answered wait\("):
+        with pytest.raises(CollectiveTimeout, match=r"me: the rendezvous store has not answered check\("):
             meet(store)
         assert store.answers == -1
     finally:
         store.over.set()
 
 
-def test_a_rank_that_comes_in_the_last_moment_has_come() -> None:
+def test_a_rank_that_arrives_at_the_last_moment_has_arrived() -> None:
     class Late(HashStore):
-        def wait(self, *_: object) -> None:
-            self.set("hosts/1", "there")
-            raise DistStoreError("wait timeout")
+        def check(self, keys: list[str]) -> bool:
+            present = super().check(keys)
+            if len(keys) == 2 and time.monotonic() > deadline:
+                self.set("/hosts/1", "there")
+            return present
 
-    meeting = Rendezvous(Late(), 0, 2, timeout=0.5, who="me")
-    assert meeting.exchange("hosts/", "here") == [b"here", b"there"]
+    meeting = Rendezvous(Late(), 0, 2, timeout=0.2, who="me")
+    deadline = time.monotonic() + 0.2
+    assert meeting.exchange("hosts", "here") == [b"here", b"there"]
 
 
 def test_a_rank_that_meets_again_does_not_take_the_store_of_its_last_group() -> None:

@@ -316,3 +316,23 @@ def test_a_hooks_error_comes_out_of_wait_once_and_leaves_the_operation_alone() -
     with pytest.raises(HookError, match="a hook raised"):
         work.wait()
     assert work.wait()
+
+
+def test_an_error_of_a_users_own_code_shows_the_line_that_raised_it() -> None:
+    def users_code() -> None:
+        raise ZeroDivisionError("in a group's own thread")
+
+    work = make()
+
+    def run() -> None:
+        try:
+            users_code()
+        except ZeroDivisionError as error:
+            work.fail(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    with pytest.raises(ZeroDivisionError) as caught:
+        work.wait()
+    assert "users_code" in "".join(traceback.format_exception(caught.value))

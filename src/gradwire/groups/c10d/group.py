@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -37,6 +38,7 @@ from gradwire.groups.failure.membership import Membership
 from gradwire.groups.failure.monitor import Monitor
 from gradwire.groups.forked import finalize_here, leak_in_child
 from gradwire.groups.ledger import Arrivals
+from gradwire.groups.store.rendezvous import RankProcess
 from gradwire.groups.work import Work
 from gradwire.runtime.threads import Worker
 
@@ -85,10 +87,8 @@ class C10dGroup(Group):
         cls, store: Any, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT, name: str | None = None
     ) -> C10dGroup:
         """A group over its own gloo engine, built on `store`; closing the group destroys the engine."""
-        engine = make_gloo(store, rank, size, timeout_seconds("C10dGroup.gloo", timeout))
-        group = cls(engine, name=name or "gloo", timeout=timeout, store=store)
-        group._own(engine)
-        return group
+        engine, processes = make_gloo(store, rank, size, timeout_seconds("C10dGroup.gloo", timeout))
+        return cls._over(engine, processes, store, timeout, name or "gloo")
 
     @classmethod
     def nccl(
@@ -99,9 +99,17 @@ class C10dGroup(Group):
             raise UsageError(
                 "C10dGroup.nccl: there is no CUDA device here, or this torch was built without NCCL. Use C10dGroup.gloo."
             )
-        engine = make_nccl(store, rank, size, timeout_seconds("C10dGroup.nccl", timeout))
-        group = cls(engine, name=name or "nccl", timeout=timeout, store=store)
+        engine, processes = make_nccl(store, rank, size, timeout_seconds("C10dGroup.nccl", timeout))
+        return cls._over(engine, processes, store, timeout, name or "nccl")
+
+    @classmethod
+    def _over(
+        cls, engine: Any, processes: Mapping[int, RankProcess], store: Any, timeout: float, name: str
+    ) -> C10dGroup:
+        group = cls(engine, name=name, timeout=timeout, store=store)
         group._own(engine)
+        if group._monitor.membership is not None:
+            group._monitor.membership.learn(processes)
         return group
 
     def _own(self, engine: Any) -> None:
@@ -278,7 +286,7 @@ class C10dGroup(Group):
         self._backends.clear()
         destroy(self._owned, leak=[] if idle else self._poller.take_abandoned())
         store = PrefixStore(f"{prefix}/{self.name}", self._store)
-        self._own(make_gloo(store, self.rank, self.size, self.timeout))
+        self._own(make_gloo(store, self.rank, self.size, self.timeout)[0])
 
     def arrivals(self, work: Work) -> Arrivals | None:
         """Which ranks have joined, according to the store."""

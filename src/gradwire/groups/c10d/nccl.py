@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -20,16 +21,17 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 from gradwire.groups.c10d.gloo import ENGINE_MARGIN, make_gloo
 from gradwire.groups.failure.store_calls import innermost
 from gradwire.groups.store.private_store import PrivateStore
+from gradwire.groups.store.rendezvous import RankProcess
 from gradwire.runtime.private_file import create, name_of, open_private
 
 _NAME = "gradwire/nccl"
 _LABEL = "gradwire-nccl-store"
 
 
-def make_nccl(store: Any, rank: int, size: int, timeout: float) -> Any:
-    """A process group of all ranks that have met in `store`: NCCL for CUDA tensors, gloo for CPU tensors."""
+def make_nccl(store: Any, rank: int, size: int, timeout: float) -> tuple[Any, Mapping[int, RankProcess]]:
+    """A process group of all ranks that have met in `store`, NCCL for CUDA tensors and gloo for others; and their processes."""
     kinds, nccl = dist.ProcessGroup.BackendType, dist.ProcessGroupNCCL
-    cpu = make_gloo(store, rank, size, timeout)
+    cpu, processes = make_gloo(store, rank, size, timeout)
     store, fd = _without_interpreter(store, rank, timeout)
     try:
         pg = dist.ProcessGroup(PrefixStore("c10d", store), rank, size)
@@ -44,7 +46,7 @@ def make_nccl(store: Any, rank: int, size: int, timeout: float) -> Any:
         raise
     if fd is not None:
         weakref.finalize(pg, os.close, fd).atexit = False  # the engine may still exist at exit
-    return pg
+    return pg, processes
 
 
 def _without_interpreter(store: Any, rank: int, timeout: float) -> tuple[Any, int | None]:

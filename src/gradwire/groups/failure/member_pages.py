@@ -42,6 +42,11 @@ class Peers:
         """The peers of `rank`, before any page was read."""
         return cls({r: Member() for r in range(size) if r != rank}, number, before)
 
+    def in_next_epoch(self) -> Peers:
+        """The same processes, none of which has joined a collective yet."""
+        members = {rank: Member(m.host, m.pid, m.start, number=self.number) for rank, m in self.members.items()}
+        return Peers(members, self.number, here=self.here)
+
     def joined(self, place: int) -> tuple[int, ...] | None:
         """Those that have joined at least `place` collectives. None if that is unknown for any of them."""
         if any(member.pid and member.number != self.number for member in self.members.values()):

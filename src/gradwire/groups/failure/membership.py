@@ -37,6 +37,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -47,7 +48,7 @@ from gradwire.errors import ClosedError
 from gradwire.groups.failure.member_pages import Epoch, Member, Peers
 from gradwire.groups.failure.store_calls import StoreCalls, bounded, innermost
 from gradwire.groups.store.private_store import PrivateStore
-from gradwire.groups.store.rendezvous import Rendezvous
+from gradwire.groups.store.rendezvous import RankProcess, Rendezvous
 from gradwire.runtime.host import process_start
 
 _STORE_PATIENCE = timedelta(seconds=3)
@@ -139,6 +140,13 @@ class Membership(Progress):
         """The other ranks, by their pages as last read."""
         return self._epoch.peers
 
+    def learn(self, processes: Mapping[int, RankProcess]) -> None:
+        """Take over what is known of ranks that have not written a page yet: one may die before it does."""
+        for rank, member in self.peers.members.items():
+            if not member.pid and rank in processes:
+                process = processes[rank]
+                self.peers.members[rank] = Member(process.host, process.pid, process.start, number=self.peers.number)
+
     @property
     def failure_record(self) -> tuple[int | None, str] | None:
         """The rank that some rank has reported lost, or None for an aborted group, and why."""
@@ -171,7 +179,7 @@ class Membership(Progress):
         states = [json.loads(value) for value in values]
         self._recoveries += 1
         self.joined = 0
-        self._epoch = self._new_epoch(Peers.of(self.rank, self.size, number=self.peers.number))
+        self._epoch = self._new_epoch(self.peers.in_next_epoch())
         self.publish()
         in_step = len({joined for joined, _ in states}) == 1 and not any(pending for _, pending in states)
         return f"{self._base}/recovered/{self.peers.number}/{self._recoveries}", in_step

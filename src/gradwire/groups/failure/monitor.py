@@ -83,8 +83,7 @@ class Monitor:
             return
         mine = self._ledger.rank
         if isinstance(error, PeerLost):
-            why = f"rank {mine} has lost it" if error.rank is None else f"rank {error.rank} is lost"
-            self.membership.record_failure(error.rank, why)
+            self.membership.record_failure(error.rank, f"rank {mine} has reported it")
         else:
             reason = error.reason if isinstance(error, GroupAborted) else str(error)
             self.membership.record_failure(None, f"rank {mine} aborted: {reason}")

@@ -5,16 +5,13 @@ A store's own timeout covers waiting for a key, not waiting for an answer: every
 process that hosts it is stopped, or its host is down. torch's FileStore appends records to a file; if a process is killed while it
 writes, the record is incomplete, and every call of the others reads forever. So calls are made on a thread and abandoned when the
 time is up. That thread cannot be stopped; it is left behind, and the store is not called again.
-
-At interpreter exit, after the last group has ended, such threads get a moment to return: a thread that returns from C++ later
-crashes the process. See Note [The engine's threads and the interpreter's end].
+See Note [Threads in C++ at exit] for what becomes of it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +24,6 @@ from gradwire.runtime.threads import BoundedCall
 _THREAD = "gradwire-store-call"
 _GRACE = 0.5
 """Seconds added to the timeout, so that a store that can report more does so first."""
-_EXIT_GRACE = 5.0
-"""Seconds that calls in progress get at interpreter exit."""
 
 
 def innermost(store: Any) -> Any:
@@ -36,18 +31,6 @@ def innermost(store: Any) -> Any:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
-
-
-def _await_calls() -> None:
-    """At interpreter exit: wait briefly until no thread is inside a store."""
-    deadline = time.monotonic() + _EXIT_GRACE
-    for thread in threading.enumerate():
-        if thread.name == _THREAD:
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-
-# Finalizers run in reverse order of creation: this one after those of all groups, which may still call the store.
-weakref.finalize(BoundedCall, _await_calls)
 
 
 def bounded(store: Any, timeout: float, who: object) -> Any:

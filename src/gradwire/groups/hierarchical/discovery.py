@@ -20,13 +20,13 @@ JSON = Any
 """What `json` reads and writes. Never pickle: reading what another rank has sent must not be able to run code."""
 
 
-def discover_hosts(rendezvous: Rendezvous, base: str, host: str) -> Layout:
+def discover_hosts(rendezvous: Rendezvous, host: str) -> Layout:
     """Exchange hosts through the store: which ranks share one.
 
     Hosts are numbered by their lowest rank, and ranks keep their order within a host.
     """
     hosts: dict[bytes, list[int]] = {}
-    for r, name in enumerate(rendezvous.exchange(f"{base}/host/", host)):
+    for r, name in enumerate(rendezvous.exchange("host", host)):
         hosts.setdefault(name, []).append(r)
     return Layout(tuple(map(tuple, hosts.values())))
 

@@ -19,12 +19,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from gradwire.collectives import Collective, Layout, Scope, build
 from gradwire.collectives.timeouts import timeout_seconds
@@ -36,7 +37,13 @@ from gradwire.groups.failure.membership import Membership
 from gradwire.groups.failure.monitor import Monitor
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.hierarchical.discovery import discover_from_groups, discover_hosts
-from gradwire.groups.hierarchical.subgroup_failures import chained, for_part, in_terms_of_whole, interrupted
+from gradwire.groups.hierarchical.subgroup_failures import (
+    chained,
+    for_part,
+    in_ranks_of_whole,
+    in_terms_of_whole,
+    interrupted,
+)
 from gradwire.groups.hierarchical.subgroups import Parts, make_parts
 from gradwire.groups.hierarchical.two_level_programs import TwoLevel
 from gradwire.groups.ledger import Arrivals
@@ -105,8 +112,13 @@ class HierarchicalGroup(Group):
         self._lane_finalizer = finalize_here(self, self._lane.stop, 2.0)
         # No rank has a group before every rank has: what a rank does first must not wait for another that is still being made.
         try:
-            for step in self._two_level.carry_out(build.barrier(label="all here?")):
-                parts.part(step.where).submit_and_wait(step.op.within(self.timeout))
+            if store is None:
+                for step in self._two_level.carry_out(build.barrier(label="all here?")):
+                    parts.part(step.where).submit_and_wait(step.op.within(self.timeout))
+            else:
+                rendezvous = Rendezvous(store, self.rank, self.size, timeout=self.timeout, who=self)
+                with rendezvous.meeting(rendezvous.next_key("gradwire/made")):
+                    rendezvous.all_processes()
         except BaseException as error:
             self._monitor.leave(error)
             raise
@@ -133,24 +145,26 @@ class HierarchicalGroup(Group):
         timeout_seconds(f"HierarchicalGroup.discover of {name!r}", timeout)  # before any wait
         rendezvous = Rendezvous(store, rank, size, timeout=timeout, who=f"HierarchicalGroup on rank {rank} of {size}")
         base = rendezvous.next_key("gradwire/hierarchical")
-        layout = discover_hosts(rendezvous, base, host_identity() if host is None else host)
 
         def make(build: BuildGroup, part: str, ranks: Sequence[int]) -> Group:
             at, of = ranks.index(rank), len(ranks)
-            return build(PrefixStore(f"{base}/{part}", store), at, of, timeout=timeout, name=f"{name}/{part}")
+            with in_ranks_of_whole(ranks, rendezvous):
+                return build(PrefixStore(f"{base}/{part}", store), at, of, timeout=timeout, name=f"{name}/{part}")
 
-        parts = make_parts(layout, rank, inside=partial(make, inside), across=partial(make, across))
-        with parts as (one, rail, flat):
-            return cls(
-                one,
-                rail,
-                messages=flat,
-                rank=rank,
-                layout=layout,
-                store=PrefixStore(base, store),
-                name=name,
-                timeout=timeout,
-            )
+        with rendezvous.meeting(base):
+            layout = discover_hosts(rendezvous, host_identity() if host is None else host)
+            parts = make_parts(layout, rank, inside=partial(make, inside), across=partial(make, across))
+            with parts as (one, rail, flat):
+                return cls(
+                    one,
+                    rail,
+                    messages=flat,
+                    rank=rank,
+                    layout=layout,
+                    store=PrefixStore(base, store),
+                    name=name,
+                    timeout=timeout,
+                )
 
     # -- the one verb --------------------------------------------------------------------------------------------------
 
@@ -303,23 +317,28 @@ class HierarchicalGroup(Group):
                 f"sub-group {ranks} of {self}: it spans hosts, and there is no group of all ranks to make its parts of. "
                 "Make the group with discover(), or with messages=."
             )
+        rank = ranks.index(self.rank)
+        store = PrefixStore(name, HashStore()) if self._store is None else self._monitor.part_of(self._store, name)
+        rendezvous = Rendezvous(store, rank, len(ranks), timeout=self.timeout, who=f"sub-group {ranks} of {self}")
 
         def inside(part: str, members: Sequence[int]) -> Group:
-            return self.inside.subgroup([mates.index(ranks[r]) for r in members], name=f"{name}/{part}")
+            with in_ranks_of_whole(members, rendezvous):
+                return self.inside.subgroup([mates.index(ranks[r]) for r in members], name=f"{name}/{part}")
 
         def across(part: str, members: Sequence[int]) -> Group:
             assert messages is not None
-            return messages.subgroup([ranks[r] for r in members], name=f"{name}/{part}")
+            with in_ranks_of_whole(members, rendezvous):
+                return messages.subgroup([ranks[r] for r in members], name=f"{name}/{part}")
 
-        rank = ranks.index(self.rank)
-        with make_parts(layout, rank, inside=inside, across=across) as (one, rail, flat):
+        watched = nullcontext() if self._store is None else rendezvous.meeting(rendezvous.next_key("gradwire/parts"))
+        with watched, make_parts(layout, rank, inside=inside, across=across) as (one, rail, flat):
             return type(self)(
                 one,
                 rail,
                 messages=flat,
                 rank=rank,
                 layout=layout,
-                store=None if self._store is None else self._monitor.part_of(self._store, name),
+                store=None if self._store is None else store,
                 name=name,
                 timeout=self.timeout,
             )

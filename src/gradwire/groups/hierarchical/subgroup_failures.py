@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost
 from gradwire.groups.failure.membership import Membership
 from gradwire.groups.failure.missing_rank import find_culprit
+from gradwire.groups.store.rendezvous import Rendezvous
 from gradwire.groups.work import Work
 
 G = TypeVar("G", bound=GroupError)
@@ -37,6 +39,23 @@ def in_terms_of_whole(
     if isinstance(error, GroupAborted):
         return chained(GroupAborted(f"{where}: the group was aborted: {error.reason}", reason=error.reason), error)
     return chained(PeerLost(f"{where}: {why}. {error}", op=error.op), error)
+
+
+@contextmanager
+def in_ranks_of_whole(members: Sequence[int], rendezvous: Rendezvous) -> Iterator[None]:
+    """While a part of `members` is made: its errors about ranks in terms of the whole, which meets in `rendezvous`."""
+    try:
+        yield
+    except PeerLost as error:
+        if rendezvous.found(error) or error.rank is None:
+            raise
+        raise PeerLost(f"{rendezvous.who}: {error}", rank=members[error.rank]) from error
+    except CollectiveTimeout as error:
+        if rendezvous.found(error) or error.missing is None:
+            raise
+        missing = rendezvous.missing_of_all([members[rank] for rank in error.missing])
+        joined = [rank for rank in range(rendezvous.size) if rank not in missing]
+        raise rendezvous.absent(missing, joined) from error
 
 
 def interrupted(work: Work, error: BaseException) -> GroupAborted:

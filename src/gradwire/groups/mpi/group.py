@@ -307,7 +307,8 @@ class _Owned:
 def world_ranks(rendezvous: Rendezvous, world_rank: int, world_size: int, *, what: str) -> tuple[list[int], str]:
     """The MPI ranks of processes that meet in a store, in the order of their ranks there, and the group's key in the store."""
     key, size = rendezvous.next_key("gradwire/mpi"), rendezvous.size
-    ranks = [int(value) for value in rendezvous.exchange(f"{key}/", str(world_rank))]
+    with rendezvous.meeting(key):
+        ranks = [int(value) for value in rendezvous.exchange("world-ranks", str(world_rank))]
     twice = [r for r, times in Counter(ranks).items() if times > 1]
     if twice:
         raise UsageError(

@@ -75,7 +75,6 @@ class SharedMemoryGroup(Group):
         sleep, where the best way must not be used; it must be the same on all ranks."""
         super().__init__(rank, size, name=name or "shared-memory", timeout=timeout)
         self._store = store
-        self._meeting = ""
         self._options: dict[str, Any] = {"directory": directory, "room": room, "waiting": waiting}
         room = max(ROOM, size * ROOM_PER_RANK) if room is None else room
         if not isinstance(room, int) or room > sys.maxsize:
@@ -90,24 +89,24 @@ class SharedMemoryGroup(Group):
         if waiting not in ("auto", "futex", "polling"):
             raise UsageError(f"{self}: waiting={waiting!r} is unknown. Choose auto, futex or polling.")
         rendezvous = Rendezvous(store, rank, size, timeout=timeout, who=self)
-        segment, chunk = _meet(self, rendezvous, directory or default_directory(), room)
-        try:
-            plan = Plan(size, segment.nbytes, chunk)
-            self._board = Board(segment, plan, rank, _sleep(waiting, segment))
-            self._heap = Heap(
-                segment.memory, plan.heap(rank), plan.heap(rank) + plan.heap_stride, _reserve(segment, rank)
-            )
-            self._board.pids[rank] = os.getpid()
-            self._board.set_state(HERE)
-            _all_here(self, self._board, rendezvous)
-            segment.unlink()
-            self._views = Views(segment, plan, rank)
-            programs = Programs(self.name, self._board, self._views)
-            mailbox = Mailbox(segment, self._board, self._heap, self._views)
-            pulse = Pulse(dict(enumerate(self._board.pids.tolist())))
-        except BaseException:
-            segment.close()
-            raise
+        with rendezvous.meeting(rendezvous.next_key("gradwire/shared-memory")):
+            segment, plan = _meet(self, rendezvous, directory or default_directory(), room)
+            try:
+                self._board = Board(segment, plan, rank, _sleep(waiting, segment))
+                self._heap = Heap(
+                    segment.memory, plan.heap(rank), plan.heap(rank) + plan.heap_stride, _reserve(segment, rank)
+                )
+                self._board.pids[rank] = os.getpid()
+                self._board.set_state(HERE)
+                _wait_until_all_mapped(self._board, rendezvous)
+                segment.unlink()
+                self._views = Views(segment, plan, rank)
+                programs = Programs(self.name, self._board, self._views)
+                mailbox = Mailbox(segment, self._board, self._heap, self._views)
+                pulse = Pulse(dict(enumerate(self._board.pids.tolist())))
+            except BaseException:
+                segment.close()
+                raise
         self._segment = segment
         self._engine = Engine(self.name, self._board, programs, mailbox, pulse, weakly(self.fail))
         # After the base class's finalizer was made, so that at exit this one runs first.
@@ -246,33 +245,24 @@ def _sleep(waiting: str, segment: Segment) -> Sleep:
 # -- how the ranks find each other -------------------------------------------------------------------------------------------
 
 
-def _meet(group: SharedMemoryGroup, rendezvous: Rendezvous, directory: str, room: int) -> tuple[Segment, int]:
-    """Rank 0 makes the segment, the others find it through the store: the segment, and the size of its staging buffers."""
-    rank, size, store = group.rank, group.size, rendezvous.store
-    group._meeting = base = rendezvous.next_key("gradwire/shared-memory")
-    if rank == 0:
+def _meet(group: SharedMemoryGroup, rendezvous: Rendezvous, directory: str, room: int) -> tuple[Segment, Plan]:
+    """Rank 0 makes the segment and the others find it through the store: the segment, and where everything is in it."""
+    size, key = group.size, rendezvous.key("ticket")
+    if group.rank == 0:
+        segment, ticket = Segment.create(ranks=size, nbytes=room, directory=directory, host=host_identity())
         try:
-            segment, ticket = Segment.create(ranks=size, nbytes=room, directory=directory, host=host_identity())
-            try:
-                plan = Plan.fitting(size, segment.free)
-                segment.reserve(0, plan.heaps, what="board and staging buffers")
-            except BaseException:
-                segment.close()
-                raise
-        except Exception as error:
-            store.set(f"{base}/ticket", json.dumps({"refused": str(error)}))
+            chunk = Plan.fitting(size, segment.free).chunk
+            plan = Plan(size, segment.nbytes, chunk)
+            segment.reserve(0, plan.heaps, what="board and staging buffers")
+            rendezvous.store.set(key, json.dumps({**asdict(ticket), "chunk": chunk}))
+        except BaseException:
+            segment.close()
             raise
-        store.set(f"{base}/ticket", json.dumps({**asdict(ticket), "chunk": plan.chunk}))
-        return segment, plan.chunk
-    announced = json.loads(rendezvous.receive(f"{base}/ticket", source=0))
-    if "refused" in announced:
-        raise GroupError(f"{group}: rank 0 could not make the segment: {announced['refused']}")
-    try:
-        chunk: int = announced.pop("chunk")
-        return _join(group, Ticket(**announced)), chunk
-    except Exception as error:
-        store.set(f"{base}/refused", f"rank {rank}: {error}")
-        raise
+        return segment, plan
+    announced = json.loads(rendezvous.receive(key, source=0))
+    chunk = announced.pop("chunk")
+    segment = _join(group, Ticket(**announced))
+    return segment, Plan(size, segment.nbytes, chunk)
 
 
 def _join(group: SharedMemoryGroup, ticket: Ticket) -> Segment:
@@ -287,23 +277,19 @@ def _join(group: SharedMemoryGroup, ticket: Ticket) -> Segment:
     return Segment.join(ticket)
 
 
-def _all_here(group: SharedMemoryGroup, board: Board, rendezvous: Rendezvous) -> None:
-    """Wait until every rank has mapped the segment."""
-    deadline = time.perf_counter() + group.timeout
-    next_check, store = 0.0, rendezvous.store
-
+def _wait_until_all_mapped(board: Board, rendezvous: Rendezvous) -> None:
     def all_mapped() -> bool:
         return 0 not in board.states.tolist()
 
-    while not all_mapped():
-        now = time.perf_counter()
-        if now >= next_check:
-            next_check = now + 0.2
-            if store.check([f"{group._meeting}/refused"]):
-                raise GroupError(f"{group}: {store.get(f'{group._meeting}/refused').decode()}")
-        if now > deadline:
-            states = board.states.tolist()
-            missing = [r for r, state in enumerate(states) if not state]
-            raise rendezvous.absent(missing, [r for r, state in enumerate(states) if state])
-        board.wait_queue.sleep(all_mapped, board.fence, 0.05)
+    def wait(seconds: float) -> bool:
+        if not all_mapped():
+            board.wait_queue.sleep(all_mapped, board.fence, min(seconds, 0.05))
+        return all_mapped()
+
+    def late() -> GroupError | None:
+        states = board.states.tolist()
+        missing = [r for r, state in enumerate(states) if not state]
+        return rendezvous.absent(missing, [r for r, state in enumerate(states) if state]) if missing else None
+
+    rendezvous.wait_until(wait, late)
     board.fence()

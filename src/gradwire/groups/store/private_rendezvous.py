@@ -17,7 +17,6 @@ from gradwire.errors import GroupError, PrivateFileGone
 from gradwire.groups.failure.store_calls import innermost
 from gradwire.groups.store.private_store import PrivateStore
 from gradwire.groups.store.rendezvous import Rendezvous
-from gradwire.runtime.host import host_identity
 from gradwire.runtime.private_file import available
 
 _PURPOSE = "gradwire/purpose"
@@ -61,8 +60,9 @@ def move_if_together(store: Any, rank: int, size: int, *, purpose: str, timeout:
     if size == 1 or not isinstance(innermost(store), TCPStore) or not available():
         return store
     rendezvous = Rendezvous(store, rank, size, timeout=timeout, who=who)
-    if len(set(rendezvous.exchange("gradwire/host/", host_identity()))) > 1:
-        return store
+    with rendezvous.meeting("gradwire/together", report=False):
+        if len({process.host for process in rendezvous.all_processes().values()}) > 1:
+            return store
     return move(store, rendezvous, key="gradwire/private", purpose=purpose)
 
 

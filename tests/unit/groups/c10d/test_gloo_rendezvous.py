@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, replace
 from datetime import timedelta
 
 import pytest
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from gradwire.errors import CollectiveTimeout, GroupError
 from gradwire.groups import C10dGroup
 from gradwire.groups.c10d.gloo import _choose, _ways
+from gradwire.groups.store.rendezvous import RankProcess
 from gradwire.groups.store.tcp_store import host_store
 
 
@@ -37,10 +40,16 @@ def test_the_way_to_a_store_on_this_host(monkeypatch: pytest.MonkeyPatch) -> Non
     assert _ways(store) == ("", "")
 
 
+def arrive(store: dist.Store, rank: int, address: str = "") -> None:
+    """What another rank writes into the store."""
+    store.set(f"gloo/process/{rank}", json.dumps(asdict(RankProcess.current())))
+    store.set(f"gloo/addresses/{rank}", json.dumps([address, address]))
+
+
 def test_who_has_not_come_is_named() -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=1))
-    dist.PrefixStore("gloo-addresses", store).set("2", '["", ""]')
+    arrive(store, 2)
     with pytest.raises(
         CollectiveTimeout, match=r"gloo group on rank 0 of 3: ranks \[1\] did not arrive within 0.5 s"
     ) as caught:
@@ -52,8 +61,17 @@ def test_ranks_that_cannot_be_connected_are_named_with_their_addresses() -> None
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=1))
     # Rank 1 has come, from an address of another network, and is never heard of by gloo.
-    dist.PrefixStore("gloo-addresses", store).set("1", '["10.255.255.1", "10.255.255.2"]')
+    arrive(store, 1, address="10.255.255.1")
     with pytest.raises(GroupError, match="all ranks have arrived, but gloo could not connect them") as caught:
         C10dGroup.gloo(store, 0, 2, timeout=0.5)
     assert "{0: \"what its host's name resolves to\", 1: '10.255.255.1'}" in str(caught.value)
     assert "GLOO_SOCKET_IFNAME" in str(caught.value)
+
+
+def test_ranks_of_different_versions_are_named() -> None:
+    store = dist.HashStore()
+    arrive(store, 1)
+    other = replace(RankProcess.current(), version="gradwire 0.0.7 (protocol 0, records 1)")
+    store.set("gloo/process/2", json.dumps(asdict(other)))
+    with pytest.raises(GroupError, match=r"ranks \[0, 1\]: gradwire .*; ranks \[2\]: gradwire 0.0.7"):
+        C10dGroup.gloo(store, 0, 3, timeout=60)

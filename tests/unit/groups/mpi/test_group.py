@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
 import types
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -31,7 +33,7 @@ from gradwire.groups.mpi.native import Native
 from gradwire.groups.mpi.pending_requests import PendingRequests
 from gradwire.groups.mpi.receive_matcher import Receive, ReceiveMatcher
 from gradwire.groups.mpi.runtime import Runtime, runtime
-from gradwire.groups.store.rendezvous import Rendezvous
+from gradwire.groups.store.rendezvous import RankProcess, Rendezvous
 from gradwire.testing import check_group, run_ranks
 from gradwire.testing.mpi import missing
 
@@ -98,16 +100,22 @@ def test_mpi_is_started_with_all_threads_if_nobody_has() -> None:
     fake.finalized = True  # so that nothing is done at exit
 
 
+def arrive(store: dist.Store, rank: int, world_rank: int) -> None:
+    """What another rank writes into the store."""
+    store.set(f"gradwire/mpi/1/process/{rank}", json.dumps(asdict(RankProcess.current())))
+    store.set(f"gradwire/mpi/1/world-ranks/{rank}", str(world_rank))
+
+
 def test_processes_of_several_worlds_are_told_to_use_one_mpirun() -> None:
     store = dist.HashStore()
-    store.set("gradwire/mpi/1/1", "0")
+    arrive(store, 1, 0)
     with pytest.raises(UsageError, match=r"processes \[0, 0\] of MPI's world of 1.*mpirun -n 2"):
         world_ranks(Rendezvous(store, 0, 2, timeout=1, who="making it"), 0, 1, what="making it")
 
 
 def test_who_did_not_come_to_the_store_is_named() -> None:
     store = dist.HashStore()
-    store.set("gradwire/mpi/1/2", "2")
+    arrive(store, 2, 2)
     with pytest.raises(CollectiveTimeout, match=r"making it: ranks \[1, 3\] did not arrive") as caught:
         world_ranks(Rendezvous(store, 0, 4, timeout=0.05, who="making it"), 0, 4, what="making it")
     assert (caught.value.joined, caught.value.missing) == ((0, 2), (1, 3))

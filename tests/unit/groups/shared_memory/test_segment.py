@@ -272,7 +272,7 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     store = HashStore()
     with pytest.raises(UsageError, match="No such file"):
         SharedMemoryGroup(store, 0, 2, directory=str(tmp_path / "missing"))
-    with pytest.raises(GroupError, match="rank 0 could not make the segment: .*No such file"):
+    with pytest.raises(GroupError, match="rank 0 could not make its part of the group: .*No such file"):
         SharedMemoryGroup(store, 1, 2)
 
 
@@ -323,7 +323,7 @@ def test_no_room_for_the_board(small_tmpfs: str, tmp_path: Path) -> None:
         store = HashStore()
         with pytest.raises(GroupError, match=r"no room for .* \(board and staging buffers\)"):
             SharedMemoryGroup(store, 0, 2, directory=small_tmpfs)
-        with pytest.raises(GroupError, match="rank 0 could not make the segment: .*no room for"):
+        with pytest.raises(GroupError, match="rank 0 could not make its part of the group: .*no room for"):
             SharedMemoryGroup(store, 1, 2, directory=small_tmpfs)
 
 
@@ -378,7 +378,7 @@ def test_a_rank_that_cannot_join_tells_the_others_at_once(changes: dict[str, Any
     errors = refused(changes)
     assert [type(error) for error in errors] == [GroupError] * 2
     assert all(words in str(error) for error in errors)
-    assert "rank 1: " in str(errors[0])
+    assert "rank 1 could not make its part of the group: " in str(errors[0])
 
 
 def test_ranks_of_different_sizes() -> None:
