@@ -36,8 +36,8 @@ E = TypeVar("E", bound=BaseException)
 def again(error: E) -> E:
     """A copy of a stored error, to be raised in its place: same type, attributes, notes and cause.
 
-    Raising one object many times makes its traceback longer each time, and keeps all its frames, with their tensors, alive. An error
-    of a user's own code keeps its traceback as the cause of the copy: it shows the line that raised it.
+    Raising one object many times makes its traceback longer each time, and keeps all its frames, with their tensors, alive.
+    An error of a user's own code keeps its traceback as the cause of the copy: it shows the line that raised it.
     """
     try:
         twin = copy.copy(error)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from torch.distributed import DistStoreError, HashStore, TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from gradwire.errors import CollectiveTimeout
 from gradwire.groups.store.private_rendezvous import mark_used, move, move_if_together, release
