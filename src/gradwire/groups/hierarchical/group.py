@@ -40,7 +40,6 @@ from gradwire.groups.hierarchical.discovery import discover_from_groups, discove
 from gradwire.groups.hierarchical.subgroup_failures import (
     chained,
     for_part,
-    in_ranks_of_whole,
     in_terms_of_whole,
     interrupted,
 )
@@ -148,23 +147,13 @@ class HierarchicalGroup(Group):
 
         def make(build: BuildGroup, part: str, ranks: Sequence[int]) -> Group:
             at, of = ranks.index(rank), len(ranks)
-            with in_ranks_of_whole(ranks, rendezvous):
-                return build(PrefixStore(f"{base}/{part}", store), at, of, timeout=timeout, name=f"{name}/{part}")
+            return build(PrefixStore(f"{base}/{part}", store), at, of, timeout=timeout, name=f"{name}/{part}")
 
         with rendezvous.meeting(base):
             layout = discover_hosts(rendezvous, host_identity() if host is None else host)
-            parts = make_parts(layout, rank, inside=partial(make, inside), across=partial(make, across))
-            with parts as (one, rail, flat):
-                return cls(
-                    one,
-                    rail,
-                    messages=flat,
-                    rank=rank,
-                    layout=layout,
-                    store=PrefixStore(base, store),
-                    name=name,
-                    timeout=timeout,
-                )
+            made = make_parts(layout, rendezvous, inside=partial(make, inside), across=partial(make, across))
+            with made as parts:
+                return cls(**parts, store=PrefixStore(base, store), name=name, timeout=timeout)
 
     # -- the one verb --------------------------------------------------------------------------------------------------
 
@@ -322,26 +311,15 @@ class HierarchicalGroup(Group):
         rendezvous = Rendezvous(store, rank, len(ranks), timeout=self.timeout, who=f"sub-group {ranks} of {self}")
 
         def inside(part: str, members: Sequence[int]) -> Group:
-            with in_ranks_of_whole(members, rendezvous):
-                return self.inside.subgroup([mates.index(ranks[r]) for r in members], name=f"{name}/{part}")
+            return self.inside.subgroup([mates.index(ranks[r]) for r in members], name=f"{name}/{part}")
 
         def across(part: str, members: Sequence[int]) -> Group:
             assert messages is not None
-            with in_ranks_of_whole(members, rendezvous):
-                return messages.subgroup([ranks[r] for r in members], name=f"{name}/{part}")
+            return messages.subgroup([ranks[r] for r in members], name=f"{name}/{part}")
 
         watched = nullcontext() if self._store is None else rendezvous.meeting(rendezvous.next_key("gradwire/parts"))
-        with watched, make_parts(layout, rank, inside=inside, across=across) as (one, rail, flat):
-            return type(self)(
-                one,
-                rail,
-                messages=flat,
-                rank=rank,
-                layout=layout,
-                store=None if self._store is None else store,
-                name=name,
-                timeout=self.timeout,
-            )
+        with watched, make_parts(layout, rendezvous, inside=inside, across=across) as parts:
+            return type(self)(**parts, store=None if self._store is None else store, name=name, timeout=self.timeout)
 
     # -- failures and the end: see Note [One failure] ------------------------------------------------------------------
 

@@ -14,27 +14,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gradwire.collectives import Collective, Layout, Scope
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
+from gradwire.groups.hierarchical.subgroup_failures import in_ranks_of_whole
 from gradwire.groups.ledger import Arrivals
+from gradwire.groups.store.rendezvous import Rendezvous
 
 Make = Callable[[str, Sequence[int]], Group]
 """Makes the part of that name, of these ranks of the whole."""
 
 
 @contextmanager
-def make_parts(
-    layout: Layout, rank: int, *, inside: Make, across: Make
-) -> Iterator[tuple[Group, Group | None, Group | None]]:
-    """Make the groups that the layout needs: `inside`, `across` and `messages`. They are closed if the block raises."""
+def make_parts(layout: Layout, rendezvous: Rendezvous, *, inside: Make, across: Make) -> Iterator[dict[str, Any]]:
+    """Make the groups that the layout needs: arguments of HierarchicalGroup. They are closed if the block raises."""
+    rank = rendezvous.rank
     host, index = layout.place(rank)
     several = len(layout.hosts) > 1
     with ExitStack() as made:
 
         def make(build: Make, name: str, ranks: Sequence[int]) -> Group:
-            group = build(name, ranks)
+            with in_ranks_of_whole(ranks, rendezvous):
+                group = build(name, ranks)
             made.callback(group.close, 0)
             return group
 
@@ -43,7 +46,7 @@ def make_parts(
             rail = make(across, f"across-{index}", [ranks[index] for ranks in layout.hosts])
         if several:
             messages = make(across, "messages", range(layout.size))
-        yield within, rail, messages
+        yield {"inside": within, "across": rail, "messages": messages, "rank": rank, "layout": layout}
         made.pop_all()
 
 

@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import Any
 
-import gradwire
 from gradwire.errors import CollectiveTimeout, GroupError, PeerLost
 from gradwire.groups.failure.store_calls import bounded
 from gradwire.recorder import flight_recorder
@@ -47,7 +47,9 @@ class RankProcess:
     @classmethod
     def current(cls) -> RankProcess:
         """This one."""
-        version = f"gradwire {gradwire.__version__} (protocol {PROTOCOL}, records {flight_recorder.VERSION})"
+        version = (
+            f"gradwire {import_module('gradwire').__version__} (protocol {PROTOCOL}, records {flight_recorder.VERSION})"
+        )
         return cls(host_identity(), os.getpid(), process_start(os.getpid()) or "", version)
 
 
