@@ -13,9 +13,11 @@ from collections.abc import Callable
 
 import torch
 
+from gradwire.runtime.dynamo import untraced_call
 from gradwire.runtime.threads import weakly
 
 
+@untraced_call
 def at_backward_end(ended: Callable[[], object], *, failed: Callable[[], object] | None = None) -> None:
     """Call `ended` when the current graph task has ended, or `failed` when it has raised.
 
@@ -31,10 +33,12 @@ class _BackwardEnd:
         self._ended = weakly(ended)
         self._failed = None if failed is None else weakly(failed)
 
+    @untraced_call
     def __call__(self) -> None:
         self._failed = None
         self._ended()
 
+    @untraced_call
     def __del__(self) -> None:
         failed = getattr(self, "_failed", None)  # compiled autograd makes such objects without calling __init__
         if failed is not None:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from gradwire.events import Callbacks, Handle
+from gradwire.runtime.dynamo import untraced_call, untraced_frame
 
 _ENTRY = "_engine_run_backward"
 
@@ -85,6 +86,7 @@ def before_backward(fn: Callable[[Any], Callable[[], object] | None]) -> Handle:
 def _register(callbacks: Callbacks[Callable[..., Any]], fn: Callable[..., object]) -> Handle:
     weak = weakref.WeakMethod(fn)
 
+    @untraced_call
     def call(*args: Any) -> Any:
         method = weak()
         return None if method is None else method(*args)
@@ -99,6 +101,7 @@ def _register(callbacks: Callbacks[Callable[..., Any]], fn: Callable[..., object
 
 
 def _around(original: Callable[..., Any]) -> Callable[..., Any]:
+    @untraced_frame
     @functools.wraps(original)
     def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("accumulate_grad") or torch._C._current_graph_task_id() != -1:
@@ -128,17 +131,20 @@ def _around(original: Callable[..., Any]) -> Callable[..., Any]:
     return run_backward
 
 
+@untraced_call
 def _accumulates_all(grad_tensors: Any, retain_graph: Any, create_graph: bool, inputs: Any) -> bool:
     """Whether a backward with these arguments accumulates every gradient, and keeps no graph of them."""
     return not inputs and not create_graph
 
 
+@untraced_call
 def _compiled_autograd_is_on() -> bool:
     # Importing it takes seconds; unless it is imported, nothing is compiled.
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return module is not None and bool(getattr(module, "compiled_autograd_enabled", False))
 
 
+@untraced_call
 def _report(tensors: Any, error: BaseException) -> None:
     for listener in _failed:
         try:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from gradwire.autograd.compiled.foreign_hooks import ACCUMULATED
 from gradwire.autograd.graph import tensors_in
+from gradwire.runtime.dynamo import untraced_call
 from gradwire.runtime.threads import weakly
 
 _dtype = attrgetter("dtype")
@@ -111,6 +112,7 @@ def _make_hook(
 ) -> Callable[[Any, Any], None]:
     append = arrived.append
 
+    @untraced_call
     def hook(_: Any, __: Any) -> None:
         append(index)
         if selected[index]:
@@ -140,6 +142,7 @@ def on_backward(output: Any, begun: Callable[[], object]) -> bool:
     outputs = [t for t in tensors_in(output) if t.requires_grad]
     call = weakly(begun)
 
+    @untraced_call
     def reached(_: Tensor) -> None:
         call()
 

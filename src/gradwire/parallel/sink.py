@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from gradwire.runtime.dynamo import untraced_call
+
 
 class _Sink(torch.autograd.Function):
     @staticmethod
@@ -27,6 +29,7 @@ class _Sink(torch.autograd.Function):
         return values
 
     @staticmethod
+    @untraced_call
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         return (None, *grads)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from gradwire.errors import GroupAborted, ReadyTwice, Unfinished
@@ -384,3 +385,51 @@ def _ranks_in_other_orders(group: Group) -> list[list[float]]:
 def test_ranks_in_which_gradients_arrive_in_another_order_still_match() -> None:
     mine, theirs = run_ranks(_ranks_in_other_orders, 2)
     assert mine == theirs
+
+
+class _Look(torch.autograd.Function):
+    """An identity whose backward calls a function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.call()
+        return grad, None
+
+
+def test_with_views_the_memory_of_gradients_is_free_once_their_bucket_is_filled(group: Group) -> None:
+    """D4: gradients that live until backward ends, next to the buckets, would take as much memory as without views."""
+    layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(6))
+    alive: list[int] = []
+    storages: list[StorageWeakRef] = []
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(_Look.apply(x, look))
+            return x
+
+    def look() -> None:
+        alive.append(sum(not storage.expired() for storage in storages))
+
+    module = Deep()
+    replicate(module, group=group, buckets=Buckets((1,)), gradients=Gradients.VIEWS)
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: storages.append(StorageWeakRef(p.grad.untyped_storage()))  # type: ignore[union-attr]
+        )
+    for _ in range(4):
+        alive.clear()
+        storages.clear()
+        module.zero_grad()
+        module(torch.ones(2, 16)).sum().backward()
+    assert len(storages) == 6
+    assert max(alive) <= 1  # the last gradient, unless its bucket has been filled

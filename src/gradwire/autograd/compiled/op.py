@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from gradwire.events import Handle
+from gradwire.runtime.dynamo import untraced_call
 
 OnGradients = Callable[[Sequence[int], Sequence[Tensor]], object]
 """A bound method, called with the indices of parameters and their gradients, which have not been accumulated yet."""
@@ -109,6 +110,7 @@ def _targets(node: Any, inputs: int) -> dict[int, _Listener]:
     return found
 
 
+@untraced_call
 def _ready(grad: Tensor, previous: Tensor | None, position: int, inputs: int) -> Tensor:
     node = torch._C._current_autograd_node()
     target = None if node is None else _targets(node, inputs).get(position)
