@@ -52,7 +52,7 @@ class NonFinite(Enum):
     SKIP = "skip"
     """Recorded too, and the step is skipped on every rank: all gradients become None, so the optimizer does nothing. Not for
     `torch.amp.GradScaler`, which skips steps itself and needs the gradients for it. With a fused optimizer attached on CUDA,
-    gradients stay as they are, and the optimizer skips its step on the device."""
+    the optimizer skips its step on the device, and gradients become None one step later, if they were not zeroed."""
     RAISE = "raise"
     """Recorded too, and every rank raises NonFiniteGradient from backward, before an average is written to `.grad`. With a fused
     optimizer attached on CUDA, the optimizer skips its step on the device, and the next backward raises."""
@@ -67,6 +67,29 @@ class Divergence(Enum):
     """Recorded too, and what differs is copied from a rank of the majority; without a majority, every rank raises."""
     RAISE = "raise"
     """Recorded too, and every rank raises ReplicasDiverged."""
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultChecks:
+    """The checks of models whose code chooses none: `gradwire run --nonfinite` and `--check-divergence`."""
+
+    nonfinite: NonFinite = NonFinite.PASS
+    check_divergence: int | None = None
+    """Compare replicas every so many steps."""
+
+
+_default_checks = DefaultChecks()
+
+
+def default_checks() -> DefaultChecks:
+    """Those of this process."""
+    return _default_checks
+
+
+def set_default_checks(checks: DefaultChecks) -> None:
+    """For models that are replicated from now on."""
+    global _default_checks
+    _default_checks = checks
 
 
 class BucketMemory(Enum):

@@ -16,7 +16,7 @@ from typing import Any
 from gradwire.cli.arguments import at_least, positive
 from gradwire.errors import UsageError
 from gradwire.launch.display import Picture, find_terminal
-from gradwire.launch.environment import RUN_DIRECTORY, LocalWorld, rank_environment
+from gradwire.launch.environment import CHECK_DIVERGENCE, NONFINITE, RUN_DIRECTORY, LocalWorld, rank_environment
 from gradwire.launch.run_script import python_command
 from gradwire.launch.store_host import LOOPBACK, StoreHost
 from gradwire.launch.supervise import LaunchSpec, supervise
@@ -107,6 +107,19 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         action="store_true",
         help="run a script written for torch's DistributedDataParallel on gradwire's, unchanged",
     )
+    add(
+        "--nonfinite",
+        choices=("raise", "skip", "record"),
+        help="check the gradients of gradwire's models for NaN and infinity, unless the script chooses a policy: end the run, "
+        "skip such steps, or only record them (on a CPU, the first one is recorded in any case)",
+    )
+    add(
+        "--check-divergence",
+        "--check_divergence",
+        type=at_least(1),
+        metavar="STEPS",
+        help="compare the replicas of gradwire's models bit by bit every so many steps; end the run if they differ",
+    )
     add("--standalone", action="store_true", help="as for torchrun; ranks are always on this machine only")
     add("--nnodes", type=_one_host, metavar="1", help="as for torchrun; must be 1")
     # One argument for both, not REMAINDER, from which argparse drops a first "--".
@@ -174,7 +187,9 @@ def run(args: argparse.Namespace, *, popen: type[subprocess.Popen[bytes]] = subp
         observe = bool((args.observe or args.replace_ddp) and recorded)
         options = python_command(starter, errors=errors, observe=observe)
         world = LocalWorld(size, name_of(private), Address(LOOPBACK, store.port), cpus)
-        extra = {**recorded, **dict(args.env)}
+        checks = {NONFINITE: args.nonfinite, CHECK_DIVERGENCE: args.check_divergence}
+        chosen = {name: str(value) for name, value in checks.items() if value is not None}
+        extra = {**recorded, **chosen, **dict(args.env)}
         base = {name: value for name, value in os.environ.items() if name != RUN_DIRECTORY}  # of a run around this one
         return supervise(
             LaunchSpec(

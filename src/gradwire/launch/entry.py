@@ -26,10 +26,12 @@ from gradwire.groups.failure.store_calls import bounded
 from gradwire.groups.kinds import AUTO, check_built, default_kind, find_kind, registered_kinds
 from gradwire.groups.store.private_rendezvous import release
 from gradwire.interop.defaults import WORLD
+from gradwire.launch.environment import read_checks
 from gradwire.launch.memory import SharedMemory
 from gradwire.launch.run_script import start_recorder
 from gradwire.launch.store import arrive, open_store, say_goodbye
 from gradwire.launch.world import World, find_world
+from gradwire.policies import set_default_checks
 
 _PATIENCE = 5.0
 """Seconds that the rank that hosts the store waits for the others before it exits."""
@@ -78,6 +80,7 @@ def init(
             return known
         world = find_world(os.environ)
         start_recorder(world, "gw.init()")
+        set_default_checks(read_checks(os.environ))
         store = open_store(world, timeout=meeting, meeting=WORLD.met)
         try:
             ours = PrefixStore(f"gradwire/world/{WORLD.met}", store)

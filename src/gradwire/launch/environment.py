@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gradwire.errors import UsageError
 from gradwire.launch.world import Address
+from gradwire.policies import DefaultChecks, NonFinite
 
 RUN_DIRECTORY = "GRADWIRE_RUN_DIR"
 """The variable that names the directory in which ranks are recorded."""
+NONFINITE, CHECK_DIVERGENCE = "GRADWIRE_NONFINITE", "GRADWIRE_CHECK_DIVERGENCE"
+"""The variables that choose checks for models whose code chooses none."""
 _OTHERS = (
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_MAX_RESTARTS",
@@ -18,6 +22,21 @@ _OTHERS = (
     "ROLE_NAME",
 )
 """Variables that an outer torchrun would have set."""
+
+
+def read_checks(environment: Mapping[str, str]) -> DefaultChecks:
+    """The checks that the environment chooses.
+
+    >>> read_checks({NONFINITE: "skip", CHECK_DIVERGENCE: "100"})
+    DefaultChecks(nonfinite=<NonFinite.SKIP: 'skip'>, check_divergence=100)
+    """
+    policy, every = environment.get(NONFINITE) or NonFinite.PASS.value, environment.get(CHECK_DIVERGENCE) or None
+    values = [one.value for one in NonFinite]
+    if policy not in values:
+        raise UsageError(f"{NONFINITE}={policy}: must be one of {', '.join(values)}.")
+    if every is not None and not (every.isdecimal() and int(every)):
+        raise UsageError(f"{CHECK_DIVERGENCE}={every}: must be a number of steps, at least 1.")
+    return DefaultChecks(NonFinite(policy), None if every is None else int(every))
 
 
 @dataclass(frozen=True, slots=True)

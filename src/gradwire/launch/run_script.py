@@ -23,8 +23,9 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from gradwire.errors import UsageError
-from gradwire.launch.environment import RUN_DIRECTORY
+from gradwire.launch.environment import RUN_DIRECTORY, read_checks
 from gradwire.launch.world import World, find_world
+from gradwire.policies import set_default_checks
 from gradwire.runtime.rank_error import RankError
 
 ERRORS, OBSERVE = "--errors", "--observe"
@@ -51,6 +52,7 @@ def run_script(words: Sequence[str]) -> None:
     errors = None
     if words[0] == ERRORS:
         errors, words = _Errors(words[1], int(os.environ["GRADWIRE_RANK"])), words[2:]
+    set_default_checks(read_checks(os.environ))
     observe, words = words[0] == OBSERVE, words[words[0] == OBSERVE :]
     is_module = words[0] == "-m"
     if observe:

@@ -75,7 +75,7 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
         *,
-        nonfinite: NonFinite = NonFinite.PASS,
+        nonfinite: NonFinite | None = None,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -242,6 +242,7 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
             self._sync_buffers(BufferHook.BEFORE)
             if self._join_config.enable:
                 self._uneven.announce_sync(replica.sync)
+        replica.divergence.before_forward(self.module, replica.runner, steps=replica.reducer.steps, sync=replica.sync)
         forward_begins(self.module)
         return self._moved(inputs, kwargs)
 

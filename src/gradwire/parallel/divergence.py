@@ -25,6 +25,7 @@ from gradwire.parallel.trainable import check_module, refuse_dtensors
 from gradwire.policies import Divergence, check_policies
 from gradwire.recorder import flight_recorder
 from gradwire.reducer.checks.attached_optimizers import check_optimizer
+from gradwire.reducer.hook.runner import HookRunner
 from gradwire.runtime.warnings import warn_user
 
 _SHOWN = 3
@@ -214,6 +215,25 @@ class DivergenceCheck:
         left = self._compare()
         if left:
             raise self._error(left, healed=False)
+
+
+class DivergenceSchedule:
+    """Checks a replicated model every so many steps, if any, as `gradwire run --check-divergence` asks for."""
+
+    def __init__(self, every: int | None) -> None:
+        self._every = every
+        self._last = 0
+        """After how many steps the model was checked last."""
+
+    def before_forward(self, module: nn.Module, runner: HookRunner, *, steps: int, sync: bool) -> None:
+        """Check if it is due and a backward follows that is averaged: there all ranks have made the same steps."""
+        if not self._every or steps % self._every or steps == self._last or not (sync and torch.is_grad_enabled()):
+            return
+        if module.training and not runner.uneven and not (runner.outer is not None and runner.outer.differ):
+            self._last = steps
+            check = DivergenceCheck(module, runner.group)
+            check.steps = steps
+            check.check()
 
 
 def _steps(number: int) -> str:

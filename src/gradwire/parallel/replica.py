@@ -25,18 +25,29 @@ from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.dense import mean
 from gradwire.hooks.periodic.base import check_outer
+from gradwire.parallel.divergence import DivergenceSchedule
 from gradwire.parallel.hook_controls import HookControls
 from gradwire.parallel.module_state import ModuleState
 from gradwire.parallel.recovery import Recovery
 from gradwire.parallel.sink import through_sink
 from gradwire.parallel.trainable import check_engine_thread, check_not_aborted, check_not_replaced, trainable_parameters
-from gradwire.policies import BucketMemory, Buckets, Buffers, Gradients, Graph, NonFinite, ScaleCheck, check_policies
+from gradwire.policies import (
+    BucketMemory,
+    Buckets,
+    Buffers,
+    Gradients,
+    Graph,
+    NonFinite,
+    ScaleCheck,
+    check_policies,
+    default_checks,
+)
 from gradwire.recorder.flight_recorder import RecordKind
 from gradwire.reducer import BucketLayout, Reducer, ReducerOptions
 from gradwire.reducer.buckets.assign import by_size
 from gradwire.reducer.buckets.layout import ParameterSpec
 from gradwire.reducer.buckets.parameter_agreement import compare_parameters
-from gradwire.reducer.checks.nonfinite import NonFiniteChecked, Overwritten
+from gradwire.reducer.checks.nonfinite import NonFiniteChecked, NonFiniteWatch, Overwritten
 from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.hook.torch_hooks import TorchHook
 from gradwire.reducer.machine import State
@@ -54,7 +65,8 @@ class ReplicaPolicies:
     gradients: Gradients = Gradients.COPIES
     buffers: Buffers = Buffers.EVERY_FORWARD
     scale_check: ScaleCheck | None = None
-    nonfinite: NonFinite = NonFinite.PASS
+    nonfinite: NonFinite | None = None
+    """None: that of `gradwire run --nonfinite`, else PASS."""
     ignore: Collection[str] = ()
     """Names of parameters and buffers that are left to the caller."""
     skip_unused: bool = False
@@ -67,7 +79,7 @@ class ReplicaPolicies:
             gradients=(self.gradients, Gradients),
             buffers=(self.buffers, Buffers),
             scale_check=(self.scale_check, ScaleCheck | None),
-            nonfinite=(self.nonfinite, NonFinite),
+            nonfinite=(self.nonfinite, NonFinite | None),
         )
 
 
@@ -117,6 +129,8 @@ class Replica(HookControls):
                 rebuild_limits=None if self.graph is Graph.FIND_UNUSED else self._buckets.limits,
             ),
         )
+        self.reducer.reductions.first_nonfinite = NonFiniteWatch.of(specs, self.checks)
+        self.divergence = DivergenceSchedule(default_checks().check_divergence)
         self.recovery = Recovery(self.reducer, self.runner, self.state)
         self.handles: list[Handle] = []
         """Handles of the module hooks that other objects have registered for this replica."""
@@ -147,11 +161,11 @@ class Replica(HookControls):
         return layout
 
     def _make_checks(self, specs: list[ParameterSpec]) -> NonFiniteChecked | None:
-        policies = self._policies
-        if policies.nonfinite is NonFinite.PASS:
+        policy = self._policies.nonfinite or default_checks().nonfinite
+        if policy is NonFinite.PASS:
             return None
-        overwritten = Overwritten.IN_BUCKETS if policies.gradients is Gradients.VIEWS else Overwritten.NONE
-        return NonFiniteChecked(self.runner, specs, policies.nonfinite, overwritten=overwritten)
+        overwritten = Overwritten.IN_BUCKETS if self._policies.gradients is Gradients.VIEWS else Overwritten.NONE
+        return NonFiniteChecked(self.runner, specs, policy, overwritten=overwritten)
 
     def _follow_conversion(self) -> None:
         """Parameters have another dtype or device than when they were hooked: begin again with new hooks and new buckets.
@@ -168,6 +182,7 @@ class Replica(HookControls):
         self.runner.start_over(self.runner.step)
         self.checks = self._make_checks(specs)
         self.reducer.reductions.runner = self.checks or self.runner
+        self.reducer.reductions.first_nonfinite = NonFiniteWatch.of(specs, self.checks)
 
     # -- the hook ------------------------------------------------------------------------------------------------------
 
@@ -218,6 +233,7 @@ class Replica(HookControls):
             self.rebuild()
             if self.state.buffers is Buffers.EVERY_FORWARD and self.sync_buffers_next:
                 self.state.sync_buffers()
+        self.divergence.before_forward(self.module, self.runner, steps=self.reducer.steps, sync=self.sync)
         forward_begins(self.module)
 
     def rebuild(self) -> None:

@@ -31,7 +31,7 @@ def replicate(
     buffers: Buffers = Buffers.EVERY_FORWARD,
     ignore: Collection[str] = (),
     scale_check: ScaleCheck | None = None,
-    nonfinite: NonFinite = NonFinite.PASS,
+    nonfinite: NonFinite | None = None,
 ) -> Replica:
     """Average the gradients of `module` over `group` in every backward from now on.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -70,6 +70,8 @@ class Reductions:
         """Parameters that no rank uses in this step: buckets of none but these are not reduced."""
         self.held: Launch | None = None
         """A bucket that is to be launched when backward has ended."""
+        self.first_nonfinite: Callable[[GradBucket, Group, int], object] | None = None
+        """Called with each bucket before its reduction, its group and the step, while a flight recorder is active."""
         self.number = 0
         """How many buckets were reduced in the last step."""
         self.step = 0
@@ -107,8 +109,11 @@ class Reductions:
         if self._events:
             self._events.emit(BucketFull(time.perf_counter(), self.group.rank, bucket, spec.names, buffer.numel()))
         self._record(RecordKind.BUCKET_FULL, bucket)
+        full = buckets.as_grad_bucket(bucket, buffer, last=launch.last)
+        if self.first_nonfinite is not None and flight_recorder.active is not None:
+            self.first_nonfinite(full, self.group, self.step)
         with flight_recorder.within(self.step, bucket):
-            pending = self.runner.start(buckets.as_grad_bucket(bucket, buffer, last=launch.last))
+            pending = self.runner.start(full)
         if self._events:
             self._events.emit(BucketLaunched(time.perf_counter(), self.group.rank, bucket))
         self._record(RecordKind.BUCKET_LAUNCHED, bucket)

@@ -46,6 +46,7 @@ def find(report: RunReport) -> list[Finding]:
         *_outcome(report.outcome),
         *_hangs(report),
         *_failures(report),
+        *_nonfinite(report),
         *_endings(report),
         *_warnings(report),
         *_speed(report),
@@ -119,6 +120,20 @@ def _advice_on_failure(outcome: Outcome | None, ranks: Sequence[int], text: str,
             "output of the run."
         )
     return f"Look at the traceback in the output of {'these ranks' if len(ranks) > 1 else 'that rank'}."
+
+
+def _nonfinite(report: RunReport) -> Iterator[Finding]:
+    """The first gradient that was not finite, in a run without a policy for them."""
+    first = report.first_nonfinite
+    if first is not None:
+        also = first.ranks[1:]
+        yield Finding(
+            "warning",
+            f"{first}",
+            f"So it was on {ranks_text(also)} in the same step." if also else "",
+            "Look at that rank's batch, loss and learning rate. `gradwire run --nonfinite raise` ends the run there, `skip` omits "
+            "such steps. With a GradScaler, which skips them, it is no error.",
+        )
 
 
 def _endings(report: RunReport) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ def _lines(report: RunReport) -> Iterator[str]:
     yield header["command"] or "run"
     yield f"{clock(report.begin)}, {duration(report.end - report.begin)} recorded, {page['records']:,} records"
     if report.succeeded:
-        yield "ended without an error"
+        yield f"ended, but: {report.first_nonfinite}" if report.first_nonfinite else "ended without an error"
     yield f"{_count(len(report.ranks), 'rank')} on {_count(len(page['hosts']), 'host')}"
     yield f"gradwire {header['gradwire']}, torch {header['torch']}, Python {header['python']}"
     for group in page["groups"]:

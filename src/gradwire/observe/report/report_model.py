@@ -69,6 +69,22 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstNonFinite:
+    """The first gradient of a run that was not finite."""
+
+    step: int
+    ranks: tuple[int, ...]
+    """Those on which it was so in that step."""
+    parameter: str
+    """Of the first of these ranks."""
+    nan: bool
+
+    def __str__(self) -> str:
+        what = "NaN" if self.nan else "infinite"
+        return f"In step {self.step} the gradient of {self.parameter} was {what} on rank {self.ranks[0]}"
+
+
+@dataclass(frozen=True, slots=True)
 class RunReport:
     """What a report shows."""
 
@@ -89,6 +105,20 @@ class RunReport:
     """By name: files that cannot be read as a whole, and why."""
     outcome: Outcome | None = None
     """How the run has ended, if its launcher has saved it."""
+
+    @property
+    def first_nonfinite(self) -> FirstNonFinite | None:
+        """What ranks have recorded of gradients that were not finite, without a policy for them."""
+        facts = [facts for rank in self.ranks for facts in rank.descriptions.get("nonfinite", [])]
+        rows = sorted(
+            (one["step"], one["rank"], str(one.get("parameter")), bool(one.get("nan")))
+            for one in facts
+            if isinstance(one.get("step"), int) and isinstance(one.get("rank"), int)
+        )
+        if not rows:
+            return None
+        step, _, parameter, nan = rows[0]
+        return FirstNonFinite(step, tuple(rank for at, rank, *_ in rows if at == step), parameter, nan)
 
     @property
     def mean_phases(self) -> dict[Phase, float]:

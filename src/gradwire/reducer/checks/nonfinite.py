@@ -24,13 +24,15 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.finite import is_finite
+from gradwire.groups.base import Group
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.policies import NonFinite
+from gradwire.recorder import flight_recorder
 from gradwire.reducer.buckets.buffers import ZeroBucket
 from gradwire.reducer.buckets.layout import ParameterSpec
 from gradwire.reducer.checks.late import LateCheck, LateChecks
 from gradwire.reducer.checks.nonfinite_report import NonFiniteHandler, NonFiniteReport, any_rank, exchange
-from gradwire.reducer.checks.nonfinite_search import Found, Search, StepCheck
+from gradwire.reducer.checks.nonfinite_search import Found, Kind, Search, StepCheck
 from gradwire.reducer.hook.driver import Landed, Pending
 from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.reductions import StepRejected, StepSkipped
@@ -230,6 +232,30 @@ class NonFiniteChecked:
                     p.grad = None
         elif rejected is not None:
             raise rejected.error
+
+
+class NonFiniteWatch:
+    """Writes the first gradient of this rank that is not finite to the flight recorder, for the report of the run.
+
+    For models on the CPU without a policy. It costs a sum over each bucket, and no communication.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._search: Search | None = Search(names)
+
+    @classmethod
+    def of(cls, specs: Sequence[ParameterSpec], checks: NonFiniteChecked | None) -> NonFiniteWatch | None:
+        """None where a policy checks gradients, or the host would have to wait for them."""
+        return cls([spec.name for spec in specs]) if checks is None and specs[0].device.type == "cpu" else None
+
+    def __call__(self, bucket: GradBucket, group: Group, step: int) -> None:
+        """Examine a bucket before its reduction."""
+        found = () if self._search is None else self._search.before(bucket, None).found
+        if found and (recorder := flight_recorder.active) is not None:
+            name, nan = self._names[found[0].parameter], found[0].kind is Kind.NAN
+            recorder.describe("nonfinite", {"rank": group.rank, "step": step, "parameter": name, "nan": nan})
+            self._search = None  # once a parameter is NaN, every later gradient is
 
 
 class _Checked:
