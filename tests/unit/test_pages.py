@@ -51,7 +51,6 @@ import os, torch
 os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 model = torch.nn.Linear(4, 4)
 """,
-    "docs/lab.md": "import torch, gradwire as gw\nmodel = torch.nn.Linear(4, 4)\n",
     "docs/shared-memory.md": """
 import torch.distributed as dist
 from gradwire import SharedMemoryGroup
