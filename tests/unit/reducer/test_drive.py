@@ -122,7 +122,7 @@ def no_result(grad: Tensor, turn: Turn) -> Any:
     [
         (second_one, "says collectives = 1 but yielded a second one, all_reduce"),
         (none_at_all, "says collectives = 1 but yielded none"),
-        (no_result, r"on bucket 0 \(parameters p0\), rank 0: reduce\(\) returned NoneType"),
+        (no_result, r"on bucket 0 \(parameters p0\), rank 0, step 0: reduce\(\) returned NoneType"),
     ],
 )
 def test_a_hook_that_lies_is_a_hook_error(alone: Driver, script: Callable[..., Reduction], words: str) -> None:
