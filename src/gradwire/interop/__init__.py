@@ -1,7 +1,7 @@
 """Between gradwire and torch.distributed: each other's groups, gradwire as a backend, our hooks in torch's DDP and FSDP."""
 
-from gradwire.interop.as_torch import as_torch_hook
 from gradwire.interop.backend import register_backend
+from gradwire.interop.ddp_hook import as_torch_hook
 from gradwire.interop.fsdp import as_fsdp_hook, as_fsdp_reduce_scatter, fsdp_parameters
 from gradwire.interop.fsdp_checks import FsdpChecks
 from gradwire.interop.process_group import GradwireProcessGroup, as_process_group, from_process_group

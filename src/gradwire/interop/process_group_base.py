@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,11 +28,10 @@ from gradwire.errors import NoBackendError, UsageError, UsageTypeError
 from gradwire.events import Handle
 from gradwire.groups.base import Group
 from gradwire.groups.work import Work
-from gradwire.interop.completion import C10dWorkInfo, translate_hook
-from gradwire.interop.members import layers
+from gradwire.groups.wrappers import GroupWrapper
 from gradwire.interop.operation_hooks import OperationHooks
 from gradwire.interop.options import Settings
-from gradwire.interop.work import KEPT, TorchWork
+from gradwire.interop.work import KEPT, C10dWorkInfo, TorchWork, translate_hook
 from gradwire.runtime.dynamo import untraced
 
 
@@ -153,7 +152,7 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of operations submitted from now on."""
         value = timeout_seconds(f"set_timeout of {self.group}", timeout.total_seconds())
-        for group in layers(self.group):
+        for group in _layers(self.group):
             group.timeout = value
 
     _set_default_timeout = set_timeout
@@ -254,3 +253,11 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
 
     def __repr__(self) -> str:
         return f"<{self._backend_name} process group {self._name!r} over {self.group}>"
+
+
+def _layers(group: Group) -> Iterator[Group]:
+    """The group, the group inside it, and so on down to the one that communicates."""
+    yield group
+    while isinstance(group, GroupWrapper):
+        group = group.inner
+        yield group

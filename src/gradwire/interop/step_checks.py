@@ -12,7 +12,7 @@ from gradwire.hooks.bucket import GradBucket
 from gradwire.policies import NonFinite, check_policies
 from gradwire.reducer.buckets.layout import ParameterSpec
 from gradwire.reducer.checks.nonfinite import NonFiniteChecked, Overwritten
-from gradwire.reducer.hook.driver import Landed, Pending
+from gradwire.reducer.hook.driver import Finished, Pending
 from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.reductions import StepRejected, StepSkipped
 
@@ -38,7 +38,7 @@ class StepChecks:
     def start(self, runner: HookRunner, bucket: GradBucket, *, overlap: bool) -> Pending:
         """Start the reduction of a bucket, or run it to its end where it must not overlap with torch's."""
         if self._policy is NonFinite.PASS:
-            return runner.start(bucket) if overlap else Landed(runner.run(bucket))
+            return runner.start(bucket) if overlap else Finished(runner.run(bucket))
         if self._checked is None:
             self._checked = NonFiniteChecked(runner, self._specs, self._policy, overwritten=Overwritten.ALL)
         if bucket.index() == 0:
@@ -47,7 +47,7 @@ class StepChecks:
             self._parameters = []
             at_backward_end(self._launched)
         self._parameters += bucket.parameters()
-        return self._checked.start(bucket) if overlap else Landed(self._checked.run(bucket))
+        return self._checked.start(bucket) if overlap else Finished(self._checked.run(bucket))
 
     def _launched(self) -> None:
         at_backward_end(self._averaged)

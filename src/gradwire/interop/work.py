@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +35,7 @@ from torch._C import _distributed_c10d as c10d
 from gradwire.collectives import OpKind
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
 from gradwire.groups.work import Work, seconds
+from gradwire.groups.work_info import WorkInfo
 from gradwire.runtime.dynamo import untraced
 
 KEPT, _SMALL = 64, 4096
@@ -191,3 +194,32 @@ def _value(future: torch.futures.Future[Any]) -> list[Tensor]:
 
 def _values(future: torch.futures.Future[list[torch.futures.Future[Any]]]) -> list[Tensor]:
     return [t for part in future.value() for t in part.value()]
+
+
+@dataclass(frozen=True, slots=True)
+class C10dWorkInfo:
+    """A finished operation under the names of c10d's WorkInfo, which Python cannot construct."""
+
+    op_type: Any
+    seq: int
+    time_started: timedelta
+    time_finished: timedelta
+    active_duration: timedelta
+
+
+def translate_hook(hook: Callable[[C10dWorkInfo], None]) -> Callable[[WorkInfo], None]:
+    """A gradwire completion hook that calls a c10d one and has its name, for errors."""
+
+    def call(info: WorkInfo) -> None:
+        hook(
+            C10dWorkInfo(
+                op_type=op_type(info.op.kind),
+                seq=info.seq,
+                time_started=timedelta(seconds=info.started),
+                time_finished=timedelta(seconds=info.finished),
+                active_duration=timedelta(seconds=info.duration),
+            )
+        )
+
+    call.__qualname__ = getattr(hook, "__qualname__", type(hook).__name__)
+    return call

@@ -20,8 +20,7 @@ from gradwire.errors import GroupAndMeshGiven, HookAlreadyRegistered, NotPicklab
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
 from gradwire.interop import as_process_group, from_process_group
-from gradwire.interop.defaults import default_process_group, is_default, mesh_group
-from gradwire.interop.in_backward import optimizer_in_backward_hook
+from gradwire.interop.default_group import default_process_group, is_default, mesh_group
 from gradwire.parallel.delayed_allreduce import Delayed
 from gradwire.parallel.hook_controls import HookControls
 from gradwire.parallel.join import UnevenInputs
@@ -232,7 +231,7 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
         replica.sync = self.require_backward_grad_sync
         if not self._fused_optimizers_checked:
             self._fused_optimizers_checked = True
-            optimizer_in_backward_hook(self)
+            self._adopt_optimizers_in_backward()
         if torch.is_grad_enabled() and replica.sync and self.logger is not None:
             self.logger.forward_begins()
         replica.reducer.iterations.record(RecordKind.FORWARD_BEGAN)

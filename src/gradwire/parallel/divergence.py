@@ -18,7 +18,7 @@ from gradwire.collectives import all_gather_into_tensor
 from gradwire.errors import ReplicasDiverged, UsageError
 from gradwire.groups.base import Group
 from gradwire.interop import from_process_group
-from gradwire.interop.defaults import default_process_group
+from gradwire.interop.default_group import default_process_group
 from gradwire.parallel.broadcast import broadcast_coalesced
 from gradwire.parallel.digest import digest, digests
 from gradwire.parallel.trainable import check_module, refuse_dtensors

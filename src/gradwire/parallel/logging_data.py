@@ -15,7 +15,7 @@ from torch import nn
 
 from gradwire.events import BackwardEnded, BucketLaunched, BucketReduced, Event, Handle, StepEnded
 from gradwire.hooks.base import CommHook
-from gradwire.interop.defaults import backend_name
+from gradwire.interop.default_group import backend_name
 from gradwire.policies import Graph
 from gradwire.reducer import BucketLayout
 

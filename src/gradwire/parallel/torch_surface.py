@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -15,12 +16,11 @@ from torch.nn.parallel.scatter_gather import gather as gather_outputs
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from gradwire.collectives import ReduceOp, all_reduce
-from gradwire.errors import TrainingAlreadyStarted, UsageError, UsageTypeError
+from gradwire.errors import OverlapNotSupported, TrainingAlreadyStarted, UsageError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.combinators.chain import chain
 from gradwire.hooks.dense import cast, mean
-from gradwire.interop.in_backward import register_fused_optimizer
 from gradwire.parallel.broadcast import broadcast_coalesced
 from gradwire.parallel.join import UnevenInputs
 from gradwire.parallel.logging_data import Logger
@@ -36,6 +36,7 @@ class TorchSurface:
     group: Group
     process_group: Any
     replica: Replica
+    reducer: ReducerCompat
     logger: Logger | None
     dim: int
     device: torch.device
@@ -80,7 +81,31 @@ class TorchSurface:
         self.buffer_hook = BufferHook(hook, state, comm_hook_location)
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        register_fused_optimizer(self, optim, *args, optim_params=optim_params, **kwargs)
+        """Run a functional form of `optim` on each parameter right after its reduction."""
+        from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
+
+        overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)
+        try:
+            overlapped.register_ddp(self)
+        except NotImplementedError as error:
+            raise OverlapNotSupported(f"{optim} does not support overlapped DDP.") from error
+
+    def _adopt_optimizers_in_backward(self) -> None:
+        """Step optimizers that torch's `_apply_optimizer_in_backward` has given to parameters when their buckets are reduced."""
+        parameters = [p for p in self._module_parameters if hasattr(p, "_in_backward_optimizers")]
+        if not parameters:
+            return
+        from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import _apply_optim_in_backward_hook
+        from torch.distributed.optim import apply_optimizer_in_backward
+
+        # They were registered to step as soon as a gradient is ready; now they wait for its average.
+        handles = apply_optimizer_in_backward.param_to_optim_hook_handle_map
+        for parameter in self._module_parameters:
+            for handle in handles.get(parameter, []):
+                handle.remove()
+        hook = _apply_optim_in_backward_hook(gradient_is_bucket_view=self.gradient_as_bucket_view)
+        self.register_comm_hook(weakref.ref(self), hook)
+        self.reducer._set_optimizer_in_backward()
 
     def join_hook(self, **kwargs: Any) -> Any:
         """The hook that torch's Join runs on this model."""

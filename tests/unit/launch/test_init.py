@@ -12,7 +12,7 @@ import torch
 
 import gradwire as gw
 from gradwire.groups.store.private_store import PrivateStore
-from gradwire.interop.defaults import WORLD, is_default
+from gradwire.interop.default_group import WORLD, is_default
 from gradwire.testing import run_ranks
 
 

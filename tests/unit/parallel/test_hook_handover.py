@@ -132,7 +132,7 @@ def test_hooks_of_one_structure_take_each_others_states(one: CommHook, other: Co
     assert one.structure == other.structure
     states = states_of(one)
     for taken in (
-        states.hand_over(other, step=9),
+        states.transfer_to(other, step=9),
         from_dict(to_dict(states, rank=0, step=9), other, rank=0),
     ):
         assert taken.steps == 9
@@ -156,7 +156,7 @@ def test_hooks_of_one_structure_take_each_others_states(one: CommHook, other: Co
 def test_other_structures_start_at_step_0_and_are_not_loaded(one: CommHook, other: CommHook) -> None:
     assert one.structure != other.structure
     states = states_of(one)
-    assert states.hand_over(other, step=9).steps == 0
+    assert states.transfer_to(other, step=9).steps == 0
     with pytest.raises(HookError, match=r"Settings may differ, hooks may not"):
         from_dict(to_dict(states, rank=0, step=9), other, rank=0)
 
@@ -164,15 +164,15 @@ def test_other_structures_start_at_step_0_and_are_not_loaded(one: CommHook, othe
 def test_what_is_owed_is_saved_until_it_is_sent() -> None:
     states = states_of(FED)
     states.of(SPEC).residual.fill_(2.0)
-    owing = states.hand_over(mean(), step=3)
+    owing = states.transfer_to(mean(), step=3)
     again = from_dict(to_dict(owing, rank=1, step=0), mean(), rank=1)
     elsewhere = from_dict(to_dict(owing, rank=1, step=0), mean(), rank=0)
     gradient = torch.ones(10)
-    again.pay(SPEC, gradient)
-    again.pay(SPEC, gradient)
+    again.add_residual(SPEC, gradient)
+    again.add_residual(SPEC, gradient)
     assert gradient.tolist() == [3.0] * 10
     assert (again.owed, elsewhere.owed) == ({}, {})
-    assert owing.hand_over(FED, step=0).owed.keys() == {"a", "b"}
+    assert owing.transfer_to(FED, step=0).owed.keys() == {"a", "b"}
 
 
 class Hoarder(CommHook):
@@ -197,11 +197,11 @@ class Hoarder(CommHook):
 
 def test_a_hook_that_cannot_tell_what_it_owes_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=r"mean\(\) takes the place of .*Hoarder.* they are dropped"):
-        states_of(Hoarder()).hand_over(mean(), step=1)
+        states_of(Hoarder()).transfer_to(mean(), step=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        states_of(Hoarder()).hand_over(Hoarder(), step=1)
-        states_of(chain(add_noise(std=1.0), quantize(bits=8))).hand_over(mean(), step=1)
+        states_of(Hoarder()).transfer_to(Hoarder(), step=1)
+        states_of(chain(add_noise(std=1.0), quantize(bits=8))).transfer_to(mean(), step=1)
 
 
 def test_the_warning_names_the_line_that_set_the_hook() -> None:

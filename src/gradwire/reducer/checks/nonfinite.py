@@ -33,7 +33,7 @@ from gradwire.reducer.buckets.layout import ParameterSpec
 from gradwire.reducer.checks.late import LateCheck, LateChecks
 from gradwire.reducer.checks.nonfinite_report import NonFiniteHandler, NonFiniteReport, any_rank, exchange
 from gradwire.reducer.checks.nonfinite_search import Found, Kind, Search, StepCheck
-from gradwire.reducer.hook.driver import Landed, Pending
+from gradwire.reducer.hook.driver import Finished, Pending
 from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.reductions import StepRejected, StepSkipped
 
@@ -89,7 +89,7 @@ class NonFiniteChecked:
     def run(self, bucket: GradBucket) -> Tensor:
         """As `start`, to the end, in this thread."""
         check = self._before(bucket)
-        return _Checked(Landed(self._inner.run(bucket)), check, bucket.spec).wait()
+        return _Checked(Finished(self._inner.run(bucket)), check, bucket.spec).wait()
 
     def _before(self, bucket: GradBucket) -> StepCheck:
         check = self._check

@@ -47,8 +47,8 @@ class Pending(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
-    """A reduction that is over."""
+class Finished:
+    """A reduction that has finished."""
 
     value: Tensor
 
@@ -58,33 +58,33 @@ class Landed:
 
 
 class Awaitable(Protocol):
-    """What is waited for between two steps of a reduction: a Work, or something that is over already."""
+    """What is waited for between two steps of a reduction: a Work, or something that has completed."""
 
     def wait(self) -> object:
-        """Return when it is over."""
+        """Return when it has completed."""
 
 
-class _Over:
+class _Completed:
     def wait(self) -> None:
-        """It is."""
+        """Returns at once."""
 
 
-def _on(group: Group, carry_out: Callable[[Collective], Work]) -> Callable[[Collective], Awaitable]:
-    """`carry_out` for collectives of any scope. See Note [Scopes]."""
+def _on(group: Group, submit: Callable[[Collective], Work]) -> Callable[[Collective], Awaitable]:
+    """`submit` for collectives of any scope. See Note [Scopes]."""
     if group.layout is not None:
-        return carry_out
+        return submit
 
-    def carry_out_here(op: Collective) -> Awaitable:
+    def submit_in_scope(op: Collective) -> Awaitable:
         if op.scope is Scope.WORLD:
-            return carry_out(op)
+            return submit(op)
         op.check(*((group.rank, group.size) if op.scope is Scope.INSIDE else (0, 1)))
         plain = op.among(Scope.WORLD)
         if op.scope is Scope.INSIDE:
-            return carry_out(plain)
+            return submit(plain)
         perform([plain])
-        return _Over()
+        return _Completed()
 
-    return carry_out_here
+    return submit_in_scope
 
 
 def gradient_reduction(group: Group, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Reduction:
@@ -103,7 +103,7 @@ def _with_hosts(turn: Turn, group: Group) -> Turn:
     return turn if group.layout is None else replace(turn, hosts=group.layout)
 
 
-def carry_out(reduction: Reduction, group: Group) -> Tensor:
+def run(reduction: Reduction, group: Group) -> Tensor:
     """The value of a reduction that runs to its end in the caller's thread."""
     return _run(reduction, _on(group, group.submit))
 
@@ -145,7 +145,7 @@ class Driver:
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             _keep(grad, side)
-            value = carry_out(gradient_reduction(self.group, hook, grad, state, turn), self.group)
+            value = run(gradient_reduction(self.group, hook, grad, state, turn), self.group)
             event = torch.cuda.Event()
             event.record(side)
         return _OnStream(value, event)

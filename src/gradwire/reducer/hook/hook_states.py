@@ -70,7 +70,7 @@ class HookStates:
         states follow them."""
         made = self._made.get(spec.index)
         if made is not None and made[0] is not spec and made[0] != spec:
-            self.take_apart()
+            self.store_by_parameter()
             made = None
         if made is None:
             self.hook.check(spec)
@@ -86,7 +86,7 @@ class HookStates:
             self._copy(spec)
         step = self._next_steps.get(spec.index, self._step)
         self._next_steps[spec.index] = step + 1
-        self.pay(spec, gradient)
+        self.add_residual(spec, gradient)
         return step
 
     def _copy(self, spec: BucketSpec) -> None:
@@ -133,7 +133,7 @@ class HookStates:
             if self._saved:
                 self.hook.load(self._saved, spec)
 
-    def take_apart(self) -> None:
+    def store_by_parameter(self) -> None:
         """Buckets will be others: keep every state by parameter, for the new buckets to pick up."""
         for spec, state in self._made.values():
             self._saved.update(self.hook.save(state, spec))
@@ -146,7 +146,7 @@ class HookStates:
             parts.update(self.hook.save(state, spec))
         return parts
 
-    def pay(self, spec: BucketSpec, gradient: Tensor) -> None:
+    def add_residual(self, spec: BucketSpec, gradient: Tensor) -> None:
         """Add what an earlier hook owed to this bucket's gradient, in place. It is owed no longer."""
         if not self.owed:
             return
@@ -155,7 +155,7 @@ class HookStates:
             if owed is not None:
                 gradient.narrow(0, offset, numel).add_(owed.to(gradient))
 
-    def hand_over(self, hook: CommHook, *, step: int) -> HookStates:
+    def transfer_to(self, hook: CommHook, *, step: int) -> HookStates:
         """The states with which another hook takes the place of this one after `step` steps. See Note [Another hook]."""
         parts = self.by_name()
         if hook.structure == self.hook.structure:

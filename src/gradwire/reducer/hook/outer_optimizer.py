@@ -21,7 +21,7 @@ from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.periodic.base import OuterHook
 from gradwire.hooks.state import join_flat, split_flat
 from gradwire.reducer.checks.attached_optimizers import AttachedOptimizers
-from gradwire.reducer.hook.driver import Landed, Pending, carry_out, outer_reduction, start_single
+from gradwire.reducer.hook.driver import Finished, Pending, outer_reduction, run, start_single
 from gradwire.reducer.hook.hook_states import HookStates, to_dict
 
 PIECE = 64 * 2**20
@@ -88,7 +88,7 @@ class OuterOptimizer:
             if piece.fragment in told.get("lands", {}):
                 piece.lands = int(told["lands"][piece.fragment])
                 came = told["came"]
-                piece.came = Landed(join_flat(came, piece.spec, dtype=came[piece.spec.names[0]].dtype))
+                piece.came = Finished(join_flat(came, piece.spec, dtype=came[piece.spec.names[0]].dtype))
         self._begin()
 
     def _begin(self) -> None:
@@ -142,7 +142,7 @@ class OuterOptimizer:
             # On its way while the next steps are computed, and submitted here, in the order of all that this thread submits.
             piece.came = start_single(reduction, self.group, self.hook)
         else:
-            piece.came = Landed(carry_out(reduction, self.group))
+            piece.came = Finished(run(reduction, self.group))
         piece.lands = self.step + self.hook.delay
         if not self.hook.delay:
             self._settle(piece)
@@ -174,7 +174,7 @@ class OuterOptimizer:
         lands: dict[int, int] = {}
         for piece in self._pieces:
             if piece.came is not None:
-                piece.came = Landed(piece.came.wait())
+                piece.came = Finished(piece.came.wait())
                 came.update(split_flat(piece.came.wait(), piece.spec))
                 lands[piece.fragment] = piece.lands
         rounds = {piece.fragment: piece.rounds for piece in self._pieces}

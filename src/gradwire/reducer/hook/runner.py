@@ -1,6 +1,6 @@
 """HookRunner: one communication hook on the buckets of one model. It owns everything that the hook has there.
 
-The reducer holds one, and so do the adapters for torch's DDP (`interop/as_torch.py`) and for FSDP (`interop/fsdp.py`). It knows
+The reducer holds one, and so do the adapters for torch's DDP (`interop/ddp_hook.py`) and for FSDP (`interop/fsdp.py`). It knows
 groups and hooks; it must not know modules, autograd, or when a bucket is full.
 
 Note [States and reductions]
@@ -28,7 +28,7 @@ from gradwire.hooks.pump import describe
 from gradwire.policies import ScaleCheck
 from gradwire.reducer.checks.attached_optimizers import AttachedOptimizers
 from gradwire.reducer.checks.scale_check import ScaleChecked
-from gradwire.reducer.hook.driver import Driver, Pending, carry_out, gradient_reduction
+from gradwire.reducer.hook.driver import Driver, Pending, gradient_reduction, run
 from gradwire.reducer.hook.hook_agreement import load_together
 from gradwire.reducer.hook.hook_states import HookStates, from_dict, to_dict
 from gradwire.reducer.hook.outer_optimizer import OuterOptimizer
@@ -96,7 +96,7 @@ class HookRunner:
         """Reduce a bucket to the end, in this thread. Not for torch-style hooks."""
         state, step = self._begin(bucket)
         turn = self._turn(bucket, step)
-        return carry_out(gradient_reduction(self.group, self.hook, bucket.buffer(), state, turn), self.group)
+        return run(gradient_reduction(self.group, self.hook, bucket.buffer(), state, turn), self.group)
 
     def _begin(self, bucket: GradBucket) -> tuple[Any, int]:
         """The state and the step of a bucket. What an earlier hook has not sent is added to its gradient, if it is not refused."""
@@ -141,7 +141,7 @@ class HookRunner:
         """Parameters are in other buckets from now on: states follow their parameters."""
         self.next_step()
         if self.outer is None:
-            self.states.take_apart()
+            self.states.store_by_parameter()
 
     # -- the hook and its states -----------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class HookRunner:
         check_outer(own, "register_comm_hook")
         same = self.outer is not None and own.structure == self.outer.hook.structure
         saved = self.outer.state_dict() if self.outer is not None and same else None
-        states = self.states.hand_over(own, step=self.step)
+        states = self.states.transfer_to(own, step=self.step)
         self.hook, self.torch_hook = (hook, None) if isinstance(hook, CommHook) else (self.hook, hook)
         self._use(states, self._outer_optimizer(states, saved))
 

@@ -1,4 +1,21 @@
-"""gradwire's hooks inside torch's own DDP: `ddp.register_comm_hook(None, as_torch_hook(hook))`."""
+"""gradwire's hooks inside torch's own DDP: `ddp.register_comm_hook(None, as_torch_hook(hook))`.
+
+Note [A group of its own]
+torch's DDP communicates too: with `find_unused_parameters` it all-reduces the map of used parameters once all buckets have been
+launched, from the thread that runs backward. A hook with several collectives may then still be running on its lane, and on one
+process group the order of the two would differ from rank to rank. So the hook communicates over a duplicate of DDP's process group,
+where nothing else is submitted.
+
+Making the duplicate is itself a collective, on the original group, so all ranks must make it at the same point. They do: it is made
+by the first bucket that DDP launches (or an earlier call that every rank makes, such as load_hook_state_dict). DDP launches its
+buckets in index order on every rank, from the thread of backward, and everything else that it submits in that step comes before
+the first bucket (buffers, in forward) or after the last (the map), from the same thread. `split` waits for all ranks before it
+returns.
+
+Where collectives are ordered by CUDA streams (NCCL) the whole reduction is enqueued from backward's thread, in program order, so
+the original group can be used. The same holds for groups that cannot be duplicated: their reductions run to completion before
+backward continues, without overlap.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +24,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.errors import HookError, UsageError, UsageTypeError
 from gradwire.groups.base import Group
+from gradwire.groups.c10d import C10dGroup
 from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.periodic.base import OuterHook, check_outer
-from gradwire.interop.own_group import OwnGroup
 from gradwire.interop.step_checks import StepChecks
 from gradwire.policies import NonFinite
 from gradwire.recorder import flight_recorder
@@ -27,7 +45,7 @@ from gradwire.reducer.hook.outer_optimizer import cut
 from gradwire.reducer.hook.runner import HookRunner
 
 
-class TorchHook(Protocol):
+class TorchDdpHook(Protocol):
     """A torch-style hook, with the hook methods of a gradwire model."""
 
     def __call__(self, state: Any, bucket: Any, /) -> torch.futures.Future[Tensor]:
@@ -58,7 +76,7 @@ def as_torch_hook(
     *,
     named_parameters: Iterable[tuple[str, Tensor]] = (),
     nonfinite: NonFinite = NonFinite.PASS,
-) -> TorchHook:
+) -> TorchDdpHook:
     """A torch-style hook that reduces every bucket with `hook` over the ranks of `group`.
 
     It communicates over a duplicate of `group`, made by the first bucket, because torch uses DDP's process group at the same time.
@@ -88,10 +106,10 @@ def as_torch_hook(
     reduce.__annotations__ = {}  # torch rejects a hook whose annotations are strings, as they are in this module
     reduce.__qualname__ = reduce.__name__ = repr(hook)  # what torch logs
     # A function with attributes, not an object: torch reads __qualname__ and inspects the signature.
-    for name in TorchHook.__dict__:
+    for name in TorchDdpHook.__dict__:
         if not name.startswith("_"):
             setattr(reduce, name, getattr(adapter, name))
-    return cast(TorchHook, reduce)
+    return cast(TorchDdpHook, reduce)
 
 
 class _Adapter:
@@ -100,7 +118,7 @@ class _Adapter:
     ) -> None:
         self._hook = hook
         self._checks = checks
-        self._own = OwnGroup(group, doing=f"as_torch_hook({hook!r})")
+        self._own = _OwnGroup(group, doing=f"as_torch_hook({hook!r})")
         self._names = {id(p): name for name, p in named}
         self._device = named[0][1].device if named else torch.device("cpu")
         # Parameters are kept only for a hook that writes them: this adapter lives as long as torch's reducer.
@@ -226,3 +244,62 @@ def _as_exception(error: BaseException, hook: CommHook, spec: BucketSpec) -> Exc
     )
     ended.__cause__ = error
     return ended
+
+
+class _OwnGroup:
+    """Makes the group on first use. See Note [A group of its own]."""
+
+    def __init__(self, given: Group | None, *, doing: str) -> None:
+        self.overlaps = True
+        """Whether a reduction may overlap with torch's own work: if nothing else uses the group."""
+        self._doing = doing
+        self._original = given
+        self._pg: Any = None
+        self._made: Group | None = None
+
+    def original(self, state: Any = None) -> Group:
+        """The group to duplicate: the given one, else that of `state`, a process group as for torch's own hooks, else WORLD's."""
+        if self._original is None:
+            if not dist.is_initialized():
+                raise UsageError(
+                    f"{self._doing}: no group was given, and torch.distributed has none yet. Call dist.init_process_group "
+                    "first, or pass group=."
+                )
+            self._pg = state if isinstance(state, dist.ProcessGroup) else dist.group.WORLD
+            inside = getattr(self._pg, "group", None)  # set if it is a gradwire group behind torch's API
+            self._original = inside if isinstance(inside, Group) else C10dGroup(self._pg)
+        elif self._pg is not None and isinstance(state, dist.ProcessGroup) and state is not self._pg:
+            raise UsageError(
+                f"{self._doing}: its first communication was over {self._pg.group_name!r}, but DDP now passes the process group "
+                f"{state.group_name!r} as its state. Pass group=gw.from_process_group(pg) to as_torch_hook."
+            )
+        return self._original
+
+    def get(self, device: torch.device, state: Any = None) -> Group:
+        """The group to communicate over. The first call is a collective: every rank makes it at the same point."""
+        original = self.original(state)
+        if self._made is None:
+            self._made = self._duplicate(original, device)
+        return self._made
+
+    def _duplicate(self, group: Group, device: torch.device) -> Group:
+        if group.size == 1 or group.orders_streams(device):
+            return group
+        try:
+            part = group.split(0)
+        except UsageError:  # the same on every rank: it depends only on the kind of group
+            self.overlaps = False
+            return group
+        assert part is not None  # every rank passed a color
+        return part
+
+    def close(self) -> None:
+        """Close the duplicate; a group that was given stays open."""
+        if self._made is not None and self._made is not self._original:
+            self._made.close()
+        if (
+            self._original is not None
+            and self._pg is not None
+            and getattr(self._pg, "group", None) is not self._original
+        ):
+            self._original.close()
