@@ -15,6 +15,7 @@ True
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports what is named, from `_HOME`
@@ -94,12 +95,35 @@ _HOME = {name: layer for layer, names in _NAMES.items() for name in names.split(
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAYERS.split():
-        return importlib.import_module(f"gradwire.{name}")
-    if name not in _HOME:
+    if name not in _HOME and name not in _LAYERS.split():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"gradwire.{_HOME[name]}"), name)
+    home = importlib.import_module(f"gradwire.{_HOME.get(name, name)}")
+    _announce_backend()
+    if name not in _HOME:
+        return home
+    value = globals()[name] = getattr(home, name)
     return value
+
+
+def _announce_backend() -> None:
+    """Once torch.distributed is imported, make `dist.init_process_group("gradwire")` work, as `register_backend()` does.
+
+    This imports nothing: `create` does when torch calls it.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not hasattr(dist, "init_process_group") or "gradwire" in dist.Backend.backend_list:
+        return
+
+    def create(options: Any, backend_options: Any) -> Any:
+        backend = importlib.import_module("gradwire.interop.backend")
+        return backend.create_by_default(options, backend_options)
+
+    recorded: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())  # see register_backend
+    recorded.add("gradwire")
+    dist.Backend.register_backend("gradwire", create, extended_api=True, devices=["cpu", "cuda"])
+
+
+_announce_backend()
 
 
 def __dir__() -> list[str]:

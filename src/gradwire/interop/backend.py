@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups.base import BuildGroup, Group
 from gradwire.groups.kinds import GroupKind, find_kind, known_kinds
-from gradwire.groups.store.private_rendezvous import mark_used, move_if_together, release
+from gradwire.groups.store.private_store import mark_used, move_if_together, release
 from gradwire.interop.process_group import GradwireProcessGroup, as_process_group
 
 Wrap = Callable[[Group], Group]
@@ -49,20 +49,29 @@ def register_backend(
     if not isinstance(name, str) or not name.isidentifier():
         raise UsageError(f"register_backend({name!r}): torch needs a one-word name. Use letters, digits and '_'.")
     plugin = dist.Backend._plugins.get(name.upper())
-    ours = plugin is not None and isinstance(plugin.creator_fn, _Creator)
+    ours = plugin is not None and plugin.creator_fn.__module__.partition(".")[0] == "gradwire"
     if name.lower() in dist.Backend.backend_list and not ours:
         raise UsageError(
             f"register_backend({name!r}): torch.distributed already has a backend of this name. Choose another."
         )
     if wrap is not None and not callable(wrap):
         raise UsageTypeError(f"register_backend: wrap is {wrap!r}. Pass a function from Group to Group, or omit it.")
-    known = _known(kind)
-    devices = ["cpu", "cuda"] if known.on_cuda and torch.cuda.is_available() else ["cpu"]
-    creator = _Creator(name.lower(), known.build, wrap, tuple(devices))
+    creator = _creator(name.lower(), kind, wrap)
     # torch 2.15 attaches a recorder to the C++ part of every group except those of these backends. Ours has no C++ part.
     recorded: set[str] = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recorded.add(name.lower())
-    dist.Backend.register_backend(name, creator, extended_api=True, devices=devices)
+    dist.Backend.register_backend(name, creator, extended_api=True, devices=list(creator.devices))
+
+
+def create_by_default(options: Any, backend_options: object) -> GradwireProcessGroup:
+    """The group that torch asks for where `register_backend` was not called: see `gradwire._announce_backend`."""
+    return _creator("gradwire", "gloo", None)(options, backend_options)
+
+
+def _creator(name: str, kind: str | BuildGroup, wrap: Wrap | None) -> _Creator:
+    known = _known(kind)
+    devices = ("cpu", "cuda") if known.on_cuda and torch.cuda.is_available() else ("cpu",)
+    return _Creator(name, known.build, wrap, devices)
 
 
 def _known(kind: str | BuildGroup) -> GroupKind:

@@ -24,7 +24,7 @@ from gradwire.groups import Group
 from gradwire.groups.base import DEFAULT_TIMEOUT, MEETING_TIMEOUT
 from gradwire.groups.failure.store_calls import bounded
 from gradwire.groups.kinds import AUTO, check_built, default_kind, find_kind, registered_kinds
-from gradwire.groups.store.private_rendezvous import release
+from gradwire.groups.store.private_store import release
 from gradwire.interop.default_group import WORLD
 from gradwire.launch.environment import read_checks
 from gradwire.launch.memory import SharedMemory

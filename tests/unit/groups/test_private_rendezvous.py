@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from gradwire.errors import CollectiveTimeout
-from gradwire.groups.store.private_rendezvous import mark_used, move, move_if_together, release
+from gradwire.groups.store.private_store import mark_used, move, move_if_together, release
 from gradwire.groups.store.rendezvous import Rendezvous
 from gradwire.groups.store.tcp_store import host_store
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import random
 import resource
@@ -22,7 +20,7 @@ from torch.distributed import DistStoreError, PrefixStore
 from gradwire.errors import GroupError, PrivateFileGone
 from gradwire.groups import C10dGroup, SharedMemoryGroup
 from gradwire.groups.failure.store_calls import innermost
-from gradwire.groups.store import private_log
+from gradwire.groups.store import private_store
 from gradwire.groups.store.private_store import PrivateStore
 from gradwire.runtime.private_file import create, name_of, open_private
 from gradwire.testing.leftovers import open_descriptors
@@ -101,7 +99,7 @@ def test_a_key_that_was_there_is_read_even_if_it_is_deleted_now(
 ) -> None:
     """Found and read at once: between two looks another process may delete it."""
     store.set("key", "1")
-    reading = store._log.reading
+    reading = store._reading
     looks: list[None] = []
 
     def look() -> AbstractContextManager[dict[str, bytes]]:
@@ -110,7 +108,7 @@ def test_a_key_that_was_there_is_read_even_if_it_is_deleted_now(
         looks.append(None)
         return reading()
 
-    monkeypatch.setattr(store._log, "reading", look)
+    monkeypatch.setattr(store, "_reading", look)
     assert call(store) in (b"1", 1)
 
 
@@ -191,15 +189,6 @@ def test_a_long_text_is_not_repeated_in_full() -> None:
     assert len(str(caught.value)) < 300
 
 
-def test_what_cannot_be_mapped_is_not_left_open() -> None:
-    before = open_descriptors()
-    fd = create()
-    os.ftruncate(fd, 0)
-    with pytest.raises(ValueError, match="length is greater than file size"):
-        PrivateStore(fd)
-    assert open_descriptors() == before
-
-
 def test_a_file_that_others_can_open_is_refused() -> None:
     fd = create()
     os.fchmod(fd, 0o644)
@@ -263,7 +252,7 @@ def test_a_descriptor_that_somebody_else_closed_is_an_error(
 def test_close_does_not_wait_for_its_own_thread(store: PrivateStore) -> None:
     """A garbage collection may close it anywhere."""
     fd = int(store.name.split(":")[1])
-    with store._log.locked():
+    with store._locked():
         store.close()
         assert fd in open_descriptors()
     assert fd not in open_descriptors()
@@ -291,17 +280,17 @@ def test_the_end_of_its_maker_takes_nothing_away(warm_python: WarmPython) -> Non
         maker.communicate()
 
 
-def test_writers_that_are_killed_leave_the_store_whole(store: PrivateStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writers_that_are_killed_leave_the_store_whole(store: PrivateStore) -> None:
     """At any moment: records are complete, counters only grow, and no process waits for the lock of a dead one."""
-    monkeypatch.setattr(private_log, "_COMPACT_FROM", 1 << 14)
-    delays = random.Random(5)
+    delays, name = random.Random(5), store.name
     for turn in range(30):
         pid = os.fork()
         if pid == 0:
             try:
+                mine = PrivateStore.open(name)
                 for number in range(1 << 30):
-                    store.multi_set([f"turn {turn}", f"{number % 7}"], ["x" * (number % 5000), f"{number}" * 9])
-                    store.add("count", 1)
+                    mine.multi_set([f"turn {turn}", f"{number % 7}"], ["x" * (number % 5000), f"{number}" * 9])
+                    mine.add("count", 1)
             finally:
                 os._exit(1)
         time.sleep(delays.uniform(0.0, 0.02))
@@ -320,9 +309,9 @@ def test_writers_that_are_killed_leave_the_store_whole(store: PrivateStore, monk
 def test_a_writer_that_is_stopped_holds_nobody_for_long(
     store: PrivateStore, other: PrivateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(private_log, "_LOCK_PATIENCE", 0.2)
+    monkeypatch.setattr(private_store, "_LOCK_PATIENCE", 0.2)
     store.set("key", "value")
-    with store._log.locked():
+    with store._locked():
         assert other.get("key") == b"value"  # readers need no lock
         with pytest.raises(DistStoreError, match="another process has had it locked for 0 s; it is probably stopped"):
             other.set("key", "new")
@@ -334,7 +323,7 @@ def test_a_stopped_writer_holds_no_reader_of_a_process_that_waits_to_write(
     store: PrivateStore, other: PrivateStore
 ) -> None:
     store.set("key", "value")
-    with other._log.locked():
+    with other._locked():
         waiting = threading.Thread(target=store.set, args=("key", "new"))
         waiting.start()
         for _ in range(20):
@@ -358,30 +347,31 @@ def in_child(job: Callable[[], object], limit: int = 60) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-@pytest.mark.parametrize("job", [PrivateStore.close, lambda store: store.check(["key"])])
-def test_a_fork_while_another_thread_is_inside(job: Callable[[PrivateStore], object], store: PrivateStore) -> None:
-    with store._log._mine():
-        assert in_child(lambda: job(store), limit=5) == 0
+def test_a_forked_child_has_to_open_it_again(store: PrivateStore) -> None:
+    """Also if another thread was inside when it was forked."""
+    name = store.name
 
+    def use() -> None:
+        with pytest.raises(DistStoreError, match="belongs to the process that this one was forked from. Open it again"):
+            store.check(["key"])
+        store.close()
+        with PrivateStore.open(name) as mine:
+            mine.add("count", 1)
 
-def test_a_forked_child_does_not_share_the_lock(store: PrivateStore) -> None:
-    def check() -> None:
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(int(store.name.split(":")[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    with store._log.locked():
-        assert in_child(check) == 0
+    with store._reading():
+        assert in_child(use, limit=30) == 0
+    assert store.add("count", 1) == 2
 
 
 def test_a_child_that_lives_on_does_not_keep_the_lock_of_its_killed_parent(
     store: PrivateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As workers of a data loader live on for a while."""
-    monkeypatch.setattr(private_log, "_LOCK_PATIENCE", 1.0)
-    forked, over = os.pipe(), os.pipe()
+    monkeypatch.setattr(private_store, "_LOCK_PATIENCE", 1.0)
+    forked, over, name = os.pipe(), os.pipe(), store.name
 
     def killed() -> None:
-        with PrivateStore.open(store.name) as mine, mine._log.locked():
+        with PrivateStore.open(name) as mine, mine._locked():
             if os.fork() == 0:
                 os.write(forked[1], b"x")
                 os.close(over[1])
@@ -400,34 +390,22 @@ def test_a_process_without_descriptors(store: PrivateStore) -> None:
     def exhaust() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
         with pytest.raises(GroupError, match="Too many open files. Raise the limit on open files"):
-            PrivateStore.open(store.name)
+            PrivateStore.open(name)
         with pytest.raises(GroupError, match="Too many open files. Raise the limit on open files"):
             PrivateStore.create()
-        store.set("key", "value")
 
+    name = store.name
     assert in_child(exhaust) == 0
 
 
-def test_a_forked_child_without_descriptors_has_no_store(store: PrivateStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """libuv, in torch, aborts a child that really has none."""
-
-    def fail(fd: int) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    def use() -> None:
-        with pytest.raises(DistStoreError, match="in this forked child: Too many open files"):
-            store.set("key", "value")
-
-    monkeypatch.setattr(private_log, "_reopen", fail)
-    assert in_child(use) == 0
-    store.set("key", "value")
-
-
 def test_a_limit_on_file_sizes_is_an_error_of_the_store(store: PrivateStore) -> None:
+    name = store.name
+
     def fill() -> None:
+        mine = PrivateStore.open(name)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
         with pytest.raises(DistStoreError, match=r"File too large.*ulimit -f"):
-            store.set("key", "x" * 30_000)
+            mine.set("key", "x" * 30_000)
 
     assert in_child(fill) == 0
     store.set("key", "value")
@@ -435,13 +413,14 @@ def test_a_limit_on_file_sizes_is_an_error_of_the_store(store: PrivateStore) -> 
 
 
 def test_many_writers_lose_nothing(store: PrivateStore) -> None:
-    """Threads, and forked children, which have a lock of their own."""
-    children = []
+    """Threads and processes."""
+    children, name = [], store.name
     for _ in range(3):
         if (pid := os.fork()) == 0:
             try:
+                mine = PrivateStore.open(name)
                 for _ in range(200):
-                    store.add("count", 1)
+                    mine.add("count", 1)
                 os._exit(0)
             finally:
                 os._exit(1)
@@ -453,19 +432,3 @@ def test_many_writers_lose_nothing(store: PrivateStore) -> None:
         thread.join()
     assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0, 0]
     assert store.add("count", 0) == 1200
-
-
-def test_what_is_out_of_date_takes_no_memory(store: PrivateStore, other: PrivateStore) -> None:
-    """A long job writes the same few keys over and over."""
-    other.set("kept", "since the beginning")
-    for number in range(3000):
-        store.set(f"{number % 5}", "x" * 4000 + f"{number}")
-        if number % 1000 == 0:
-            other.check(["0"])
-    fd = int(store.name.split(":")[1])
-    assert os.fstat(fd).st_blocks * 512 < 4 << 20  # of 12 MB written
-    assert other.get("4") == b"x" * 4000 + b"2999"
-    assert other.get("kept") == b"since the beginning"
-    with PrivateStore.open(store.name) as late:
-        assert late.num_keys() == 6
-        assert late.get("kept") == b"since the beginning"

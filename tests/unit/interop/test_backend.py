@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -17,6 +19,7 @@ import gradwire as gw
 from gradwire import C10dGroup, Group, Recording
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.interop import GradwireProcessGroup
+from helpers.warm_python import WarmPython
 
 
 @pytest.fixture(autouse=True)
@@ -147,3 +150,24 @@ def test_options_of_other_back_ends_are_refused() -> None:
     gw.register_backend()
     with pytest.raises(UsageError, match="pg_options='fast' is not supported"):
         init(pg_options="fast")
+
+
+def test_after_import_gradwire_the_backend_is_there(warm_python: WarmPython) -> None:
+    program = """
+import torch.distributed as dist
+import gradwire
+dist.init_process_group("gradwire", store=dist.HashStore(), rank=0, world_size=1)
+assert type(gradwire.from_process_group()).__name__ == "C10dGroup"
+dist.destroy_process_group()
+gradwire.register_backend(kind="threads")  # another kind, from now on
+dist.init_process_group("gradwire", store=dist.HashStore(), rank=0, world_size=1)
+assert type(gradwire.from_process_group()).__name__ == "ThreadGroup"
+dist.destroy_process_group()
+"""
+    done = warm_python.run(program, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_gradwire_does_not_import_torch() -> None:
+    program = "import sys, gradwire; assert 'torch' not in sys.modules; gradwire.__version__"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

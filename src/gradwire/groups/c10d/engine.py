@@ -69,6 +69,8 @@ def _gloo_takes(op: Collective) -> bool:
     kind = op.kind
     if kind is OpKind.BARRIER:
         return True
+    if len(op.inputs) > 1 and kind is OpKind.ALL_REDUCE:
+        return False  # before each of many tensors is looked at
     if not _plain(op) or not (_movable(op) or kind.is_p2p):
         return False
     if kind.is_p2p and op.device.type != "cpu":

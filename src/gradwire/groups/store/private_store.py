@@ -1,28 +1,48 @@
-"""`PrivateStore`: a rendezvous store for the processes of one user on one host, which no other user can read or write.
+"""`PrivateStore`: a rendezvous store for the processes of one user on one host, which no other user can read or write; and how
+ranks that have met in an open store move to one.
 
 A TCPStore has no authentication: every user of the host can connect to it, list its keys and change them. This store is a file that
-only this user's processes can open (`private_log.py`), so no process hosts it and it survives the exit of any of them. This module
-implements torch's Store interface over it.
+only this user's processes can open (`runtime/private_file.py`), so no process hosts it and it survives the exit of any of them.
+
+Note [A log that survives its writers]
+The file is a log of records: a key and its value, or that it was deleted. Its first word is the end of the log. A writer locks the
+file, appends its records, and only then moves the end: one that is killed halfway has written nothing, its lock is released by the
+kernel, and the next writer overwrites what it left. torch's FileStore has no such end marker: a record that a killed process left
+half-written makes all others read forever. A writer that is stopped while it holds the lock blocks only other writers, which give
+up after `_LOCK_PATIENCE` seconds. Everything before the end is immutable, so readers need no lock. The log only grows, by about 200
+bytes for each page that a rank writes.
 
 Note [Kept until closed]
 C++ code (a PrefixStore, an engine) keeps the C++ half of a store alive, but calls methods of the Python half. So an open store is
-referenced here until `close()`, after which every call raises. `close()` never waits: garbage collection may call it on a thread
-that is inside the store. The descriptor is closed when no thread is.
+referenced here until `close()`, after which every call raises. A forked child has no open stores: it would share its parent's lock.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import struct
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistStoreError
 
-from gradwire.groups.store.private_log import PrivateLog, pause
-from gradwire.runtime.private_file import create, open_private
+from gradwire.errors import GroupError, PrivateFileGone
+from gradwire.groups.failure.store_calls import innermost
+from gradwire.groups.store.rendezvous import Rendezvous
+from gradwire.runtime.private_file import PAGE, available, create, name_of, open_private
+
+_RECORD = struct.Struct("<Iq")  # length of the key; of the value, or _DELETED
+_END = struct.Struct("=Q")
+_DELETED = -1
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 100e-6, 5e-3
+"""Seconds between two polls of the file, a tenth of the time waited so far; a poll takes microseconds."""
+_LOCK_PATIENCE = 10.0
 
 
 class PrivateStore(Store):
@@ -37,7 +57,12 @@ class PrivateStore(Store):
     def __init__(self, fd: int, *, keep: Any = None) -> None:
         """Owns `fd`. `keep` is kept alive while this store is open."""
         super().__init__()
-        self._log = PrivateLog(fd)
+        self._fd = fd
+        self._inode = os.fstat(fd).st_ino
+        self._mutex = threading.Lock()
+        self._closed = ""
+        self._values: dict[str, bytes] = {}
+        self._at = PAGE
         self._keep = keep
         _OPEN.add(self)
 
@@ -54,17 +79,36 @@ class PrivateStore(Store):
     @property
     def name(self) -> str:
         """The name by which other processes open it, while it is open here."""
-        return self._log.name
+        return name_of(self._fd)
 
     def holds(self, fd: int) -> bool:
         """Whether `fd` of this process leads to this store's file."""
-        return self._log.holds(fd)
+        try:
+            return os.fstat(fd).st_ino == self._inode and os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:")
+        except OSError:  # closed meanwhile
+            return False
 
     def close(self) -> None:
-        """Release the file. Closing twice is a no-op; any other call raises from now on. See Note [Kept until closed]."""
+        """Release the file; any other call raises from now on. Closing twice is a no-op.
+
+        Never waits: garbage collection may call it on a thread that is inside the store. The last one out closes the descriptor.
+        """
         self._keep = None
         _OPEN.discard(self)
-        self._log.close()
+        self._closed = self._closed or "is closed: the group or launcher that it belongs to has ended"
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._mutex.acquire(blocking=False):
+            fd, self._fd = self._fd, -1
+            if fd >= 0 and self.holds(fd):
+                os.close(fd)
+            self._mutex.release()
+
+    def _leave_to_parent(self) -> None:
+        self._mutex = threading.Lock()  # another thread of the parent may have it locked
+        self._closed = "belongs to the process that this one was forked from. Open it again, by its name"
+        self._let_go()
 
     def __enter__(self) -> PrivateStore:
         return self
@@ -72,14 +116,16 @@ class PrivateStore(Store):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    # -- torch's interface ---------------------------------------------------------------------------------------------
+
     def set(self, key: str, value: str | bytes) -> None:
         """Write one key."""
         self.multi_set([key], [value])
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Write several keys at once."""
-        with self._log.locked():
-            self._log.append([(key, _bytes(value)) for key, value in zip(keys, values, strict=True)])
+        with self._locked():
+            self._append([(key, _bytes(value)) for key, value in zip(keys, values, strict=True)])
 
     def get(self, key: str) -> bytes:
         """The value of a key; waits until it is set."""
@@ -92,25 +138,25 @@ class PrivateStore(Store):
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which starts at 0, and return the sum."""
         if amount == 0:
-            with self._log.reading() as values:
+            with self._reading() as values:
                 if key in values:
                     return int(values[key])
-        with self._log.locked() as values:
+        with self._locked() as values:
             total = int(values.get(key, b"0")) + amount
-            self._log.append([(key, b"%d" % total)])
+            self._append([(key, b"%d" % total)])
             return total
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to the key's value."""
-        with self._log.locked() as values:
-            self._log.append([(key, values.get(key, b"") + _bytes(value))])
+        with self._locked() as values:
+            self._append([(key, values.get(key, b"") + _bytes(value))])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Write the key if its value is `expected`, or `expected` is empty and the key is not set. Returns the resulting value."""
-        with self._log.locked() as values:
+        with self._locked() as values:
             now = values.get(key)
             if now == _bytes(expected) or (now is None and not _bytes(expected)):
-                self._log.append([(key, _bytes(desired))])
+                self._append([(key, _bytes(desired))])
                 return _bytes(desired)
             return _bytes(expected) if now is None else now
 
@@ -120,15 +166,15 @@ class PrivateStore(Store):
 
     def delete(self, keys: Sequence[str]) -> int:
         """Delete several keys at once; how many existed."""
-        with self._log.locked() as values:
+        with self._locked() as values:
             deletions = [(key, None) for key in keys if key in values]
             if deletions:
-                self._log.append(deletions)
+                self._append(deletions)
             return len(deletions)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are set."""
-        with self._log.reading() as values:
+        with self._reading() as values:
             return all(key in values for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -140,17 +186,17 @@ class PrivateStore(Store):
         limit = (own if timeout is None else timeout).total_seconds()
         began = time.monotonic()
         while True:
-            with self._log.reading() as values:
+            with self._reading() as values:
                 missing = [key for key in keys if key not in values]
                 if not missing:
                     return [values[key] for key in keys]
             if time.monotonic() - began >= limit:
                 raise DistStoreError(f"wait timeout after {limit * 1e3:.0f}ms, keys: {', '.join(missing)}")
-            pause(began)
+            _pause(began)
 
     def list_keys(self) -> list[str]:
         """All keys."""
-        with self._log.reading() as values:
+        with self._reading() as values:
             return list(values)
 
     def num_keys(self) -> int:
@@ -168,18 +214,183 @@ class PrivateStore(Store):
     deleteKey = delete_key  # C++ has other names for these two than Python
     getNumKeys = num_keys
 
+    # -- the log: see Note [A log that survives its writers] -----------------------------------------------------------
+
+    @contextmanager
+    def _reading(self) -> Iterator[dict[str, bytes]]:
+        """The current values, for one thread at a time."""
+        if not self._mutex.acquire(timeout=_LOCK_PATIENCE):
+            raise DistStoreError(f"the private store: another thread has held its mutex for {_LOCK_PATIENCE:.0f} s")
+        try:
+            if self._closed:
+                raise DistStoreError(f"the private store {self._closed}")
+            if not self.holds(self._fd):
+                raise DistStoreError(f"the private store: its descriptor {self._fd} was closed by other code")
+            self._refresh()
+            yield self._values
+        except OSError as error:
+            raise DistStoreError(
+                f"the private store cannot be read or written: {error}. It is a file in memory: check the free memory and "
+                "the limit on file size (ulimit -f)."
+            ) from error
+        finally:
+            self._mutex.release()
+            if self._closed:
+                self._let_go()
+
+    @contextmanager
+    def _locked(self) -> Iterator[dict[str, bytes]]:
+        """The current values, with other writers locked out. Between two attempts other threads can read."""
+        began = time.monotonic()
+        while True:
+            with self._reading() as values:
+                try:
+                    fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    self._refresh()
+                    yield values
+                    return
+                except BlockingIOError:
+                    pass
+                finally:
+                    fcntl.flock(self._fd, fcntl.LOCK_UN)
+            if time.monotonic() - began >= _LOCK_PATIENCE:
+                raise DistStoreError(
+                    f"the private store: another process has had it locked for {_LOCK_PATIENCE:.0f} s; it is probably stopped"
+                )
+            _pause(began)
+
+    def _refresh(self) -> None:
+        """Read what is new."""
+        (end,) = _END.unpack(os.pread(self._fd, _END.size, 0))
+        data = b""
+        while self._at + len(data) < end:
+            piece = os.pread(self._fd, end - self._at - len(data), self._at + len(data))
+            if not piece:
+                raise DistStoreError(
+                    f"the private store: its file was truncated at byte {self._at + len(data)} of {end}"
+                )
+            data += piece
+        self._apply(data)
+
+    def _apply(self, data: bytes) -> None:
+        at = 0
+        while at < len(data):
+            key_length, length = _RECORD.unpack_from(data, at)
+            value_at = at + _RECORD.size + key_length
+            key = data[at + _RECORD.size : value_at].decode()
+            at = value_at + max(0, length)
+            if length == _DELETED:
+                self._values.pop(key, None)
+            else:
+                self._values[key] = data[value_at:at]
+        self._at += len(data)
+
+    def _append(self, records: Sequence[tuple[str, bytes | None]]) -> None:
+        """Append records. The file must be locked and read to its end."""
+        data = b"".join(_record(key, value) for key, value in records)
+        view, at = memoryview(data), self._at
+        while view:
+            written = os.pwrite(self._fd, view, at)
+            view, at = view[written:], at + written
+        os.pwrite(self._fd, _END.pack(at), 0)
+        self._apply(data)
+
+
+def _record(key: str, value: bytes | None) -> bytes:
+    name = key.encode()
+    return _RECORD.pack(len(name), _DELETED if value is None else len(value)) + name + (value or b"")
+
 
 def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(memoryview(value))
+
+
+def _pause(began: float) -> None:
+    """Sleep between two polls of the file."""
+    time.sleep(min(max(_SHORTEST_PAUSE, (time.monotonic() - began) / 10), _LONGEST_PAUSE))
 
 
 _OPEN: set[PrivateStore] = set()
 """See Note [Kept until closed]."""
 
 
-def _renew_in_child() -> None:
+def _leave_all_to_parent() -> None:
     for store in list(_OPEN):
-        store._log.renew_in_child()
+        store._leave_to_parent()
 
 
-os.register_at_fork(after_in_child=_renew_in_child)
+os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+# -- from an open store to a private one ---------------------------------------------------------------------------------
+# Until ranks have moved, another user can write to the open store too: the name of that user's own file is refused, and the name of
+# another job's store leads to a store with another purpose. From then on nothing is read from the open store.
+
+_PURPOSE = "gradwire/purpose"
+_USED = "gradwire/used/"
+
+
+def move(store: Any, rendezvous: Rendezvous, *, key: str, purpose: str) -> PrivateStore:
+    """The private store of ranks that meet in `store`, all on this host. Rank 0 keeps `store` alive: it may host it."""
+    deadline = time.monotonic() + rendezvous.timeout
+    if rendezvous.rank == 0:
+        private = PrivateStore.create(keep=store)
+        try:
+            private.set(_PURPOSE, purpose)
+            rendezvous.store.set(key, private.name)
+        except BaseException:
+            private.close()
+            raise
+    else:
+        while True:
+            name = rendezvous.receive(key, source=0, within=deadline - time.monotonic()).decode(errors="replace")
+            try:
+                private = _open_unused(name, rendezvous.rank)
+                break
+            except PrivateFileGone:  # left by a failed attempt or an earlier group; rank 0 makes another
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.01)
+        if not private.check([_PURPOSE]) or private.get(_PURPOSE).decode() != purpose:
+            private.close()
+            raise GroupError(
+                f"{rendezvous.who}: the private store {name} that the open store names does not belong to {purpose}. It is not "
+                "used: the open store was tampered with, or two jobs share it."
+            )
+    private.set_timeout(timedelta(seconds=rendezvous.timeout))
+    return private
+
+
+def move_if_together(store: Any, rank: int, size: int, *, purpose: str, timeout: float, who: object) -> Any:
+    """A private store if `store` is open to other users and all ranks are on one host, else `store`. Waits for all ranks."""
+    if size == 1 or not isinstance(innermost(store), TCPStore) or not available():
+        return store
+    rendezvous = Rendezvous(store, rank, size, timeout=timeout, who=who)
+    with rendezvous.meeting("gradwire/together", report=False):
+        if len({process.host for process in rendezvous.all_processes().values()}) > 1:
+            return store
+    return move(store, rendezvous, key="gradwire/private", purpose=purpose)
+
+
+def mark_used(store: Any, rank: int) -> None:
+    """Mark that this rank has a group in `store`: if the ranks meet again in the open store, they move to a new private store."""
+    inner = innermost(store)
+    if isinstance(inner, PrivateStore):
+        inner.set(f"{_USED}{rank}", "")
+
+
+def _open_unused(name: str, rank: int) -> PrivateStore:
+    private = PrivateStore.open(name)
+    if private.check([f"{_USED}{rank}"]):
+        private.close()
+        raise PrivateFileGone(
+            f"opening the private store {name}: it belongs to an earlier group, which rank 0 has not left yet."
+        )
+    return private
+
+
+def release(store: Any) -> None:
+    """Close the store below all prefixes if it is a private one."""
+    inner = innermost(store)
+    if isinstance(inner, PrivateStore):
+        inner.close()
