@@ -8,13 +8,13 @@ between ranks can show (different shapes on different ranks) is checked by the `
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives.dtypes import MOVES, ONLY_BITS, REDUCES, SPARSE, SPARSE_OPS
-from gradwire.collectives.op_fields import OpFields
 from gradwire.collectives.op_kinds import OpKind, ReduceOp, Scope
 from gradwire.collectives.overlap import overlapping
 from gradwire.collectives.timeouts import timeout_seconds
@@ -27,6 +27,24 @@ _ROOTED = frozenset({OpKind.BROADCAST, OpKind.REDUCE, OpKind.GATHER, OpKind.SCAT
 _NUMBERED = _ROOTED | {OpKind.SEND, OpKind.RECV}
 _FREE_IN_WORLD = frozenset({OpKind.BARRIER, OpKind.ALL_REDUCE})
 """Kinds that any rank of any world can submit."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpFields:
+    """The fields of a `Collective`, without the rules."""
+
+    kind: OpKind
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    reduce_op: ReduceOp | None = None
+    root: int | None = None
+    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    peer: int | None = None
+    tag: int = 0
+    factor: float | Tensor | None = None
+    label: str = ""
+    timeout: float | None = None
+    scope: Scope = Scope.WORLD
 
 
 def _refuse(op: OpFields, problem: str, advice: str) -> NoReturn:

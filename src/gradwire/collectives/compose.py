@@ -43,11 +43,11 @@ class Lowering(Protocol):
         """What the caller submitted, for errors."""
 
     def __call__(self, op: Collective) -> Program:
-        """Carry out a collective by those that the engine takes."""
+        """Run a collective by those that the engine takes."""
 
 
 def compose(op: Collective, low: Lowering) -> Program:
-    """Carry out `op`, whose tensors are flat bytes and which the engine does not take, by other kinds."""
+    """Run `op`, whose tensors are flat bytes and which the engine does not take, by other kinds."""
     rule = _RULES.get(op.kind)
     if rule is None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What an engine that reads and writes memory directly can carry out as it is; `lower.py` makes the rest of that."""
+"""What an engine that reads and writes memory directly can run as it is; `lower.py` makes the rest of these."""
 
 from __future__ import annotations
 

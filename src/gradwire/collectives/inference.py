@@ -29,7 +29,7 @@ def writing(outputs: Iterable[Tensor]) -> AbstractContextManager[object]:
 
 
 def writes(outputs: Iterable[Tensor], program: Generator[T, None, None]) -> Generator[T, None, None]:
-    """`program`, which writes to `outputs` between its steps; the steps themselves are carried out in the mode of the caller."""
+    """`program`, which writes to `outputs` between its steps; the steps themselves run in the mode of the caller."""
     return _in_inference_mode(program) if any(t.is_inference() for t in outputs) else program
 
 

@@ -80,7 +80,7 @@ class _Lowering:
 
 
 def lower(op: Collective, *, rank: int, size: int, takes: Callable[[Collective], bool]) -> Program:
-    """Carry out `op` by collectives that the engine takes.
+    """Run `op` by collectives that the engine takes.
 
     >>> ops = lower(build.barrier(label="start"), rank=0, size=2, takes=lambda op: op.kind is OpKind.ALL_REDUCE)
     >>> list(ops)

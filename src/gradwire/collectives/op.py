@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradwire.collectives.check import check_alone, check_in_world
-from gradwire.collectives.op_fields import OpFields
+from gradwire.collectives.check import OpFields, check_alone, check_in_world
 from gradwire.collectives.op_kinds import OpKind, Scope
 from gradwire.collectives.signature import Signature
 from gradwire.collectives.timeouts import timeout_seconds

@@ -93,7 +93,7 @@ def _write(output: Tensor, value: Tensor) -> None:
 
 @torch.no_grad()
 def perform(ops: Sequence[Collective]) -> None:
-    """Carry out one collective, given every rank's record in rank order."""
+    """Run one collective, given every rank's record in rank order."""
     for output, value in _PERFORM[ops[0].kind](ops):
         _write(output, value)
 

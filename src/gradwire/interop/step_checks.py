@@ -1,4 +1,4 @@
-"""Checks of gradients in torch's own DDP, which knows none: they run when it has put its averages back, before backward returns."""
+"""Checks of gradients in torch's own DDP: they run when it has written its averages, before backward returns."""
 
 from __future__ import annotations
 

@@ -310,7 +310,7 @@ def test_a_pending_result_keeps_no_bucket() -> None:
     for number in range(3):
         model.zero_grad()
         step(model, 0, number)
-    held = [number for look in _pending(replica).evidence._before for number in look.norms]
+    held = [number for look in _pending(replica).check._before for number in look.norms]
     assert len(held) == 5
     assert all(number.untyped_storage().nbytes() <= 64 for number in held)
     replica.detach()
@@ -389,7 +389,7 @@ def test_the_right_parameters_are_found(data: st.DataObject) -> None:
         _loss(model, factors, replica).backward()
     late = _pending(replica)
     assert late.flag.read()
-    found, averages = late.evidence.found()
+    found, averages = late.check.released()
     kinds = {k: Kind.NAN if math.isnan(v) else Kind.INFINITE for k, (_, v) in bad.items()}
     assert set(found) == {(kinds[number], number, None) for number in bad}
     assert averages

@@ -14,8 +14,7 @@ from collections.abc import Generator
 from dataclasses import replace
 
 from gradwire.collectives import Collective
-from gradwire.collectives.encode import decode, encode
-from gradwire.collectives.matching import comparable, mismatch
+from gradwire.collectives.matching import comparable, decode, encode, mismatch
 from gradwire.errors import CollectiveMismatch
 from gradwire.groups.shared_memory.board import DIGEST, Board
 from gradwire.groups.shared_memory.views import CACHED, Cache, Views

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, all_gather, all_gather_into_tensor
-from gradwire.collectives.encode import LIMIT, decode, encode
 from gradwire.collectives.lower import Program
-from gradwire.collectives.matching import comparable, mismatch
+from gradwire.collectives.matching import LIMIT, comparable, decode, encode, mismatch
 from gradwire.errors import CollectiveMismatch, GroupError
 from gradwire.groups.wrappers.base import TrackedWrapper
 

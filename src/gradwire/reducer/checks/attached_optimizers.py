@@ -275,7 +275,7 @@ def _can_skip(optimizer: Optimizer) -> bool:
 
 
 def check_optimizer(call: str, optimizer: Any, parameters: Iterable[Tensor], *, without: str) -> None:
-    """Refuse what is not an optimizer of some of these parameters. `without` says what can be done without one."""
+    """Refuse what is not an optimizer of some of these parameters. `without`: what can be done without one."""
     if not isinstance(optimizer, Optimizer):
         raise UsageTypeError(f"{call}: not a torch.optim.Optimizer. {without}")
     ours = {id(p) for p in parameters}

@@ -1,6 +1,6 @@
 """LateFlag and LateChecks: a result that stays on the device, and that the host reads one step later.
 
-Note [A result that comes late]
+Note [Late results]
 A host that must know before the optimizer's step whether averages are finite has to wait for the device there. It loses its
 lead, and the device then waits for the host: a few percent of a step. So, where the device can act on the result itself, the
 host does not wait. It gives the flag on the device to the attached optimizers, which skip the step (see
@@ -26,7 +26,7 @@ from torch import Tensor
 from gradwire.collectives.finite import MAX_NORM_DTYPES
 from gradwire.reducer.buckets.layout import ParameterSpec
 from gradwire.reducer.checks.nonfinite_report import any_rank
-from gradwire.reducer.checks.nonfinite_search import Evidence
+from gradwire.reducer.checks.nonfinite_search import StepCheck
 from gradwire.reducer.hook.hook_states import HookStates
 from gradwire.reducer.hook.runner import HookRunner
 
@@ -53,14 +53,14 @@ class LateCheck:
     """The check of a step whose result is on the device."""
 
     flag: LateFlag
-    evidence: Evidence
+    check: StepCheck
     step: int
     hook: str
     states: HookStates
 
 
 class LateChecks:
-    """The late checks of one model. See Note [A result that comes late]."""
+    """The late checks of one model. See Note [Late results]."""
 
     def __init__(self, specs: Sequence[ParameterSpec], *, skips: bool) -> None:
         """`skips`: the optimizers of all ranks must be able to skip a bad step on the device."""
@@ -99,9 +99,9 @@ class LateChecks:
         self._agreed = not any_rank(not self._can_skip(runner), runner.group, self._device)
         return self._agreed
 
-    def enqueue(self, evidence: Evidence, runner: HookRunner, *, step: int) -> LateCheck:
+    def enqueue(self, check: StepCheck, runner: HookRunner, *, step: int) -> LateCheck:
         """All reductions of a step are enqueued: keep its result until the next step."""
-        late = LateCheck(LateFlag(evidence.flag()), evidence, step, runner.name, runner.states)
+        late = LateCheck(LateFlag(check.release()), check, step, runner.name, runner.states)
         self._pending = late
         if self.skips:
             runner.optimizers.skip_next(late.flag.on_device)

@@ -12,7 +12,7 @@ Any other hook may hide a NaN, or give each rank another result. Then ranks chec
 step, since a rank that decided alone would leave the others waiting.
 
 Nothing waits for a CUDA device until all reductions have been enqueued. Where the device can act on the result alone, nothing
-waits at all: see Note [A result that comes late] in `late.py`.
+waits at all: see Note [Late results] in `late.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _WORTH_ASKING = 4096
 
 
 class Overwritten(Enum):
-    """Which gradients are overwritten in `.grad` before they are checked, so that they must be looked at when they are launched."""
+    """Which gradients are overwritten in `.grad` before they are checked, so that they must be examined when they are launched."""
 
     NONE = "none"
     """All stay there until they are checked."""
@@ -146,7 +146,7 @@ class NonFiniteChecked:
     def _verify(self, check: StepCheck, step: int) -> StepRejected | None:
         inner, earlier = self._inner, self._late.take(self._inner)
         inner.optimizers.clear_flag()
-        late = self._late.enqueue(check.evidence(), inner, step=step) if self._is_late else None
+        late = self._late.enqueue(check, inner, step=step) if self._is_late else None
         of_earlier = self._handle(earlier) if earlier is not None and earlier.flag.read() else None
         if of_earlier is not None and not isinstance(of_earlier, StepSkipped):
             return of_earlier
@@ -179,7 +179,7 @@ class NonFiniteChecked:
 
     def _handle(self, late: LateCheck, *, later: bool = True) -> StepRejected | None:
         """Apply the policy to a bad step whose result was left on the device."""
-        return self._report(*late.evidence.found(), step=late.step, hook=late.hook, later=later)
+        return self._report(*late.check.released(), step=late.step, hook=late.hook, later=later)
 
     def _report(
         self,
@@ -274,7 +274,7 @@ class _Checked:
 def _lie_elsewhere(bucket: GradBucket) -> bool:
     """Whether no gradient lies in its bucket, so that none is overwritten before the end of the step.
 
-    False for small parameters: to ask for each of them would take longer than to look at all.
+    False for small parameters: to compare addresses would take longer than to examine all.
     """
     parameters = bucket.parameters()
     if len(parameters) * _WORTH_ASKING > bucket.buffer().numel():

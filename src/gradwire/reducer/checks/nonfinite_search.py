@@ -1,13 +1,13 @@
 """Finds NaN and infinity in the gradients and averages of one step.
 
 On the host, elements are found at once, by index. On a device nothing waits: the largest absolute value of each tensor is kept
-there until somebody asks for it. What has been overwritten by then is reported by parameter, without an index.
+there until it is read. What has been overwritten by then is reported by parameter, without an index.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple, TypeVar
 
@@ -113,6 +113,8 @@ class StepCheck:
         self._before: list[Look] = []
         self._averages: list[tuple[BucketSpec, Tensor]] = []
         """On a device all, on the host those that are not finite."""
+        self._norms: list[tuple[BucketSpec, Tensor]] = []
+        """The largest absolute value of each average, once the step was released."""
 
     def keep(self, bucket: GradBucket) -> None:
         """The gradients of a bucket stay in `.grad` until the end of the step."""
@@ -138,39 +140,30 @@ class StepCheck:
         found = [f for look in examine(self._before) for f in look]
         return found + (self._search.in_grads(self._kept, self._hook) if kept else [])
 
-    def evidence(self) -> Evidence:
-        """What a report will need once the gradients are gone, as numbers on the device. Does not wait for it."""
-        specs, results = [spec for spec, _ in self._averages], [result for _, result in self._averages]
-        before = self._before + self._search.in_grads_later(self._kept, self._hook)
-        return Evidence(self._search.number, before, specs, max_norms(results))
+    def release(self) -> Tensor:
+        """Replace all gradients by numbers on the device, for a late report. Does not wait for it.
 
-
-class Evidence:
-    """The largest absolute values of a step's gradients, by parameter, and of its averages, by bucket, on the device."""
-
-    def __init__(
-        self, number: Mapping[str, int], before: list[Look], specs: list[BucketSpec], norms: list[Tensor]
-    ) -> None:
-        self._number, self._before, self._specs, self._norms = number, before, specs, norms
-
-    def flag(self) -> Tensor:
-        """1 if an average is not finite, else 0: a float32 on the device."""
-        return _stack(self._norms).lt(math.inf).all().logical_not().float()
-
-    def found(self) -> tuple[list[Found], list[Found]]:
-        """What was not finite in gradients, and in averages. Waits for the device.
-
-        Of a bucket whose average is not, the parameter with the largest gradient is named.
+        Returns a flag on the device: 1 if an average is not finite, else 0.
         """
-        gradients = [f for look in examine(self._before) for f in look]
+        self._before += self._search.in_grads_later(self._kept, self._hook)
+        norms = max_norms([result for _, result in self._averages])
+        self._norms = [(spec, norm) for (spec, _), norm in zip(self._averages, norms, strict=True)]
+        self._kept, self._averages = [], []
+        return _stack(norms).lt(math.inf).all().logical_not().float()
+
+    def released(self) -> tuple[list[Found], list[Found]]:
+        """What was not finite in gradients, and in averages, of a step that was released. Waits for the device.
+
+        Of a bucket whose average is not finite, the parameter with the largest gradient is named.
+        """
         numbers = [number for look in self._before for number in look.numbers]
         largest = dict(zip(numbers, read([norm for look in self._before for norm in look.norms]), strict=True))
         averages = []
-        for spec, norm in zip(self._specs, read(self._norms), strict=True):
+        for (spec, _), norm in zip(self._norms, read([norm for _, norm in self._norms]), strict=True):
             if not math.isfinite(norm):
-                number = max((self._number[name] for name in spec.names), key=lambda n: largest.get(n, 0.0))
+                number = max((self._search.number[name] for name in spec.names), key=lambda n: largest.get(n, 0.0))
                 averages.append(Found(_kind_of(norm), number, None))
-        return gradients, averages
+        return self.gradients(kept=False), averages
 
 
 def narrowest(hook: CommHook | None, dtype: torch.dtype) -> torch.dtype | None:

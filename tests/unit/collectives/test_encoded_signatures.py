@@ -12,7 +12,7 @@ import torch
 
 import gradwire
 from gradwire.collectives import OpKind, ReduceOp, Scope, Signature, all_gather, all_gather_into_tensor, build
-from gradwire.collectives.encode import decode, encode
+from gradwire.collectives.matching import decode, encode
 from gradwire.errors import GroupError
 from gradwire.groups import Group, HierarchicalGroup, Verified
 from gradwire.testing import run_ranks
