@@ -28,8 +28,8 @@ from gradwire.cli.machine import describe
 from gradwire.collectives.finite import probe
 from gradwire.errors import UsageError
 from gradwire.parallel import DistributedDataParallel
-from gradwire.recorder import flight_recorder
-from gradwire.recorder.flight_recorder import FlightRecorder
+from gradwire.recorder import writer
+from gradwire.recorder.writer import FlightRecorder
 
 _WARM_UP = 15
 """Warm-up steps: buckets are rebuilt after the first, and both DDPs sample their own times in the first ten."""
@@ -137,11 +137,11 @@ def _sum(model: nn.Module) -> None:
 
 def _recorded(step: Step, recorder: FlightRecorder) -> Step:
     def run() -> None:
-        flight_recorder.active = recorder
+        writer.active = recorder
         try:
             step()
         finally:
-            flight_recorder.active = None
+            writer.active = None
 
     return run
 

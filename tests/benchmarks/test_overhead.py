@@ -13,7 +13,7 @@ from benchmarks import against, overhead, peers
 from benchmarks.__main__ import main
 from benchmarks.timing import Series
 from gradwire.cli.machine import describe
-from gradwire.recorder import flight_recorder
+from gradwire.recorder import writer
 
 VARIANTS = ["bare", "torch", "gradwire", "torch, views", "gradwire, views"]
 SMALL = ["overhead", "--parameters", "6", "--steps", "8", "--block", "2"]
@@ -75,7 +75,7 @@ def test_it_measures_the_flight_recorder_and_leaves_none(capsys, tmp_path):
     assert len(re.findall(r"The flight recorder adds -?[\d.]+ % to a step with", out)) == 2
     variants = json.loads(file.read_text())["figures"][0]["rows"]
     assert list(variants) == [*VARIANTS[:3], "gradwire, recorded", *VARIANTS[3:], "gradwire, views, recorded"]
-    assert flight_recorder.active is None
+    assert writer.active is None
 
 
 def test_the_model_for_cuda_runs_the_same_way_on_the_cpu(capsys):

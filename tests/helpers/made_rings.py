@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.observe.rings.ring import Record, Ring
-from gradwire.recorder.flight_recorder import FlightRecorder
-from gradwire.recorder.flight_recorder import RecordKind as K
+from gradwire.recorder.format import NO_PEER
+from gradwire.recorder.format import RecordKind as K
+from gradwire.recorder.writer import FlightRecorder, Member, Place
+from helpers.recorder_put import group_id_of
 
 MS = 1_000_000
 STEP = 20 * MS
@@ -55,7 +57,7 @@ def step_records(
     found: list[Record] = []
 
     def add(kind: K, at: int, **fields: Any) -> None:
-        found.append(Record(next(numbers), start + at, kind, **{**_EMPTY, **_PLACE, **fields}))
+        found.append(made(next(numbers), start + at, kind, **fields))
 
     add(K.OPTIMIZER_BEGAN, 1 * MS, rank=rank)
     add(K.OPTIMIZER_ENDED, 2 * MS, rank=rank)
@@ -88,10 +90,12 @@ def made_ring(
     records = [record for step in steps for record in step_records(rank, step, late=late)]
     described = {
         "system": [{"system": "Linux", "cpus": 2, "threads": 1, "cuda": None}],
-        "group": [{"name": "world", "kind": "ThreadGroup", "rank": rank, "size": size}],
+        "group": [{"name": "world", "kind": "ThreadGroup", "rank": rank, "size": size, "id": group_id_of("world")}],
         "buckets": [
             {
                 "group": "world",
+                "group_id": group_id_of("world"),
+                "model": 0,
                 "rank": rank,
                 "buckets": [
                     {"bytes": BUCKET, "dtype": "float32", "device": "cpu", "parameters": 2, "names": ["w", "b"]}
@@ -106,7 +110,14 @@ def made_ring(
 
 def mark(number: int, time: int, kind: K, label: str, **fields: Any) -> Record:
     """A record of another kind."""
-    return Record(number, time, kind, **{**_EMPTY, **_PLACE, "label": label, **fields})
+    return made(number, time, kind, label=label, **fields)
+
+
+def made(number: int, time: int, kind: K, **fields: Any) -> Record:
+    """A record; what is not given is empty. Groups of one name are one."""
+    given = {**_EMPTY, **_PLACE, **fields}
+    given.setdefault("group_id", group_id_of(given["group"]))
+    return Record(number, time, kind, **given)
 
 
 def write_ring(directory: Path, ring: Ring, *, capacity: int = 1024) -> Path:
@@ -115,11 +126,12 @@ def write_ring(directory: Path, ring: Ring, *, capacity: int = 1024) -> Path:
     recorder = FlightRecorder(path, header=ring.header, capacity=capacity)
     ops = ring.header["ops"]
     for r in ring.records:
-        fields = {"group": r.group, "label": r.label, "seq": r.seq, "ordinal": r.ordinal, "nbytes": r.nbytes}
         op = ops.index(r.op) if r.op else 0
-        recorder.put(
-            r.kind, r.rank, at=r.time / 1e9, op=op, duration=r.duration / 1e9, step=r.step, bucket=r.bucket, **fields
-        )
+        member = Member(r.group_id, recorder.number_of(r.group), r.rank)
+        peer, ordinal = (r.peer, r.message) if r.peer >= 0 else (NO_PEER, r.ordinal)
+        operation = op, r.seq, ordinal, peer, r.duration / 1e9, r.time / 1e9
+        place = Place(r.step, r.bucket, r.model)
+        recorder.put(r.kind, member, operation, label=r.label, nbytes=r.nbytes, place=place)
     for subject, facts in ring.descriptions.items():
         for one in facts:
             recorder.describe(subject, one)

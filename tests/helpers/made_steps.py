@@ -11,9 +11,11 @@ from pathlib import Path
 
 from gradwire.observe.stragglers.step_times import COMPUTE, StepTimes
 from gradwire.observe.stragglers.steps import Phase
-from gradwire.recorder.flight_recorder import FlightRecorder
-from gradwire.recorder.flight_recorder import RecordKind as K
+from gradwire.recorder.format import RecordKind as K
+from gradwire.recorder.writer import FlightRecorder
 from gradwire.runtime.host import clock_identity, process_start
+from helpers.recorder_put import group_id_of
+from helpers.recorder_put import put as put_record
 
 MS = 1_000_000
 USUAL = {Phase.OPTIMIZER: 10 * MS, Phase.DATA: 30 * MS, Phase.FORWARD: 30 * MS, Phase.BACKWARD: 50 * MS}
@@ -45,7 +47,7 @@ def made_steps(
         for rank in range(ranks):
             buckets = {0: ready[rank] - 20 * MS, 1: ready[rank]}
             waited = {Phase.EXPOSED: end - ready[rank]}
-            rows[rank].append(StepTimes(step, start, end, phases[rank] | waited, buckets, 1000, "world", rank))
+            rows[rank].append(StepTimes(step, start, end, phases[rank] | waited, buckets, 1000, group_id_of("world")))
         start = end
     return rows
 
@@ -85,7 +87,7 @@ def _write_step(recorder: FlightRecorder, rank: int, one: StepTimes, start: floa
     def put(kind: K, after: float = 0.0, step: int | None = one.step, bucket: int = -1, nbytes: int = 0) -> None:
         nonlocal at
         at += after
-        recorder.put(kind, rank, at=at, group="world", step=step, bucket=bucket, nbytes=nbytes)
+        put_record(recorder, kind, rank, at=at, group="world", step=step, bucket=bucket, nbytes=nbytes)
 
     if first:
         put(K.STEP_ENDED, step=one.step - 1)

@@ -13,7 +13,7 @@ import gradwire as gw
 from gradwire import observe
 from gradwire.cli import main, run
 from gradwire.launch.run_script import python_command
-from gradwire.recorder.flight_recorder import RecordKind
+from gradwire.recorder.format import RecordKind
 from helpers.warm_python import WarmPython
 from helpers.warm_ranks import run_script
 

@@ -14,9 +14,11 @@ import pytest
 
 from gradwire.errors import UsageError
 from gradwire.observe.rings.ring import read_ring
-from gradwire.recorder import flight_recorder
-from gradwire.recorder.flight_recorder import HEADER as HEADER_FIELDS
-from gradwire.recorder.flight_recorder import RECORD, FlightRecorder, RecordKind, names_path, within
+from gradwire.recorder import writer
+from gradwire.recorder.format import HEADER as HEADER_FIELDS
+from gradwire.recorder.format import MAGIC, PAGE, RECORD, VERSION, RecordKind, names_path
+from gradwire.recorder.writer import FlightRecorder, Member, Place, within
+from helpers.recorder_put import put
 
 HEADER = {
     "rank": 3,
@@ -39,13 +41,22 @@ def recorder(tmp_path):
 
 @pytest.fixture
 def active(recorder, monkeypatch):
-    monkeypatch.setattr(flight_recorder, "active", recorder)
+    monkeypatch.setattr(writer, "active", recorder)
     return recorder
 
 
 def test_every_field_is_read_as_it_was_written(recorder):
-    facts = {"group": "world", "label": "loss ß", "seq": 7, "ordinal": 9, "nbytes": 1 << 40, "step": 5, "bucket": 2}
-    recorder.put(RecordKind.COLLECTIVE_FINISHED, 3, at=1.5, op=0, duration=0.25, **facts)
+    facts = {
+        "group": "world",
+        "label": "loss ß",
+        "seq": 7,
+        "ordinal": 9 << 40,
+        "nbytes": 1 << 40,
+        "step": 5,
+        "bucket": 2,
+    }
+    facts |= {"group_id": (1 << 64) - 1, "model": 3}
+    put(recorder, RecordKind.COLLECTIVE_FINISHED, 3, at=1.5, op=0, duration=0.25, **facts)
     [read] = read_ring(recorder.path).records
     assert read._asdict() == {
         **facts,
@@ -65,7 +76,7 @@ def test_every_field_is_read_as_it_was_written(recorder):
 @pytest.mark.parametrize("written", [0, 1, 15, 16, 17, 40])
 def test_the_last_records_stay(recorder, written):
     for number in range(written):
-        recorder.put(RecordKind.MARK, 3, seq=number)
+        put(recorder, RecordKind.MARK, 3, seq=number)
     ring = read_ring(recorder.path)
     assert [record.seq for record in ring.records] == list(range(written))[-16:]
     assert ring.lost == max(0, written - 16)
@@ -77,7 +88,7 @@ def test_threads_lose_nothing(tmp_path):
 
     def write(name):
         for number in range(each):
-            recorder.put(RecordKind.MARK, 0, label=name, seq=number)
+            put(recorder, RecordKind.MARK, 0, label=name, seq=number)
 
     threads = [threading.Thread(target=write, args=(f"thread {i}",)) for i in range(4)]
     for thread in threads:
@@ -94,37 +105,39 @@ def test_threads_lose_nothing(tmp_path):
 
 
 def test_records_belong_to_the_bucket_in_which_they_are_written(active):
-    with within(4, 1):
-        active.put(RecordKind.MARK, 0)
-        with within(4, 2):
-            active.put(RecordKind.MARK, 0)
-        active.put(RecordKind.MARK, 0, bucket=7)
-        other = threading.Thread(target=lambda: active.put(RecordKind.MARK, 0))
+    with within(Place(4, 1, 6)):
+        put(active, RecordKind.MARK, 0)
+        with within(Place(4, 2)):
+            put(active, RecordKind.MARK, 0)
+        put(active, RecordKind.MARK, 0, step=4, bucket=7, model=1)
+        other = threading.Thread(target=lambda: put(active, RecordKind.MARK, 0))
         other.start()
         other.join()
-    active.put(RecordKind.MARK, 0)
-    assert [(r.step, r.bucket) for r in read_ring(active.path).records] == [(4, 1), (4, 2), (4, 7), (-1, -1), (-1, -1)]
+    put(active, RecordKind.MARK, 0)
+    places = [(r.step, r.bucket, r.model) for r in read_ring(active.path).records]
+    assert places == [(4, 1, 6), (4, 2, 0), (4, 7, 1), (-1, -1, 0), (-1, -1, 0)]
 
 
 def test_without_a_recorder_there_is_no_place():
-    assert flight_recorder.active is None
-    with within(4, 1):
-        assert flight_recorder.place() == (-1, -1)
+    assert writer.active is None
+    with within(Place(4, 1)):
+        assert writer.current_place() == (-1, -1, 0)
 
 
 def test_a_killed_process_leaves_all_it_wrote(tmp_path):
     script = f"""
 import os, signal
 from pathlib import Path
-from gradwire.recorder.flight_recorder import FlightRecorder, RecordKind
+from gradwire.recorder.format import RecordKind
+from gradwire.recorder.writer import FlightRecorder, Member
 recorder = FlightRecorder(Path({str(tmp_path / "rank-3.ring")!r}), header={HEADER!r})
 for number in range(100):
-    recorder.put(RecordKind.MARK, 3, label=f"mark {{number % 7}}", seq=number)
+    recorder.put(RecordKind.MARK, Member(rank=3), label=f"mark {{number % 7}}", nbytes=number)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == -signal.SIGKILL
     records = read_ring(tmp_path / "rank-3.ring").records
-    assert [(record.seq, record.label) for record in records] == [(n, f"mark {n % 7}") for n in range(100)]
+    assert [(record.nbytes, record.label) for record in records] == [(n, f"mark {n % 7}") for n in range(100)]
 
 
 def test_a_forked_child_does_not_write_into_its_parents_ring(active):
@@ -134,15 +147,15 @@ def test_a_forked_child_does_not_write_into_its_parents_ring(active):
         )  # a fork with threads, which other tests may have left to pools
         pid = os.fork()
     if pid == 0:
-        os._exit(flight_recorder.active is not None)
+        os._exit(writer.active is not None)
     assert os.waitpid(pid, 0)[1] == 0
-    assert flight_recorder.active is active
+    assert writer.active is active
 
 
 def test_different_labels_without_end_do_not_fill_the_disk(recorder, monkeypatch):
-    monkeypatch.setattr(flight_recorder, "_MOST_NAMES", 5)
+    monkeypatch.setattr(writer, "_MOST_NAMES", 5)
     for number in range(10):
-        recorder.put(RecordKind.MARK, 3, label=f"step {number}")
+        put(recorder, RecordKind.MARK, 3, label=f"step {number}")
     labels = [record.label for record in read_ring(recorder.path).records]
     assert labels == [f"step {n}" for n in range(4)] + ["(too many different names)"] * 6
     assert len(names_path(recorder.path).read_text().splitlines()) == 6
@@ -153,7 +166,7 @@ def test_a_full_disk_costs_a_name_and_nothing_else(recorder, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "write", full)
-    recorder.put(RecordKind.MARK, 3, label="new")
+    put(recorder, RecordKind.MARK, 3, label="new")
     monkeypatch.undo()
     [record] = read_ring(recorder.path).records
     assert record.label == ""
@@ -170,9 +183,9 @@ def test_no_room_for_the_ring_is_an_error_at_the_start(tmp_path, monkeypatch):
 
 
 def test_writing_after_close_does_nothing(recorder):
-    recorder.put(RecordKind.MARK, 3)
+    put(recorder, RecordKind.MARK, 3)
     recorder.close()
-    recorder.put(RecordKind.MARK, 3, label="late")
+    put(recorder, RecordKind.MARK, 3, label="late")
     recorder.close()
     assert len(read_ring(recorder.path).records) == 1
 
@@ -197,8 +210,8 @@ def test_what_is_not_a_ring_is_refused(tmp_path, content):
 
 
 def test_a_half_written_name_and_a_missing_file_of_names_are_survived(recorder):
-    recorder.put(RecordKind.MARK, 3, label="first")
-    recorder.put(RecordKind.MARK, 3, label="second")
+    put(recorder, RecordKind.MARK, 3, label="first")
+    put(recorder, RecordKind.MARK, 3, label="second")
     path = names_path(recorder.path)
     path.write_bytes(path.read_bytes()[:-4])
     assert [record.label for record in read_ring(recorder.path).records] == ["first", "?"]
@@ -208,9 +221,9 @@ def test_a_half_written_name_and_a_missing_file_of_names_are_survived(recorder):
 
 def test_a_torn_record_is_left_out(recorder):
     for number in range(3):
-        recorder.put(RecordKind.MARK, 3, seq=number)
+        put(recorder, RecordKind.MARK, 3, seq=number)
     data = bytearray(Path(recorder.path).read_bytes())
-    data[flight_recorder.PAGE + 64] = 9  # slot 1 says that it holds record 9
+    data[PAGE + RECORD.size] = 9  # slot 1 says that it holds record 9
     copy = recorder.path.with_name("rank-4.ring")
     copy.write_bytes(data)
     assert [record.seq for record in read_ring(copy).records] == [0, 2]
@@ -229,15 +242,15 @@ def test_a_torn_record_is_left_out(recorder):
     ],
 )
 def test_what_does_not_fit_is_left_out_and_raises_nothing(recorder, fields):
-    recorder.put(RecordKind.MARK, **{"rank": 3, **fields})
-    recorder.put(RecordKind.MARK, 3, label="after")
+    put(recorder, RecordKind.MARK, **{"rank": 3, **fields})
+    put(recorder, RecordKind.MARK, 3, label="after")
     assert [record.label for record in read_ring(recorder.path).records] == ["after"]
 
 
 @pytest.mark.parametrize("label", ["\ud800", "a\nb\u2028c", "x" * 100_000])
 def test_labels_of_all_kinds_are_read_again(recorder, label):
-    recorder.put(RecordKind.MARK, 3, label=label)
-    recorder.put(RecordKind.MARK, 3, label="next")
+    put(recorder, RecordKind.MARK, 3, label=label)
+    put(recorder, RecordKind.MARK, 3, label="next")
     assert [record.label for record in read_ring(recorder.path).records] == [label[:1000], "next"]
 
 
@@ -247,12 +260,12 @@ def test_a_signal_handler_may_write_while_a_name_is_being_written(recorder, monk
 
     def interrupted(fd, data):
         if b"outer" in data:
-            recorder.put(RecordKind.MARK, 3, label="inner")
+            put(recorder, RecordKind.MARK, 3, label="inner")
         return write(fd, data)
 
     monkeypatch.setattr(os, "write", interrupted)
-    recorder.put(RecordKind.MARK, 3, label="outer")
-    recorder.put(RecordKind.MARK, 3, label="later")
+    put(recorder, RecordKind.MARK, 3, label="outer")
+    put(recorder, RecordKind.MARK, 3, label="later")
     assert [record.label for record in read_ring(recorder.path).records] == ["inner", "outer", "later"]
 
 
@@ -265,9 +278,9 @@ def test_a_name_whose_writing_was_interrupted_does_not_shift_the_others(recorder
 
     monkeypatch.setattr(os, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        recorder.put(RecordKind.MARK, 3, label="lost")
+        put(recorder, RecordKind.MARK, 3, label="lost")
     monkeypatch.undo()
-    recorder.put(RecordKind.MARK, 3, label="later")
+    put(recorder, RecordKind.MARK, 3, label="later")
     assert [record.label for record in read_ring(recorder.path).records] == ["later"]
 
 
@@ -280,8 +293,8 @@ def test_a_record_is_valid_once_its_kind_is_written(recorder, monkeypatch):
             RECORD.pack_into(*args)
             seen.append(read_ring(recorder.path).records)
 
-    monkeypatch.setattr(flight_recorder, "RECORD", Struct())
-    recorder.put(RecordKind.MARK, 3)
+    monkeypatch.setattr(writer, "RECORD", Struct())
+    put(recorder, RecordKind.MARK, 3)
     assert seen == [[]]
     monkeypatch.undo()
     assert len(read_ring(recorder.path).records) == 1
@@ -302,20 +315,20 @@ def test_links_in_the_directory_are_not_followed(tmp_path):
 @pytest.mark.parametrize("text", [b"{", b"[1]", b"7", b"{}", b"[]"])
 def test_a_damaged_header_is_refused(recorder, text):
     data = bytearray(Path(recorder.path).read_bytes())
-    HEADER_FIELDS.pack_into(data, 0, flight_recorder.MAGIC, flight_recorder.VERSION, 64, 16, len(text))
+    HEADER_FIELDS.pack_into(data, 0, MAGIC, VERSION, RECORD.size, 16, len(text))
     data[HEADER_FIELDS.size : HEADER_FIELDS.size + len(text)] = text
     copy = recorder.path.with_name("rank-4.ring")
     copy.write_bytes(data)
-    with pytest.raises(UsageError, match="damaged header"):
+    with pytest.raises(UsageError, match="its header cannot be read"):
         read_ring(copy)
 
 
 def test_a_warning_in_every_step_leaves_names_for_the_rest(recorder, monkeypatch):
-    monkeypatch.setattr(flight_recorder, "_MOST_NAMES", 40)
-    monkeypatch.setattr(flight_recorder, "active", recorder)
+    monkeypatch.setattr(writer, "_MOST_NAMES", 40)
+    monkeypatch.setattr(writer, "active", recorder)
     for step in range(100):
-        flight_recorder.warn(f"NaN in step {step}", rank=3, step=step)
-    recorder.put(RecordKind.MARK, 3, group="a new group", label="after")
+        recorder.warn(f"NaN in step {step}", Member(rank=3), step=step)
+    put(recorder, RecordKind.MARK, 3, group="a new group", label="after")
     records = read_ring(recorder.path).records
     assert (records[-1].group, records[-1].label) == ("a new group", "after")
     assert {r.label for r in records[:-1]} == {"(too many different names)"}
@@ -324,12 +337,12 @@ def test_a_warning_in_every_step_leaves_names_for_the_rest(recorder, monkeypatch
 def test_descriptions_are_written_once_and_survive_any_number_of_records(tmp_path):
     recorder = FlightRecorder(tmp_path / "rank-0.ring", header=HEADER, capacity=4)
     for size in (2, 2, 3):
-        recorder.describe("group", {"name": "world", "size": size})
-    recorder.describe("group", {"name": object()})  # cannot be written
+        recorder.describe("system", {"name": "world", "size": size})
+    recorder.describe("system", {"name": object()})  # cannot be written
     for _ in range(10):
-        recorder.put(RecordKind.MARK, 0, label="x")
+        put(recorder, RecordKind.MARK, 0, label="x")
     recorder.close()
-    recorder.describe("group", {"name": "late"})
+    recorder.describe("system", {"name": "late"})
     ring = read_ring(tmp_path / "rank-0.ring")
-    assert ring.descriptions == {"group": [{"name": "world", "size": 2}, {"name": "world", "size": 3}]}
+    assert ring.descriptions == {"system": [{"name": "world", "size": 2}, {"name": "world", "size": 3}]}
     assert {record.label for record in ring.records} == {"x"}

@@ -26,6 +26,7 @@ from gradwire.groups.forked import finalize_here, refuse_in_child
 from gradwire.groups.ledger import Arrivals, Ledger
 from gradwire.groups.verbs import Verbs
 from gradwire.groups.work import Work
+from gradwire.recorder.source import derived_id
 from gradwire.runtime.threads import weakly
 
 DEFAULT_TIMEOUT = 1800.0
@@ -43,6 +44,10 @@ class Group(Verbs, ABC):
     tells_mismatch: bool = False
     """Whether ranks that submit different collectives get CollectiveMismatch. Engines that do not check may hang, mix up data or,
     as gloo does on different sizes, crash the process; the `Verified` wrapper adds the check to any group."""
+
+    identifies_itself: bool = False
+    """Whether the constructor calls `ledger.identify` with what only the ranks of this group share. Records of several groups with
+    one name can then be told apart."""
 
     in_one_process: bool = False
     """Whether all ranks are threads of this process, which share its autograd engine."""
@@ -75,6 +80,8 @@ class Group(Verbs, ABC):
             self.ledger, self._watchdog = wraps.ledger, wraps._watchdog
             return
         self.ledger = Ledger(name=self.name, rank=rank, size=size, kind=type(self).__name__)
+        if not self.identifies_itself:
+            self.ledger.identify(None)
         self.ledger.arrivals = weakly(self.arrivals)
         self._watchdog = watchdog or Watchdog(f"{self.name}-{rank}")
         self._watchdog.watch(self.ledger)
@@ -196,7 +203,9 @@ class Group(Verbs, ABC):
         if color is None:
             return None
         ranks = [r for _, r in sorted((table[r][1], r) for r in range(self.size) if table[r][0] == color)]
-        return self.subgroup(ranks, name=f"{self.name}/{number}.{color}")
+        part = self.subgroup(ranks, name=f"{self.name}/{number}.{color}")
+        part.ledger.identify(derived_id(self.ledger.events.group_id, number, color))
+        return part
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
         """A group of these `ranks` of this group, in this order. `split` calls it on each of them at the same point."""

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 
 from gradwire.collectives import Collective, OpKind
 from gradwire.errors import CollectiveTimeout, HookError
-from gradwire.events import CollectiveFailed, CollectiveFinished, CollectiveStarted, CollectiveSubmitted, Emitter
+from gradwire.events import CollectiveFailed, CollectiveFinished, CollectiveStarted, CollectiveSubmitted
 from gradwire.groups.completion import CompletionHooks
 from gradwire.groups.futures import FutureThreads
 from gradwire.groups.work import Work
-from gradwire.recorder import flight_recorder
-from gradwire.recorder.flight_recorder import ON_DEVICE, ORDINAL_BITS, FlightRecorder, RecordKind, pack_message, summary
+from gradwire.recorder import writer
+from gradwire.recorder.format import EPOCH_SHIFT, NO_PEER, ON_DEVICE, RecordKind, message_number
+from gradwire.recorder.source import EventSource, derived_id
+from gradwire.recorder.writer import FlightRecorder, summary
 
 # To look up a member of an Enum takes ten times as long.
 _SUBMITTED = RecordKind.COLLECTIVE_SUBMITTED
@@ -28,7 +30,10 @@ _STARTED = RecordKind.COLLECTIVE_STARTED
 _WAITED = RecordKind.COLLECTIVE_WAITED
 _FINISHED = RecordKind.COLLECTIVE_FINISHED
 _FAILED = RecordKind.COLLECTIVE_FAILED
-_MOST = (1 << ORDINAL_BITS) - 1
+
+
+_unidentified: dict[tuple[str, str, int, int], int] = {}
+"""How many groups without an identity were made, by kind, name, size and rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ class Ledger:
         """By type of device: which of torch's backends serves it, as far as that is known. See `set_engines`."""
         self.pid = os.getpid()
         """The process that made the group: see forked.py."""
-        self.events = Emitter()
+        self.events = EventSource(name, rank, 0)
         self.hooks = CompletionHooks(f"{name}, rank {rank}")
         self.hook_errors = self.hooks.errors
         self.futures = FutureThreads(f"{name}-{rank}")
@@ -69,8 +74,22 @@ class Ledger:
         """The group's failure that was already raised to the caller on this rank."""
         self.recoveries = 0
         """How often replicated models have recovered on this group after a failed step: equal on all ranks."""
-        if flight_recorder.active is not None:
-            self._record_group(flight_recorder.active)
+        self.models = 0
+        """How many models were wrapped over this group: on all ranks in the same order."""
+
+    def identify(self, group_id: int | None) -> None:
+        """Set the identity by which records name the group: the same on all its ranks, and no other group's.
+
+        None: the group knows nothing that only its own ranks share. Its identity is then that of the n-th group of this kind,
+        name and size on this rank, which is wrong only if ranks make such groups in different orders.
+        """
+        if group_id is None:
+            facts = self.kind, self.name, self.size, self.rank
+            _unidentified[facts] = number = _unidentified.get(facts, 0) + 1
+            group_id = derived_id(*facts[:3], number)
+        self.events.identify(group_id)
+        if writer.active is not None:
+            self._record_group(writer.active)
 
     def next_seq(self) -> int:
         """The number of the next operation; they count from 0."""
@@ -78,15 +97,15 @@ class Ledger:
 
     def next_ordinal(self, op: Collective) -> int:
         """The number of the next collective, the same on all ranks. Of a send or a receive, which not all ranks take part in,
-        which message to or from its peer it is: see `flight_recorder.pack_message`.
+        which message to or from its peer it is: see `message_number`.
 
         In its upper part it counts recoveries: the ranks of a failed group have submitted different numbers of operations.
         """
         if not op.kind.is_p2p:
-            return self._epoch << ORDINAL_BITS | next(self._collectives) & _MOST
+            return self._epoch << EPOCH_SHIFT | next(self._collectives)
         key = op.kind, op.peer, op.tag
         self._messages[key] = count = self._messages.get(key, -1) + 1
-        return pack_message(op.peer, op.tag, count)
+        return message_number(op.tag, count)
 
     def recovered(self) -> None:
         """The group can be used again, on all ranks: their collectives are counted from here."""
@@ -98,21 +117,15 @@ class Ledger:
         """An operation was handed to the group."""
         work.ordinal = self.next_ordinal(work.op)
         self.pending[work.seq] = work
-        if self.events:
-            self.events.emit(CollectiveSubmitted(work.started, *self._facts(work)))
-        if flight_recorder.active is not None:
-            self.record(_SUBMITTED, work, work.started)
+        self._report(_SUBMITTED, work, work.started)
 
     def started(self, work: Work, time: float) -> None:
         """The engine has started an operation."""
-        if self.events:
-            self.events.emit(CollectiveStarted(time, *self._facts(work)))
-        if flight_recorder.active is not None:
-            self.record(_STARTED, work, time)
+        self._report(_STARTED, work, time)
 
     def waited(self, work: Work) -> None:
         """A caller waits for an operation in flight. Recorded once: one that runs in the background is not a hang."""
-        if flight_recorder.active is not None and not work.waited_for:
+        if writer.active is not None and not work.waited_for:
             work.waited_for = True
             self.record(_WAITED, work, time.perf_counter())
 
@@ -121,45 +134,47 @@ class Ledger:
         self.pending.pop(work.seq, None)
         if self.hooks:
             self.hooks.put(work.info)
+        self._report(_FINISHED if work.exception() is None else _FAILED, work, work.finished or 0.0)
+
+    def _report(self, kind: RecordKind, work: Work, at: float) -> None:
+        """Something happened to an operation: listeners get an event, the flight recorder a record."""
         if self.events:
-            error, finished, duration = work.exception(), work.finished or 0.0, work.duration or 0.0
-            if error is None:
-                self.events.emit(CollectiveFinished(finished, *self._facts(work), duration))
+            facts = self.name, self.rank, work.seq, work.op.kind.value, work.op.label, work.op.nbytes
+            if kind is _SUBMITTED:
+                self.events.emit(CollectiveSubmitted(at, *facts))
+            elif kind is _STARTED:
+                self.events.emit(CollectiveStarted(at, *facts))
+            elif (error := work.exception()) is None:
+                self.events.emit(CollectiveFinished(at, *facts, work.duration or 0.0))
             else:
-                self.events.emit(CollectiveFailed(finished, *self._facts(work), duration, error))
-        if flight_recorder.active is not None:
-            self.record(_FINISHED if work.exception() is None else _FAILED, work, work.finished or 0.0)
+                self.events.emit(CollectiveFailed(at, *facts, work.duration or 0.0, error))
+        if writer.active is not None:
+            self.record(kind, work, at)
 
     def record(self, kind: RecordKind, work: Work, at: float) -> None:
         """Write what happened to an operation, at `at`, to the flight recorder, if there is one."""
-        recorder, op, error = flight_recorder.active, work.op, work.exception()
+        recorder, op, error = writer.active, work.op, work.exception()
         if recorder is not None:
             if recorder is not self._recorder:  # which may have been started after the group
                 self._record_group(recorder)
             number = op.kind.number
+            if kind is _SUBMITTED and not op.is_on_host:
+                number |= ON_DEVICE
             recorder.put(
                 kind,
-                self.rank,
-                at=at,
-                op=number if kind is not _SUBMITTED or op.is_on_host else number | ON_DEVICE,
-                group=self.name,
+                self.events.member(recorder),
+                (number, work.seq, work.ordinal, NO_PEER if op.peer is None else op.peer, work.duration or 0.0, at),
                 label=op.label if error is None else summary(error),
-                seq=work.seq,
-                ordinal=work.ordinal,
                 nbytes=op.nbytes,
-                duration=work.duration or 0.0,
             )
-
-    def _facts(self, work: Work) -> tuple[str, int, int, str, str, int]:
-        return self.name, self.rank, work.seq, work.op.kind.value, work.op.label, work.op.nbytes
 
     def _record_group(self, recorder: FlightRecorder) -> None:
         self._recorder = recorder
-        recorder.put(RecordKind.GROUP, self.rank, group=self.name, nbytes=self.size)
+        recorder.put(RecordKind.GROUP, self.events.member(recorder), nbytes=self.size)
         self._describe(recorder)
 
     def _describe(self, recorder: FlightRecorder) -> None:
-        facts = {"name": self.name, "kind": self.kind, "rank": self.rank, "size": self.size}
+        facts = {"name": self.name, "kind": self.kind, "rank": self.rank, "size": self.size, "id": self.events.group_id}
         recorder.describe("group", {**facts, "engines": dict(self.engines)} if self.engines else facts)
 
     def set_engines(self, engines: Mapping[str, str]) -> None:

@@ -31,6 +31,7 @@ from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.failure.watchdog import Watchdog
 from gradwire.groups.ledger import Arrivals
 from gradwire.groups.work import Work, settle_together
+from gradwire.recorder.source import new_id
 
 
 class ThreadGroup(Group):
@@ -38,9 +39,11 @@ class ThreadGroup(Group):
 
     tells_mismatch = True
     in_one_process = True
+    identifies_itself = True
 
     def __init__(self, rank: int, table: _Table) -> None:
         super().__init__(rank, table.size, name=table.name, timeout=table.timeout, watchdog=table.watchdog)
+        self.ledger.identify(table.group_id)
         self._table = table
         self._joined = itertools.count()
 
@@ -118,6 +121,7 @@ class _Table:
         self.size = size
         self.name = name
         self.timeout = timeout
+        self.group_id = new_id()
         self.watchdog = _SharedWatchdog(name, size)
         self.groups: list[ThreadGroup] = []
         self._lock = threading.Lock()

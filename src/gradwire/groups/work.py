@@ -25,13 +25,14 @@ from torch import Tensor
 from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.timeouts import wait_seconds
 from gradwire.errors import CollectiveTimeout, HookError, PeerLost, UsageError, again
-from gradwire.events import Emitter, is_kept
+from gradwire.events import is_kept
 from gradwire.groups.completion import CompletionHooks
 from gradwire.groups.forked import refuse_in_child
 from gradwire.groups.futures import FutureThreads, OutcomeFuture
 from gradwire.groups.work_info import WorkInfo
-from gradwire.recorder import flight_recorder
-from gradwire.recorder.flight_recorder import RecordKind
+from gradwire.recorder import writer
+from gradwire.recorder.format import RecordKind
+from gradwire.recorder.source import EventSource
 
 _LONG = 5.0
 """A wait of the caller's own that has failed after so many seconds deserves a report, which may take one. A loop of short ones
@@ -54,7 +55,7 @@ class WorkLedger(Protocol):
     name: str
     rank: int
     pid: int
-    events: Emitter
+    events: EventSource
     hooks: CompletionHooks
     hook_errors: deque[HookError]
     futures: FutureThreads
@@ -115,7 +116,7 @@ class Work:
         work._outcomes.append([None])
         work.settled = True
         work._latch.release()
-        if flight_recorder.active is not None:
+        if writer.active is not None:
             ledger.record(RecordKind.COLLECTIVE_FINISHED, work, work.finished)
         return work
 
@@ -194,13 +195,13 @@ class Work:
         elif not self.wait_settled(limit):
             late = self.ledger.timed_out(self, limit)
             if limit >= _LONG:
-                flight_recorder.add_report(late)
+                writer.add_report(late)
             raise late
         # Not _error, which the settling thread may not have set yet. A stream-ordered wait returns before the Work is settled.
         error = self._outcomes[0][0] if self._outcomes else None
         if error is not None:
             if isinstance(error, CollectiveTimeout | PeerLost):
-                flight_recorder.add_report(error)
+                writer.add_report(error)
             raise again(error)
         return True
 

@@ -36,13 +36,13 @@ from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.periodic.base import OuterHook, check_outer
 from gradwire.interop.step_checks import StepChecks
 from gradwire.policies import NonFinite
-from gradwire.recorder import flight_recorder
-from gradwire.recorder.flight_recorder import RecordKind
-from gradwire.reducer.buckets.bucket_records import record_bucket
+from gradwire.recorder import writer
+from gradwire.recorder.format import RecordKind
 from gradwire.reducer.buckets.layout import plain_name
 from gradwire.reducer.checks.attached_optimizers import AttachedOptimizers
 from gradwire.reducer.hook.outer_optimizer import cut
 from gradwire.reducer.hook.runner import HookRunner
+from gradwire.reducer.model_events import ModelEvents
 
 
 class TorchDdpHook(Protocol):
@@ -124,6 +124,7 @@ class _Adapter:
         # Parameters are kept only for a hook that writes them: this adapter lives as long as torch's reducer.
         self._named = [(n, p) for n, p in named if p.requires_grad] if isinstance(hook, OuterHook) else []
         self._runner: HookRunner | None = None
+        self._events: ModelEvents | None = None
         self._optimizers = AttachedOptimizers()
         if isinstance(hook, OuterHook) and not self._named:
             raise UsageError(
@@ -148,6 +149,9 @@ class _Adapter:
         group = self._own.get(self._device, state)
         if runner.group is not group:
             runner.move_to_group(group)
+            self._events = None
+        if self._events is None:
+            self._events = ModelEvents(group)
         return runner
 
     def reduce(self, torch_state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -157,15 +161,15 @@ class _Adapter:
         if spec.index == 0:  # torch launches its buckets in index order
             runner.next_step()
         ours = GradBucket(spec, buffer, bucket.parameters(), is_last=False)  # which gradwire hooks do not see
-        group, step = runner.group, runner.step
-        record_bucket(RecordKind.BUCKET_FULL, group, spec, step=step)
-        with torch.no_grad(), flight_recorder.within(step, spec.index):
+        events, step = self._events or ModelEvents(runner.group), runner.step
+        events.bucket(RecordKind.BUCKET_FULL, spec, step)
+        with torch.no_grad(), writer.within(events.place(step, spec.index)):
             pending = self._checks.start(runner, ours, overlap=self._own.overlaps)
-        record_bucket(RecordKind.BUCKET_LAUNCHED, group, spec, step=step, hook=runner.name)
+        events.bucket(RecordKind.BUCKET_LAUNCHED, spec, step, hook=runner.name)
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
         if device.type == "cuda" or not self._own.overlaps:
             future.set_result(pending.wait())
-            record_bucket(RecordKind.BUCKET_REDUCED, group, spec, step=step)
+            events.bucket(RecordKind.BUCKET_REDUCED, spec, step)
             return future
 
         def fulfill(kept: HookRunner = runner) -> None:  # kept until its reduction is done, even if the model is freed
@@ -175,7 +179,7 @@ class _Adapter:
             except BaseException as error:  # any exception: torch waits for this future without a timeout
                 future.set_exception(_as_exception(error, self._hook, spec))  # type: ignore[arg-type]  # torch's stub is wrong
             else:
-                record_bucket(RecordKind.BUCKET_REDUCED, group, spec, step=step)
+                events.bucket(RecordKind.BUCKET_REDUCED, spec, step)
                 future.set_result(value)
 
         # torch waits for the future in C++ with no way to call back here, so one of our threads waits for the reduction.

@@ -28,11 +28,11 @@ from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.interop.fsdp_checks import IN_A_SHARD, OF_A_RANK, CheckedModule, FsdpChecks
-from gradwire.recorder import flight_recorder
-from gradwire.recorder.flight_recorder import RecordKind
-from gradwire.reducer.buckets.bucket_records import record_bucket
+from gradwire.recorder import writer
+from gradwire.recorder.format import RecordKind
 from gradwire.reducer.buckets.layout import plain_name
 from gradwire.reducer.hook.runner import HookRunner
+from gradwire.reducer.model_events import ModelEvents
 
 
 class FsdpHook:
@@ -56,6 +56,7 @@ class FsdpHook:
         if parts:  # checked again with the first gradient, which may have another dtype
             hook.check(_bucket(parts, 0, like))
         self._runner = HookRunner(hook, group)
+        self._events = ModelEvents(group)
         self._check: tuple[FsdpChecks, CheckedModule] | None = None
         self._parts = tuple(parts)
         self._device = like.device
@@ -77,11 +78,12 @@ class FsdpHook:
         self._runner.next_step()
         # On CUDA this runs on FSDP's own stream, which the wait for each collective orders.
         runner, spec = self._runner, self._spec(flat)
-        record_bucket(RecordKind.BUCKET_FULL, runner.group, spec, step=runner.step)
-        record_bucket(RecordKind.BUCKET_LAUNCHED, runner.group, spec, step=runner.step, hook=runner.name)
-        with flight_recorder.within(runner.step, spec.index):
+        events, step = self._events, runner.step
+        events.bucket(RecordKind.BUCKET_FULL, spec, step)
+        events.bucket(RecordKind.BUCKET_LAUNCHED, spec, step, hook=runner.name)
+        with writer.within(events.place(step, spec.index)):
             result = self._run(GradBucket(spec, flat, (), is_last=True))
-        record_bucket(RecordKind.BUCKET_REDUCED, runner.group, spec, step=runner.step)
+        events.bucket(RecordKind.BUCKET_REDUCED, spec, step)
         return result
 
     def _run(self, bucket: GradBucket) -> Tensor:

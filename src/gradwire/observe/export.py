@@ -23,7 +23,7 @@ from gradwire.observe.recording import attach
 from gradwire.observe.rings.ring_tail import RingFollower
 from gradwire.observe.stragglers.step_times import MANY_LOST, StepFolder, StepTimes
 from gradwire.observe.stragglers.steps import Phase
-from gradwire.recorder import flight_recorder
+from gradwire.recorder import writer
 from gradwire.runtime.threads import Worker
 
 METRICS: Mapping[str, str] = {
@@ -86,7 +86,7 @@ def export(log: Log, *, every: int = 1) -> Export:
         raise UsageError(f"observe.export(log={log!r}): log must be a callable log(metrics, step).")
     if every < 1:
         raise UsageError(f"observe.export(every={every}): must be 1 or more.")
-    recorder = flight_recorder.active
+    recorder = writer.active
     if recorder is None:
         raise UsageError(
             "observe.export(): this process is not recorded. Call gradwire.observe.start(directory) first."
@@ -137,7 +137,7 @@ class Export:
             self._read()
             if len(self._steps) >= self._every:
                 steps, self._steps = self._steps, []
-                recorder = flight_recorder.active
+                recorder = writer.active
                 warned = 0 if recorder is None else recorder.warnings
                 self._call({**averages(steps), "gradwire_warnings": warned}, steps[-1].step)
             self._took = _now() - began

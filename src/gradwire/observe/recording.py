@@ -21,8 +21,9 @@ from gradwire.observe.hangs.gradient_questions import SUBJECT, SUFFIX, GradientA
 from gradwire.observe.hangs.hang_watch import report_for_error
 from gradwire.observe.hangs.stacks import StackFile, can_write_stacks, libraries
 from gradwire.observe.rings.ring import RingFile
-from gradwire.recorder import flight_recorder
-from gradwire.recorder.flight_recorder import HEADER, PAGE, FlightRecorder, RecordKind
+from gradwire.recorder import writer
+from gradwire.recorder.format import HEADER, PAGE, RecordKind
+from gradwire.recorder.writer import FlightRecorder, Member
 from gradwire.runtime.host import ProcessState, clock_identity, process_start
 
 
@@ -45,17 +46,17 @@ def start(directory: str | os.PathLike[str], *, rank: int | None = None, size: i
     torch.distributed's default process group unless given. Called again with the same directory, it changes nothing.
     Where there is no room for the ring, training continues without it, with a warning.
 
-    The ring holds the last 65,536 records, in 4 MiB. It costs about a microsecond per collective, bucket and step.
+    The ring holds the last 65,536 records, in 5 MiB. It costs about a microsecond per collective, bucket and step.
     """
     directory = Path(directory)
     rank, size = _place(rank, size)
     path = directory / f"rank-{rank}.ring"
     with _lock:
-        if flight_recorder.active is not None:
-            if flight_recorder.active.path == path:
+        if writer.active is not None:
+            if writer.active.path == path:
                 return
             raise UsageError(
-                f"observe.start({str(directory)!r}): this process is recorded in {flight_recorder.active.path.parent} already. "
+                f"observe.start({str(directory)!r}): this process is recorded in {writer.active.path.parent} already. "
                 "Call observe.stop() first."
             )
         _check_not_in_use(path)
@@ -87,16 +88,16 @@ def start(directory: str | os.PathLike[str], *, rank: int | None = None, size: i
                 f"observe.start({str(directory)!r}): a hang report cannot ask for gradients: {error}", stacklevel=2
             )
         recorder.describe("system", _system())
-        flight_recorder.active = recorder
-        flight_recorder.reporter = functools.partial(report_for_error, directory)
+        writer.active = recorder
+        writer.reporter = functools.partial(report_for_error, directory)
         _set_rank(rank)
 
 
 def stop() -> None:
     """Stop recording. What was recorded stays."""
     with _lock:
-        recorder, flight_recorder.active = flight_recorder.active, None
-        flight_recorder.reporter = None
+        recorder, writer.active = writer.active, None
+        writer.reporter = None
         _remove_handles()
     if recorder is not None:
         recorder.describe("end", {"time": time.monotonic_ns()})
@@ -117,9 +118,9 @@ def _remove_handles() -> None:
 
 def mark(text: str) -> None:
     """Write a note of your own into the record: it is shown in traces and reports. Without a recorder it does nothing."""
-    recorder = flight_recorder.active
+    recorder = writer.active
     if recorder is not None:
-        recorder.put(RecordKind.MARK, _rank, label=str(text))
+        recorder.put(RecordKind.MARK, Member(rank=_rank), label=str(text))
 
 
 def samples(number: int) -> None:
@@ -129,9 +130,9 @@ def samples(number: int) -> None:
     """
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise UsageError(f"observe.samples({number!r}): pass how many samples the batch has, a whole number.")
-    recorder = flight_recorder.active
+    recorder = writer.active
     if recorder is not None:
-        recorder.put(RecordKind.SAMPLES, _rank, nbytes=number)
+        recorder.put(RecordKind.SAMPLES, Member(rank=_rank), nbytes=number)
 
 
 def _set_rank(rank: int) -> None:
@@ -211,13 +212,15 @@ def _check_not_in_use(path: Path) -> None:
 def _record_optimizers(rank: int) -> None:
     from gradwire.autograd.optimizer_steps import after_optimizer_steps, before_optimizer_steps
 
+    member = Member(rank=rank)
+
     def began(*_: Any) -> None:
-        if (recorder := flight_recorder.active) is not None:
-            recorder.put(RecordKind.OPTIMIZER_BEGAN, rank)
+        if (recorder := writer.active) is not None:
+            recorder.put(RecordKind.OPTIMIZER_BEGAN, member)
 
     def ended(*_: Any) -> None:
-        if (recorder := flight_recorder.active) is not None:
-            recorder.put(RecordKind.OPTIMIZER_ENDED, rank)
+        if (recorder := writer.active) is not None:
+            recorder.put(RecordKind.OPTIMIZER_ENDED, member)
 
     _handles.extend([before_optimizer_steps(began), after_optimizer_steps(ended)])
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradwire.observe.rings.ring import Record, Ring
-from gradwire.recorder.flight_recorder import RecordKind
+from gradwire.recorder.format import RecordKind
 
 _STEP = re.compile(r"\bstep \d+")
 RankWarnings = tuple[int, Mapping[str, Any], Iterable[Record]]
@@ -64,7 +64,7 @@ def warning_records(ring: Ring) -> list[Record]:
 
 
 def _as_record(facts: Mapping[str, Any]) -> Record | None:
-    """A warning as `flight_recorder.warn` has described it; None if it is damaged."""
+    """A warning as `FlightRecorder.warn` has described it; None if it is damaged."""
     try:
         text, step, time = str(facts["text"]), int(facts["step"]), int(facts["time"])
     except (KeyError, TypeError, ValueError):

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.recorder import flight_recorder
-from gradwire.recorder.flight_recorder import RecordKind
+from gradwire.recorder import writer
+from gradwire.recorder.format import RecordKind
+from gradwire.recorder.writer import Member, Place
 
 
 def is_torchs_own() -> bool:
@@ -23,17 +24,17 @@ class ForwardRecords:
     def __init__(self, rank: int) -> None:
         self._original: Any = DistributedDataParallel.forward
         self._step = -1
-        original = self._original
+        original, member = self._original, Member(rank=rank)
 
         @functools.wraps(original)
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-            recorder = flight_recorder.active
+            recorder = writer.active
             if recorder is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
                 return original(module, *args, **kwargs)
             self._step += 1
-            recorder.put(RecordKind.FORWARD_BEGAN, rank, step=self._step)
+            recorder.put(RecordKind.FORWARD_BEGAN, member, place=Place(self._step))
             result = original(module, *args, **kwargs)
-            recorder.put(RecordKind.FORWARD_ENDED, rank, step=self._step)
+            recorder.put(RecordKind.FORWARD_ENDED, member, place=Place(self._step))
             return result
 
         self._own: Any = forward

@@ -1,8 +1,9 @@
-"""Durations and sizes as people read them."""
+"""Durations, sizes and foreign text as people read them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 def duration(seconds: float) -> str:
@@ -83,3 +84,25 @@ def ranks(numbers: Sequence[int]) -> str:
     ('rank 3', 'ranks 0, 1')
     """
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {rank_list(numbers)}"
+
+
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | {
+    code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
+}
+for _kept in "\n\t":
+    del _CONTROL[ord(_kept)]
+
+
+def printable(value: Any) -> Any:
+    """Text, or the texts in what JSON can hold, with control characters escaped: none that a rank has written may reach a terminal.
+
+    >>> printable({"label": "a\x1b[2Jb", "step": 1})
+    {'label': 'a\\x1b[2Jb', 'step': 1}
+    """
+    if isinstance(value, str):
+        return value if value.isprintable() else value.translate(_CONTROL)
+    if isinstance(value, list):
+        return [printable(one) for one in value]
+    if isinstance(value, dict):
+        return {printable(key): printable(one) for key, one in value.items()}
+    return value

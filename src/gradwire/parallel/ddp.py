@@ -32,7 +32,7 @@ from gradwire.parallel.torch_arguments import Flags, check_devices, move_to
 from gradwire.parallel.torch_surface import BufferHook, ReducerCompat, TorchSurface
 from gradwire.parallel.trainable import check_module
 from gradwire.policies import NonFinite
-from gradwire.recorder.flight_recorder import RecordKind
+from gradwire.recorder.format import RecordKind
 from gradwire.reducer.hook.torch_hooks import check_torch_hook
 from gradwire.runtime.dynamo import set_eval_frame, untraced_call, untraced_frame
 

@@ -23,7 +23,6 @@ from gradwire.parallel.broadcast import broadcast_coalesced
 from gradwire.parallel.digest import digest, digests
 from gradwire.parallel.trainable import check_module, refuse_dtensors
 from gradwire.policies import Divergence, check_policies
-from gradwire.recorder import flight_recorder
 from gradwire.reducer.checks.attached_optimizers import check_optimizer
 from gradwire.reducer.hook.runner import HookRunner
 from gradwire.runtime.warnings import warn_user
@@ -117,7 +116,7 @@ class DivergenceCheck:
             return []
         healed = self.policy is Divergence.HEAL and all(one.source is not None for one in found)
         error = self._error(found, healed=healed)
-        flight_recorder.warn(str(error), rank=self.group.rank, group=self.group.name, step=self.steps - 1)
+        self.group.ledger.events.warn(str(error), step=self.steps - 1)
         if healed:
             self._heal(found)
         elif self.policy is not Divergence.RECORD:

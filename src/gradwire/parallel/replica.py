@@ -42,7 +42,7 @@ from gradwire.policies import (
     check_policies,
     default_checks,
 )
-from gradwire.recorder.flight_recorder import RecordKind
+from gradwire.recorder.format import RecordKind
 from gradwire.reducer import BucketLayout, Reducer, ReducerOptions
 from gradwire.reducer.buckets.assign import by_size
 from gradwire.reducer.buckets.layout import ParameterSpec

@@ -1,1 +1,1 @@
-"""The flight recorder: the format of its records, and how a rank writes them."""
+"""The flight recorder: the format of its records, how a rank writes them, and the sources that feed it."""

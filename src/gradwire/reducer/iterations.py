@@ -22,9 +22,10 @@ from gradwire.autograd.backward_errors import before_compiled_backward, on_faile
 from gradwire.autograd.graph import reachable_parameters, reaches_mark
 from gradwire.errors import CompiledAutograd, GroupAborted
 from gradwire.groups.base import Group
-from gradwire.recorder import flight_recorder
-from gradwire.recorder.flight_recorder import RecordKind, summary
+from gradwire.recorder.format import RecordKind
+from gradwire.recorder.writer import summary
 from gradwire.reducer.machine import Machine, State
+from gradwire.reducer.model_events import ModelEvents
 from gradwire.reducer.reductions import StepRejected, StepSkipped
 from gradwire.runtime.threads import weakly
 
@@ -38,9 +39,16 @@ class Iterations:
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], group: Group, machine: Machine, *, abandon: Callable[[str], object]
+        self,
+        parameters: Sequence[Tensor],
+        group: Group,
+        machine: Machine,
+        events: ModelEvents,
+        *,
+        abandon: Callable[[str], object],
     ) -> None:
         self.group = group
+        self.events = events
         self.number = 0
         """How many iterations have ended for the caller, averaged or failed: see [Iterations]."""
         self.expects_backward = False
@@ -72,9 +80,7 @@ class Iterations:
 
     def record(self, kind: RecordKind, label: str = "") -> None:
         """Write what happened in the iteration to the flight recorder, if there is one."""
-        recorder, group = flight_recorder.active, self.group
-        if recorder is not None:
-            recorder.put(kind, group.rank, group=group.name, label=label, step=self.number, bucket=-1)
+        self.events.step(kind, self.number, label=label)
 
     def fail(self, error: BaseException) -> None:
         """The step is lost: drop what is in flight, and tell the other ranks, which may be waiting for this one.

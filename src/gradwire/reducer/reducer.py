@@ -28,9 +28,9 @@ from gradwire.autograd.backward_end import at_backward_end
 from gradwire.autograd.backward_errors import on_returned_backward
 from gradwire.collectives import broadcast
 from gradwire.errors import GradwireError
-from gradwire.events import BackwardEnded, Emitter, GradientReady, StepEnded
+from gradwire.events import BackwardEnded, GradientReady, StepEnded
 from gradwire.groups.base import Group
-from gradwire.recorder.flight_recorder import RecordKind
+from gradwire.recorder.format import RecordKind
 from gradwire.reducer.buckets.buffers import Buckets
 from gradwire.reducer.buckets.layout import BucketLayout
 from gradwire.reducer.intake.awaited_gradients import register
@@ -39,6 +39,7 @@ from gradwire.reducer.intake.order import BucketOrder
 from gradwire.reducer.intake.used import UsedParameters
 from gradwire.reducer.iterations import Iterations
 from gradwire.reducer.machine import Launch, Machine, State
+from gradwire.reducer.model_events import ModelEvents
 from gradwire.reducer.reductions import Reductions, Runner, StepRejected
 from gradwire.reducer.status import ReducerOptions, ReducerStatus
 
@@ -61,7 +62,7 @@ class Reducer:
         self.parameters = list(parameters)
         self.device = self.parameters[0].device
         self.group = group
-        self.events = Emitter()
+        self.events = ModelEvents(group)
         self.steps = 0
         self.manual = False
         """Whether the owner calls `finish` after the last launch, instead of the end of backward."""
@@ -77,7 +78,7 @@ class Reducer:
         self.used = UsedParameters(len(parameters), track=options.track_unused, device=self.device)
         self.intake = GradientIntake(self.parameters, self.machine, in_buckets=options.keep_views)
         self.reductions = Reductions(group, runner, self.buckets, self.intake, self.events)
-        self.iterations = Iterations(self.parameters, group, self.machine, abandon=self._abandon)
+        self.iterations = Iterations(self.parameters, group, self.machine, self.events, abandon=self._abandon)
         self._skip_unused = options.skip_unused
         self._first_layout = layout
         self.backward_runs = False
@@ -315,9 +316,7 @@ class Reducer:
         """Wait for the reductions and put the averages back into `.grad`."""
         try:
             self.reductions.launch_held()
-            if self.events:
-                self.events.emit(BackwardEnded(time.perf_counter(), self.group.rank))
-            self.iterations.record(RecordKind.BACKWARD_ENDED)
+            self.events.step(RecordKind.BACKWARD_ENDED, self.iterations.number, event=BackwardEnded)
             with torch.no_grad():
                 self._put_back()
         except StepRejected as rejected:
@@ -330,10 +329,9 @@ class Reducer:
         self.intake.ended()
         self.machine.finished()
         self.steps += 1
-        self.iterations.record(RecordKind.STEP_ENDED)
+        number, steps = self.iterations.number, self.steps
         self.iterations.ended()
-        if self.events:
-            self.events.emit(StepEnded(time.perf_counter(), self.group.rank, self.steps))
+        self.events.step(RecordKind.STEP_ENDED, number, event=lambda time, rank: StepEnded(time, rank, steps))
 
     def _put_back(self) -> None:
         reductions = self.reductions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
@@ -10,18 +9,16 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import GradwireError
-from gradwire.events import BucketFull, BucketLaunched, BucketReduced, Emitter
+from gradwire.events import BucketFull, BucketLaunched, BucketReduced
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
-from gradwire.recorder import flight_recorder
-from gradwire.recorder.flight_recorder import RecordKind
-from gradwire.reducer.buckets.bucket_records import describe_buckets, record_bucket
+from gradwire.recorder import writer
+from gradwire.recorder.format import RecordKind
 from gradwire.reducer.buckets.buffers import Buckets
 from gradwire.reducer.hook.driver import Pending
 from gradwire.reducer.intake.intake import GradientIntake
 from gradwire.reducer.machine import Launch
-
-_LAUNCHED = RecordKind.BUCKET_LAUNCHED
+from gradwire.reducer.model_events import ModelEvents
 
 
 class StepRejected(Exception):
@@ -63,7 +60,9 @@ class Runner(Protocol):
 class Reductions:
     """The reductions of one model's buckets."""
 
-    def __init__(self, group: Group, runner: Runner, buckets: Buckets, intake: GradientIntake, events: Emitter) -> None:
+    def __init__(
+        self, group: Group, runner: Runner, buckets: Buckets, intake: GradientIntake, events: ModelEvents
+    ) -> None:
         self.group = group
         self.runner = runner
         self.unused: Collection[int] = ()
@@ -80,8 +79,6 @@ class Reductions:
         self._intake = intake
         self._events = events
         self._pending: list[tuple[Launch, Pending]] = []
-        self._described: tuple[object, object] = (None, None)
-        """The recorder that has the layout, and that layout."""
 
     def hold(self, launch: Launch) -> None:
         """Launch this bucket when backward has ended."""
@@ -106,17 +103,26 @@ class Reductions:
         spec = buckets.storages[bucket].spec
         gradients = self._intake.gradients(buckets.layout.members[bucket])
         buffer = buckets.fill(bucket, gradients, self.group, unused=self._intake.unused)
-        if self._events:
-            self._events.emit(BucketFull(time.perf_counter(), self.group.rank, bucket, spec.names, buffer.numel()))
-        self._record(RecordKind.BUCKET_FULL, bucket)
+        events, step = self._events, self.step
+        events.describe(buckets.layout)
+        events.bucket(
+            RecordKind.BUCKET_FULL,
+            spec,
+            step,
+            event=lambda time, rank: BucketFull(time, rank, bucket, spec.names, buffer.numel()),
+        )
         full = buckets.as_grad_bucket(bucket, buffer, last=launch.last)
-        if self.first_nonfinite is not None and flight_recorder.active is not None:
-            self.first_nonfinite(full, self.group, self.step)
-        with flight_recorder.within(self.step, bucket):
+        if self.first_nonfinite is not None and writer.active is not None:
+            self.first_nonfinite(full, self.group, step)
+        with writer.within(events.place(step, bucket)):
             pending = self.runner.start(full)
-        if self._events:
-            self._events.emit(BucketLaunched(time.perf_counter(), self.group.rank, bucket))
-        self._record(RecordKind.BUCKET_LAUNCHED, bucket)
+        events.bucket(
+            RecordKind.BUCKET_LAUNCHED,
+            spec,
+            step,
+            hook="" if writer.active is None else self.runner.name,
+            event=lambda time, rank: BucketLaunched(time, rank, bucket),
+        )
         return pending
 
     def wait(self) -> list[tuple[int, Tensor]]:
@@ -136,20 +142,13 @@ class Reductions:
         if not leave:
             self._buckets.put_back(results, unused)
         for bucket, _ in results:
-            if self._events:
-                self._events.emit(BucketReduced(time.perf_counter(), self.group.rank, bucket))
-            self._record(RecordKind.BUCKET_REDUCED, bucket)
+            self._events.bucket(
+                RecordKind.BUCKET_REDUCED,
+                self._buckets.storages[bucket].spec,
+                self.step,
+                event=lambda time, rank, bucket=bucket: BucketReduced(time, rank, bucket),  # type: ignore[misc]
+            )
             self._buckets.release(bucket)
-
-    def _record(self, kind: RecordKind, bucket: int) -> None:
-        recorder, layout = flight_recorder.active, self._buckets.layout
-        if recorder is None:
-            return
-        if self._described[0] is not recorder or self._described[1] is not layout:
-            self._described = recorder, layout
-            describe_buckets(recorder, self.group, layout.buckets)
-        hook = self.runner.name if kind is _LAUNCHED else ""
-        record_bucket(kind, self.group, self._buckets.storages[bucket].spec, step=self.step, hook=hook)
 
     def drop(self) -> None:
         """Forget what is in flight."""

@@ -12,7 +12,7 @@ import pytest
 from gradwire.cli import main
 from gradwire.observe.rings.ring import RingFile
 from gradwire.observe.rings.runs import new_run, runs_directory
-from gradwire.recorder.flight_recorder import CAPACITY
+from gradwire.recorder.format import CAPACITY
 from gradwire.runtime.host import ProcessState, clock_identity
 from helpers.made_rings import made_ring, write_ring
 from helpers.warm_python import GRADWIRE_RUN

@@ -11,10 +11,8 @@ import pytest
 
 from gradwire import observe
 from gradwire.observe.rings.ring import Record, Ring
-from gradwire.recorder.flight_recorder import RecordKind
-
-_FIELDS = {"op": "", "rank": 0, "thread": 1, "group": "", "label": "", "seq": 0, "ordinal": 0, "nbytes": 0}
-_TIMES = {"duration": 0, "step": -1, "bucket": -1}
+from gradwire.recorder.format import RecordKind
+from helpers.made_rings import made
 
 
 @pytest.fixture
@@ -23,7 +21,7 @@ def record() -> Callable[..., Record]:
     numbers = itertools.count()
 
     def make(kind: RecordKind, time: int, **fields: Any) -> Record:
-        return Record(next(numbers), time, kind, **{**_FIELDS, **_TIMES, **fields})
+        return made(next(numbers), time, kind, **fields)
 
     return make
 

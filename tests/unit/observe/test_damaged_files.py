@@ -1,4 +1,4 @@
-"""Whatever the bytes of a recorder's files are: what can be read is shown, and the file is named in a warning."""
+"""Whatever the bytes of a recorder's files are: no command fails, and a file that cannot be read is named."""
 
 from __future__ import annotations
 
@@ -66,7 +66,6 @@ def commands(directory, out):
     yield ["report", str(directory), "-o", str(out / "page.html")]
     yield ["report", str(directory), "--text"]
     yield ["trace", str(directory), "-o", str(out / "trace.json")]
-    yield ["trace", str(directory), "--format", "fr", "-o", str(out / "fr")]
     yield ["inspect", str(directory)]
     yield ["top", str(directory), "--once"]
 
@@ -91,28 +90,22 @@ def test_every_command_reads_what_can_be_read(run, whole, tmp_path_factory, caps
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "what"),
+    ("change", "what"),
     [
-        ("rank-0.ring", lambda data: b"x" + data[1:], "left out"),
-        ("rank-0.ring", lambda data: data[:5000], "a part of the file is missing"),
-        ("rank-0.ring", lambda data: data.replace(b'"pid"', b'"qid"'), "left out|damaged: "),
-        ("rank-0.ring", lambda data: data.replace(b'"pid": 1000', b'"pid": null'), "pid in its header"),
-        ("rank-0.ring", lambda data: data[: 4096 + 64] + b"\xff" * 16 + data[4096 + 80 :], "1 of its records"),
-        ("rank-0.names", lambda data: data[:20], "names are missing"),
-        ("rank-0.names", lambda data: data.replace(b'"buckets": [{"bytes"', b'"buckets": [{"bites"'), "1 of its lines"),
-        ("rank-0.names", lambda data: b"", "names are missing"),
+        (lambda data: b"x" + data[1:], "is not a ring"),
+        (lambda data: data[:5000], "is damaged: 256 records in 5000 bytes"),
+        (lambda data: data.replace(b'"pid": 1000', b'"pid": null'), "its header cannot be read"),
+        (lambda data: data[:4000], "is not a ring"),
     ],
 )
-def test_the_file_is_named_once_by_every_command(run, whole, tmp_path_factory, capsys, name, change, what):
+def test_the_file_is_named_once_by_every_command(run, whole, tmp_path_factory, capsys, change, what):
+    name = "rank-0.ring"
     data = change(whole[name])
-    if data == whole[name]:
-        pytest.fail("nothing was changed")
+    assert data != whole[name]
     directory = run(name, data)
-    if b"qid" in data:  # what is not there is as from another version: nothing is damaged
-        assert load_rings(directory)[1] == {}
-        return
     [(named, words)] = load_rings(directory)[1].items()
     assert named == name
+    assert words.startswith("left out: ")
     assert what in words
     for command in commands(directory, tmp_path_factory.mktemp("out")):
         assert main(command) == 0

@@ -14,9 +14,11 @@ from gradwire.errors import CollectiveTimeout, PeerLost
 from gradwire.observe.recording import _header
 from gradwire.observe.rings.ring import RingFile
 from gradwire.observe.rings.ring_tail import RingFollower
-from gradwire.recorder import flight_recorder
-from gradwire.recorder.flight_recorder import FlightRecorder, RecordKind
+from gradwire.recorder import writer
+from gradwire.recorder.format import RecordKind
+from gradwire.recorder.writer import FlightRecorder
 from gradwire.testing import run_ranks
+from helpers.recorder_put import put
 
 
 def notes(error):
@@ -57,12 +59,12 @@ def test_a_timeout_names_what_the_missing_rank_does(tmp_path, kind):
 def waiting(recorded):
     """A rank 0 that waits in a collective which rank 1, whose process has ended, has not submitted."""
     other = FlightRecorder(recorded / "rank-1.ring", header={**_header(1, 2), "process_start": "1"}, capacity=16)
-    other.put(RecordKind.GROUP, 1, group="world", nbytes=2)
-    recorder = flight_recorder.active
+    put(other, RecordKind.GROUP, 1, group="world", nbytes=2)
+    recorder = writer.active
     assert recorder is not None
-    recorder.put(RecordKind.GROUP, 0, group="world", nbytes=2)
+    put(recorder, RecordKind.GROUP, 0, group="world", nbytes=2)
     for kind in (RecordKind.COLLECTIVE_SUBMITTED, RecordKind.COLLECTIVE_WAITED, RecordKind.COLLECTIVE_FAILED):
-        recorder.put(kind, 0, group="world", ordinal=1)
+        put(recorder, kind, 0, group="world", ordinal=1)
     yield other
     other.close()
 
@@ -70,7 +72,7 @@ def waiting(recorded):
 def test_a_lost_peer_is_explained_once(waiting):
     error = PeerLost("rank 1 is lost", rank=1)
     for _ in range(2):
-        flight_recorder.add_report(error)
+        writer.add_report(error)
     [note] = error.__notes__
     assert "rank 1 (process" in note
     assert "its process has ended" in note
@@ -81,13 +83,13 @@ def test_what_cannot_be_read_is_shown_once_and_does_not_hide_the_error(waiting, 
     def fail():
         raise OSError("stale file handle")
 
-    monkeypatch.setattr(flight_recorder, "reporter", fail)
-    monkeypatch.setattr(flight_recorder, "_has_warned", False)
+    monkeypatch.setattr(writer, "reporter", fail)
+    monkeypatch.setattr(writer, "_has_warned", False)
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter(filters)
         for _ in range(2):
             error = PeerLost("rank 1 is lost", rank=1)
-            flight_recorder.add_report(error)
+            writer.add_report(error)
             assert notes(error) == ""
     texts = [str(one.message) for one in shown]
     assert len(texts) == (filters == "always")
@@ -98,7 +100,7 @@ def test_what_cannot_be_read_is_shown_once_and_does_not_hide_the_error(waiting, 
 
 def test_without_a_recorder_nothing_is_added():
     error = PeerLost("rank 1 is lost", rank=1)
-    flight_recorder.add_report(error)
+    writer.add_report(error)
     assert notes(error) == ""
 
 
@@ -106,7 +108,7 @@ def test_without_a_recorder_nothing_is_added():
 def test_the_newest_record_is_found_in_a_ring_that_wraps(tmp_path, written):
     recorder = FlightRecorder(tmp_path / "rank-0.ring", header=_header(0, 1), capacity=16)
     for number in range(written):
-        recorder.put(RecordKind.MARK, 0, label=str(number))
+        put(recorder, RecordKind.MARK, 0, label=str(number))
     recorder.close()
     with RingFile(recorder.path) as ring:
         assert ring.newest() == written - 1
@@ -118,6 +120,6 @@ def test_the_newest_record_is_found_in_a_ring_that_wraps(tmp_path, written):
 def test_a_forked_child_has_no_reporter(recorded):
     pid = os.fork()
     if pid == 0:
-        os._exit(int(flight_recorder.reporter is not None))
+        os._exit(int(writer.reporter is not None))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert flight_recorder.reporter is not None
+    assert writer.reporter is not None

@@ -22,7 +22,7 @@ from gradwire.errors import UsageError
 from gradwire.observe import export as package_function
 from gradwire.observe.stragglers.step_times import StepTimes
 from gradwire.observe.stragglers.steps import Phase
-from gradwire.recorder.flight_recorder import warn
+from gradwire.recorder.source import EventSource
 from gradwire.testing import run_ranks
 from helpers.made_rings import step_records
 from helpers.waiting import wait_until
@@ -181,7 +181,7 @@ def test_warnings_are_counted(train, unlimited):
     seen = []
     exporter = observe.export(lambda metrics, step: seen.append(metrics["gradwire_warnings"]))
     train(2, exporter)
-    warn("something is wrong", rank=0)
+    EventSource("world", 0, 1).warn("something is wrong")
     train(1, exporter)
     assert seen == [0, 1]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gradwire.observe.rings.ring_tail import RingFollower
-from gradwire.recorder.flight_recorder import FlightRecorder, RecordKind
+from gradwire.recorder.format import RecordKind
+from gradwire.recorder.writer import FlightRecorder
+from helpers.recorder_put import put
 
 HEADER = {"rank": 0, "clock": "here", "started": 0, "started_wall": 0, "ops": []}
 
@@ -26,7 +28,7 @@ def follower(recorder):
 
 def write(recorder, start, stop):
     for number in range(start, stop):
-        recorder.put(RecordKind.MARK, 0, label=f"mark {number % 5}", seq=number)
+        put(recorder, RecordKind.MARK, 0, label=f"mark {number % 5}", seq=number)
 
 
 @pytest.mark.parametrize(
@@ -71,11 +73,11 @@ def test_a_reader_that_wants_the_last_records_only(recorder, follower, before):
 def test_a_record_that_is_never_written_is_skipped(recorder, follower, at, old):
     when = 0.0 if old else None
     for number in range(at):
-        recorder.put(RecordKind.MARK, 0, seq=number)
+        put(recorder, RecordKind.MARK, 0, seq=number)
     found = [record.seq for record in follower.poll()]
-    recorder.put(RecordKind.MARK, 0, nbytes=-1)  # takes a number, and does not fit
+    put(recorder, RecordKind.MARK, 0, nbytes=-1)  # takes a number, and does not fit
     for number in range(at + 1, at + 30):
-        recorder.put(RecordKind.MARK, 0, seq=number, at=when)
+        put(recorder, RecordKind.MARK, 0, seq=number, at=when)
     later = [record.seq for record in follower.poll()]
     if not old:  # the next one may be about to be written
         write(recorder, at + 30, at + 31)

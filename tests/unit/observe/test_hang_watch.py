@@ -21,8 +21,10 @@ from gradwire.observe.report.findings import find
 from gradwire.observe.report.load import load_report
 from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.rings.run_outcome import Outcome, RankOutcome, save
-from gradwire.recorder.flight_recorder import FlightRecorder, RecordKind
+from gradwire.recorder.format import RecordKind
+from gradwire.recorder.writer import FlightRecorder
 from gradwire.runtime.host import ProcessState, process_start, process_state
+from helpers.recorder_put import put
 from helpers.waiting import wait_until
 
 RANK = """
@@ -160,21 +162,21 @@ def test_waits_for_the_same_rank_are_counted_and_not_repeated(ring, tmp_path):
     """40 evaluations of 8 s on rank 1: one report, one file, and no error on the page of the run. Then a real hang."""
     directory = tmp_path / "run"
     evaluating = FlightRecorder(directory / "rank-1.ring", header=_header(1, 2), capacity=16)
-    evaluating.put(RecordKind.GROUP, 1, group="world", nbytes=2)
+    put(evaluating, RecordKind.GROUP, 1, group="world", nbytes=2)
     recorder = ring(0, waits=False)
     watch = HangWatch(RunFollower(directory), deadline=5.0)
 
     def wait(number, seconds):
         began = time.monotonic() - seconds
         for kind in (RecordKind.COLLECTIVE_SUBMITTED, RecordKind.COLLECTIVE_WAITED):
-            recorder.put(kind, 0, group="world", ordinal=number, seq=number, label="loss", at=began)
+            put(recorder, kind, 0, group="world", ordinal=number, seq=number, label="loss", at=began)
         return watch.check()
 
     lines = []
     for number in range(1, 41):
         lines += wait(number, 8.0)
-        recorder.put(RecordKind.COLLECTIVE_FINISHED, 0, group="world", ordinal=number, seq=number, duration=0.01)
-        evaluating.put(RecordKind.COLLECTIVE_FINISHED, 1, group="world", ordinal=number, seq=number, duration=0.0)
+        put(recorder, RecordKind.COLLECTIVE_FINISHED, 0, group="world", ordinal=number, seq=number, duration=0.01)
+        put(evaluating, RecordKind.COLLECTIVE_FINISHED, 1, group="world", ordinal=number, seq=number, duration=0.0)
         lines += watch.check()
     assert len(lines) == 4, lines  # who waits, for whom, where it is saved; that it has ended
     [saved] = saved_hangs(directory)
@@ -183,8 +185,8 @@ def test_waits_for_the_same_rank_are_counted_and_not_repeated(ring, tmp_path):
     save(directory, Outcome("", None, None, (), time.time()))
     assert [one.title for one in find(load_report(directory)) if one.severity == "error"] == []
     assert wait(41, 9.0) == []  # no longer than those before
-    recorder.put(RecordKind.COLLECTIVE_FINISHED, 0, group="world", ordinal=41, seq=41, duration=0.01)
-    evaluating.put(RecordKind.COLLECTIVE_FINISHED, 1, group="world", ordinal=41, seq=41, duration=0.0)
+    put(recorder, RecordKind.COLLECTIVE_FINISHED, 0, group="world", ordinal=41, seq=41, duration=0.01)
+    put(evaluating, RecordKind.COLLECTIVE_FINISHED, 1, group="world", ordinal=41, seq=41, duration=0.0)
     assert watch.check() == []
     assert "rank 0 has waited for 100.0 s in" in wait(42, 100.0)[0]
     [saved] = saved_hangs(directory)
@@ -254,9 +256,9 @@ def ring(tmp_path):
             tmp_path / "run" / f"rank-{rank}.ring", header={**_header(rank, 2), **header}, capacity=16
         )
         recorders.append(recorder)
-        recorder.put(RecordKind.GROUP, rank, group="world", nbytes=2)
+        put(recorder, RecordKind.GROUP, rank, group="world", nbytes=2)
         for kind in (RecordKind.COLLECTIVE_SUBMITTED, RecordKind.COLLECTIVE_WAITED) if waits else ():
-            recorder.put(kind, rank, group="world", ordinal=1)
+            put(recorder, kind, rank, group="world", ordinal=1)
         return recorder
 
     (tmp_path / "run").mkdir()
@@ -286,9 +288,9 @@ def test_a_launcher_that_has_missed_the_end_of_a_collective_reports_no_hang(ring
     recorder = ring(0)
     watch.run.look()
     assert watch.run.ranks[0].waiting_in() is not None
-    recorder.put(RecordKind.COLLECTIVE_FINISHED, 0, group="world", ordinal=1)
+    put(recorder, RecordKind.COLLECTIVE_FINISHED, 0, group="world", ordinal=1)
     for number in range(40):
-        recorder.put(RecordKind.MARK, 0, label="later", seq=number)
+        put(recorder, RecordKind.MARK, 0, label="later", seq=number)
     watch.run.look()
     watch.run.look()
     assert watch.run.ranks[0].last[-1].seq == 39
@@ -298,7 +300,7 @@ def test_a_launcher_that_has_missed_the_end_of_a_collective_reports_no_hang(ring
 def test_a_rank_that_was_started_again_is_followed(ring, watch):
     ring(0)
     watch.run.look()
-    ring(0).put(RecordKind.MARK, 0, label="again")
+    put(ring(0), RecordKind.MARK, 0, label="again")
     watch.run.look()
     assert watch.run.ranks[0].last[-1].label == "again"
 
@@ -335,7 +337,7 @@ def test_a_rank_that_the_launcher_has_ended_was_not_dead_while_others_waited(rin
     gone = {"process_start": "1"}
     ring(0, **gone)
     absent = FlightRecorder(tmp_path / "run" / "rank-1.ring", header={**_header(1, 2), **gone}, capacity=16)
-    absent.put(RecordKind.GROUP, 1, group="world", nbytes=2)
+    put(absent, RecordKind.GROUP, 1, group="world", nbytes=2)
     absent.close()
     for stopped, said in ((False, "its process has ended"), (True, "the launcher has ended it since")):
         save(tmp_path / "run", Outcome("rank 0 failed", 0, None, (RankOutcome(1, -15, stopped),), time.time()))
@@ -352,9 +354,9 @@ def test_threads_are_not_taken_for_ranks_of_the_launcher(tmp_path, capsys):
     directory.mkdir()
     threads = FlightRecorder(directory / "rank-2.ring", header={**_header(2, 3), "process_start": "1"}, capacity=16)
     for number in range(2):
-        threads.put(RecordKind.GROUP, number, group="inner", nbytes=2)
+        put(threads, RecordKind.GROUP, number, group="inner", nbytes=2)
     for kind in (RecordKind.COLLECTIVE_SUBMITTED, RecordKind.COLLECTIVE_WAITED):
-        threads.put(kind, 0, group="inner", ordinal=1)
+        put(threads, kind, 0, group="inner", ordinal=1)
     threads.close()
     save(directory, Outcome("rank 2 failed", 2, None, (RankOutcome(1, -15, stopped=True),), time.time()))
     assert main(["inspect", str(directory)]) == 0
@@ -364,12 +366,12 @@ def test_threads_are_not_taken_for_ranks_of_the_launcher(tmp_path, capsys):
 def test_a_rank_that_has_ended_is_named_and_not_those_that_have_not_come_so_far(ring, watch):
     ring(0)
     late = FlightRecorder(watch.run.directory / "rank-1.ring", header=_header(1, 2), capacity=16)
-    late.put(RecordKind.GROUP, 1, group="world", nbytes=3)
+    put(late, RecordKind.GROUP, 1, group="world", nbytes=3)
     ended = FlightRecorder(
         watch.run.directory / "rank-2.ring", header={**_header(2, 2), "process_start": "1"}, capacity=16
     )
-    ended.put(RecordKind.GROUP, 2, group="world", nbytes=3)
-    ended.put(RecordKind.FORWARD_BEGAN, 2, group="world", step=7)
+    put(ended, RecordKind.GROUP, 2, group="world", nbytes=3)
+    put(ended, RecordKind.FORWARD_BEGAN, 2, group="world", step=7)
     where, waits, *suspects, saved = watch.rank_ended(2)
     assert where.startswith("rank 2: gone, step 7, forward for")
     assert waits.startswith("rank 0 has waited for")

@@ -11,8 +11,9 @@ from gradwire.observe.hangs.gradient_questions import Awaited
 from gradwire.observe.hangs.hang_report import report_lines, standing
 from gradwire.observe.hangs.stacks import Frame, Stack
 from gradwire.observe.rings.rank_progress import RankProgress
-from gradwire.recorder.flight_recorder import RecordKind as K
+from gradwire.recorder.format import RecordKind as K
 from gradwire.runtime.host import ProcessState
+from helpers.recorder_put import group_id_of
 
 S = 1_000_000_000
 WAITED = K.COLLECTIVE_WAITED
@@ -24,7 +25,17 @@ def rank(record):
     """A rank of a group of three that has finished collectives 1 to `finished`, and has submitted those in `pending`."""
 
     def make(
-        number, *, finished=0, pending=(), took=S // 100, op="all_reduce", nbytes=4, group="world", at=0, waits=WAITED
+        number,
+        *,
+        finished=0,
+        pending=(),
+        took=S // 100,
+        op="all_reduce",
+        nbytes=4,
+        group="world",
+        at=0,
+        waits=WAITED,
+        model=0,
     ):
         header = {"pid": 100 + number, "process_start": "", "libraries": LIBRARIES}
         progress = RankProgress(number, header)
@@ -32,7 +43,7 @@ def rank(record):
         facts = {"op": op, "group": group, "rank": number, "nbytes": nbytes}
         for n in range(1, finished + 1):
             progress.update([record(K.COLLECTIVE_FINISHED, at, seq=n, ordinal=n, duration=took, **facts)])
-        facts |= {"step": 7, "bucket": 1, "label": "bucket 1"}
+        facts |= {"step": 7, "bucket": 1, "label": "bucket 1", "model": model}
         for n in pending:
             progress.update([record(kind, at, seq=n, ordinal=n, **facts) for kind in (K.COLLECTIVE_SUBMITTED, waits)])
         return progress
@@ -99,10 +110,25 @@ def test_nothing_hangs_where_nothing_is_pending(rank):
     assert find_waiting([rank(0, finished=9), rank(1, finished=8)], 1000 * S) is None
 
 
-def test_groups_of_the_same_name_are_not_compared(rank, record):
-    ranks = [rank(0, pending=[1]), rank(1)]
-    ranks[1].update([record(K.GROUP, 0, group="world", rank=0, nbytes=3)])
-    assert find_waiting(ranks, 60 * S) is None
+def test_groups_of_the_same_name_have_their_own_hangs(rank, record):
+    """Two pairs of ranks with groups of one name: each has its own ranks."""
+    ranks = [rank(0, pending=[1]), rank(1), rank(2), rank(3)]
+    for n, one in enumerate(ranks):
+        moved = [r._replace(group_id=7 + n // 2, rank=n % 2, nbytes=2 if r.kind is K.GROUP else 4) for r in one.last]
+        ranks[n] = RankProgress(n, one.header)
+        ranks[n].update(moved)
+    waiting = find_waiting(ranks, 60 * S)
+    assert waiting is not None
+    assert (waiting.ranks, waiting.missing, waiting.unknown) == ((0,), (1,), 0)
+
+
+def test_after_many_collectives_the_missing_rank_is_still_named(rank, record):
+    """More than 2**24 of them."""
+    many = (1 << 24) + 5
+    ranks = [rank(0, pending=[many]), rank(1, pending=[many]), rank(2, pending=[many - 1], waits=K.COLLECTIVE_STARTED)]
+    waiting = find_waiting(ranks, 60 * S)
+    assert waiting is not None
+    assert waiting.missing == (2,)
 
 
 USER = Frame("/home/me/train.py", 31, "spin")
@@ -205,11 +231,12 @@ def test_members_are_known_after_the_record_of_the_group_was_overwritten(rank):
 
 
 def test_a_new_group_of_the_same_name_counts_from_one_again(rank, record):
-    ranks = [rank(n, finished=9, pending=[10]) for n in range(2)]
+    ranks = [rank(n, finished=9) for n in range(2)]
+    new = {"group": "world", "group_id": 77}
     for n, progress in enumerate(ranks):
-        progress.update([record(K.GROUP, 0, group="world", rank=n, nbytes=2)])
+        progress.update([record(K.GROUP, 0, rank=n, nbytes=2, **new)])
     assert find_waiting(ranks, 60 * S) is None
-    facts = {"op": "barrier", "group": "world", "rank": 0, "seq": 0, "ordinal": 1}
+    facts = {"op": "barrier", "rank": 0, "seq": 0, "ordinal": 1, **new}
     ranks[0].update([record(kind, 0, **facts) for kind in (K.COLLECTIVE_SUBMITTED, WAITED)])
     waiting = find_waiting(ranks, 60 * S)
     assert waiting is not None
@@ -257,15 +284,15 @@ def test_ranks_that_are_threads_share_a_ring(rank, record):
 
 
 def test_the_bucket_that_is_not_full_and_its_parameters(rank, record):
-    ranks = [rank(0, pending=[1]), rank(1), rank(2, pending=[1])]
-    facts = {"group": "world", "bucket": 1, "nbytes": 24}
+    """Two models over one group: the other one's buckets have the same sizes."""
+    ranks = [rank(0, pending=[1], model=2), rank(1), rank(2, pending=[1], model=2)]
+    facts = {"group": "world", "bucket": 1, "nbytes": 24, "model": 2}
     ranks[0].update([record(K.BUCKET_FULL, 0, step=7, **facts)])
-    other = {"group": "world", "buckets": [{"bytes": 8, "names": ["a"]}, {"bytes": 16, "names": ["b"]}]}
-    mine = {
-        "group": "world",
-        "buckets": [{"bytes": 8, "names": ["a"]}, {"bytes": 24, "names": ["fc.weight", "fc.bias"]}],
-    }
+    world = {"group": "world", "group_id": group_id_of("world")}
+    other = {**world, "model": 1, "buckets": [{"bytes": 8, "names": ["a"]}, {"bytes": 24, "names": ["b"]}]}
+    mine = {**other, "model": 2, "buckets": [other["buckets"][0], {"bytes": 24, "names": ["fc.weight", "fc.bias"]}]}
     ranks[0].descriptions = {"buckets": [mine, other]}
+    ranks[1].update([record(K.BUCKET_FULL, 0, step=7, rank=1, **{**facts, "model": 1})])  # of the other model
     waiting = find_waiting(ranks, 6 * S)
     assert waiting is not None
     [suspect] = suspects_of(ranks, waiting)
@@ -273,8 +300,8 @@ def test_the_bucket_that_is_not_full_and_its_parameters(rank, record):
     line = "      bucket 1 is not full there: it has no gradient yet of"
     assert f"{line} one of fc.weight, fc.bias" in report_lines(waiting, [suspect])
 
-    def awaits(*names, step=7, bucket=1):
-        return suspects_of(ranks, waiting, awaited={1: [Awaited("world", 1, step, bucket, names)]})
+    def awaits(*names, step=7, bucket=1, model=2):
+        return suspects_of(ranks, waiting, awaited={1: [Awaited(group_id_of("world"), model, 1, step, bucket, names)]})
 
     [suspect] = awaits("fc.bias")
     assert (suspect.parameters, suspect.certain) == (("fc.bias",), True)
@@ -282,13 +309,17 @@ def test_the_bucket_that_is_not_full_and_its_parameters(rank, record):
     [suspect] = awaits()
     there = "      bucket 1 has all its gradients there: it is sent when backward goes on"
     assert there in report_lines(waiting, [suspect])
-    for other in (awaits("fc.bias", step=8), awaits("fc.bias", bucket=0)):  # it has continued in the meantime
+    for other in (
+        awaits("fc.bias", step=8),
+        awaits("fc.bias", bucket=0),
+        awaits("b", model=1),
+    ):  # it has continued in the meantime
         assert not other[0].certain
     ranks[1].update([record(K.FORWARD_BEGAN, 0, group="world", rank=1, step=7)])
     [suspect] = suspects_of(ranks, waiting, awaited={})  # known without asking: no backward has begun
     assert (suspect.parameters, suspect.certain) == (("fc.weight", "fc.bias"), True)
     assert f"{line} fc.weight, fc.bias" in report_lines(waiting, [suspect])
-    ranks[1].update([record(K.BUCKET_FULL, 0, step=7, **facts)])  # it is in the hook
+    ranks[1].update([record(K.BUCKET_FULL, 0, step=7, rank=1, **facts)])  # it is in the hook
     [suspect] = suspects_of(ranks, waiting)
     assert (suspect.bucket, suspect.parameters) == (-1, ())
 

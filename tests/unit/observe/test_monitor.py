@@ -13,7 +13,7 @@ from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.run_status import Condition
 from gradwire.observe.stragglers.steps import Phase
-from gradwire.recorder.flight_recorder import RecordKind as K
+from gradwire.recorder.format import RecordKind as K
 from gradwire.runtime.host import clock_identity
 from helpers.made_rings import header
 from helpers.made_steps import made_steps, write_rings

@@ -138,7 +138,6 @@ def test_what_is_refused(tmp_path, capsys):
     for words, why in (
         (["--profiler", str(tmp_path / "none")], "there is no such file"),
         (["--profiler", str(tmp_path / "empty")], "there is no file"),
-        (["--profiler", str(tmp_path), "--format", "fr"], "fit into chrome only"),
     ):
         assert main(["trace", str(tmp_path), "-o", str(tmp_path / "t"), *words]) == 2
         assert why in capsys.readouterr().err

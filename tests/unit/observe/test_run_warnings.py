@@ -13,10 +13,13 @@ from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.run_outcome import Outcome, save
 from gradwire.observe.run_warnings import fold_repeated
 from gradwire.observe.trace.chrome_trace import trace_events
-from gradwire.recorder import flight_recorder
-from gradwire.recorder.flight_recorder import FlightRecorder, RecordKind
+from gradwire.recorder import writer
+from gradwire.recorder.format import RecordKind
+from gradwire.recorder.source import EventSource
+from gradwire.recorder.writer import FlightRecorder
 from gradwire.runtime.host import clock_identity
 from helpers.made_rings import header
+from helpers.recorder_put import put
 
 K = RecordKind
 
@@ -46,7 +49,7 @@ def test_a_rank_keeps_its_last_warnings_only(ring, record):
 
 
 def test_warnings_are_recorded_and_shown(recorded, capsys):
-    flight_recorder.warn("the gradient of fc.weight is NaN", rank=0, group="world", step=7)
+    EventSource("world", 0, 5).warn("the gradient of fc.weight is NaN", step=7)
     rings = observe.read_rings(recorded)
     (warning,) = observe.read_warnings(rings)
     assert (warning.text, warning.step) == ("the gradient of fc.weight is NaN", 7)
@@ -107,21 +110,21 @@ def test_of_a_run_in_which_nothing_was_recorded_its_end_is_known(tmp_path, capsy
 
 
 def test_without_a_recorder_a_warning_is_nothing():
-    assert flight_recorder.active is None
-    flight_recorder.warn("not recorded", rank=0)
-    assert flight_recorder.active is None
+    assert writer.active is None
+    EventSource("world", 0, 5).warn("not recorded")
+    assert writer.active is None
 
 
 def test_the_first_warnings_outlive_their_records(tmp_path):
     recorder = FlightRecorder(tmp_path / "rank-0.ring", header=header(0, 1), capacity=4)
-    flight_recorder.active = recorder
+    writer.active = recorder
     try:
-        flight_recorder.warn("NaN", rank=0, step=3)
+        EventSource("world", 0, 5).warn("NaN", step=3)
         for step in range(300):
-            recorder.put(K.MARK, 0)
-            flight_recorder.warn("later", rank=0, step=step)
+            put(recorder, K.MARK, 0)
+            EventSource("world", 0, 5).warn("later", step=step)
     finally:
-        flight_recorder.active = None
+        writer.active = None
         recorder.close()
     ring = observe.read_ring(recorder.path)
     found = observe.read_warnings([ring])
@@ -130,7 +133,7 @@ def test_the_first_warnings_outlive_their_records(tmp_path):
 
 
 def test_what_is_kept_and_in_the_ring_is_one_warning(recorded):
-    flight_recorder.warn("NaN", rank=0, step=3)
+    EventSource("world", 0, 5).warn("NaN", step=3)
     assert [warning.text for warning in observe.read_warnings(observe.read_rings(recorded))] == ["NaN"]
     assert observe.read_rings(recorded)[0].descriptions["warning"][0]["text"] == "NaN"
 

@@ -9,7 +9,7 @@ import pytest
 from gradwire.errors import UsageError
 from gradwire.observe.recording import _header
 from gradwire.observe.rings import runs
-from gradwire.recorder.flight_recorder import FlightRecorder
+from gradwire.recorder.writer import FlightRecorder
 
 
 def test_the_last_runs_are_kept_and_nothing_else_is_touched(tmp_path, monkeypatch):

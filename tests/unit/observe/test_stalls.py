@@ -14,7 +14,7 @@ from gradwire.observe.hangs.hang_report import report_lines
 from gradwire.observe.hangs.stacks import Frame, Stack
 from gradwire.observe.hangs.stalls import find_stall, idle_seconds
 from gradwire.observe.rings.rank_progress import RankProgress
-from gradwire.recorder.flight_recorder import RecordKind as K
+from gradwire.recorder.format import RecordKind as K
 from gradwire.runtime.host import ProcessState
 
 S = 1_000_000_000

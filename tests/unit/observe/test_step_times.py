@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from gradwire.observe.stragglers.step_times import StepFolder, _covered, step_times
 from gradwire.observe.stragglers.steps import Phase
-from gradwire.recorder.flight_recorder import RecordKind as K
+from gradwire.recorder.format import RecordKind as K
+from helpers.recorder_put import group_id_of
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_a_step_goes_from_end_to_end(step):
     assert times[0].last_ready == 179
     assert times[0].seconds == 1e-7
     assert times[0].compute == pytest.approx(9e-8)
-    assert (times[0].group, times[0].group_rank) == ("world", 0)
+    assert times[0].group_id == group_id_of("world")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,7 @@ def torch_step(record):
 
 def test_a_step_of_torch_s_ddp_ends_with_the_optimizer(torch_step):
     times = step_times([*torch_step(0, 0), *torch_step(1, 100), *torch_step(2, 200)])
-    assert [(one.step, one.start, one.end, one.group_rank) for one in times] == [(1, 100, 200, 3), (2, 200, 300, 3)]
+    assert [(one.step, one.start, one.end, one.group_id) for one in times] == [(1, 100, 200, 0), (2, 200, 300, 0)]
     assert times[0].phases == {**OWN, Phase.BACKWARD: 50, Phase.EXPOSED: 0}
     assert times[0].backward_waits
     assert times[0].last_ready == 140

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradwire.observe.stragglers.steps import Phase, spans
-from gradwire.recorder.flight_recorder import RecordKind as K
+from gradwire.recorder.format import RecordKind as K
 
 
 def test_the_phases_of_two_steps(record):

@@ -94,13 +94,8 @@ def test_only_steps_that_all_ranks_have_are_compared():
 
 def test_ranks_of_different_groups_are_not_compared():
     rows = made_steps(8, 20, {(r, FORWARD): 0.5 for r in (6, 7)})
-    stages = {
-        rank: [replace(one, group=f"stage {rank // 6}", group_rank=rank % 6) for one in row]
-        for rank, row in rows.items()
-    }
+    stages = {rank: [replace(one, group_id=1 + rank // 6) for one in row] for rank, row in rows.items()}
     assert slow_ranks(stages) == []
-    unnamed = {rank: [replace(one, group="stage") for one in row] for rank, row in stages.items()}
-    assert slow_ranks(unnamed) == []  # two ranks 0 of a group: there are two groups of this name
 
 
 def test_stragglers_of_different_steps_are_told_apart():

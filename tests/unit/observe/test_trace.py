@@ -7,7 +7,7 @@ import json
 import pytest
 
 from gradwire.observe.trace.chrome_trace import trace_events, write_trace
-from gradwire.recorder.flight_recorder import RecordKind as K
+from gradwire.recorder.format import RecordKind as K
 from helpers.made_rings import made_ring, step_records
 
 

@@ -31,7 +31,7 @@ from gradwire.hooks import (
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.policies import Buckets, NonFinite, ScaleCheck
-from gradwire.recorder.flight_recorder import RecordKind
+from gradwire.recorder.format import RecordKind
 from gradwire.testing import run_ranks
 from helpers.poisoned_model import FLAGS, Model, inputs, means
 

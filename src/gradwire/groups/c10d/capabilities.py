@@ -32,6 +32,7 @@ from gradwire.collectives import Collective, OpKind, ReduceOp
 from gradwire.collectives.timeouts import LONGEST
 from gradwire.groups.c10d.engine import GLOO, KNOWN, Engine, call, is_usual, one_size
 from gradwire.groups.c10d.python_work import adapt
+from gradwire.recorder.source import derived_id
 
 METHODS: Mapping[OpKind, tuple[str, ...]] = MappingProxyType(
     {
@@ -80,6 +81,14 @@ def name_of(pg: Any) -> str:
     """The name of a process group or backend; its class name if it has none."""
     name = pg.name() if callable(getattr(pg, "name", None)) else getattr(pg, "name", "")
     return str(name) if name and name != "undefined" else type(pg).__name__
+
+
+def identity_of(pg: Any) -> int | None:
+    """An identity for records that all ranks of a process group derive alike; None if torch does not list it."""
+    try:
+        return derived_id("c10d", pg.group_name, dist.get_process_group_ranks(pg))
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+        return None
 
 
 def engines_of(pg: Any) -> dict[str, str]:

@@ -25,7 +25,15 @@ from gradwire.collectives.lower import is_identity
 from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.errors import GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
-from gradwire.groups.c10d.capabilities import can_split, engines_of, find_engine, name_of, store_of, timeout_of
+from gradwire.groups.c10d.capabilities import (
+    can_split,
+    engines_of,
+    find_engine,
+    identity_of,
+    name_of,
+    store_of,
+    timeout_of,
+)
 from gradwire.groups.c10d.engine import Engine
 from gradwire.groups.c10d.failures import translate
 from gradwire.groups.c10d.gloo import ENGINE_MARGIN, make_gloo
@@ -45,6 +53,8 @@ from gradwire.runtime.threads import Worker
 
 class C10dGroup(Group):
     """A torch.distributed process group as a Group. Closing it does not affect `pg`; `C10dGroup.gloo` owns its engine."""
+
+    identifies_itself = True
 
     def __init__(self, pg: Any, *, name: str | None = None, timeout: float | None = None, store: Any = None) -> None:
         """`store` is where ranks publish their progress and failures; by default, the process group's store."""
@@ -67,6 +77,8 @@ class C10dGroup(Group):
             membership = Membership.over(store, self.rank, self.size)
         elif self._store is not None:
             membership = Membership.of(pg, self._store, self)
+        else:
+            self.ledger.identify(identity_of(pg))
         self._monitor = Monitor(self, membership)
         self._progress = self._monitor.progress
         self._lane = Worker(f"program-{self.name}-{self.rank}")

@@ -32,12 +32,13 @@ number, not even whether it has joined, so a timeout that would depend on it nam
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -49,6 +50,7 @@ from gradwire.groups.failure.member_pages import Epoch, Member, Peers
 from gradwire.groups.failure.store_calls import StoreCalls, bounded, innermost
 from gradwire.groups.store.private_store import PrivateStore
 from gradwire.groups.store.rendezvous import RankProcess, Rendezvous
+from gradwire.recorder.source import derived_id
 from gradwire.runtime.host import process_start
 
 _STORE_PATIENCE = timedelta(seconds=3)
@@ -100,10 +102,15 @@ class Membership(Progress):
         self._base = f"gradwire/{key}" if key else rendezvous.next_key("gradwire")
         self._recoveries: int = 0 if resumes is None else resumes._recoveries
         """How often the ranks have recovered together."""
+        self.group_ids: Iterator[int]
+        """The identities, for records, of the groups over this membership. Ranks make them in the same order."""
         if resumes is None:
             number = rendezvous.store.add(f"{self._base}/{rank}/number", 1) if key else 0
+            shared = rendezvous.shared_id(f"{self._base}/{number}/id")
+            self.group_ids = (derived_id(shared, n) for n in itertools.count(1))
             self._epoch = self._new_epoch(Peers.of(rank, size, number=number))
         else:
+            self.group_ids = resumes.group_ids
             peers = Peers.of(rank, size, number=resumes.peers.number, before=self.joined)
             self._epoch = self._new_epoch(peers)
             # This rank may have called recover() in the earlier group without success.

@@ -33,6 +33,8 @@ class Monitor:
         """Counts the collectives that this rank has joined: the group increments it."""
         self._group = weakref.ref(group)
         self._ledger = group.ledger
+        if membership is not None:
+            self._ledger.identify(next(membership.group_ids))
 
     def tick(self) -> None:
         """On the watchdog's thread: publish this rank's progress, and look for failed peers if an operation is slow."""

@@ -31,8 +31,9 @@ def discover_hosts(rendezvous: Rendezvous, host: str) -> Layout:
     return Layout(tuple(map(tuple, hosts.values())))
 
 
-def discover_from_groups(inside: Group, across: Group | None, rank: int | None) -> tuple[Layout, int]:
-    """Determine the layout and this rank's number from the groups themselves; refuse groups that do not fit together.
+def discover_from_groups(inside: Group, across: Group | None, rank: int | None) -> tuple[Layout, int, int]:
+    """Determine the layout, this rank's number and an identity for records from the groups themselves; refuse groups that do not
+    fit together.
 
     First the ranks of a host exchange reports; then the carriers of different hosts those of their hosts; then the ranks of a host
     what their carriers have received.
@@ -41,8 +42,11 @@ def discover_from_groups(inside: Group, across: Group | None, rank: int | None) 
     mates = [_report(value) for value in _exchange(inside, _plain(mine))]
     own = [_plain(mate) for mate in mates]
     column = None if across is None else _exchange(across, [inside.rank, own])
-    layout = from_reports(mates, [_column(value) for value in _exchange(inside, column)])
-    return layout, layout.hosts[mates[0].host][inside.rank]
+    # All hosts have the rail of their first rank in common, so its identity, which that rank passes on, names the whole.
+    group_id = (inside if across is None else across).ledger.events.child_id("hierarchical")
+    received = _exchange(inside, [column, group_id])
+    layout = from_reports(mates, [_column(value[0]) for value in received])
+    return layout, layout.hosts[mates[0].host][inside.rank], int(received[0][1])
 
 
 def _exchange(group: Group, value: JSON) -> list[JSON]:

@@ -64,6 +64,7 @@ class HierarchicalGroup(Group):
     """Ranks on several hosts. It owns its parts: closing it closes them."""
 
     layout: Layout
+    identifies_itself = True
 
     def __init__(
         self,
@@ -85,14 +86,22 @@ class HierarchicalGroup(Group):
         the ranks and checked, unless `layout` is given. `store` is where ranks publish their progress and failures.
         """
         if layout is None:
-            layout, rank = discover_from_groups(inside, across, rank)
+            group_id: int | None
+            layout, rank, group_id = discover_from_groups(inside, across, rank)
         elif rank is None:
             raise UsageError(f"{type(self).__name__}: a layout was given, but no rank. Pass rank= as well.")
+        else:
+            group_id = None if messages is None else messages.ledger.events.child_id("hierarchical")
         parts = Parts.of(layout, rank, inside, across, messages)
         super().__init__(
-            rank, layout.size, name=name or "hierarchical", timeout=inside.timeout if timeout is None else timeout
+            rank,
+            layout.size,
+            name=name or "hierarchical",
+            timeout=inside.timeout if timeout is None else timeout,
         )
         self.layout = layout
+        if store is None:  # else the monitor does it
+            self.ledger.identify(group_id)
         self.inside, self.across, self.messages = parts.inside, parts.across, parts.messages
         self._parts = parts
         self._store = store

@@ -34,6 +34,7 @@ from gradwire.groups.mpi.runtime import Comm, runtime
 from gradwire.groups.mpi.work import MPIWork
 from gradwire.groups.store.rendezvous import Rendezvous
 from gradwire.groups.work import Work
+from gradwire.recorder.source import derived_id
 from gradwire.runtime.threads import Worker, weakly
 
 _FINAL_MESSAGES = 0.3
@@ -46,6 +47,8 @@ class MPIGroup(Group):
     The group communicates in a duplicate, apart from other users of `comm` and other groups over it. Tensors are on the CPU.
     """
 
+    identifies_itself = True
+
     def __init__(self, comm: Any = None, *, timeout: float = DEFAULT_TIMEOUT, name: str | None = None) -> None:
         self._runtime = runtime()
         mpi = self._runtime.mpi
@@ -55,6 +58,7 @@ class MPIGroup(Group):
                 f"MPIGroup({comm!r}): not a communicator of one group of ranks. Pass an mpi4py Intracomm, or nothing for all."
             )
         super().__init__(parent.rank, parent.size, name=name or "mpi", timeout=timeout)
+        self.ledger.identify(_next_id(mpi, parent))
         self._runtime.sweep()
         self._native = Native(mpi)
         self._lane = Worker(f"program-{self.name}-{self.rank}")
@@ -295,6 +299,17 @@ class MPIGroup(Group):
     def _release(self) -> None:
         self._engine.clean &= self.failure is None
         self._threads_finalizer()
+
+
+_made: Counter[tuple[int, ...]] = Counter()
+"""How many groups of these ranks of MPI's world were made: each of them by all its ranks, in the same order."""
+
+
+def _next_id(mpi: Any, comm: Any) -> int:
+    """The identity, for records, of a new group over `comm`. Its ranks share their numbers in MPI's world."""
+    ranks = tuple(comm.Get_group().Translate_ranks(None, mpi.COMM_WORLD.Get_group()))
+    _made[ranks] += 1
+    return derived_id("mpi", ranks, _made[ranks])
 
 
 class _Owned:

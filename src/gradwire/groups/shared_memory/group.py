@@ -42,6 +42,7 @@ from gradwire.groups.shared_memory.sync import Futex, Polling, Sleep
 from gradwire.groups.shared_memory.views import Views
 from gradwire.groups.store.rendezvous import Rendezvous
 from gradwire.groups.work import Work
+from gradwire.recorder.source import derived_id
 from gradwire.runtime.host import host_identity
 from gradwire.runtime.threads import weakly
 
@@ -57,6 +58,7 @@ class SharedMemoryGroup(Group):
     """Processes of one user on one host. `store` is where they meet; it is not used afterwards, but for sub-groups."""
 
     tells_mismatch = True
+    identifies_itself = True
 
     def __init__(
         self,
@@ -258,6 +260,7 @@ def _meet(group: SharedMemoryGroup, rendezvous: Rendezvous, directory: str, room
         except BaseException:
             segment.close()
             raise
+        group.ledger.identify(derived_id(ticket.token))
         return segment, plan
     announced = json.loads(rendezvous.receive(key, source=0))
     chunk = announced.pop("chunk")
@@ -274,7 +277,9 @@ def _join(group: SharedMemoryGroup, ticket: Ticket) -> Segment:
         )
     if ticket.ranks != group.size:
         raise GroupError(f"{group}: rank 0 has made a segment for {ticket.ranks} ranks. Give all ranks the same size.")
-    return Segment.join(ticket)
+    segment = Segment.join(ticket)
+    group.ledger.identify(derived_id(ticket.token))
+    return segment
 
 
 def _wait_until_all_mapped(board: Board, rendezvous: Rendezvous) -> None:

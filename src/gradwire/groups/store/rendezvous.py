@@ -24,7 +24,8 @@ from typing import Any
 
 from gradwire.errors import CollectiveTimeout, GroupError, PeerLost
 from gradwire.groups.failure.store_calls import bounded
-from gradwire.recorder import flight_recorder
+from gradwire.recorder.format import VERSION
+from gradwire.recorder.source import derived_id, new_id
 from gradwire.runtime.host import host_identity, is_dead, process_start
 
 PROTOCOL = 1
@@ -47,9 +48,7 @@ class RankProcess:
     @classmethod
     def current(cls) -> RankProcess:
         """This one."""
-        version = (
-            f"gradwire {import_module('gradwire').__version__} (protocol {PROTOCOL}, records {flight_recorder.VERSION})"
-        )
+        version = f"gradwire {import_module('gradwire').__version__} (protocol {PROTOCOL}, records {VERSION})"
         return cls(host_identity(), os.getpid(), process_start(os.getpid()) or "", version)
 
 
@@ -119,6 +118,17 @@ class Rendezvous:
         self._wait_for([f"{self._base}/process/{r}" for r in range(self.size)], range(self.size), self.timeout)
         self._read_pages()
         return self.processes
+
+    def shared_id(self, key: str) -> int:
+        """A random number, the same on all ranks: the first one to call this has chosen it.
+
+        Of a store that cannot compare and set, as a user's own may, it is derived from the key.
+        """
+        try:
+            value: bytes = self.store.compare_set(key, "", f"{new_id():x}")
+            return int(value, 16)
+        except (AttributeError, RuntimeError, ValueError):  # NotImplementedError, and torch's own for a missing method
+            return derived_id(key, self.size)
 
     def receive(self, key: str, *, source: int, within: float | None = None) -> bytes:
         """The value that rank `source` sets. CollectiveTimeout names it if it does not arrive in time."""

@@ -27,6 +27,8 @@ class GroupWrapper(Group):
     shares_ledger: bool = True
     """Whether the inner group's ledger is used, so that an operation is counted once for any number of wrappers."""
 
+    identifies_itself = True
+
     def __init__(self, inner: Group) -> None:
         self.inner = inner  # first: a subclass may have properties that use it
         super().__init__(
@@ -36,6 +38,8 @@ class GroupWrapper(Group):
             timeout=inner.timeout,
             wraps=inner if self.shares_ledger else None,
         )
+        if not self.shares_ledger:
+            self.ledger.identify(inner.ledger.events.child_id(type(self).__name__))
 
     @property
     def tells_mismatch(self) -> bool:  # type: ignore[override]

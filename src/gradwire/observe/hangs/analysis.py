@@ -20,7 +20,7 @@ from gradwire.observe.hangs.stacks import Frame, Stack, of_script, user_frames
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.ring import Record, message_key
 from gradwire.observe.stragglers.steps import Phase
-from gradwire.recorder.flight_recorder import ORDINAL_BITS
+from gradwire.recorder.format import EPOCH_SHIFT
 from gradwire.runtime.host import ProcessState
 
 SOFT_DEADLINE = 5.0
@@ -73,14 +73,14 @@ class GroupMember:
 
     def submission(self, record: Record) -> Record | None:
         """What it has submitted as the collective of this number, if that was lately."""
-        own = self.progress.submitted.get((record.group, self.number), ())
+        own = self.progress.submitted.get((record.group_id, self.number), ())
         return next((one for one in reversed(own) if one.ordinal == record.ordinal), None)
 
     def has_reached(self, record: Record) -> bool:
         """Whether it has submitted this collective or a later one; or this message."""
         if not record.ordinal:
             return any(is_same(own, record) and own.rank == self.number for own in self.progress.messages)
-        reached = self.progress.reached.get((record.group, self.number))
+        reached = self.progress.reached.get((record.group_id, self.number))
         return reached is not None and reached.ordinal >= record.ordinal
 
 
@@ -140,10 +140,10 @@ def find_waiting(
     for _, since, _, record, limit in sorted(
         late, key=itemgetter(0, 1, 2)
     ):  # collectives first: more ranks wait in them, and all suspects are named
-        members = _members(ranks, record.group)
+        members = _members(ranks, record.group_id)
         if not members:
             continue
-        size = max(member.progress.groups[record.group][member.number] for member in members)
+        size = max(member.progress.groups[record.group_id][member.number] for member in members)
         if record.ordinal:
             record = _usual(members, record)
             if not failed and size == len(members) and (now - _complete_since(members, record, now)) / 1e9 <= limit:
@@ -175,25 +175,22 @@ def _waits(rank: RankProgress, *, failed: bool) -> Iterator[tuple[int, Record]]:
         yield from ((since, rank.pending[key]) for key, since in rank.waited.items() if key in rank.pending)
         return
     for record in (*rank.pending.values(), *rank.failed):
-        reached = rank.reached.get((record.group, record.rank))
+        reached = rank.reached.get((record.group_id, record.rank))
         if not record.ordinal:
             if record not in rank.failed or record is rank.failed[-1]:
                 yield record.time, record
         elif (
-            reached is not None and reached.ordinal >> ORDINAL_BITS == record.ordinal >> ORDINAL_BITS
+            reached is not None and reached.ordinal >> EPOCH_SHIFT == record.ordinal >> EPOCH_SHIFT
         ):  # not recovered since
             yield record.time, record
 
 
-def _members(ranks: Sequence[RankProgress], group: str) -> list[GroupMember] | None:
-    """Who takes part in a group, by its order. None if several groups have this name: then nothing can be said.
-    Empty if it has no name."""
+def _members(ranks: Sequence[RankProgress], group_id: int) -> list[GroupMember]:
+    """Who takes part in a group, by its order."""
     found: dict[int, GroupMember] = {}
     for rank in ranks:
-        numbers = rank.groups.get(group, {})
+        numbers = rank.groups.get(group_id, {})
         for number in numbers:
-            if number in found:
-                return None
             found[number] = GroupMember(rank.rank if len(numbers) == 1 else number, number, rank)
     return [found[number] for number in sorted(found)]
 
@@ -213,7 +210,7 @@ def _kind(record: Record | None) -> tuple[str, int] | None:
 def is_same(a: Record, b: Record) -> bool:
     """Whether two records are of the same collective, or of the two halves of one message."""
     if a.ordinal or b.ordinal:
-        return a.group == b.group and a.ordinal == b.ordinal
+        return (a.group_id, a.ordinal) == (b.group_id, b.ordinal)
     return message_key(a) == message_key(b)
 
 
@@ -295,10 +292,10 @@ def _missing_parameters(
 ) -> tuple[tuple[str, ...], bool]:
     """The parameters of the bucket without a gradient; where that is not known all of them, and False."""
     record = waiting.record
-    known = missing_in(awaited, record.group, member.number, record.step, record.bucket)
+    known = missing_in(awaited, (record.group_id, record.model, member.number, record.step, record.bucket))
     if known is not None:
         return known, True
-    names = parameters_of(record.bucket, record, [m.progress for m in waiting.members])
+    names = parameters_of(record, record.bucket, [m.progress for m in waiting.members])
     return names, _is_before_backward(member)
 
 
@@ -379,22 +376,16 @@ def _is_in_hook(frames: Sequence[Frame]) -> bool:
 def _missing_bucket(member: GroupMember, waiting: LongWait) -> int:
     """The bucket that the others reduce and that is not full on this rank; -1 if there is none."""
     record = waiting.record
-    full = member.progress.full.get((record.group, record.bucket))
+    full = member.progress.full.get((record.group_id, record.model, record.bucket))
     missing = member.rank in waiting.missing and record.bucket >= 0 and bool(record.ordinal)
     return record.bucket if missing and (full is None or full.step < record.step) else -1
 
 
-def parameters_of(bucket: int, record: Record, ranks: Sequence[RankProgress]) -> tuple[str, ...]:
-    """The names of the parameters in a bucket of the group of `record`, as far as a rank has described them.
-
-    Models may share a group: of several descriptions, the one is meant whose bucket was as large when it was full.
-    """
+def parameters_of(record: Record, bucket: int, ranks: Sequence[RankProgress]) -> tuple[str, ...]:
+    """The names of the parameters in a bucket of the model of `record`, as far as a rank has described them."""
     for rank in ranks:
-        full = rank.full.get((record.group, bucket))
-        if full is None:
-            continue
         for model in reversed(rank.descriptions.get("buckets", ())):
-            buckets = model["buckets"] if model["group"] == record.group else ()
-            if bucket < len(buckets) and buckets[bucket]["bytes"] == full.nbytes:
-                return tuple(buckets[bucket]["names"])
+            is_of_model = (model["group_id"], model["model"]) == (record.group_id, record.model)
+            if is_of_model and 0 <= bucket < len(model["buckets"]):
+                return tuple(model["buckets"][bucket]["names"])
     return ()

@@ -30,7 +30,8 @@ _STOP_WITHIN = 5.0
 class Awaited(NamedTuple):
     """The gradients that a model waits for in a backward."""
 
-    group: str
+    group_id: int
+    model: int
     rank: int
     """In the group."""
     step: int
@@ -128,18 +129,24 @@ def read_answer(path: Path, since: int) -> list[Awaited] | None:
         if answer["time"] < since:
             return None
         return [
-            Awaited(str(m["group"]), int(m["rank"]), int(m["step"]), int(m["bucket"]), tuple(map(str, m["missing"])))
+            Awaited(
+                int(m["group_id"]),
+                int(m["model"]),
+                int(m["rank"]),
+                int(m["step"]),
+                int(m["bucket"]),
+                tuple(map(str, m["missing"])),
+            )
             for m in answer["models"]
         ]
     except (OSError, KeyError, TypeError, ValueError):
         return None
 
 
-def missing_in(awaited: Sequence[Awaited], group: str, rank: int, step: int, bucket: int) -> tuple[str, ...] | None:
-    """The parameters of a bucket without a gradient; None if no answer is about that bucket.
+def missing_in(awaited: Sequence[Awaited], place: tuple[int, int, int, int, int]) -> tuple[str, ...] | None:
+    """The parameters of a bucket without a gradient; None if no answer is about that place: all fields but the last.
 
-    >>> missing_in([Awaited("world", 1, 7, 0, ("bias",))], "world", 1, 7, 0)
+    >>> missing_in([Awaited(3, 1, 0, 7, 0, ("bias",))], (3, 1, 0, 7, 0))
     ('bias',)
     """
-    found = [one.missing for one in awaited if one[:4] == (group, rank, step, bucket)]
-    return found[0] if len(found) == 1 else None
+    return next((one.missing for one in awaited if one[:5] == place), None)

@@ -16,7 +16,7 @@ from gradwire.observe.hangs.stalls import Stall
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.ring import Record
 from gradwire.observe.units import ranks as ranks_text
-from gradwire.recorder.flight_recorder import RecordKind
+from gradwire.recorder.format import RecordKind
 from gradwire.runtime.host import ProcessState
 
 _MOST_NAMES = 6
@@ -77,7 +77,7 @@ def _alike(suspects: Iterable[Suspect]) -> list[list[Suspect]]:
     """Suspects of the same cause and stack together."""
     groups: dict[object, list[Suspect]] = {}
     for suspect in suspects:
-        what = suspect.other and (suspect.other.op, suspect.other.group, suspect.other.ordinal, suspect.other.nbytes)
+        what = suspect.other and (suspect.other.op, suspect.other.group_id, suspect.other.ordinal, suspect.other.nbytes)
         missing = suspect.bucket, suspect.parameters, suspect.certain
         groups.setdefault((suspect.cause, suspect.stack, suspect.others, what, missing), []).append(suspect)
     return list(groups.values())
@@ -186,7 +186,7 @@ def as_dict(wait: LongWait | Stall | None, suspects: Sequence[Suspect]) -> dict[
 
 
 def _facts(record: Record) -> dict[str, Any]:
-    names = ("op", "label", "group", "seq", "ordinal", "nbytes", "step", "bucket", "peer", "on_device")
+    names = ("op", "label", "group", "group_id", "seq", "ordinal", "nbytes", "step", "bucket", "peer", "on_device")
     return {("bytes" if name == "nbytes" else name): getattr(record, name) for name in names}
 
 
@@ -216,7 +216,10 @@ class SavedHang:
         if record is None or self.collective is None:
             return record is None and self.collective is None
         number = "ordinal" if record.ordinal else "seq"  # messages have no ordinal
-        return (self.collective.get("group"), self.collective.get(number)) == (record.group, getattr(record, number))
+        return (self.collective.get("group_id"), self.collective.get(number)) == (
+            record.group_id,
+            getattr(record, number),
+        )
 
 
 def saved_hangs(directory: Path) -> list[SavedHang]:

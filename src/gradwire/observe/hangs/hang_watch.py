@@ -160,7 +160,7 @@ class HangWatch:
     def _report_of(self, wait: LongWait | Stall | None, suspects: Sequence[Suspect]) -> _Report:
         """The report of waits like this one: for the same ranks, in the same operation."""
         record = wait.record if isinstance(wait, LongWait) else None
-        what = None if record is None else (record.group, record.op, record.label)
+        what = None if record is None else (record.group_id, record.op, record.label)
         place = what, tuple((one.rank, one.cause) for one in suspects)
         return self._reports.setdefault(place, _Report(len(self._reports) + 1))
 
@@ -205,9 +205,9 @@ class HangWatch:
         suspects = [one for one in suspects if one.state is ProcessState.GONE or one.cause is Cause.DIFFERENT]
         if not suspects:
             self.run.read_descriptions()
-            record = next((r for r in reversed(ended.last) if r.group), None)
-            bucket = -1 if record is None else ended.missing_bucket(record.group)
-            names = () if record is None else parameters_of(bucket, record, list(self.run.ranks.values()))
+            record = next((r for r in reversed(ended.last) if r.model), None)
+            bucket = -1 if record is None else ended.missing_bucket(record.group_id, record.model)
+            names = () if record is None else parameters_of(record, bucket, list(self.run.ranks.values()))
             suspects.append(end_of(ended, bucket, names))
         report = self._report_of(waiting, suspects)
         line = standing(ended, self.run.state(ended), time.monotonic_ns())

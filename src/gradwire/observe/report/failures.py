@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from gradwire.observe.report.rank_summary import RankSummary
 from gradwire.observe.rings.ring import Record
 from gradwire.observe.units import ranks as ranks_text
-from gradwire.recorder.flight_recorder import RecordKind
+from gradwire.recorder.format import RecordKind
 
 _OF_RANK = re.compile(r" on rank \d+ of \d+(?=:)")
 """What is different on each rank in the texts of one failure."""
@@ -105,11 +105,11 @@ def _identity(text: str) -> str:
 
 def _first_of_each(records: Iterable[Record]) -> Iterator[tuple[Record, int]]:
     """Those of a rank that have failed by themselves, each with the number of operations that have failed with it."""
-    firsts: dict[tuple[str, int], int] = {}
+    firsts: dict[tuple[int, int], int] = {}
     kept: list[list[Record]] = []
     for record in records:
         if record.kind is RecordKind.COLLECTIVE_FAILED:
-            member = record.group, record.rank
+            member = record.group_id, record.rank
             number = firsts.get(member)
             if number is not None and _has_failed_with(record, kept[number][0]):
                 kept[number].append(record)

@@ -11,7 +11,7 @@ from gradwire.observe.rings.intervals import Operation, operations
 from gradwire.observe.rings.ring import Record, Ring
 from gradwire.observe.run_warnings import warning_records
 from gradwire.observe.stragglers.step_times import StepTimes, step_times
-from gradwire.recorder.flight_recorder import RecordKind
+from gradwire.recorder.format import RecordKind
 from gradwire.runtime.host import ProcessState
 
 _KEPT_DURATIONS = 2000

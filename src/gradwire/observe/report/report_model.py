@@ -183,11 +183,7 @@ def build(
     outcome: Outcome | None = None,
 ) -> RunReport:
     """The report of these rings, which may be read from disk each time that they are asked for."""
-    damage = dict(damaged or {})
-    summaries = []
-    for ring in rings:
-        summaries.append(summarize(ring))
-        damage |= ring.damage
+    summaries = [summarize(ring) for ring in rings]
     clocks = {rank.header["clock"]: Alignment(0, 0) for rank in summaries}
     if len(clocks) > 1:
         clocks = align(rings)
@@ -206,7 +202,7 @@ def build(
         lateness=_lateness(times),
         stragglers=stragglers_over_time(times),
         hangs=list(hangs),
-        damaged=damage,
+        damaged=dict(damaged or {}),
         outcome=outcome,
     )
 

@@ -3,10 +3,10 @@
 Note [Clocks from causes]
 Ranks of one host share the monotonic clock. Those of different hosts are aligned by what they did together: an all-reduce cannot
 end on one rank before it was submitted on another. Each such pair bounds the difference of the two clocks from one side, and the
-pairs in the other direction from the other. The line in the middle of what is left is the estimate (`clock_line.py`), and how far
-it may be off is about the time that the fastest collectives take. So nothing has to be measured while the job runs, the wall clocks
-of the hosts need not agree, they may drift, and in the merged trace no effect comes before its cause. A message bounds the
-difference from one side: it is not received before it was sent.
+pairs in the other direction from the other; a message, which is not received before it was sent, bounds it from one side. Clocks
+drift, by up to 50 millionths or 180 ms in an hour, so the difference is a line: the one that stays furthest from all bounds, and
+in a short time a constant. So nothing has to be measured while the job runs, the wall clocks of the hosts need not agree, and in
+the merged trace no effect comes before its cause.
 """
 
 from __future__ import annotations
@@ -15,12 +15,18 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
-from gradwire.observe.rings.clock_line import ClockLine, fit_line
 from gradwire.observe.rings.ring import Record, Ring, message_key
-from gradwire.recorder.flight_recorder import RecordKind
+from gradwire.recorder.format import RecordKind
 
+if TYPE_CHECKING:
+    import numpy as np
+
+_STEEPEST = 1e-3
+"""Clocks do not differ by more than that in speed."""
+_SHORT = 60 * 10**9
+_SLOPES, _ZOOMS = 33, 9
 _MEETING = frozenset(
     {
         "all_reduce",
@@ -90,7 +96,7 @@ def align(rings: Sequence[Ring]) -> dict[str, Alignment]:
     return found
 
 
-def _joined(line: ClockLine, known: Alignment) -> Alignment:
+def _joined(line: Alignment, known: Alignment) -> Alignment:
     """The alignment of a host whose clock differs by `line` from one that is aligned already."""
     on_known = line.at + line.offset
     return Alignment(
@@ -99,6 +105,53 @@ def _joined(line: ClockLine, known: Alignment) -> Alignment:
         line.drift + known.drift * (1 + line.drift),
         line.at,
     )
+
+
+_Bounds = Sequence[tuple[int, int]]
+"""Times, and bounds of the difference of two clocks at these times, in nanoseconds."""
+
+
+def fit_line(lower: _Bounds, upper: _Bounds) -> Alignment:
+    """The line above all of `lower` and below all of `upper`, neither of which is empty, that is furthest from them.
+
+    For a slope, the room between the highest line below and the lowest line above is a concave function: its maximum is found by
+    zooming in. If no line keeps all bounds, e.g. because a clock was set, `error` is by how much this one fails.
+    """
+    import numpy as np
+
+    times = [time for time, _ in (*lower, *upper)]
+    first, last = min(times), max(times)
+    at, base = (first + last) // 2, lower[0][1]
+    below, above = (np.array([(time - at, y - base) for time, y in bounds], float).T for bounds in (lower, upper))
+
+    def limits(slopes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """By slope: the least and the greatest difference at the time `at` that keep the bounds."""
+        floors = [(below[1] - slope * below[0]).max() for slope in slopes]
+        return np.array(floors), np.array([(above[1] - slope * above[0]).min() for slope in slopes])
+
+    floor, ceiling = limits(np.zeros(1))
+    slope, slopes = 0.0, np.zeros(1)
+    if last - first >= _SHORT or ceiling[0] < floor[0]:
+        low, high = -_STEEPEST, _STEEPEST
+        for _ in range(_ZOOMS):
+            slopes = np.linspace(low, high, _SLOPES)
+            floor, ceiling = limits(slopes)
+            best = np.flatnonzero(ceiling - floor >= (ceiling - floor).max())
+            low, high = slopes[max(0, best[0] - 1)], slopes[min(len(slopes) - 1, best[-1] + 1)]
+        slope = float((slopes[best[0]] + slopes[best[-1]]) / 2)
+        floor, ceiling = limits(np.array([slope]))
+    middle, room = float(floor[0] + ceiling[0]) / 2, float(ceiling[0] - floor[0])
+    error = abs(room) / 2
+    if slope and room > 0:  # every other line that keeps the bounds might be the true one
+        width = room / min(at - first, last - at)
+        slopes = np.linspace(slope - width, slope + width, 4 * _SLOPES)
+        floor, ceiling = limits(slopes)
+        kept = ceiling >= floor
+        for x in (first - at, last - at):
+            here = middle + slope * x
+            most, least = (ceiling + slopes * x)[kept], (floor + slopes * x)[kept]
+            error = max(error, most.max(initial=here) - here, here - least.min(initial=here))
+    return Alignment(base + round(middle), math.ceil(error), slope, at)
 
 
 def aligned(rings: Sequence[Ring]) -> list[Ring]:
@@ -148,16 +201,6 @@ def on_one_clock(ring: Ring, alignment: Alignment) -> Ring:
     )
 
 
-def ambiguous_groups(rings: Sequence[Ring]) -> set[str]:
-    """Names that several groups share, whose operations cannot be matched by name: two ranks of the world are one rank there."""
-    holders: dict[tuple[str, int], set[int]] = defaultdict(set)
-    for ring in rings:
-        for record in ring.records:
-            if record.group:
-                holders[record.group, record.rank].add(ring.rank)
-    return {group for (group, _), ranks in holders.items() if len(ranks) > 1}
-
-
 def _width(bounds: dict[tuple[str, str], float], known: str, host: str) -> float:
     return bounds.get((known, host), math.inf) + bounds.get((host, known), math.inf)
 
@@ -170,29 +213,18 @@ class _Meetings:
         """By operation and host: the last submission."""
         self._ended: dict[_Key, dict[str, int]] = defaultdict(dict)
         """And the first end."""
-        self._twice: set[_Key] = set()
-        """A group was closed, and another of its name counts from 1 again."""
-        doubtful = ambiguous_groups(rings)
         for ring in rings:
-            self._add(ring, doubtful)
-        for key in self._twice:
-            self._begun.pop(key, None)
+            self._add(ring)
 
-    def _add(self, ring: Ring, doubtful: set[str]) -> None:
+    def _add(self, ring: Ring) -> None:
         host = ring.clock
-        seen: set[_Key] = set()
         for record in ring.of_kind(RecordKind.COLLECTIVE_FINISHED):
             if record.op in _MEETING:
-                key: _Key = (record.group, record.ordinal)
+                key: _Key = (record.group_id, record.ordinal)
             elif record.peer >= 0:
                 key = ("message", *message_key(record))
             else:
                 continue
-            if record.group in doubtful:
-                continue
-            if (record.op, *key) in seen:
-                self._twice.add(key)
-            seen.add((record.op, *key))
             if record.op != "recv":
                 begun, submitted = self._begun[key], record.time - record.duration
                 begun[host] = max(begun.get(host, submitted), submitted)
@@ -216,7 +248,7 @@ class _Meetings:
             bounds[a, b] = min(bounds.get((a, b), math.inf), end - submitted)
         return bounds
 
-    def line(self, known: str, host: str) -> ClockLine:
+    def line(self, known: str, host: str) -> Alignment:
         """What to add to times of `host` to get those of `known`: no end may come before a submission."""
         lower = [(end, submitted - end) for _, _, submitted, end in self._pairs(known, host)]
         upper = [(submitted, end - submitted) for _, _, submitted, end in self._pairs(host, known)]

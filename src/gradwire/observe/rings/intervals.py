@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gradwire.observe.rings.ring import Record, Ring
-from gradwire.recorder.flight_recorder import RecordKind
+from gradwire.recorder.format import RecordKind
 
 
 @dataclass(slots=True)
@@ -34,6 +34,8 @@ class Operation:
     peer: int = -1
     """The other rank of a send or a receive, -1 if it is not known."""
     message: int = -1
+    group_id: int = 0
+    model: int = 0
     on_device: bool = False
     """Whether its tensors are in the memory of a device, as far as its submission was recorded."""
 
@@ -58,6 +60,8 @@ class BucketSpan:
     reduced: int | None = None
     """When its averages were in `.grad`. None: not yet."""
     hook: str = ""
+    model: int = 0
+    """See `Record.model`."""
 
 
 def operations(records: Iterable[Record]) -> list[Operation]:
@@ -67,12 +71,12 @@ def operations(records: Iterable[Record]) -> list[Operation]:
     from the end and the duration.
     """
     found: list[Operation] = []
-    pending: dict[tuple[str, int, int], Operation] = {}
+    pending: dict[tuple[int, int, int], Operation] = {}
     for record in records:
         kind = record.kind
         if kind > RecordKind.COLLECTIVE_FAILED:
             continue
-        key = record.group, record.rank, record.seq
+        key = record.group_id, record.rank, record.seq
         if kind is RecordKind.COLLECTIVE_SUBMITTED:
             pending[key] = one = _operation(record, record.time)
             found.append(one)
@@ -107,6 +111,8 @@ def _operation(record: Record, submitted: int) -> Operation:
         submitted,
         peer=record.peer,
         message=record.message,
+        group_id=record.group_id,
+        model=record.model,
         on_device=record.on_device,
     )
 
@@ -114,11 +120,12 @@ def _operation(record: Record, submitted: int) -> Operation:
 def bucket_spans(records: Iterable[Record]) -> list[BucketSpan]:
     """The buckets in `records` whose filling was recorded, in that order."""
     found: list[BucketSpan] = []
-    latest: dict[tuple[str, int, int, int], BucketSpan] = {}
+    latest: dict[tuple[int, int, int, int, int], BucketSpan] = {}
     for record in records:
-        key = record.group, record.rank, record.step, record.bucket
+        key = record.group_id, record.model, record.rank, record.step, record.bucket
         if record.kind is RecordKind.BUCKET_FULL:
-            latest[key] = one = BucketSpan(*key, record.nbytes, record.time)
+            place = record.group, record.rank, record.step, record.bucket
+            latest[key] = one = BucketSpan(*place, record.nbytes, record.time, model=record.model)
             found.append(one)
         elif record.kind is RecordKind.BUCKET_LAUNCHED and key in latest:
             latest[key].launched, latest[key].hook = record.time, record.label
@@ -135,17 +142,17 @@ def ranks_apart(rings: Sequence[Ring]) -> list[Ring]:
     if len(rings) != 1:
         return list(rings)
     [ring] = rings
-    ranks: dict[str, set[int]] = {}
+    ranks: dict[int, set[int]] = {}
     for record in ring.records:
-        if record.group:
-            ranks.setdefault(record.group, set()).add(record.rank)
-    shared = max(ranks, key=lambda group: len(ranks[group]), default="")
+        if record.group_id:
+            ranks.setdefault(record.group_id, set()).add(record.rank)
+    shared = max(ranks, key=lambda group: len(ranks[group]), default=0)
     if len(ranks.get(shared, ())) < 2:
         return [ring]
-    of_thread = {record.thread: record.rank for record in reversed(ring.records) if record.group == shared}
+    of_thread = {record.thread: record.rank for record in reversed(ring.records) if record.group_id == shared}
     apart: dict[int, list[Record]] = {rank: [] for rank in sorted(ranks[shared])}
     for record in ring.records:
-        rank = record.rank if record.group == shared else of_thread.get(record.thread, min(apart))
+        rank = record.rank if record.group_id == shared else of_thread.get(record.thread, min(apart))
         apart[rank].append(record)
     size = max(len(apart), int(ring.header["size"]))
     return [

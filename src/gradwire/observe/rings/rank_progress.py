@@ -12,7 +12,7 @@ from typing import Any
 from gradwire.observe.rings.ring import COLLECTIVES, Record
 from gradwire.observe.stragglers.step_times import MANY_LOST, StepFolder
 from gradwire.observe.stragglers.steps import Phase
-from gradwire.recorder.flight_recorder import RecordKind
+from gradwire.recorder.format import RecordKind
 
 _KEPT_DURATIONS = 100
 _KEPT_RECORDS = 20
@@ -22,8 +22,8 @@ _KEPT_SUBMITTED = 100
 _KEPT_MESSAGES = 1000
 _KEPT_FORWARDS = 20
 
-Operation = tuple[str, int, int]
-"""Group, rank in it (threads of one process may be several), and sequence number."""
+Operation = tuple[int, int, int]
+"""Identity of the group, rank in it (threads of one process may be several), and sequence number."""
 
 
 @dataclass
@@ -32,12 +32,12 @@ class RankProgress:
 
     rank: int
     header: Mapping[str, Any]
-    groups: dict[str, dict[int, int]] = field(default_factory=dict)
-    """By the name of a group: this rank's number in it, or those of the threads of this process, and its size; 0 if that is not
+    groups: dict[int, dict[int, int]] = field(default_factory=dict)
+    """By the identity of a group: this rank's number in it, or those of the threads of this process, and its size; 0 if that is not
     known."""
-    reached: dict[tuple[str, int], Record] = field(default_factory=dict)
+    reached: dict[tuple[int, int], Record] = field(default_factory=dict)
     """By group and rank in it: the last collective that was submitted, or finished without having been seen before."""
-    submitted: dict[tuple[str, int], deque[Record]] = field(default_factory=dict)
+    submitted: dict[tuple[int, int], deque[Record]] = field(default_factory=dict)
     """By group and rank in it: the submissions of the last collectives."""
     messages: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_MESSAGES))
     """The last sends and receives that were submitted, or finished without having been seen before."""
@@ -47,9 +47,9 @@ class RankProgress:
     """Since when a caller waits for a pending operation. Others run in the background."""
     failed: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_FAILED))
     """The submissions of operations that have failed."""
-    full: dict[tuple[str, int], Record] = field(default_factory=dict)
-    """By group and bucket: when it was full last."""
-    durations: dict[tuple[str, str], deque[int]] = field(default_factory=dict)
+    full: dict[tuple[int, int, int], Record] = field(default_factory=dict)
+    """By group, model and bucket: when it was full last."""
+    durations: dict[tuple[int, str], deque[int]] = field(default_factory=dict)
     """By group and operation: how long the last ones took."""
     last: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_RECORDS))
     """The last records."""
@@ -79,15 +79,14 @@ class RankProgress:
                 self.step = max(self.step, record.step)
             kind = record.kind
             if kind is RecordKind.GROUP:
-                self._forget(record)
-                self.groups.setdefault(record.group, {})[record.rank] = record.nbytes
+                self.groups.setdefault(record.group_id, {})[record.rank] = record.nbytes
                 continue
-            if record.group:  # in a long run the record of the group itself was overwritten
-                self.groups.setdefault(record.group, {}).setdefault(record.rank, 0)
+            if record.group_id:  # in a long run the record of the group itself was overwritten
+                self.groups.setdefault(record.group_id, {}).setdefault(record.rank, 0)
             if kind is RecordKind.WARNING:
                 self.warnings.append(record)
             elif kind is RecordKind.BUCKET_FULL:
-                self.full[record.group, record.bucket] = record
+                self.full[record.group_id, record.model, record.bucket] = record
             elif kind is RecordKind.FORWARD_BEGAN:
                 self.forwards.append(record.time)
             elif kind in COLLECTIVES:
@@ -110,7 +109,7 @@ class RankProgress:
         return self.folder.tracker.start
 
     def _update_collective(self, record: Record) -> None:
-        kind, key = record.kind, (record.group, record.rank, record.seq)
+        kind, key = record.kind, (record.group_id, record.rank, record.seq)
         self.last_collective = record
         if kind is RecordKind.COLLECTIVE_SUBMITTED:
             self.pending[key] = record
@@ -125,7 +124,7 @@ class RankProgress:
             if kind is RecordKind.COLLECTIVE_FAILED:
                 self.failed.append(submitted)
             else:
-                of_this = self.durations.setdefault((record.group, record.op), deque(maxlen=_KEPT_DURATIONS))
+                of_this = self.durations.setdefault((record.group_id, record.op), deque(maxlen=_KEPT_DURATIONS))
                 of_this.append(record.duration)
 
     def _forget_unfinished(self) -> None:
@@ -134,18 +133,8 @@ class RankProgress:
         self.waited.clear()
         self.folder.forget_unfinished()
 
-    def _forget(self, group: Record) -> None:
-        """A group of the same name was closed: the new one counts from 1 again."""
-        self.reached.pop((group.group, group.rank), None)
-        kept = [one for one in self.messages if (one.group, one.rank) != (group.group, group.rank)]
-        self.messages = deque(kept, maxlen=_KEPT_MESSAGES)
-        self.submitted.pop((group.group, group.rank), None)
-        for known in (self.pending, self.waited):
-            for key in [key for key in known if key[:2] == (group.group, group.rank)]:
-                del known[key]
-
     def _reach(self, record: Record) -> None:
-        member = record.group, record.rank
+        member = record.group_id, record.rank
         if record.peer >= 0:
             self.messages.append(record)
         known = self.reached.get(member)
@@ -155,7 +144,7 @@ class RankProgress:
 
     def usual_duration(self, record: Record) -> float:
         """The median of what operations like this one took here lately, in seconds; 0 if there were none."""
-        durations = self.durations.get((record.group, record.op))
+        durations = self.durations.get((record.group_id, record.op))
         return median(durations) / 1e9 if durations else 0.0
 
     def waiting_in(self, number: int | None = None) -> tuple[Record, int] | None:
@@ -167,12 +156,12 @@ class RankProgress:
         )
         return None if found is None else (self.pending[found[1]], found[0])
 
-    def missing_bucket(self, group: str) -> int:
-        """The first bucket of the step that is not full here; -1 where nothing is known of buckets."""
-        buckets = sorted(bucket for name, bucket in self.full if name == group)
+    def missing_bucket(self, group_id: int, model: int) -> int:
+        """The first bucket of a model's step that is not full here; -1 where nothing is known of its buckets."""
+        buckets = sorted(key[2] for key in self.full if key[:2] == (group_id, model))
         began = self.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.EXPOSED)
         for bucket in buckets:
-            step = self.full[group, bucket].step
+            step = self.full[group_id, model, bucket].step
             if step < self.step or (step == self.step and not began):
                 return bucket
         return -1

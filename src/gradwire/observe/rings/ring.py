@@ -1,36 +1,45 @@
-"""Reads the rings that flight recorders write: of a process that runs, hangs, or is gone. Without torch."""
+"""Reads the rings that flight recorders write: of a process that runs, hangs, or is gone. Without torch.
+
+A file that cannot be read gives one error that names it. Single records and lines that make no sense are skipped: the last record
+of a rank that was killed may be incomplete, and the disk may have been full.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradwire.errors import UsageError
-from gradwire.observe.rings.ring_checks import checked_header, is_good_description, is_possible, real_capacity
 from gradwire.observe.rings.run_outcome import load
-from gradwire.recorder.flight_recorder import (
+from gradwire.observe.units import printable
+from gradwire.recorder.format import (
     HEADER,
     MAGIC,
+    NO_PEER,
     ON_DEVICE,
     PAGE,
     RECORD,
     VERSION,
     RecordKind,
     names_path,
-    unpack_message,
+    record_dtype,
 )
 from gradwire.runtime.host import ProcessState, clock_identity, process_state
 
+if TYPE_CHECKING:
+    import numpy as np
+
 _UNKNOWN = "?"
-_FILE_NAME = re.compile(r"rank-(\d{1,6})\.ring")
 _P2P = frozenset({"send", "recv"})
-_KINDS = {kind.value: kind for kind in RecordKind}
+_KINDS = (None, *RecordKind)
+"""By number. Kinds count from 1 without a gap."""
+_YEARS = 20 * 365 * 86400 * 10**9
+"""No record is older or younger than its ring by so many nanoseconds."""
 COLLECTIVES = frozenset(kind for kind in RecordKind if kind.name.startswith("COLLECTIVE_"))
 """Records of collectives, sends and receives."""
 
@@ -47,6 +56,7 @@ class Record(NamedTuple):
     """The rank in `group`."""
     thread: int
     group: str
+    """The group's name, for people: several groups may have the same."""
     label: str
     seq: int
     """The number of an operation in its group on this rank."""
@@ -61,15 +71,19 @@ class Record(NamedTuple):
     peer: int = -1
     """Of a send or a receive: the other rank in `group`, -1 if it is not known."""
     message: int = -1
-    """Of a send or a receive: which of the messages between these two ranks it is; both have the same."""
+    """Of a send or a receive: its tag and number between these two ranks; both have the same."""
     on_device: bool = False
     """Of a submission: whether its tensors are in the memory of a device, such as a GPU."""
+    group_id: int = 0
+    """The group's identity: the same on all its ranks, and no other group's. 0: none."""
+    model: int = 0
+    """The number of the model among those over the group, the same on all ranks. 0: none."""
 
 
-def message_key(record: Record) -> tuple[str, int, int, int]:
+def message_key(record: Record) -> tuple[int, int, int, int]:
     """The message that a send or a receive is of: group, sender, receiver and number, the same on both ranks."""
     sender, receiver = (record.rank, record.peer) if record.op == "send" else (record.peer, record.rank)
-    return record.group, sender, receiver, record.message
+    return record.group_id, sender, receiver, record.message
 
 
 @dataclass(frozen=True)
@@ -82,8 +96,6 @@ class Ring:
     """Oldest first, without gaps, except where the ring was written to while it was read."""
     descriptions: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False)
     """By subject, oldest first: see `FlightRecorder.describe`."""
-    damage: dict[str, str] = field(default_factory=dict, repr=False)
-    """By the name of a file: what of it could not be read."""
     part_of: Ring | None = field(default=None, repr=False)
     """The ring of the process, if this has the records of one of its threads."""
 
@@ -131,15 +143,17 @@ def state_of_writer(header: Mapping[str, Any]) -> ProcessState:
 
 
 def read_ring(path: str | os.PathLike[str]) -> Ring:
-    """Read a ring.
+    """Read a ring. A record that is being written at this moment is left out. UsageError if the file is damaged."""
+    import numpy as np
 
-    A record that is being written at this moment is left out, as is what a newer version of gradwire may have added, and what is
-    damaged.
-    """
     with RingFile(Path(path)) as file:
-        records = file.without_strays(sorted(file.read(0, file.capacity)))
-        descriptions = file.read_descriptions()
-        return Ring(file.path, file.header, records, descriptions, file.damage)
+        rows = file.read(0, file.capacity)
+        rows = rows[np.argsort(rows["number"])]
+        if len(rows):  # all numbers lie within the capacity; one that does not is damaged
+            numbers = rows["number"].astype(np.int64)
+            rows = rows[np.abs(numbers - numbers[len(rows) // 2]) <= file.capacity]
+        records = file.records(rows)
+        return Ring(file.path, file.header, records, file.read_descriptions())
 
 
 class RingFile:
@@ -147,95 +161,69 @@ class RingFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._bad_facts: list[str] = []
-        self._bad_slots: set[int] = set()
-        self._bad_lines = 0
-        self._unknown: set[int] = set()
-        """Names that records refer to and that are not there."""
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             page = os.pread(self._fd, PAGE, 0)
-            magic, version, size, capacity, length = (
-                HEADER.unpack_from(page) if len(page) == PAGE else (b"", 0, 0, 0, 0)
-            )
-            if magic != MAGIC:
+            if len(page) < PAGE or not page.startswith(MAGIC):
                 raise UsageError(f"{path} is not a ring of gradwire's flight recorder.")
+            _, version, size, self.capacity, length = HEADER.unpack_from(page)
             if version != VERSION or size != RECORD.size:
                 raise UsageError(
                     f"{path} was written by another version of gradwire (format {version}; this one reads {VERSION})."
                 )
-            self._read_header(page[HEADER.size : HEADER.size + length])
-            self._find_capacity(capacity, os.fstat(self._fd).st_size)
+            self.header = _header(page[HEADER.size : HEADER.size + length])
+            expected = PAGE + self.capacity * size
+            if os.fstat(self._fd).st_size != expected or self.capacity < 1 or self.capacity & (self.capacity - 1):
+                raise UsageError(f"{path} is damaged: {self.capacity} records in {os.fstat(self._fd).st_size} bytes.")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            os.close(self._fd)
+            raise UsageError(f"{path} is damaged: its header cannot be read ({error}).") from None
         except BaseException:
             os.close(self._fd)
             raise
-        self._names: dict[int, str] = {}
+        self._names: dict[int, str] = {0: ""}
         self._names_read = 0
         self._descriptions: dict[str, list[dict[str, Any]]] = {}
 
-    def _read_header(self, text: bytes) -> None:
-        try:
-            found = checked_header(json.loads(text))
-        except (ValueError, RecursionError):
-            found = None
-        if found is None:
-            raise UsageError(f"{self.path} has a damaged header.")
-        self.header, self._bad_facts = found
-        named = _FILE_NAME.fullmatch(self.path.name)
-        if named is not None and int(named[1]) != self.header["rank"]:
-            self._bad_facts.append("rank")
-            self.header["rank"] = int(named[1])
-            self.header["size"] = max(self.header["size"], int(named[1]) + 1)
-
-    def _find_capacity(self, stated: int, size: int) -> None:
-        capacity = real_capacity(stated, size, PAGE)
-        if capacity is None:
-            raise UsageError(f"{self.path} has a damaged header.")
-        self.capacity = capacity
-        self._is_cut = capacity != stated or size < PAGE + capacity * RECORD.size
-
-    @property
-    def damage(self) -> dict[str, str]:
-        """By the name of a file: what of it could not be read so far."""
-        ring = [f"{', '.join(self._bad_facts)} in its header"] if self._bad_facts else []
-        ring += ["a part of the file is missing"] if self._is_cut else []
-        ring += [f"{len(self._bad_slots)} of its records"] if self._bad_slots else []
-        names = [f"{self._bad_lines} of its lines"] if self._bad_lines else []
-        names += [f"{len(self._unknown)} names are missing"] if self._unknown else []
-        found = {self.path.name: ring, names_path(self.path).name: names}
-        return {name: f"damaged: {', '.join(what)}" for name, what in found.items() if what}
-
-    def without_strays(self, records: list[Record]) -> list[Record]:
-        """Records without those whose numbers are damaged: all numbers of a ring lie within its capacity."""
-        if not records:
-            return records
-        middle = records[len(records) // 2].number
-        strays = {record.number for record in records if abs(record.number - middle) > self.capacity}
-        self._bad_slots |= {number % self.capacity for number in strays}
-        return [record for record in records if record.number not in strays] if strays else records
-
-    def read(self, slot: int, count: int, *, least: int = 0) -> list[Record]:
+    def read(self, slot: int, count: int, *, least: int = 0) -> np.ndarray:
         """The valid records from number `least` on in `count` slots from `slot` on, in their order, which does not wrap."""
-        data = os.pread(self._fd, count * RECORD.size, PAGE + slot * RECORD.size)
-        data = data[: len(data) // RECORD.size * RECORD.size]  # of a file that was cut
-        ops, started = self.header["ops"], self.header["started"]
-        records = []
-        for i, fields in enumerate(RECORD.iter_unpack(data)):
-            number, time, code, op, rank, thread, group, label, *rest = fields
-            kind = _KINDS.get(code)
-            if kind is None or number < least:
-                continue
-            if number % self.capacity != slot + i or not is_possible(time, rest[3], (rest[4], rest[5]), started):
-                self._bad_slots.add(slot + i)
-                continue
-            on_device, op = op & ON_DEVICE, op & ~ON_DEVICE
-            name = ops[op] if kind in COLLECTIVES and op < len(ops) else ""
-            record = Record(number, time, kind, name, rank, thread, self._name(group), self._name(label), *rest)
-            if name in _P2P:
-                peer, message = unpack_message(record.ordinal)
-                record = record._replace(ordinal=0, peer=peer, message=message)
-            records.append(record._replace(on_device=True) if on_device else record)
-        return records
+        import numpy as np  # not before: the launcher starts without it
+
+        size = RECORD.size
+        rows = np.frombuffer(os.pread(self._fd, count * size, PAGE + slot * size), record_dtype())
+        numbers, kinds = rows["number"], rows["kind"]
+        valid = (kinds > 0) & (kinds < len(_KINDS)) & (numbers >= least)
+        valid &= numbers % self.capacity == np.arange(slot, slot + len(rows), dtype=np.uint64)
+        started = max(0, self.header["started"])
+        valid &= (rows["time"] > max(0, started - _YEARS)) & (rows["time"] < started + _YEARS) | (rows["time"] == 0)
+        valid &= (rows["duration"] < _YEARS) & (rows["step"] >= -1) & (rows["bucket"] >= -1)
+        return rows if valid.all() else rows[valid]
+
+    def records(self, rows: np.ndarray) -> list[Record]:
+        """Rows of the file as records."""
+        ops, names = self.header["ops"], self._names
+        if not {*rows["group"].tolist(), *rows["label"].tolist()} <= names.keys():
+            self._read_names()
+        found = []
+        for row in rows.tolist():
+            number, time, group_id, ordinal, nbytes, duration, thread, group, label, seq, step, bucket, *rest = row
+            code, op, rank, peer, model = rest
+            kind, on_device, name = _KINDS[code], False, ""
+            assert kind is not None
+            message, other = -1, -1
+            if kind in COLLECTIVES:
+                if op >= ON_DEVICE:
+                    on_device, op = True, op - ON_DEVICE
+                name = ops[op] if op < len(ops) else ""
+                if name in _P2P:
+                    message, other = (ordinal, peer) if peer != NO_PEER else (-1, -1)
+                    ordinal = 0
+            text, what = names.get(group, _UNKNOWN), names.get(label, _UNKNOWN)
+            found.append(
+                Record(number, time, kind, name, rank, thread, text, what, seq, ordinal, nbytes, duration, step, bucket,
+                       other, message, on_device, group_id, model)
+            )  # fmt: skip
+        return found
 
     def newest(self) -> int:
         """The number of the newest record; or of an earlier one, where records before it were never written."""
@@ -255,18 +243,8 @@ class RingFile:
 
     def _number(self, slot: int) -> int:
         """The number of the record in a slot; -1 if there is none."""
-        data = os.pread(self._fd, RECORD.size, PAGE + slot * RECORD.size)
-        if len(data) < RECORD.size:  # of a file that was cut
-            return -1
-        number, _, kind, *_ = RECORD.unpack(data)
-        return int(number) if kind and number % self.capacity == slot else -1
-
-    def _name(self, number: int) -> str:
-        if number not in self._names and number not in self._unknown:
-            self._read_names()
-            if number not in self._names:
-                self._unknown.add(number)
-        return self._names.get(number, _UNKNOWN)
+        rows = self.read(slot, 1)
+        return int(rows["number"][0]) if len(rows) else -1
 
     def read_descriptions(self) -> dict[str, list[dict[str, Any]]]:
         """What records refer to, by subject, as far as it was written: see `FlightRecorder.describe`."""
@@ -282,19 +260,15 @@ class RingFile:
             return
         for line in lines:
             self._names_read += len(line) + 1
-            number, _, text = line.partition(b" ")
-            subject = number.decode(errors="replace")
+            subject, _, text = line.partition(b" ")
             try:
-                said = json.loads(text)
-                if number.isdigit() and isinstance(said, str):
-                    self._names[int(number)] = said
-                    self._unknown.discard(int(number))
-                elif not number.isdigit() and is_good_description(subject, said):
-                    self._descriptions.setdefault(subject, []).append(said)
-                else:
-                    self._bad_lines += 1
-            except (ValueError, RecursionError):  # also of a disk that was full
-                self._bad_lines += 1
+                value = printable(json.loads(text))
+            except (ValueError, RecursionError):  # a disk that was full
+                continue
+            if subject.isdigit() and isinstance(value, str):
+                self._names[int(subject)] = value
+            elif isinstance(value, dict) and _is_complete(subject, value):
+                self._descriptions.setdefault(subject.decode(errors="replace"), []).append(value)
 
     def state(self) -> ProcessState:
         """As `Ring.state`."""
@@ -318,27 +292,72 @@ class RingFile:
         self.close()
 
 
+_DEFAULTS = {
+    "size": 0,
+    "pid": 0,
+    "process_start": _UNKNOWN,
+    "host": _UNKNOWN,
+    "main_thread": 0,
+    "libraries": [],
+    "python": _UNKNOWN,
+    "torch": _UNKNOWN,
+    "gradwire": _UNKNOWN,
+    "command": "",
+}
+
+
+_FACTS: Mapping[bytes, Mapping[str, type]] = {
+    b"group": {"name": str, "rank": int, "size": int, "id": int},
+    b"buckets": {"group_id": int, "model": int, "rank": int, "buckets": list},
+    b"warning": {"text": str, "step": int, "time": int},
+    b"end": {"time": int},
+    b"nonfinite": {"rank": int, "step": int, "parameter": str, "nan": bool},
+    b"questions": {"descriptor": int, "inode": int},
+}
+"""What readers rely on in descriptions."""
+_BUCKET = {"bytes": int, "names": list}
+
+
+def _is_complete(subject: bytes, facts: Mapping[str, Any]) -> bool:
+    parts = facts["buckets"] if isinstance(facts.get("buckets"), list) else ()
+    return all(isinstance(facts.get(key), kind) for key, kind in _FACTS.get(subject, {}).items()) and all(
+        isinstance(part, dict) and isinstance(part.get(key), kind) for part in parts for key, kind in _BUCKET.items()
+    )
+
+
+def _header(text: bytes) -> dict[str, Any]:
+    """The facts of a header; raises if it lacks what readers need."""
+    header = {**_DEFAULTS, **printable(json.loads(text))}
+    numbers = ("rank", "size", "pid", "started", "started_wall", "main_thread")
+    header |= {name: int(header[name]) for name in numbers}
+    header |= {name: str(header[name]) for name in ("clock", "process_start", "host", "command")}
+    header |= {name: [str(one) for one in header[name]] for name in ("ops", "libraries")}
+    if header["rank"] < 0:
+        raise ValueError(f"rank {header['rank']}")
+    header["size"] = max(header["size"], header["rank"] + 1)
+    return header
+
+
 def read_rings(directory: str | os.PathLike[str]) -> list[Ring]:
-    """The rings of all ranks of a run, by rank. Warns of files that are damaged; what can be read of them is returned."""
-    rings, damage = load_rings(Path(directory))
-    for name, what in damage.items():
-        warnings.warn(f"{Path(directory) / name}: {what}", RuntimeWarning, stacklevel=2)
+    """The rings of all ranks of a run, by rank. Warns of files that cannot be read, which are left out."""
+    rings, left_out = load_rings(Path(directory))
+    for name, why in left_out.items():
+        warnings.warn(f"{Path(directory) / name}: {why}", RuntimeWarning, stacklevel=2)
     return rings
 
 
 def load_rings(directory: Path) -> tuple[list[Ring], dict[str, str]]:
-    """As `read_rings`, and by the name of a file what of it could not be read."""
+    """As `read_rings`, and by the name of a file why it is left out."""
     rings: list[Ring] = []
-    damage: dict[str, str] = {}
+    left_out: dict[str, str] = {}
     for path in sorted(directory.glob("rank-*.ring")):
         try:
             rings.append(read_ring(path))
-            damage |= rings[-1].damage
         except (OSError, UsageError) as error:
-            damage[path.name] = f"left out: {error}"
+            left_out[path.name] = f"left out: {error}"
     if not rings:
-        raise nothing_recorded(directory, *damage.values())
-    return sorted(rings, key=lambda ring: ring.rank), damage
+        raise nothing_recorded(directory, *left_out.values())
+    return sorted(rings, key=lambda ring: ring.rank), left_out
 
 
 def nothing_recorded(directory: str | os.PathLike[str], *reasons: str) -> UsageError:

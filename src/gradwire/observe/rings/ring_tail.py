@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gradwire.observe.rings.ring import Record, RingFile
+from gradwire.recorder.format import record_dtype
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _ABOUT_TO = 1_000_000_000
 """After so many nanoseconds a record that is missing between others is not written any more."""
@@ -14,7 +19,7 @@ _ABOUT_TO = 1_000_000_000
 class RingFollower:
     """Reads what a rank has written since the last time."""
 
-    _FIRST, _MOST = 64, 1024
+    _FIRST, _MOST = 64, 16384
     """Records that are read at once: few, because most of the time there are few new ones, and then more."""
 
     def __init__(self, path: Path, *, tail: int | None = None) -> None:
@@ -27,47 +32,56 @@ class RingFollower:
         self._gap = -1
         """The record that was to come next at the end of the last call."""
 
-    @property
-    def damage(self) -> dict[str, str]:
-        """As `RingFile.damage`."""
-        return self._file.damage
-
     def poll(self, *, most: int | None = None) -> list[Record]:
         """The records since the last call, as far as they have not been overwritten; of more than `most`, about the last half."""
-        found: list[Record] = []
+        found = self.poll_rows(most=most)
+        return self._file.records(found) if len(found) else []
+
+    def poll_rows(self, *, most: int | None = None) -> np.ndarray:
+        """As `poll`, as rows of `record_dtype`."""
+        import numpy as np
+
         capacity = self._file.capacity
         if most is not None and most < capacity and self._file.has(self._next + most):
             self._next = max(self._next, self._file.newest() - most // 2)
+        parts: list[np.ndarray] = []
         count, left = min(self._FIRST, capacity), 2 * (capacity + self._MOST)
         while left > 0:  # a rank that writes faster than we read must not keep us
             left -= count
             begin, slot = self._next, self._next % capacity
             new = self._file.read(slot, min(count, capacity - slot), least=begin)
             if slot + count > capacity:
-                new += self._file.read(0, slot + count - capacity, least=begin)
-            new = self._file.without_strays(new)
-            at_end = not new or new[-1].number < begin + count // 2  # so many records in a row are not left out
-            count = min(4 * count, self._MOST, capacity)
-            if not new:
+                new = np.concatenate([new, self._file.read(0, slot + count - capacity, least=begin)])
+            if not len(new):
                 break
-            if new[0].number >= begin + capacity:  # overwritten before we came: continue behind the writer
-                self._next = new[-1].number - capacity // 2
+            numbers = new["number"].astype(np.int64)
+            if numbers[0] >= begin + capacity:  # overwritten before we came: continue behind the writer
+                self._next = int(numbers[-1]) - capacity // 2
                 continue
-            for record in new:
-                if record.number != self._next:
-                    if not self._is_never_written(record):
-                        break
-                    self._next = record.number
-                found.append(record)
-                self._next += 1
-            if self._next == begin or at_end:
+            new = new[: self._in_order(new, numbers)]
+            if len(new):
+                parts.append(new)
+                self._next = int(new["number"][-1]) + 1
+            if self._next < begin + count // 2:  # so many records in a row are not left out: this is the end
                 break
+            count = min(4 * count, self._MOST, capacity)
         self._gap = self._next
-        return found
+        return np.concatenate(parts) if parts else np.empty(0, record_dtype())
 
-    def _is_never_written(self, later: Record) -> bool:
-        """Whether what should come next is a gap (see Note [No errors] in flight_recorder.py), not about to be written."""
-        return self._next == self._gap or time.monotonic_ns() - later.time > _ABOUT_TO
+    def _in_order(self, new: np.ndarray, numbers: np.ndarray) -> int:
+        """How many of these rows follow what was read, without one before them that is about to be written."""
+        import numpy as np
+
+        before = np.concatenate([[self._next - 1], numbers[:-1]])
+        for gap in np.flatnonzero(numbers != before + 1).tolist():
+            if numbers[gap] <= before[gap] or not self._is_never_written(int(before[gap]) + 1, int(new["time"][gap])):
+                return int(gap)
+        return len(new)
+
+    def _is_never_written(self, number: int, later: int) -> bool:
+        """Whether a missing record is a gap (see Note [No errors] in recorder/writer.py), not about to be written. The next one was
+        at the time `later`."""
+        return number == self._gap or time.monotonic_ns() - later > _ABOUT_TO
 
     def close(self) -> None:
         """Close the file."""

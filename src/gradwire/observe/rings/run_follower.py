@@ -31,7 +31,8 @@ class RunFollower:
         self._since, self._tail = since, tail
         self._clock = clock_identity()
         self._followers: dict[Path, RingFollower] = {}
-        self._unreadable: dict[str, str] = {}
+        self.damage: dict[str, str] = {}
+        """By the name of a file: why it is left out."""
 
     def look(self) -> None:
         """Read what ranks have written since the last look."""
@@ -44,7 +45,7 @@ class RunFollower:
                 except OSError:  # it is gone again
                     continue
                 except UsageError as error:
-                    self._unreadable[path.name] = f"left out: {error}"
+                    self.damage[path.name] = f"left out: {error}"
                     continue
                 if self._is_of_earlier_run(follower.header):
                     follower.close()
@@ -54,14 +55,6 @@ class RunFollower:
                 self.ranks[rank] = RankProgress(rank, follower.header)
             follower = self._followers[path]
             self.ranks[int(follower.header["rank"])].update(follower.poll())
-
-    @property
-    def damage(self) -> dict[str, str]:
-        """By the name of a file: what of it could not be read."""
-        found = dict(self._unreadable)
-        for follower in self._followers.values():
-            found |= follower.damage
-        return found
 
     def _is_of_earlier_run(self, header: Mapping[str, Any]) -> bool:
         return self._since is not None and (header["clock"] != self._clock or header["started"] < self._since)

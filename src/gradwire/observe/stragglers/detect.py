@@ -141,15 +141,11 @@ def slow_ranks(times: Times, *, window: int = WINDOW) -> list[Straggler]:
 
 def comparable(times: Times) -> list[Times]:
     """The ranks that average gradients together, by group. Ranks of other groups, e.g. of other pipeline stages, do other work."""
-    groups: dict[str, dict[int, Sequence[StepTimes]]] = {}
+    groups: dict[int, dict[int, Sequence[StepTimes]]] = {}
     for rank, row in times.items():
         if row:
-            groups.setdefault(row[-1].group, {})[rank] = row
-    return [
-        rows
-        for rows in groups.values()
-        if len({row[-1].group_rank for row in rows.values()}) == len(rows) > 1  # else several groups have this name
-    ]
+            groups.setdefault(row[-1].group_id, {})[rank] = row
+    return [rows for rows in groups.values() if len(rows) > 1]
 
 
 def common_steps(times: Times) -> list[int]:

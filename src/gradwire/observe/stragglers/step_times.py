@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 
 from gradwire.observe.rings.ring import Record
 from gradwire.observe.stragglers.steps import Phase, PhaseTracker, Span
-from gradwire.recorder.flight_recorder import RecordKind
+from gradwire.recorder.format import RecordKind
 
 _MOST_WAITS = 1024
 MANY_LOST = 16
-"""So many records in a row have been overwritten unread; fewer were never written, which happens: see `flight_recorder.py`."""
+"""So many records in a row have been overwritten unread; fewer were never written, which happens: see recorder/writer.py."""
 COMPUTE = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 """The phases in which a rank works on its own."""
 
@@ -43,9 +43,8 @@ class StepTimes:
     """By bucket: when all its gradients were there."""
     nbytes: int = 0
     """Bytes of the collectives that finished."""
-    group: str = ""
-    """The group whose ranks took part, and this rank's number in it."""
-    group_rank: int = 0
+    group_id: int = 0
+    """The group whose ranks took part."""
     samples: int = 0
     """What the script has counted with `observe.samples`."""
     backward_waits: bool = False
@@ -85,11 +84,11 @@ class StepFolder:
         self._phase_start = 0
         self._waits: list[tuple[int, int]] = []
         self._launch_start: int | None = None
-        self._pending: dict[tuple[str, int, int], int | None] = {}
+        self._pending: dict[tuple[int, int, int], int | None] = {}
         """By collective in flight: since when the rank has waited for it. None: it does not wait."""
         self._threads: set[int] = set()
         """Those that compute, by the records of phases."""
-        self._ranks: dict[str, int] = {}
+        self._ranks: dict[int, int] = {}
         self.is_shared = False
         """Whether several ranks write this ring, as threads of one process: their phases cannot be told apart."""
         self._phases: dict[Phase, int] = {}
@@ -145,7 +144,7 @@ class StepFolder:
         if not self.tracker.handles(kind):
             return
         self._threads.add(record.thread)
-        if record.group and self._ranks.setdefault(record.group, record.rank) != record.rank:
+        if record.group_id and self._ranks.setdefault(record.group_id, record.rank) != record.rank:
             self.is_shared = True
         span = self.tracker.add(record)
         if span is not None:
@@ -159,7 +158,7 @@ class StepFolder:
             self._step_ended(record, time)
         elif kind is RecordKind.STEP_FAILED:
             self._begin(None)
-        elif kind is RecordKind.FORWARD_ENDED and not record.group:
+        elif kind is RecordKind.FORWARD_ENDED and not record.group_id:
             self._torch_forward = record
         elif kind is RecordKind.OPTIMIZER_ENDED and self._torch_forward is not None:
             self._step_ended(self._torch_forward, time)
@@ -183,8 +182,7 @@ class StepFolder:
                 self._phases,
                 self._ready,
                 self._nbytes,
-                record.group,
-                record.rank,
+                record.group_id,
                 self._samples,
                 self._backward_waits,
             )
@@ -209,8 +207,8 @@ def step_times(records: Iterable[Record]) -> list[StepTimes]:
     return list(folder.steps)
 
 
-def _key(record: Record) -> tuple[str, int, int]:
-    return record.group, record.rank, record.seq
+def _key(record: Record) -> tuple[int, int, int]:
+    return record.group_id, record.rank, record.seq
 
 
 def _covered(intervals: list[tuple[int, int]]) -> int:

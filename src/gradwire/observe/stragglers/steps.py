@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from gradwire.observe.rings.ring import Record
-from gradwire.recorder.flight_recorder import RecordKind
+from gradwire.recorder.format import RecordKind
 
 
 class Phase(Enum):

@@ -16,7 +16,7 @@ from gradwire.observe.rings.clocks import aligned
 from gradwire.observe.rings.intervals import BucketSpan, Operation, bucket_spans, operations, ranks_apart
 from gradwire.observe.rings.ring import Ring
 from gradwire.observe.stragglers.steps import Phase, spans
-from gradwire.recorder.flight_recorder import RecordKind
+from gradwire.recorder.format import RecordKind
 
 _NOTES = {RecordKind.MARK: "mark", RecordKind.STEP_FAILED: "step failed", RecordKind.WARNING: "warning"}
 
@@ -104,17 +104,18 @@ def _pictures(
     buckets: Sequence[BucketSpan], found: Sequence[Operation], origin: int, end: int
 ) -> tuple[list[Slice], list[Slice], dict[str, list[Slice]]]:
     """The slices of buckets, hooks and operations."""
-    of_bucket: dict[tuple[int, int], list[Operation]] = {}
+    of_bucket: dict[tuple[int, int, int], list[Operation]] = {}
     for operation in found:
         if operation.bucket >= 0:
-            of_bucket.setdefault((operation.step, operation.bucket), []).append(operation)
+            of_bucket.setdefault((operation.model, operation.step, operation.bucket), []).append(operation)
     bucket_slices, hook_slices, hook_of = [], [], {}
     for one in buckets:
         if one.reduced is None:
             continue
         arguments = {"step": one.step, "bucket": one.bucket, "bytes": one.nbytes, "group": one.group}
         bucket = Slice(f"bucket {one.bucket}", one.full - origin, one.reduced - origin, arguments)
-        own = [o for o in of_bucket.get((one.step, one.bucket), []) if one.full <= o.submitted <= one.reduced]
+        own = of_bucket.get((one.model, one.step, one.bucket), [])
+        own = [operation for operation in own if one.full <= operation.submitted <= one.reduced]
         bucket_slices.append(bucket)
         hook = _hook(one, own, bucket, origin)
         hook_slices.append(hook)

@@ -27,7 +27,7 @@ from gradwire.collectives.finite import is_finite
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.policies import NonFinite
-from gradwire.recorder import flight_recorder
+from gradwire.recorder import writer
 from gradwire.reducer.buckets.buffers import ZeroBucket
 from gradwire.reducer.buckets.layout import ParameterSpec
 from gradwire.reducer.checks.late import LateCheck, LateChecks
@@ -252,7 +252,7 @@ class NonFiniteWatch:
     def __call__(self, bucket: GradBucket, group: Group, step: int) -> None:
         """Examine a bucket before its reduction."""
         found = () if self._search is None else self._search.before(bucket, None).found
-        if found and (recorder := flight_recorder.active) is not None:
+        if found and (recorder := writer.active) is not None:
             name, nan = self._names[found[0].parameter], found[0].kind is Kind.NAN
             recorder.describe("nonfinite", {"rank": group.rank, "step": step, "parameter": name, "nan": nan})
             self._search = None  # once a parameter is NaN, every later gradient is

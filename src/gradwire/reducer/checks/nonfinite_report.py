@@ -12,7 +12,6 @@ from gradwire.collectives import all_gather_into_tensor
 from gradwire.errors import NonFiniteGradient, Origin
 from gradwire.groups.base import Group
 from gradwire.policies import NonFinite
-from gradwire.recorder import flight_recorder
 from gradwire.reducer.checks.nonfinite_search import Found, Kind
 from gradwire.reducer.reductions import StepRejected, StepSkipped
 from gradwire.runtime.warnings import warn_user
@@ -183,7 +182,7 @@ class NonFiniteHandler:
     def handle(self, report: NonFiniteReport, group: Group) -> StepRejected | None:
         """Record what was found. Returns what drops the step, on all ranks of `group` alike."""
         error = report.error(self._policy)
-        flight_recorder.warn(str(error), rank=group.rank, group=group.name, step=report.step)
+        group.ledger.events.warn(str(error), step=report.step)
         if self._policy is NonFinite.RAISE:
             return StepRejected(error)
         if self._policy is NonFinite.SKIP:

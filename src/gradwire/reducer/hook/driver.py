@@ -35,7 +35,7 @@ from gradwire.groups.work import Work
 from gradwire.hooks.base import CommHook, Reduction, Turn
 from gradwire.hooks.periodic.base import OuterHook
 from gradwire.hooks.pump import begin, pump
-from gradwire.recorder import flight_recorder
+from gradwire.recorder import writer
 from gradwire.runtime.threads import Worker
 
 
@@ -227,12 +227,12 @@ class _OnLane:
         self._turn = turn
         self._started = time.perf_counter()
 
-        place = flight_recorder.place()
+        place = writer.current_place()
 
         def job() -> None:
             try:
                 there = ordered.here() if ordered else contextlib.nullcontext()
-                with torch.no_grad(), there, flight_recorder.within(*place):
+                with torch.no_grad(), there, writer.within(place):
                     self._value = _run(reduction, _on(group, group.run))
             except BaseException as error:
                 self._error = error

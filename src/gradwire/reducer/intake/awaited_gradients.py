@@ -30,6 +30,8 @@ def _facts(reducer: Any) -> dict[str, Any]:
     missing = [i for i in reducer.intake.missing(machine.members[bucket]) if not reducer.used.has_counted(i)]
     return {
         "group": reducer.group.name,
+        "group_id": reducer.group.ledger.events.group_id,
+        "model": reducer.events.model,
         "rank": reducer.group.rank,
         "step": reducer.iterations.number,
         "bucket": bucket,

@@ -6,7 +6,7 @@ import pytest
 
 from gradwire.observe.report.failures import find_failures
 from gradwire.observe.report.rank_summary import summarize
-from gradwire.recorder.flight_recorder import RecordKind as K
+from gradwire.recorder.format import RecordKind as K
 from helpers.made_rings import MS, made_ring, mark
 
 

@@ -12,7 +12,7 @@ from gradwire.observe.report.findings import find
 from gradwire.observe.report.report_model import build
 from gradwire.observe.rings.intervals import ranks_apart
 from gradwire.observe.rings.run_outcome import Outcome, RankOutcome
-from gradwire.recorder.flight_recorder import RecordKind as K
+from gradwire.recorder.format import RecordKind as K
 from gradwire.runtime.host import ProcessState
 from helpers.made_rings import MS, made_ring, mark
 

@@ -18,7 +18,7 @@ from gradwire.observe.report.plain_text import render_text
 from gradwire.observe.report.render import render_page
 from gradwire.observe.report.report_model import build
 from gradwire.observe.rings.run_outcome import Outcome
-from gradwire.recorder.flight_recorder import RecordKind as K
+from gradwire.recorder.format import RecordKind as K
 from helpers.made_rings import MS, made_ring, mark, write_ring
 from helpers.made_steps import made_steps
 

@@ -11,7 +11,7 @@ from gradwire.observe.report.render import render_page
 from gradwire.observe.report.report_model import build
 from gradwire.observe.rings.intervals import bucket_spans, operations, ranks_apart
 from gradwire.observe.stragglers.steps import Phase
-from gradwire.recorder.flight_recorder import RecordKind as K
+from gradwire.recorder.format import RecordKind as K
 from helpers.made_rings import BUCKET, MS, made_ring, mark, step_records
 
 
@@ -125,7 +125,7 @@ def test_torchs_ddp_whose_backward_includes_the_wait():
     hidden = (K.STEP_ENDED, K.BACKWARD_ENDED, K.BUCKET_FULL, K.BUCKET_LAUNCHED, K.BUCKET_REDUCED)
     for ring in rings:
         ring.records[:] = [
-            r._replace(group="") if r.kind in (K.FORWARD_BEGAN, K.FORWARD_ENDED) else r
+            r._replace(group="", group_id=0) if r.kind in (K.FORWARD_BEGAN, K.FORWARD_ENDED) else r
             for r in ring.records
             if r.kind not in hidden
         ]

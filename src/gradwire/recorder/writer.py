@@ -1,17 +1,8 @@
 """The flight recorder: what happens on a rank, in a ring of small records that others can read without the rank's help.
 
-The ring is a file that is mapped into memory. One call packs a record of 64 bytes into it, so the last actions of a rank can be
-read while it runs, when it is stopped or stuck in C, and after it was killed. `gradwire.observe` starts a recorder and reads
-rings; the layers below write records: `if (recorder := flight_recorder.active) is not None: recorder.put(...)`.
-
-Without torch: `gradwire run` reads rings too.
-
-Note [Format]
-A ring is a page of header, `HEADER` and then JSON, followed by records. Record number n is in slot n modulo the capacity, and a
-slot is valid if its number leads there and its kind is not 0. The kind is written last: readers are other processes, and without
-that they would see records of which half is missing. Text (groups, labels, errors) is written once, to a file next to the ring:
-one line per text, its number and a JSON string. Records hold the number. Number 0 is the empty string. A line that begins with a
-word describes what records refer to, as a JSON object: see `FlightRecorder.describe`.
+The ring is a file that is mapped into memory. One call packs a record into it, so the last actions of a rank can be read while it
+runs, when it is stopped or stuck in C, and after it was killed. `gradwire.observe` starts a recorder and reads rings; the layers
+below write records through a `gradwire.recorder.source.EventSource`. No torch. The format is in format.py.
 
 Note [No locks]
 Numbers come from counters of one atomic step each, so writing takes no lock. A lock would block forever in a signal handler or a
@@ -38,65 +29,56 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-MAGIC = b"GWFLIGHT"
-VERSION = 2
-HEADER = struct.Struct("<8sIIII")
-"""Magic, version, bytes per record, records, length of the JSON that follows."""
-RECORD = struct.Struct("<QQBBHIIIIIQQii")
-"""Number, time, kind, operation, rank, thread, group, label, sequence number, ordinal, bytes, duration, step, bucket. Times are in
-nanoseconds on the system's monotonic clock, which all processes of a host share."""
-PAGE = 4096
-CAPACITY = 65536
+from gradwire.recorder.format import (
+    CAPACITY,
+    HEADER,
+    KIND_OFFSET,
+    MAGIC,
+    NO_PEER,
+    PAGE,
+    RECORD,
+    VERSION,
+    RecordKind,
+    names_path,
+)
+
 _MOST_NAMES = 65536
 _LONGEST_NAME = 1000
 _LONGEST_ERROR = 400
 _MOST_DESCRIPTIONS = 1000
 _MOST_WARNINGS = 200
 _LONGEST_DESCRIPTION = 1 << 20
-ORDINAL_BITS = 24
-"""So many lower bits of an ordinal count collectives; those above count recoveries of the group."""
-ON_DEVICE = 1 << 7
-"""Added to the operation in records of submissions whose tensors are not in the host's memory."""
-_KIND = 16
-"""Where the kind is in a record."""
-_LOW = (1 << 32) - 1
-_TOO_MANY = "(too many different names)"
+_SIZE = RECORD.size
+_SEQ = (1 << 32) - 1
+TOO_MANY = "(too many different names)"
 
 
-class RecordKind(IntEnum):
-    """What a record is about. 0 is an empty slot."""
+class Place(NamedTuple):
+    """The step, bucket and model that a record belongs to; -1 and 0: none."""
 
-    COLLECTIVE_SUBMITTED = 1
-    COLLECTIVE_STARTED = 2
-    COLLECTIVE_FINISHED = 3
-    """`duration` counts from submission."""
-    COLLECTIVE_FAILED = 4
-    """`label` is the error."""
-    FORWARD_BEGAN = 5
-    FORWARD_ENDED = 6
-    BUCKET_FULL = 7
-    BUCKET_LAUNCHED = 8
-    BUCKET_REDUCED = 9
-    BACKWARD_ENDED = 10
-    STEP_ENDED = 11
-    STEP_FAILED = 12
-    """`label` is the error."""
-    OPTIMIZER_BEGAN = 13
-    OPTIMIZER_ENDED = 14
-    GROUP = 15
-    """This rank takes part in a group of `nbytes` ranks."""
-    MARK = 16
-    """A note of the user's: `gradwire.observe.mark`."""
-    COLLECTIVE_WAITED = 17
-    """A caller waits for a collective that has not finished. Until then it is in the background, and nobody misses it."""
-    WARNING = 18
-    """`label` is what a check has found: see `warn`."""
-    SAMPLES = 19
-    """This rank has processed `nbytes` samples more: `gradwire.observe.samples`."""
+    step: int = -1
+    bucket: int = -1
+    model: int = 0
+
+
+NOWHERE = Place()
+
+
+OperationFacts = tuple[int, int, int, int, float, float | None]
+"""What is recorded of a collective, a send or a receive: operation, sequence number, ordinal, peer, duration in seconds, and when
+it was, in seconds on `time.perf_counter`'s clock (None: now)."""
+NO_OPERATION: OperationFacts = (0, 0, 0, NO_PEER, 0.0, None)
+
+
+class Member(NamedTuple):
+    """A rank of a group, as records name it: the group's identity, the number of its name, and the rank in it."""
+
+    group_id: int = 0
+    name: int = 0
+    rank: int = 0
 
 
 class _Thread(threading.local):
@@ -104,8 +86,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.number = threading.get_native_id()
-        self.step = -1
-        self.bucket = -1
+        self.place = NOWHERE
 
 
 class FlightRecorder:
@@ -119,7 +100,7 @@ class FlightRecorder:
             raise ValueError(f"FlightRecorder({path}): the header has {len(text)} bytes, of {PAGE - HEADER.size}")
         self.path = path
         self.pid = os.getpid()
-        size = PAGE + capacity * RECORD.size
+        size = PAGE + capacity * _SIZE
         new = path.with_name(f".{path.name}.{self.pid}")
         fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -130,7 +111,7 @@ class FlightRecorder:
             raise
         finally:
             os.close(fd)
-        HEADER.pack_into(self._ring, 0, MAGIC, VERSION, RECORD.size, capacity, len(text))
+        HEADER.pack_into(self._ring, 0, MAGIC, VERSION, _SIZE, capacity, len(text))
         self._ring[HEADER.size : HEADER.size + len(text)] = text
         self._names = {"": 0}
         self._next_name: Callable[[], int] = itertools.count(1).__next__
@@ -153,65 +134,61 @@ class FlightRecorder:
         self._mask = capacity - 1
         self._next: Callable[[], int] = itertools.count().__next__
         self.thread = _Thread()
-        """The step and bucket that records of the calling thread belong to."""
+        """The place that records of the calling thread belong to: see `within`."""
 
     def put(
         self,
         kind: RecordKind,
-        rank: int,
+        member: Member,
+        operation: OperationFacts = NO_OPERATION,
         *,
-        at: float | None = None,
-        op: int = 0,
-        group: str = "",
         label: str = "",
-        seq: int = 0,
-        ordinal: int = 0,
         nbytes: int = 0,
-        duration: float = 0.0,
-        step: int | None = None,
-        bucket: int | None = None,
+        place: Place | None = None,
     ) -> None:
-        """Write a record, of now or of `at` (seconds on `time.perf_counter`'s clock).
-
-        `step` and `bucket` are those of the thread (see `within`) unless given.
-        """
+        """Write a record. `place` is that of the thread unless given: see `within`."""
         try:
-            names, thread = self._names, self.thread
-            group_number = names.get(group)
-            if group_number is None:
-                group_number = self._number(group)
-            label_number = names.get(label)
+            thread = self.thread
+            label_number = self._names.get(label)
             if label_number is None:
-                label_number = self._number(label)
+                label_number = self.number_of(label)
+            op, seq, ordinal, peer, duration, at = operation
+            group_id, name, rank = member
+            step, bucket, model = thread.place if place is None else place
             number = self._next()
-            slot = PAGE + (number & self._mask) * 64
+            slot = PAGE + (number & self._mask) * _SIZE
             RECORD.pack_into(
                 self._ring,
                 slot,
                 number,
                 time.monotonic_ns() if at is None else int(at * 1e9),
+                group_id,
+                ordinal,
+                nbytes,
+                int(duration * 1e9),
+                thread.number,
+                name,
+                label_number,
+                seq & _SEQ,
+                step,
+                bucket,
                 0,
                 op,
                 rank,
-                thread.number,
-                group_number,
-                label_number,
-                seq & _LOW,
-                ordinal & _LOW,
-                nbytes,
-                int(duration * 1e9),
-                thread.step if step is None else step,
-                thread.bucket if bucket is None else bucket,
+                peer,
+                model,
             )
-            self._ring[slot + _KIND] = kind
+            self._ring[slot + KIND_OFFSET] = kind
         except (TypeError, ValueError, OverflowError, struct.error):
             pass  # see Note [No errors]; or another thread has closed the ring in the meantime
 
-    def _number(self, text: str) -> int:
+    def number_of(self, text: str) -> int:
         """The number of a name, written to the file of names when it is seen for the first time. See Note [No locks]."""
         names = self._names
+        if text in names:
+            return names[text]
         if len(names) >= _MOST_NAMES:
-            text = _TOO_MANY  # a label that is different every time must not fill the disk
+            text = TOO_MANY  # a label that is different every time must not fill the disk
             if text in names:
                 return names[text]
         number = self._next_name()
@@ -241,16 +218,15 @@ class FlightRecorder:
         except (TypeError, ValueError, OSError):
             pass  # see Note [No errors]
 
-    def may_name_warning(self) -> bool:
-        """Whether the text of another warning may be written: one in every step must not take the names of groups and errors."""
+    def warn(self, text: str, member: Member, *, step: int = -1) -> None:
+        """Record what a check has found. The first warnings are kept where no later record overwrites them, because what was
+        wrong first matters most; and one in every step must not take the names of groups and errors."""
         self.warnings += 1
-        return self.warnings <= _MOST_NAMES // 8
-
-    def describe_warning(self, facts: Mapping[str, Any]) -> None:
-        """Keep a warning where no later record overwrites it: the first ones, because what was wrong first matters most."""
+        label = text if self.warnings <= _MOST_NAMES // 8 else TOO_MANY
+        self.put(RecordKind.WARNING, member, label=label, place=Place(step))
         if self._warnings_left > 0:
             self._warnings_left -= 1
-            self.describe("warning", facts)
+            self.describe("warning", {"text": text, "step": step, "time": time.monotonic_ns()})
 
     def close(self) -> None:
         """Stop writing. What was written stays in the file."""
@@ -258,42 +234,6 @@ class FlightRecorder:
         if file >= 0:
             os.close(file)
         self._ring.close()
-
-
-def warn(text: str, *, rank: int, group: str = "", step: int = -1) -> None:
-    """Record what a check has found, for everything that shows warnings of a run. Without a recorder it does nothing.
-
-    Ranks that find the same thing together write the same text, which is then shown once.
-    """
-    recorder = active
-    if recorder is not None:
-        label = text if recorder.may_name_warning() else _TOO_MANY
-        recorder.put(RecordKind.WARNING, rank, group=group, label=label, step=step, bucket=-1)
-        recorder.describe_warning({"text": text, "step": step, "time": time.monotonic_ns()})
-
-
-def names_path(path: Path) -> Path:
-    """The file of a ring's names."""
-    return path.with_suffix(".names")
-
-
-def pack_message(peer: int | None, tag: int, count: int) -> int:
-    """What stands in place of the ordinal in records of sends and receives: which message it is, between the same two ranks.
-
-    0 if the peer is not known. See `unpack_message`.
-    """
-    if peer is None or peer >= (1 << 12) - 1:
-        return 0
-    return (peer + 1) << 20 | (tag & 63) << 14 | count & ((1 << 14) - 1)
-
-
-def unpack_message(packed: int) -> tuple[int, int]:
-    """The peer, -1 if it is not known, and a number that the send and the receive of one message have in common.
-
-    >>> unpack_message(pack_message(3, tag=7, count=2))
-    (3, 114690)
-    """
-    return (packed >> 20) - 1, packed & ((1 << 20) - 1)
 
 
 def summary(error: BaseException) -> str:
@@ -335,41 +275,40 @@ def _report_failed(failure: Exception) -> None:
     """Record why an error has no report, and show it once."""
     global _has_warned
     text = f"the flight recorders of other ranks could not be read for an error: {summary(failure)}"
-    warn(text, rank=0)
+    if active is not None:
+        active.warn(text, Member())
     if not _has_warned:
         _has_warned = True
         with contextlib.suppress(Warning):  # a filter that raises must not replace the error
             warnings.warn(f"gradwire: {text}. This is shown once.", RuntimeWarning, stacklevel=3)
 
 
-_NOWHERE = contextlib.nullcontext()
+_NULL_CONTEXT = contextlib.nullcontext()
 
 
-def within(step: int, bucket: int) -> contextlib.AbstractContextManager[None]:
-    """Records of this thread belong to `bucket` of `step` in here. Costs next to nothing without a recorder."""
+def within(place: Place) -> contextlib.AbstractContextManager[None]:
+    """Records of this thread belong to `place` inside. Costs next to nothing without a recorder."""
     recorder = active  # which another thread may stop at any time
-    return _NOWHERE if recorder is None else _Within(recorder.thread, step, bucket)
+    return _NULL_CONTEXT if recorder is None else _Within(recorder.thread, place)
 
 
 class _Within(contextlib.AbstractContextManager[None]):
-    __slots__ = ("_before", "_step_and_bucket", "_thread")
+    __slots__ = ("_before", "_place", "_thread")
 
-    def __init__(self, thread: _Thread, step: int, bucket: int) -> None:
-        self._thread, self._step_and_bucket = thread, (step, bucket)
+    def __init__(self, thread: _Thread, place: Place) -> None:
+        self._thread, self._place = thread, place
 
     def __enter__(self) -> None:
-        thread = self._thread
-        self._before = thread.step, thread.bucket
-        thread.step, thread.bucket = self._step_and_bucket
+        self._before, self._thread.place = self._thread.place, self._place
 
     def __exit__(self, *exc: object) -> None:
-        self._thread.step, self._thread.bucket = self._before
+        self._thread.place = self._before
 
 
-def place() -> tuple[int, int]:
-    """The step and bucket that records of this thread belong to, to be taken to another thread."""
+def current_place() -> Place:
+    """The place that records of this thread belong to, to be passed to another thread."""
     recorder = active
-    return (-1, -1) if recorder is None else (recorder.thread.step, recorder.thread.bucket)
+    return NOWHERE if recorder is None else recorder.thread.place
 
 
 def _forget() -> None:

@@ -1,0 +1,83 @@
+"""`ModelEvents`: what happens to one model on one rank, for the flight recorder and for listeners."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from gradwire.events import Event
+from gradwire.groups.base import Group
+from gradwire.hooks.bucket import BucketSpec
+from gradwire.recorder import writer
+from gradwire.recorder.format import RecordKind
+from gradwire.recorder.source import EventSource
+from gradwire.recorder.writer import Place
+from gradwire.reducer.buckets.layout import BucketLayout
+
+_MOST_NAMES = 5000
+
+
+class ModelEvents(EventSource):
+    """The events of one model, which is number `model` of those over its group."""
+
+    __slots__ = ("_described", "model")
+
+    def __init__(self, group: Group) -> None:
+        ledger = group.ledger
+        super().__init__(ledger.name, ledger.rank, ledger.events.group_id)
+        ledger.models += 1
+        self.model = ledger.models
+        self._described: tuple[object, object] = (None, None)
+        """The recorder that has the layout, and that layout."""
+
+    def place(self, step: int, bucket: int = -1) -> Place:
+        """Where records of this model's collectives belong: see `writer.within`."""
+        return Place(step, bucket, self.model)
+
+    def step(
+        self, kind: RecordKind, step: int, *, label: str = "", event: Callable[[float, int], Event] | None = None
+    ) -> None:
+        """Something happened in a step. `event(time, rank)` makes what listeners get."""
+        self._report(kind, Place(step, -1, self.model), 0, label, event)
+
+    def bucket(
+        self,
+        kind: RecordKind,
+        spec: BucketSpec,
+        step: int,
+        *,
+        hook: str = "",
+        event: Callable[[float, int], Event] | None = None,
+    ) -> None:
+        """Something happened to a bucket. `event(time, rank)` makes what listeners get."""
+        self._report(kind, Place(step, spec.index, self.model), spec.nbytes, hook, event)
+
+    def _report(
+        self, kind: RecordKind, place: Place, nbytes: int, label: str, event: Callable[[float, int], Event] | None
+    ) -> None:
+        if event is not None and self:
+            self.emit(event(time.perf_counter(), self.rank))
+        recorder = writer.active
+        if recorder is not None:
+            recorder.put(kind, self.member(recorder), label=label, nbytes=nbytes, place=place)
+
+    def describe(self, layout: BucketLayout) -> None:
+        """Let the recorder know which parameters the buckets hold, once for each recorder and layout."""
+        recorder = writer.active
+        if recorder is None or (self._described[0] is recorder and self._described[1] is layout):
+            return
+        self._described = recorder, layout
+        specs = layout.buckets
+        few = sum(len(spec.names) for spec in specs) <= _MOST_NAMES
+        facts = [
+            {
+                "bytes": spec.nbytes,
+                "dtype": str(spec.dtype).removeprefix("torch."),
+                "device": str(spec.device),
+                "parameters": len(spec.names),
+                "names": list(spec.names) if few else list(spec.names[:1]),
+            }
+            for spec in specs
+        ]
+        names = {"group": self.name, "group_id": self.group_id, "model": self.model, "rank": self.rank}
+        recorder.describe("buckets", {**names, "buckets": facts})
