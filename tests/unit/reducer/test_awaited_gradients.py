@@ -133,7 +133,7 @@ def test_the_process_answers_from_another_thread(group, tmp_path):
         observe.stop()
     for step, answers in enumerate(seen):
         [answer] = [one for one in answers[0] if one.group_id == group.ledger.events.group_id]
-        assert answer == Awaited("one", 0, step, 0, answer.missing)
+        assert answer == Awaited(group.ledger.events.group_id, 1, 0, step, 0, answer.missing)
         assert sorted(answer.missing) == BELOW
     run = RunFollower(tmp_path)
     run.look()
