@@ -18,7 +18,7 @@ from gradwire.interop import as_torch_hook
 from gradwire.parallel import DistributedDataParallel
 
 
-class HookControls(Protocol):
+class InstalledHook(Protocol):
     """What gradwire's DDP and the functions of `as_torch_hook` have in common."""
 
     def hook_state_dict(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def install_hook(model: nn.Module, hook: CommHook) -> None:
         )
 
 
-def hook_controls(model: nn.Module) -> HookControls | None:
+def hook_controls(model: nn.Module) -> InstalledHook | None:
     """The gradwire hook of `model`, compiled or not; None if it is not a DDP, or has a torch-style hook or none."""
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, DistributedDataParallel):

@@ -25,7 +25,7 @@ from gradwire.parallel.delayed_allreduce import Delayed
 from gradwire.parallel.hook_controls import HookControls
 from gradwire.parallel.join import UnevenInputs
 from gradwire.parallel.logging_data import Logger
-from gradwire.parallel.manual import ManualFinalization
+from gradwire.parallel.manual_finalize import ManualFinalization
 from gradwire.parallel.mixed_precision import MixedPrecision
 from gradwire.parallel.replica import Replica, ReplicaPolicies
 from gradwire.parallel.torch_arguments import Flags, check_devices, move_to

@@ -44,7 +44,7 @@ class HookControls:
     def set_hook(self, hook: CommHook) -> None:
         """Use another hook from the next step on. Every rank must call it, between the same steps, with an equal hook.
 
-        What the previous hook has not sent yet is not lost: see Note [Another hook] in `reducer/hook/states.py`. After a
+        What the previous hook has not sent yet is not lost: see Note [Another hook] in `reducer/hook/hook_states.py`. After a
         hook that does not average gradients in every step, the parameters are averaged first.
         """
         check_outer(hook, "set_hook")
@@ -66,7 +66,7 @@ class HookControls:
     def hook_state_dict(self) -> dict[str, Any]:
         """The hook's state on this rank, by parameter name, for `torch.save`: each rank saves its own.
 
-        `load_hook_state_dict` accepts it with any world size: see Note [Whose state it is] in `reducer/hook/states.py`.
+        `load_hook_state_dict` accepts it with any world size: see Note [Whose state it is] in `reducer/hook/hook_states.py`.
         """
         self._check_own_hook("hook_state_dict")
         replica = self._controlled

@@ -25,11 +25,11 @@ from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.dense import mean
 from gradwire.hooks.periodic.base import check_outer
+from gradwire.parallel.ddp_sink import through_sink
 from gradwire.parallel.divergence import DivergenceSchedule
 from gradwire.parallel.hook_controls import HookControls
 from gradwire.parallel.module_state import ModuleState
 from gradwire.parallel.recovery import Recovery
-from gradwire.parallel.sink import through_sink
 from gradwire.parallel.trainable import check_engine_thread, check_not_aborted, check_not_replaced, trainable_parameters
 from gradwire.policies import (
     BucketMemory,
