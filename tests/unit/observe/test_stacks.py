@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import gradwire
-from gradwire.observe.hangs import py_spy
+from gradwire.observe.hangs import stacks as hang_stacks
 from gradwire.observe.hangs.stacks import _STARTERS, Frame, parse_dump, parse_stacks, read_stacks
 from gradwire.observe.recording import _header
 from gradwire.runtime.host import ProcessState, process_state
@@ -27,7 +27,7 @@ def fake_py_spy(tmp_path, monkeypatch):
         first = f"exec sleep {seconds}\n" if seconds else ""
         path.write_text(f"#!/bin/sh\n{first}cat <<'EOF'\n{text}\nEOF\nexit {code}\n")
         path.chmod(0o700)
-        monkeypatch.setattr(py_spy, "program", lambda: str(path))
+        monkeypatch.setattr(hang_stacks, "program", lambda: str(path))
 
     return make
 
@@ -52,12 +52,12 @@ def test_what_py_spy_does_not_write_is_no_stack(text):
 @pytest.mark.parametrize(("seconds", "code", "found"), [(0, 0, {"a": "[]\n"}), (60, 0, {}), (0, 1, {})])
 def test_py_spy_is_bounded_and_may_fail(fake_py_spy, seconds, code, found):
     fake_py_spy("[]", seconds, code)
-    assert py_spy.dump_stacks({"a": os.getpid()}, within=5.0 if found else 0.5) == found
+    assert hang_stacks.dump_stacks({"a": os.getpid()}, within=5.0 if found else 0.5) == found
 
 
 def test_without_py_spy_there_are_no_stacks(monkeypatch):
-    monkeypatch.setattr(py_spy, "program", lambda: None)
-    assert py_spy.dump_stacks({"a": os.getpid()}, within=1.0) == {}
+    monkeypatch.setattr(hang_stacks, "program", lambda: None)
+    assert hang_stacks.dump_stacks({"a": os.getpid()}, within=1.0) == {}
 
 
 def test_a_process_that_is_stopped_is_looked_at_by_py_spy(tmp_path, fake_py_spy):

@@ -2,7 +2,9 @@
 
 In a rank that is recorded, faulthandler writes the stacks of all threads to `rank-N.stacks` when a signal comes. Its handler is
 C code that runs at once: in a Python loop, in a system call, and in C code that holds the interpreter's lock. A process that is
-stopped, or blocks the signal, does not answer: py-spy reads its stacks, if it is installed (`pip install gradwire[py-spy]`).
+stopped, or blocks the signal, does not answer: py-spy reads its memory, if it is installed (`pip install gradwire[py-spy]`) and has
+the right to trace. A process may trace those that it has started, so the launcher may; elsewhere the system decides
+(`kernel.yama.ptrace_scope`).
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import faulthandler
 import json
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import sysconfig
 import threading
@@ -21,7 +25,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gradwire.observe.hangs.py_spy import dump_stacks
 from gradwire.runtime.host import ProcessState, handles_signal, process_state
 
 SIGNAL = signal.SIGRTMIN + 12 if hasattr(signal, "SIGRTMIN") else None
@@ -107,6 +110,42 @@ def read_stacks(headers: Mapping[Path, Mapping[str, Any]], *, within: float = 1.
     silent = {path: int(headers[path]["pid"]) for path, stacks in found.items() if not stacks}
     for path, text in dump_stacks(silent, within=within).items():
         found[path] = parse_dump(text, main=int(headers[path]["main_thread"]))
+    return found
+
+
+def program() -> str | None:
+    """Where py-spy is: next to this interpreter, or in PATH."""
+    installed = Path(sys.executable).with_name("py-spy")
+    return str(installed) if os.access(installed, os.X_OK) else shutil.which("py-spy")
+
+
+def dump_stacks(pids: Mapping[Path, int], *, within: float) -> dict[Path, str]:
+    """What `py-spy dump` writes about each process, as JSON. Those that take longer than `within` seconds are left out."""
+    py_spy = program() if pids else None
+    if py_spy is None:
+        return {}
+    started = {
+        key: subprocess.Popen(
+            [py_spy, "dump", "--nonblocking", "--json", "--pid", str(pid)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+        )
+        for key, pid in pids.items()
+    }
+    deadline = time.monotonic() + within
+    found: dict[Path, str] = {}
+    for key, process in started.items():
+        with process:
+            try:
+                out, _ = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                continue
+            if process.returncode == 0:
+                found[key] = out
     return found
 
 
