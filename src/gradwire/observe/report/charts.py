@@ -8,7 +8,7 @@ Colors are classes of the page's style sheet, so that they follow light and dark
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
@@ -122,12 +122,12 @@ def history(rows: Sequence[StepRow], *, bins: int = 240) -> tuple[Chart, int]:
     band += [f"{x(row.step):.1f} {y(row.low):.1f}" for row in reversed(found)]
     chart.paths.append(Path("M" + "L".join(band) + "Z", "band"))
     chart.paths.append(Path("M" + "L".join(f"{x(row.step):.1f} {y(row.middle):.1f}" for row in found), "line"))
+    labeled = -1000.0
     for row in found:
-        if row.high > limit:
-            left = x(row.step) > WIDTH / 2
-            place, anchor = (x(row.step) - 7, "end") if left else (x(row.step) + 7, "start")
-            chart.texts.append(Label(place, top + 4, f"{duration(row.high)}", anchor, "over"))
-    chart.texts = _apart(chart.texts)
+        if row.high > limit and x(row.step) - labeled >= 90:  # else a label would be drawn over another
+            labeled, left = x(row.step), x(row.step) > WIDTH / 2
+            place, anchor = (labeled - 7, "end") if left else (labeled + 7, "start")
+            chart.texts.append(Label(place, top + 4, duration(row.high), anchor, "over"))
     _step_axis(chart, first, last, x, top + height + 18)
     return chart, per_bin
 
@@ -274,16 +274,3 @@ def _step_axis(chart: Chart, first: int, last: int, x: Callable[[float], float],
 
 def _anchor(x: float) -> str:
     return "end" if x > WIDTH - 60 else "start" if x < _LEFT + 20 else "middle"
-
-
-def _apart(texts: Iterable[Label]) -> list[Label]:
-    """Without the labels of outliers that would be drawn over another."""
-    kept: list[Label] = []
-    taken = -1000.0
-    for text in texts:
-        if text.style == "over":
-            if text.x - taken < 90:
-                continue
-            taken = text.x
-        kept.append(text)
-    return kept

@@ -36,7 +36,6 @@ class Traffic:
 
     calls: int = 0
     nbytes: int = 0
-    nanoseconds: int = 0
     durations: list[int] = field(default_factory=list)
     """Of the last 2,000."""
 
@@ -44,7 +43,6 @@ class Traffic:
         """Count an operation."""
         self.calls += 1
         self.nbytes += operation.nbytes
-        self.nanoseconds += operation.duration
         if len(self.durations) >= _KEPT_DURATIONS:
             del self.durations[: _KEPT_DURATIONS // 2]
         self.durations.append(operation.duration)
@@ -78,7 +76,6 @@ class RankSummary:
     """Collectives and steps that failed, the last 50."""
     warnings: list[Record]
     """What checks have found, the first and the last."""
-    marks: list[Record]
     pending: list[Operation]
     """Operations that have not finished."""
 
@@ -122,15 +119,10 @@ def summarize(ring: Ring) -> RankSummary:
         backward_waits=any(one.backward_waits for one in steps),
         last_step=max((r.step for r in records), default=-1),
         traffic=traffic,
-        failures=_last(ring, RecordKind.COLLECTIVE_FAILED, RecordKind.STEP_FAILED),
+        failures=list(ring.of_kind(RecordKind.COLLECTIVE_FAILED, RecordKind.STEP_FAILED))[-_KEPT_EVENTS:],
         warnings=warning_records(ring),
-        marks=_last(ring, RecordKind.MARK),
         pending=pending,
     )
-
-
-def _last(ring: Ring, *kinds: RecordKind) -> list[Record]:
-    return list(ring.of_kind(*kinds))[-_KEPT_EVENTS:]
 
 
 def total_traffic(ranks: Sequence[RankSummary]) -> dict[TrafficKey, Traffic]:
@@ -141,6 +133,5 @@ def total_traffic(ranks: Sequence[RankSummary]) -> dict[TrafficKey, Traffic]:
             sums = total.setdefault(key, Traffic())
             sums.calls += one.calls
             sums.nbytes += one.nbytes
-            sums.nanoseconds += one.nanoseconds
             sums.durations += one.durations
     return total
