@@ -34,7 +34,7 @@ def picture(status: RunStatus, columns: int, lines: int) -> Group:
 
 
 def chosen(ranks: Sequence[RankStatus], most: int) -> list[RankStatus]:
-    """At most so many ranks: those that ended, are slow, or late come first. In their order."""
+    """At most `most` ranks, in order of rank: those that ended, then stragglers, then late ones."""
 
     def interest(rank: RankStatus) -> tuple[bool, bool, float]:
         return rank.condition in (Condition.ENDED, Condition.STOPPED), rank.is_slow, rank.late
@@ -66,7 +66,7 @@ def _cells(rank: RankStatus) -> list[str | Text]:
         str(rank.rank),
         step,
         milliseconds(rank.seconds),
-        *(known if rank.knows_communication else ("", "", "")),
+        *(known if rank.has_communication else ("", "", "")),
         late,
     ]
 
@@ -98,7 +98,7 @@ def _figures(status: RunStatus) -> list[str]:
     if status.samples_per_second:
         parts.append(f"{status.samples_per_second:,.0f} samples/s")
     parts.append(f"{milliseconds(status.seconds)} ms")
-    if status.knows_communication:
+    if status.has_communication:
         parts[-1] += f": compute {milliseconds(status.compute)}, exposed {milliseconds(status.exposed)}"
     if status.slowest is not None:
         parts.append(f"slowest rank {status.slowest.rank}")

@@ -26,7 +26,7 @@ _TAIL = 16384
 """Records of each rank with which it begins: 20 steps, also with many buckets."""
 
 _MOMENT = 0.5
-"""Seconds after the end of all ranks within which their launcher says how the run has ended."""
+"""Seconds after the end of all ranks within which their launcher saves how the run has ended."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 Picture = Callable[[RunStatus, int, int], "RenderableType"]
-"""The status of a run, at most so many columns wide and so many lines high."""
+"""Draws the status of a run in at most this many columns and lines."""
 _SHARE = 2 / 3
 """How much of a terminal's height the live view may take: the rest shows what ranks write."""
 
@@ -54,12 +54,12 @@ class Panel:
         return self._live.console.print(Segments([Segment(text)]), crop=False, end="")
 
     def leave(self) -> None:
-        """Let the picture scroll away: what comes next, also another picture, is written below it."""
+        """Let the picture scroll away: further lines, and further pictures, are written below it."""
         self._live = None
 
 
 def _start(screen: Screen) -> Live:
-    """Imported when needed: that takes a while, and most runs have no live view."""
+    """A picture on `screen`. rich is imported here, since that is slow and most runs have no live view."""
     from rich.console import Console
     from rich.live import Live
 

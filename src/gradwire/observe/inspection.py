@@ -44,7 +44,7 @@ def inspection(directory: Path, *, whole: bool) -> list[str]:
             saved = directory / reports[-1].file
             lines += ["", f"While it ran, this was reported, and saved in {saved}: see gradwire report {directory}"]
             lines += [f"  {text}" for _, _, text in reports[-1].suspects]
-        # A report that was saved while the ranks ran knows more than one that is made now.
+        # A report that was saved while the ranks ran contains more than one that is made now.
         reported = reports and reports[-1].is_about(None if waiting is None else waiting.record)
         if not reported and (outcome is None or outcome.text):
             lines += _hang_lines(watch, waiting, _stopped(ranks, outcome))

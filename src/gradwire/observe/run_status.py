@@ -17,7 +17,7 @@ from gradwire.observe.units import size as size_text
 from gradwire.runtime.host import ProcessState
 
 _STEPS = 20
-"""Figures are means over so many steps, unless an interval is given."""
+"""The number of steps that figures are means of, unless an interval is given."""
 _IDLE = 5.0
 """Seconds without a step."""
 _NOTICEABLE = 0.01
@@ -47,7 +47,7 @@ class RankStatus:
     exposed: float = 0.0
     nbytes: float = 0.0
     """Bytes of collectives per step."""
-    knows_communication: bool = True
+    has_communication: bool = True
     """Whether `exposed` and `nbytes` are recorded; not of torch's own DDP."""
     late: float = 0.0
     """How much later than those of the other ranks its last bucket is ready."""
@@ -67,7 +67,7 @@ class RunStatus:
     compute: float = 0.0
     exposed: float = 0.0
     nbytes: float = 0.0
-    knows_communication: bool = True
+    has_communication: bool = True
     """Whether `exposed` and `nbytes` are recorded; not of torch's own DDP."""
     samples_per_second: float = 0.0
     """0: the script does not call `observe.samples`."""
@@ -80,7 +80,7 @@ class RunStatus:
     warning: str = ""
     """The last one."""
     ending: str = ""
-    """How the run has ended, as its launcher knows it; empty before, and of other launchers."""
+    """How the run has ended, as its launcher has saved it; empty before, and with other launchers."""
 
     @property
     def is_idle(self) -> bool:
@@ -142,7 +142,7 @@ def run_status(
         compute=_median(rank.compute for rank in timed),
         exposed=_median(rank.exposed for rank in timed),
         nbytes=_median(rank.nbytes for rank in timed),
-        knows_communication=all(rank.knows_communication for rank in timed),
+        has_communication=all(rank.has_communication for rank in timed),
         samples_per_second=sum(map(_samples_per_second, chosen.values())),
         idle=(now - max(ends)) / 1e9 if ends else 0.0,
         slowest=None if last is None or ranks[last].late < _NOTICEABLE * ranks[last].seconds else ranks[last],
@@ -174,7 +174,7 @@ def _rank_status(
         compute=fmean(one.compute for one in steps),
         exposed=fmean(one.share(Phase.EXPOSED) for one in steps),
         nbytes=fmean(one.nbytes for one in steps),
-        knows_communication=not any(one.backward_waits for one in steps),
+        has_communication=not any(one.backward_waits for one in steps),
         late=late,
         doing=facts.doing,
         is_slow=is_slow,
@@ -213,7 +213,7 @@ def stats_line(status: RunStatus) -> str:
         return ", ".join(parts) + _last_warning(status)
     whole, compute, exposed = map(milliseconds, (status.seconds, status.compute, status.exposed))
     parts = [f"step {status.step}", f"{status.steps_per_second:.3g} steps/s", f"{whole} ms a step"]
-    if status.knows_communication:
+    if status.has_communication:
         parts[-1] += f" (compute {compute}, exposed {exposed})"
         parts.append(f"{size_text(status.nbytes)} a step")
     if status.samples_per_second:

@@ -2,7 +2,7 @@
 
 Note [Waits that end]
 A wait that is long enough to be reported may still end: one rank evaluates, or saves a checkpoint, and the others wait for it in
-their next collective. Its report is saved once and says from then on that it has ended. Later waits for the same ranks in the same
+their next collective. Its report is saved once and marked as ended. Later waits for the same ranks in the same
 operation are counted there, and reported again only if one takes more than twice as long as any before.
 """
 
@@ -41,7 +41,7 @@ _TIMES_LONGEST = 2
 _MOST_FILES = 50
 _TAIL_FOR_ERROR, _FRAMES_FOR_ERROR = 1000, 4
 _WITHIN_FOR_ERROR = 0.4
-"""Seconds for stacks, twice if py-spy has to help: an error must not come much later because of its explanation."""
+"""Seconds for stacks, twice if py-spy has to help: an error must not be delayed much by its explanation."""
 
 
 @dataclass
@@ -201,7 +201,7 @@ class HangWatch:
             return []
         waiting = find_waiting(self.run.local_ranks, time.monotonic_ns(), deadline=-math.inf, failed=True)
         suspects = [] if waiting is None else self.suspects(waiting)
-        # Others may just not have come so far when it ended.
+        # Others may just not have reached the operation when it ended.
         suspects = [one for one in suspects if one.state is ProcessState.GONE or one.cause is Cause.DIFFERENT]
         if not suspects:
             self.run.read_descriptions()

@@ -1,9 +1,9 @@
 """Python stacks of a rank that may not answer. Without torch.
 
-In a rank that is recorded, faulthandler writes the stacks of all threads to `rank-N.stacks` when a signal comes. Its handler is
-C code that runs at once: in a Python loop, in a system call, and in C code that holds the interpreter's lock. A process that is
-stopped, or blocks the signal, does not answer: py-spy reads its memory, if it is installed (`pip install gradwire[py-spy]`) and has
-the right to trace. A process may trace those that it has started, so the launcher may; elsewhere the system decides
+In a rank that is recorded, faulthandler writes the stacks of all threads to `rank-N.stacks` on a signal. Its handler is C code
+that runs immediately: in a Python loop, in a system call, and in C code that holds the interpreter's lock. A process that is
+stopped, or blocks the signal, does not answer: py-spy reads its memory, if it is installed (`pip install gradwire[py-spy]`) and
+has the right to trace. A process may trace those that it has started, so the launcher may; elsewhere the system decides
 (`kernel.yama.ptrace_scope`).
 """
 
@@ -65,7 +65,7 @@ class Stack:
 
 
 class StackFile:
-    """In the rank: writes stacks when the signal comes. Made in the main thread, which alone may say what a signal does."""
+    """In the rank: writes stacks on the signal. Made in the main thread, which alone may set a signal handler."""
 
     def __init__(self, path: Path) -> None:
         assert SIGNAL is not None
@@ -172,7 +172,7 @@ class _Answer:
             self.text, self._changed = text, time.monotonic()
 
     def is_complete(self, stacks: Sequence[Stack]) -> bool:
-        """Whether nothing more is to come. Nothing marks the end, except that the stack of a program ends in a module."""
+        """Whether it is complete. Nothing marks the end, except that the stack of a program ends in a module."""
         since = time.monotonic() - self._changed
         ended = any(stack.frames and stack.frames[-1].function in _OUTERMOST for stack in stacks[:1])
         return bool(stacks) and since > (_PAUSE if ended else 10 * _PAUSE)

@@ -49,7 +49,7 @@ def find_stall(
     state: Callable[[RankProgress], ProcessState],
     stacks: Mapping[int, Sequence[Stack]],
 ) -> tuple[Stall, list[Suspect]] | None:
-    """The ranks that wait, and those that they wait for. None if all wait, or none: then nothing can be said."""
+    """The ranks that wait, and those that they wait for. None if all wait or none does, which shows no cause."""
     waiting = [rank for rank in ranks if _waits(stacks.get(rank.rank, ()), rank)]
     others = [rank for rank in ranks if rank not in waiting]
     if not waiting or not others:

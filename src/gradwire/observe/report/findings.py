@@ -26,7 +26,7 @@ _MOST_OF_A_KIND = 10
 _SEVERITIES = ("error", "warning", "note")
 _INTERRUPTED = re.compile(r"KeyboardInterrupt\b|GroupAborted: .* (by|with) KeyboardInterrupt\b", re.S)
 _EXPLAINED = "CollectiveMismatch: "
-"""Its text says what to do."""
+"""Its text contains advice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def _causes(hang: SavedHang) -> str:
 
 
 def _failures(report: RunReport) -> Iterator[Finding]:
-    # Errors that come from Ctrl-C are not shown: the outcome of the run names the signal.
+    # Errors that Ctrl-C has caused are not shown: the outcome of the run names the signal.
     interrupted = report.outcome is not None and report.outcome.signal is not None
     for failure in find_failures(report.ranks, left_out=_INTERRUPTED if interrupted else None)[:_MOST_OF_A_KIND]:
         ranks = failure.ranks
@@ -196,7 +196,7 @@ def _outcome(outcome: Outcome | None) -> Iterator[Finding]:
         yield Finding(
             "warning",
             f"The run was {outcome.text}",
-            advice="Who reads the output of the launcher had gone, as after `| head`."
+            advice="The reader of the launcher's output had closed it, as `| head` does."
             if outcome.signal == signal.SIGPIPE.name
             else "The launcher received it: from Ctrl-C, `kill`, a scheduler at its time limit, or a host that is shut down.",
         )
@@ -211,7 +211,7 @@ def _capitalized(text: str) -> str:
 def _advice(first: RankOutcome) -> str:
     """What to do about the rank that failed first."""
     if first.status == -signal.SIGKILL:
-        return "If nobody killed it: look in the system's log (dmesg) for the OOM killer."
+        return "Unless it was killed on purpose, look in the system's log (dmesg) for the OOM killer."
     if -first.status in _CRASHES:
         return f"It crashed in compiled code: look at the stack of rank {first.rank} in the output of the run."
     if first.raised is not None:
@@ -287,7 +287,7 @@ def _notes(report: RunReport) -> Iterator[Finding]:
             f"A ring holds the last 65,536 records of a rank; up to {max(rank.lost for rank in lost):,} were lost. What is shown "
             "covers the end of the run.",
         )
-    if not report.knows_exposed:
+    if not report.has_exposed:
         yield Finding(
             "note",
             "Backward includes the wait for averages",

@@ -134,7 +134,7 @@ class RunReport:
         return mean[Phase.EXPOSED] / total if total else 0.0
 
     @property
-    def knows_exposed(self) -> bool:
+    def has_exposed(self) -> bool:
         """Whether it is recorded when ranks only wait."""
         return not any(rank.backward_waits for rank in self.ranks)
 

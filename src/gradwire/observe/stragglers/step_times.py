@@ -90,7 +90,7 @@ class StepFolder:
         """Those that compute, by the records of phases."""
         self._ranks: dict[int, int] = {}
         self.is_shared = False
-        """Whether several ranks write this ring, as threads of one process: their phases cannot be told apart."""
+        """Whether several ranks write this ring, as threads of one process: their phases cannot be separated."""
         self._phases: dict[Phase, int] = {}
         self._ready: dict[int, int] = {}
         self._torch_forward: Record | None = None

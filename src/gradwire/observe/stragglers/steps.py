@@ -53,7 +53,7 @@ _AFTER: dict[RecordKind, Phase] = {
 class PhaseTracker:
     """The phases of one rank, record by record. Before its first record nothing is known.
 
-    Time after the averages are there counts as data until an optimizer begins, because nothing says what else it is.
+    Time after the averages are there counts as data until an optimizer begins, since nothing is recorded of it.
     """
 
     def __init__(self) -> None:

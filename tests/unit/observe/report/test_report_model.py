@@ -131,7 +131,7 @@ def test_torchs_ddp_whose_backward_includes_the_wait():
         ]
     report = build(rings)
     assert len(report.steps) >= 7
-    assert not report.knows_exposed
+    assert not report.has_exposed
     assert "Backward includes the wait for averages" in [finding.title for finding in find(report)]
     assert "Where a step's time goes" in render_text(report)
     assert "<span>exposed communication</span>" not in render_page(report)
