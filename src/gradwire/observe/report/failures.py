@@ -1,59 +1,46 @@
 """Which collectives and steps of a run have failed, and what of it belongs together. Pure.
 
 Note [One failure]
-A collective fails on several ranks, each of which words it for itself; it lets the step fail, other collectives that were under
-way in the group, and with them those of other ranks, whose errors quote the first. All of that is one failure. A script that
-catches an error may go on, in the same group or in a new one of the same name: what was submitted later has failed on its own.
-So has every send and receive, since each has its own peer.
+A collective fails with the same group and ordinal on several ranks. It lets the step fail, and other collectives of the group that
+were in flight; ranks that were elsewhere fail when the group is aborted. All of that is one failure. A script that catches an error
+may go on: what was submitted later has failed on its own. So has every send and receive, since each has its own peer.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gradwire.observe.report.rank_summary import RankSummary
 from gradwire.observe.rings.ring import Record
-from gradwire.observe.units import ranks as ranks_text
 from gradwire.recorder.format import RecordKind
 
-_OF_RANK = re.compile(r" on rank \d+ of \d+(?=:)")
-"""What is different on each rank in the texts of one failure."""
-_COLLECTIVE = re.compile(r"(?!send\(|recv\()\b[a-z]\w*\(.*?\) \(operation #\d+ of [^)]*\)")
-"""A collective in the text of an error."""
-_ABORTED = "GroupAborted: "
+_ABORTED = "GroupAborted"
 """What has failed because something else has."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class FailedRecord(NamedTuple):
     """Where something has failed."""
 
-    rank: int
-    record: Record
     time: float
     """In seconds since 1970."""
+    rank: int
+    record: Record
 
 
 @dataclass(slots=True)
-class Failure:
-    """Something that has failed, once or several times, on one rank or on several."""
+class RunFailure:
+    """Something that has failed on one rank or on several."""
 
-    texts: dict[str, list[Place]] = field(default_factory=dict)
-    """By error text: where it was raised."""
+    places: list[FailedRecord] = field(default_factory=list)
     others: int = 0
     """How many other operations have failed with it."""
 
     @property
-    def places(self) -> list[Place]:
-        """Everywhere."""
-        return [place for places in self.texts.values() for place in places]
-
-    @property
-    def text(self) -> str:
-        """That of the first rank whose error is not just about an abort by another."""
-        return min(self.texts, key=lambda text: (text.startswith(_ABORTED), self.texts[text][0].time))
+    def first(self) -> FailedRecord:
+        """The first, and of these one that is not just about an abort by another rank."""
+        return min(self.places, key=lambda place: (error_name(place.record) == _ABORTED, place.time))
 
     @property
     def ranks(self) -> list[int]:
@@ -66,60 +53,73 @@ class Failure:
         return sorted({place.record.step for place in self.places if place.record.step >= 0})
 
     @property
-    def collectives(self) -> int:
-        """How many collectives these were, counted on each rank."""
-        return sum(place.record.kind is RecordKind.COLLECTIVE_FAILED for place in self.places)
+    def is_collective(self) -> bool:
+        """Whether it was a collective that has failed first, and not a step."""
+        return self.first.record.kind is RecordKind.COLLECTIVE_FAILED
 
     @property
     def detail(self) -> str:
-        """The text, and what else belongs to it."""
-        said = {place.rank for place in self.texts[self.text]}
-        rest = [rank for rank in self.ranks if rank not in said]
-        more = [f"{ranks_text(rest).capitalize()} reported it in other words."] if rest else []
-        if self.others:
-            several = self.others > 1
-            more.append(
-                f"{self.others} other operation{'s' * several} that {'were' if several else 'was'} under way failed with it."
-            )
-        return " ".join([self.text, *more])
+        """The text of the error, and what else has failed with it."""
+        many = self.others > 1
+        more = f" {self.others} other operation{'s' * many} in flight failed with it." if self.others else ""
+        return f"{self.first.record.label}{more}"
 
 
-def find_failures(ranks: Iterable[RankSummary], *, left_out: re.Pattern[str] | None = None) -> list[Failure]:
-    """What has failed, in the order of time, except errors whose text matches `left_out`. See Note [One failure]."""
-    found: dict[str, Failure] = {}
+def error_name(record: Record) -> str:
+    """The class of the error that a record of a failure holds."""
+    return record.label.partition(":")[0]
+
+
+def find_failures(ranks: Iterable[RankSummary], *, left_out: Container[str] = ()) -> list[RunFailure]:
+    """What has failed, in the order of time, except errors of the classes `left_out`. See Note [One failure]."""
+    found: dict[object, RunFailure] = {}
     for rank in ranks:
-        kept = [one for one in rank.failures if left_out is None or not left_out.match(one.label)]
-        for record, others in _first_of_each(kept):
-            text = _OF_RANK.sub("", record.label)
-            failure = found.setdefault(_identity(text), Failure())
-            failure.texts.setdefault(text, []).append(Place(rank.rank, record, rank.wall_time(record.time)))
-            failure.others += others
-    return sorted(found.values(), key=lambda failure: min(place.time for place in failure.places))
-
-
-def _identity(text: str) -> str:
-    """What the texts of one failure have in common: the collective that failed first, which is the last that they quote."""
-    collectives = _COLLECTIVE.findall(text)
-    return collectives[-1] if collectives else text
-
-
-def _first_of_each(records: Iterable[Record]) -> Iterator[tuple[Record, int]]:
-    """Those of a rank that have failed by themselves, each with the number of operations that have failed with it."""
-    firsts: dict[tuple[int, int], int] = {}
-    kept: list[list[Record]] = []
-    for record in records:
-        if record.kind is RecordKind.COLLECTIVE_FAILED:
-            member = record.group_id, record.rank
-            number = firsts.get(member)
-            if number is not None and _has_failed_with(record, kept[number][0]):
-                kept[number].append(record)
+        own: dict[tuple[int, int], tuple[Record, RunFailure]] = {}
+        """By group and rank in it: the last collective that has failed by itself."""
+        for record in rank.failures:
+            if error_name(record) in left_out:
                 continue
-            firsts[member] = len(kept)
-        kept.append([record])
-    return ((group[0], len(group) - 1) for group in kept)
+            place = FailedRecord(rank.wall_time(record.time), rank.rank, record)
+            first, failure = own.get((record.group_id, record.rank), (None, None))
+            if first is not None and failure is not None and _has_failed_with(record, first):
+                if record.kind is RecordKind.STEP_FAILED:
+                    failure.places.append(place)
+                else:
+                    failure.others += 1
+                continue
+            failure = found.setdefault(_identity(rank.rank, record), RunFailure())
+            failure.places.append(place)
+            if record.kind is RecordKind.COLLECTIVE_FAILED:
+                own[record.group_id, record.rank] = record, failure
+    return _with_aborted(sorted(found.values(), key=lambda failure: failure.first.time))
+
+
+def _identity(rank: int, record: Record) -> object:
+    """What the records of one failure have in common on all ranks."""
+    if record.kind is RecordKind.STEP_FAILED:
+        return error_name(record), record.group_id, record.model, record.step
+    return (record.group_id, record.ordinal) if record.ordinal else (rank, record.group_id, record.rank, record.seq)
 
 
 def _has_failed_with(record: Record, first: Record) -> bool:
-    """Whether it was under way when the first failed."""
-    alone = not record.ordinal and not record.label.startswith(_ABORTED)  # a send or a receive
+    """Whether it was in flight when the first failed on the same rank, or is the step in which that was."""
+    if record.kind is RecordKind.STEP_FAILED:
+        return record.label == first.label
+    alone = not record.ordinal and error_name(record) != _ABORTED  # a send or a receive
     return not alone and record.time - record.duration < first.time
+
+
+def _with_aborted(failures: list[RunFailure]) -> list[RunFailure]:
+    """With those that are only about an abort added to the failure before them in the same group, which has caused it."""
+    causes = [one for one in failures if error_name(one.first.record) != _ABORTED]
+    kept = list(causes)
+    for failure in failures:
+        if failure not in causes:
+            group = failure.first.record.group_id
+            cause = [one for one in causes if any(place.record.group_id == group for place in one.places)]
+            if cause:
+                cause[-1].places += failure.places
+                cause[-1].others += failure.others
+            else:
+                kept.append(failure)
+    return sorted(kept, key=lambda failure: failure.first.time)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from gradwire.errors import CollectiveMismatch
 from gradwire.observe.hangs.analysis import Cause
 from gradwire.observe.hangs.hang_report import SavedHang
-from gradwire.observe.report.failures import find_failures
+from gradwire.observe.report.failures import RunFailure, error_name, find_failures
 from gradwire.observe.report.report_model import RunReport
 from gradwire.observe.rings.run_outcome import Outcome, RankOutcome
 from gradwire.observe.run_warnings import fold_repeated, merge_warnings
@@ -24,9 +25,9 @@ _EXPOSED = 0.2
 _DATA = 0.2
 _MOST_OF_A_KIND = 10
 _SEVERITIES = ("error", "warning", "note")
-_INTERRUPTED = re.compile(r"KeyboardInterrupt\b|GroupAborted: .* (by|with) KeyboardInterrupt\b", re.S)
-_EXPLAINED = "CollectiveMismatch: "
-"""Its text contains advice."""
+_OF_SIGNALS = ("KeyboardInterrupt", "GroupAborted", "PeerLost")
+"""Errors that a signal to the launcher causes on the ranks."""
+_LONGEST = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Finding:
 def find(report: RunReport) -> list[Finding]:
     """Everything to look at, what matters most first."""
     found = [
-        *_outcome(report.outcome),
+        *_outcome(report),
         *_hangs(report),
         *_failures(report),
         *_nonfinite(report),
@@ -86,18 +87,17 @@ def _causes(hang: SavedHang) -> str:
 
 
 def _failures(report: RunReport) -> Iterator[Finding]:
-    # Errors that Ctrl-C has caused are not shown: the outcome of the run names the signal.
-    interrupted = report.outcome is not None and report.outcome.signal is not None
-    for failure in find_failures(report.ranks, left_out=_INTERRUPTED if interrupted else None)[:_MOST_OF_A_KIND]:
+    interrupted = report.outcome is not None and report.outcome.signal is not None  # which the outcome names
+    for failure in find_failures(report.ranks, left_out=_OF_SIGNALS if interrupted else ())[:_MOST_OF_A_KIND]:
         ranks = failure.ranks
-        what = "A collective failed" if failure.collectives else "A step failed"
-        count = failure.collectives or len(failure.places)
+        what = "A collective failed" if failure.is_collective else "A step failed"
+        count = sum(place.record.kind is failure.first.record.kind for place in failure.places)
         times = f", {count} times" if count > len(ranks) else ""
         yield Finding(
             "error",
             f"{what} on {ranks_text(ranks)}{_in_steps(failure.steps)}{times}",
             failure.detail,
-            _advice_on_failure(report.outcome, ranks, failure.text, in_collective=bool(failure.collectives)),
+            _advice_on_failure(report.outcome, failure),
         )
 
 
@@ -109,17 +109,17 @@ def _in_steps(steps: Iterable[int]) -> str:
     return f" in step {known[0]}" if known else ""
 
 
-def _advice_on_failure(outcome: Outcome | None, ranks: Sequence[int], text: str, *, in_collective: bool) -> str:
+def _advice_on_failure(outcome: Outcome | None, failure: RunFailure) -> str:
     if outcome is not None and not outcome.text:
         return "The script has caught it: the run ended without an error."
-    if text.startswith(_EXPLAINED):
+    if error_name(failure.first.record) == CollectiveMismatch.__name__:  # its text contains advice
         return ""
-    if in_collective:
+    if failure.is_collective:
         return (
             "A collective fails on all ranks when one of them stops: look for the first rank that failed or ended, here and in the "
             "output of the run."
         )
-    return f"Look at the traceback in the output of {'these ranks' if len(ranks) > 1 else 'that rank'}."
+    return f"Look at the traceback in the output of {'these ranks' if len(failure.ranks) > 1 else 'that rank'}."
 
 
 def _nonfinite(report: RunReport) -> Iterator[Finding]:
@@ -186,12 +186,14 @@ def _outcome_of_each(report: RunReport) -> dict[int, RankOutcome]:
     return {rank: report.outcome.of(rank) or ended[place] for rank, place in process.items() if place in ended}
 
 
-def _outcome(outcome: Outcome | None) -> Iterator[Finding]:
+def _outcome(report: RunReport) -> Iterator[Finding]:
+    outcome = report.outcome
     if outcome is None or not outcome.text:
         return
     if outcome.failed is not None:
-        first = outcome.of(outcome.failed)
-        yield Finding("error", _capitalized(outcome.text), advice="" if first is None else _advice(first))
+        first, error = outcome.of(outcome.failed), report.errors.get(outcome.failed)
+        detail = "" if error is None else textwrap.shorten(f"{error.name}: {error.text}", _LONGEST)
+        yield Finding("error", _capitalized(outcome.text), detail, "" if first is None else _advice(first))
     elif outcome.signal is not None:
         yield Finding(
             "warning",

@@ -13,6 +13,7 @@ from gradwire.observe.report.report_model import RunReport, build
 from gradwire.observe.rings.intervals import ranks_apart
 from gradwire.observe.rings.ring import Ring, RingFile, nothing_recorded, read_ring
 from gradwire.observe.rings.run_outcome import load as load_outcome
+from gradwire.runtime.rank_error import RankError
 
 _KEPT = 8
 
@@ -40,6 +41,7 @@ def load_report(directory: Path) -> RunReport:
         hangs=saved_hangs(directory),
         damaged=damaged,
         outcome=load_outcome(directory, started=started),
+        errors={rank: raised for rank, _ in good if (raised := RankError.load(directory, rank)) is not None},
     )
 
 

@@ -9,7 +9,7 @@ mean over a rank's complete steps without the slowest and the fastest 5 %, so th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,6 +24,7 @@ from gradwire.observe.stragglers.detect import Straggler, common_steps
 from gradwire.observe.stragglers.step_times import StepTimes
 from gradwire.observe.stragglers.steps import Phase, Span, spans
 from gradwire.observe.stragglers.straggler_watch import stragglers_over_time
+from gradwire.runtime.rank_error import RankError
 
 _TRIMMED = 0.05
 _TIMELINE_RANKS = 4
@@ -105,6 +106,8 @@ class RunReport:
     """By name: files that cannot be read as a whole, and why."""
     outcome: Outcome | None = None
     """How the run has ended, if its launcher has saved it."""
+    errors: Mapping[int, RankError] = field(default_factory=dict)
+    """By rank: the exception that has ended it."""
 
     @property
     def first_nonfinite(self) -> FirstNonFinite | None:
@@ -181,6 +184,7 @@ def build(
     hangs: Sequence[SavedHang] = (),
     damaged: Mapping[str, str] | None = None,
     outcome: Outcome | None = None,
+    errors: Mapping[int, RankError] | None = None,
 ) -> RunReport:
     """The report of these rings, which may be read from disk each time that they are asked for."""
     summaries = [summarize(ring) for ring in rings]
@@ -204,6 +208,7 @@ def build(
         hangs=list(hangs),
         damaged=dict(damaged or {}),
         outcome=outcome,
+        errors=errors or {},
     )
 
 

@@ -43,11 +43,10 @@ def test_of_a_step_with_several_buckets():
     )  # fmt: skip
     assert failure.ranks == [0, 2]
     assert failure.steps == [4]
-    assert failure.collectives == 2
+    assert failure.is_collective
     assert failure.others == 4
     assert failure.detail == (
-        f"CollectiveTimeout: {op(13)}: not finished after 3 s. Rank 2 reported it in other words. 4 other operations that "
-        "were under way failed with it."
+        f"CollectiveTimeout: {op(13)} on rank 0 of 3: not finished after 3 s. 4 other operations in flight failed with it."
     )
 
 
@@ -55,23 +54,24 @@ def test_a_rank_that_was_told_does_not_speak_for_the_failure():
     told = f"GroupAborted: world on rank 2 of 3: rank 0 aborted: {timeout(0, 5)}"
     for order in (1, -1):
         [failure] = found(*[ring(2, failed(5, told, at=60 * MS)), ring(0, failed(5, timeout(0, 5)))][::order])
-        assert failure.text == f"CollectiveTimeout: {op(5)}: not finished after 3 s."
+        assert failure.first.record.label == timeout(0, 5)
         assert failure.ranks == [0, 2]
 
 
 @pytest.mark.parametrize("again", [0, 5], ids=["in a new group", "in the same group"])
 def test_a_script_that_goes_on_may_fail_again(again):
     first, second = timeout(1, 0, label="weights"), timeout(1, again, label="metrics")
+    group = {} if again else {"group_id": 77}
     failures = found(
-        ring(0, failed(again, second.replace("rank 1", "rank 0"), at=90 * MS)),
-        ring(1, failed(0, first), failed(again, second, at=90 * MS)),
+        ring(0, failed(again, second.replace("rank 1", "rank 0"), at=90 * MS, **group)),
+        ring(1, failed(0, first), failed(again, second, at=90 * MS, **group)),
     )
     assert [failure.ranks for failure in failures] == [[1], [0, 1]]  # the first one first
 
 
 def test_groups_of_threads_have_the_same_name_in_every_process():
     one, other = (timeout(0, 0, label=label, group="threads") for label in ("tokenizer", "evaluation"))
-    assert len(found(ring(0, failed(0, one)), ring(1, failed(0, other)))) == 2
+    assert len(found(ring(0, failed(0, one, group_id=7)), ring(1, failed(0, other, group_id=8)))) == 2
 
 
 def test_threads_of_one_process_fail_each_for_itself():
@@ -86,10 +86,13 @@ def test_every_receive_has_its_own_peer():
     assert sorted((failure.ranks, failure.others) for failure in failures) == [([0], 0), ([0], 0), ([2], 0)]
 
 
-def test_what_has_no_operation_in_its_text_is_told_by_the_text():
+def test_an_abort_belongs_to_the_failure_that_has_caused_it():
     boom = "GroupAborted: world on rank {} of 3: the group was aborted: rank 1 failed: RuntimeError: boom"
-    failures = found(
-        *(ring(rank, failed(5, boom.format(rank))) for rank in (0, 2)),
+    [failure] = found(
+        *(ring(rank, failed(5 + rank, boom.format(rank))) for rank in (0, 2)),
         ring(1, failed(6, "RuntimeError: boom", kind=K.STEP_FAILED, ordinal=0)),
     )
-    assert sorted(failure.ranks for failure in failures) == [[0, 2], [1]]
+    assert failure.ranks == [0, 1, 2]
+    assert failure.detail == "RuntimeError: boom"
+    alone = found(*(ring(rank, failed(5, boom.format(rank))) for rank in (0, 2)))
+    assert [failure.ranks for failure in alone] == [[0, 2]]

@@ -14,6 +14,7 @@ from gradwire.observe.rings.intervals import ranks_apart
 from gradwire.observe.rings.run_outcome import Outcome, RankOutcome
 from gradwire.recorder.format import RecordKind as K
 from gradwire.runtime.host import ProcessState
+from gradwire.runtime.rank_error import RankError
 from helpers.made_rings import MS, made_ring, mark
 
 
@@ -43,7 +44,9 @@ def test_exposed_communication_without_a_straggler():
 
 def test_failures_of_several_ranks_are_one_finding_with_their_text():
     rings = [
-        made_ring(rank, range(3), more=[mark(99, 70 * MS, K.COLLECTIVE_FAILED, "PeerLost: rank 2 <b>", step=3)])
+        made_ring(
+            rank, range(3), more=[mark(99, 70 * MS, K.COLLECTIVE_FAILED, "PeerLost: rank 2 <b>", step=3, ordinal=9)]
+        )
         for rank in range(2)
     ]
     error = only(found(*rings), "A collective failed on ranks 0, 1 in step 3")
@@ -62,6 +65,7 @@ def test_a_failure_that_every_rank_words_for_itself_is_one_finding():
                     K.COLLECTIVE_FAILED,
                     f"PeerLost: all_reduce on rank {rank} of 3: rank 2 is lost",
                     step=3,
+                    ordinal=9,
                 ),
                 mark(100, 71 * MS, K.STEP_FAILED, f"PeerLost: all_reduce on rank {rank} of 3: rank 2 is lost", step=3),
             ],
@@ -70,7 +74,7 @@ def test_a_failure_that_every_rank_words_for_itself_is_one_finding():
     ]
     [error] = [one for one in found(*rings).values() if one.severity == "error"]
     assert error.title == "A collective failed on ranks 0, 1 in step 3"
-    assert error.detail == "PeerLost: all_reduce: rank 2 is lost"
+    assert error.detail == "PeerLost: all_reduce on rank 0 of 3: rank 2 is lost"
 
 
 def test_what_a_check_has_raised_is_not_shown_again_as_its_warning():
@@ -144,6 +148,15 @@ def test_what_the_launcher_knows_of_the_first_failure(status, raised, advice):
     titles = findings_of_killed_ranks(Outcome("rank 1 failed first", 1, None, (STOPPED[0], first, STOPPED[2])))
     assert advice in only(titles, "Rank 1 failed first").advice
     assert not any("without stopping" in title for title in titles)  # the launcher knows better
+
+
+def test_the_exception_of_the_rank_that_failed_first():
+    error = RankError(1, "ValueError", "builtins", "bad " * 500, "", 1.0)
+    outcome = Outcome("rank 1 failed first", 1, None, (RankOutcome(1, 1, stopped=False, raised="ValueError"),))
+    report = build([made_ring(0, range(3), size=1)], outcome=outcome, errors={1: error})
+    detail = only({one.title: one for one in find(report)}, "Rank 1 failed first").detail
+    assert detail.startswith("ValueError: bad bad ")
+    assert len(detail) <= 500
 
 
 def test_ranks_of_which_the_launcher_knows_nothing():
