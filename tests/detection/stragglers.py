@@ -25,8 +25,7 @@ from detection.sleeping_ranks import Delay, Sleeping, train
 from gradwire.cli.arguments import at_least, positive
 from gradwire.observe.rings.ring import read_rings
 from gradwire.observe.stragglers.detect import WINDOW, Straggler
-from gradwire.observe.stragglers.step_times import step_times
-from gradwire.observe.stragglers.steps import Phase
+from gradwire.observe.stragglers.steps import Phase, step_times
 from gradwire.observe.stragglers.straggler_watch import find_stragglers
 from gradwire.testing import run_ranks
 

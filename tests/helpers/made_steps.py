@@ -9,8 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gradwire.observe.stragglers.step_times import COMPUTE, StepTimes
-from gradwire.observe.stragglers.steps import Phase
+from gradwire.observe.stragglers.steps import COMPUTE, Phase, StepTimes
 from gradwire.recorder.format import RecordKind as K
 from gradwire.recorder.writer import FlightRecorder
 from gradwire.runtime.host import clock_identity, process_start

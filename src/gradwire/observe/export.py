@@ -21,8 +21,7 @@ from typing import Any
 from gradwire.errors import UsageError
 from gradwire.observe.recording import attach
 from gradwire.observe.rings.ring_tail import RingFollower
-from gradwire.observe.stragglers.step_times import MANY_LOST, StepFolder, StepTimes
-from gradwire.observe.stragglers.steps import Phase
+from gradwire.observe.stragglers.steps import MANY_LOST, Phase, StepFolder, StepTimes
 from gradwire.recorder import writer
 from gradwire.runtime.threads import Worker
 

@@ -9,8 +9,7 @@ from enum import Enum
 from statistics import fmean, median
 
 from gradwire.observe.stragglers.detect import median_without
-from gradwire.observe.stragglers.step_times import StepTimes
-from gradwire.observe.stragglers.steps import Phase
+from gradwire.observe.stragglers.steps import Phase, StepTimes
 from gradwire.observe.units import milliseconds
 from gradwire.observe.units import ranks as ranks_text
 from gradwire.observe.units import size as size_text

@@ -20,8 +20,7 @@ import gradwire as gw
 from gradwire import observe
 from gradwire.errors import UsageError
 from gradwire.observe import export as package_function
-from gradwire.observe.stragglers.step_times import StepTimes
-from gradwire.observe.stragglers.steps import Phase
+from gradwire.observe.stragglers.steps import Phase, StepTimes
 from gradwire.recorder.source import EventSource
 from gradwire.testing import run_ranks
 from helpers.made_rings import step_records

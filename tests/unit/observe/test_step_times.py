@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.observe.stragglers.step_times import StepFolder, _covered, step_times
-from gradwire.observe.stragglers.steps import Phase
+from gradwire.observe.stragglers.steps import Phase, StepFolder, _covered, step_times
 from gradwire.recorder.format import RecordKind as K
 from helpers.recorder_put import group_id_of
 

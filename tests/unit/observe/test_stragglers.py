@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.observe.stragglers.detect import WINDOW, describe, median_without, slow_ranks
-from gradwire.observe.stragglers.step_times import COMPUTE
-from gradwire.observe.stragglers.steps import Phase
+from gradwire.observe.stragglers.steps import COMPUTE, Phase
 from gradwire.observe.stragglers.straggler_watch import stragglers_over_time
 from helpers.made_steps import made_steps, step_seconds
 

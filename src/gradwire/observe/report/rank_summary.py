@@ -10,7 +10,7 @@ from typing import Any
 from gradwire.observe.rings.intervals import Operation, operations
 from gradwire.observe.rings.ring import Record, Ring
 from gradwire.observe.run_warnings import warning_records
-from gradwire.observe.stragglers.step_times import StepTimes, step_times
+from gradwire.observe.stragglers.steps import StepTimes, step_times
 from gradwire.recorder.format import RecordKind
 from gradwire.runtime.host import ProcessState
 

@@ -21,8 +21,7 @@ from gradwire.observe.rings.intervals import BucketSpan, Operation, bucket_spans
 from gradwire.observe.rings.ring import Ring
 from gradwire.observe.rings.run_outcome import Outcome
 from gradwire.observe.stragglers.detect import Straggler, common_steps
-from gradwire.observe.stragglers.step_times import StepTimes
-from gradwire.observe.stragglers.steps import Phase, Span, spans
+from gradwire.observe.stragglers.steps import Phase, Span, StepTimes, spans
 from gradwire.observe.stragglers.straggler_watch import stragglers_over_time
 from gradwire.runtime.rank_error import RankError
 

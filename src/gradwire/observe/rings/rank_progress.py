@@ -10,8 +10,7 @@ from statistics import median
 from typing import Any
 
 from gradwire.observe.rings.ring import COLLECTIVES, Record
-from gradwire.observe.stragglers.step_times import MANY_LOST, StepFolder
-from gradwire.observe.stragglers.steps import Phase
+from gradwire.observe.stragglers.steps import MANY_LOST, Phase, StepFolder
 from gradwire.recorder.format import RecordKind
 
 _KEPT_DURATIONS = 100

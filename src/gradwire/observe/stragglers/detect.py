@@ -27,8 +27,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from gradwire.observe.stragglers.step_times import COMPUTE, StepTimes
-from gradwire.observe.stragglers.steps import Phase
+from gradwire.observe.stragglers.steps import COMPUTE, Phase, StepTimes
 from gradwire.observe.units import milliseconds, ranks
 
 WINDOW = 20

@@ -1,9 +1,23 @@
-"""Where the time of a step went: data, forward, backward, waiting for averages, optimizer. From the records of one rank. Pure."""
+"""Where the time of a step went: data, forward, backward, waiting for averages, optimizer. From the records of one rank. Pure.
+
+Note [Own time]
+Ranks meet in every step, so a slow rank makes the steps of all ranks long, and the others spend the difference waiting. To find
+the slow one, time that a rank waits must not count as its own. After its last gradient a rank only waits. Before that it waits in
+collectives of buffers and of user code, from the record of the wait, or from the submission if the collective was over when it
+returned; and in collectives of buckets only if they finish while the bucket is being launched. Waits of other threads, such as
+those that run hooks, do not keep the rank from computing.
+
+Note [torch's DDP]
+It waits for averages at the end of its backward, and nothing records when the last gradient was there, unless its buckets go
+through a hook of ours. So a step ends with the optimizer's step, its backward includes the wait, and what is known of when the rank
+was ready is when its forward had ended.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from gradwire.observe.rings.ring import Record
@@ -90,3 +104,217 @@ def spans(records: Iterable[Record]) -> list[Span]:
         if tracker.handles(record.kind)
     )
     return [span for span in ended if span is not None]
+
+
+_MOST_WAITS = 1024
+MANY_LOST = 16
+"""So many records in a row have been overwritten unread; fewer were never written, which happens: see recorder/writer.py."""
+COMPUTE = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+"""The phases in which a rank works on its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """One step of one rank, from the end of the step before to its own end. Times are in nanoseconds on the rank's clock."""
+
+    step: int
+    start: int
+    end: int
+    phases: Mapping[Phase, int]
+    """How long each phase took. Waiting counts as exposed communication, whatever the phase: see Note [Own time]."""
+    ready: Mapping[int, int]
+    """By bucket: when all its gradients were there."""
+    nbytes: int = 0
+    """Bytes of the collectives that finished."""
+    group_id: int = 0
+    """The group whose ranks took part."""
+    samples: int = 0
+    """What the script has counted with `observe.samples`."""
+    backward_waits: bool = False
+    """Whether its backward includes the wait for averages: see Note [torch's DDP]."""
+
+    @property
+    def seconds(self) -> float:
+        """How long the step took."""
+        return (self.end - self.start) / 1e9
+
+    @property
+    def last_ready(self) -> int:
+        """When this rank's last bucket was ready: other ranks may have waited for it until then."""
+        return max(self.ready.values(), default=self.end)
+
+    def share(self, phase: Phase) -> float:
+        """Seconds in a phase."""
+        return self.phases.get(phase, 0) / 1e9
+
+    @property
+    def compute(self) -> float:
+        """Seconds in which the rank did not wait."""
+        return sum(self.phases.get(phase, 0) for phase in COMPUTE) / 1e9
+
+
+class StepFolder:
+    """Folds the records of one rank, in the order in which they were written, into the times of its steps.
+
+    The first step is left out, since nothing tells when it began, and so are steps that failed and those that follow them.
+    """
+
+    def __init__(self, kept: int = 256) -> None:
+        self.steps: deque[StepTimes] = deque(maxlen=kept)
+        """The last steps, oldest first."""
+        self.tracker = PhaseTracker()
+        """The phase that the rank is in."""
+        self._phase_start = 0
+        self._waits: list[tuple[int, int]] = []
+        self._launch_start: int | None = None
+        self._pending: dict[tuple[int, int, int], int | None] = {}
+        """By collective in flight: since when the rank has waited for it. None: it does not wait."""
+        self._threads: set[int] = set()
+        """Those that compute, by the records of phases."""
+        self._ranks: dict[int, int] = {}
+        self.is_shared = False
+        """Whether several ranks write this ring, as threads of one process: their phases cannot be separated."""
+        self._phases: dict[Phase, int] = {}
+        self._ready: dict[int, int] = {}
+        self._torch_forward: Record | None = None
+        """The forward of torch's DDP in this step."""
+        self._begin(None)
+
+    def add(self, record: Record) -> None:
+        """Take a record into account."""
+        kind, time = record.kind, record.time
+        if kind is RecordKind.COLLECTIVE_SUBMITTED:
+            self._pending[_key(record)] = None
+        elif kind is RecordKind.COLLECTIVE_WAITED:
+            if record.bucket < 0 and record.thread in self._threads:
+                self._pending[_key(record)] = time
+        elif kind is RecordKind.COLLECTIVE_FINISHED:
+            self._nbytes += record.nbytes
+            self._collective_finished(record)
+        elif kind is RecordKind.COLLECTIVE_FAILED:
+            self._pending.pop(_key(record), None)
+        elif kind is RecordKind.BUCKET_FULL:
+            self._ready[record.bucket] = self._launch_start = time
+        elif kind is RecordKind.SAMPLES:
+            self._samples += record.nbytes
+        elif kind is RecordKind.BUCKET_LAUNCHED:
+            self._launch_start = None
+        else:
+            self._phase_record(record)
+
+    def forget_unfinished(self) -> None:
+        """Records are missing from here on: leave out the step that they belong to."""
+        self._pending.clear()
+        self._waits.clear()
+        self.tracker = PhaseTracker()
+        self._begin(None)
+
+    def _collective_finished(self, record: Record) -> None:
+        """Note the time in which a collective has blocked the rank: see Note [Own time]."""
+        submitted = record.time - record.duration
+        since = self._pending.pop(_key(record), submitted)  # without a record of its submission it was over at once
+        if self._launch_start is not None and submitted >= self._launch_start:
+            since = submitted
+        elif record.bucket >= 0:
+            since = None
+        if since is not None:
+            self._waits.append((max(since, self._phase_start), record.time))
+            if len(self._waits) >= _MOST_WAITS:  # a phase may last forever, e.g. in a program that trains no model
+                self._waits = [(record.time - _covered(self._waits), record.time)]
+
+    def _phase_record(self, record: Record) -> None:
+        kind, time = record.kind, record.time
+        if not self.tracker.handles(kind):
+            return
+        self._threads.add(record.thread)
+        if record.group_id and self._ranks.setdefault(record.group_id, record.rank) != record.rank:
+            self.is_shared = True
+        span = self.tracker.add(record)
+        if span is not None:
+            end = self._end_of_gradients(span) if kind is RecordKind.OPTIMIZER_BEGAN else span.end
+            own = max(0, end - span.start - _covered(self._waits))
+            self._phases[span.phase] = self._phases.get(span.phase, 0) + own
+            self._phases[Phase.EXPOSED] = self._phases.get(Phase.EXPOSED, 0) + span.end - span.start - own
+        self._waits.clear()
+        self._phase_start = time
+        if kind is RecordKind.STEP_ENDED:
+            self._step_ended(record, time)
+        elif kind is RecordKind.STEP_FAILED:
+            self._begin(None)
+        elif kind is RecordKind.FORWARD_ENDED and not record.group_id:
+            self._torch_forward = record
+        elif kind is RecordKind.OPTIMIZER_ENDED and self._torch_forward is not None:
+            self._step_ended(self._torch_forward, time)
+
+    def _end_of_gradients(self, span: Span) -> int:
+        """When the last gradient of a backward was there, whose end was not recorded: see Note [torch's DDP]."""
+        if span.phase is not Phase.BACKWARD or self._torch_forward is None:
+            return span.end
+        if self._ready:
+            return min(span.end, max(self._ready.values()))
+        self._ready, self._backward_waits = {0: span.start}, True
+        return span.end
+
+    def _step_ended(self, record: Record, end: int) -> None:
+        """The step that `record` is of has ended."""
+        if self._start is not None and not self.is_shared:
+            times = StepTimes(
+                record.step,
+                self._start,
+                end,
+                self._phases,
+                self._ready,
+                self._nbytes,
+                record.group_id,
+                self._samples,
+                self._backward_waits,
+            )
+            if self.steps and self.steps[-1].step == times.step:  # two models are trained in turns
+                times = _joined(self.steps.pop(), times)
+            self.steps.append(times)
+        self._begin(end)
+
+    def _begin(self, start: int | None) -> None:
+        self._start = start
+        self._phases, self._ready = {}, {}
+        self._nbytes = self._samples = 0
+        self._torch_forward, self._backward_waits = None, False
+        self._launch_start = None
+
+
+def step_times(records: Iterable[Record]) -> list[StepTimes]:
+    """The times of all steps in `records`, which are of one rank, in the order in which they were written."""
+    folder = StepFolder(kept=1 << 20)
+    for record in records:
+        folder.add(record)
+    return list(folder.steps)
+
+
+def _key(record: Record) -> tuple[int, int, int]:
+    return record.group_id, record.rank, record.seq
+
+
+def _covered(intervals: list[tuple[int, int]]) -> int:
+    """The length of the union of intervals.
+
+    >>> _covered([(5, 9), (0, 2), (6, 7), (8, 10)])
+    7
+    """
+    total, reached = 0, 0
+    for start, end in sorted(intervals):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _joined(a: StepTimes, b: StepTimes) -> StepTimes:
+    phases = {phase: a.phases.get(phase, 0) + b.phases.get(phase, 0) for phase in {**a.phases, **b.phases}}
+    return replace(
+        b,
+        start=a.start,
+        phases=phases,
+        ready={**a.ready, **b.ready},
+        nbytes=a.nbytes + b.nbytes,
+        samples=a.samples + b.samples,
+        backward_waits=a.backward_waits or b.backward_waits,
+    )

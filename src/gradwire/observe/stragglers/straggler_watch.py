@@ -18,8 +18,7 @@ from gradwire.observe.stragglers.detect import (
     describe,
     slow_ranks,
 )
-from gradwire.observe.stragglers.step_times import StepTimes, step_times
-from gradwire.observe.stragglers.steps import Phase
+from gradwire.observe.stragglers.steps import Phase, StepTimes, step_times
 
 PERIOD = 1.0
 """Seconds between two comparisons."""
