@@ -9,6 +9,9 @@ import pytest
 
 from gradwire import observe
 from gradwire.cli import main
+from gradwire.observe.hangs.analysis import Cause, Suspect
+from gradwire.observe.hangs.hang_report import as_dict
+from gradwire.observe.hangs.stacks import Frame
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.run_outcome import Outcome, save
 from gradwire.observe.run_warnings import fold_repeated
@@ -17,7 +20,7 @@ from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
 from gradwire.recorder.source import EventSource
 from gradwire.recorder.writer import FlightRecorder
-from gradwire.runtime.host import clock_identity
+from gradwire.runtime.host import ProcessState, clock_identity
 from helpers.made_rings import header
 from helpers.recorder_put import put
 
@@ -70,14 +73,14 @@ def test_of_a_run_that_is_over_the_reported_hang_is_mentioned(tmp_path, capsys):
     assert main(["inspect", str(tmp_path)]) == 0
     assert "hang" not in capsys.readouterr().out
     (tmp_path / "hang-9.json").write_text("{}")
-    suspect = {"rank": 1, "cause": "DATA_LOADER", "state": "sleeping", "where": "load() at train.py:7"}
-    (tmp_path / "hang-10.json").write_text(json.dumps({"collective": None, "suspects": [suspect]}))
+    suspect = Suspect(1, 7, Cause.DATA_LOADER, ProcessState.SLEEPING, where=Frame("train.py", 7, "load"))
+    (tmp_path / "hang-10.json").write_text(json.dumps(as_dict(None, [suspect])))
     (tmp_path / "hang-11.json").write_text("{half")
     (tmp_path / "hang-12.json").write_text("[" * 100_000)
     assert main(["inspect", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert f"While it ran, this was reported, and saved in {tmp_path}/hang-10.json" in said
-    assert "  rank 1 (sleeping): it waits for its data loader: load() at train.py:7\n" in said
+    assert "  rank 1 (process 7, sleeping): it waits for its data loader: load() at train.py:7\n" in said
 
 
 def test_of_a_run_that_is_over_its_launcher_says_how_it_ended(tmp_path, capsys):
