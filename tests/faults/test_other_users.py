@@ -30,7 +30,7 @@ from gradwire.observe.hangs.hang_report import end_of, saved_hangs
 from gradwire.observe.hangs.hang_watch import HangWatch
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.run_follower import RunFollower
-from gradwire.observe.rings.run_outcome import Outcome, load, save
+from gradwire.observe.rings.run_outcome import RunOutcome, load, save
 from gradwire.testing import run_ranks
 from gradwire.testing.mpi import missing
 from gradwire.testing.mpi.launch import Launch
@@ -470,7 +470,7 @@ class TestPlantedLinks:
         assert {name: oct(mode) for name, mode in written.items() if mode != 0o100600} == {}
 
     def test_an_outcome(self, planted: Path) -> None:
-        save(planted, Outcome("", None, None, ()))
+        save(planted, RunOutcome("", None, None, ()))
         assert load(planted) is not None
 
     def test_a_hang_report(self, planted: Path) -> None:

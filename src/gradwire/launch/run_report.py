@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from gradwire.launch.first_failure import summary
 from gradwire.launch.shutdown import Shutdown
-from gradwire.observe.rings.run_outcome import Outcome, RankOutcome
+from gradwire.observe.rings.run_outcome import RankOutcome, RunOutcome
 from gradwire.runtime.rank_error import RankError
 
 
-def outcome(shutdown: Shutdown, now: float) -> Outcome:
+def outcome(shutdown: Shutdown, now: float) -> RunOutcome:
     """How the run has ended, `now` seconds after its start."""
     first, stopped_by = shutdown.first, shutdown.stopped_by
     text = ""
@@ -24,7 +24,7 @@ def outcome(shutdown: Shutdown, now: float) -> Outcome:
         for ending in shutdown.endings
     )
     signal = None if stopped_by is None or not shutdown.exit_code else stopped_by.name
-    return Outcome(text, None if first is None else first.rank, signal, tuple(ranks), time.time())
+    return RunOutcome(text, None if first is None else first.rank, signal, tuple(ranks), time.time())
 
 
 def report(

@@ -14,7 +14,7 @@ from gradwire.observe.hangs.stacks import Stack, user_frames
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.ring import nothing_recorded
 from gradwire.observe.rings.run_follower import RunFollower
-from gradwire.observe.rings.run_outcome import Outcome
+from gradwire.observe.rings.run_outcome import RunOutcome
 from gradwire.observe.run_warnings import fold_repeated, merge_warnings
 from gradwire.observe.stragglers.detect import describe
 from gradwire.observe.stragglers.straggler_watch import stragglers_over_time
@@ -55,7 +55,7 @@ def inspection(directory: Path, *, whole: bool) -> list[str]:
         ranks.close()
 
 
-def _stopped(ranks: RunFollower, outcome: Outcome | None) -> set[int]:
+def _stopped(ranks: RunFollower, outcome: RunOutcome | None) -> set[int]:
     """The processes of ranks that the launcher has ended."""
     ended = () if outcome is None else [one.rank for one in outcome.ranks if one.stopped]
     return {int(ranks.ranks[rank].header["pid"]) for rank in ended if rank in ranks.ranks}

@@ -12,7 +12,7 @@ import pytest
 
 from gradwire.cli import main, top
 from gradwire.observe.rings.run_follower import RunFollower
-from gradwire.observe.rings.run_outcome import Outcome, save
+from gradwire.observe.rings.run_outcome import RunOutcome, save
 from gradwire.observe.stragglers.steps import Phase
 from gradwire.runtime.host import ProcessState
 from helpers.made_steps import made_steps, write_rings
@@ -55,7 +55,7 @@ def test_the_launcher_says_how_the_run_has_ended_after_its_ranks(run, capsys, mo
     def sleep(seconds):
         slept.append(seconds)
         if len(slept) == 2:
-            save(Path(run), Outcome("rank 1 failed first", 1, None, (), time=2e9))
+            save(Path(run), RunOutcome("rank 1 failed first", 1, None, (), time=2e9))
 
     monkeypatch.setattr(top.time, "sleep", sleep)
     assert main(["top", run, "--every", "7"]) == 0

@@ -20,7 +20,7 @@ from gradwire.observe.recording import _header
 from gradwire.observe.report.findings import find
 from gradwire.observe.report.load import load_report
 from gradwire.observe.rings.run_follower import RunFollower
-from gradwire.observe.rings.run_outcome import Outcome, RankOutcome, save
+from gradwire.observe.rings.run_outcome import RankOutcome, RunOutcome, save
 from gradwire.recorder.format import RecordKind
 from gradwire.recorder.writer import FlightRecorder
 from gradwire.runtime.host import ProcessState, process_start, process_state
@@ -182,7 +182,7 @@ def test_waits_for_the_same_rank_are_counted_and_not_repeated(ring, tmp_path):
     [saved] = saved_hangs(directory)
     assert (saved.count, saved.ended) == (40, True)
     assert saved.total == pytest.approx(320, rel=0.1)
-    save(directory, Outcome("", None, None, (), time.time()))
+    save(directory, RunOutcome("", None, None, (), time.time()))
     assert [one.title for one in find(load_report(directory)) if one.severity == "error"] == []
     assert wait(41, 9.0) == []  # no longer than those before
     put(recorder, RecordKind.COLLECTIVE_FINISHED, 0, group="world", ordinal=41, seq=41, duration=0.01)
@@ -340,10 +340,10 @@ def test_a_rank_that_the_launcher_has_ended_was_not_dead_while_others_waited(rin
     put(absent, RecordKind.GROUP, 1, group="world", nbytes=2)
     absent.close()
     for stopped, said in ((False, "its process has ended"), (True, "the launcher has ended it since")):
-        save(tmp_path / "run", Outcome("rank 0 failed", 0, None, (RankOutcome(1, -15, stopped),), time.time()))
+        save(tmp_path / "run", RunOutcome("rank 0 failed", 0, None, (RankOutcome(1, -15, stopped),), time.time()))
         assert main(["inspect", str(tmp_path / "run")]) == 0
         assert f"  rank 1 (process {os.getpid()}): {said}" in capsys.readouterr().out
-    save(tmp_path / "run", Outcome("", None, None, (), time.time()))  # it was waited for, and then not any more
+    save(tmp_path / "run", RunOutcome("", None, None, (), time.time()))  # it was waited for, and then not any more
     assert main(["inspect", str(tmp_path / "run")]) == 0
     assert "has waited" not in capsys.readouterr().out
 
@@ -358,7 +358,7 @@ def test_threads_are_not_taken_for_ranks_of_the_launcher(tmp_path, capsys):
     for kind in (RecordKind.COLLECTIVE_SUBMITTED, RecordKind.COLLECTIVE_WAITED):
         put(threads, kind, 0, group="inner", ordinal=1)
     threads.close()
-    save(directory, Outcome("rank 2 failed", 2, None, (RankOutcome(1, -15, stopped=True),), time.time()))
+    save(directory, RunOutcome("rank 2 failed", 2, None, (RankOutcome(1, -15, stopped=True),), time.time()))
     assert main(["inspect", str(directory)]) == 0
     assert f"  rank 1 (process {os.getpid()}): its process has ended" in capsys.readouterr().out
 

@@ -6,13 +6,15 @@ import json
 
 import pytest
 
-from gradwire.observe.rings.run_outcome import Outcome, RankOutcome, load, save
+from gradwire.observe.rings.run_outcome import RankOutcome, RunOutcome, load, save
 
 OUTCOMES = [
-    Outcome("", None, None, ()),
-    Outcome("rank 1 failed", 1, None, (RankOutcome(1, -9, stopped=False), RankOutcome(0, 1, stopped=True)), time=7.5),
-    Outcome("rank 0 failed", 0, None, (RankOutcome(0, 1, stopped=False, raised="ValueError"),)),
-    Outcome("stopped by SIGINT", None, "SIGINT", (RankOutcome(0, 0, stopped=True),)),
+    RunOutcome("", None, None, ()),
+    RunOutcome(
+        "rank 1 failed", 1, None, (RankOutcome(1, -9, stopped=False), RankOutcome(0, 1, stopped=True)), time=7.5
+    ),
+    RunOutcome("rank 0 failed", 0, None, (RankOutcome(0, 1, stopped=False, raised="ValueError"),)),
+    RunOutcome("stopped by SIGINT", None, "SIGINT", (RankOutcome(0, 0, stopped=True),)),
 ]
 
 

@@ -13,7 +13,7 @@ from gradwire.observe.hangs.analysis import Cause, Suspect
 from gradwire.observe.hangs.hang_report import as_dict
 from gradwire.observe.hangs.stacks import Frame
 from gradwire.observe.rings.rank_progress import RankProgress
-from gradwire.observe.rings.run_outcome import Outcome, save
+from gradwire.observe.rings.run_outcome import RunOutcome, save
 from gradwire.observe.run_warnings import fold_repeated
 from gradwire.observe.trace.chrome_trace import trace_events
 from gradwire.recorder import writer
@@ -86,7 +86,7 @@ def test_of_a_run_that_is_over_the_reported_hang_is_mentioned(tmp_path, capsys):
 def test_of_a_run_that_is_over_its_launcher_says_how_it_ended(tmp_path, capsys):
     gone = {**header(0, 1), "pid": 2**22 + 1, "clock": clock_identity()}
     FlightRecorder(tmp_path / "rank-0.ring", header=gone, capacity=4).close()
-    outcome = Outcome(
+    outcome = RunOutcome(
         "rank 0 failed (exit code 1, after 2.0 s)", 0, None, (), time=header(0, 1)["started_wall"] / 1e9 + 2
     )
     save(tmp_path, outcome)
@@ -106,7 +106,7 @@ def test_of_a_run_that_is_over_its_launcher_says_how_it_ended(tmp_path, capsys):
 
 @pytest.mark.parametrize("command", [["report", "--text"], ["inspect"], ["top", "--once"], ["trace"]])
 def test_of_a_run_in_which_nothing_was_recorded_its_end_is_known(tmp_path, capsys, command):
-    save(tmp_path, Outcome("rank 1 failed first (exit code 1, after 2.0 s)", 1, None, ()))
+    save(tmp_path, RunOutcome("rank 1 failed first (exit code 1, after 2.0 s)", 1, None, ()))
     assert main([*command, str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert "no rank of this run was recorded. It has ended: rank 1 failed first (exit code 1, after 2.0 s)" in said

@@ -12,7 +12,7 @@ from gradwire.observe.hangs.analysis import Cause
 from gradwire.observe.hangs.hang_report import SavedHang
 from gradwire.observe.report.failures import RunFailure, error_name, find_failures
 from gradwire.observe.report.report_model import RunReport
-from gradwire.observe.rings.run_outcome import Outcome, RankOutcome
+from gradwire.observe.rings.run_outcome import RankOutcome, RunOutcome
 from gradwire.observe.run_warnings import fold_repeated, merge_warnings
 from gradwire.observe.stragglers.detect import of_same_steps
 from gradwire.observe.stragglers.steps import Phase
@@ -109,7 +109,7 @@ def _in_steps(steps: Iterable[int]) -> str:
     return f" in step {known[0]}" if known else ""
 
 
-def _advice_on_failure(outcome: Outcome | None, failure: RunFailure) -> str:
+def _advice_on_failure(outcome: RunOutcome | None, failure: RunFailure) -> str:
     if outcome is not None and not outcome.text:
         return "The script has caught it: the run ended without an error."
     if error_name(failure.first.record) == CollectiveMismatch.__name__:  # its text contains advice

@@ -19,7 +19,7 @@ from gradwire.observe.report.rank_summary import RankSummary, Traffic, TrafficKe
 from gradwire.observe.rings.clocks import AlignedRings, Alignment, align
 from gradwire.observe.rings.intervals import BucketSpan, Operation, bucket_spans, operations
 from gradwire.observe.rings.ring import Ring
-from gradwire.observe.rings.run_outcome import Outcome
+from gradwire.observe.rings.run_outcome import RunOutcome
 from gradwire.observe.stragglers.detect import Straggler, common_steps
 from gradwire.observe.stragglers.steps import Phase, Span, StepTimes, spans
 from gradwire.observe.stragglers.straggler_watch import stragglers_over_time
@@ -103,7 +103,7 @@ class RunReport:
     """Reports that were saved during the run."""
     damaged: Mapping[str, str]
     """By name: files that cannot be read as a whole, and why."""
-    outcome: Outcome | None = None
+    outcome: RunOutcome | None = None
     """How the run has ended, if its launcher has saved it."""
     errors: Mapping[int, RankError] = field(default_factory=dict)
     """By rank: the exception that has ended it."""
@@ -182,7 +182,7 @@ def build(
     directory: str | Path = "",
     hangs: Sequence[SavedHang] = (),
     damaged: Mapping[str, str] | None = None,
-    outcome: Outcome | None = None,
+    outcome: RunOutcome | None = None,
     errors: Mapping[int, RankError] | None = None,
 ) -> RunReport:
     """The report of these rings, which may be read from disk each time that they are asked for."""

@@ -13,7 +13,7 @@ from gradwire.observe.hangs.stacks import Stack, read_stacks
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.ring import state_of_writer
 from gradwire.observe.rings.ring_tail import RingFollower
-from gradwire.observe.rings.run_outcome import Outcome, load
+from gradwire.observe.rings.run_outcome import RunOutcome, load
 from gradwire.runtime.host import ProcessState, clock_identity
 
 
@@ -75,7 +75,7 @@ class RunFollower:
         return all(self.state(rank) is ProcessState.GONE for rank in self.local_ranks)
 
     @property
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> RunOutcome | None:
         """How the run has ended, if it has and its launcher has saved it."""
         if not self.ranks or not self.is_over:
             return None

@@ -1,4 +1,4 @@
-"""`Outcome`: how a run has ended, as its launcher knows it. It is saved in the directory of the run. Without torch."""
+"""`RunOutcome`: how a run has ended, as its launcher knows it. It is saved in the directory of the run. Without torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RankOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """How a run has ended."""
 
     text: str
@@ -45,13 +45,13 @@ class Outcome:
         return next((one for one in self.ranks if one.rank == rank), None)
 
 
-def save(directory: Path, outcome: Outcome) -> None:
+def save(directory: Path, outcome: RunOutcome) -> None:
     """Save it; on a full disk there is none."""
     with contextlib.suppress(OSError):
         write_private(directory / FILE, json.dumps(dataclasses.asdict(outcome)).encode())
 
 
-def load(directory: Path, *, started: float = 0.0) -> Outcome | None:
+def load(directory: Path, *, started: float = 0.0) -> RunOutcome | None:
     """What was saved, if it can be read: a launcher that was killed has saved nothing, and others never do.
 
     Nothing if ranks have `started` to record since, in seconds since 1970: then it is that of an earlier run.
@@ -65,7 +65,9 @@ def load(directory: Path, *, started: float = 0.0) -> Outcome | None:
             for one in saved["ranks"]
         )
         failed, time = saved["failed"], float(saved["time"])
-        outcome = Outcome(saved["text"], None if failed is None else int(failed), _text(saved["signal"]), ranks, time)
+        outcome = RunOutcome(
+            saved["text"], None if failed is None else int(failed), _text(saved["signal"]), ranks, time
+        )
     except (OSError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError):
         return None
     return outcome if time >= started else None

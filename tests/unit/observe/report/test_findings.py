@@ -11,7 +11,7 @@ from gradwire.observe.hangs.hang_report import SavedHang
 from gradwire.observe.report.findings import find
 from gradwire.observe.report.report_model import build
 from gradwire.observe.rings.intervals import ranks_apart
-from gradwire.observe.rings.run_outcome import Outcome, RankOutcome
+from gradwire.observe.rings.run_outcome import RankOutcome, RunOutcome
 from gradwire.recorder.format import RecordKind as K
 from gradwire.runtime.host import ProcessState
 from gradwire.runtime.rank_error import RankError
@@ -114,7 +114,7 @@ def test_threads_have_ended_as_their_process_has():
         for rank, records in enumerate(own)
         for number, record in enumerate(records, start=rank * len(own[0]))
     ]
-    outcome = Outcome("stopped by SIGTERM after 2.0 s", None, "SIGTERM", (RankOutcome(0, -15, stopped=True),))
+    outcome = RunOutcome("stopped by SIGTERM after 2.0 s", None, "SIGTERM", (RankOutcome(0, -15, stopped=True),))
     report = build(ranks_apart([whole]), outcome=outcome)
     assert [(rank.rank, rank.lost) for rank in report.ranks] == [(0, 0), (1, 0), (2, 0)]
     for rank in report.ranks:
@@ -145,14 +145,14 @@ STOPPED = [RankOutcome(rank, -15, stopped=True) for rank in range(3)]
 )
 def test_what_the_launcher_knows_of_the_first_failure(status, raised, advice):
     first = RankOutcome(1, status, stopped=False, raised=raised)
-    titles = findings_of_killed_ranks(Outcome("rank 1 failed first", 1, None, (STOPPED[0], first, STOPPED[2])))
+    titles = findings_of_killed_ranks(RunOutcome("rank 1 failed first", 1, None, (STOPPED[0], first, STOPPED[2])))
     assert advice in only(titles, "Rank 1 failed first").advice
     assert not any("without stopping" in title for title in titles)  # the launcher knows better
 
 
 def test_the_exception_of_the_rank_that_failed_first():
     error = RankError(1, "ValueError", "builtins", "bad " * 500, "", 1.0)
-    outcome = Outcome("rank 1 failed first", 1, None, (RankOutcome(1, 1, stopped=False, raised="ValueError"),))
+    outcome = RunOutcome("rank 1 failed first", 1, None, (RankOutcome(1, 1, stopped=False, raised="ValueError"),))
     report = build([made_ring(0, range(3), size=1)], outcome=outcome, errors={1: error})
     detail = only({one.title: one for one in find(report)}, "Rank 1 failed first").detail
     assert detail.startswith("ValueError: bad bad ")
@@ -160,28 +160,28 @@ def test_the_exception_of_the_rank_that_failed_first():
 
 
 def test_ranks_of_which_the_launcher_knows_nothing():
-    titles = findings_of_killed_ranks(Outcome("rank 1 failed first", 1, None, (RankOutcome(1, 3, stopped=False),)))
+    titles = findings_of_killed_ranks(RunOutcome("rank 1 failed first", 1, None, (RankOutcome(1, 3, stopped=False),)))
     assert only(titles, "Ranks 0, 2 ended in step 2 without stopping the recorder")
 
 
 def test_a_run_whose_output_nobody_read():
-    titles = findings_of_killed_ranks(Outcome("stopped by SIGPIPE after 2.0 s", None, "SIGPIPE", tuple(STOPPED)))
+    titles = findings_of_killed_ranks(RunOutcome("stopped by SIGPIPE after 2.0 s", None, "SIGPIPE", tuple(STOPPED)))
     assert "| head" in only(titles, "The run was stopped by SIGPIPE").advice
 
 
 def test_a_run_that_was_stopped_from_outside():
-    titles = findings_of_killed_ranks(Outcome("stopped by SIGTERM after 2.0 s", None, "SIGTERM", tuple(STOPPED)))
+    titles = findings_of_killed_ranks(RunOutcome("stopped by SIGTERM after 2.0 s", None, "SIGTERM", tuple(STOPPED)))
     assert "Ctrl-C" in only(titles, "The run was stopped by SIGTERM after 2.0 s").advice
     assert not any("without stopping" in title or "OOM" in one.advice for title, one in titles.items())
 
 
 def test_a_run_that_has_lost_what_ranks_need():
-    titles = findings_of_killed_ranks(Outcome("the store has ended", None, None, tuple(STOPPED)))
+    titles = findings_of_killed_ranks(RunOutcome("the store has ended", None, None, tuple(STOPPED)))
     assert only(titles, "The store has ended").severity == "error"
 
 
 def test_a_run_that_has_ended_well_says_nothing():
-    outcome = Outcome("", None, None, tuple(RankOutcome(rank, 0, stopped=False) for rank in range(2)))
+    outcome = RunOutcome("", None, None, tuple(RankOutcome(rank, 0, stopped=False) for rank in range(2)))
     rings = [made_ring(rank, range(3), size=2) for rank in range(2)]
     assert find(build(rings, outcome=outcome)) == find(build(rings))
 
@@ -203,7 +203,7 @@ HANG = SavedHang(
     {"group": "world", "ordinal": 4, "seq": 3},
 )
 DEAD = ((1, Cause.DEAD, "rank 1 (process 7): its process has ended"),)
-WELL = Outcome("", None, None, ())
+WELL = RunOutcome("", None, None, ())
 
 
 def test_a_hang_that_was_saved():
@@ -219,7 +219,7 @@ def test_a_hang_that_no_rank_is_to_blame_for():
     assert error.detail == why.replace("all", "All", 1)
 
 
-@pytest.mark.parametrize("outcome", [None, WELL, Outcome("rank 1 failed first", 1, None, ())])
+@pytest.mark.parametrize("outcome", [None, WELL, RunOutcome("rank 1 failed first", 1, None, ())])
 def test_a_wait_that_has_ended_is_a_note_below_real_errors(outcome):
     waits = [replace(HANG, ended=True, count=40, total=322.0), replace(HANG, file="hang-2.json")]
     listed = find(build([made_ring(0, range(3), size=1)], hangs=waits, outcome=outcome))
@@ -242,7 +242,7 @@ def test_a_rank_that_ended_while_no_other_rank_waited():
 def test_ranks_that_waited_for_one_that_was_killed_have_not_hung():
     first = RankOutcome(1, -9, stopped=False)
     hang = replace(HANG, suspects=DEAD)
-    outcome = Outcome("rank 1 failed first", 1, None, (STOPPED[0], first, STOPPED[2]))
+    outcome = RunOutcome("rank 1 failed first", 1, None, (STOPPED[0], first, STOPPED[2]))
     pending = [mark(99, 70 * MS, K.COLLECTIVE_SUBMITTED, "bucket 0", step=3, op="all_reduce", seq=7, group="world")]
     report = build(
         [made_ring(rank, range(3), size=3, more=pending) for rank in range(3)], outcome=outcome, hangs=[hang]
@@ -255,7 +255,7 @@ def test_ranks_that_waited_for_one_that_was_killed_have_not_hung():
     assert [title for title in titles if "was under way" in title] == [
         "Rank 1 ended while all_reduce 'bucket 0' was under way"
     ]
-    alone = Outcome("rank 1 failed first", 1, None, (RankOutcome(0, 0, stopped=False), first))
+    alone = RunOutcome("rank 1 failed first", 1, None, (RankOutcome(0, 0, stopped=False), first))
     report = build([made_ring(rank, range(3), size=3, more=pending) for rank in range(3)], outcome=alone)
     assert sum("was under way" in one.title for one in find(report)) == 3  # the launcher has stopped none of them
 
@@ -267,7 +267,7 @@ def test_what_ctrl_c_has_broken_off_is_no_failure():
         mark(100, 70 * MS, K.COLLECTIVE_FAILED, aborted),
     ]
     ring = made_ring(0, range(3), size=1, more=more)
-    outcome = Outcome("stopped by SIGINT after 2.0 s", None, "SIGINT", (STOPPED[0],))
+    outcome = RunOutcome("stopped by SIGINT after 2.0 s", None, "SIGINT", (STOPPED[0],))
     assert list(found(ring, outcome=outcome)) == ["The run was stopped by SIGINT after 2.0 s"]
     another = mark(101, 70 * MS, K.STEP_FAILED, "ValueError: no KeyboardInterrupt here", step=3)
     assert only(found(made_ring(0, range(3), size=1, more=[another]), outcome=outcome), "A step failed")
@@ -278,7 +278,7 @@ def test_advice_on_failures_fits_them():
     different = mark(99, 70 * MS, K.COLLECTIVE_FAILED, "CollectiveMismatch: ranks differ in kind", step=3)
     assert only(found(made_ring(0, range(3), more=[different])), "A collective failed").advice == ""
     raised = mark(99, 70 * MS, K.STEP_FAILED, "NonFiniteGradient: NaN", step=3)
-    outcomes = {None: "Look at the traceback", Outcome("", None, None, ()): "The script has caught it"}
+    outcomes = {None: "Look at the traceback", RunOutcome("", None, None, ()): "The script has caught it"}
     for outcome, advice in outcomes.items():
         failed = only(found(made_ring(0, range(3), more=[raised]), outcome=outcome), "A step failed")
         assert failed.advice.startswith(advice)

@@ -17,7 +17,7 @@ from gradwire.observe.report.load import load_report
 from gradwire.observe.report.plain_text import render_text
 from gradwire.observe.report.render import render_page
 from gradwire.observe.report.report_model import build
-from gradwire.observe.rings.run_outcome import Outcome
+from gradwire.observe.rings.run_outcome import RunOutcome
 from gradwire.recorder.format import RecordKind as K
 from helpers.made_rings import MS, made_ring, mark, write_ring
 from helpers.made_steps import made_steps
@@ -123,7 +123,7 @@ def test_the_text(report):
 
 def test_a_run_that_has_ended_well_says_so():
     for text, shown in (("", True), ("rank 0 failed", False), (None, False)):
-        outcome = None if text is None else Outcome(text, None, None, ())
+        outcome = None if text is None else RunOutcome(text, None, None, ())
         report = build([made_ring(0, range(3), size=1)], outcome=outcome)
         for page in (render_text(report), Page(render_page(report)).text):
             assert ("ended without an error" in page) == shown
