@@ -72,7 +72,7 @@ class GroupMember:
         return any(is_same(own, record) and own.rank == self.number for own in self.progress.failed)
 
     def submission(self, record: Record) -> Record | None:
-        """What it has submitted as the collective of this number, if that was lately."""
+        """What it has submitted as the collective of this ordinal, if that is among its last ones."""
         own = self.progress.submitted.get((record.group_id, self.number), ())
         return next((one for one in reversed(own) if one.ordinal == record.ordinal), None)
 
@@ -86,7 +86,7 @@ class GroupMember:
 
 @dataclass(frozen=True, slots=True)
 class LongWait:
-    """A collective, a send or a receive that hangs."""
+    """A collective, a send or a receive in which ranks have waited for long."""
 
     record: Record
     """Its submission, on the rank that has waited for longest."""
@@ -137,9 +137,8 @@ def find_waiting(
             usual = 0.0 if failed else TIMES_USUAL * rank.usual_duration(record)
             if (record.ordinal or record.peer >= 0) and (now - since) / 1e9 > max(deadline, usual):
                 late.append((not record.ordinal, since, rank.rank, record, max(deadline, usual)))
-    for _, since, _, record, limit in sorted(
-        late, key=itemgetter(0, 1, 2)
-    ):  # collectives first: more ranks wait in them, and all suspects are named
+    # Collectives first: more ranks wait in them, and all suspects are named.
+    for _, since, _, record, limit in sorted(late, key=itemgetter(0, 1, 2)):
         members = _members(ranks, record.group_id)
         if not members:
             continue
@@ -147,7 +146,7 @@ def find_waiting(
         if record.ordinal:
             record = _usual(members, record)
             if not failed and size == len(members) and (now - _complete_since(members, record, now)) / 1e9 <= limit:
-                continue  # ranks have waited for the last one, which has come
+                continue  # they waited for the last rank, which has just submitted it
         else:
             members = [member for member in members if member.number in (record.rank, record.peer)]
             size = len({record.rank, record.peer})
@@ -179,10 +178,8 @@ def _waits(rank: RankProgress, *, failed: bool) -> Iterator[tuple[int, Record]]:
         if not record.ordinal:
             if record not in rank.failed or record is rank.failed[-1]:
                 yield record.time, record
-        elif (
-            reached is not None and reached.ordinal >> EPOCH_SHIFT == record.ordinal >> EPOCH_SHIFT
-        ):  # not recovered since
-            yield record.time, record
+        elif reached is not None and reached.ordinal >> EPOCH_SHIFT == record.ordinal >> EPOCH_SHIFT:
+            yield record.time, record  # the group has not recovered since
 
 
 def _members(ranks: Sequence[RankProgress], group_id: int) -> list[GroupMember]:
