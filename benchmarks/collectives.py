@@ -18,10 +18,10 @@ from rich.console import Console
 from benchmarks import collective_contenders as contenders
 from benchmarks import mpi, plot
 from benchmarks.collective_contenders import FLOAT32, GLOO, HEAP, MEMCPY, MPI, ORDINARY, Key, Race, run_race
+from benchmarks.machine import describe
 from benchmarks.result import Column, Figures, Result, fixed, size_words, time_words
 from benchmarks.timing import Ratio, Series, compare, slowest
 from benchmarks.world import bar, run_world, warn_if_crowded
-from gradwire.cli.machine import describe
 from gradwire.errors import UsageError
 
 RATIOS = ((GLOO, HEAP), (MPI, HEAP), (HEAP, MEMCPY), (GLOO, ORDINARY), (MPI, ORDINARY))

@@ -25,12 +25,12 @@ from benchmarks.compile_rank import (
     Plan,
     run_forms,
 )
+from benchmarks.machine import describe
 from benchmarks.models import Shape
 from benchmarks.result import Column, Figures, Result, fixed
 from benchmarks.timing import compare, slowest
 from benchmarks.workload import find_device
 from benchmarks.world import bar, run_world
-from gradwire.cli.machine import describe
 from gradwire.errors import UsageError
 from gradwire.hooks.named import NAMED_HOOKS
 

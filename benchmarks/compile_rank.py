@@ -10,6 +10,7 @@ with the link's limits off, so that what a hook computes does not count. Without
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -254,8 +255,9 @@ def _bare(model: nn.Module, world: _World, plan: Plan) -> tuple[Any, Any]:
     return model, torch.compile(_with_own_code(model), backend=plan.backend, fullgraph=True)
 
 
-def _inside(model: nn.Module, world: _World, plan: Plan) -> tuple[Any, Any]:
-    ddp = _ours(torch.compile(model, backend=plan.backend, fullgraph=True), world, plan)  # type: ignore[arg-type]
+def _inside(model: nn.Module, world: _World, plan: Plan, bucket_mb: float | None = None) -> tuple[Any, Any]:
+    compiled: Any = torch.compile(model, backend=plan.backend, fullgraph=True)
+    ddp = _ours(compiled, world, plan, bucket_mb)
     return ddp, ddp
 
 
@@ -267,14 +269,7 @@ def _outside(model: nn.Module, world: _World, plan: Plan) -> tuple[Any, Any]:
 def _blocks(model: Any, world: _World, plan: Plan) -> tuple[Any, Any]:
     for block in model.blocks:
         block.compile(backend=plan.backend, fullgraph=True)
-    ddp = _ours(model, world, plan)
-    return ddp, ddp
-
-
-def _one_bucket(model: nn.Module, world: _World, plan: Plan) -> tuple[Any, Any]:
-    compiled = torch.compile(model, backend=plan.backend, fullgraph=True)
-    ddp = _ours(compiled, world, plan, _ALL_IN_ONE_MB)  # type: ignore[arg-type]
-    return ddp, ddp
+    return _eager(model, world, plan)
 
 
 def _torch(model: nn.Module, world: _World, plan: Plan) -> tuple[Any, Any]:
@@ -294,7 +289,7 @@ _FORMS: Mapping[str, Callable[[Any, _World, Plan], tuple[Any, Any]]] = {
     INSIDE: _inside,
     OUTSIDE: _outside,
     BLOCKS: _blocks,
-    ONE_BUCKET: _one_bucket,
+    ONE_BUCKET: functools.partial(_inside, bucket_mb=_ALL_IN_ONE_MB),
     TORCH: _torch,
 }
 

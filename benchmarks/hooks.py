@@ -16,12 +16,12 @@ from rich.console import Console
 
 from benchmarks import peers, plot
 from benchmarks.hook_timing import Ours, Torchs, bucket, gradients
+from benchmarks.machine import describe
 from benchmarks.result import Column, Figures, Result, fixed, size_words, time_words
 from benchmarks.timing import Rounds, Series, compare, interleave
 from benchmarks.torch_hooks import DENSE_STEPS, LEFT_OUT, NCCL_HOOKS, TORCH_HOOKS
 from benchmarks.workload import find_device, settled
 from benchmarks.world import bar
-from gradwire.cli.machine import describe
 from gradwire.errors import UsageError
 from gradwire.hooks.named import NAMED_HOOKS
 

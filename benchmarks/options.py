@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradwire.cli.arguments import at_least, byte_size, list_of, names_of, positive
+from gradwire.cli.arguments import at_least, positive
 
 Parser = argparse.ArgumentParser
 
@@ -36,6 +36,54 @@ CONTENDERS = ("torch-fp16", "torch-powersgd", *HOOKS, *LOCAL_HOOKS)
 _SIZES = "4,256,4KiB,64KiB,1MiB,4MiB,25MiB,64MiB"
 _TIMEOUT = 120
 _LONG_TIMEOUT = 600
+
+
+def list_of(parse: Callable[[str], int]) -> Callable[[str], list[int]]:
+    """Comma-separated values, sorted and without duplicates.
+
+    >>> list_of(at_least(1))("4,2,2")
+    [2, 4]
+    """
+    return lambda text: sorted({parse(item.strip()) for item in text.split(",")})
+
+
+def names_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """An argument type: comma-separated names out of `known`, in the given order, without duplicates.
+
+    >>> names_of(["a", "b"])("b, a,b")
+    ['b', 'a']
+    >>> names_of(["a", "b"])("c")
+    Traceback (most recent call last):
+    argparse.ArgumentTypeError: unknown name 'c'; known names: a, b
+    """
+
+    def parse(text: str) -> list[str]:
+        names = list(dict.fromkeys(item.strip() for item in text.split(",")))
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"unknown name {name!r}; known names: {', '.join(known)}")
+        return names
+
+    return parse
+
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "k": 2**10, "mib": 2**20, "m": 2**20, "gib": 2**30, "g": 2**30}
+
+
+def byte_size(text: str) -> int:
+    """A number of bytes, such as 4096, 4KiB or 25MiB; K, M and G are powers of 1024 too.
+
+    >>> byte_size("25 MiB")
+    26214400
+    >>> byte_size("a lot")
+    Traceback (most recent call last):
+    argparse.ArgumentTypeError: 'a lot' is not a number of bytes, such as 4096, 4KiB or 25MiB
+    """
+    digits = text.rstrip("bBiIkKmMgG ")
+    unit = _UNITS.get(text[len(digits) :].strip().lower())
+    if unit is None or not digits.isdecimal() or int(digits) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, such as 4096, 4KiB or 25MiB")
+    return int(digits) * unit
 
 
 def _choice(parser: Parser, option: str, choices: tuple[str, ...], default: str | None, text: str) -> None:
@@ -86,7 +134,7 @@ def overhead(parser: Parser) -> None:
     )
     add("--steps", type=at_least(1), help="timed steps of each variant (default: 300, on cuda 100)")
     add("--block", type=at_least(1), help="timed steps of a variant per round (default: 3, on cuda 5)")
-    clock = "clock, of which the processor time of this process is more reliable on a busy machine"
+    clock = "wall time (the default), or processor time, more reliable on a busy machine (the default with --against)"
     _choice(parser, "--clock", ("wall", "cpu"), None, clock)
     parser.add_argument(
         "--adamw", action="store_true", help="include an AdamW step, fused on cuda; always with --nonfinite on cuda"

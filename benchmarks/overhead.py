@@ -21,10 +21,10 @@ from rich.console import Console
 from torch import nn
 
 from benchmarks import against, peers
+from benchmarks.machine import describe
 from benchmarks.result import Column, Figures, Result, fixed
 from benchmarks.timing import Ratio, Rounds, Series, Step, compare, interleave
 from benchmarks.workload import Workload, find_device, settled
-from gradwire.cli.machine import describe
 from gradwire.collectives.finite import probe
 from gradwire.errors import UsageError
 from gradwire.parallel import DistributedDataParallel

@@ -17,9 +17,9 @@ from rich.console import Console
 from torch import nn
 
 from benchmarks import peers, plot
+from benchmarks.machine import describe
 from benchmarks.result import Column, Figures, Result, fixed
 from benchmarks.workload import Workload
-from gradwire.cli.machine import describe
 from gradwire.errors import UsageError
 from gradwire.hooks import CommHook
 from gradwire.hooks.named import NAMED_HOOKS

@@ -25,10 +25,10 @@ from enum import Enum
 
 from rich.console import Console
 
+from benchmarks.machine import describe
 from benchmarks.parity_rank import TASKS, Plan, Score, Scores, run_plan
 from benchmarks.result import Column, Figures, Result, fixed
 from benchmarks.world import bar, run_world
-from gradwire.cli.machine import describe
 from gradwire.errors import UsageError
 from gradwire.hooks.named import NAMED_HOOKS
 

@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from benchmarks import plot
+from benchmarks.machine import describe
 from benchmarks.result import Column, Figures, Result, fixed
 from benchmarks.slowlink_contenders import CONTENDERS, REFERENCE, Simulated, default_names
 from benchmarks.slowlink_rank import SIZES, Curve, News, Plan, Point, run_contenders, start
 from benchmarks.world import run_world
-from gradwire.cli.machine import describe
 from gradwire.errors import GroupError, UsageError
 from gradwire.lab import Host, hosts, why_not
 

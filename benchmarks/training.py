@@ -14,12 +14,12 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import peers
+from benchmarks.machine import describe
 from benchmarks.models import SIZES
 from benchmarks.result import Column, Figures, Result, fixed
 from benchmarks.timing import Series, compare, slowest
 from benchmarks.training_rank import QUIET, Times, Trial, run_trial
 from benchmarks.world import bar, run_world
-from gradwire.cli.machine import describe
 from gradwire.errors import UsageError
 
 _BLOCK = 2

@@ -11,8 +11,8 @@ from torch import nn
 
 from benchmarks import against, overhead, peers
 from benchmarks.__main__ import main
+from benchmarks.machine import describe
 from benchmarks.timing import Series
-from gradwire.cli.machine import describe
 from gradwire.recorder import writer
 
 VARIANTS = ["bare", "torch", "gradwire", "torch, views", "gradwire, views"]

@@ -15,7 +15,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message.rstrip('.')}. See {self.prog} --help.\n")
 
 
-DEBUG = "show a traceback when the command fails; with run, those of all ranks"
+DEBUG = "show tracebacks when the command fails"
 
 
 def add_debug(parser: argparse.ArgumentParser) -> None:
@@ -57,54 +57,6 @@ def at_least(least: int) -> Callable[[str], int]:
         return value
 
     return parse
-
-
-def list_of(parse: Callable[[str], int]) -> Callable[[str], list[int]]:
-    """Comma-separated values, sorted and without duplicates.
-
-    >>> list_of(at_least(1))("4,2,2")
-    [2, 4]
-    """
-    return lambda text: sorted({parse(item.strip()) for item in text.split(",")})
-
-
-def names_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """An argument type: comma-separated names out of `known`, in the given order, without duplicates.
-
-    >>> names_of(["a", "b"])("b, a,b")
-    ['b', 'a']
-    >>> names_of(["a", "b"])("c")
-    Traceback (most recent call last):
-    argparse.ArgumentTypeError: unknown name 'c'; known names: a, b
-    """
-
-    def parse(text: str) -> list[str]:
-        names = list(dict.fromkeys(item.strip() for item in text.split(",")))
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"unknown name {name!r}; known names: {', '.join(known)}")
-        return names
-
-    return parse
-
-
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "k": 2**10, "mib": 2**20, "m": 2**20, "gib": 2**30, "g": 2**30}
-
-
-def byte_size(text: str) -> int:
-    """A number of bytes, such as 4096, 4KiB or 25MiB; K, M and G are powers of 1024 too.
-
-    >>> byte_size("25 MiB")
-    26214400
-    >>> byte_size("a lot")
-    Traceback (most recent call last):
-    argparse.ArgumentTypeError: 'a lot' is not a number of bytes, such as 4096, 4KiB or 25MiB
-    """
-    digits = text.rstrip("bBiIkKmMgG ")
-    unit = _UNITS.get(text[len(digits) :].strip().lower())
-    if unit is None or not digits.isdecimal() or int(digits) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, such as 4096, 4KiB or 25MiB")
-    return int(digits) * unit
 
 
 def positive(text: str) -> float:

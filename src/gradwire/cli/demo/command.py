@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
+import re
 import sys
 import threading
 from argparse import Namespace
@@ -18,10 +20,10 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+import gradwire
 from gradwire import observe
 from gradwire.cli.demo.compare import compare
 from gradwire.cli.demo.train import DemoJob, Trained, Watch, train
-from gradwire.cli.machine import describe
 from gradwire.cli.terminal_svg import terminal_svg
 from gradwire.errors import UsageError
 from gradwire.groups import Deadline, Group
@@ -170,10 +172,11 @@ def _print_line(steps: int, done: int, losses: Sequence[float], rate: float) -> 
 
 def summary(job: DemoJob, trained: Sequence[Trained], *, kind: str) -> rich_console.Group:
     """A few facts, and a sample of the model's text."""
-    first, machine = trained[0], describe()
+    first, versions = trained[0], f"torch {torch.__version__}, Python {platform.python_version()}"
+    processors = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M) or [platform.machine()]
     facts = {
-        "machine": machine["cpu"],
-        "software": machine["software"],
+        "machine": f"{processors[0]}, {_cores()} usable of {os.cpu_count()} cores",
+        "software": f"gradwire {gradwire.__version__}, {versions}",
         "ranks": f"{len(trained)}, group kind {kind}",
         "model": f"{job.size}, {first.parameters:,} parameters",
         "steps": f"{job.steps}, {first.tokens:,} tokens in {first.seconds:.1f} s",
