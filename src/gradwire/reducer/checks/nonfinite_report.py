@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -106,10 +105,9 @@ class NonFiniteReport:
         return self._of_average(policy)
 
     def _of_ranks(self, origin: Origin, ranks: list[int], policy: NonFinite) -> NonFiniteGradient:
-        answer = self.findings[ranks[0]]
-        found = answer.gradient
+        found, count = self.findings[ranks[0]].gradient, self.findings[ranks[0]].gradients - 1
         assert found is not None
-        more = f", as in {_counted(answer.gradients - 1, 'other parameter')}" if answer.gradients > 1 else ""
+        more = f", as in {count} other parameter{'s' * (count > 1)}" if count else ""
         others = f" So it is on {_ranks(ranks[1:])}." if len(ranks) > 1 else ""
         advice = self.advice
         if origin is Origin.OVERFLOW:
@@ -128,15 +126,10 @@ class NonFiniteReport:
         assert found is not None
         text = f"the gradients of {self.names[found.parameter]} are finite on every rank, but "
         if self.averages_only:
-            where = (
-                f", {self._at(found).lstrip()}"
-                if found.element is not None
-                else " (or that of a parameter in its bucket)"
-            )
-            text += (
-                f"their average is not{where}: the sum overflows in {self.hook}. Reduce in a wider dtype, or scale the "
-            )
-            return self._error(f"{text}loss down.", policy, found, (None, Origin.OVERFLOW))
+            where = " (or that of a parameter in its bucket)" if found.element is None else f",{self._at(found)}"
+            text += f"their average is not{where}: the sum overflows in {self.hook}. "
+            text += "Reduce in a wider dtype, or scale the loss down."
+            return self._error(text, policy, found, (None, Origin.OVERFLOW))
         whose = "" if len(ranks) == len(self.findings) else f" on {_ranks(ranks)} only"
         text += f"the result of the hook {self.hook} {_WHAT[found.kind]}{whose}{self._at(found)}. Check the hook, or use mean()."
         return self._error(text, policy, found, (ranks[0] if whose else None, Origin.HOOK))
@@ -161,11 +154,7 @@ class NonFiniteReport:
     def _index(self, found: Found) -> tuple[int, ...] | None:
         if found.element is None:
             return None
-        shape, rest, index = self.shapes[found.parameter], found.element, []
-        for dimension in range(len(shape)):
-            at, rest = divmod(rest, math.prod(shape[dimension + 1 :]))
-            index.append(at)
-        return tuple(index)
+        return tuple(map(int, torch.unravel_index(torch.tensor(found.element), self.shapes[found.parameter])))
 
 
 class NonFiniteHandler:
@@ -201,10 +190,6 @@ class NonFiniteHandler:
             warn_user(
                 f"{self._in_a_row} steps in a row were skipped, so the model no longer trains. The last one: {error}"
             )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' if count > 1 else ''}"
 
 
 def _ranks(ranks: list[int]) -> str:
