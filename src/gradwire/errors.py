@@ -259,7 +259,7 @@ class Origin(Enum):
 class NonFiniteGradient(GradwireError, RuntimeError):
     """A gradient, or what was made of it on its way, holds NaN or infinity.
 
-    `rank`: whose gradient it was, or None if it was nobody's. `parameter`: the first one in the order of backward. `index`: its
+    `rank`: whose gradient it was, or None if no rank's was. `parameter`: the first one in the order of backward. `index`: its
     first such element. `origin`: where it came from. `step`: the iteration, as in the records of `gradwire.observe`.
     """
 

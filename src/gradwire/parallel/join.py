@@ -163,11 +163,11 @@ class _Join(Join):
         super().__init__([model], enable, throw, divide_by_initial_world_size=divide)
 
     def __enter__(self) -> None:
-        """torch leaves the model's configuration as it is at the end, so that all later steps announce themselves to nobody."""
+        """Only configures the model. `__exit__` undoes it, which torch's does not."""
         self._set_joinable_configs()
 
     def _extract_dist_info(self) -> None:
-        """Without `dist`, which knows only its own process groups."""
+        """Not by `dist`, which has no entry for a gradwire group."""
         (joinable,) = self._joinables
         self._process_group = joinable.join_process_group
         self._device = joinable.join_device

@@ -40,11 +40,6 @@ class StepStats:
         """Call when a synchronized forward begins. Whether its step is sampled."""
         self.iteration += 1
         self._now = {"forward": time.perf_counter()}
-        return self.sampled
-
-    @property
-    def sampled(self) -> bool:
-        """Whether this step is sampled."""
         return self.iteration < _FIRST_STEPS or self.iteration % self.sample_rate == 0
 
     def listen(self, event: Event) -> None:

@@ -77,7 +77,7 @@ class TorchSurface:
         self.register_comm_hook(comm_hook_type, builtin[name])
 
     def _register_buffer_comm_hook(self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = None) -> None:
-        """Synchronise buffers with `hook(state, {name: buffer})` instead of a broadcast from rank 0."""
+        """Synchronize buffers with `hook(state, {name: buffer})` instead of a broadcast from rank 0."""
         self.buffer_hook = BufferHook(hook, state, comm_hook_location)
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:

@@ -95,10 +95,9 @@ def refuse_meta_tensors(module: nn.Module, ignore: Collection[str]) -> None:
     named = [*module.named_parameters(), *module.named_buffers()]
     found = [name for name, tensor in named if tensor.is_meta and name not in ignore]
     if found:
-        names = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
         raise UninitializedError(
-            f"replicating {type(module).__name__}: {names} are on the meta device and have no values. Allocate them first, with "
-            "model.to_empty(device=...), and initialize or load them; or load a checkpoint with load_state_dict(..., assign=True)."
+            f"replicating {type(module).__name__}: {_listed(found)} are on the meta device and have no values. Allocate them first "
+            "with model.to_empty(device=...) and initialize them, or load a checkpoint with load_state_dict(..., assign=True)."
         )
 
 
@@ -110,10 +109,13 @@ def refuse_dtensors(doing: str, module: nn.Module, ignore: Collection[str]) -> N
     named = [*module.named_parameters(), *module.named_buffers()]
     found = [name for name, tensor in named if isinstance(tensor, tensors.DTensor) and name not in ignore]
     if found:
-        names = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
         raise ShardedParameter(
-            f"{doing} {type(module).__name__}: {names} are DTensors, from fully_shard or parallelize_module, but buckets hold "
-            "plain tensors. To average over replicas of a sharded model, call fully_shard with a 2-D device mesh; "
+            f"{doing} {type(module).__name__}: {_listed(found)} are DTensors, from fully_shard or parallelize_module, but buckets "
+            "hold plain tensors. To average over replicas of a sharded model, call fully_shard with a 2-D device mesh; "
             "interop.as_fsdp_hook uses a gradwire hook there. Parameters in `ignore` (DDP: "
             "_set_params_and_buffers_to_ignore_for_model) are skipped."
         )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

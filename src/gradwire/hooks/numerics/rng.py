@@ -14,7 +14,7 @@ def key(seed: int, turn: Turn, *, shared: bool) -> int:
     """A signed 64-bit key for this bucket and step: the same on every rank if `shared`, otherwise different on each.
 
     Rank and step are those of `turn.origin`: a combinator may give two of its parts the same rank and step. Parts that share
-    these too are told apart by the bucket's first parameter and by `turn.path`. It depends on nothing else, so a run that is
+    these too are distinguished by the bucket's first parameter and by `turn.path`. It depends on nothing else, so a run that is
     resumed from a checkpoint draws the same numbers.
     """
     rank, step = turn.origin
