@@ -17,6 +17,8 @@ parameters, would keep a dropped model alive until the garbage collector runs.
 
 from __future__ import annotations
 
+import types
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from typing import Any
@@ -53,7 +55,8 @@ class GradHooks:
 
     def __init__(self, parameters: Sequence[Tensor], on_arrival: Callable[[], object]) -> None:
         self._parameters = list(parameters)
-        self._on_arrival = weakly(on_arrival)
+        assert isinstance(on_arrival, types.MethodType)
+        self._on_arrival = weakref.ref(on_arrival.__self__), on_arrival.__func__
         self._arrived: list[int] = []
         self._selected = bytearray(len(self._parameters))
         self._handles: list[Any] = []
@@ -66,7 +69,7 @@ class GradHooks:
         # A parameter knows its accumulator only weakly: who holds it keeps the hook on it alive.
         self._nodes = [_accumulator(p) for p in self._parameters]
         self._handles = [
-            node.register_hook(_make_hook(i, self._arrived, self._selected, self._on_arrival))
+            node.register_hook(_make_hook(i, self._arrived, self._selected, *self._on_arrival))
             for i, node in enumerate(self._nodes)
         ]
         self._dtypes = list(map(_dtype, self._parameters))
@@ -108,15 +111,15 @@ class GradHooks:
 
 
 def _make_hook(
-    index: int, arrived: list[int], selected: bytearray, on_arrival: Callable[[], object]
+    index: int, arrived: list[int], selected: bytearray, weak: weakref.ref[Any], on_arrival: Callable[[Any], object]
 ) -> Callable[[Any, Any], None]:
     append = arrived.append
 
     @untraced_call
     def hook(_: Any, __: Any) -> None:
         append(index)
-        if selected[index]:
-            on_arrival()
+        if selected[index] and (owner := weak()) is not None:
+            on_arrival(owner)
 
     hook.__name__ = ACCUMULATED
     return hook

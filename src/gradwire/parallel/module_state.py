@@ -38,6 +38,7 @@ class ModuleState:
         self.ignore = frozenset(ignore)
         self._module = weakref.ref(module)
         self._warning: Handle | None = None
+        self._place: tuple[weakref.ref[nn.Module], str] | None = None
         self._has_buffers = any(n not in self.ignore for n, _ in module.named_buffers())
 
     @property
@@ -47,6 +48,18 @@ class ModuleState:
         if module is None:
             raise UsageError("the replicated module is gone. Keep a reference to it.")
         return module
+
+    def holds_another(self, parameter: nn.Parameter) -> bool:
+        """Whether the module has another tensor now in place of this parameter, always the same one."""
+        if self._place is None:
+            for module in self.module.modules():
+                for name, held in module._parameters.items():
+                    if held is parameter:
+                        self._place = weakref.ref(module), name
+                        return False
+            return True
+        owner = self._place[0]()
+        return owner is None or owner._parameters.get(self._place[1]) is not parameter
 
     def named_buffers(self) -> dict[str, Tensor]:
         """The module's buffers, looked up each time: modules may reassign them.

@@ -277,12 +277,13 @@ class Replica(HookControls):
 
     def expect_backward(self, output: Any) -> None:
         """The next backward, from `output`, is to be averaged."""
+        self.reducer.substituted = self.state.holds_another(self.parameters[0])
         unused: list[int] = []
         if self.graph is Graph.FIND_UNUSED:
             with torch.autograd.profiler.record_function("search_unused_parameters"):
                 reached = reachable_parameters(output, self.parameters)
             unused = [i for i in range(len(self.parameters)) if i not in reached]
-            if unused != self._last_unused:
+            if unused != self._last_unused and not self.reducer.substituted:
                 self._last_unused = unused
                 try:
                     check_not_replaced(self.state, self.names, self.parameters)

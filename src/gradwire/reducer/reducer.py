@@ -70,6 +70,8 @@ class Reducer:
         """Whether averages are not put back, as an optimizer has used them in backward."""
         self.after_backward: list[Callable[[], None]] = []
         self.wait_at_end: list[torch.futures.Future[Any]] = []
+        self.substituted = False
+        """Whether the last forward ran with other tensors in place of the parameters, as under `torch.func.functional_call`."""
         self.incomplete: Callable[[], object] | None = None
         """Called when a backward has ended in which some parameters got no gradient; it may raise."""
         self.machine = Machine(layout.members, [s.name for s in layout.parameters], rank=group.rank)
@@ -286,7 +288,7 @@ class Reducer:
 
     def _first_static_step_ended(self) -> None:
         """At the end of the first backward of a static graph: reduce everything, and remember how often each was used."""
-        uses = self.used.take_first_uses()
+        uses = self.used.pop_first_uses()
         if not uses:
             return  # this was `torch.autograd.grad`, which accumulates nothing: the backward is still to come
         machine, everything = self.machine, range(len(self.parameters))
@@ -308,6 +310,8 @@ class Reducer:
             return  # the model was frozen for this backward, as a discriminator is while its generator is trained
         if self.incomplete is not None:
             self.incomplete()
+        if self.substituted:
+            return
         self._launch(self.machine.nothing_arrived)
         if self.machine.complete and not self.manual:
             self.finish()

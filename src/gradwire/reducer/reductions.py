@@ -114,8 +114,11 @@ class Reductions:
         full = buckets.as_grad_bucket(bucket, buffer, last=launch.last)
         if self.first_nonfinite is not None and writer.active is not None:
             self.first_nonfinite(full, self.group, step)
-        with writer.within(events.place(step, bucket)):
+        if writer.active is None:
             pending = self.runner.start(full)
+        else:
+            with writer.within(events.place(step, bucket)):
+                pending = self.runner.start(full)
         events.bucket(
             RecordKind.BUCKET_LAUNCHED,
             spec,

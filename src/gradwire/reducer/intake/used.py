@@ -20,52 +20,39 @@ class UsedParameters:
         self.track = track
         self.counts = torch.zeros(count, dtype=torch.int32, device="cpu")
         """How many ranks had a gradient for each parameter when they last exchanged it."""
-        self._first_uses: dict[int, int] | None = None  # in the first backward of a static graph, of each parameter
+        self.exchanged = track
+        """Whether ranks exchange what they used at the end of this step."""
+        self.learning = False
+        """Whether the next backward shows what a static graph uses."""
+        self.learning_unused = False
+        """Whether the end of this step shows what no rank uses in a static graph."""
+        self._uses: dict[int, int] = {}  # in the first backward of a static graph, of each parameter
         self._device = device
         self._seen = [False] * count
-        self._static_unused: frozenset[int] | None = frozenset()
-
-    @property
-    def exchanged(self) -> bool:
-        """Whether ranks exchange what they used at the end of this step."""
-        return self.track or self._static_unused is None
-
-    @property
-    def learning(self) -> bool:
-        """Whether the next backward shows what a static graph uses."""
-        return self._first_uses is not None
-
-    @property
-    def learning_unused(self) -> bool:
-        """Whether the end of this step shows what no rank uses in a static graph."""
-        return self._static_unused is None
+        self._static_unused: frozenset[int] = frozenset()
 
     def learn_static_graph(self) -> None:
         """Count uses in the next backward, and exchange what is used once, at its end."""
-        self._first_uses = {}
-        self._static_unused = None
+        self.learning = self.learning_unused = self.exchanged = True
+        self.forget_first_uses()
 
     def forget_first_uses(self) -> None:
         """A backward that failed may have counted some."""
-        if self._first_uses is not None:
-            self._first_uses = {}
+        self._uses = {}
 
     def count(self, indices: Iterable[int]) -> None:
         """In the first backward of a static graph, these parameters have got a gradient."""
-        assert self._first_uses is not None
         for i in indices:
-            self._first_uses[i] = self._first_uses.get(i, 0) + 1
+            self._uses[i] = self._uses.get(i, 0) + 1
 
     def has_counted(self, index: int) -> bool:
         """Whether a parameter has got a gradient in the first backward of a static graph."""
-        return self._first_uses is not None and index in self._first_uses
+        return self.learning and index in self._uses
 
-    def take_first_uses(self) -> dict[int, int]:
+    def pop_first_uses(self) -> dict[int, int]:
         """How often each parameter got a gradient, in order of the first. If any did, the graph has been learned."""
-        uses = self._first_uses
-        if not uses:
-            return {}
-        self._first_uses = None
+        uses, self._uses = self._uses, {}
+        self.learning = not uses
         return uses
 
     def seen(self, indices: Iterable[int]) -> None:
@@ -80,11 +67,11 @@ class UsedParameters:
     def unused_everywhere(self, group: Group) -> frozenset[int]:
         """The parameters that no rank used. A collective, if they are exchanged in this step."""
         if not self.exchanged:
-            return self._static_unused or frozenset()
+            return self._static_unused
         self.counts = torch.tensor(self._seen, dtype=torch.int32, device=self._device)
         group.submit(all_reduce(self.counts, label="used parameters")).wait()
         self.reset()
         unused = frozenset(i for i, ranks in enumerate(self.counts.tolist()) if ranks == 0)
-        if self._static_unused is None:
-            self._static_unused = unused
+        if self.learning_unused:
+            self._static_unused, self.learning_unused, self.exchanged = unused, False, self.track
         return unused
