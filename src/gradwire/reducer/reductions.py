@@ -100,25 +100,28 @@ class Reductions:
 
     def _launch(self, launch: Launch) -> Pending:
         buckets, bucket = self._buckets, launch.bucket
-        spec = buckets.storages[bucket].spec
         gradients = self._intake.gradients(buckets.layout.members[bucket])
         buffer = buckets.fill(bucket, gradients, self.group, unused=self._intake.unused)
-        events, step = self._events, self.step
-        events.describe(buckets.layout)
+        full = buckets.as_grad_bucket(bucket, buffer, last=launch.last)
+        if writer.active is None and not self._events:
+            return self.runner.start(full)
+        return self._launch_watched(full)
+
+    def _launch_watched(self, full: GradBucket) -> Pending:
+        """Launch a bucket where there is a recorder or a listener."""
+        events, step, spec, bucket = self._events, self.step, full.spec, full.index()
+        events.describe(self._buckets.layout)
+        numel = full.buffer().numel()
         events.bucket(
             RecordKind.BUCKET_FULL,
             spec,
             step,
-            event=lambda time, rank: BucketFull(time, rank, bucket, spec.names, buffer.numel()),
+            event=lambda time, rank: BucketFull(time, rank, bucket, spec.names, numel),
         )
-        full = buckets.as_grad_bucket(bucket, buffer, last=launch.last)
         if self.first_nonfinite is not None and writer.active is not None:
             self.first_nonfinite(full, self.group, step)
-        if writer.active is None:
+        with writer.within(events.place(step, bucket)):
             pending = self.runner.start(full)
-        else:
-            with writer.within(events.place(step, bucket)):
-                pending = self.runner.start(full)
         events.bucket(
             RecordKind.BUCKET_LAUNCHED,
             spec,
