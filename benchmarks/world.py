@@ -27,7 +27,7 @@ from benchmarks.mpi import OpenMPI
 from gradwire.errors import CollectiveTimeout, GroupError, PeerLost
 from gradwire.lab import Host
 from gradwire.testing.mpi import MPIPool
-from gradwire.testing.pool import JobContext, Outcome, RankPool, RemoteTraceback, root_failure
+from gradwire.testing.pool import JobContext, RankPool, RankResult, RemoteTraceback, root_failure
 from gradwire.testing.pool.process import FRESH, WORKER_SETTINGS, Spawn
 
 _UNDER_MPIRUN = "from gradwire.testing.mpi.rank_main import work"
@@ -146,7 +146,7 @@ def _be_rank(task: Callable[[RankContext], Any], folder: Path, address: str, job
 # -- what the outcomes mean ----------------------------------------------------------------------------------------------------
 
 
-def _results(outcomes: Sequence[Outcome], who: str, timeout: float) -> list[Any]:
+def _results(outcomes: Sequence[RankResult], who: str, timeout: float) -> list[Any]:
     failures = [outcome for outcome in outcomes if outcome.failed(())]
     if not failures:
         return [outcome.value for outcome in outcomes]

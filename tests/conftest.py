@@ -22,9 +22,9 @@ from gradwire.lab import Host
 from gradwire.testing import LeftBehind, Leftovers, RankPool, default_pool, ranks
 from gradwire.testing.leftovers import prime
 from gradwire.testing.mpi import default_worlds
-from gradwire.testing.pool.process import Hold
+from gradwire.testing.pool.process import ForkedWorker, WorkerHandle
 from helpers import torch_world as worlds
-from helpers.warm_python import WarmPython, WarmWorker, on_host
+from helpers.warm_python import WarmPython, on_host
 
 # torch's TCPStore asks for the name of every peer that connects, 127.0.0.1 included. A name server that loses one question in
 # twenty then holds up every twentieth connection for the resolver's 5 seconds; nothing here needs a name that is not in a file.
@@ -53,7 +53,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     ranks.DEFAULT_LEFTOVERS = LeftBehind.RAISE
     ranks.DEFAULT_TIMEOUT = 300.0  # only ends a hang: no busy machine is that slow
-    default_pool()._start = WARM.start_workers  # type: ignore[method-assign]  # a pool of a test's own starts interpreters
     if importlib.util.find_spec("tqdm"):  # Dynamo's progress bars; the first starts a thread
         importlib.import_module("tqdm").tqdm.monitor_interval = 0
     WARM.open_door()
@@ -80,8 +79,8 @@ def freeze_modules() -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    default_worlds().close()  # first: its ranks are forks of the server that ends with the pool
     default_pool().close()
-    default_worlds().close()
     WARM.close()
     shutil.rmtree(os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
@@ -113,7 +112,7 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("gpu"):
         request.getfixturevalue("cuda_is_awake")
     freeze_modules()
-    before = Leftovers.snapshot(default_pool(), default_worlds(), WARM)
+    before = Leftovers.snapshot(default_pool(), default_worlds())
     yield
     left = before.compare()
     if left:
@@ -133,12 +132,12 @@ def warm_ranks(monkeypatch: pytest.MonkeyPatch, warm_python: WarmPython) -> None
     from benchmarks import world
 
     class ForkedPool(RankPool):
-        def _start(self, count: int, store: str) -> Iterator[Hold]:
+        def _start(self, count: int, store: str) -> Iterator[WorkerHandle]:
             for spawn in map(self._spawn, range(count)):
                 host = getattr(spawn.command, "__self__", None)
                 program = f"import sys; sys.path.append({str(world._ROOT)!r}); {spawn.program}"
                 program = on_host(host, program) if isinstance(host, Host) else program
-                yield WarmWorker(warm_python, store, replace(spawn, program=program))
+                yield ForkedWorker(warm_python.server, store, replace(spawn, program=program))
 
     monkeypatch.setattr(world, "RankPool", ForkedPool)
 

@@ -33,8 +33,7 @@ from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.rings.run_outcome import RunOutcome, load, save
 from gradwire.testing import run_ranks
 from gradwire.testing.mpi import missing
-from gradwire.testing.mpi.launch import Launch
-from gradwire.testing.mpi.warm_worlds import MPIPool
+from gradwire.testing.mpi.worlds import MPILaunch, MPIPool
 from gradwire.testing.pool import GroupJob
 from gradwire.testing.pool.process import Spawn
 from gradwire.testing.private_socket import PrivateListener, connect
@@ -268,14 +267,14 @@ def test_ranks_of_the_pool_let_nobody_in(kind: str, tmp_path: Path) -> None:
 def test_the_mpi_socket_lets_nobody_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between mpirun's start and the last rank's arrival, when the parent listens."""
     found: list[Any] = []
-    meet = Launch.meet
+    meet = MPILaunch.meet
 
-    def attacked(self: Launch) -> Iterator[Any]:
+    def attacked(self: MPILaunch) -> Iterator[Any]:
         found.append(listening(os.getpid())[1])
         found.append(assault([os.getpid(), self.pid], tmp_path))
         return meet(self)
 
-    monkeypatch.setattr(Launch, "meet", attacked)
+    monkeypatch.setattr(MPILaunch, "meet", attacked)
     with MPIPool(Spawn("raise SystemExit(3)")) as pool, pytest.raises(GroupError, match="mpirun exited with code 3"):
         pool.run(GroupJob(lambda group: None, MPIGroup.over_store), 2)
     sockets, entered = found

@@ -7,32 +7,28 @@ it does not have is an interpreter that was started for it; tests of that start 
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import functools
-import json
 import os
-import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
 from gradwire.lab import Host
-from gradwire.testing.mpi import launch
-from gradwire.testing.pool.outcome import MESSAGE_LIMIT, START_LIMIT
-from gradwire.testing.pool.process import Hold, Spawn
+from gradwire.runtime.fork_server import ForkedProcess
+from gradwire.testing.mpi import worlds
+from gradwire.testing.pool.process import default_server
+from gradwire.testing.pool.protocol import MESSAGE_LIMIT
 from helpers import fork_client
 from helpers.exit_messages import without_leaks_of_triton
 from helpers.fork_client import ADDRESS
 
-SERVER = Path(__file__).with_name("fork_server.py")
 FORK_CLIENT = [sys.executable, "-I", "-S", fork_client.__file__]
 GRADWIRE_RUN = "from helpers.forked_python import launch; launch()"
 """`gradwire run` with the arguments of the process, and ranks that are forks of it. They end by `os._exit`, after exit handlers."""
@@ -44,10 +40,12 @@ class Forked(ForkedPython):
     def _execute_child(self, args, *how):
         *command, code = args
         super()._execute_child([*command, "import ctypes; ctypes.CDLL(None).prctl(1, 0); " + code], *how)
+from gradwire.testing.pool import pool
+pool.default_server = lambda: None
 popen = subprocess.Popen
 subprocess.Popen = lambda args, **how: (Forked if args[0] == sys.executable else popen)(args, **how)
-from gradwire.testing.mpi import launch
-launch.command = lambda mpirun, ranks, plain=launch.command: [*plain(mpirun, ranks), *{client}]
+from gradwire.testing.mpi import worlds
+worlds.command = lambda mpirun, ranks, plain=worlds.command: [*plain(mpirun, ranks), *{client}]
 """.replace("{client}", repr(FORK_CLIENT))
 """Workers that a pool of the process starts are forks of it, and ranks under mpirun of the server. That Linux kills the first with
 their parent is left to themselves."""
@@ -73,38 +71,29 @@ def on_host(host: Host, code: str) -> str:
     return _ON_HOST.format(name=host.name) + code
 
 
-SERVER_SETTINGS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""Before it forks, the server must not start threads, as numpy does when it is imported, nor wake CUDA's driver."""
+PRELOADED = (
+    "torch._dynamo", "numba", "tqdm", "gradwire.hooks", "gradwire.interop", "gradwire.parallel", "gradwire.launch",
+    "gradwire.cli.run", "helpers.forked_python", "helpers.compiled_loops",
+)  # fmt: skip
+"""What the server imports in addition to what ranks of `run_ranks` need."""
 
 
 class WarmProcess:
-    """A child of the server, which says how it ended."""
+    """A child of the server, with what it writes."""
 
     stdin: IO[str] | None = None
     stdout: IO[str] | None = None
 
-    def __init__(self, pid: int, status: socket.socket, outputs: Sequence[int] = ()) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        self._status = status
+    def __init__(self, process: ForkedProcess, outputs: Sequence[int] = ()) -> None:
+        self.pid, self.poll, self.wait = process.pid, process.poll, process.wait
+        self.send_signal, self.kill = process.send_signal, process.kill
+        self._process = process
         self._outputs = list(outputs)
 
-    def poll(self, limit: float = 0.0) -> int | None:
-        """The exit status as `subprocess` has it, if the process ends within `limit` seconds."""
-        if self.returncode is None and select.select([self._status], [], [], max(0.0, limit))[0]:
-            told = self._status.recv(100)
-            if not told:
-                raise RuntimeError("the fork server has died")
-            self.returncode = int(told)
-            self._status.close()
-        return self.returncode
-
-    def wait(self, timeout: float = MESSAGE_LIMIT) -> int:
-        """The exit status; raises if the process does not end in time."""
-        status = self.poll(timeout)
-        if status is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-        return status
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, if it is known."""
+        return self._process.returncode
 
     def communicate(self, timeout: float = MESSAGE_LIMIT) -> tuple[str, str]:
         """What it wrote on stdout and stderr and nobody has read, once it has ended; nothing when asked again."""
@@ -118,28 +107,9 @@ class WarmProcess:
             self.stdout.close()
         return (said[0], without_leaks_of_triton(said[1])) if said else ("", "")
 
-    def send_signal(self, number: int) -> None:
-        """Send it a signal, if it still runs."""
-        if self.poll() is None:
-            self._send(number)
-
     def terminate(self) -> None:
         """Ask it to end, if it still runs."""
         self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """End it, if it still runs, and wait for that."""
-        if self.poll() is None:
-            self._send(signal.SIGKILL)
-            self.wait()
-
-    def _send(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended, and word of it is on its way
-            os.kill(self.pid, number)
-
-    def fileno(self) -> int:
-        """Of the socket over which the status comes; -1 when it has come."""
-        return self._status.fileno()
 
 
 def _output(name: str) -> int:
@@ -153,11 +123,12 @@ def _output(name: str) -> int:
 
 
 class WarmPython:
-    """The server, started when first needed."""
+    """Programs in forks of the server that forks the ranks of `run_ranks`."""
 
     def __init__(self) -> None:
-        self._server: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        self.server = default_server()
+        self.server.preload += PRELOADED
+        self.server.path.append(str(Path(__file__).parents[1]))  # where `helpers` and `detection` are
         self._folder = ""
 
     def start(
@@ -169,24 +140,13 @@ class WarmPython:
         path: str = "<string>",
         capture: bool = False,
     ) -> WarmProcess:
-        """Run `code` in a new process, as `python -c` would, or as the file `path`.
-
-        `fds` become its descriptors 0, 1 and so on. Without them it has this process's output, or one that `communicate` returns.
-        """
-        ours, theirs = socket.socketpair(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET
-        )  # its id and its status are two messages
-        request = {"code": code, "path": path, "args": args, "env": {**os.environ, **(env or {})}, "cwd": os.getcwd()}
-        text = json.dumps(request).encode()
-        outputs = [_output(name) for name in ("stdout", "stderr")] if capture else []
-        with open(os.devnull) as nothing, theirs:
-            passed = fds or (nothing.fileno(), *(outputs or (1, 2)))
-            control = self._running()
-            socket.send_fds(control, [len(text).to_bytes(8, "big")], [theirs.fileno(), *passed])
-            control.sendall(text)
-        if not select.select([ours], [], [], START_LIMIT)[0]:
-            raise RuntimeError("the fork server does not answer")
-        return WarmProcess(int(ours.recv(100)), ours, outputs)
+        """As `ForkServer.start`; with `capture`, `communicate` returns what the process writes."""
+        if not capture:
+            return WarmProcess(self.server.start(code, *args, fds=fds, env=env, path=path))
+        outputs = [_output(name) for name in ("stdout", "stderr")]
+        with open(os.devnull) as nothing:
+            process = self.server.start(code, *args, fds=(nothing.fileno(), *outputs), env=env, path=path)
+        return WarmProcess(process, outputs)
 
     def talk(self, code: str, *args: str, path: str = "<string>") -> WarmProcess:
         """Run `code` in a new process whose standard input and output are pipes, its `stdin` and `stdout`.
@@ -240,95 +200,20 @@ class WarmPython:
                 process.communicate()
         return done
 
-    def _running(self) -> socket.socket:
-        if self._server is None or self._control is None:
-            self._control, theirs = socket.socketpair()
-            with theirs, socket.socket(socket.AF_UNIX) as door:
-                door.bind(self._address)  # not from the environment: a test may have removed it there
-                door.listen(64)
-                fds = [theirs.fileno(), door.fileno()]
-                command = [sys.executable, str(SERVER), str(fds[0]), str(os.getpid()), str(fds[1])]
-                self._server = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=fds,
-                    env={**os.environ, ADDRESS: self._address, **SERVER_SETTINGS},
-                )
-        return self._control
-
-    @property
-    def _address(self) -> str:
-        """Of the socket on which ranks under mpirun ask for forks."""
-        return f"{self._folder}/socket"
-
     def open_door(self) -> None:
         """Let ranks under mpirun be forks, too: `fork_client.py` asks the server for them."""
         self._folder = tempfile.mkdtemp(prefix="gradwire-forks-")
-        os.environ[ADDRESS] = self._address
-        plain = launch.command
+        os.environ[ADDRESS] = self.server.address = f"{self._folder}/socket"
+        plain = worlds.command
 
         @functools.wraps(plain)
         def command(mpirun: str, ranks: int) -> list[str]:
-            self._running()
+            self.server.run()
             return [*plain(mpirun, ranks), *FORK_CLIENT]
 
-        launch.command = command
+        worlds.command = command
 
     def close(self) -> None:
-        """End the server. Its children end by themselves, or were killed."""
-        if self._server is not None and self._control is not None:
-            self._control.close()
-            self._server.wait(MESSAGE_LIMIT)
+        """Remove the socket. The server ends with the pool."""
         if self._folder:
             shutil.rmtree(self._folder)
-
-    # -- for Leftovers -------------------------------------------------------------------------------------------------
-
-    def keeps_process(self, pid: int) -> bool:
-        """Whether `pid` is the server."""
-        return self._server is not None and pid == self._server.pid
-
-    def keeps_descriptor(self, fd: int) -> bool:
-        """Whether `fd` leads to the server."""
-        return self._control is not None and fd == self._control.fileno()
-
-    # -- for the pool of rank processes --------------------------------------------------------------------------------
-
-    def start_workers(self, count: int, store: str) -> Iterator[Hold]:
-        """What `RankPool._start` does, with processes of this server."""
-        for _ in range(count):
-            yield WarmWorker(self, store, Spawn())
-
-
-WORKER = """
-import os
-{program}
-work(3, 4, 5, {store!r}, os.getppid())
-"""
-
-
-class WarmWorker(Hold):
-    """A worker of the pool that the server forked."""
-
-    def __init__(self, python: WarmPython, store: str, spawn: Spawn) -> None:
-        super().__init__()
-        control, theirs = socket.socketpair()
-        code = WORKER.format(program=spawn.program, store=store)
-        streams = (1, 2) if spawn.output is None else (spawn.output, spawn.output)
-        with open(os.devnull) as nothing, theirs:
-            fds = (nothing.fileno(), *streams, theirs.fileno(), self._stack, self._dumped_there)
-            self.process = python.start(code, fds=fds, env=dict(spawn.settings))
-        self._take(control, self.process.pid)
-
-    @property
-    def descriptors(self) -> tuple[int, ...]:
-        """What this process holds open for the worker."""
-        return *super().descriptors, self.process.fileno()
-
-    def wait(self, limit: float) -> int | None:
-        """The exit status, if the worker ends within `limit` seconds."""
-        return self.process.poll(limit)
-
-    def kill(self) -> None:
-        """End it now."""
-        self.process.kill()

@@ -29,7 +29,7 @@ SHAPES: tuple[tuple[int, ...], ...] = ((16, 8), (16,), (), (0,), (3, 5, 2))
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class HookTrial:
     """One hook on one bucket and a given number of ranks."""
 
     hook: CommHook
@@ -68,7 +68,7 @@ class Trial:
         )
 
 
-Law = Callable[[Trial], None]
+Law = Callable[[HookTrial], None]
 
 _SHORT, _TIMES = 24, 5
 """Minimum steps after which `pays_back` checks the average over time, and the factor by which it then waits longer."""
@@ -79,7 +79,7 @@ _CLEAN = 8
 """Steps after which `recovers` expects finite values: some hooks keep gradients for a few steps before they send them."""
 
 
-def agree(trial: Trial) -> None:
+def agree(trial: HookTrial) -> None:
     """All ranks hold the same bits."""
     if trial.hook.local:
         return
@@ -90,7 +90,7 @@ def agree(trial: Trial) -> None:
                 raise trial.broken("agree", f"in step {step} rank {rank} has {_differ(value, first)} as rank 0")
 
 
-def kept(trial: Trial) -> None:
+def kept(trial: HookTrial) -> None:
     """Value and sent have the gradient's length, dtype and device."""
     done = trial.run(trial.gradients())
     for rank, reduced in enumerate(done.reduced):
@@ -105,7 +105,7 @@ def kept(trial: Trial) -> None:
                 )
 
 
-def unwritten(trial: Trial) -> None:
+def unwritten(trial: HookTrial) -> None:
     """A gradient that was not donated is not written, and a donated one yields the same value."""
     brought = trial.gradients()
     before = [g.clone() for g in brought]
@@ -119,7 +119,7 @@ def unwritten(trial: Trial) -> None:
             raise trial.broken("unwritten", f"a donated gradient gives rank {rank} a different value")
 
 
-def repeatable(trial: Trial) -> None:
+def repeatable(trial: HookTrial) -> None:
     """The same gradients in the same step give the same bits: all randomness is seeded."""
     one, two = (trial.run(trial.gradients(), step=3) for _ in range(2))
     for rank, (a, b) in enumerate(zip(one.reduced, two.reduced, strict=True)):
@@ -127,7 +127,7 @@ def repeatable(trial: Trial) -> None:
             raise trial.broken("repeatable", f"rank {rank} has {_differ(a.value, b.value)} in a second run")
 
 
-def mean_of_sent(trial: Trial) -> None:
+def mean_of_sent(trial: HookTrial) -> None:
     """`value` is the mean of all ranks' `sent`, even if fewer ranks count than take part."""
     if trial.hook.local:
         return
@@ -164,7 +164,7 @@ def mean_of_sent(trial: Trial) -> None:
                 )
 
 
-def pays_back(trial: Trial) -> None:
+def pays_back(trial: HookTrial) -> None:
     """With error feedback the average over time converges to the true mean: the residual stays bounded."""
     hook = trial.hook
     if hook.traits & (Trait.LOCAL | Trait.DISTORTS | Trait.VOTES | Trait.WEIGHS):  # error feedback is not for these
@@ -201,7 +201,7 @@ def pays_back(trial: Trial) -> None:
         )
 
 
-def counted(trial: Trial) -> None:
+def counted(trial: HookTrial) -> None:
     """The bytes on the wire and the number of collectives are those that the hook declares."""
     for step, done in enumerate(trial.train(trial.steps)):
         told = trial.hook.wire_bytes(trial.spec, trial.ranks, step)
@@ -215,7 +215,7 @@ def counted(trial: Trial) -> None:
             )
 
 
-def saved(trial: Trial) -> None:
+def saved(trial: HookTrial) -> None:
     """State survives torch.save and a different bucket layout unchanged."""
     (_, trained), (_, again) = trial.train(2), trial.train(2)
     states: Sequence[Any] = trained.states
@@ -239,7 +239,7 @@ def saved(trial: Trial) -> None:
         raise trial.broken("saved", "a step from loaded state gives a different value than from the state itself")
 
 
-def from_nothing(trial: Trial) -> None:
+def from_nothing(trial: HookTrial) -> None:
     """Zero gradients stay zero, and finite."""
     zeros = [torch.zeros_like(g) for g in trial.gradients()]
     value = trial.run(zeros).reduced[0].value
@@ -247,7 +247,7 @@ def from_nothing(trial: Trial) -> None:
         raise trial.broken("from_nothing", "zero gradients gave a non-finite value")
 
 
-def recovers(trial: Trial) -> None:
+def recovers(trial: HookTrial) -> None:
     """A step with a NaN and an infinite element on one rank does not spoil later steps: eight steps later all values are finite."""
     if not trial.spec.numel:
         return
@@ -264,7 +264,7 @@ def recovers(trial: Trial) -> None:
             )
 
 
-def passes_nonfinite(trial: Trial) -> None:
+def passes_nonfinite(trial: HookTrial) -> None:
     """A hook that declares it passes a NaN or infinity of any rank on to all ranks."""
     if not trial.hook.passes_nonfinite or not trial.spec.numel:
         return
@@ -318,7 +318,7 @@ def check_hook(
     spec = BucketSpec.of(0, parameters, torch.empty(0, dtype=dtype, device=device))
     layout = hosts if hosts is None or isinstance(hosts, Layout) else Layout(tuple(tuple(host) for host in hosts))
     for ranks in world_sizes if layout is None else (layout.size,):
-        trial = Trial(hook, spec, ranks, seed, steps, layout)
+        trial = HookTrial(hook, spec, ranks, seed, steps, layout)
         for law in laws:
             try:
                 law(trial)

@@ -30,8 +30,8 @@ from gradwire.testing.pool import (
     Fate,
     GroupJob,
     LeftBehind,
-    Outcome,
     RankPool,
+    RankResult,
     default_pool,
     root_failure,
 )
@@ -117,7 +117,7 @@ def _check(request: Request) -> None:
 # -- what the outcomes mean ----------------------------------------------------------------------------------------------
 
 
-def _verdict(outcomes: Sequence[Outcome], request: Request) -> list[Any]:
+def _verdict(outcomes: Sequence[RankResult], request: Request) -> list[Any]:
     failures = [outcome for outcome in outcomes if outcome.failed(request.lost)]
     if not failures:
         return [outcome.value for outcome in outcomes]
@@ -132,7 +132,7 @@ def _verdict(outcomes: Sequence[Outcome], request: Request) -> list[Any]:
         del error, first, failures, outcomes  # a traceback must not keep every rank's objects alive in a cycle
 
 
-def _error(outcome: Outcome, request: Request) -> BaseException:
+def _error(outcome: RankResult, request: Request) -> BaseException:
     """The error for a failure."""
     rank = outcome.rank
     if outcome.error is not None:
@@ -150,7 +150,7 @@ def _error(outcome: Outcome, request: Request) -> BaseException:
     )
 
 
-def _timed_out(stuck: Sequence[Outcome], outcomes: Sequence[Outcome], request: Request) -> CollectiveTimeout:
+def _timed_out(stuck: Sequence[RankResult], outcomes: Sequence[RankResult], request: Request) -> CollectiveTimeout:
     ranks = [outcome.rank for outcome in stuck]
     stacks = "\n".join(f"stack of rank {outcome.rank}:\n{outcome.detail}" for outcome in stuck)
     return CollectiveTimeout(
@@ -161,7 +161,7 @@ def _timed_out(stuck: Sequence[Outcome], outcomes: Sequence[Outcome], request: R
     )
 
 
-def _mention(outcome: Outcome, request: Request) -> str:
+def _mention(outcome: RankResult, request: Request) -> str:
     if outcome.fate is Fate.STUCK:
         return f"rank {outcome.rank} did not finish and was stopped; its stack:\n{outcome.detail}"
     if outcome.error is not None:
@@ -172,7 +172,7 @@ def _mention(outcome: Outcome, request: Request) -> str:
 # -- threads -------------------------------------------------------------------------------------------------------------
 
 
-def _run_threads(request: Request) -> list[Outcome]:
+def _run_threads(request: Request) -> list[RankResult]:
     store, timeout = HashStore(), request.timeout + GROUP_MARGIN
     build, name = request.kind.build, request.kind.name
     built: list[Group] = []
@@ -185,15 +185,15 @@ def _run_threads(request: Request) -> list[Outcome]:
             group.close(timeout=0)
         raise
     groups = list(built)
-    answers: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[RankResult] = queue.SimpleQueue()
 
     def rank_thread(rank: int) -> None:
         try:
             if request.wrap is not None:
                 groups[rank] = request.wrap(groups[rank])
-            answers.put(Outcome(rank, Fate.RETURNED, time.monotonic(), value=request.fn(groups[rank])))
+            answers.put(RankResult(rank, Fate.RETURNED, time.monotonic(), value=request.fn(groups[rank])))
         except BaseException as error:
-            answers.put(Outcome(rank, Fate.RAISED, time.monotonic(), error=error))
+            answers.put(RankResult(rank, Fate.RAISED, time.monotonic(), error=error))
             groups[rank].abort(f"rank {rank} raised {type(error).__name__}: {error}")
 
     threads = [
@@ -219,11 +219,11 @@ def _run_threads(request: Request) -> list[Outcome]:
 
 
 def _await_threads(
-    threads: Sequence[threading.Thread], answers: queue.SimpleQueue[Outcome], timeout: float
-) -> list[Outcome]:
+    threads: Sequence[threading.Thread], answers: queue.SimpleQueue[RankResult], timeout: float
+) -> list[RankResult]:
     """Every rank's outcome. A rank without one in time is stuck; after a failure the remaining time is short."""
     deadline = time.monotonic() + timeout
-    known: dict[int, Outcome] = {}
+    known: dict[int, RankResult] = {}
     while len(known) < len(threads):
         try:
             outcome = answers.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -237,16 +237,16 @@ def _await_threads(
         if rank not in known:
             frame = frames.get(thread.ident or 0)
             stack = "".join(traceback.format_stack(frame)) if frame is not None else "(just ended)"
-            known[rank] = Outcome(rank, Fate.STUCK, time.monotonic(), detail=stack)
+            known[rank] = RankResult(rank, Fate.STUCK, time.monotonic(), detail=stack)
     return [known[rank] for rank in range(len(threads))]
 
 
-def _close(group: Group, outcome: Outcome) -> Outcome:
+def _close(group: Group, outcome: RankResult) -> RankResult:
     try:
         group.close()
     except BaseException as error:
         if outcome.error is None:
-            return Outcome(outcome.rank, Fate.RAISED, time.monotonic(), error=error)
+            return RankResult(outcome.rank, Fate.RAISED, time.monotonic(), error=error)
         outcome.error.add_note(f"and then, when the group was closed: {type(error).__name__}: {error}")
     return outcome
 
@@ -254,7 +254,7 @@ def _close(group: Group, outcome: Outcome) -> Outcome:
 # -- processes -----------------------------------------------------------------------------------------------------------
 
 
-def _run_processes(request: Request) -> list[Outcome]:
+def _run_processes(request: Request) -> list[RankResult]:
     ranks: RankPool | MPIWorlds = default_worlds() if request.kind.ranks is Ranks.MPI else default_pool()
     build = _on_two_hosts if request.kind.name == "hierarchical" else request.kind.build
     return ranks.run(

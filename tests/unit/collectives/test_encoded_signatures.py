@@ -102,7 +102,7 @@ def test_a_peer_that_writes_the_protocol_by_hand_runs_nothing_where_hosts_meet(t
 def test_pickles_are_read_only_where_the_other_end_is_this_user() -> None:
     """If you add one, say here who can write to it. See SECURITY.md."""
     allowed = {
-        "testing/pool/messages.py": "a socket pair, or a private socket that checks the user",
+        "testing/pool/protocol.py": "a socket pair, or a private socket that checks the user",
         "testing/pool/shipping.py": "what came over the same",
         "testing/pool/worker.py": "what came over the same",
     }

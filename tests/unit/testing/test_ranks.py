@@ -30,9 +30,10 @@ from gradwire.errors import (
 )
 from gradwire.groups import C10dGroup, Group, GroupWrapper
 from gradwire.groups.kinds import find_kind
+from gradwire.runtime.fork_server import ForkServer
 from gradwire.testing import LeftBehind, RankPool, default_pool, kinds, ranks, run_ranks
-from gradwire.testing.pool import Fate, GroupJob, Outcome, RemoteTraceback
-from gradwire.testing.pool.process import Process, Spawn
+from gradwire.testing.pool import Fate, GroupJob, RankResult, RemoteTraceback
+from gradwire.testing.pool.process import Spawn, WorkerProcess
 from gradwire.testing.pool.shipping import ship
 from gradwire.testing.ranks import Request, _verdict
 from helpers.waiting import wait_for_exit
@@ -252,16 +253,16 @@ REQUEST = Request(offset_rank, 3, find_kind("gloo", who="test"), 5.0, frozenset(
 LOST_2 = Request(offset_rank, 3, find_kind("gloo", who="test"), 5.0, frozenset({2}), None)
 
 
-def returned(rank: int) -> Outcome:
-    return Outcome(rank, Fate.RETURNED, 0.0, value=rank)
+def returned(rank: int) -> RankResult:
+    return RankResult(rank, Fate.RETURNED, 0.0, value=rank)
 
 
-def raised(rank: int, when: float, error: BaseException) -> Outcome:
-    return Outcome(rank, Fate.RAISED, when, error=error)
+def raised(rank: int, when: float, error: BaseException) -> RankResult:
+    return RankResult(rank, Fate.RAISED, when, error=error)
 
 
-def died(rank: int, when: float) -> Outcome:
-    return Outcome(rank, Fate.DIED, when, detail="its process 1 was killed by SIGKILL (signal 9)")
+def died(rank: int, when: float) -> RankResult:
+    return RankResult(rank, Fate.DIED, when, detail="its process 1 was killed by SIGKILL (signal 9)")
 
 
 @pytest.mark.parametrize(
@@ -272,10 +273,10 @@ def died(rank: int, when: float) -> Outcome:
         ([raised(0, 1.0, PeerLost("")), raised(1, 9.0, ValueError()), returned(2)], PeerLost),
         ([raised(0, 1.0, GroupAborted("")), died(1, 1.5), returned(2)], PeerLost),
         ([raised(0, 1.0, ValueError()), died(1, 0.9), returned(2)], ValueError),
-        ([Outcome(0, Fate.STUCK, 1.0, detail="here"), raised(1, 3.0, GroupAborted("")), returned(2)], GroupAborted),
+        ([RankResult(0, Fate.STUCK, 1.0, detail="here"), raised(1, 3.0, GroupAborted("")), returned(2)], GroupAborted),
     ],
 )
-def test_which_failure_is_raised(outcomes: list[Outcome], wanted: type[Exception]) -> None:
+def test_which_failure_is_raised(outcomes: list[RankResult], wanted: type[Exception]) -> None:
     with pytest.raises(wanted) as caught:
         _verdict(outcomes, REQUEST)
     failures = [outcome for outcome in outcomes if outcome.failed(())]
@@ -498,11 +499,13 @@ from gradwire.testing import run_ranks
 def tell():
     os.write(1, f"pid {{os.getpid()}}\\n".encode())
 
+PARENT = os.getpid()
+
 def kill_the_parent(group):
     tell()
     group.barrier()
     if group.rank == 0:
-        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(PARENT, signal.SIGKILL)
     elif {stop}:
         os.kill(os.getpid(), signal.SIGSTOP)
     threading.Event().wait(60)
@@ -567,6 +570,18 @@ def test_a_rank_imports_what_is_next_to_the_script(tmp_path: Path, monkeypatch: 
     assert run_ranks(lambda group: str(tmp_path) in sys.path, 2, kind="gloo") == [False] * 2
 
 
+def test_a_fork_server_that_was_killed_is_replaced() -> None:
+    server = ForkServer(["torch", "torch.distributed", "gradwire.testing.pool.worker"])
+    job = GroupJob(lambda group: os.getppid(), C10dGroup.gloo)
+    with RankPool(server=server) as pool:
+        (first,) = pool.run(job, 1)
+        worker = pool._workers[0]
+        os.kill(first.value, signal.SIGKILL)
+        assert worker.wait(60) is not None  # Linux kills it with the server
+        (second,) = pool.run(job, 1)
+        assert second.value not in (first.value, os.getpid())
+
+
 def test_installed_modules_travel_by_reference() -> None:
     paths = {os.path.realpath(path) for path in sys.path if path and path != os.getcwd()}
     assert len(ship(json.dumps, paths)) < 100
@@ -612,7 +627,7 @@ work = lambda *_: print("still there")
 
 def test_a_worker_that_is_still_starting_is_not_interrupted_by_ctrl_c(tmp_path: Path) -> None:
     with open(tmp_path / "output", "wb") as output:
-        worker = Process("", Spawn(f"exec({INTERRUPTED!r})", output.fileno()))
+        worker = WorkerProcess("", Spawn(f"exec({INTERRUPTED!r})", output.fileno()))
     try:
         assert worker.wait(60.0) == 0
     finally:

@@ -5,17 +5,18 @@ every rank is done, looks for leftovers and waits for the next job. The rendezvo
 outcomes means is decided in `testing/ranks.py`; this package is independent of the kind of group.
 """
 
-from gradwire.testing.pool.job import GroupJob, JobContext
-from gradwire.testing.pool.outcome import (
+from gradwire.testing.pool.pool import RankPool, default_pool
+from gradwire.testing.pool.protocol import (
     ABORT_GRACE,
     GROUP_MARGIN,
     Fate,
+    GroupJob,
+    JobContext,
     LeftBehind,
-    Outcome,
+    RankResult,
     RemoteTraceback,
     root_failure,
 )
-from gradwire.testing.pool.pool import RankPool, default_pool
 
 __all__ = [
     "ABORT_GRACE",
@@ -24,8 +25,8 @@ __all__ = [
     "GroupJob",
     "JobContext",
     "LeftBehind",
-    "Outcome",
     "RankPool",
+    "RankResult",
     "RemoteTraceback",
     "default_pool",
     "root_failure",

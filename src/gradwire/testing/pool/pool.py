@@ -16,31 +16,51 @@ from typing import Any
 
 from gradwire.errors import ClosedError, GroupError, UsageTypeError
 from gradwire.groups.store.private_store import PrivateStore
-from gradwire.testing.pool.job import JobContext
-from gradwire.testing.pool.messages import Job, Ready, receive
-from gradwire.testing.pool.outcome import ABORT_GRACE, START_LIMIT, TURN_LIMIT, LeftBehind, Outcome
-from gradwire.testing.pool.process import Hold, Process, Spawn, ending
-from gradwire.testing.pool.run import Run
+from gradwire.runtime.fork_server import ForkServer
+from gradwire.testing.pool.pool_run import PoolRun
+from gradwire.testing.pool.process import (
+    WARM,
+    ForkedWorker,
+    Spawn,
+    WorkerHandle,
+    WorkerProcess,
+    default_server,
+    ending,
+)
+from gradwire.testing.pool.protocol import (
+    ABORT_GRACE,
+    START_LIMIT,
+    TURN_LIMIT,
+    JobContext,
+    LeftBehind,
+    RankJob,
+    RankResult,
+    Ready,
+    receive,
+)
 from gradwire.testing.pool.shipping import ship
 
 
 class RankPool:
-    """Rank processes, warm ones by default: `spawn(rank)` is how each is started.
+    """Rank processes, warm ones by default: `spawn(rank)` is how each is started. Warm ones are forks of `server`, if there is one.
 
     Workers are started when first needed, all missing ones at once; calls are serialized.
 
     Workers end with `close()`, at interpreter exit, or when the pool is freed.
     """
 
-    def __init__(self, spawn: Callable[[int], Spawn] = lambda rank: Spawn()) -> None:
+    def __init__(
+        self, spawn: Callable[[int], Spawn] = lambda rank: Spawn(), *, server: ForkServer | None = None
+    ) -> None:
         self._spawn = spawn
+        self._server = server
         self._turns = threading.Lock()
         self._numbers = itertools.count()
-        self._workers: list[Hold] = []
+        self._workers: list[WorkerHandle] = []
         self._paths: tuple[str, ...] = ()
         self._stores: list[PrivateStore] = []
         """The store in which the groups of the workers meet, once there are any."""
-        self._finalizer = weakref.finalize(self, _dismiss, self._workers, self._stores, os.getpid())
+        self._finalizer = weakref.finalize(self, _dismiss, self._workers, self._stores, server, os.getpid())
 
     @property
     def pids(self) -> list[int]:
@@ -57,7 +77,7 @@ class RankPool:
         leftovers: LeftBehind = LeftBehind.RAISE,
         name: str = "ranks",
         on_report: Callable[[Any], object] = lambda progress: None,
-    ) -> list[Outcome]:
+    ) -> list[RankResult]:
         """Run `job(context)`, e.g. a `GroupJob`, on `n` ranks and return each rank's outcome.
 
         Each report of a rank goes to `on_report` and extends the timeout. Raises only for problems of the pool itself.
@@ -69,8 +89,8 @@ class RankPool:
             workers = self._workers[:n]
             try:
                 path = os.path.abspath(sys.path[0])  # the directory of the script, or of the notebook
-                jobs = [Job(rank, n, name, timeout, blob, path) for rank in range(n)]
-                return Run(workers, lost, timeout, leftovers, on_report).finish(jobs)
+                jobs = [RankJob(rank, n, name, timeout, blob, path) for rank in range(n)]
+                return PoolRun(workers, lost, timeout, leftovers, on_report).finish(jobs)
             except BaseException:  # Ctrl-C, a test's own timeout: the state of the workers is unknown
                 for worker in workers:
                     worker.spoilt = True
@@ -106,7 +126,7 @@ class RankPool:
         if not self._stores:
             self._stores.append(PrivateStore.create())
         self._discharge([worker for worker in self._workers if worker.wait(0) is not None])
-        fresh: list[Hold] = []
+        fresh: list[WorkerHandle] = []
         try:
             for worker in self._start(n - len(self._workers), self._stores[0].name):
                 fresh.append(worker)
@@ -118,12 +138,22 @@ class RankPool:
             self._discharge(fresh)
             raise
 
-    def _start(self, count: int, store: str) -> Iterator[Hold]:
+    def _start(self, count: int, store: str) -> Iterator[WorkerHandle]:
         """New workers, one by one; `store` is the name of their store."""
         for _ in range(count):
-            yield Process(store, self._spawn(len(self._workers)))
+            spawn = self._spawn(len(self._workers))
+            yield self._fork(store, spawn) or WorkerProcess(store, spawn)
 
-    def _discharge(self, workers: Sequence[Hold]) -> None:
+    def _fork(self, store: str, spawn: Spawn) -> WorkerHandle | None:
+        if self._server is None or spawn.program != WARM or spawn.command is not list:
+            return None
+        try:
+            return ForkedWorker(self._server, store, spawn)
+        except RuntimeError:  # a module that it imports has started a thread: it has said so
+            self._server = None
+            return None
+
+    def _discharge(self, workers: Sequence[WorkerHandle]) -> None:
         for worker in workers:
             self._workers.remove(worker)
             worker.kill()
@@ -152,15 +182,17 @@ class RankPool:
     # -- for Leftovers -------------------------------------------------------------------------------------------------
 
     def keeps_process(self, pid: int) -> bool:
-        """Whether `pid` is one of the workers."""
-        return pid in self.pids
+        """Whether `pid` is one of the workers, or the server."""
+        return pid in self.pids or (self._server is not None and self._server.keeps_process(pid))
 
     def keeps_descriptor(self, fd: int) -> bool:
-        """Whether `fd` leads to a worker or to the store."""
+        """Whether `fd` leads to a worker, to the store or to the server."""
+        if self._server is not None and self._server.keeps_descriptor(fd):
+            return True
         return any(fd in worker.descriptors for worker in self._workers) or any(s.holds(fd) for s in self._stores)
 
 
-def _greet(worker: Hold, rank: int, deadline: float) -> Ready:
+def _greet(worker: WorkerHandle, rank: int, deadline: float) -> Ready:
     """Wait until the new worker for `rank` has started."""
     sources: list[Any] = [worker.control, worker.alive]
     ready, _, _ = select.select(sources, [], [], max(0.0, deadline - time.monotonic()))
@@ -175,7 +207,7 @@ def _greet(worker: Hold, rank: int, deadline: float) -> Ready:
     raise GroupError(f"starting rank processes: that of rank {rank} {what}. Look at its output.")
 
 
-def _dismiss(workers: list[Hold], stores: list[PrivateStore], owner: int) -> None:
+def _dismiss(workers: list[WorkerHandle], stores: list[PrivateStore], server: ForkServer | None, owner: int) -> None:
     if os.getpid() != owner:  # a forked copy of the owner must not end its workers
         return
     for worker in workers:
@@ -190,9 +222,11 @@ def _dismiss(workers: list[Hold], stores: list[PrivateStore], owner: int) -> Non
     finally:
         while stores:
             stores.pop().close()
+        if server is not None:
+            server.close()
 
 
 @functools.cache
 def default_pool() -> RankPool:
     """The pool that `run_ranks` uses. It costs nothing until something is run on it."""
-    return RankPool()
+    return RankPool(server=default_server())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import signal
@@ -15,7 +16,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from gradwire.errors import GroupError
-from gradwire.testing.pool.outcome import MESSAGE_LIMIT
+from gradwire.runtime.fork_server import ForkServer
+from gradwire.testing.pool.protocol import MESSAGE_LIMIT
 
 WORKER_SETTINGS = {"OMP_NUM_THREADS": "1", "ONEDNN_JIT_PROFILE": "0", "GLOO_SOCKET_IFNAME": "lo"}
 """Variables of a worker in addition to the parent's. All are on this host, so gloo needs only the loopback interface."""
@@ -28,7 +30,7 @@ ENDED = 256
 """The exit status of a process that is not our child: only its parent can read the real one."""
 
 
-class Hold(ABC):
+class WorkerHandle(ABC):
     """A worker as the pool sees it: a socket, a way to detect its end, and a way to read its stacks."""
 
     control: socket.socket
@@ -84,11 +86,15 @@ class Hold(ABC):
             os.close(fd)
 
 
+WARM = f"{QUICK_START}from gradwire.testing.pool.worker import work_warm as work"
+"""The program of a worker that is kept for many jobs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Spawn:
     """How a worker is started."""
 
-    program: str = f"{QUICK_START}from gradwire.testing.pool.warm_worker import work"
+    program: str = WARM
     """Python code that defines `work`, the main function."""
     output: int | None = None
     """A descriptor for its stdout and stderr, instead of this process's."""
@@ -102,7 +108,7 @@ FRESH = "from gradwire.testing.pool.worker import work"
 """The program of a worker for a single job, in which nothing is different from any other process of Python."""
 
 
-class Process(Hold):
+class WorkerProcess(WorkerHandle):
     """A worker that this process started."""
 
     def __init__(self, store: str, spawn: Spawn) -> None:
@@ -142,6 +148,51 @@ class Process(Hold):
         self.process.kill()
         if self.wait(MESSAGE_LIMIT) is None:
             raise GroupError(f"worker process {self.pid} is still running {MESSAGE_LIMIT:.0f} s after SIGKILL.")
+
+
+class ForkedWorker(WorkerHandle):
+    """A worker that the fork server started, whose child it is."""
+
+    def __init__(self, server: ForkServer, store: str, spawn: Spawn) -> None:
+        super().__init__()
+        control, theirs = socket.socketpair()
+        code = f"import os\n{spawn.program}\nwork(3, 4, 5, {store!r}, os.getppid())"
+        streams = (1, 2) if spawn.output is None else (spawn.output, spawn.output)
+        try:
+            with open(os.devnull) as nothing, theirs:
+                fds = (nothing.fileno(), *streams, theirs.fileno(), self._stack, self._dumped_there)
+                self.process = server.start(code, fds=fds, env=spawn.settings)
+        except BaseException:
+            control.close()
+            for fd in (self._stack, self._dumped, self._dumped_there):
+                os.close(fd)
+            raise
+        self._take(control, self.process.pid)
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What this process holds open for the worker."""
+        return *super().descriptors, self.process.fileno()
+
+    def wait(self, limit: float) -> int | None:
+        """The exit status, if the worker ends within `limit` seconds."""
+        try:
+            return self.process.poll(limit)
+        except RuntimeError:  # its server has died, and nobody else can read the status
+            return super().wait(limit)
+
+    def kill(self) -> None:
+        """End it now."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.alive, signal.SIGKILL)
+        if self.wait(MESSAGE_LIMIT) is None:
+            raise GroupError(f"worker process {self.pid} is still running {MESSAGE_LIMIT:.0f} s after SIGKILL.")
+
+
+@functools.cache
+def default_server() -> ForkServer:
+    """The server that warm workers are forks of: torch is imported once, not once per rank."""
+    return ForkServer(["torch", "torch.distributed", "gradwire.testing.pool.worker"])
 
 
 @contextmanager

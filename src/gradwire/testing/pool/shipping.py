@@ -15,8 +15,7 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 
 from gradwire.errors import GroupError, UsageTypeError
-from gradwire.testing.pool.messages import Raised, Returned
-from gradwire.testing.pool.outcome import Fate, Outcome, RemoteTraceback
+from gradwire.testing.pool.protocol import Fate, Raised, RankResult, RemoteTraceback, Returned
 
 
 class _Shipper(cloudpickle.Pickler):  # type: ignore[misc]
@@ -83,16 +82,16 @@ def dump_result(value: object, rank: int) -> bytes:
     return blob
 
 
-def load_result(rank: int, message: Returned) -> Outcome:
+def load_result(rank: int, message: Returned) -> RankResult:
     """Unpickle what a rank returned."""
     try:
-        return Outcome(rank, Fate.RETURNED, time.monotonic(), value=cloudpickle.loads(message.blob))
+        return RankResult(rank, Fate.RETURNED, time.monotonic(), value=cloudpickle.loads(message.blob))
     except Exception as problem:
         error = UsageTypeError(
             f"what rank {rank} returned cannot be rebuilt in this process: {type(problem).__name__}: {problem}. "
             "Return tensors, numbers, strings, or containers of them."
         )
-        return Outcome(rank, Fate.RAISED, time.monotonic(), error=error)
+        return RankResult(rank, Fate.RAISED, time.monotonic(), error=error)
 
 
 def pack(error: BaseException, rank: int, when: float) -> Raised:
@@ -111,7 +110,7 @@ def pack(error: BaseException, rank: int, when: float) -> Raised:
     return Raised(when, blob, text)
 
 
-def unpack(rank: int, raised: Raised) -> Outcome:
+def unpack(rank: int, raised: Raised) -> RankResult:
     """Unpickle an error: its traceback is its cause."""
     try:
         error = cloudpickle.loads(raised.blob)
@@ -120,4 +119,4 @@ def unpack(rank: int, raised: Raised) -> Outcome:
             f"rank {rank} raised an error that cannot be rebuilt here: {problem!r}. Its traceback is the cause."
         )
     error.__cause__ = RemoteTraceback(raised.text)
-    return Outcome(rank, Fate.RAISED, raised.when, error=error)
+    return RankResult(rank, Fate.RAISED, raised.when, error=error)

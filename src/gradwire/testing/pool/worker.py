@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
+import gc
 import os
 import queue
 import signal
@@ -26,22 +28,39 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.groups.store.private_store import PrivateStore
-from gradwire.testing.pool.job import JobContext, Resource
-from gradwire.testing.pool.messages import Abort, Ended, Job, Raised, Ready, Report, Returned, receive, send
-from gradwire.testing.pool.outcome import CLOSE_LIMIT, START_LIMIT
+from gradwire.testing import leftovers
+from gradwire.testing.pool.protocol import (
+    CLOSE_LIMIT,
+    LEFTOVER_GRACE,
+    START_LIMIT,
+    Abort,
+    Ended,
+    JobContext,
+    Progress,
+    Raised,
+    RankJob,
+    Ready,
+    Resource,
+    Returned,
+    receive,
+    send,
+)
 from gradwire.testing.pool.shipping import dump_result, pack
 
 
-class Worker:
+class RankWorker:
     """One rank process: its main thread runs jobs, a second thread listens to the parent."""
 
-    def __init__(self, control: int, store: str, *, notice: float) -> None:
+    def __init__(self, control: int, store: str, *, notice: float, warm: bool) -> None:
         self._control = socket.socket(fileno=control)
         self._store = PrivateStore.open(store)
         self._store.set_timeout(timedelta(seconds=START_LIMIT))
+        self._modules = leftovers.TorchModules() if warm else None
+        if self._modules is not None:
+            self._modules.replaced()
         self._notice = notice
         """Seconds that the main thread has to exit when the parent is gone, before the process is ended by force."""
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[RankJob | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._owned: Resource | None = None
         self._aborted: str | None = None
@@ -59,7 +78,7 @@ class Worker:
         try:
             while True:
                 message = receive(self._control)
-                if isinstance(message, Job):
+                if isinstance(message, RankJob):
                     self._aborted = None
                     self._released.clear()
                     self._jobs.put(message)
@@ -74,7 +93,15 @@ class Worker:
                 time.sleep(self._notice)
             os._exit(0)
 
-    def _perform(self, job: Job) -> Ended:
+    def _perform(self, job: RankJob) -> Ended:
+        """Run a job. A worker that is kept for others looks for what it has left behind."""
+        if self._modules is None:
+            return Ended(self._finish(job), ())
+        before = leftovers.Leftovers.snapshot()
+        raised = self._finish(job)
+        return Ended(raised, (*before.compare(grace=LEFTOVER_GRACE), *self._modules.replaced()))
+
+    def _finish(self, job: RankJob) -> Raised | None:
         failure = None
         try:
             answer: Returned | Raised = Returned(dump_result(self._call(job), job.rank))
@@ -88,9 +115,9 @@ class Worker:
             self._abort(failure)
         raised = self._leave(job)
         _flush()
-        return Ended(raised, ())
+        return raised
 
-    def _call(self, job: Job) -> object:
+    def _call(self, job: RankJob) -> object:
         store = PrefixStore(job.name, self._store)
         context = JobContext(job.rank, job.size, job.name, job.timeout, store, self._own, self._report)
         sys.path.insert(0, job.path)
@@ -101,7 +128,7 @@ class Worker:
                 sys.path.remove(job.path)
 
     def _report(self, progress: object) -> None:
-        send(self._control, Report(progress))
+        send(self._control, Progress(progress))
 
     def _own(self, resource: Resource | None) -> None:
         with self._lock:
@@ -120,7 +147,7 @@ class Worker:
             except Exception:  # must not end the thread that detects the parent's end, nor hide the rank's own error
                 traceback.print_exc()
 
-    def _leave(self, job: Job) -> Raised | None:
+    def _leave(self, job: RankJob) -> Raised | None:
         with self._lock:
             owned, self._owned = self._owned, None
         try:
@@ -137,17 +164,28 @@ def _flush() -> None:
             stream.flush()
 
 
-def work(control: int, stack: int, dumped: int, store: str, parent: int, *, notice: float = 0.0) -> None:
+def work(
+    control: int, stack: int, dumped: int, store: str, parent: int, *, notice: float = 0.0, warm: bool = False
+) -> None:
     """The main function of a worker process. `store` is the name of the parent's store, `parent` its process id if the worker is to
     be killed with it, else 0.
 
-    A worker that must exit normally when its parent is gone, instead of at once, has `notice` seconds for it.
+    A worker that must exit normally when its parent is gone, instead of at once, has `notice` seconds for it. One that is `warm` is
+    kept for many jobs.
     """
-    prepare(stack, dumped, parent)
-    Worker(control, store, notice=notice).serve()
+    _prepare(stack, dumped, parent)
+    if warm:
+        leftovers.prime()
+        gc.collect()
+        gc.enable()  # QUICK_START had it off
+        gc.freeze()  # existing objects stay: a collection before each check for leftovers then costs almost nothing
+    RankWorker(control, store, notice=notice, warm=warm).serve()
 
 
-def prepare(stack: int, dumped: int, parent: int) -> None:
+work_warm = functools.partial(work, warm=True)
+
+
+def _prepare(stack: int, dumped: int, parent: int) -> None:
     """Signals, and torch's threads. Exits if the parent is gone already."""
     if parent:
         pr_set_pdeathsig = 1

@@ -1,4 +1,4 @@
-"""One `mpirun` and the ranks it started, as the pool sees them.
+"""Warm worlds of MPI ranks: one `mpirun` per number of ranks, kept between calls. The pool's workers, started by mpirun.
 
 Note [How the parent meets the ranks]
 mpirun closes inherited descriptors, so a rank does not inherit its sockets: it connects to one of the parent's, in a directory of
@@ -12,6 +12,7 @@ known; then all are ended together. That is left to mpirun, because it also remo
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import select
@@ -22,15 +23,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
-from gradwire.errors import GroupError
-from gradwire.testing.pool.messages import receive
-from gradwire.testing.pool.outcome import ABORT_GRACE, MESSAGE_LIMIT, START_LIMIT
-from gradwire.testing.pool.process import Hold, Spawn, ending
+from gradwire.errors import GroupError, UsageError
+from gradwire.testing.pool import JobContext, RankPool, RankResult
+from gradwire.testing.pool.process import QUICK_START, Spawn, WorkerHandle, ending
+from gradwire.testing.pool.protocol import ABORT_GRACE, MESSAGE_LIMIT, START_LIMIT, receive
 from gradwire.testing.private_socket import PrivateListener
+
+_WARM = f"{QUICK_START}from gradwire.testing.mpi.rank_main import work_warm as work"
 
 
 def missing() -> str | None:
@@ -63,7 +66,7 @@ def settings(ranks: int) -> dict[str, str]:
     return found
 
 
-class Launch:
+class MPILaunch:
     """A running mpirun."""
 
     def __init__(self, mpirun: str, size: int, store: str, spawn: Spawn) -> None:
@@ -145,10 +148,10 @@ class Launch:
         return self._door.fileno(), self._alive
 
 
-class MPIRank(Hold):
+class MPIRank(WorkerHandle):
     """A rank that mpirun started."""
 
-    def __init__(self, launch: Launch, control: socket.socket, pid: int) -> None:
+    def __init__(self, launch: MPILaunch, control: socket.socket, pid: int) -> None:
         super().__init__()
         self._launch = launch
         control.settimeout(MESSAGE_LIMIT)
@@ -162,7 +165,7 @@ class MPIRank(Hold):
         self._launch.doomed = self.spoilt = True
 
     def release(self) -> None:
-        """As in Hold; releasing the last of them ends the world."""
+        """As in WorkerHandle; releasing the last of them ends the world."""
         self._released = True
         if all(rank._released for rank in self._launch.ranks):
             for rank in self._launch.ranks:
@@ -171,7 +174,7 @@ class MPIRank(Hold):
                 self._launch.end()
             finally:
                 for rank in self._launch.ranks:
-                    Hold.release(rank)
+                    WorkerHandle.release(rank)
                 self._launch.ranks = []
 
 
@@ -185,3 +188,65 @@ def _explain(status: int | None) -> str:
         f"{how} (mpirun's status {status}), after all jobs had been answered. Its output is on stderr; an earlier job may have "
         "corrupted its memory."
     )
+
+
+class MPIPool(RankPool):
+    """The ranks of one mpirun, warm ones by default. When one is spoilt, all are."""
+
+    def __init__(self, spawn: Spawn = Spawn(_WARM)) -> None:  # noqa: B008  # it is frozen
+        super().__init__()
+        self._how = spawn
+        self._launch: MPILaunch | None = None
+
+    def _start(self, count: int, store: str) -> Iterator[WorkerHandle]:
+        if count > 0:
+            reason, mpirun = missing(), find_mpirun()
+            if reason is not None or mpirun is None:
+                raise UsageError(f"{count} ranks of kind 'mpi': {reason}.")
+            self._launch = MPILaunch(mpirun, count, store, self._how)
+            yield from self._launch.meet()
+
+    def _discharge(self, workers: Sequence[WorkerHandle]) -> None:
+        if workers:
+            super()._discharge(list(self._workers))
+
+    def keeps_process(self, pid: int) -> bool:
+        """Whether `pid` is mpirun; the ranks are its children."""
+        return self._launch is not None and pid == self._launch.pid
+
+    def keeps_descriptor(self, fd: int) -> bool:
+        """As for any pool; and what leads to mpirun."""
+        return super().keeps_descriptor(fd) or (self._launch is not None and fd in self._launch.descriptors)
+
+
+class MPIWorlds:
+    """Warm worlds, each started when first needed. They end with `close()` or with the interpreter."""
+
+    def __init__(self) -> None:
+        self._worlds: dict[int, MPIPool] = {}
+
+    def run(self, job: Callable[[JobContext], object], n: int, **options: Any) -> list[RankResult]:
+        """Run `job(context)` on the world of `n` ranks: see `RankPool.run`."""
+        if n not in self._worlds:
+            self._worlds[n] = MPIPool()
+        return self._worlds[n].run(job, n, **options)
+
+    def close(self) -> None:
+        """End all worlds and wait for them. Raises GroupError if a rank did not end well."""
+        with ExitStack() as stack:
+            while self._worlds:
+                stack.callback(self._worlds.popitem()[1].close)
+
+    def keeps_process(self, pid: int) -> bool:
+        """Whether `pid` belongs to a world."""
+        return any(world.keeps_process(pid) for world in list(self._worlds.values()))
+
+    def keeps_descriptor(self, fd: int) -> bool:
+        """Whether `fd` belongs to a world."""
+        return any(world.keeps_descriptor(fd) for world in list(self._worlds.values()))
+
+
+@functools.cache
+def default_worlds() -> MPIWorlds:
+    """The worlds that `run_ranks` uses. They cost nothing until something is run on them."""
+    return MPIWorlds()

@@ -17,26 +17,34 @@ from contextlib import suppress
 from typing import Any
 
 from gradwire.errors import InternalError
-from gradwire.testing.pool.messages import Abort, Close, Ended, Job, Raised, Report, Returned, receive, send
-from gradwire.testing.pool.outcome import (
+from gradwire.testing.pool.process import WorkerHandle, ending
+from gradwire.testing.pool.protocol import (
     ABORT_GRACE,
     CLOSE_LIMIT,
     LEFTOVER_GRACE,
     MESSAGE_LIMIT,
+    Abort,
+    Close,
+    Ended,
     Fate,
     LeftBehind,
-    Outcome,
+    Progress,
+    Raised,
+    RankJob,
+    RankResult,
+    Returned,
+    receive,
+    send,
 )
-from gradwire.testing.pool.process import Hold, ending
 from gradwire.testing.pool.shipping import load_result, unpack
 
 
-class Run:
+class PoolRun:
     """Sends jobs to the workers, receives their answers, stops the others when one fails. Each report extends the deadline."""
 
     def __init__(
         self,
-        workers: Sequence[Hold],
+        workers: Sequence[WorkerHandle],
         lost: Collection[int],
         timeout: float,
         leftovers: LeftBehind,
@@ -49,11 +57,11 @@ class Run:
         self._lost = lost
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
-        self._outcomes: dict[int, Outcome] = {}
+        self._outcomes: dict[int, RankResult] = {}
         self._ended: set[int] = set()
         self._failing = False
 
-    def finish(self, jobs: Sequence[Job]) -> list[Outcome]:
+    def finish(self, jobs: Sequence[RankJob]) -> list[RankResult]:
         """Send the jobs and return each rank's outcome, when all have ended."""
         with selectors.DefaultSelector() as self._selector:
             for rank, worker in enumerate(self._workers):
@@ -97,7 +105,7 @@ class Run:
             self._note(unpack(rank, message))
         elif isinstance(message, Returned):
             self._note(load_result(rank, message))
-        elif isinstance(message, Report):
+        elif isinstance(message, Progress):
             if not self._failing:
                 self._deadline = time.monotonic() + self._timeout
             self._on_report(message.progress)
@@ -117,7 +125,7 @@ class Run:
                 "End and close what the rank's function, or the group under test, has started and opened.",
                 story=ended.left,
             )
-            outcome = _also(outcome, Outcome(rank, Fate.RAISED, time.monotonic(), error=problem))
+            outcome = _also(outcome, RankResult(rank, Fate.RAISED, time.monotonic(), error=problem))
         self._note(outcome)
 
     def _died(self, rank: int) -> None:
@@ -131,14 +139,14 @@ class Run:
         known = self._outcomes.get(rank)
         if known is None or known.fate is Fate.RETURNED:
             how = f"its process {worker.pid} {ending(worker.wait(MESSAGE_LIMIT))}"
-            self._note(Outcome(rank, Fate.DIED, time.monotonic(), detail=how))
+            self._note(RankResult(rank, Fate.DIED, time.monotonic(), detail=how))
 
     def _forget(self, *sources: socket.socket | int) -> None:
         for source in sources:
             with suppress(KeyError):
                 self._selector.unregister(source)
 
-    def _note(self, outcome: Outcome) -> None:
+    def _note(self, outcome: RankResult) -> None:
         self._outcomes[outcome.rank] = outcome
         if self._failing or not outcome.failed(self._lost):
             return
@@ -161,10 +169,10 @@ class Run:
             self._ended.add(rank)
             known = self._outcomes.get(rank)
             if known is None or known.fate is Fate.RETURNED:
-                self._note(Outcome(rank, Fate.STUCK, time.monotonic(), detail=story + stack))
+                self._note(RankResult(rank, Fate.STUCK, time.monotonic(), detail=story + stack))
 
 
-def _also(outcome: Outcome, later: Outcome) -> Outcome:
+def _also(outcome: RankResult, later: RankResult) -> RankResult:
     """Two failures of one rank: the first is kept, with a note about the second."""
     if outcome.error is None:
         return later
