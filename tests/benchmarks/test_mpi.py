@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import mpi
-from gradwire.testing.mpi import worlds
+from gradwire.testing.mpi import mpirun
 
 
 def test_ranks_may_outnumber_cores_and_are_not_bound():
-    command = inspect.unwrap(worlds.command)  # here, ranks are forks
+    command = inspect.unwrap(mpirun.command)  # here, ranks are forks
     assert command("mpirun", 2) == ["mpirun", "-n", "2", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
 
 
@@ -23,13 +23,13 @@ def test_ranks_may_outnumber_cores_and_are_not_bound():
 def test_with_more_ranks_than_cores_it_yields(monkeypatch, ranks, found):
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
-    assert worlds.settings(ranks) == found
+    assert mpirun.settings(ranks) == found
 
 
 def test_root_must_say_so(monkeypatch):
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
-    assert set(worlds.settings(2)) == {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"}
+    assert set(mpirun.settings(2)) == {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"}
 
 
 def _said(code: int, text: str):
@@ -69,7 +69,7 @@ def test_a_library_that_hangs(monkeypatch):
 def test_mpirun_beside_the_interpreter_is_preferred(monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "run", _said(0, "Open MPI v5.0.11, package: x"))
     assert mpi.find() == mpi.OpenMPI("Open MPI v5.0.11")
-    assert worlds.find_mpirun() == str(tmp_path / "mpirun")
+    assert mpirun.find_mpirun() == str(tmp_path / "mpirun")
 
 
 @pytest.mark.usefixtures("_installed")

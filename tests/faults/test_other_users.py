@@ -33,7 +33,7 @@ from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.rings.run_outcome import RunOutcome, load, save
 from gradwire.testing import run_ranks
 from gradwire.testing.mpi import missing
-from gradwire.testing.mpi.worlds import MPILaunch, MPIPool
+from gradwire.testing.mpi.mpirun import MPILaunch, MPIPool
 from gradwire.testing.pool import GroupJob
 from gradwire.testing.pool.process import Spawn
 from gradwire.testing.private_socket import PrivateListener, connect

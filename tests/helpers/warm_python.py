@@ -22,7 +22,7 @@ from typing import IO
 
 from gradwire.lab import Host
 from gradwire.runtime.fork_server import ForkedProcess
-from gradwire.testing.mpi import worlds
+from gradwire.testing.mpi import mpirun
 from gradwire.testing.pool.process import default_server
 from gradwire.testing.pool.protocol import MESSAGE_LIMIT
 from helpers import fork_client
@@ -44,8 +44,8 @@ from gradwire.testing.pool import pool
 pool.default_server = lambda: None
 popen = subprocess.Popen
 subprocess.Popen = lambda args, **how: (Forked if args[0] == sys.executable else popen)(args, **how)
-from gradwire.testing.mpi import worlds
-worlds.command = lambda mpirun, ranks, plain=worlds.command: [*plain(mpirun, ranks), *{client}]
+from gradwire.testing.mpi import mpirun
+mpirun.command = lambda mpirun, ranks, plain=mpirun.command: [*plain(mpirun, ranks), *{client}]
 """.replace("{client}", repr(FORK_CLIENT))
 """Workers that a pool of the process starts are forks of it, and ranks under mpirun of the server. That Linux kills the first with
 their parent is left to themselves."""
@@ -204,14 +204,14 @@ class WarmPython:
         """Let ranks under mpirun be forks, too: `fork_client.py` asks the server for them."""
         self._folder = tempfile.mkdtemp(prefix="gradwire-forks-")
         os.environ[ADDRESS] = self.server.address = f"{self._folder}/socket"
-        plain = worlds.command
+        plain = mpirun.command
 
         @functools.wraps(plain)
         def command(mpirun: str, ranks: int) -> list[str]:
             self.server.run()
             return [*plain(mpirun, ranks), *FORK_CLIENT]
 
-        worlds.command = command
+        mpirun.command = command
 
     def close(self) -> None:
         """Remove the socket. The server ends with the pool."""

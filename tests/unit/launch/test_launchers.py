@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.testing.mpi import worlds
+from gradwire.testing.mpi import mpirun
 from helpers.fork_client import ADDRESS
 from helpers.warm_python import GRADWIRE_RUN
 
@@ -122,11 +122,11 @@ def test_torchrun_without_the_agents_store(script, monkeypatch, warm_python):
     assert sorted(done.stdout.splitlines()) == lines("torchrun")
 
 
-@pytest.mark.skipif(worlds.missing() is not None, reason=str(worlds.missing()))
+@pytest.mark.skipif(mpirun.missing() is not None, reason=str(mpirun.missing()))
 def test_mpirun():
     """Its ranks are forks: see `tests/helpers/fork_client.py`."""
-    command = worlds.command(str(worlds.find_mpirun()), 2)
-    done = run(*command, sys.executable, "-c", TRAIN, **worlds.settings(2), **{ADDRESS: os.environ[ADDRESS]})
+    command = mpirun.command(str(mpirun.find_mpirun()), 2)
+    done = run(*command, sys.executable, "-c", TRAIN, **mpirun.settings(2), **{ADDRESS: os.environ[ADDRESS]})
     assert done.returncode == 0, done.stderr
     said = done.stdout.replace("\x1b[0m", "")  # the end of colors, of which mpirun has used none
     assert sorted(said.split("\n")) == ["", *lines("mpirun")]

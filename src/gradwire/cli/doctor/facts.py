@@ -28,7 +28,7 @@ from gradwire.launch.world import find_world
 from gradwire.observe.rings.runs import runs_directory
 from gradwire.runtime.host import cpu_quota, host_identity
 from gradwire.runtime.jit import compiler
-from gradwire.testing.mpi.worlds import missing as missing_mpi
+from gradwire.testing.mpi.mpirun import missing as missing_mpi
 
 _SETTINGS = re.compile(r"(GRADWIRE|GLOO|NCCL|OMP|MASTER|TORCH|CUDA|TP)_|(RANK|WORLD_SIZE|LOCAL_RANK)$")
 """Environment variables that training depends on."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import functools
 import gc
 import os
 import queue
@@ -164,25 +163,24 @@ def _flush() -> None:
             stream.flush()
 
 
-def work(
-    control: int, stack: int, dumped: int, store: str, parent: int, *, notice: float = 0.0, warm: bool = False
-) -> None:
-    """The main function of a worker process. `store` is the name of the parent's store, `parent` its process id if the worker is to
-    be killed with it, else 0.
+def work(control: int, stack: int, dumped: int, store: str, parent: int, *, notice: float = 0.0) -> None:
+    """The main function of a worker process for a single job. `store` is the name of the parent's store, `parent` its process id if
+    the worker is to be killed with it, else 0.
 
-    A worker that must exit normally when its parent is gone, instead of at once, has `notice` seconds for it. One that is `warm` is
-    kept for many jobs.
+    A worker that must exit normally when its parent is gone, instead of at once, has `notice` seconds for it.
     """
     _prepare(stack, dumped, parent)
-    if warm:
-        leftovers.prime()
-        gc.collect()
-        gc.enable()  # QUICK_START had it off
-        gc.freeze()  # existing objects stay: a collection before each check for leftovers then costs almost nothing
-    RankWorker(control, store, notice=notice, warm=warm).serve()
+    RankWorker(control, store, notice=notice, warm=False).serve()
 
 
-work_warm = functools.partial(work, warm=True)
+def work_warm(control: int, stack: int, dumped: int, store: str, parent: int, *, notice: float = 0.0) -> None:
+    """The main function of a worker that is kept for many jobs: see `work`."""
+    _prepare(stack, dumped, parent)
+    leftovers.prime()
+    gc.collect()
+    gc.enable()  # QUICK_START had it off
+    gc.freeze()  # existing objects stay: a collection before each check for leftovers then costs almost nothing
+    RankWorker(control, store, notice=notice, warm=True).serve()
 
 
 def _prepare(stack: int, dumped: int, parent: int) -> None:
